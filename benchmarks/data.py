@@ -8,8 +8,7 @@ import argparse
 import gzip
 import pathlib
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -79,13 +78,6 @@ def ratios(name: str, peer: Sequence[float], ours: Sequence[float]) -> dict[str,
     }
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    """CPU seconds of this process."""
-    start = time.process_time()
-    work()
-    return time.process_time() - start
-
-
 def text_to_ids(
     texts: Sequence[documents.Document], vocab: Sequence[str], rounds: int
 ) -> dict[str, Any]:
@@ -105,8 +97,8 @@ def text_to_ids(
         return peer.encode_batch_fast(lines, add_special_tokens=False)
 
     for _ in range(rounds):
-        found["ours"].append(cpu_seconds(encode))
-        found["hugging_face"].append(cpu_seconds(encode_theirs))
+        found["ours"].append(measure.clocked(encode)[0])
+        found["hugging_face"].append(measure.clocked(encode_theirs)[0])
     ids = encode()
     same = [a == b.ids for a, b in zip(ids, encode_theirs(), strict=True)]
     return found | {"ids": sum(map(len, ids)), "sentences": len(ids), "equal": float(np.mean(same))}
@@ -151,7 +143,7 @@ def ids_to_batches(
         run(maker, steps)
         tokens = steps * BATCH * int(name.partition("_")[0])
         found[name] = [
-            cpu_seconds(lambda m=maker, n=steps: run(m, n)) / tokens for _ in range(rounds)
+            measure.clocked(lambda m=maker, n=steps: run(m, n))[0] / tokens for _ in range(rounds)
         ]
     return found
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks.peer import adamw
+
 Arrays = dict[str, np.ndarray]
 
 
@@ -72,7 +74,9 @@ def main() -> int:
     model = Tuned(base, settings, batches.pop("head/kernel"))
     batches.pop("head/bias")
     rates, widths = batches.pop("learning_rates"), batches.pop("widths")
-    update = make_update(model, settings)
+    update = adamw(
+        model, settings["weight_decay"], betas=tuple(settings["betas"]), eps=settings["eps"]
+    )
     model.train()
     losses = []
     for number, (rate, width) in enumerate(zip(rates, widths, strict=True)):
@@ -93,18 +97,6 @@ def main() -> int:
             found[f"logits_{number}"] = model(tensors(batch, None)).numpy()
     np.savez(folder / "peer.npz", **found)
     return 0
-
-
-def make_update(model: Tuned, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """AdamW; neither biases nor layer norms decay."""
-    named = list(model.named_parameters())
-    plain = [p for name, p in named if name.endswith("bias") or "LayerNorm" in name]
-    others = [p for name, p in named if not (name.endswith("bias") or "LayerNorm" in name)]
-    groups = [
-        {"params": others, "weight_decay": settings["weight_decay"]},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=tuple(settings["betas"]), eps=settings["eps"])
 
 
 def tensors(batch: Arrays, width: int | None) -> dict[str, torch.Tensor]:

@@ -13,7 +13,8 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -71,6 +72,20 @@ def restart_with(threads: int) -> None:
 def pin(threads: int) -> None:
     """Keeps this process, and what it starts, to that many of its cores."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
+
+
+def clocked(work: Callable[[], object]) -> tuple[float, float]:
+    """CPU and wall seconds of this process that a piece of work takes."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds that another process has used so far."""
+    # The command's name, in brackets, may hold blanks.
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

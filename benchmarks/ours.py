@@ -1,12 +1,10 @@
 """Our training step, served to `step` and `torch_step`."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import shapes, worker
+from benchmarks import measure, shapes, worker
 from bert_jax.config import Model, Optimizer, Parallelism
 from bert_jax.model import flops
 from bert_jax.training import feed, step
@@ -73,13 +71,15 @@ class Ours:
 
     def step(self, entry: str) -> tuple[float, float]:
         """CPU and wall seconds of a step, the mean of one turn."""
-        run, size, state, window, batch, key = self._entries[entry]
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(size.turn):
-            state, window = run(state, window, batch, key)
-        jax.block_until_ready((state, window))
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        self._entries[entry][2:4] = state, window
+        run, size, *_, batch, key = self._entries[entry]
+
+        def turn() -> None:
+            state, window = self._entries[entry][2:4]
+            for _ in range(size.turn):
+                state, window = run(state, window, batch, key)
+            self._entries[entry][2:4] = jax.block_until_ready((state, window))
+
+        cpu, wall = measure.clocked(turn)
         return cpu / size.turn, wall / size.turn
 
     def matmul(self, dtype: str) -> tuple[float, float]:
@@ -95,9 +95,7 @@ class Ours:
             jax.block_until_ready(product(side, side))
             self._entries[entry] = [product, side]
         product, side = self._entries[entry]
-        wall, cpu = time.perf_counter(), time.process_time()
-        jax.block_until_ready(product(side, side))
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        cpu, wall = measure.clocked(lambda: jax.block_until_ready(product(side, side)))
         return 2 * _MATMUL_WIDTH**3 / cpu, 2 * _MATMUL_WIDTH**3 / wall
 
     def step_flops(self, shape: str, sequence: int) -> int:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks.peer import adamw
+
 LOGITS = 2e-5
 FIRST, EARLY, WHOLE = 20, 1e-4, 1e-3
 
@@ -159,13 +161,7 @@ def compare_training(says: dict[str, Any], folder: pathlib.Path, checks: Checks)
     masked_lm, _ = load("masked_lm", says["architectures"]["masked_lm"], folder)
     model = Pretraining(masked_lm, folder)
     model.train()  # the dropout of its config is 0
-    named = list(model.named_parameters())
-    kept = ("bias", "LayerNorm.weight", "norm.weight")
-    groups = [
-        {"params": [p for n, p in named if not n.endswith(kept)], "weight_decay": 0.01},
-        {"params": [p for n, p in named if n.endswith(kept)], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-6)
+    optimizer = adamw(model, 0.01, lr=1e-3, betas=(0.9, 0.999), eps=1e-6)
     off = []
     for number, (ours, rate) in enumerate(zip(run["losses"], run["learning_rates"], strict=True)):
         batch = {name: value[number] for name, value in run.items() if value.ndim > 1}

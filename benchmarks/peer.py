@@ -4,14 +4,22 @@
 gathers the masked positions before the head, which is not what a user gets, but the stronger peer.
 """
 
-import time
-
 import torch
 from transformers import BertConfig, BertForPreTraining
 
 from benchmarks import measure, shapes, worker
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def adamw(model: torch.nn.Module, weight_decay: float, **settings) -> torch.optim.Optimizer:
+    """AdamW; neither biases nor layer norms decay."""
+    named, kept = list(model.named_parameters()), ("bias", "LayerNorm.weight", "norm.weight")
+    groups = [
+        {"params": [p for n, p in named if not n.endswith(kept)], "weight_decay": weight_decay},
+        {"params": [p for n, p in named if n.endswith(kept)], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, **settings)
 
 
 class Peer:
@@ -36,13 +44,7 @@ class Peer:
             attn_implementation="sdpa",
         )
         self._model = BertForPreTraining(config).train().to(device)
-        no_decay = ("bias", "LayerNorm.weight")
-        named = list(self._model.named_parameters())
-        groups = [
-            {"params": [p for n, p in named if not n.endswith(no_decay)], "weight_decay": 0.01},
-            {"params": [p for n, p in named if n.endswith(no_decay)], "weight_decay": 0.0},
-        ]
-        self._optimizer = torch.optim.AdamW(groups, lr=1e-5, eps=1e-6, fused=True)
+        self._optimizer = adamw(self._model, 0.01, lr=1e-5, eps=1e-6, fused=True)
         arrays = shapes.make_batch(self._shape, 0)
         self._batch = {k: torch.from_numpy(v).long() for k, v in arrays.items() if k != "rows"}
         labels = torch.full_like(self._batch["input_ids"], -100)
@@ -64,11 +66,13 @@ class Peer:
 
     def step(self, entry: str) -> tuple[float, float]:
         """CPU and wall seconds of a step, the mean of one turn."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(self._shape.turn):
-            loss = self._step(entry)
-        float(loss)  # waits for a GPU
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+
+        def turn() -> None:
+            for _ in range(self._shape.turn):
+                loss = self._step(entry)
+            float(loss)  # waits for a GPU
+
+        cpu, wall = measure.clocked(turn)
         return cpu / self._shape.turn, wall / self._shape.turn
 
     def _step(self, entry: str) -> torch.Tensor:

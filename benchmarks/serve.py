@@ -91,12 +91,6 @@ def service(workdir: str, max_length: int) -> Iterator[tuple[int, int]]:
             print(process.stdout.read(), end="")
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far."""
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def ask(port: int, clients: int, seconds: float, texts: list[str]) -> dict[str, list[float]]:
     """Latencies by HTTP's status of clients that ask one after the other."""
     latencies: dict[str, list[float]] = collections.defaultdict(list)
@@ -140,15 +134,13 @@ def compare(workdir: str, texts: list[str], flags: argparse.Namespace) -> None:
     rounds: dict[int, list[dict]] = {count: [] for count in counts}
     with service(workdir, flags.max_length) as (pid, port):
         for _ in range(flags.rounds):
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in embedder.embed(texts):
-                pass
-            bulk.append((time.perf_counter() - wall, time.process_time() - cpu))
+            cpu, wall = measure.clocked(lambda: list(embedder.embed(texts)))
+            bulk.append((wall, cpu))
             print(f"embed: {len(texts) / bulk[-1][0]:.0f} sentences a second", flush=True)
             for count in counts:
-                wall, cpu = time.perf_counter(), cpu_seconds(pid)
+                wall, cpu = time.perf_counter(), measure.cpu_seconds(pid)
                 latencies = ask(port, count, flags.seconds, texts)
-                wall, cpu = time.perf_counter() - wall, cpu_seconds(pid) - cpu
+                wall, cpu = time.perf_counter() - wall, measure.cpu_seconds(pid) - cpu
                 answered = latencies.get("200", [])
                 rounds[count].append(
                     {

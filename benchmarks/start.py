@@ -17,8 +17,6 @@ from typing import Any
 
 from benchmarks import measure
 
-_TICKS = os.sysconf("SC_CLK_TCK")
-
 
 def main() -> None:
     """Measures cold and warm starts in turns."""
@@ -66,18 +64,11 @@ def first_step(command: list[str], compiled: pathlib.Path) -> tuple[float, float
     try:
         for line in process.stdout:
             if line.startswith("step 1/"):
-                return cpu_seconds(process.pid), time.perf_counter() - start
+                return measure.cpu_seconds(process.pid), time.perf_counter() - start
     finally:
         process.kill()
         process.communicate()
     raise RuntimeError(f"{' '.join(command)}: ended before its first step")
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU seconds that a process has used so far."""
-    # The command's name, in brackets, may hold blanks.
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 if __name__ == "__main__":
