@@ -1,6 +1,6 @@
 """`pod_member.py FOLDER WHO STEP WHAT ARGS...`: `bert-jax ARGS` that notes down its rows.
 
-Before step STEP process WHO does WHAT: `hang`, `fail`, or gets the signal of that name; `none` is
+Before step STEP process WHO does WHAT: `hang`, or gets the signal of that name; `none` is
 nothing; `blinded` fails to read checkpoints; `poison` makes three steps from STEP on have no finite
 loss, on all processes. Each process writes a line (step, row, hash of all that the
 row holds) for each row of its devices to FOLDER. In ARGS $JAX_PROCESS_ID is the process's number,
@@ -19,7 +19,6 @@ import jax
 
 from bert_jax import cli
 from bert_jax.cli.child import rows_of
-from bert_jax.errors import InputError
 from bert_jax.running import checkpoint
 from bert_jax.storage import retry
 from bert_jax.training import step
@@ -39,10 +38,7 @@ def make_noting(*args):
         elif WHAT not in ("none", "poison", "blinded") and now == STEP and ME == WHO:
             if WHAT == "hang":
                 time.sleep(1000)
-            elif WHAT == "fail":
-                raise InputError("no such row")
-            else:
-                os.kill(os.getpid(), getattr(signal, WHAT))
+            os.kill(os.getpid(), getattr(signal, WHAT))
         if WHAT != "none" and now >= STEP:
             time.sleep(0.2)  # jax takes a second to hear a signal
         with open(FOLDER / f"rows-{jax.process_count()}-{ME}.jsonl", "a") as file:

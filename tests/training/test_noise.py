@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import samples
-from jax.sharding import PartitionSpec
 
 from bert_jax.model import decoder, heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective
-from bert_jax.training import step
 
 LAYERS = samples.MODEL.num_hidden_layers
 
@@ -94,27 +92,3 @@ def test_no_two_places_of_a_model_draw_the_same(make, run, batch, draws):
     jax.eval_shape(lambda params: run(params, batch, Places(drawn), Loop()), params)
     assert len(drawn) == draws
     assert len(set(drawn)) == draws
-
-
-def test_no_two_shards_micro_batches_steps_and_phases_draw_the_same():
-    model = dataclasses.replace(samples.MODEL, dropout_rng="rbg16")
-    mesh = samples.mesh_of(2)
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names)
-    )
-    def drawn(number, micro, key):
-        noise = step._noise(model, mesh.axis_names, number, {}, micro, key)
-        return noise.at(0).words()[None]
-
-    seen = {
-        tuple(words)
-        for phase in range(2)
-        for number in range(3)
-        for micro in range(2)
-        for words in np.asarray(
-            drawn(jnp.int32(number), jnp.int32(micro), step.phase_key(model, 0, phase))
-        ).tolist()
-    }
-    assert len(seen) == 2 * 3 * 2 * 2

@@ -288,16 +288,3 @@ def test_a_hang_ends_with_the_line_that_hangs(text, tmp_path):
     last = [line for line in lines if line.startswith("pod: ")]
     assert "74" in last[0]
     assert any(line.startswith("[1] ") and "pod_member.py" in line for line in lines)
-
-
-@pytest.mark.nightly
-def test_a_failure_during_training_ends_all_with_its_line(text, tmp_path):
-    """The others wait for it in a computation."""
-    folder, file = text
-    code, lines = pod(
-        folder, "failure", 2, "1 3 fail", "pretrain", file, "--workdir", tmp_path / "w"
-    )
-    assert code == 2
-    assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
-    assert "process 1 (" in said(lines, 0)[0] and "no such row" in said(lines, 0)[0]
-    assert not (tmp_path / "w" / "metrics.jsonl").exists()

@@ -160,20 +160,6 @@ def assert_same_lines(ours: pathlib.Path, theirs: pathlib.Path) -> None:
 
 
 @pytest.mark.nightly
-def test_sixteen_devices_then_eight_see_the_same_batches(undisturbed, tmp_path):
-    """The lines say so: they are those of one device, to rounding."""
-    _, file = undisturbed
-    larger = ("phases.0.batch_size=16", "phases.1.batch_size=16", "phases.1.steps=2")
-    assert pretrain(file, tmp_path / "one", *larger)[0] == "finished"
-    run = ["pretrain", file, "--workdir", tmp_path / "many"]
-    run += [word for setting in larger for word in ("--set", setting)]
-    assert killed(6, signal.SIGTERM, *run, devices=16).returncode == 75
-    cut = ("--set", "parallelism.state=zero3", "--set", "parallelism.tensor=2")
-    assert bert_jax(*run, *cut, devices=8).returncode == 0
-    assert_same_lines(tmp_path / "many", tmp_path / "one")
-
-
-@pytest.mark.nightly
 def test_what_many_devices_trained_one_device_reads(relaid, tmp_path):
     """The run's own mesh asks for four."""
     scored = bert_jax("evaluate", "--workdir", relaid)

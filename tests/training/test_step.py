@@ -209,13 +209,6 @@ def test_rbg_dropout_differs_between_steps_micro_batches_and_shards():
     assert len(_Noted.bits) == len(set(_Noted.bits)) == 8
 
 
-@pytest.mark.long
-def test_rbg_dropout_trains():
-    model = dataclasses.replace(samples.MODEL, dropout_rng="rbg16")
-    _, seen = samples.run(3, devices=2, model=model)
-    assert all(np.isfinite(sums["masked_lm_loss"]).all() for sums in seen)
-
-
 def test_no_logits_of_every_position_exist():
     """No array of the compiled step has sequence and vocabulary dimensions."""
     shape = batches.Shape(sequence_length=20, max_predictions=3, batch_size=8)

@@ -38,11 +38,3 @@ def test_a_hang_is_tried_again_also_where_no_thread_can_run(hang, code):
     done = command("-c", program)
     assert done.returncode == code
     assert b"Timeout (0:00:01.100000)!" in done.stderr and b'File "<string>", line 5' in done.stderr
-
-
-@pytest.mark.nightly
-def test_a_slow_start_is_no_hang(tmp_path):
-    """Nor is a step that takes less than it may."""
-    file = write_text(tmp_path)
-    run = ("pretrain", file, "--workdir", tmp_path / "w", "--set", "run.hang_after_seconds=60")
-    assert command(MEMBER, tmp_path / "rows", 0, 5, "none", *run).returncode == 0
