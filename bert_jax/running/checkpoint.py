@@ -338,21 +338,19 @@ class Checkpoints:
     def forget_after(self, step: int) -> None:
         """Removes newer checkpoints: of steps that will be done again, otherwise.
 
-        All processes call it, and `look_again` once they have met.
+        By one process for all, which `look_again` then.
         """
-        self.finish()
-        if jax.process_index():
-            return
-        for newer in [number for number in self.steps if number > step]:
-            self._again(lambda number=newer: self._remove(number))
 
-    def _remove(self, step: int) -> None:
-        # Half removed under its own name it would be a damaged one, perhaps the last.
-        gone = self._folder / f"{step}{_UNFINISHED}"
-        gone.rmtree(missing_ok=True)
-        if (self._folder / str(step)).exists():
-            (self._folder / str(step)).rename(gone)
-            gone.rmtree()
+        def remove(folder: epath.Path) -> None:
+            # Half removed under its own name it would be a damaged one, perhaps the last.
+            gone = self._folder / f"{folder.name}{_UNFINISHED}"
+            gone.rmtree(missing_ok=True)
+            if folder.exists():
+                folder.rename(gone)
+                gone.rmtree()
+
+        for newer in [number for number in self.steps if number > step]:
+            self._again(lambda number=newer: remove(self._folder / str(number)))
 
     def _again(self, work: Callable[[], T]) -> T:
         """Does what can be repeated with the folder, again after each passing fault."""

@@ -75,13 +75,14 @@ class Saves:
             self._lost(done, error)
             if save is None:
                 raise
-            self._outlast(lambda: self._repeat(done, save))
-        self._record()
 
-    def _repeat(self, done: int, save: Callable[[], None]) -> None:
-        if done not in self.checkpoints.steps:  # the removal of an old one may have failed
-            save()
-            self.checkpoints.finish()
+            def again() -> None:
+                if done not in self.checkpoints.steps:  # removing an old one may have failed
+                    save()
+                    self.checkpoints.finish()
+
+            self._outlast(again)
+        self._record()
 
     @contextlib.contextmanager
     def unless_full(self, done: int) -> Iterator[None]:

@@ -101,9 +101,7 @@ def before(diverged: Diverged, first: int, job: Job, context: Context, saved: Ch
             "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
         )
     start = _start(job, context, saved, first)
-    saved.forget_after(first)
-    # Until then the first process may be removing some.
-    peers.agree("removed", "")
+    peers.on_primary("removed", lambda: saved.forget_after(first))
     saved.look_again()
     return start
 
