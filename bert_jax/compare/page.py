@@ -49,7 +49,6 @@ def _html(results: Results) -> str:
         budget = f"{table.steps:,} steps a run"
     elif table.cpu_seconds:
         budget = f"{table.cpu_seconds:,.0f} seconds of CPU a run"
-    titles = [column.title for column in results.columns]
     return page(
         "table.html",
         "bert_jax.compare",
@@ -57,7 +56,7 @@ def _html(results: Results) -> str:
         budget=budget,
         seeds=", ".join(map(str, table.seeds)),
         columns=results.columns,
-        table=Table(["row", *titles], results.cells()),
+        table=results.shown([column.title for column in results.columns]),
         rows=rows,
         again=results.again,
         figures=[*_dots(results), *_curves(results)],

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from etils import epath
@@ -187,26 +187,26 @@ class Results:
         mark = "*" * any(again for *_, again in self.of_row(row, column))
         return column.text(mean) + ("" if math.isnan(error) else f" +- {column.text(error)}") + mark
 
-    def cells(self) -> list[list[str]]:
-        """Returns a line a row: its name, then its cells."""
-        return [
-            [row.name, *(self.cell(row.name, column) for column in self.columns)]
-            for row in self.table.rows
-        ]
+    def shown(self, headings: Sequence[str]) -> render.Table:
+        """Returns a line a row: its name, its runs, and what was measured of them."""
+        rows = []
+        for row in self.table.rows:
+            runs = max(self.mean(row.name, column)[0] for column in self.columns)
+            cells = [self.cell(row.name, column) for column in self.columns]
+            rows.append([row.name, str(runs), *cells])
+        return render.Table(["row", "runs", *headings], rows)
 
     @property
     def again(self) -> str:
         """Returns what the marks in cells mean; "" where there are none."""
-        return AGAIN if any(cell.endswith("*") for row in self.cells() for cell in row[1:]) else ""
+        measured = (
+            m for row in self.table.rows for c in self.columns for m in self.of_row(row.name, c)
+        )
+        return AGAIN if any(again for _, _, again in measured) else ""
 
     def lines(self) -> Iterator[str]:
         """Yields the table as text."""
-        rows = []
-        for name, *cells in self.cells():
-            runs = max(self.mean(name, column)[0] for column in self.columns)
-            rows.append([name, str(runs), *cells])
-        headings = [column.heading for column in self.columns]
-        yield from render.Table(["", "runs", *headings], rows).lines()
+        yield from self.shown([column.heading for column in self.columns]).lines()
         if self.again:
             yield self.again
 

@@ -153,7 +153,7 @@ def test_what_is_missing_is_run_and_measured_and_means_are_written(here, capsys,
     text = pathlib.Path("w/table.txt").read_text().splitlines()
     assert out[-4:-1] == text
     error = statistics.stdev([5.0, 5.07]) / math.sqrt(2)
-    assert text[0].split() == ["runs", *COLUMNS]
+    assert text[0].split() == ["row", "runs", *COLUMNS]
     assert text[2].split()[:5] == ["wide", "2", "5.035", "+-", f"{error:.3f}"]
     rows = table_csv()
     assert float(rows[1]["loss"]) == pytest.approx(5.035)

@@ -92,7 +92,7 @@ def of_task(**fields):
         ("finetune:pairs.py", "write probe:"),
         ("finetune:long.py", "task.max_sequence_length=64"),
         ("finetune:tags.py adapt.how=frozen adapt.features=concat_last_four", "adapt.features="),
-        ("finetune:gone.py", "gone: cannot be read"),
+        ("finetune:gone.py", "finetune:gone.py: gone: "),
         ("finetune:task.py batch_size=none", "--set batch_size=none"),
         ("finetune:./task.py", "two tasks of this name"),
         ("finetune:task.py batch_size=2", "two tasks of this name"),

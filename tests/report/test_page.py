@@ -1,6 +1,7 @@
 """The page of a run, read as a browser reads it."""
 
 import html.parser
+import itertools
 import json
 import os
 import re
@@ -14,9 +15,11 @@ import pytest
 from small_run import settings, write_text
 
 from bert_jax import cli
+from bert_jax.data import corpus, draws, pairs
 from bert_jax.errors import InputError
 from bert_jax.report import figures, page
-from bert_jax.report.records import Record
+from bert_jax.report.records import Record, corpus_statistics
+from bert_jax.running.pretraining import Prepared
 
 # A document that would run a script, recolour the terminal, reverse text, and break a template.
 HOSTILE = (
@@ -133,6 +136,33 @@ def test_a_planned_run_shows_its_plan(run, undrawn):
     text = Tags(page.render([record])).text
     for words in ("v5e:2x4", "1.00 of 16 GiB", "1.5 ms", "40.0 %", "too large", "libtpu 1.2"):
         assert words in text, words
+
+
+def test_a_corpus_is_counted(run):
+    record = Record.read(str(run))
+    prepared = Prepared.open(record.workdir.corpus)
+    made = corpus_statistics(record.experiment, prepared)
+    stream = corpus.open_stream(prepared.folder, "train")
+    unknown, sentences = prepared.tokenizer.unk_id, np.diff(stream.sentence_offsets)
+    assert made["unknown"] == np.mean(stream.ids == unknown)
+    assert made["sentence_lengths"].median == np.median(sentences)
+    assert made["document_lengths"].largest == max(map(len, prepared_documents(stream)))
+    piece, share = made["top_pieces"][0]
+    assert piece == "." and share == np.mean(stream.ids == prepared.tokenizer.encode(".")[0])
+    for plan, phase in zip(made["planned"], record.experiment.phases, strict=True):
+        number = record.experiment.phases.index(phase)
+        key = draws.key_of(record.experiment.seed, "train", number, 0)
+        rows = pairs.sample(stream, phase.sequence_length, 0.1, key, 10**6, "pairs")
+        wanted = rows["a_length"].astype(int) + rows["b_length"]
+        kept = np.minimum(wanted, phase.sequence_length - 3)
+        assert plan["truncated"] == pytest.approx(1 - kept.sum() / wanted.sum())
+        assert plan["filled"] == pytest.approx((kept + 3).mean() / phase.sequence_length)
+        assert plan["random_next"] == rows["is_random_next"].mean()
+
+
+def prepared_documents(stream):
+    starts = stream.sentence_offsets[stream.document_offsets]
+    return [stream.ids[a:b] for a, b in itertools.pairwise(starts)]
 
 
 def test_several_runs_are_compared_on_one_page(run, undrawn):

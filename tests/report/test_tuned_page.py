@@ -101,8 +101,11 @@ def test_runs_of_other_held_out_rows_are_compared_with_their_unigrams(change, se
     records = several({}, change)
     (note,) = comparison.notes(records)
     assert f"Held-out rows differ ({next(iter(change))})" in note
+    plots = comparison.plots_of_learning(records, [list] * len(records), "steps")
+    (below,) = (plot for plot, _ in plots if plot.title == "Nats below its own unigram line")
+    last = records[0].evaluation[-1]
+    assert below.curves[0].y[-1] == last["unigram_loss"] - last["masked_lm_loss"]
     titles = titles_of(records)
-    assert "Nats below its own unigram line" in titles
     assert not any("loss in training" in title or "masked LM loss" in title for title in titles)
 
 
