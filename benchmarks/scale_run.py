@@ -33,7 +33,7 @@ from bert_jax.data import build, corpus, stream
 from bert_jax.data.batches import TrainBatches
 from bert_jax.running.pretraining import Prepared
 from bert_jax.storage.workdir import COMPLETE, Workdir, sealed
-from bert_jax.text import documents
+from bert_jax.text import sources as text_sources
 
 VOCABULARY = measure.ROOT / "bert_jax" / "conformance" / "files" / "bert_base_uncased_vocab.txt.gz"
 # Of Wikipedia: sentences of 25 pieces, articles of 25 sentences, a few of them of thousands.
@@ -128,7 +128,7 @@ def write_corpus(folder: pathlib.Path, count: int, ids: int, source: int) -> Non
     for number, (split, (its_count, share)) in enumerate(sizes.items()):
         counts = write_split(made / "stream" / split, number, its_count, int(ids * share))
         manifest["splits"][split] |= counts
-    manifest["sources"] = documents.fingerprint(scaled.corpus)
+    manifest["sources"] = text_sources.fingerprint(scaled.corpus)
     manifest["files"] = build.listed(made)
     manifest.pop("checksum")
     (made / "manifest.json").write_text(json.dumps(sealed(manifest)))

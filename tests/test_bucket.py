@@ -331,15 +331,18 @@ def test_a_fresh_host_that_resumes_in_a_later_epoch_plans_no_first_one(
     objects, remote, monkeypatch, tmp_path
 ):
     """One host sends with the corpus how many rows first plans have; another one fetches it."""
-    assert call(f"pretrain small.py {THERE} {FEW}") == (0, "")
-    counted = plans.read_counts(epath.Path("gs://bucket/corpus/plans.json"))
-    assert len(counted) == 2  # a phase each
+    experiment = config.load("small.py")
+
+    def rows(sends_counts):
+        prepared = Prepared.open(epath.Path("gs://bucket/corpus"))
+        phases = [prepared.train_batches(experiment, phase, sends_counts) for phase in range(2)]
+        return {phase.rows_per_epoch for phase in phases}
+
+    counted = rows(sends_counts=True)
+    assert counted == {*plans.read_counts(epath.Path("gs://bucket/corpus/plans.json")).values()}
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "another machine"))
     monkeypatch.setattr(plan_files.pairs, "plan", None)
-    prepared = Prepared.open(epath.Path("gs://bucket/corpus"))
-    experiment = config.load("small.py")
-    rows = {prepared.train_batches(experiment, phase).rows_per_epoch for phase in range(2)}
-    assert rows == set(counted.values())
+    assert rows(sends_counts=False) == counted
 
 
 def test_counts_that_cannot_be_sent_cost_nothing(objects, monkeypatch):

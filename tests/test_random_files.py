@@ -23,6 +23,7 @@ from bert_jax.interop import huggingface
 from bert_jax.loaded import Loaded
 from bert_jax.running.pretraining import Prepared
 from bert_jax.text import documents, tokenizer, vocabulary
+from bert_jax.text import sources as text_sources
 
 
 def silent(line: str) -> None:
@@ -249,7 +250,7 @@ def test_a_tfds_source_gives_its_documents_or_none(source, data):
     name = data.draw(st.sampled_from(["dataset_info.json", "features.json", "train"]))
 
     def read():
-        return [d.text for d in documents.read(settings)], documents.fingerprint(settings)
+        return [d.text for d in documents.read(settings)], text_sources.fingerprint(settings)
 
     (file,) = folder.rglob(f"*{name}*")
     with damage(file, data, f"tfds_dir/{name}"):

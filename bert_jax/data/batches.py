@@ -81,10 +81,7 @@ class Examples:
     def make(self, planned: np.ndarray, array_draws: draws.Draws, policy: masking.Policy) -> Batch:
         """Returns the examples of pairs, pairs.ROW_DTYPE [B], or of rows of `sentences.plan`, [B].
 
-        Args:
-          planned: as above.
-          array_draws: truncation and masks.
-          policy: of the masks.
+        Draws are of truncation and masks, `policy` is of the masks.
 
         Returns:
           input_ids, segment_ids, input_mask int32 [B, S]; masked_lm_positions, masked_lm_ids int32
@@ -188,8 +185,7 @@ class TrainBatches:
       data: how examples are made.
       shape: widths of the batches.
       rows_per_epoch: R; None: the rows in the first plan.
-      first_step: of the phase, counted in the run.
-      total_steps: of the run.
+      first_step, total_steps: of the phase, counted in the run, and of the run.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ they were done. The text is read once; a second time where SentencePiece is trai
 constant in the corpus, except 12 bytes a document.
 """
 
+import collections
 import dataclasses
 import importlib.metadata
 import itertools
@@ -26,6 +27,7 @@ from bert_jax.data.workers import Progress, Task
 from bert_jax.errors import InputError, quantity
 from bert_jax.storage import mirror
 from bert_jax.text import documents, tokenizer, trained, vocabulary, words
+from bert_jax.text import sources as text_sources
 
 Say = Callable[[str], None]
 
@@ -121,7 +123,7 @@ def build(
     """
     scratch = pathlib.Path(folder) / PARTS
     place = run.place(scratch)
-    sources = documents.fingerprint(corpus)
+    sources = text_sources.fingerprint(corpus)
     if corpus.language.partition("-")[0] in _NO_ENDS:
         say(
             f"prepare: no sentence ends are known of corpus.language={corpus.language}: there a "
@@ -132,36 +134,45 @@ def build(
         extents = () if one.sources[0].startswith("text:") else documents.extents(one.sources[0])
         for extent in itertools.islice(extents, 1):
             next(documents.read_extent(extent, one), None)
-    by_source = _planned(corpus)
+    # Of a corpus that is mixed, the parts of each source by itself.
+    by_source = [parts.plan(one) for one in (corpus.alone() if corpus.mixture else (corpus,))]
     planned = [part for own in by_source for part in own]
     say(f"prepare: reading {quantity(len(sources), 'file')}, in {quantity(len(planned), 'part')}")
+    counting: list[parts.CountStretches] = []
     if corpus.tokenizer_kind == "wordpiece" if given is None else given.kind == "wordpiece":
         # Words do not depend on the vocabulary, so the text is read once.
+        of_words, what = True, "reading"
         tasks = [parts.Read(place, corpus, part) for part in planned]
-        _drop_others(scratch, tasks, say)
-        records = run("reading", tasks, say)
-        _say_long(sum(record["long_words"] for record in records), given, say)
-        survey, tables = _survey(corpus, tasks, place, scratch)
-        chosen = given or _train(corpus, vocab_size, _counted(tasks, records, place, scratch), say)
-        shared = _share(chosen, folder, place)
     else:
+        of_words, what, chosen = False, "tokenizing", given
         counting = [parts.CountStretches(place, corpus, part) for part in planned]
-        chosen = given
         if chosen is None:
             counts_ = run("counting words", counting, say)
             if not corpus.cut_documents:  # before training: there are no more than these
                 Survey.of(np.arange(sum(counted["documents"] for counted in counts_)), corpus)
-            counted = _counted(counting, counts_, place, scratch)
-            chosen = _train(corpus, vocab_size, counted, say)
+            chosen = _train(corpus, vocab_size, _counted(counting, counts_, place, scratch), say)
         shared = _share(chosen, folder, place)
         tasks = [parts.Read(place, corpus, part, shared, chosen.sha256) for part in planned]
-        _drop_others(scratch, [*counting, *tasks], say)
-        records = run("tokenizing", tasks, say)
-        survey, tables = _survey(corpus, tasks, place, scratch)
-    layouts: dict[str, int] = {}
+    _drop_others(scratch, [*counting, *tasks], say)
+    records = run(what, tasks, say)
+    tables = [
+        np.fromfile(parts.here(place, task.name, "documents.bin", scratch), parts.DOCUMENT)
+        for task in tasks
+    ]
+    survey = Survey.of(np.concatenate([table["hash"] for table in tables]), corpus)
+    if of_words:
+        if long_words := sum(record["long_words"] for record in records):
+            untrained = "" if given else " and train no vocabulary"
+            # Base64, DNA, scripts without blanks.
+            say(
+                f"prepare: {quantity(long_words, 'word')} of over {tokenizer.MAX_WORD} characters: "
+                f"[UNK]{untrained}; `bert-jax doctor EXPERIMENT` looks at the text"
+            )
+        chosen = given or _train(corpus, vocab_size, _counted(tasks, records, place, scratch), say)
+        shared = _share(chosen, folder, place)
+    layouts = collections.Counter[str]()
     for record in records:
-        for name, count in record["layouts"].items():
-            layouts[name] = layouts.get(name, 0) + count
+        layouts.update(record["layouts"])
     read_as = ", ".join(f"{name} ({count})" for name, count in layouts.items())
     say(
         f"prepare: {quantity(survey.count, 'document')}, {survey.repeated:,} repeated; read as "
@@ -191,7 +202,7 @@ def build(
         stream.write(dataset.folder_of(folder), split, folder / "stream" / split, chosen.size)
     hashes = {path: sha for record in records for path, sha in record["sources"].items()}
     for row in sources:
-        row["sha256"] = hashes.get(row["file"]) or documents.sha256(row["file"])
+        row["sha256"] = hashes.get(row["file"]) or text_sources.sha256(row["file"])
         row["file"] = named(row["file"])
     return {
         "settings": {**settings_of(corpus), "vocab_size": vocab_size},
@@ -199,7 +210,7 @@ def build(
         "tokenizer": {"kind": chosen.kind, "case": chosen.case, "sha256": chosen.sha256},
         "documents_repeated": survey.repeated,
         "documents_empty": empty,
-        "layouts": layouts,
+        "layouts": dict(layouts),
         "splits": {split: dataclasses.asdict(counts[split]) for split in SPLITS},
         **mixed,
         "files": listed(folder),
@@ -208,22 +219,6 @@ def build(
             for name in ("bert-jax", "sentencex", "sentencepiece", "numpy")
         },
     }
-
-
-def _planned(corpus: Corpus) -> list[list[parts.Part]]:
-    """Returns the parts of a corpus; of one that is mixed, of each source by itself."""
-    return [parts.plan(one) for one in (corpus.alone() if corpus.mixture else (corpus,))]
-
-
-def _survey(
-    corpus: Corpus, tasks: Sequence[parts.Read], place: str, scratch: pathlib.Path
-) -> tuple[Survey, list[np.ndarray]]:
-    """Returns the survey of all documents, and those of each part."""
-    tables = [
-        np.fromfile(parts.here(place, task.name, "documents.bin", scratch), parts.DOCUMENT)
-        for task in tasks
-    ]
-    return Survey.of(np.concatenate([table["hash"] for table in tables]), corpus), tables
 
 
 def _mixed(corpus: Corpus, written: list[int], parts_of_sources: list[int]) -> dict[str, Any]:
@@ -269,16 +264,6 @@ def _counted(
             for task, record in zip(tasks, records, strict=True)
         ]
     )
-
-
-def _say_long(count: int, given: tokenizer.Tokenizer | None, say: Say) -> None:
-    """Says how many words have no pieces for their length: base64, DNA, scripts without blanks."""
-    if count:
-        untrained = "" if given else " and train no vocabulary"
-        say(
-            f"prepare: {quantity(count, 'word')} of over {tokenizer.MAX_WORD} characters: "
-            f"[UNK]{untrained}; `bert-jax doctor EXPERIMENT` looks at the text"
-        )
 
 
 def _share(chosen: tokenizer.Tokenizer, folder: epath.Path, place: str) -> str:

@@ -38,7 +38,8 @@ from bert_jax.storage.workdir import (
     sealed,
     write_atomic,
 )
-from bert_jax.text import documents, tokenizer, unknown
+from bert_jax.text import sources as text_sources
+from bert_jax.text import tokenizer, unknown
 
 FORMAT_VERSION = 3
 COUNTS = "plans.json"
@@ -289,7 +290,7 @@ def _require_same(
     if elsewhere:
         return
     try:
-        sources = documents.fingerprint(corpus)
+        sources = text_sources.fingerprint(corpus)
     except InputError as error:
         say(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
@@ -312,7 +313,7 @@ def _holds(manifest: dict[str, Any], corpus: Corpus) -> bool:
     if words != [source.partition(":")[0] for source in manifest["settings"]["sources"]]:
         return False
     try:
-        new = documents.fingerprint(corpus)
+        new = text_sources.fingerprint(corpus)
     except InputError:
         return False
     return len(old) == len(new) and all(map(_is_same_file, old, new))
@@ -322,7 +323,7 @@ def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> boo
     """Returns whether a source is what it was; it is read only where its date is another one."""
     if old is None or new is None or old.get("bytes") != new["bytes"]:
         return False
-    return old.get("mtime_ns") == new["mtime_ns"] or old.get("sha256") == documents.sha256(
+    return old.get("mtime_ns") == new["mtime_ns"] or old.get("sha256") == text_sources.sha256(
         new["file"]
     )
 

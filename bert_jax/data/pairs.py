@@ -78,17 +78,10 @@ def plan(
     key: tuple[int, int],
     units: Units = "pairs",
 ) -> np.ndarray:
-    """Plans one pass over the documents, in their order.
+    """Plans one pass over the documents, in their order; `chunk_dtype` [chunks].
 
-    Args:
-      stream: the split.
-      sequence_length: of the examples, specials included.
-      short_seq_prob: share of documents cut into shorter pairs.
-      key: of the draws.
-      units: what pairs are made.
-
-    Returns:
-      `chunk_dtype` [chunks].
+    The length of the examples counts specials; `short_seq_prob` is the share of documents cut into
+    shorter pairs.
     """
     most = sequence_length - SPECIAL_TOKENS
     document_offsets, total = stream.document_offsets, len(stream.sentence_offsets) - 1
@@ -166,15 +159,9 @@ def _chunks(
 ) -> tuple[np.ndarray, int]:
     """Returns the chunks that are met from a sentence on, and the sentence after them.
 
-    Args:
-      stream: the split.
-      sentence: int64 [N], numbers in the split.
-      offsets: int64 [at least N], where these sentences start, and those that follow them.
-      document_end: int64 [N], one past the last sentence of its document, counted from here.
-      target: int64 [N].
-      key: of the draws.
-      begin: the first chunk's first sentence, counted from here.
-      units: what pairs are made.
+    Sentences are int64 [N], numbers in the split; `offsets`, int64 [at least N], where these start
+    and those that follow them; `document_end`, int64 [N], one past the last of its document, and
+    `begin`, the first chunk's first, are counted from here.
     """
     here = np.arange(len(sentence))
     of_a, of_b = _cut(offsets, here, document_end, target, Counter(key, sentence), units)
@@ -203,14 +190,8 @@ def _cut(
     """Returns how many sentences of each chunk make A and B.
 
     B has 0 where it is of another document; of swapped pairs, where the document has one alone.
-
-    Args:
-      offsets: int64 [N], where sentences start.
-      first: int64 [B], the first of each chunk.
-      document_end: int64 [B], one past the last of its document.
-      target: int64 [B].
-      draws: of the chunks.
-      units: what pairs are made.
+    Sentences start at `offsets`, int64 [N]; the other arrays are int64 [B]: each chunk's first
+    sentence, one past the last of its document, and its target.
     """
     # A chunk closes with the sentence that brings it to the target, or with the document's last.
     end = np.minimum(np.searchsorted(offsets, offsets[first] + target), document_end)
@@ -228,14 +209,7 @@ def _cut(
 def rows(stream: Stream, chunks: np.ndarray, draws: Draws, units: Units = "pairs") -> np.ndarray:
     """Returns the pairs of chunks, before truncation: two runs of ids in the stream each.
 
-    Args:
-      stream: the split.
-      chunks: `chunk_dtype` [B].
-      draws: of the sentences with which the chunks begin.
-      units: what pairs are made.
-
-    Returns:
-      ROW_DTYPE [B].
+    From `chunk_dtype` [B], and draws of the sentences with which they begin, to ROW_DTYPE [B].
     """
     sentence = chunks["sentence"].astype(np.int64)
     b_first = sentence + chunks["of_a"]
@@ -266,12 +240,8 @@ def _random_runs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws whole sentences of other documents from a random start: the first, one past the last.
 
-    Args:
-      stream: the split.
-      sentence: int64 [B], of this document.
-      wanted: int64 [B], ids to reach, where the document has as many.
-      asked: bool [B], where a run is needed.
-      draws: of the sentences.
+    `sentence` is of this document, `wanted` the ids to reach where the other has as many, int64 [B]
+    each; `asked`, bool [B], says where a run is needed.
     """
     bounds, offsets = np.asarray(stream.document_offsets), np.asarray(stream.sentence_offsets)
     this = np.searchsorted(bounds, sentence.astype(np.uint64), "right") - 1
@@ -317,12 +287,9 @@ def truncated_lengths(rows: np.ndarray, sequence_length: int) -> np.ndarray:
 
 
 def truncate(rows: np.ndarray, sequence_length: int, draws: Draws) -> Pairs:
-    """Cuts pairs down to the sequence length, token by token from the longer side (a tie: B).
+    """Cuts pairs, ROW_DTYPE [B], down to the sequence length, which counts specials.
 
-    Args:
-      rows: ROW_DTYPE [B].
-      sequence_length: of the examples, specials included.
-      draws: says how many tokens go from the front.
+    Token by token from the longer side (a tie: B); draws say how many go from the front.
     """
     a_length, b_length = rows["a_length"].astype(np.int64), rows["b_length"].astype(np.int64)
     excess = np.maximum(a_length + b_length - (sequence_length - SPECIAL_TOKENS), 0)

@@ -30,6 +30,7 @@ from bert_jax.errors import InputError
 from bert_jax.storage import copies, mirror
 from bert_jax.text import documents, sentences, tokenizer, words
 from bert_jax.text import lines as text_lines
+from bert_jax.text import sources as text_sources
 from bert_jax.text.documents import Document, Extent
 
 # Bytes of text in a part, roughly: seconds of work, and a shard of some 30 MB at most.
@@ -74,7 +75,7 @@ class Part:
     def _require_unchanged(self) -> None:
         for path, size, date in self.files:
             with contextlib.suppress(InputError):
-                if documents.state(path) == {"bytes": size, "mtime_ns": date}:
+                if text_sources.state(path) == {"bytes": size, "mtime_ns": date}:
                     continue
             raise InputError(
                 f"corpus.sources: {path}: changed while it was read; run again once nothing "
@@ -90,7 +91,7 @@ def plan(corpus: Corpus) -> list[Part]:
 
     @functools.cache
     def state(path: str) -> tuple[str, int, int]:
-        return (path, *documents.state(path).values())
+        return (path, *text_sources.state(path).values())
 
     def end() -> None:
         nonlocal size
@@ -181,7 +182,7 @@ class Read:
         record: dict[str, Any] = {"layouts": {}, "replaced": 0, "empty": 0}
         # Of files that are shared by several parts the first one's.
         record["sources"] = {
-            extent.path: documents.sha256(extent.path)
+            extent.path: text_sources.sha256(extent.path)
             for extent in self.part.extents
             if extent.kind != "tfds" and extent.start == 0
         }

@@ -41,15 +41,9 @@ class Rows(NamedTuple):
 def plan(
     stream: Stream, sequence_length: int, key: tuple[int, int], most_rows: int | None = None
 ) -> np.ndarray:
-    """Plans one pass over the documents, in their order; `pairs.chunk_dtype` [rows].
+    """Plans one pass over the documents, or its first rows; `pairs.chunk_dtype` [rows].
 
-    `of_a` is how many sentences a row has; `of_b` and `target` are 0.
-
-    Args:
-      stream: the split.
-      sequence_length: of the rows, specials included.
-      key: of the draws.
-      most_rows: of the pass; None: all of it.
+    `of_a` is how many sentences a row has; `of_b` and `target` are 0. Lengths count specials.
     """
     if stream.tokens < sequence_length - SPECIAL_TOKENS:
         raise InputError(
@@ -109,16 +103,7 @@ def _documents(stream: Stream, sentence: np.ndarray) -> np.ndarray:
 def rows(
     stream: Stream, chunks: np.ndarray, sequence_length: int, pad: int, cls: int, sep: int
 ) -> Rows:
-    """Returns planned rows.
-
-    Args:
-      stream: the split.
-      chunks: of `plan`, [B].
-      sequence_length: S.
-      pad: the ids of the specials.
-      cls: see pad.
-      sep: see pad.
-    """
+    """Returns rows of `plan`, [B], of S tokens; `pad`, `cls` and `sep` are ids."""
     most = sequence_length - SPECIAL_TOKENS
     offsets, bounds = np.asarray(stream.sentence_offsets), np.asarray(stream.document_offsets)
     first = chunks["sentence"].astype(np.int64)

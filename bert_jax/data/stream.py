@@ -87,13 +87,9 @@ def _remedy(folder: epath.PathLike) -> str:
 
 
 def write(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: int) -> None:
-    """Writes a split of the dataset as a stream into `folder`; COMPLETE is written last.
+    """Writes a split of the dataset as a stream into `folder`, which is made again.
 
-    Args:
-      dataset: of `ids` and `sentence_lengths`, none of which is 0.
-      split: of the dataset.
-      folder: is made again.
-      vocab_size: above all ids.
+    The dataset is of `ids`, below `vocab_size`, and `sentence_lengths`, none of which is 0.
     """
     with named_errors(folder):
         if folder.exists():

@@ -16,7 +16,7 @@ from bert_jax.doctor.finding import Finding
 from bert_jax.errors import InputError, printable, quantity
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import COMPLETE, Workdir, holds_finetuning, load_experiment
-from bert_jax.text import documents
+from bert_jax.text import sources as text_sources
 
 __all__ = ["Finding", "examine", "print_findings"]
 
@@ -66,13 +66,13 @@ def _of_run(workdir: Workdir) -> list[Finding]:
 def _sources(path: str) -> tuple[str, ...]:
     """Returns the sources in a file or folder of text, each of one kind."""
     if os.path.isfile(path):
-        for word, suffixes in documents.SUFFIXES.items():
+        for word, suffixes in text_sources.SUFFIXES.items():
             if path.endswith(suffixes):
                 return (f"{word}:{glob.escape(path)}",)
     names = [name for _, _, names in os.walk(path) for name in names]
     sources = tuple(
         f"{word}:{path}"
-        for word, suffixes in documents.SUFFIXES.items()
+        for word, suffixes in text_sources.SUFFIXES.items()
         if any(name.endswith(suffixes) for name in names)
     )
     if not sources:

@@ -25,6 +25,7 @@ from bert_jax.doctor.finding import Finding, Rule, example, share
 from bert_jax.errors import InputError, printable, quantity
 from bert_jax.text import documents, sentences
 from bert_jax.text import lines as text_lines
+from bert_jax.text import sources as text_sources
 from bert_jax.text.documents import Document
 
 # Characters read as documents at most: a minute. Of one file less, if there are several.
@@ -41,9 +42,9 @@ def examine(corpus: Corpus) -> list[Finding]:
         if word in ("parquet", "tfds", "tfds_dir"):
             places.append((one, source, 0))
             continue
-        for path in documents.files(source):
+        for path in text_sources.files(source):
             alone = dataclasses.replace(one, sources=(f"{word}:{glob.escape(path)}",))
-            places.append((alone, path, documents.state(path)["bytes"]))
+            places.append((alone, path, text_sources.state(path)["bytes"]))
     return _Survey(corpus, places).findings()
 
 

@@ -12,24 +12,22 @@ Either way equal texts fall into the same split.
 import codecs
 import dataclasses
 import functools
-import glob
-import hashlib
 import io
 import itertools
 import json
 import operator
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import IO, Literal
+
+import pyarrow
 
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError
-from bert_jax.storage import mirror
 from bert_jax.text import lines as text_lines
-from bert_jax.text import records, tfds_files
+from bert_jax.text import records, sources, tfds_files
 
 # Longest line of a text that somebody wrapped by hand or by program.
 _WRAPPED_LINE = 200
@@ -41,14 +39,6 @@ _PIECE, _WORD = 1 << 17, 1 << 21
 # Pieces of a file that are held; of a larger one each is read again.
 _HELD = 32
 _SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
-
-# What files of a source are called.
-SUFFIXES = {
-    "text": (".txt", ".txt.gz", ".txt.zst"),
-    **{word: (f".{word}", f".{word}.gz", f".{word}.zst") for word in ("jsonl", "csv", "tsv")},
-    "parquet": (".parquet",),
-}
-_ALL_SUFFIXES = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 
 # In these a byte 0x0A is a line's end and nothing else.
 _LINE_ENCODINGS = frozenset(
@@ -155,8 +145,8 @@ def extents(source: str, corpus: Corpus | None = None, most: int = 0) -> Iterato
                 )
             before += count
         return
-    for path in files(source):
-        size = state(path)["bytes"]
+    for path in sources.files(source):
+        size = sources.state(path)["bytes"]
         if word == "parquet" and corpus:
             yield from (
                 Extent(word, path, "", start, stop, 0, 0, text)
@@ -201,15 +191,12 @@ def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
         corpus = dataclasses.replace(
             corpus, sources=corpus.sources[:1], mixture=(), text_field=extent.field
         )
-    reader = {
-        "text": _file_texts,
-        "jsonl": _json_texts,
-        "csv": _table_texts,
-        "tsv": _table_texts,
-        "parquet": _table_texts,
-        "tfds": _dataset_texts,
-    }[extent.kind]
-    for name, line, text in reader(extent, corpus):
+    texts_of: Iterator[tuple[str, int, _Text]] = (
+        _file_texts(extent, corpus)
+        if extent.kind == "text"
+        else itertools.starmap(_record, _record_texts(extent, corpus))
+    )
+    for name, line, text in texts_of:
         layout = decide_layout(_lines_of(text())) if corpus.layout == "per_file" else corpus.layout
         texts: Iterable[tuple[int, Iterable[str]]] = [(0, text())]
         if corpus.document_starts:
@@ -299,96 +286,6 @@ def _begins(line: str, pattern: str, after_blank: bool) -> bool:
     return bool(re.match(pattern, line))
 
 
-def files(source: str) -> list[str]:
-    """Returns the files of a source of files, sorted."""
-    word, _, place = source.partition(":")
-    if "://" in place:
-        return _files_there(source, word, place)
-    if os.path.isdir(place):
-        paths = [
-            os.path.join(folder, name)
-            for folder, _, names in os.walk(place)
-            for name in names
-            if name.endswith(SUFFIXES[word])
-        ]
-        if not paths:
-            raise InputError(
-                f"corpus.sources: {source}: the folder holds no {', '.join(SUFFIXES[word])} file"
-            )
-        return sorted(paths)
-    paths = sorted(path for path in glob.glob(place, recursive=True) if os.path.isfile(path))
-    if not paths:
-        what = "the pattern matches no file" if glob.has_magic(place) else "no such file or folder"
-        if os.path.exists(place):
-            what = "not a regular file, and text is read more than once"
-        raise InputError(f"corpus.sources: {source}: {what} (in {os.getcwd()})")
-    for path in paths if word == "text" else ():
-        for other, suffixes in SUFFIXES.items():
-            if other != "text" and path.endswith(suffixes):
-                raise InputError(
-                    f"corpus.sources: {source}: {path} is not plain text by its name; write "
-                    f"{other}:{place}, and in corpus.text_field which field is the text"
-                )
-    return paths
-
-
-def _files_there(source: str, word: str, place: str) -> list[str]:
-    """Returns the files at an address, which may be one's, a folder's or a pattern."""
-    system, name = text_lines.system_of(place)
-    try:
-        if system.isdir(name):
-            names = [path for path in system.find(name) if path.endswith(SUFFIXES[word])]
-        else:
-            names = system.glob(name) if glob.has_magic(name) else [name] * system.exists(name)
-    except OSError as error:
-        raise InputError(f"corpus.sources: {source}: {error.strerror or error}") from error
-    if not names:
-        raise InputError(f"corpus.sources: {source}: no such files there")
-    return sorted(system.unstrip_protocol(path) for path in names)
-
-
-def fingerprint(corpus: Corpus) -> list[dict[str, Any]]:
-    """Returns `file`, `bytes` and `mtime_ns` of each file of the sources, of which nothing is read.
-
-    A TFDS dataset is recognised by its dataset_info.json, which carries the sizes of its shards.
-    """
-    rows = []
-    for source in corpus.sources:
-        word, _, place = source.partition(":")
-        if word in SUFFIXES:
-            paths = files(source)
-        else:
-            folder = tfds_files.find(place) if word == "tfds" else place
-            paths = [f"{folder}/dataset_info.json"]
-        rows += [{"file": path, **state(path)} for path in paths]
-    return rows
-
-
-def state(path: str) -> dict[str, int]:
-    """Returns `bytes` and `mtime_ns` of a file, or of an object in a bucket."""
-    try:
-        if "://" in path and not path.startswith("gs://"):
-            system, name = text_lines.system_of(path)
-            # Not every place keeps dates; what it says of the file changes with it.
-            size, date = system.info(name)["size"], int(system.ukey(name)[:15], 16)
-        else:
-            size, date = mirror.state(path)
-    except OSError as error:
-        raise InputError(f"corpus.sources: {path}: {error.strerror or error}") from error
-    return {"bytes": size, "mtime_ns": date}
-
-
-def sha256(path: str) -> str:
-    """Returns the SHA-256 of a file, or of a small object in a bucket."""
-    try:
-        if "://" in path and path.endswith(_ALL_SUFFIXES):
-            with text_lines.packed(path) as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-        return mirror.sha256(path)
-    except OSError as error:
-        raise InputError(f"corpus.sources: {path}: {error.strerror or 'is missing'}") from error
-
-
 def decide_layout(lines: Iterable[str]) -> Layout:
     """Returns `wrapped` if no line is over 200 characters, else `paragraphs_by_line`."""
     is_long = any(len(line) > _WRAPPED_LINE for line in lines)
@@ -450,7 +347,19 @@ def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> No
         raise InputError(f"{path}: does not look like corpus.layout={layout}: {why}")
 
 
-def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Text]]:
+def _record_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
+    """Yields the place and the text of each record."""
+    path, field = extent.path, corpus.text_field
+    if extent.kind == "tfds":
+        return _dataset_texts(extent, field)
+    if extent.kind == "jsonl":
+        return _json_texts(extent, corpus)
+    if extent.kind == "parquet":
+        return records.parquet(path, field, extent.start, extent.stop)
+    return records.column_of(path, _lines(extent, corpus), extent.kind, field)
+
+
+def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
     path = extent.path
     for number, line in enumerate(_lines(extent, corpus), 1):
         if not line.strip():
@@ -468,7 +377,7 @@ def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Tex
                 f"{path}:{number + _lines_before(extent)}: no text in field "
                 f"{corpus.text_field!r}; name it with --set corpus.text_field=..."
             )
-        yield f"{path}:{number}", 0, _record(records.encodable(text))
+        yield f"{path}:{number}", records.encodable(text)
 
 
 def _lines_before(extent: Extent) -> int:
@@ -479,29 +388,16 @@ def _lines_before(extent: Extent) -> int:
         ).count(b"\n")
 
 
-def _dataset_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Text]]:
+def _dataset_texts(extent: Extent, field: str) -> Iterator[tuple[str, str]]:
     folder = extent.folder
     shard = tfds_files.shard_records(folder, extent.path, extent.count, extent.start, extent.stop)
     for number, record in enumerate(shard, extent.before + extent.start):
-        value = record.get(corpus.text_field)
+        value = record.get(field)
         if isinstance(value, bytes):
             value = records.of_utf8(value, f"{folder}: record {number}")
         if not isinstance(value, str):
-            raise InputError(
-                f"{folder}: no text in field {corpus.text_field!r}; it has {', '.join(record)}"
-            )
-        yield f"{folder}:{number}", 0, _record(value)
-
-
-def _table_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Text]]:
-    if extent.kind == "parquet":
-        rows = records.parquet(extent.path, corpus.text_field, extent.start, extent.stop)
-    else:
-        rows = records.column_of(
-            extent.path, _lines(extent, corpus), extent.kind, corpus.text_field
-        )
-    for name, text in rows:
-        yield name, 0, _record(text)
+            raise InputError(f"{folder}: no text in field {field!r}; it has {', '.join(record)}")
+        yield f"{folder}:{number}", value
 
 
 def _lines(
@@ -533,28 +429,8 @@ def _lines(
 def _extent_bytes(extent: Extent) -> IO[bytes]:
     if extent.stop < 0:
         return text_lines.open_bytes(extent.path)
-    return io.BufferedReader(_Range(extent), 1 << 17)
-
-
-class _Range(io.RawIOBase):
-    """A range of a file's bytes."""
-
-    def __init__(self, extent: Extent):
-        self._file = open(extent.path, "rb", buffering=0)  # noqa: SIM115
-        self._file.seek(extent.start)
-        self._left = extent.stop - extent.start
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(memoryview(buffer)[: self._left]) or 0
-        self._left -= count
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    size = extent.stop - extent.start
+    return io.BufferedReader(pyarrow.OSFile(extent.path).get_stream(extent.start, size), 1 << 17)
 
 
 def _first_bad_byte(path: str, encoding: str) -> int:
@@ -568,6 +444,6 @@ def _first_bad_byte(path: str, encoding: str) -> int:
     return 0  # a mark is missing: read as a stream UTF-16 must begin with one
 
 
-def _record(text: str) -> _Text:
+def _record(name: str, text: str) -> tuple[str, int, _Text]:
     text = text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")
-    return lambda: (text,)
+    return name, 0, lambda: (text,)

@@ -21,6 +21,7 @@ from bert_jax.config import Corpus
 from bert_jax.data import build, corpus, dataset, parts, workers
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.text import documents, sentences, tokenizer
+from bert_jax.text import sources as text_sources
 
 SIZE = 90
 
@@ -247,7 +248,7 @@ def test_text_that_changed_between_two_starts_is_made_again(text, tmp_path, monk
     assert changed == prepare(claim, tmp_path / "fresh")
     # A start on what is prepared reads no text.
     with monkeypatch.context() as context:
-        context.setattr(documents, "sha256", None)
+        context.setattr(text_sources, "sha256", None)
         context.setattr(documents, "read_extent", None)
         assert prepare(claim, tmp_path / "made") == changed
     os.utime(text, ns=(0, 0))  # another date, the same text

@@ -14,6 +14,7 @@ from bert_jax.config import Corpus
 from bert_jax.data import parts
 from bert_jax.errors import InputError
 from bert_jax.text import documents, sentences
+from bert_jax.text import sources as text_sources
 
 WRAPPED = "The first paragraph is broken\nover two lines. It has two sentences.\n\nThe second.\n"
 
@@ -214,7 +215,7 @@ def test_sources_are_read_in_the_order_named(tmp_path):
     write(tmp_path / "a.jsonl", '{"text": "json"}')
     corpus = Corpus(sources=(f"jsonl:{tmp_path}", f"text:{tmp_path}"))
     assert [d.text for d in documents.read(corpus)] == ["json", "text"]
-    assert [row["bytes"] for row in documents.fingerprint(corpus)] == [16, 4]
+    assert [row["bytes"] for row in text_sources.fingerprint(corpus)] == [16, 4]
 
 
 # --- Pieces: large texts are not held ---

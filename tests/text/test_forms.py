@@ -18,6 +18,7 @@ from bert_jax.data import corpus, parts
 from bert_jax.doctor import text as doctor_text
 from bert_jax.errors import InputError
 from bert_jax.text import documents, records, sentences
+from bert_jax.text import sources as text_sources
 from bert_jax.text.vocabulary import SPECIALS
 
 
@@ -250,14 +251,14 @@ def test_files_at_an_address_are_read_as_those_here(tmp_path, word):
             d.text for d in read(f"{word}:{local}", text_field="body")
         ]
     settings = Corpus(sources=(there,), text_field="body")
-    (row,) = documents.fingerprint(settings)
+    (row,) = text_sources.fingerprint(settings)
     assert row["bytes"] == local.stat().st_size
-    assert documents.sha256(row["file"]) == documents.sha256(str(local))
+    assert text_sources.sha256(row["file"]) == text_sources.sha256(str(local))
     (part,) = parts.plan(settings)
     found = [(d.name, d.text) for d in part.documents(settings) if d.pieces]
     assert found == [(d.name, d.text) for d in read(there, text_field="body")]
     memory.pipe(f"/forms-{word}/{local.name}", b"changed")
-    assert documents.fingerprint(settings) != [row]
+    assert text_sources.fingerprint(settings) != [row]
 
 
 @pytest.mark.parametrize("place", ["nowhere://a", "memory://none/*.txt"])

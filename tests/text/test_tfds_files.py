@@ -14,6 +14,7 @@ import tensorflow_datasets as tfds
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError
 from bert_jax.text import documents, tfds_files
+from bert_jax.text import sources as text_sources
 
 ARTICLES = [
     {"title": f"Title {i}", "text": f"Heading\n\nArticle {i} é.\nIt goes on."} for i in range(300)
@@ -170,7 +171,7 @@ def test_what_cannot_be_read_is_named(array_record, tmp_path):
 
     refused(tmp_path, str(tmp_path))
     with pytest.raises(InputError, match=r"dataset_info\.json"):
-        documents.fingerprint(Corpus(sources=(f"tfds_dir:{tmp_path}",)))
+        text_sources.fingerprint(Corpus(sources=(f"tfds_dir:{tmp_path}",)))
     refused(array_record, "'test'.*train", "test")
     corpus = Corpus(sources=(f"tfds_dir:{array_record}",), text_field="body")
     with pytest.raises(InputError, match=r"'body'.*title"):

@@ -1,0 +1,110 @@
+"""Files of sources of text: on this machine, in a bucket, or wherever fsspec reads."""
+
+import glob
+import hashlib
+import os
+from typing import Any
+
+from bert_jax.config import Corpus
+from bert_jax.errors import InputError
+from bert_jax.storage import mirror
+from bert_jax.text import lines as text_lines
+from bert_jax.text import tfds_files
+
+# What files of a source are called.
+SUFFIXES = {
+    "text": (".txt", ".txt.gz", ".txt.zst"),
+    **{word: (f".{word}", f".{word}.gz", f".{word}.zst") for word in ("jsonl", "csv", "tsv")},
+    "parquet": (".parquet",),
+}
+_ALL_SUFFIXES = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+
+
+def files(source: str) -> list[str]:
+    """Returns the files of a source of files, sorted."""
+    word, _, place = source.partition(":")
+    if "://" in place:
+        return _files_there(source, word, place)
+    if os.path.isdir(place):
+        paths = [
+            os.path.join(folder, name)
+            for folder, _, names in os.walk(place)
+            for name in names
+            if name.endswith(SUFFIXES[word])
+        ]
+        if not paths:
+            raise InputError(
+                f"corpus.sources: {source}: the folder holds no {', '.join(SUFFIXES[word])} file"
+            )
+        return sorted(paths)
+    paths = sorted(path for path in glob.glob(place, recursive=True) if os.path.isfile(path))
+    if not paths:
+        what = "the pattern matches no file" if glob.has_magic(place) else "no such file or folder"
+        if os.path.exists(place):
+            what = "not a regular file, and text is read more than once"
+        raise InputError(f"corpus.sources: {source}: {what} (in {os.getcwd()})")
+    for path in paths if word == "text" else ():
+        for other, suffixes in SUFFIXES.items():
+            if other != "text" and path.endswith(suffixes):
+                raise InputError(
+                    f"corpus.sources: {source}: {path} is not plain text by its name; write "
+                    f"{other}:{place}, and in corpus.text_field which field is the text"
+                )
+    return paths
+
+
+def _files_there(source: str, word: str, place: str) -> list[str]:
+    """Returns the files at an address, which may be one's, a folder's or a pattern."""
+    system, name = text_lines.system_of(place)
+    try:
+        if system.isdir(name):
+            names = [path for path in system.find(name) if path.endswith(SUFFIXES[word])]
+        else:
+            names = system.glob(name) if glob.has_magic(name) else [name] * system.exists(name)
+    except OSError as error:
+        raise InputError(f"corpus.sources: {source}: {error.strerror or error}") from error
+    if not names:
+        raise InputError(f"corpus.sources: {source}: no such files there")
+    return sorted(system.unstrip_protocol(path) for path in names)
+
+
+def fingerprint(corpus: Corpus) -> list[dict[str, Any]]:
+    """Returns `file`, `bytes` and `mtime_ns` of each file of the sources, of which nothing is read.
+
+    A TFDS dataset is recognised by its dataset_info.json, which carries the sizes of its shards.
+    """
+    rows = []
+    for source in corpus.sources:
+        word, _, place = source.partition(":")
+        if word in SUFFIXES:
+            paths = files(source)
+        else:
+            folder = tfds_files.find(place) if word == "tfds" else place
+            paths = [f"{folder}/dataset_info.json"]
+        rows += [{"file": path, **state(path)} for path in paths]
+    return rows
+
+
+def state(path: str) -> dict[str, int]:
+    """Returns `bytes` and `mtime_ns` of a file, or of an object in a bucket."""
+    try:
+        if "://" in path and not path.startswith("gs://"):
+            system, name = text_lines.system_of(path)
+            # Not every place keeps dates; what it says of the file changes with it.
+            size, date = system.info(name)["size"], int(system.ukey(name)[:15], 16)
+        else:
+            size, date = mirror.state(path)
+    except OSError as error:
+        raise InputError(f"corpus.sources: {path}: {error.strerror or error}") from error
+    return {"bytes": size, "mtime_ns": date}
+
+
+def sha256(path: str) -> str:
+    """Returns the SHA-256 of a file, or of a small object in a bucket."""
+    try:
+        if "://" in path and path.endswith(_ALL_SUFFIXES):
+            with text_lines.packed(path) as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        return mirror.sha256(path)
+    except OSError as error:
+        raise InputError(f"corpus.sources: {path}: {error.strerror or 'is missing'}") from error
