@@ -29,6 +29,19 @@ def test_json_round_trip():
     assert config.from_json(config.to_json(EXPERIMENT), "f") == EXPERIMENT
 
 
+def test_steps_fall_into_phases():
+    assert [EXPERIMENT.phase_at(done) for done in (0, 89_999, 90_000, 99_999)] == [
+        *((0, 0), (0, 0), (1, 90_000), (1, 90_000))
+    ]
+    moved = config.override(EXPERIMENT, ["phases.1.row_offset=7"])
+    assert moved.rows_after(90_002) == [90_000 * 256, 7 + 2 * 256]
+    rotary = ["model.kind=modern", "phases.1.global_rotary_base=9"]
+    modern = config.override(EXPERIMENT, rotary)
+    assert [modern.model_after(n).global_rotary_base for n in (0, 90_000, 90_001)] == [
+        *(160_000, 160_000, 9)
+    ]
+
+
 def test_set_changes_fields_of_every_type():
     changed = config.override(
         EXPERIMENT,

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 import small_run
@@ -127,6 +128,11 @@ def test_serve_is_compared_in_sentences_a_second_and_cpu_time():
     assert (found["embed_sentences_per_second"], found["requests_per_second_8"]) == (80.0, 10.0)
     assert (found["ratio_8"], found["cpu_ratio_8"]) == (0.125, 0.5)
     assert (found["p50_ms_8"], found["p99_ms_8"], found["refused_8"]) == (100.0, 400.0, 3)
+
+
+def test_a_clock_gives_cpu_time_first():
+    cpu, wall = measure.clocked(lambda: time.sleep(0.1))
+    assert cpu < 0.1 <= wall
 
 
 def test_the_faster_peer_is_the_one_we_are_compared_with():

@@ -68,6 +68,9 @@ def test_the_same_again_goes_on_and_one_that_has_ended_makes_room(cloud, launch)
     code, shown = launch("gke", *FLAGS)
     assert code == 0 and "mini has ended before (JobSet Failed)" in shown
     assert verbs(cloud)[2:] == ["delete", "apply"]
+    (cloud / "ended").write_text("Completed")
+    (cloud / "refuse").write_text("apply")
+    assert launch("gke", *FLAGS)[0] == 2 and verbs(cloud)[4:] == ["delete", "apply", "delete"]
 
 
 def test_what_a_cluster_refuses_is_taken_back_and_what_goes_on_is_not(cloud, launch):
