@@ -101,10 +101,8 @@ def _require_possible(experiment: Experiment, root: epath.Path, count: int) -> N
     for name in ("checkpoint_every", "eval_every"):
         every, total = getattr(experiment.run, name), experiment.total_steps
         if every >= total:
-            raise InputError(
-                f"run.{name}={every}: must be below the {total} steps of the run, so that a kill "
-                "can hit one; set it lower"
-            )
+            why = f"must be below the {total} steps of the run, so that a kill can hit one"
+            raise InputError(f"run.{name}={every}: {why}; set it lower")
     with named_errors(root):
         names = sorted(path.name for path in root.iterdir()) if root.exists() else []
     strange = [name for name in names if not _OURS.fullmatch(name)]
@@ -219,21 +217,26 @@ def _finished(experiment: Experiment, folder: pathlib.Path, run: ResumedRun) -> 
 
 def why_one_place(experiment: Experiment, platform: str) -> str:
     """Returns why a run on devices of this platform cannot be laid over others; "" if it can."""
-    if platform != "cpu":
-        return f"virtual devices are of a CPU, and this run had {platform}"
-    if experiment.parallelism.tensor > 1:
-        return f"parallelism.tensor={experiment.parallelism.tensor} asks for more than two devices"
-    if experiment.model.dropout_rng != "threefry8":
-        return f"the noise of model.dropout_rng={experiment.model.dropout_rng} is the mesh's own"
-    optimizer = experiment.optimizer
-    if optimizer.clip == "per_replica" and optimizer.reference_replicas % 2:
-        replicas = optimizer.reference_replicas
-        return f"optimizer.reference_replicas={replicas} cannot be halved"
-    for number, phase in enumerate(experiment.phases):
-        parts = experiment.parallelism.accumulation_of(number)
-        if phase.batch_size % (2 * parts):
-            return f"phases.{number}.batch_size={phase.batch_size} cannot be halved"
-    return ""
+    tensor, rng = experiment.parallelism.tensor, experiment.model.dropout_rng
+    optimizer, parts_of = experiment.optimizer, experiment.parallelism.accumulation_of
+    replicas = optimizer.reference_replicas
+    rules = (
+        (platform != "cpu", f"virtual devices are of a CPU, and this run had {platform}"),
+        (tensor > 1, f"parallelism.tensor={tensor} asks for more than two devices"),
+        (rng != "threefry8", f"the noise of model.dropout_rng={rng} is the mesh's own"),
+        (
+            optimizer.clip == "per_replica" and replicas % 2,
+            f"optimizer.reference_replicas={replicas} cannot be halved",
+        ),
+        *(
+            (
+                phase.batch_size % (2 * parts_of(n)),
+                f"phases.{n}.batch_size={phase.batch_size} cannot be halved",
+            )
+            for n, phase in enumerate(experiment.phases)
+        ),
+    )
+    return next((why for cannot, why in rules if cannot), "")
 
 
 def _elsewhere(

@@ -79,7 +79,9 @@ def run(
       arrive_within: seconds in which all must have found each other.
       hang_after: seconds without a step after which a process ends itself.
     """
-    address = f"127.0.0.1:{_free_port()}"
+    with socket.socket() as probe:  # for a port that is free
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
     flag = "--xla_force_host_platform_device_count="
     others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag)]
     environment = os.environ | {
@@ -195,12 +197,6 @@ def _print(line: str, out: TextIO) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _explain(first: _Member, members: Sequence[_Member]) -> Iterator[str]:
     """Yields lines that say which process failed first and how, and the last ones of each."""
     if all(member.code == first.code and not member.ended_by_us for member in members):
@@ -210,11 +206,9 @@ def _explain(first: _Member, members: Sequence[_Member]) -> Iterator[str]:
         yield f"all processes ended with exit code {_shell_code(first.code)}"
         return
     role = ", the coordinator," if first.number == 0 else ""
-    ended = (
-        f"was killed by {signal.Signals(-first.code).name}"
-        if first.code < 0
-        else f"ended with exit code {first.code}"
-    )
+    ended = f"ended with exit code {first.code}"
+    if first.code < 0:
+        ended = f"was killed by {signal.Signals(-first.code).name}"
     yield f"process {first.number} of {len(members)}{role} {ended}, and the others were ended"
     for member in (*(m for m in members if m is not first), first):
         yield from (f"[{member.number}] {line}" for line in list(member.tail))
