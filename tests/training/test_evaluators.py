@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bert_jax import config
+from bert_jax.data import corpus
 from bert_jax.running import evaluators
 from bert_jax.running.pretraining import Prepared
 
@@ -26,15 +27,37 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_seeds_of_an_experiment_share_their_held_out_rows(tmp_path):
-    experiment, folder = samples.small_corpus(tmp_path)
-    prepared, mesh = Prepared.open(folder), samples.mesh_of(1)
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    experiment, folder = samples.small_corpus(tmp_path_factory.mktemp("held_out"))
+    return experiment, Prepared.open(folder), samples.mesh_of(1)
+
+
+def test_seeds_of_an_experiment_share_their_held_out_rows(prepared):
+    experiment, corpus_of_it, mesh = prepared
 
     def drawn(*settings):
-        found = prepared.held_out(config.override(experiment, settings), mesh)
+        found = corpus_of_it.held_out(config.override(experiment, settings), mesh)
         return [{name: array.tolist() for name, array in one.items()} for one in found.batches]
 
     assert drawn("seed=7") == drawn() != drawn("data.eval_seed=7")
+
+
+def test_guessers_are_those_that_have_counted_alone(prepared):
+    """Pieces of the training split, one added to each; labels of the held-out pairs."""
+    experiment, corpus_of_it, mesh = prepared
+    held_out = corpus_of_it.held_out(experiment, mesh)
+    train = corpus.open_stream(corpus_of_it.folder, "train")
+    counts = np.bincount(train.ids, minlength=len(train.unigrams)) + 1
+    nats, predicted, random = 0.0, 0.0, 0.0
+    for batch in held_out.batches:
+        weights = batch["masked_lm_weights"]
+        nats += (weights * np.log(counts.sum() / counts[batch["masked_lm_ids"]])).sum()
+        predicted += weights.sum()
+        random += (batch["next_sentence_labels"] * batch["row_weights"]).sum()
+    assert held_out.unigram_loss == pytest.approx(nats / predicted)
+    share = random / held_out.rows
+    assert held_out.majority == pytest.approx(max(share, 1 - share)) and held_out.majority > 0.5
 
 
 def test_cut_parameters_are_gathered_on_one_device_and_compiled_for_once(compiled):

@@ -89,6 +89,9 @@ def test_a_checkpoint_s_loss_is_that_of_masked_lm(text, undisturbed):
     with Checkpoints(epath.Path(undisturbed / "checkpoints"), Run(), "read") as saved:
         losses = {step: saved.metadata(step)["held_out_loss"] for step in saved.steps}
     assert losses == {22: scored["masked_lm_loss"], 20: None, 16: None}
+    right = scored["next_sentence_accuracy"]
+    error = (right * (1 - right) / scored["rows"]) ** 0.5
+    assert scored["next_sentence_error"] == pytest.approx(error)
 
 
 def test_another_corpus_under_a_run_is_refused(text, finished):
