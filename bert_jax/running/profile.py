@@ -42,6 +42,7 @@ class Profile:
         self._folder, self._named, self._process = folder, named or folder, process
         self._progress, self._clock = progress, clock
         self._local: epath.Path | None = None  # where jax writes, while there is a trace
+        self._scratch = contextlib.ExitStack()  # which removes it
         self._traced = range(0)  # steps done before each traced one
         self._gave_up = False
 
@@ -70,13 +71,10 @@ class Profile:
             # Each call of Python would take some time of the steps, and most of the file.
             options.python_tracer_level = 0
             try:
-                local = epath.Path(tempfile.mkdtemp(prefix="bert_jax_profile_"))
-                try:
-                    jax.profiler.start_trace(local, profiler_options=options)
-                except BaseException:
-                    local.rmtree()
-                    raise
+                local = epath.Path(self._scratch.enter_context(tempfile.TemporaryDirectory()))
+                jax.profiler.start_trace(local, profiler_options=options)
             except (OSError, RuntimeError) as error:
+                self._scratch.close()
                 self._gave_up = True
                 self._progress.say(f"no profile: {error}")
                 return
@@ -91,8 +89,7 @@ class Profile:
         target = self._folder / place
         local, self._local = self._local, None
         jax.block_until_ready(state)
-        with self._clock.waiting("profile"), contextlib.ExitStack() as stack:
-            stack.callback(shutil.rmtree, local, ignore_errors=True)
+        with self._clock.waiting("profile"), self._scratch:
             try:
                 with named_errors(local):
                     jax.profiler.stop_trace()
