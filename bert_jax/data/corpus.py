@@ -408,8 +408,12 @@ def _prepare_there(
         if mirror.exists(folder / COMPLETE):  # by now
             return _found(corpus, vocab_size, folder, say)
         made = copy.parent / f"{copy.name}.made"
-        if is_complete(made) and not _is_as_made(corpus, vocab_size, made, say):
-            made.rmtree()
+        if is_complete(made):  # as a `prepare` that ended while sending leaves it
+            try:
+                manifest = _found(corpus, vocab_size, made, say)
+                _require(made, manifest["files"], "", "full", "made again")
+            except InputError:
+                made.rmtree()
         manifest = prepare(corpus, vocab_size, made, say, run.workers, run.beam)
         say(f"prepare: sending the corpus to {folder}")
         mirror.write(folder / mirror.OWNER, Holder.me().text())
@@ -426,16 +430,6 @@ def _prepare_there(
         copy.rmtree(missing_ok=True)
         made.rename(copy)
         return manifest
-
-
-def _is_as_made(corpus: Corpus, vocab_size: int, made: epath.Path, say: Say) -> bool:
-    """Returns whether a whole corpus lies here, as a `prepare` ended while sending leaves it."""
-    try:
-        manifest = _found(corpus, vocab_size, made, say)
-        _require(made, manifest["files"], "", "full", "made again")
-        return True
-    except InputError:
-        return False
 
 
 def _given_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:

@@ -12,7 +12,7 @@ word once: the library needs three to six times as long for the whole text.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +34,25 @@ CONVERT = (
 
 # How a piece says that a blank stands before it: of bytes as letters, and SentencePiece's.
 BYTE_BLANK, BLANK = "\u0120", "\u2581"
-# Words held with their ids; a corpus of web text would otherwise fill the memory.
-_CACHED_WORDS = 200_000
-_LONGEST_WORD = 200
+
+
+class Cache(dict):
+    """The results for texts met so far; emptied when full, and without the longest ones.
+
+    A corpus of web text would otherwise fill the memory.
+    """
+
+    def __init__(self, make: Callable[[str], Any], most: int = 200_000, longest: int = 200):
+        super().__init__()
+        self._make, self._most, self._longest = make, most, longest
+
+    def __missing__(self, text: str) -> Any:
+        made = self._make(text)
+        if len(text) <= self._longest:
+            if len(self) >= self._most:
+                self.clear()
+            self[text] = made
+        return made
 
 
 class Around(NamedTuple):
@@ -78,8 +94,8 @@ class Library:
         special = {token["id"] for token in parts["added_tokens"] if token["special"]}
         self._special_ids = special - {self.unk_id}
         self.continues = self._continuing()
-        matched = {token["id"] for token in parts["added_tokens"]} - special
-        self._words = _Words(self._library, matched) if _by_words(parts) else None
+        self._added = {token["id"] for token in parts["added_tokens"]} - special
+        self._words = Cache(self._alone) if _by_words(parts) else None
         named_ids = json.dumps(self.named, sort_keys=True).encode()
         self.sha256 = hashlib.sha256(b"library/" + named_ids + b"/" + content).hexdigest()
 
@@ -99,6 +115,17 @@ class Library:
             if None not in cut:
                 return self._plain([i for ids in cut for i in ids])
         return self._plain(self._library.encode(before + text, add_special_tokens=False).ids)
+
+    def _alone(self, word: str) -> list[int] | None:
+        """Returns a word's ids, with the blank before it; None if its neighbours change them."""
+        normalizer = self._library.normalizer
+        plain = word if normalizer is None else normalizer.normalize_str(word)
+        ids = self._library.encode(word, add_special_tokens=False).ids
+        # A normalizer may put blanks there, which join those of the neighbours; an added token may
+        # take its neighbours' blanks away.
+        blanks = word[:1].isspace() != plain[:1].isspace() or plain[1:2].isspace()
+        blanks |= plain[-1:].isspace()
+        return None if blanks or not self._added.isdisjoint(ids) else ids
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
         """Yields where each word of a text stands, and its ids; see `tokenizer.words`."""
@@ -178,32 +205,6 @@ class Library:
         continues[[token["id"] for token in self._parts["added_tokens"]]] = False
         continues[self.unk_id] = True
         return continues
-
-
-class _Words(dict):
-    """Ids of words met so far, with the blank before them; None: of one cut with its neighbours.
-
-    Emptied when full.
-    """
-
-    def __init__(self, library: tokenizers.Tokenizer, added: set[int]):
-        super().__init__()
-        self._library, self._added = library, added
-
-    def __missing__(self, word: str) -> list[int] | None:
-        normalizer = self._library.normalizer
-        plain = word if normalizer is None else normalizer.normalize_str(word)
-        ids = self._library.encode(word, add_special_tokens=False).ids
-        # A normalizer may put blanks there, which join those of the neighbours; an added token may
-        # take its neighbours' blanks away.
-        blanks = word[:1].isspace() != plain[:1].isspace() or plain[1:2].isspace()
-        blanks |= plain[-1:].isspace()
-        kept = None if blanks or not self._added.isdisjoint(ids) else ids
-        if len(word) <= _LONGEST_WORD:
-            if len(self) >= _CACHED_WORDS:
-                self.clear()
-            self[word] = kept
-        return kept
 
 
 def read(path: epath.Path) -> Library:

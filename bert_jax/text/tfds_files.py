@@ -114,11 +114,20 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
     if info.file_format not in _READERS:
         kind = getattr(info.file_format, "value", None)
         raise InputError(f"{folder}: stored as {kind}; only array_record and tfrecord can be read")
-    files = _shards(folder, info.splits[split])
+    try:
+        lengths = info.splits[split].shard_lengths
+        files = list(zip(info.splits[split].filepaths, lengths, strict=True))
+    except Exception as error:  # as when it is opened
+        raise _unreadable(folder, error) from error
+    if not files:  # as after the lengths were lost: TFDS would give an empty split
+        raise InputError(
+            f"{folder / 'dataset_info.json'}: lists no file of split {split!r}; put the whole "
+            "file back"
+        )
+    is_there = mirror.is_bucket(folder)
+    files = [(folder / path.name if is_there else path, count) for path, count in files]
     total = max(sum(count for _, count in files), 1)
-    can_be_cut = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not mirror.is_bucket(
-        folder
-    )
+    can_be_cut = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not is_there
     size = info.splits[split].num_bytes
     return [(path, count, size * count // total, can_be_cut) for path, count in files]
 
@@ -155,22 +164,6 @@ def class_labels(folder: epath.PathLike) -> dict[str, tfds.features.ClassLabel]:
         if isinstance(feature, tfds.features.ClassLabel) and feature.num_classes is not None:
             labels[key] = feature
     return labels
-
-
-def _shards(folder: epath.PathLike, split: Any) -> list[tuple[epath.Path, int]]:
-    """Returns a split's files, and how many records each holds."""
-    try:
-        result = list(zip(split.filepaths, split.shard_lengths, strict=True))
-    except Exception as error:  # as when it is opened
-        raise _unreadable(folder, error) from error
-    if not result:  # as after the lengths were lost: TFDS would give an empty split
-        raise InputError(
-            f"{epath.Path(folder) / 'dataset_info.json'}: lists no file of split {split.name!r}; "
-            "put the whole file back"
-        )
-    if mirror.is_bucket(folder):
-        result = [(epath.Path(folder) / path.name, count) for path, count in result]
-    return result
 
 
 def _whole(path: epath.Path, raw: Iterator[bytes], features: Any) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ import json
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
@@ -27,10 +27,8 @@ FORMAT_VERSION = 1
 
 # Words longer than this are [UNK] (tokenization.py, WordpieceTokenizer).
 MAX_WORD = 200
-# Words held with their ids; a corpus of web text would otherwise fill the memory.
-_CACHED_WORDS = 200_000
-# The same of what stands between blanks in text that is not ASCII. Longer ones, as in Chinese, do
-# not come again.
+# Of what stands between blanks in text that is not ASCII, how many are held with their words, and
+# how long. Longer ones, as in Chinese, do not come again.
 _CACHED_CHUNKS, _LONG_CHUNK = 100_000, 30
 
 Case = Literal["uncased", "cased"]
@@ -75,22 +73,6 @@ class Tokenizer(Protocol):
         """Writes a tokenizer folder."""
 
 
-class _Words(dict):
-    """Words met so far, with their ids; emptied when full."""
-
-    def __init__(self, word_pieces: Callable[[str], list[int]]):
-        super().__init__()
-        self._word_pieces = word_pieces
-
-    def __missing__(self, word: str) -> list[int]:
-        pieces = self._word_pieces(word)
-        if len(word) <= MAX_WORD:
-            if len(self) >= _CACHED_WORDS:
-                self.clear()
-            self[word] = pieces
-        return pieces
-
-
 class _Apart:
     """Tokenizers that cut a word as they cut it in a text, and have one token between two texts."""
 
@@ -131,7 +113,7 @@ class WordPiece(_Apart):
         self.continues = np.array([piece.startswith("##") for piece in vocab])
         self.sha256 = _digest("wordpiece", case, "\n".join(vocab).encode())
         # Ids of a word, of those that `basic_tokens` gives.
-        self.pieces_of = _Words(self._word_pieces)
+        self.pieces_of = library.Cache(self._word_pieces, longest=MAX_WORD)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without specials around it."""
@@ -357,7 +339,9 @@ class Splitter:
 
     def __init__(self, case: Case):
         self._case: Case = case
-        self._chunks = _Chunks(case)
+        # Each of what stands between blanks is cut by itself.
+        words_of = functools.partial(basic_tokens, case=case)
+        self._chunks = library.Cache(words_of, _CACHED_CHUNKS, _LONG_CHUNK)
 
     def words(self, sentences: Iterable[str]) -> list[str]:
         """Returns the words of sentences without line feeds, a line feed after each sentence."""
@@ -379,22 +363,6 @@ class Splitter:
     def _ascii_words(self, sentences: list[str]) -> list[str]:
         text = "\n".join([*sentences, ""])
         return _ASCII_WORD_OR_END.findall(text.lower() if self._case == "uncased" else text)
-
-
-class _Chunks(dict):
-    """Words of what stands between blanks: each is cut by itself. Emptied when full."""
-
-    def __init__(self, case: Case):
-        super().__init__()
-        self._case: Case = case
-
-    def __missing__(self, chunk: str) -> list[str]:
-        words = basic_tokens(chunk, self._case)
-        if len(chunk) <= _LONG_CHUNK:
-            if len(self) >= _CACHED_CHUNKS:
-                self.clear()
-            self[chunk] = words
-        return words
 
 
 # `basic_tokens` drops these, and `str.split` would cut at them.

@@ -71,15 +71,6 @@ def test_blocks_of_the_plan_join(monkeypatch):
     assert int(whole["of_a"].sum()) == len(small.sentence_offsets) - 1
 
 
-def test_rows_are_almost_full_and_epochs_cut_elsewhere():
-    rng = np.random.default_rng(0)
-    small, _ = made([rng.integers(5, 25, 30).tolist() for _ in range(40)])
-    plans = [sentences.plan(small, 128, draws.key_of(0, epoch)) for epoch in range(4)]
-    found = [sentences.rows(small, plan, 128, PAD, CLS, SEP).length for plan in plans]
-    assert all(length[1:-1].mean() > 0.9 * 128 for length in found)
-    assert len({tuple(plan["sentence"].tolist()) for plan in plans}) == 4
-
-
 @pytest.mark.parametrize("most", [6, 126])
 def test_the_first_row_is_of_any_length(most):
     n = 20_000

@@ -71,15 +71,6 @@ def test_positions_rise_and_labels_are_what_stood_there(lengths, seed, words):
         np.testing.assert_array_equal(found.input_ids[row, others], before[row, others])
 
 
-def test_every_candidate_is_masked_equally_often():
-    n, a, b = 4000, 12, 15
-    found = mask(rows_of([(a, b)] * n), [(a, b)] * n)
-    share = np.bincount(found.positions[found.weights > 0], minlength=SEQUENCE) / n
-    candidates = share[[*range(1, a + 1), *range(a + 2, a + b + 2)]]
-    expected = 4 / (a + b)
-    assert np.abs(candidates - expected).max() < 4.5 * np.sqrt(expected / n)
-
-
 def test_the_table_s_width_is_respected():
     lengths = [(30, 31)] * 50  # 15 % of 64 is 10
     for width in (1, 4, 9, 10, 12):

@@ -49,15 +49,11 @@ def test_a_wide_blank_before_a_full_stop_is_taken(blank):
     assert len(split(text)) >= 2
 
 
-@given(st.text(max_size=300), st.sampled_from(["en", "de", "zh", "ja", "ar", "hi"]))
-def test_any_text_is_split_without_loss(text, language):
-    text = text.replace("\n", " ")
-    assert "".join("".join(split(text, language=language)).split()) == "".join(text.split())
-
-
 @given(
-    st.text(st.sampled_from("aB. !?\"'()“”。「」é"), max_size=2_000), st.sampled_from(["en", "zh"])
+    st.text(max_size=300) | st.text(st.sampled_from("aB. !?\"'()“”。「」é"), max_size=2_000),
+    st.sampled_from(["en", "zh", "ar"]),
 )
 def test_no_letter_is_lost_or_moved(text, language):
+    text = text.replace("\n", " ")
     joined = "".join("".join(split(text, language=language)).split())
     assert joined == "".join(text.split())

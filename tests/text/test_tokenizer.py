@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from bert_jax.conformance import golden
 from bert_jax.errors import InputError
-from bert_jax.text import tokenizer, vocabulary
+from bert_jax.text import library, tokenizer, vocabulary
 
 SAMPLE = golden.FOLDER / "sample_text.txt"
 CASES = ("uncased", "cased")
@@ -150,9 +150,9 @@ def test_pieces_that_go_on_a_word_are_marked(bert):
     assert wordpiece.decode(ids) == "unaffable day"
 
 
-def test_the_cache_changes_no_ids(bert, monkeypatch):
-    monkeypatch.setattr(tokenizer, "_CACHED_WORDS", 3)
+def test_the_cache_changes_no_ids(bert):
     small = tokenizer.WordPiece(bert["uncased"].vocab, "uncased")
+    small.pieces_of = library.Cache(small._word_pieces, most=3)
     text = SAMPLE.read_text()
     assert small.encode(text) == bert["uncased"].encode(text)
 

@@ -1,7 +1,5 @@
 """Where the words of a text stand: what a tokenizer makes of them is what it makes of the text."""
 
-import unicodedata
-
 import pytest
 import sentencepiece
 from hypothesis import example, given
@@ -77,25 +75,8 @@ def test_marks_and_ideographs_stand_alone(bert, case):
     assert [text[s:e] for s, e in units(text, bert[case])] == words
 
 
-def test_nothing_has_no_words(bert):
-    for text in ("", " ", "\t\u3000\n"):
-        assert list(units(text, bert["cased"])) == []
-
-
 @given(text=st.text(characters, max_size=40))
 def test_with_sentencepiece_only_blanks_part_words(pieces, text):
     found = list(units(text, pieces))
     assert [text[s:e] for s, e in found] == text.split()
     assert [s for s, _ in found] == sorted({s for s, _ in found})
-
-
-def test_characters_of_every_block_are_of_one_kind(bert):
-    """A letter, a blank or alone: the kind of a character is that of the tokenizer's own rules."""
-    for code in [*range(0x3100), *range(0x4E00, 0x4E10), *range(0xFE00, 0x10000)]:
-        char = chr(code)
-        if char == SIGMA or unicodedata.category(char) == "Cs":
-            continue
-        text = f"a{char}b"
-        found = list(units(text, bert["cased"]))
-        words = [w for s, e in found for w in tokenizer.basic_tokens(text[s:e], "cased")]
-        assert words == tokenizer.basic_tokens(text, "cased"), f"U+{code:04X}"
