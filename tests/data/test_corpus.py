@@ -165,7 +165,7 @@ def repeats(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("repeated", "share"), [("keep", 0.1), ("drop", 0.5)])
-def test_equal_texts_share_a_split_and_nothing_is_in_both(repeats, repeated, share):
+def test_equal_texts_share_a_split_and_nothing_is_in_both(repeats, prepared_once, repeated, share):
     repeats.folder = epath.Path(repeats.root / repeated)
     manifest = repeats.prepare(repeated_documents=repeated, validation_share=share)
     assert manifest["documents_repeated"] == 48
@@ -176,6 +176,8 @@ def test_equal_texts_share_a_split_and_nothing_is_in_both(repeats, repeated, sha
     assert len(train) + len(validation) == 24 * times
     assert all(train.count(text) == times for text in train)
     assert len(set(validation)) == max(build.LEAST_VALIDATION_DOCUMENTS, share * 24)
+    if repeated == "keep":  # nor do their names and order decide who is held out
+        assert set(validation) == set(texts(prepared_once.folder, "validation"))
 
 
 ALONE = """

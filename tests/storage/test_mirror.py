@@ -69,6 +69,20 @@ def test_a_write_whose_answer_is_lost_is_done(objects):
     assert objects.files() == {"run/new": b"text"}
 
 
+def test_a_large_file_is_sent_over_faults_and_told_from_a_changed_one(objects, tmp_path):
+    data = bytes(range(256)) * 24_000  # 6 MB: gcsfs sends so much in a session
+    (tmp_path / "large").write_bytes(data)
+    mirror._granted.add(("bucket", "write"))
+    objects.fault = only("write", Fault(503), times=8)  # more than the client's own tries
+    mirror.send(tmp_path / "large", RUN / "large")
+    assert objects.files() == {"run/large": data}
+    sent = mirror.about(RUN / "large")
+    assert sent is not None and mirror.is_same(tmp_path / "large", sent)
+    for other in (data[:-1], data[:-1] + b"x"):
+        (tmp_path / "large").write_bytes(other)
+        assert not mirror.is_same(tmp_path / "large", sent)
+
+
 def test_a_bucket_that_is_away_for_long_ends_with_what_is_tried_again(objects, monkeypatch):
     monkeypatch.setattr(retry, "GIVE_UP", 0.3)
     objects.fault = lambda *_: Fault(503)
