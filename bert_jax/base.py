@@ -19,6 +19,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 from etils import epath
+from flax import traverse_util
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
@@ -113,7 +114,7 @@ def write(base: Base, folder: epath.Path) -> None:
             "model": dataclasses.asdict(base.model),
             "source": base.source,
             "fresh": list(base.fresh),
-            "weights_sha256": _file_sha256(made / _WEIGHTS),
+            "weights_sha256": _sha256(made / _WEIGHTS),
             "tokenizer_sha256": base.tokenizer.sha256,
             "vectors": base.vectors and dataclasses.asdict(base.vectors),
         }
@@ -121,12 +122,12 @@ def write(base: Base, folder: epath.Path) -> None:
             trees = {"mean": base.moments.mean, "square": base.moments.square}
             write_tensors(made / _MOMENTS, flat(trees), {"format": "bert_jax"})
             record["moments_step"] = base.moments.step
-            record["moments_sha256"] = _file_sha256(made / _MOMENTS)
+            record["moments_sha256"] = _sha256(made / _MOMENTS)
         if base.head is not None:
             tensors = {"kernel": base.head.kernel, "bias": base.head.bias}
             write_tensors(made / _HEAD, tensors, {"format": "bert_jax"})
             record["head"] = {"kinds": base.head.kinds, "labels": base.head.labels}
-            record["head_sha256"] = _file_sha256(made / _HEAD)
+            record["head_sha256"] = _sha256(made / _HEAD)
         write_atomic(made / _JSON, json.dumps(sealed(record), indent=2) + "\n")
         mark_complete(made)
 
@@ -142,10 +143,10 @@ def read(folder: epath.Path) -> Base:
     record = read_json(where, FORMAT_VERSION, remedy, remedy)
     tokenizer = tokenizer_lib.load(folder / _TOKENIZER)
     now = {
-        "weights_sha256": _file_sha256(folder / _WEIGHTS),
+        "weights_sha256": _sha256(folder / _WEIGHTS),
         "tokenizer_sha256": tokenizer.sha256,
-        "moments_sha256": _sha256_of(folder / _MOMENTS),
-        "head_sha256": _sha256_of(folder / _HEAD),
+        "moments_sha256": _sha256(folder / _MOMENTS),
+        "head_sha256": _sha256(folder / _HEAD),
     }
     for name, sha256 in now.items():
         if record.get(name, "") != sha256:
@@ -154,9 +155,9 @@ def read(folder: epath.Path) -> Base:
         model = config.section(Model, record["model"], f"{where}: model")
         moments = None
         if now["moments_sha256"]:
-            trees = _tree(read_tensors(folder / _MOMENTS))
+            trees = _tree(folder / _MOMENTS)
             moments = Moments(record["moments_step"], trees["mean"], trees["square"])
-        params, fresh = _tree(read_tensors(folder / _WEIGHTS)), tuple(record["fresh"])
+        params, fresh = _tree(folder / _WEIGHTS), tuple(record["fresh"])
         source, vectors, head = record["source"], vectors_of(record), None
         if now["head_sha256"]:
             names = tuple(map(tuple, (record["head"]["kinds"], record["head"]["labels"])))
@@ -173,34 +174,17 @@ def vectors_of(record: Mapping[str, Any]) -> TextVectors | None:
 
 def begins_with(folder: epath.Path) -> str:
     """Returns a hash of the weights that lie here now, and of the moments."""
-    params, moments = _file_sha256(folder / _WEIGHTS), _sha256_of(folder / _MOMENTS)
+    params, moments = _sha256(folder / _WEIGHTS), _sha256(folder / _MOMENTS)
     return hashlib.sha256(f"{params} {moments}".encode()).hexdigest() if moments else params
 
 
-def _sha256_of(path: epath.Path) -> str:
-    """Returns the SHA-256 of a file that may be missing; "" if it is."""
-    return _file_sha256(path) if path.exists() else ""
-
-
-def flat(params: dict[str, Any], above: str = "") -> dict[str, np.ndarray]:
+def flat(params: dict[str, Any]) -> dict[str, np.ndarray]:
     """Returns the leaves of a tree by their paths."""
-    leaves: dict[str, np.ndarray] = {}
-    for name, value in params.items():
-        path = f"{above}{name}"
-        leaves |= flat(value, path + "/") if isinstance(value, dict) else {path: np.asarray(value)}
-    return leaves
+    return {k: np.asarray(v) for k, v in traverse_util.flatten_dict(params, sep="/").items()}
 
 
-def _tree(leaves: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the tree of leaves by their paths: the inverse of `flat`."""
-    tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        *above, name = path.split("/")
-        node = tree
-        for key in above:
-            node = node.setdefault(key, {})
-        node[name] = value
-    return tree
+def _tree(path: epath.Path) -> dict[str, Any]:
+    return traverse_util.unflatten_dict(read_tensors(path), sep="/")
 
 
 def require_same_model(base: Base, model: Model, where: str) -> None:
@@ -286,10 +270,9 @@ def write_tensors(
         path.write_bytes(content)
 
 
-def _file_sha256(path: epath.Path) -> str:
-    """Returns the SHA-256 of the file's bytes."""
-    digest = hashlib.sha256()
+def _sha256(path: epath.Path) -> str:
+    """Returns the SHA-256 of a file that may be missing; "" if it is."""
+    if not path.exists():
+        return ""
     with named_errors(path), path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

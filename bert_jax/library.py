@@ -28,6 +28,7 @@ from bert_jax.running import pretraining
 from bert_jax.running.pretraining import Prepared
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage import mirror
+from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
 
 Path = str | os.PathLike[str]
@@ -64,10 +65,9 @@ def batches(experiment: Experiment | Path, step: int, workdir: Path | None = Non
       masked_lm_ids int32 and masked_lm_weights float32 [B, P]; next_sentence_labels int32 [B], 1
       for a random next; rows uint32 [B]; row_weights float32 [B].
     """
-    experiment = _experiment(experiment)
+    experiment, place = _opened(experiment, workdir)
     if not 0 <= step < experiment.total_steps:
         raise InputError(f"step {step}: the run has steps 0 to {experiment.total_steps - 1}")
-    place = _workdir(experiment, workdir)
     cfg, size = experiment.corpus, experiment.model.vocab_size
     corpus.prepare(cfg, size, place.corpus, lambda line: None)
     phase, first = experiment.phase_at(step)
@@ -85,23 +85,18 @@ def pretrain(experiment: Experiment | Path, workdir: Path | None = None) -> Load
     Raises:
       RuntimeError: it ended before its last step.
     """
-    experiment = _experiment(experiment)
-    place = _workdir(experiment, workdir)
+    experiment, place = _opened(experiment, workdir)
     outcome = pretraining.pretrain(experiment, place, "keep", Progress(LineConsole()))
     if outcome != "finished":
         raise RuntimeError(f"{place.named}: the run has {outcome}; call again to go on")
     return load(place.named)
 
 
-def _experiment(experiment: Experiment | Path) -> Experiment:
-    if isinstance(experiment, Experiment):
-        return experiment
-    return config.load(os.fspath(experiment))
-
-
-def _workdir(experiment: Experiment, workdir: Path | None):
+def _opened(experiment: Experiment | Path, workdir: Path | None) -> tuple[Experiment, Workdir]:
+    if not isinstance(experiment, Experiment):
+        experiment = config.load(os.fspath(experiment))
     root = f"runs/{experiment.name}" if workdir is None else workdir
-    return mirror.opened(root, experiment.run.corpus_dir, "write")
+    return experiment, mirror.opened(root, experiment.run.corpus_dir, "write")
 
 
 # --- a batch as text ------------------------------------------------------------------------------
@@ -145,12 +140,9 @@ def _places(
     notes = []
     for epoch in np.unique(epochs):
         planned = train.rows_planned(int(epoch))
-        change = planned - train.rows_per_epoch
-        note = "each of its planned rows once"
-        if change > 0:
-            note = f"{change} of {planned} planned rows dropped"
-        elif change < 0:
-            note = f"{-change} of {planned} planned rows repeated"
+        more = planned - train.rows_per_epoch
+        note = f"{abs(more)} of {planned} planned rows {'dropped' if more > 0 else 'repeated'}"
+        note = note if more else "each of its planned rows once"
         notes.append(f"epoch {epoch}: {train.rows_per_epoch} rows, {note}")
     return [f"epoch {e}, slot {s}" for e, s in zip(epochs, slots, strict=True)], notes
 
@@ -171,30 +163,19 @@ class Piece(NamedTuple):
 
 def row_pieces(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> list[Piece]:
     """Returns the pieces of one row, without padding; of next pieces none is marked."""
-    truth = {
-        int(p): printable(tokenizer.piece(int(label)))
-        for p, label, w in zip(
-            batch["masked_lm_positions"][i],
-            batch["masked_lm_ids"][i],
-            batch["masked_lm_weights"][i],
-            strict=True,
-        )
-        if w and not data.unpredicted
-    }
+    columns = ("masked_lm_positions", "masked_lm_ids", "masked_lm_weights")
+    predicted = zip(*(batch[name][i].tolist() for name in columns), strict=True)
+    truth = {} if data.unpredicted else {p: label for p, label, weight in predicted if weight}
     ids = batch["input_ids"][i, : int(batch["input_mask"][i].sum())].tolist()
-    return [
-        Piece(printable(tokenizer.piece(token)), truth.get(position))
-        for position, token in enumerate(ids)
-    ]
+    shown = [printable(tokenizer.piece(token)) for token in ids]
+    stood = [printable(tokenizer.piece(truth[p])) if p in truth else None for p in range(len(ids))]
+    return list(map(Piece, shown, stood))
 
 
 def row_text(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> Text:
     """Returns one row's pieces; one to be predicted is written {what the model is given|truth}."""
     text = Text()
-    for piece in row_pieces(batch, i, tokenizer, data):
-        if piece.stood is None:
-            text.append(f"{piece.text} ")
-        else:
-            text.append(f"{{{piece.text}|{piece.stood}}}", style="bold")
-            text.append(" ")
+    for piece, stood in row_pieces(batch, i, tokenizer, data):
+        word = piece if stood is None else f"{{{piece}|{stood}}}"
+        text.append(word, style="" if stood is None else "bold").append(" ")
     return text

@@ -74,15 +74,15 @@ class Loaded(Base):
                 f"{folder}: --with-optimizer: optimizer.name={experiment.optimizer.name}; only "
                 "bert_adam's moments can be imported"
             )
-        restored = _restored(experiment, workdir, prepared, mesh_lib.one_device(), what, which)
+        wanted = ("params",) if what == "params" else ("params", "optimizer")
+        mesh = mesh_lib.one_device()
+        restored = _restored(experiment, workdir, prepared, mesh, wanted, which)
         state, done = restored.state, restored.step
         moments = None
         if what == "with_moments":
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, kept.mu, kept.nu)
         params, fresh = heads.completed(experiment.model, state["params"])
-        lines = lines_lib.Lines(workdir.metrics).read()
-        of_step = [x for x in lines if x.get("kind") == "evaluation" and x["step"] == done]
         return cls(
             experiment.model_after(done),
             params,
@@ -94,7 +94,7 @@ class Loaded(Base):
             step=done,
             experiment=experiment,
             manifest=prepared.manifest,
-            evaluation=of_step[-1] if of_step else None,
+            evaluation=line_of(workdir, "evaluation", done),
         )
 
     @classmethod
@@ -222,9 +222,8 @@ def load_params(
     mesh: jax.sharding.Mesh,
     which: str = "newest",
 ) -> tuple[Any, int]:
-    """Returns parameters, whole on each device of the mesh, and the step of their checkpoint.
-
-    Of a base they are its own, and the step is 0.
+    """Returns parameters, whole on each device of the mesh, and the step of their checkpoint; of a
+    base its own, and 0.
     """
     if base_lib.is_base(workdir.root):
         _require_newest(workdir.root, which)
@@ -232,7 +231,7 @@ def load_params(
         base_lib.require_same_model(base, experiment.model, str(workdir.root))
         base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
         return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
-    restored = _restored(experiment, workdir, prepared, mesh, "params", which)
+    restored = _restored(experiment, workdir, prepared, mesh, ("params",), which)
     return restored.state["params"], restored.step
 
 
@@ -246,12 +245,11 @@ def _restored(
     workdir: Workdir,
     prepared: Prepared,
     mesh: jax.sharding.Mesh,
-    what: What,
+    wanted: tuple[str, ...],
     which: str,
 ) -> Restored:
-    """Returns `params`, and `optimizer` if it is wanted, of a checkpoint.
-
-    They are whole on each device of the mesh: a run's own sharding is for the devices it had.
+    """Returns parts of a checkpoint's state, whole on each device of the mesh: a run's own sharding
+    is for the devices it had.
     """
     with Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
         of_newest = saved.experiment(saved.named("newest"))
@@ -259,13 +257,15 @@ def _restored(
             raise InputError(
                 f"{workdir.named}: was trained with other settings ({'; '.join(changed)})"
             )
-        abstract = step.abstract_state(
-            objective.of(experiment.model, experiment.data),
-            experiment.optimizer,
-            Parallelism(),
-            mesh,
-        )
-        wanted = ("params",) if what == "params" else ("params", "optimizer")
+        learned = objective.of(experiment.model, experiment.data)
+        abstract = step.abstract_state(learned, experiment.optimizer, Parallelism(), mesh)
         restored = saved.read(which, {name: abstract[name] for name in wanted})
         prepared.require_same(restored.metadata)
         return restored
+
+
+def line_of(workdir: Workdir, kind: str, step: int) -> dict[str, Any] | None:
+    """Returns the newest line of metrics.jsonl of a kind and a step; None if there is none."""
+    lines = lines_lib.Lines(workdir.metrics).read()
+    of_step = [x for x in lines if x.get("kind") == kind and x["step"] == step]
+    return of_step[-1] if of_step else None

@@ -25,9 +25,8 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
-import h11
 import numpy as np
 import uvicorn
 from starlette.applications import Starlette
@@ -70,10 +69,13 @@ class Limits:
     rows: int = 128
 
     def __post_init__(self) -> None:
-        ranges = {"queue": (self.requests, 64, 2**16), "max-texts": (self.texts, 1, 2**16)}
-        ranges |= {"max-bytes": (self.bytes, 2**10, 2**30), "timeout": (self.seconds, 1, 3600)}
-        ranges["max-rows"] = self.rows, 1, 2**16
-        for flag, (value, least, most) in ranges.items():
+        for flag, value, least, most in (
+            ("queue", self.requests, 64, 2**16),
+            ("max-texts", self.texts, 1, 2**16),
+            ("max-bytes", self.bytes, 2**10, 2**30),
+            ("timeout", self.seconds, 1, 3600),
+            ("max-rows", self.rows, 1, 2**16),
+        ):
             if not least <= value <= most:
                 raise InputError(f"--{flag} {value:g}: must be from {least} to {most}")
 
@@ -151,7 +153,7 @@ class Answers:
 
     def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
         """Returns the examples."""
-        given = body.get("input")
+        given, needed = body.get("input"), quantity(self._texts, "text")
         alone = given if self._texts > 1 and isinstance(given, list) else [given]
         if alone and all(isinstance(text, str) for text in alone):
             given = [given]
@@ -160,7 +162,6 @@ class Answers:
             where = f"input[{number}]"
             texts = [texts] if isinstance(texts, str) else texts
             if not isinstance(texts, list) or len(texts) != self._texts:
-                needed = quantity(self._texts, "text")
                 raise Refused(400, f"{where}: an example of this task has {needed}", "input")
             texts = [_text(text, where) for text in texts]
             try:
@@ -223,21 +224,17 @@ def _text(given: Any, where: str) -> str:
 # --- the service ----------------------------------------------------------------------------------
 
 
-class _Waiting(NamedTuple):
-    """A request: what is to be done, what is done, how much there will be, and who waits for it."""
-
-    items: collections.deque[Item]
-    results: list[Any]
-    count: int
-    future: asyncio.Future
+# What is asked, how many rows it is as much work as, and who waits for its result.
+_Waiting = tuple[Any, int, asyncio.Future]
 
 
 class Service:
     """The application that asks `served`."""
 
     def __init__(self, served: Vectors | Answers, limits: Limits):
-        self._served, self._limits = served, limits
-        self._waiting: collections.deque[_Waiting] = collections.deque()
+        self._served, self.limits = served, limits
+        # Of each request the items that were not yet begun.
+        self._waiting: collections.deque[collections.deque[_Waiting]] = collections.deque()
         # What all requests under way hold, and may hold.
         self._held = collections.Counter[str]()
         self._most = {"requests": limits.requests, "rows": _ROWS, "bytes": limits.bytes + _BYTES}
@@ -257,12 +254,12 @@ class Service:
         )
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[dict[str, int]]:
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         del app
         self._work = asyncio.Event()
         with ThreadPoolExecutor(1) as thread:
             turns = asyncio.create_task(self._turns(thread))
-            yield {"connections": 2 * self._limits.requests}
+            yield
             turns.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -293,9 +290,9 @@ class Service:
         body = None
         try:
             self._hold(mine, "requests", 1)
-            async with asyncio.timeout(self._limits.seconds):
+            async with asyncio.timeout(self.limits.seconds):
                 body = await self._fields(request, mine)
-                items = await asyncio.to_thread(self._served.items, body, self._limits)
+                items = await asyncio.to_thread(self._served.items, body, self.limits)
                 self._hold(mine, "rows", sum(rows for _, rows in items))
                 results = await self._results(request, items)
         except Refused as refused:
@@ -306,7 +303,7 @@ class Service:
             if body is None:
                 return Refused(408, "the body did not arrive in time").response()
             self._counts["refused"] += 1
-            message = f"no answer within {self._limits.seconds:g} s; ask again later"
+            message = f"no answer within {self.limits.seconds:g} s; ask again later"
             return Refused(503, message).response()
         seconds = time.monotonic() - began
         self._seconds += seconds
@@ -319,8 +316,8 @@ class Service:
         body = bytearray()
         async for chunk in request.stream():  # uvicorn drops what comes after a refusal
             body += chunk
-            if len(body) > self._limits.bytes:
-                raise Refused(413, f"the body is longer than {self._limits.bytes} bytes")
+            if len(body) > self.limits.bytes:
+                raise Refused(413, f"the body is longer than {self.limits.bytes} bytes")
             self._hold(mine, "bytes", len(chunk))
         try:
             fields = json.loads(body)
@@ -338,18 +335,21 @@ class Service:
         Raises:
           ClientDisconnect: the client has left.
         """
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(collections.deque(items), [], len(items), future))
+        loop = asyncio.get_running_loop()
+        waiting = [(asked, size, loop.create_future()) for asked, size in items]
+        self._waiting.append(collections.deque(waiting))
         self._work.set()
+        results = asyncio.gather(*(future for *_, future in waiting))
         left = asyncio.ensure_future(_left(request))
         try:
-            await asyncio.wait({future, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not future.done():
+            await asyncio.wait({results, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not results.done():
                 raise ClientDisconnect
-            return future.result()
+            return results.result()
         finally:
-            future.cancel()
             left.cancel()
+            for *_, future in waiting:
+                future.cancel()
 
     async def _turns(self, thread: ThreadPoolExecutor) -> None:
         """Computes what waits, turn by turn; where it cannot go on, the process ends."""
@@ -360,16 +360,17 @@ class Service:
                 if not turn:
                     self._work.clear()
                     continue
-                asked = [item for _, item in turn]
+                asked = [item for item, _ in turn]
                 results = await loop.run_in_executor(thread, self._computed, asked)
                 self._counts["turns"] += 1
                 self._counts["texts"] += len(turn)
-                for (waiting, _), result in zip(turn, results, strict=True):
-                    waiting.results.append(result)
-                    if isinstance(result, Exception) and not waiting.future.done():
-                        waiting.future.set_exception(result)
-                    if len(waiting.results) == waiting.count and not waiting.future.done():
-                        waiting.future.set_result(waiting.results)
+                for (_, future), result in zip(turn, results, strict=True):
+                    if future.done():  # its client has left, or another item of it failed
+                        continue
+                    if isinstance(result, Exception):
+                        future.set_exception(result)
+                    else:
+                        future.set_result(result)
         except Exception as error:
             raise SystemExit(of_error(error)[0]) from error
 
@@ -381,25 +382,23 @@ class Service:
             half = len(items) // 2
             return self._computed(items[:half]) + self._computed(items[half:]) if half else [error]
 
-    def _turn(self) -> list[tuple[_Waiting, Any]]:
+    def _turn(self) -> list[tuple[Any, asyncio.Future]]:
         """Returns what is to be computed next, an item of each request after the other."""
-        turn, rows = list[tuple[_Waiting, Any]](), 0
-        while self._waiting and rows < self._limits.rows:
-            waiting = self._waiting.popleft()
-            if not waiting.future.done():
-                asked, size = waiting.items.popleft()
-                turn.append((waiting, asked))
+        turn, rows = list[tuple[Any, asyncio.Future]](), 0
+        while self._waiting and rows < self.limits.rows:
+            items = self._waiting.popleft()
+            asked, size, future = items.popleft()
+            if not future.done():
+                turn.append((asked, future))
                 rows += size
-                if waiting.items:
-                    self._waiting.append(waiting)
+                if items:
+                    self._waiting.append(items)
         return turn
 
-    async def _health(self, request: Request) -> Response:
-        del request
+    async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ready", "model": self._served.name})
 
-    async def _metrics(self, request: Request) -> Response:
-        del request
+    async def _metrics(self, _: Request) -> Response:
         lines = ["# TYPE bert_jax_requests_total counter"]
         for status, count in sorted(self.answered.items()):
             lines.append(f'bert_jax_requests_total{{code="{status}"}} {count}')
@@ -417,9 +416,8 @@ class Service:
         lines.append(f"bert_jax_answer_seconds_count {sum(self._in_bucket)}\n")
         return PlainTextResponse("\n".join(lines), media_type="text/plain; version=0.0.4")
 
-    async def _misplaced(self, request: Request, error: Exception) -> Response:
+    async def _misplaced(self, _: Request, error: Exception) -> Response:
         """Answers what is asked elsewhere, or by another method, or meets a bug of ours."""
-        del request
         refused, headers = Refused(500, f"internal error: {type(error).__name__}"), None
         if isinstance(error, HTTPException):
             known = f"there are POST {self._served.path}, GET /health and /metrics"
@@ -441,17 +439,13 @@ async def _left(request: Request) -> None:
 
 
 class _Connection(H11Protocol):
-    """A connection that ends when nothing moves."""
+    """A connection that is cut off when nothing moves, which uvicorn alone would keep for ever."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begins to look at it from time to time; one too many is answered so, and closed."""
+        """Begins to look at it from time to time."""
         super().connection_made(transport)
         self._before, self._unread, self._read = None, 0, False
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
-        if len(self.connections) > self.app_state["connections"]:
-            self.app = Refused(503, "too many connections; ask again later").response()
-            self.app.headers["connection"] = "close"
-            self.loop.call_later(_RETRY_SECONDS, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends that."""
@@ -462,12 +456,6 @@ class _Connection(H11Protocol):
         """Notes that of what was written some was read."""
         self._read = True
         super().resume_writing()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP, unless half an answer was sent."""
-        with contextlib.suppress(h11.LocalProtocolError):
-            super().send_400_response(msg)
-        self.transport.close()
 
     def _look(self) -> None:
         """Ends it if since the last look no request has begun or ended, and none is under way, or
@@ -509,6 +497,7 @@ def server_of(service: Service, seconds: float) -> uvicorn.Server:
         service.app,
         loop="asyncio",
         http=_Connection,
+        limit_concurrency=2 * service.limits.requests + 1,  # it counts the one that comes
         ws="none",
         lifespan="on",
         log_config=None,

@@ -8,7 +8,6 @@ import numpy as np
 
 from bert_jax.config import Adapt, Model, Optimizer, Task
 from bert_jax.tasks import adapted
-from bert_jax.tasks import objective as objective_lib
 from bert_jax.tasks.examples import Answer, Question, Sentence, Tagged
 from bert_jax.tasks.objective import TaskObjective
 from bert_jax.text.tokenizer import WordPiece
@@ -103,8 +102,9 @@ def kind_of(kind):
 
 def objective(kind, adapt=None, model=MODEL, fresh_parts=()):
     adapt = adapt or Adapt()
-    of, together = kind_of(kind), 2 if kind == "choice" else 1
-    return TaskObjective(model, kind, of.reads, of.outputs, together, adapt, fresh_parts)
+    of = kind_of(kind)
+    shape = of.learns, of.reads, of.outputs, of.rows_per_example
+    return TaskObjective(model, *shape, adapt, fresh_parts)
 
 
 def without_dropout(**settings):
@@ -118,7 +118,8 @@ def without_dropout(**settings):
 def base_params(reads, seed=7):
     """An encoder, and a pooler if it is read, that are not as freshly made: biases are not zero."""
     rng = np.random.default_rng(seed)
-    params = jax.device_get(objective_lib.init_params(MODEL, reads, 2, jax.random.key(seed)))
+    made = TaskObjective(MODEL, "labels", reads, 2, 1, Adapt()).init_params(jax.random.key(seed))
+    params = jax.device_get(made)
     params = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape).astype(np.float32), params)
     return {name: params[name] for name in ("encoder", "pooler") if name in params}
 

@@ -79,7 +79,7 @@ class Run:
         self.task = {"total_steps": STEPS, "unknown": shares, "cut": shares, "guess": guess}
         self.task |= {"examples": {"train": 4_000, "validation": EXAMPLES}}
         self.mistakes = mistakes.of_answers(
-            self.experiment.task, kinds.LABELS[kind], list(answers(kind, examples)), examples
+            kinds.kind_of(kind), kinds.LABELS[kind], list(answers(kind, examples)), examples
         )
 
     def write(self, folder):

@@ -67,22 +67,13 @@ def _do_task(args: argparse.Namespace) -> int:
     if args.input is not None and (args.text or args.source or args.score or args.out is None):
         raise InputError("--input: needs --out, and no TEXT, --source or --score")
     keep_compiled_programs()
+    model = predict_lib.TaskModel(args.workdir, args.base, args.checkpoint, args.beam)
     if args.input is not None:
-        written = predict_lib.predict_table(
-            args.workdir, args.base, args.checkpoint, args.input, args.out, args.beam
-        )
+        written = predict_lib.predict_table(model, args.input, args.out)
         say(f"{printable(args.out)}: {printable(written)}")
         return FINISHED
-    for line in predict_lib.predict(
-        args.workdir,
-        args.base,
-        args.checkpoint,
-        args.text or input_lines(),
-        tuple(args.source),
-        "score" if args.score else "predict",
-        args.out,
-        args.beam,
-    ):
+    texts, what = args.text or input_lines(), "score" if args.score else "predict"
+    for line in predict_lib.predict(model, texts, tuple(args.source), what, args.out):
         print(line)
     return FINISHED
 

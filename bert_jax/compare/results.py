@@ -215,8 +215,6 @@ def _require_adaptable(table: Table, column: Column) -> None:
     for row in table.rows if column.name.startswith("finetune:") else ():
         model, where = row.experiment.model, f"row {row.name}"
         try:
-            if column.task.task.kind == "generate":
-                adapted.require_decodable(model, where)
             adapted.require_adaptable(model, column.task, where)
         except InputError as error:
             raise InputError(f"table.columns: {column.name}: {error}") from error

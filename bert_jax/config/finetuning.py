@@ -127,6 +127,11 @@ class Task(Section, role="identity", label="task"):
         return self.score or SCORES[self.kind][0]
 
     @property
+    def has_labels(self) -> bool:
+        """Returns whether one of several labels is predicted."""
+        return self.kind in _ONLY_OF["labels"]
+
+    @property
     def text_columns(self) -> tuple[str, ...]:
         """The columns of an example's texts, in the order in which the encoder reads them."""
         if self.kind in _OF_TWO_TEXTS:

@@ -69,7 +69,7 @@ class Curve:
     y: Sequence[float]  # as many
     label: str  # in the legend; "" for none
     colour: int = 0  # index into COLOURS
-    style: str = "line"  # `line`, `points` (joined, each marked), `dots` (not joined) or `dashes`
+    style: str = "line"  # `line`, `points` (joined, each marked) or `dashes`
     errors: Sequence[float] = ()  # half-lengths of error bars, or none
 
 
@@ -83,7 +83,6 @@ class Plot:
     levels: list[tuple[float, str]] = field(default_factory=list)
     scale: str = "linear"  # of y, `linear`, `log` or `percent`
     x_label: str = "step"  # under the picture
-    x_scale: str = "whole"  # `whole` numbers, as steps are, `linear` or `percent`
 
     @property
     def empty(self) -> bool:
@@ -116,8 +115,8 @@ def draw(plot: Plot, name: str, marks: Sequence[int] = ()) -> str:
             axes.axhline(height, color=_INK, linewidth=1, linestyle=(0, (3, 3)), label=label)
         for one in plot.curves:
             _draw_curve(axes, one)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=plot.x_scale == "whole"))
-        axes.xaxis.set_major_formatter(_PERCENT if plot.x_scale == "percent" else _NUMBER)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_formatter(_NUMBER)
         if plot.scale == "log":
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
@@ -175,9 +174,6 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
             curve.x, curve.y, curve.errors, color=colour, label=label,
             marker="o", markersize=3, linewidth=1.4, elinewidth=1,
         )  # fmt: skip
-        return
-    if curve.style == "dots":
-        axes.plot(curve.x, curve.y, "o", color=colour, label=label, markersize=2.5, alpha=0.5)
         return
     x, y = thin(curve.x, curve.y)
     look = {"points": {"marker": "o", "markersize": 3}, "dashes": {"linestyle": "--"}}

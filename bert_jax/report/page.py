@@ -253,7 +253,7 @@ def _of_tuning(record: Record) -> dict[str, Any]:
     return {
         "own": "tuned.html",
         "guess": record.written("task").get("guess"),
-        "answers": tuned.answers(record),
+        "mistakes": record.written("mistakes"),
     }
 
 

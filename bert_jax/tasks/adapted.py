@@ -16,23 +16,32 @@ from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
 from bert_jax.tasks import tagger
 from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective
-from bert_jax.tasks.labels import Sentences, Tags
+from bert_jax.tasks.labels import Choices, Numbers, Sentences, Tags
 from bert_jax.tasks.objective import TaskObjective, below_head
 from bert_jax.tasks.rows import Batch, Rows, TaskKind
 from bert_jax.tasks.spans import Spans
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.objective import Pretraining
 
-# By `task.kind`; of those that are not here, `Sentences`.
-KINDS: dict[str, Callable[..., TaskKind]] = {"tag": Tags, "span": Spans, "generate": Generate}
+# By `task.kind`, of which `examples.FORMS` and `config.SCORES` have the rest.
+KINDS: dict[str, Callable[..., TaskKind]] = {
+    "classify": Sentences,
+    "pair": Sentences,
+    "regress": Numbers,
+    "choice": Choices,
+    "tag": Tags,
+    "span": Spans,
+    "generate": Generate,
+}
 
 
 def kind_of(
     task: Task, labels: tuple[str, ...], tokenizer: Tokenizer, *threshold: float
 ) -> TaskKind:
     """Returns the kind of a task; of spans also by a threshold, see `Spans`."""
-    return KINDS.get(task.kind, Sentences)(task, labels, tokenizer, *threshold)
+    return KINDS[task.kind](task, labels, tokenizer, *threshold)
 
 
 @dataclasses.dataclass
@@ -53,8 +62,6 @@ class LoadedBase:
             raise InputError("--from: name a base or a run whose encoder is to be adapted")
         trained = Loaded.of(epath.Path(experiment.init_from))
         adapt, generates = experiment.adapt, experiment.task.kind == "generate"
-        if generates:
-            require_decodable(trained.model, f"--from {experiment.init_from}")
         require_adaptable(trained.model, experiment, experiment.init_from)
         read = {"encoder", "masked_lm" if generates else below_head(trained.model, "pooled")}
         params = jax.device_get({name: trained.params[name] for name in sorted(read)})
@@ -82,23 +89,17 @@ class LoadedBase:
         return cls(model, params, fresh, trained.tokenizer, digest.hexdigest(), trained.head)
 
     def objective(
-        self,
-        experiment: Finetuning,
-        kind: TaskKind,
-        labels: Sequence[str],
-        class_weights: Sequence[float] = (),
+        self, experiment: Finetuning, kind: TaskKind, class_weights: Sequence[float] = ()
     ) -> TaskObjective:
         """Returns the loss of the experiment's task over this base."""
-        task = experiment.task
         args = (
-            *(self.model, task.kind, kind.reads, kind.outputs),
-            *(len(labels) if task.kind == "choice" else 1, experiment.adapt, self.fresh_parts),
-            tuple(class_weights),
+            *(self.model, kind.learns, kind.reads, kind.outputs, kind.rows_per_example),
+            *(experiment.adapt, self.fresh_parts, tuple(class_weights)),
         )
         if kind.reads != "decoder":
             return TaskObjective(*args)
         ends = {"first": self.tokenizer.cls_id, "last": self.tokenizer.sep_id}
-        return GenerateObjective(*args, **ends, length=task.max_target_length)
+        return GenerateObjective(*args, **ends, length=experiment.task.max_target_length)
 
     def head_for(self, experiment: Finetuning, labels: Sequence[str]) -> dict[str, Any] | None:
         """Returns the head that the base has for a task, its outputs in the order of the labels."""
@@ -109,6 +110,12 @@ class LoadedBase:
         order = [self.head.labels.index(label) for label in labels if self.head.labels]
         order = order or list(range(len(self.head.bias)))
         return {"kernel": self.head.kernel[:, order], "bias": self.head.bias[order]}
+
+    def fixed(self, objective: TaskObjective, mesh: jax.sharding.Mesh) -> dict[str, Any] | None:
+        """Returns the weights that do not learn, whole on each device; None if all do."""
+        if objective.adapt.how == "full":
+            return None
+        return feed.put(self.read_by(objective), mesh_lib.replicated(mesh))
 
     def read_by(self, objective: TaskObjective) -> dict[str, Any]:
         """Returns the weights that a task's head reads, on the host.
@@ -121,31 +128,42 @@ class LoadedBase:
         return {name: self.params[name] for name in ("encoder", part) if name}
 
 
-def require_decodable(model: Model, where: str) -> None:
-    """Raises InputError, which names `where`, unless layers of an encoder can be a decoder's."""
-    if model.kind != "bert" or model.code:
+def require_adaptable(model: Model, experiment: Finetuning, where: str) -> None:
+    """Raises InputError, which names `where`, unless a task can be learned over such a model.
+
+    It is refused where the model does not read such long rows, or has no layers that a tagger reads
+    or a decoder can be made of.
+    """
+    task, generates = experiment.task, experiment.task.kind == "generate"
+    if generates and (model.kind != "bert" or model.code):
         this = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
         raise InputError(
             f"{where}: task.kind=generate makes a decoder of the layers of model.kind=bert, and "
             f"this encoder has {this}; name another base"
         )
-
-
-def require_adaptable(model: Model, experiment: Finetuning, where: str) -> None:
-    """Raises InputError, which names `where`, unless a task can be learned over such a model.
-
-    It is refused where the model does not read such long rows, or has no layers that a tagger
-    reads.
-    """
-    task = experiment.task
-    lengths = ["max_sequence_length"] + ["max_target_length"] * (task.kind == "generate")
-    for name in lengths:
+    for name in ["max_sequence_length"] + ["max_target_length"] * generates:
         if getattr(task, name) > model.max_position_embeddings:
             raise InputError(
                 f"task.{name}={getattr(task, name)}: longer than the position table of {where}, "
                 f"{model.max_position_embeddings}"
             )
     tagger.require_layers(model, experiment.adapt.features, where)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reader:
+    """A pre-trained model that is read, and how it lies on the devices."""
+
+    model: Model
+    tokenizer: Tokenizer
+    parallelism: Parallelism
+    mesh: jax.sharding.Mesh
+    size: int  # rows of a batch, over all devices
+
+    def program(self, of_rows: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Returns `of_rows`, see `training.step.make_rows_step`, compiled for the devices."""
+        objective = Pretraining(self.model)
+        return step.make_rows_step(objective, of_rows, self.parallelism, self.mesh)
 
 
 def run_rows(

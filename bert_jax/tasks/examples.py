@@ -6,18 +6,19 @@ dataset tfds:NAME:SPLIT and the record's number from 0.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from bert_jax.config import Task
 from bert_jax.errors import InputError
 from bert_jax.tasks import formats
-from bert_jax.tasks.formats import field, listed, quoted, text_of, type_name
+from bert_jax.tasks.formats import field, listed, quoted, text_of
 
 Labelled = Literal["labelled", "unlabelled"]
 NoAnswer = Literal["never", "possible"]
@@ -27,16 +28,6 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _ENTITY_TAG = re.compile(r"O|[BI](-.+)?", re.DOTALL)
 # What to do about a blank cell.
 _CELL = "fill it in, leave the example out, or set task.blank_cells=skip"
-# What a typed line holds; tabs separate its texts.
-_LINE_FORMS = {
-    "classify": "TEXT",
-    "pair": "A<tab>B",
-    "regress": "A<tab>B",
-    "choice": "TEXT<tab>A<tab>B and so on, one for each of task.choice_columns",
-    "tag": "words separated by blanks",
-    "generate": "TEXT",
-    "span": "QUESTION<tab>CONTEXT",
-}
 
 
 @dataclass(frozen=True)
@@ -94,6 +85,27 @@ class MinimalPair:
 Example = Sentence | Tagged | Question | MinimalPair
 
 
+def texts_of(example: Example) -> tuple[str, ...]:
+    """Returns what is asked about, for people."""
+    if isinstance(example, Sentence):
+        return example.texts
+    if isinstance(example, Tagged):
+        return (" ".join(example.words),)
+    return (example.question,) if isinstance(example, Question) else (example.good, example.bad)
+
+
+def names_of(example: Example) -> tuple[str, ...]:
+    """Returns the names of an example's labels, of words one each; none if there are none."""
+    if isinstance(example, Tagged):
+        return example.tags or ()
+    if isinstance(example, Sentence) and isinstance(example.label, str):
+        return (example.label,)
+    return ()
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
 def read(
     task: Task, sources: tuple[str, ...], labelled: Labelled, blank: list[str] | None = None
 ) -> list[Example]:
@@ -104,8 +116,7 @@ def read(
 def each(
     task: Task, sources: tuple[str, ...], labelled: Labelled, blank: list[str] | None = None
 ) -> Iterator[Example]:
-    """Yields the examples of all sources in order: `Question` for `span`, `Tagged` for `tag`,
-    `MinimalPair` for `minimal_pairs`, else `Sentence`.
+    """Yields the examples of all sources in order, as `FORMS` has them.
 
     Args:
       task: its kind, and the names of its columns.
@@ -117,8 +128,9 @@ def each(
     task.require_readable("source", sources)
     places: dict[str, str] = {}  # of questions, by id
     for source in sources:
-        count, left_out = 0, list[str]()
+        none, left_out = True, list[str]()
         for example in _of_source(task, source, labelled, left_out):
+            none = False
             if isinstance(example, Question):
                 if example.id in places:
                     raise InputError(
@@ -126,17 +138,16 @@ def each(
                         "out one"
                     )
                 places[example.id] = example.place
-            count += 1
             yield example
         if blank is not None:
             blank += left_out
-        if not count:
+        if none:
             why = f"; left out for blank cells: {in_words({'them': left_out})}" if left_out else ""
             raise InputError(f"{source}: holds no examples{why}")
 
 
 def _of_source(task: Task, source: str, labelled: Labelled, blank: list[str]) -> Iterator[Example]:
-    if task.kind == "span":
+    if task.kind == "span":  # SQuAD's files are no tables
         yield from _questions(source, task.no_answer, labelled)
         return
     label_columns = (task.label_column,) if labelled == "labelled" else ()
@@ -156,9 +167,8 @@ def is_blank(value: Any) -> bool:
 
 def of_values(task: Task, place: str, values: list[Any]) -> Example:
     """Returns an example of its cells: of `task.text_columns`, then those of labels, if any."""
-    make = {"tag": _tagged, "minimal_pairs": _minimal_pair}.get(task.kind, _sentence)
     count = len(task.text_columns)
-    return make(task, place, values[:count], values[count:])
+    return FORMS[task.kind].of_cells(task, place, values[:count], values[count:])
 
 
 def in_words(blank: Mapping[str, Sequence[str]]) -> str:
@@ -173,10 +183,8 @@ def in_words(blank: Mapping[str, Sequence[str]]) -> str:
 def _sentence(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Sentence:
     columns = zip(task.text_columns, texts, strict=True)
     checked = tuple(text_of(value, f"column {column!r}", place, _CELL) for column, value in columns)
-    label: str | float | None = None
-    for value in labels:
-        what = f"column {task.label_column!r}"
-        label = (_number if task.kind == "regress" else _name)(value, what, place)
+    label_of = _number if task.kind == "regress" else _name
+    label = label_of(labels[0], f"column {task.label_column!r}", place) if labels else None
     return Sentence(place, checked, label)
 
 
@@ -189,15 +197,10 @@ def _minimal_pair(task: Task, place: str, texts: list[Any], labels: list[Any]) -
 
 
 def _tagged(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Tagged:
-    for column, value in zip(
-        (task.text_column, task.label_column), [*texts, *labels], strict=False
-    ):
-        if not isinstance(value, list):
-            raise InputError(
-                f"{place}: column {column!r} is {type_name(value)}, not a list of words or tags"
-            )
-    if not texts[0]:
-        raise InputError(f"{place}: column {task.text_column!r} has no words")
+    columns = (task.text_column, task.label_column)
+    for column, value in zip(columns, [*texts, *labels], strict=False):
+        if not isinstance(value, list) or not value:
+            raise InputError(f"{place}: column {column!r} is no list of words or tags, or empty")
     # Equal words and equal tags share one object.
     words = tuple(sys.intern(text_of(w, f"word {i}", place)) for i, w in enumerate(texts[0], 1))
     if not labels:
@@ -219,14 +222,12 @@ def _questions(source: str, no_answer: NoAnswer, labelled: Labelled) -> Iterator
             continue
         given = field(record, "answers", list, place)
         answers = tuple(_answer(answer, context, place) for answer in given)
-        impossible = not answers
         if "is_impossible" in record:
             impossible = field(record, "is_impossible", bool, place)
-        if impossible and answers:
-            raise InputError(f"{place}: is_impossible is true, but it has answers")
-        if not impossible and not answers:
-            raise InputError(f"{place}: has no answer, but is_impossible is false")
-        if impossible and no_answer == "never":
+            if impossible == bool(answers):
+                some = "answers" if answers else "no answer"
+                raise InputError(f"{place}: is_impossible={impossible}, but it has {some}")
+        if not answers and no_answer == "never":
             raise InputError(
                 f"{place}: has no answer; set task.no_answer=possible, or leave the question out"
             )
@@ -236,13 +237,10 @@ def _questions(source: str, no_answer: NoAnswer, labelled: Labelled) -> Iterator
 def _answer(answer: Any, context: str, place: str) -> Answer:
     text = text_of(field(answer, "text", str, place), "the text of an answer", place)
     start = field(answer, "answer_start", int, place)
-    there = context[start : start + len(text)] if start >= 0 else ""
-    if there != text:
-        at = context.find(text)
+    if start < 0 or context[start : start + len(text)] != text:
         raise InputError(
-            f"{place}: the answer {quoted(text)} is not at character {start} of its context, "
-            f"where {quoted(there)} stands; "
-            + (f"it is at {at}" if at >= 0 else "it is nowhere in it")
+            f"{place}: the answer {quoted(text)} is not at character {start} of its context, but "
+            f"at {context.find(text)} (-1: nowhere)"
         )
     return Answer(text, start)
 
@@ -267,9 +265,43 @@ def _number(value: Any, what: str, place: str) -> float:
 # --- typed texts ----------------------------------------------------------------------------------
 
 
+def _no_label(place: str, number: int, texts: Sequence[str]) -> Sentence:
+    return Sentence(place, tuple(texts), None)
+
+
+class Form(NamedTuple):
+    """The way in which examples of a kind of task are written."""
+
+    line: str  # what a typed line holds; tabs separate its texts
+    # Of the task, the place, and the cells of texts and of labels, if any.
+    of_cells: Callable[[Task, str, list[Any], list[Any]], Example] = _sentence
+    # Of the place, the number from 1, and typed texts.
+    of_texts: Callable[[str, int, Sequence[str]], Example] = _no_label
+
+
+# By `task.kind`.
+FORMS = {
+    "classify": Form("TEXT"),
+    "pair": Form("A<tab>B"),
+    "regress": Form("A<tab>B"),
+    "choice": Form("TEXT<tab>A<tab>B and so on, one for each of task.choice_columns"),
+    "generate": Form("TEXT"),
+    "tag": Form(
+        "words separated by blanks",
+        _tagged,
+        lambda place, _, texts: Tagged(place, tuple(texts[0].split()), None),
+    ),
+    "span": Form(
+        "QUESTION<tab>CONTEXT",
+        of_texts=lambda place, number, texts: Question(place, str(number), *texts, (), True),
+    ),
+    "minimal_pairs": Form("", _minimal_pair),  # are not typed
+}
+
+
 def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Example]:
     """Yields an unlabelled example of each line that is not blank; tabs separate its texts."""
-    several = task.kind not in ("classify", "tag", "generate")
+    several = "<tab>" in FORMS[task.kind].line
     written = ((place, line) for place, line in lines if line.strip())
     for number, (place, line) in enumerate(written, 1):
         yield _typed(task, place, line.split("\t") if several else [line], number)
@@ -288,18 +320,14 @@ def texts_of_example(task: Task) -> int:
 
 
 def _typed(task: Task, place: str, texts: Sequence[str], number: int) -> Example:
-    count = texts_of_example(task)
+    count, form = texts_of_example(task), FORMS[task.kind]
     if len(texts) != count:
         raise InputError(
             f"{place}: {len(texts)} texts, but task.kind={task.kind} takes {count}; a line is "
-            f"{_LINE_FORMS[task.kind]}, and as arguments each text is one of its own"
+            f"{form.line}, and as arguments each text is one of its own"
         )
     checked = [text_of(text, f"text {i}", place) for i, text in enumerate(texts, 1)]
-    if task.kind == "span":
-        return Question(place, str(number), checked[0], checked[1], (), True)
-    if task.kind == "tag":
-        return Tagged(place, tuple(checked[0].split()), None)
-    return Sentence(place, tuple(checked), None)
+    return form.of_texts(place, number, checked)
 
 
 # --- labels ---------------------------------------------------------------------------------------
@@ -312,14 +340,14 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
     A choice has those of the task, or 0, 1 and so on, one for each text to choose from;
     regressions, spans and texts that are generated have none.
     """
-    if task.kind in ("regress", "span", "generate"):
+    if not task.has_labels:
         return ()
     if task.labels:
         labels = task.labels
     elif task.kind == "choice":
         labels = tuple(str(i) for i in range(len(task.choice_columns)))
     else:
-        labels = tuple(sorted({name for example in train for name in _names(example)}))
+        labels = tuple(sorted({name for example in train for name in names_of(example)}))
     require_known(labels, train)
     if len(labels) < 2:
         raise InputError(
@@ -332,12 +360,11 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
             "task.score=macro_f1"
         )
     if task.main_score == "entity_f1":
-        for label in labels:
-            if not _ENTITY_TAG.fullmatch(label):
-                raise InputError(
-                    f"task.score=entity_f1: the tag {quoted(label)} is not O, B-TYPE or I-TYPE; "
-                    "set task.score=accuracy, or convert the tags"
-                )
+        for label in itertools.filterfalse(_ENTITY_TAG.fullmatch, labels):
+            raise InputError(
+                f"task.score=entity_f1: the tag {quoted(label)} is not O, B-TYPE or I-TYPE; set "
+                "task.score=accuracy, or convert the tags"
+            )
     return labels
 
 
@@ -348,24 +375,14 @@ def require_known(labels: Sequence[str], examples: Sequence[Example]) -> None:
     """
     known = set(labels)
     for example in examples if known else ():
-        for number, name in enumerate(_names(example), 1):
+        for number, name in enumerate(names_of(example), 1):
             if name not in known:
-                what = "label"
-                if isinstance(example, Tagged):
-                    what = f"word {number}, {quoted(example.words[number - 1])}: tag"
+                what = f"word {number}: tag" if isinstance(example, Tagged) else "label"
                 raise InputError(
                     f"{example.place}: {what} {quoted(name)} is none of {listed(labels)}, those "
                     "of task.labels or of the training examples; if it is meant, name all in "
                     "task.labels"
                 )
-
-
-def _names(example: Example) -> tuple[str, ...]:
-    if isinstance(example, Tagged):
-        return example.tags or ()
-    if isinstance(example, Sentence) and isinstance(example.label, str):
-        return (example.label,)
-    return ()
 
 
 def sha256(examples: Iterable[Example], labels: Sequence[str]) -> str:

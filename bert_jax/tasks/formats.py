@@ -11,14 +11,12 @@ A source is FORMAT:PLACE. What each format holds:
              {"id": TEXT, "question": TEXT, "is_impossible": BOOLEAN,
               "answers": [{"text": TEXT, "answer_start": CHARACTER}]}]}]}]}
   tfds   records of a prepared dataset, NAME:SPLIT
-
-The `place` of an example is for messages alone: FILE:LINE, for a question FILE and its id, in a
-dataset tfds:NAME:SPLIT and the record's number from 0.
 """
 
 import itertools
+import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,22 +28,16 @@ from bert_jax.text import tfds_files
 
 # Of a text, and of columns and labels, what messages quote.
 _QUOTED_CHARACTERS, _LISTED_NAMES = 60, 20
-_TYPE_NAMES = {
-    dict: "an object",
-    list: "a list",
-    str: "a text",
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-}
+# What JSON calls a type.
+_TYPE_NAMES = {list: "a list", str: "a text", bool: "a boolean", int: "an integer"}
 
-# The place of an example, and its values of the columns asked for; or all of it.
-Row = tuple[str, list[Any]]
+# The place of an example, the names of its columns, and their values.
+Named = tuple[str, list[str], list[Any]]
 Record = tuple[str, dict[str, Any]]
 
 
-def rows(source: str, header: str, columns: Sequence[str]) -> Iterator[Row]:
-    """Yields the values of some columns, example after example.
+def rows(source: str, header: str, columns: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
+    """Yields the place and the values of some columns, example after example.
 
     Args:
       source: of any format but `squad`.
@@ -54,46 +46,40 @@ def rows(source: str, header: str, columns: Sequence[str]) -> Iterator[Row]:
       columns: their names.
 
     Yields:
-      The place, and for TSV and CSV texts, for JSON and TFDS what stands there, for CoNLL a list
-      of texts, a line each.
+      For TSV and CSV texts, for JSON and TFDS what stands there, for CoNLL a list of texts, a line
+      each.
+    """
+    before, which = None, []
+    for place, names, values in records(source, header):
+        if names is not before:
+            before, which = names, chosen(columns, names, place)
+        yield place, [values[i] for i in which]
+
+
+def records(source: str, header: str, blank_lines: bool = False) -> Iterator[Named]:
+    """Yields all of each example; arguments as of `rows`.
+
+    With `blank_lines` those before another row are rows with a blank cell, in a table that has a
+    single column.
     """
     word, _, path = source.partition(":")
     if word in ("tsv", "csv"):
-        return _table(path, _cells(word, path), header, columns)
+        return _table(word, path, header, blank_lines)
     if word == "conll":
-        return _conll(path, columns)
-    return _records(_json_lines(path) if word == "jsonl" else _dataset(source), columns)
-
-
-def records(source: str, header: str) -> Iterator[tuple[str, list[str], list[Any]]]:
-    """Yields all of each example of a table: its place, the names of its columns, their values.
-
-    Args:
-      source: `tsv`, `csv` or `jsonl`.
-      header: as of `rows`.
-    """
-    word, _, path = source.partition(":")
-    if word == "jsonl":
-        for place, record in _json_lines(path):
-            yield place, list(record), list(record.values())
-        return
-    first, names, lines = _begun(_cells(word, path), header)
-    before = first
-    for number, cells in lines:
-        if len(names) == 1:  # where a blank line before another row is a blank cell
-            yield from ((f"{path}:{blank}", names, [""]) for blank in range(before + 1, number))
-            before = number + sum(cell.count("\n") for cell in cells)
-        place = f"{path}:{number}"
-        _require_as_many(cells, len(names), place, first)
-        yield place, names, cells
+        return _conll(path)
+    each = _json_lines(path) if word == "jsonl" else _dataset(source)
+    return ((place, list(record), list(record.values())) for place, record in each)
 
 
 def chosen(columns: Sequence[str], names: list[str], place: str) -> list[int]:
     """Returns where columns stand among those that there are."""
-    _require_columns(columns, names, place)
     for column in columns:
-        if names.count(column) > 1:
-            raise InputError(f"{place}: more than one column {column!r}; rename the others")
+        if names.count(column) != 1:
+            how_many = "more than one" if column in names else "no"
+            raise InputError(
+                f"{place}: {how_many} column {column!r} among {listed(names)}; name the task's in "
+                "task.text_column, task.label_column and others (see task.header)"
+            )
     return [names.index(column) for column in columns]
 
 
@@ -102,53 +88,39 @@ def _lines(path: str) -> Iterator[str]:
     return (line.removesuffix("\r") for _, line in text_lines.of_file(path))
 
 
-def _cells(word: str, path: str) -> Iterator[text_records.Row]:
-    return text_records.rows(word, (f"{line}\n" for line in _lines(path)), path)
-
-
-def _table(
-    path: str, lines: Iterator[tuple[int, list[str]]], header: str, columns: Sequence[str]
-) -> Iterator[Row]:
-    first, names, lines = _begun(lines, header)
-    if not names:
-        return
-    which = chosen(columns, names, f"{path}:{first}")
-    for number, cells in lines:
+def _table(word: str, path: str, header: str, blank_lines: bool) -> Iterator[Named]:
+    names: list[str] = []
+    first = before = 0
+    for number, cells in text_records.rows(word, (f"{line}\n" for line in _lines(path)), path):
         place = f"{path}:{number}"
+        if not names:
+            first = before = number
+            names = cells if header == "first_line" else [str(i) for i in range(len(cells))]
+            if header == "first_line":
+                continue
+        if blank_lines and len(names) == 1:
+            yield from ((f"{path}:{blank}", names, [""]) for blank in range(before + 1, number))
+            before = number + cells[0].count("\n")
         _require_as_many(cells, len(names), place, first)
-        yield place, [cells[i] for i in which]
+        yield place, names, cells
 
 
-def _begun(
-    lines: Iterator[tuple[int, list[str]]], header: str
-) -> tuple[int, list[str], Iterator[tuple[int, list[str]]]]:
-    """Returns the number of a table's first line, the names of its columns, and its examples."""
-    first, names = next(lines, (0, []))
-    if header == "first_line" or not names:
-        return first, names, lines
-    return first, [str(i) for i in range(len(names))], itertools.chain([(first, names)], lines)
-
-
-def _conll(path: str, columns: Sequence[str]) -> Iterator[Row]:
-    first = start = width = 0
-    which: list[int] = []
+def _conll(path: str) -> Iterator[Named]:
+    first, start, names = 0, 0, list[str]()
     words: list[list[str]] = []
     # The file's end ends a sentence, too.
     for number, line in enumerate(itertools.chain(_lines(path), [""]), 1):
-        # At blanks and tabs alone: words may hold other white space, such as U+3000.
-        cells = re.split(r"[ \t]+", line.strip(" \t"))
-        if cells == [""] or cells[0] == "-DOCSTART-":
-            if words:
-                yield f"{path}:{start}", [[cells[i] for cells in words] for i in which]
+        # Blanks and tabs alone: a word may hold other white space, such as U+3000.
+        cells = re.findall(r"[^ \t]+", line)
+        if cells and cells[0] != "-DOCSTART-":
+            if not names:
+                first, names = number, [str(i) for i in range(len(cells))]
+            _require_as_many(cells, len(names), f"{path}:{number}", first)
+            start = start if words else number
+            words.append(cells)
+        elif words:
+            yield f"{path}:{start}", names, [list(column) for column in zip(*words, strict=True)]
             words = []
-            continue
-        place = f"{path}:{number}"
-        if not first:
-            first, width = number, len(cells)
-            which = chosen(columns, [str(i) for i in range(width)], place)
-        _require_as_many(cells, width, place, first)
-        start = start if words else number
-        words.append(cells)
 
 
 def _require_as_many(cells: list[str], count: int, place: str, first: int) -> None:
@@ -159,28 +131,13 @@ def _require_as_many(cells: list[str], count: int, place: str, first: int) -> No
         )
 
 
-def _require_columns(columns: Sequence[str], names: Collection[str], place: str) -> None:
-    for column in columns:
-        if column not in names:
-            raise InputError(
-                f"{place}: no column {column!r}, but {listed(names)}; name the task's in "
-                "task.text_column, task.label_column and others (see task.header)"
-            )
-
-
-def _records(records: Iterable[Record], columns: Sequence[str]) -> Iterator[Row]:
-    for place, record in records:
-        _require_columns(columns, record, place)
-        yield place, [record[column] for column in columns]
-
-
 def _json_lines(path: str) -> Iterator[Record]:
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
             place = f"{path}:{number}"
             record = text_records.of_json(line, place)
             if not isinstance(record, dict):
-                raise InputError(f"{place}: {type_name(record)}, not an object with columns")
+                raise InputError(f"{place}: not an object with columns")
             yield place, record
 
 
@@ -232,8 +189,9 @@ def _squad_file(path: str) -> Iterator[Record]:
             where = f"{in_article}.paragraphs[{j}]"
             context = field(paragraph, "context", str, where)
             for k, record in enumerate(field(paragraph, "qas", list, where)):
-                _require_object(record, f"{where}.qas[{k}]")
-                yield f"{where}.qas[{k}]", record | {"context": context}
+                place = f"{where}.qas[{k}]"
+                field(record, "id", str, place)
+                yield place, record | {"context": context}
 
 
 def _squad_dataset(source: str) -> Iterator[Record]:
@@ -253,18 +211,10 @@ def _squad_dataset(source: str) -> Iterator[Record]:
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _require_object(node: Any, where: str) -> None:
-    if not isinstance(node, dict):
-        raise InputError(f"{where}: {type_name(node)}, not an object as SQuAD's files have")
-
-
 def field(node: Any, key: str, of: type, where: str) -> Any:
     """Returns the value of a key of a JSON object."""
-    _require_object(node, where)
-    if key not in node:
-        raise InputError(f"{where}: no {key!r}, but {listed(node) or 'nothing'}")
-    if type(node[key]) is not of:
-        raise InputError(f"{where}: {key} is {type_name(node[key])}, not {_TYPE_NAMES[of]}")
+    if not isinstance(node, dict) or type(node.get(key)) is not of:
+        raise InputError(f"{where}: must be an object with {key!r}, {_TYPE_NAMES[of]}")
     return node[key]
 
 
@@ -276,15 +226,10 @@ def text_of(
     Halves of surrogate pairs, which JSON can spell and no encoding can, become U+FFFD.
     """
     if not isinstance(value, str):
-        raise InputError(f"{place}: {name} is {type_name(value)}, not a text")
+        raise InputError(f"{place}: {name} is {json.dumps(value)[:_QUOTED_CHARACTERS]}, not a text")
     if not value.strip():
         raise InputError(f"{place}: {name} is blank; {remedy}")
     return text_records.encodable(value)
-
-
-def type_name(value: object) -> str:
-    """Returns what JSON calls the type of a value."""
-    return _TYPE_NAMES.get(type(value), "null")
 
 
 def quoted(text: str) -> str:

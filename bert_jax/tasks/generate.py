@@ -17,7 +17,7 @@ from bert_jax.model.encoder import Loop
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.objective import Batch, TaskObjective, Tree
-from bert_jax.tasks.rows import LENGTH_STEP, Rows, padded
+from bert_jax.tasks.rows import LENGTH_STEP, Answer, Judged, Outputs, Rows, Scores, TaskKind, padded
 from bert_jax.tasks.rows import Batch as HostBatch
 from bert_jax.text.tokenizer import Tokenizer, joined
 from bert_jax.training import sharding
@@ -55,11 +55,10 @@ class TargetRows(Rows):
         return batch
 
 
-class Generate:
-    """The `TaskKind` of `generate`; there are no labels, and outputs are ids."""
+class Generate(TaskKind):
+    """The kind of `generate`; there are no labels, and outputs are ids."""
 
-    reads = "decoder"
-    outputs = 0
+    reads, outputs, column = "decoder", 0, "generated"
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         del labels
@@ -84,9 +83,7 @@ class Generate:
             cut=(sum(len(s) > room for s in sources), sum(len(t) > target_room for t in targets)),
         )
 
-    def answers(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence]
-    ) -> list[Any]:
+    def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Sentence]) -> list[Answer]:
         """Returns for each example the text that is `generated`.
 
         Outputs of a row are its ids, int32 [T], [SEP] from the end on.
@@ -102,12 +99,16 @@ class Generate:
             answers.append({"generated": tok.decode(kept)})
         return answers
 
-    def scores(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence]
-    ) -> dict[str, float]:
+    def scores(self, outputs: Outputs, rows: Rows, examples: Sequence[Sentence]) -> Scores:
         """Returns chrF and BLEU of all texts together."""
         written = [answer["generated"] for answer in self.answers(outputs, rows, examples)]
         return scores.of_texts([str(example.label) for example in examples], written)
+
+    def judged(self, answer: Answer, example: Sentence) -> Judged:
+        """Returns both texts, and how much of chrF is missing."""
+        truth, written = str(example.label), answer["generated"]
+        off = 1 - scores.of_texts([truth], [written])["chrf"]
+        return Judged([truth], [written], off)
 
 
 @dataclasses.dataclass(frozen=True)

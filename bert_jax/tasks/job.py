@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from bert_jax import config
 from bert_jax.config import SCORES, Finetuning
@@ -20,7 +21,7 @@ from bert_jax.storage import mirror
 from bert_jax.storage.workdir import load_experiment
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import mistakes, rows, scores
-from bert_jax.tasks.adapted import Forward, LoadedBase, forward_of, kind_of
+from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.objective import require_parallelism
@@ -92,10 +93,7 @@ class FinetuningSetup(Setup):
         weights: tuple[float, ...] = ()
         if experiment.class_weights == "balanced":
             weights = rows.balanced_weights(self._rows, len(self.labels))
-        self.objective = self._base.objective(experiment, self._kind, self.labels, weights)
-        self._batches = rows.TrainBatches(
-            self._rows, self._base.tokenizer.pad_id, experiment.batch_size, experiment.seed
-        )
+        self.objective = self._base.objective(experiment, self._kind, weights)
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """Raises InputError if the batches or the state cannot be laid over these devices."""
@@ -132,49 +130,33 @@ class FinetuningSetup(Setup):
             {"examples": self.sha256[:16], "base": self._base.sha256[:16]},
             "give all of them the same files",
         )
-        experiment, shards, fixed = self.experiment, mesh_lib.data_shards(mesh), None
-        if experiment.adapt.how != "full":
-            replicated = mesh_lib.replicated(mesh)
-            fixed = feed.put(self._base.read_by(self.objective), replicated)
-        forward = forward_of(self.objective, experiment.parallelism, mesh)
+        experiment, pad_id = self.experiment, self._base.tokenizer.pad_id
+        shards = mesh_lib.data_shards(mesh)
         size = -(-experiment.run.eval_batch_size // shards) * shards
         size *= self._eval_rows.rows_per_example
-        pad_id = self._base.tokenizer.pad_id
         self.eval_batches = rows.eval_batches(self._eval_rows, pad_id, size)
+        self._fixed = self._base.fixed(self.objective, mesh)
+        self._forward = forward_of(self.objective, experiment.parallelism, mesh)
         guess = mistakes.guess(experiment.task, self.labels, self._held_out)
-        score = experiment.task.main_score
-        guessing = "" if guess is None else f"; {guess[0]}: {score} {guess[1]:.4f}"
+        self._guessing = ""
+        if guess is not None:
+            self._guessing = f"; {guess[0]}: {experiment.task.main_score} {guess[1]:.4f}"
         shares = {
             name: unknown.Share(self._base.tokenizer).add(made.ids)
             for name, made in (("train", self._rows), ("validation", self._eval_rows))
         }
-        for line in self._about(guessing, shares):
+        for line in self._about(shares):
             self.say(line)
-        size = experiment.batch_size * self._rows.rows_per_example
-        phase = PhaseBatches(0, 0, self.total_steps, size, self._batches.batch)
-        what_is_learned = {
+        about = {
             "total_steps": self.total_steps,
             "examples": {"train": len(self._train), "validation": len(self._held_out)},
             "unknown": {name: share.value for name, share in shares.items()},
             "cut": {"train": _cut(self._rows), "validation": _cut(self._eval_rows)},
             "guess": guess,
         }
-
-        def once(kind: str, when: int, ask: Callable[[], dict[str, Any]]) -> Evaluator:
-            return Evaluator(
-                kind, lambda done: done == when, lambda _: ask(), lambda line: "", "predictions"
-            )
-
-        evaluators = (
-            once("task", 0, lambda: what_is_learned),
-            Evaluator(
-                "scores",
-                every(experiment.run.eval_every, self.total_steps),
-                lambda params: self._evaluate(params, forward, fixed),
-                lambda line: summary(line) + guessing,
-            ),
-            once("mistakes", self.total_steps, self._mistakes),
-        )
+        batches = rows.TrainBatches(self._rows, pad_id, experiment.batch_size, experiment.seed)
+        size = experiment.batch_size * self._rows.rows_per_example
+        phase = PhaseBatches(0, 0, self.total_steps, size, batches.batch)
         return Job(
             experiment=experiment,
             objective=self.objective,
@@ -182,17 +164,36 @@ class FinetuningSetup(Setup):
             total_steps=self.total_steps,
             batches=lambda done: phase,
             initial_state=self.initial_state,
-            evaluators=evaluators,
+            evaluators=self._evaluators(about),
             data_sha256=self.sha256,
             require_same=self._require_same,
             operations=self._operations,
             how_to_see=lambda step: f"`bert-jax show --workdir {self.workdir.named} --step {step}`",
             notes=self._notes,
-            fixed=fixed,
+            fixed=self._fixed,
             patience=experiment.patience,
         )
 
-    def _about(self, guessing: str, shares: dict[str, unknown.Share]) -> Iterator[str]:
+    def _evaluators(self, about: dict[str, Any]) -> tuple[Evaluator, ...]:
+        """Returns what asks for lines about the task, its scores, and at the end its mistakes."""
+
+        def once(kind: str, when: int, ask: Callable[[], dict[str, Any]]) -> Evaluator:
+            return Evaluator(
+                kind, lambda done: done == when, lambda _: ask(), lambda line: "", "predictions"
+            )
+
+        return (
+            once("task", 0, lambda: about),
+            Evaluator(
+                "scores",
+                every(self.experiment.run.eval_every, self.total_steps),
+                self._evaluate,
+                lambda line: summary(line) + self._guessing,
+            ),
+            once("mistakes", self.total_steps, self._mistakes),
+        )
+
+    def _about(self, shares: dict[str, unknown.Share]) -> Iterator[str]:
         """Yields lines about what is learned, and what of it may go wrong."""
         experiment, task, labels = self.experiment, self.experiment.task, self.labels[:_LABELS]
         more = f" and {len(self.labels) - _LABELS} more" if len(self.labels) > _LABELS else ""
@@ -200,12 +201,12 @@ class FinetuningSetup(Setup):
             f"finetune: {quantity(len(self._train), 'example')}, {len(self._held_out):,} held out, "
             f"{quantity(self.total_steps, 'step')}; {experiment.init_from} {self._base.sha256[:12]}"
         )
-        if task.kind in ("classify", "pair", "choice"):
+        if labels and self._kind.reads == "pooled":
             counts = collections.Counter(str(example.label) for example in self._train)
             shown = ", ".join(f"{name} {counts[name]:,}" for name in labels)
             two = len(labels) == 2 and "f1" in SCORES[task.kind]
             positive = f"; f1 is of {labels[1]!r}" if two else ""
-            yield f"finetune: labels {shown}{more}{positive}{guessing}"
+            yield f"finetune: labels {shown}{more}{positive}{self._guessing}"
         if weights := self.objective.class_weights:
             by_label = zip(labels, weights, strict=False)
             shown = ", ".join(f"{name} {weight:.3g}" for name, weight in by_label)
@@ -271,10 +272,14 @@ class FinetuningSetup(Setup):
             "class_weights": list(self.objective.class_weights),
         }
 
-    def _evaluate(self, params: Any, forward: Forward, fixed: Any) -> dict[str, Any]:
+    def scores(self, outputs: list[np.ndarray]) -> dict[str, float]:
+        """Returns all scores of what a head gives for each validation row."""
+        return self._kind.scores(outputs, self._eval_rows, self._held_out)
+
+    def _evaluate(self, params: Any) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
-        outputs, loss = forward(params, fixed, self.eval_batches, self._eval_rows)
-        by_name = self._kind.scores(outputs, self._eval_rows, self._held_out)
+        outputs, loss = self._forward(params, self._fixed, self.eval_batches, self._eval_rows)
+        by_name = self.scores(outputs)
         self._newest = outputs, by_name.get("no_answer_threshold")
         score = by_name[self.experiment.task.main_score]
         return {"loss": loss, "score": score, "examples": len(self._held_out), **by_name}
@@ -282,9 +287,11 @@ class FinetuningSetup(Setup):
     def _mistakes(self) -> dict[str, Any]:
         """Returns what is wrong in the newest evaluation, which is of the same step."""
         outputs, threshold = self._newest
-        answers = self._kind.answers(outputs, self._eval_rows, self._held_out)
-        task = self.experiment.task
-        return mistakes.of_answers(task, self.labels, answers, self._held_out, threshold)
+        kind = self._kind
+        if threshold is not None:
+            kind = kind_of(self.experiment.task, self.labels, self._base.tokenizer, threshold)
+        answers = kind.answers(outputs, self._eval_rows, self._held_out)
+        return mistakes.of_answers(kind, self.labels, answers, self._held_out)
 
 
 def _laid_over(fresh: Any, tree: Any) -> Any:

@@ -5,29 +5,23 @@ of each word (`tag`).
 """
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
 
 import numpy as np
 
 from bert_jax.config import SCORES, Task
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence, Tagged
-from bert_jax.tasks.rows import Rows
+from bert_jax.tasks.rows import Answer, Judged, Outputs, Rows, Scores, TaskKind
 from bert_jax.text.tokenizer import Tokenizer, around, joined, of_first_segment
 
 
-class Sentences:
-    """The `TaskKind` of one label or number an example.
-
-    Of a choice each text is read with the first one, and the highest of their scores is the answer.
-    """
-
-    reads = "pooled"
+class Sentences(TaskKind):
+    """The kind of one label an example, of a text or a pair: `classify` and `pair`."""
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         self._task, self._labels, self._tokenizer = task, labels, tokenizer
-        self._rows_per_example = len(labels) if task.kind == "choice" else 1
-        self.outputs = 1 if task.kind in ("regress", "choice") else len(labels)
+        self.outputs = len(labels)
 
     def rows(self, examples: Sequence[Sentence]) -> Rows:
         """Returns one row for each text, pair or choice.
@@ -46,21 +40,13 @@ class Sentences:
                 first.append(of_first_segment(self._tokenizer, row, before))
         numbers = {}
         if examples[0].label is not None:
-            truth = self._truth(examples)
-            numbers["targets"] = np.repeat(truth, self._rows_per_example)
+            numbers["targets"] = np.repeat(self._truth(examples), self.rows_per_example)
         limit = self._task.max_sequence_length
-        return Rows(ids, np.array(first, np.int32), numbers, {}, [], limit, self._rows_per_example)
+        return Rows(ids, np.array(first, np.int32), numbers, {}, [], limit, self.rows_per_example)
 
-    def answers(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence]
-    ) -> list[Any]:
-        """Returns for each example `label` and `probabilities` by label, or a regression's `value`.
-
-        Outputs of a row are float32 [outputs].
-        """
+    def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Sentence]) -> list[Answer]:
+        """Returns for each example its `label`, and `probabilities` by label."""
         del rows, examples
-        if self._task.kind == "regress":
-            return [{"value": float(row[0])} for row in outputs]
         answers = []
         for logits in self._by_example(outputs):
             chances = np.exp(logits - logits.max())
@@ -69,28 +55,27 @@ class Sentences:
             answers.append({"label": self._labels[int(logits.argmax())], "probabilities": by_label})
         return answers
 
-    def scores(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence]
-    ) -> dict[str, float]:
+    def scores(self, outputs: Outputs, rows: Rows, examples: Sequence[Sentence]) -> Scores:
         """Returns all scores of the kind; `f1` of two labels alone, the second the positive one."""
         del rows
-        truth = self._truth(examples)
-        if self._task.kind == "regress":
-            predicted = np.array([row[0] for row in outputs])
-        else:
-            predicted = self._by_example(outputs).argmax(axis=1)
-        names = SCORES[self._task.kind]
-        if len(self._labels) != 2:
-            names = tuple(name for name in names if name != "f1")
+        names = [n for n in SCORES[self._task.kind] if n != "f1" or len(self._labels) == 2]
+        truth, predicted = self._truth(examples), self._predicted(outputs)
         return {name: scores.score(name, truth, predicted) for name in names}
 
+    def judged(self, answer: Answer, example: Sentence) -> Judged:
+        """Returns both labels, and how much of the probability the true one has not."""
+        truth, label = str(example.label), answer["label"]
+        off = 1 - answer["probabilities"][truth] if label != truth else 0.0
+        return Judged([truth], [label], off)
+
     def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
-        if self._task.kind == "regress":
-            return np.array([example.label for example in examples], np.float32)
         number = {label: i for i, label in enumerate(self._labels)}
         return np.array([number[str(example.label)] for example in examples], np.int32)
 
-    def _by_example(self, outputs: list[np.ndarray]) -> np.ndarray:
+    def _predicted(self, outputs: Outputs) -> np.ndarray:
+        return self._by_example(outputs).argmax(axis=1)
+
+    def _by_example(self, outputs: Outputs) -> np.ndarray:
         """Groups the scores of rows: [examples, labels]."""
         return np.stack(outputs).reshape(-1, len(self._labels))
 
@@ -105,13 +90,47 @@ class Sentences:
         return a, b
 
 
-class Tags:
-    """The `TaskKind` of `tag`.
+class Choices(Sentences):
+    """The kind of `choice`: each text is read with the first, the highest of their scores wins."""
+
+    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
+        super().__init__(task, labels, tokenizer)
+        self.outputs, self.rows_per_example = 1, len(labels)
+
+
+class Numbers(Sentences):
+    """The kind of a number a pair: `regress`."""
+
+    learns, column = "numbers", "value"
+
+    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
+        super().__init__(task, labels, tokenizer)
+        self.outputs = 1
+
+    def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Sentence]) -> list[Answer]:
+        """Returns the `value` of each example."""
+        del rows, examples
+        return [{"value": float(row[0])} for row in outputs]
+
+    def judged(self, answer: Answer, example: Sentence) -> Judged:
+        """Returns both numbers, and their distance."""
+        truth, value = float(example.label or 0), answer["value"]
+        return Judged([f"{truth:.4g}"], [f"{value:.4g}"], abs(value - truth))
+
+    def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
+        return np.array([example.label for example in examples], np.float32)
+
+    def _predicted(self, outputs: Outputs) -> np.ndarray:
+        return np.array([row[0] for row in outputs])
+
+
+class Tags(TaskKind):
+    """The kind of `tag`.
 
     A sentence that is too long for a row goes on in another, so that no word is without a tag.
     """
 
-    reads = "tokens"
+    reads, column = "tokens", "tags"
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         self._task, self._labels, self._tokenizer = task, labels, tokenizer
@@ -137,33 +156,28 @@ class Tags:
         targets = {"targets": tags, "target_weights": weights}
         return Rows(ids, first, {}, targets, notes, self._task.max_sequence_length)
 
-    def answers(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Tagged]
-    ) -> list[Any]:
-        """Returns for each example its `words` and their predicted `tags`.
-
-        Outputs of a row are float32 [n, outputs].
-        """
+    def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Tagged]) -> list[Answer]:
+        """Returns for each example its `words` and their predicted `tags`."""
         answers = [{"words": list(example.words), "tags": []} for example in examples]
         for logits, (number, begins) in zip(outputs, rows.notes, strict=True):
             answers[number]["tags"] += [self._labels[i] for i in logits[begins].argmax(axis=1)]
         return answers
 
-    def scores(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Tagged]
-    ) -> dict[str, float]:
+    def scores(self, outputs: Outputs, rows: Rows, examples: Sequence[Tagged]) -> dict[str, float]:
         """Returns the share of words with the right tag, and entities' F1 if that is the score."""
         truth = [list(example.tags or ()) for example in examples]
         predicted = [answer["tags"] for answer in self.answers(outputs, rows, examples)]
-        right = [
-            a == b
-            for ours, theirs in zip(predicted, truth, strict=True)
-            for a, b in zip(ours, theirs, strict=True)
-        ]
+        right = [a == b for a, b in zip(chain(*truth), chain(*predicted), strict=True)]
         by_name = {"accuracy": float(np.mean(right))}
         if self._task.main_score == "entity_f1":
             by_name["entity_f1"] = scores.entity_f1(truth, predicted)
         return by_name
+
+    def judged(self, answer: Answer, example: Tagged) -> Judged:
+        """Returns the tags of the words that have wrong ones, and how many these are."""
+        pairs = zip(example.tags or (), answer["tags"], strict=True)
+        wrong = [pair for pair in pairs if pair[0] != pair[1]]
+        return Judged([a for a, _ in wrong], [b for _, b in wrong], len(wrong))
 
     def _cut(self, words: Sequence[str]) -> list[tuple[list[int], list[int], list[int]]]:
         """Returns for each row its pieces, where in it words begin, and which words these are."""

@@ -10,18 +10,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from bert_jax.config import Parallelism, Run, Task
+from bert_jax.config import Task
 from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
-from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import probes as probes_lib
 from bert_jax.tasks import scores
-from bert_jax.tasks.examples import Example, Sentence, Tagged
-from bert_jax.tasks.probes import Probe, Probes
-from bert_jax.training import mesh as mesh_lib
+from bert_jax.tasks.examples import Example, Sentence, texts_of
+from bert_jax.tasks.probes import Probe, Probes, drawn
 
 FORMAT_VERSION = 1
 _KINDS = ("classify", "pair", "tag", "regress")
@@ -29,7 +26,6 @@ _WHERE = "--tasks"
 _LENGTH = "length"
 # Lengths are put into so many bins, as full as each other.
 _BINS = 6
-_PAIRS = 1_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,25 +70,24 @@ def ask(paths: Sequence[str], trained: Loaded, say: Callable[[str], None]) -> li
         raise InputError(f"{_WHERE}: the name {_LENGTH} is taken by length of texts; rename a task")
     linear = [path for path, (_, task) in zip(paths, tasks, strict=True) if task.kind != "regress"]
     asked, first = Probes(linear, where=_WHERE), tasks[0][1]
-    lengths = _lengths(first, *(_drawn(first, name) for name in ("train", "validation")))
+    try:
+        lengths = _lengths(first, *(drawn(first, part) for part in ("train", "validation")))
+        similar = {n: drawn(task, "validation") for n, task in tasks if task.kind == "regress"}
+    except InputError as error:
+        raise InputError(f"{_WHERE}: {error}") from error
     if lengths is None:
         say(f"layers: all texts of {paths[0]} have the same length: {_LENGTH} is not scored")
     asked.probes[:0] = [lengths] if lengths else []
-    similar = {name: _drawn(task, "validation") for name, task in tasks if task.kind == "regress"}
     for name, pairs in similar.items():
-        if len({pair.label for pair in pairs if isinstance(pair, Sentence)}) < 2:
+        if len({pair.label for pair in pairs}) < 2:
             raise InputError(
                 f"{_WHERE}: {name}: all pairs to score on have one similarity; give others"
             )
-    mesh = mesh_lib.make_mesh(Parallelism())
-    asked.open(trained.model, trained.tokenizer, Parallelism(), mesh, Run().eval_batch_size)
-    params = jax.device_put(trained.params, mesh_lib.replicated(mesh))
+    params = probes_lib.opened(asked, trained)
     read: dict[str, Knowledge] = {}
     for probe in asked.probes:
-        assert isinstance(probe, Probe)
-        score, guess = probe.task.main_score, probe.majority
-        by_layer = tuple(asked.score_of_layers(probe, params))
-        read[probe.name] = Knowledge(probe.name, score, guess, by_layer)
+        of_layers = tuple(probe.scores(params, "all"))
+        read[probe.name] = Knowledge(probe.name, probe.task.main_score, probe.majority, of_layers)
         say(f"layers: {probe.name} is scored")
     for name, pairs in similar.items():
         score = dict(tasks)[name].main_score
@@ -107,29 +102,15 @@ def record_of(trained: Loaded, known: Sequence[Knowledge]) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "step": trained.step, "tasks": tasks}
 
 
-def _drawn(task: Task, name: str) -> list[Example]:
-    try:
-        there = examples_lib.read(task, getattr(task, name), "labelled")
-    except InputError as error:
-        raise InputError(f"{_WHERE}: {error}") from error
-    return probes_lib.drawn(there, _PAIRS)
-
-
 def _lengths(task: Task, train: list[Example], validation: list[Example]) -> Probe | None:
     """Returns the task of how many words a text has; None where all have as many."""
 
-    def words(example: Example) -> str:
-        if isinstance(example, Tagged):
-            return " ".join(example.words)
-        assert isinstance(example, Sentence)
-        return example.texts[0]
-
     def labelled(examples: list[Example]) -> list[Example]:
-        texts = [words(example) for example in examples]
+        texts = [texts_of(example)[0] for example in examples]
         bins = [int(np.searchsorted(edges, len(text.split()))) for text in texts]
         return [Sentence(_LENGTH, (t,), str(b)) for t, b in zip(texts, bins, strict=True)]
 
-    counts = [len(words(example).split()) for example in train]
+    counts = [len(texts_of(example)[0].split()) for example in train]
     edges = np.unique(np.quantile(counts, np.arange(1, _BINS) / _BINS))
     edges = edges[edges < max(counts)]
     if not len(edges):
@@ -140,13 +121,13 @@ def _lengths(task: Task, train: list[Example], validation: list[Example]) -> Pro
     return Probe(_LENGTH, asked, labels, labelled(train), labelled(validation))
 
 
-def _similarity(score: str, pairs: Sequence[Example], trained: Loaded) -> tuple[float, ...]:
+def _similarity(score: str, pairs: Sequence[Sentence], trained: Loaded) -> tuple[float, ...]:
     """Returns the correlation of cosines with the truth, of each layer."""
     every, sides = range(trained.model.num_hidden_layers + 1), []
     for side in range(2):
-        texts = [pair.texts[side] for pair in pairs if isinstance(pair, Sentence)]
+        texts = [pair.texts[side] for pair in pairs]
         vectors = trained.embed(texts, layers=every).reshape(len(texts), len(every), -1)
         sides.append(vectors / np.linalg.norm(vectors, axis=-1, keepdims=True))
     cosines = (sides[0] * sides[1]).sum(-1)
-    truth = np.array([pair.label for pair in pairs if isinstance(pair, Sentence)])
+    truth = np.array([pair.label for pair in pairs])
     return tuple(float(scores.score(score, truth, of_layer)) for of_layer in cosines.T)

@@ -17,20 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax.config import Model, Parallelism, Task
+from bert_jax.config import Task
 from bert_jax.data import draws
 from bert_jax.errors import InputError
 from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks.adapted import Reader
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.formats import quoted
 from bert_jax.tasks.rows import padded
-from bert_jax.text.tokenizer import Tokenizer, joined
-from bert_jax.training import feed, step
+from bert_jax.text.tokenizer import joined
+from bert_jax.training import feed
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.objective import Pretraining
 
 # Rows are padded to a multiple of this: most texts are shorter than what others are padded to.
 _LENGTH_STEP = 8
@@ -49,16 +49,13 @@ class MinimalPairs:
         pairs: list[Any] = examples_lib.read(task, task.validation, "labelled")
         self.pairs = pairs if most is None else _drawn(pairs, most)  # those that are asked
 
-    def open(
-        self,
-        model: Model,
-        tokenizer: Tokenizer,
-        parallelism: Parallelism,
-        mesh: jax.sharding.Mesh,
-        size: int,
-    ) -> int:
-        """Makes ids of the texts; see `tasks.probes.Probes.open`."""
-        self._tokenizer, self._size, self._mesh = tokenizer, size, mesh
+    def describe(self) -> str:
+        """Returns them in words."""
+        return f"{self.name} ({len(self.pairs)} minimal pairs)"
+
+    def open(self, reader: Reader) -> int:
+        """Makes ids of the texts; returns the operations of asking once."""
+        self._reader, model = reader, reader.model
         self._limit = min(self.task.max_sequence_length, model.max_position_embeddings)
         # Equal texts are scored once, so that they are as likely to the last bit.
         self._texts: dict[tuple[int, ...], int] = {}
@@ -79,9 +76,7 @@ class MinimalPairs:
             return (of_targets * batch["target_weights"]).sum(axis=1)  # [B]
 
         self._is_causal = model.direction == "left_to_right"
-        self._log_probabilities = step.make_rows_step(
-            Pretraining(model), of_rows, parallelism, mesh
-        )
+        self._log_probabilities = reader.program(of_rows)
         shapes = ((b["input_ids"].shape, b["positions"].shape) for _, b in self._batches())
         return sum(flops.forward_flops(model, *ids, asked[1]) for ids, asked in shapes)
 
@@ -109,7 +104,7 @@ class MinimalPairs:
 
     def _number(self, text: str, place: str) -> int:
         """Returns the number of a text among those that differ."""
-        ids = tuple(self._tokenizer.encode(text))
+        ids = tuple(self._reader.tokenizer.encode(text))
         if not 1 <= len(ids) <= self._limit - 2:
             why = "no piece is left of it"
             if ids:
@@ -121,7 +116,7 @@ class MinimalPairs:
         """Returns that of each text, or its pseudo-log-likelihood, float64 [U]."""
         sums = np.zeros(len(self._texts))
         for which, batch in self._batches():
-            (placed,) = feed.place_all([batch], mesh_lib.batch_sharding(self._mesh))
+            (placed,) = feed.place_all([batch], mesh_lib.batch_sharding(self._reader.mesh))
             logs = jax.device_get(self._log_probabilities(params, None, placed))
             np.add.at(sums, which, logs[: len(which)].astype(np.float64))
         return sums
@@ -137,7 +132,7 @@ class MinimalPairs:
           [B, P], and float32 `target_weights`, 0 where nothing is. The last is filled up with rows
           of `row_weights` 0.
         """
-        tok, texts = self._tokenizer, list(self._texts)
+        tok, size, texts = self._reader.tokenizer, self._reader.size, list(self._texts)
         lengths = np.array([len(ids) for ids in texts])
         ids = [joined(tok, list(text), None)[0] for text in texts]
         ids = padded(ids, self._padded_length(lengths.max()), tok.pad_id, np.int32)
@@ -146,9 +141,9 @@ class MinimalPairs:
         # Of each row its text, and which piece of it is masked.
         of_rows = np.repeat(order, asked)
         pieces = 1 + np.arange(len(of_rows)) - np.repeat(np.cumsum(asked) - asked, asked)
-        for start in range(0, len(of_rows), self._size):
-            which = of_rows[start : start + self._size]
-            filled = np.resize(np.arange(len(which)), self._size)
+        for start in range(0, len(of_rows), size):
+            which = of_rows[start : start + size]
+            filled = np.resize(np.arange(len(which)), size)
             text, positions = which[filled], pieces[start:][filled, None]
             column = np.arange(self._padded_length(lengths[which[0]]))
             batch_ids = ids[text][:, : len(column)]
@@ -169,7 +164,7 @@ class MinimalPairs:
                     "positions": positions.astype(np.int32),
                     "targets": targets.astype(np.int32),
                     "target_weights": predicted.astype(np.float32),
-                    "row_weights": (np.arange(self._size) < len(which)).astype(np.float32),
+                    "row_weights": (np.arange(size) < len(which)).astype(np.float32),
                 },
             )
 

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bert_jax.config import Adapt, Features, Kind, Model, Parallelism
+from bert_jax.config import Adapt, Features, Model, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model import heads, layers, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, initializer
 from bert_jax.model.kinds import encode, encoder_of, of_text
 from bert_jax.tasks import tagger
-from bert_jax.tasks.rows import Reads
+from bert_jax.tasks.rows import Learns, Reads
 from bert_jax.training import sharding
 
 Batch = dict[str, jax.Array]
@@ -64,80 +64,7 @@ class Tuned(nnx.Module):
         self.head = layers.Dense(cfg.hidden_size, outputs, initializer(cfg), rngs=rngs)
 
 
-def init_params(
-    cfg: Model, reads: Reads, outputs: int, key: jax.Array, features: Features = ""
-) -> Tree:
-    """Returns fresh parameters as nested dicts of float32 arrays."""
-    module = Tuned(cfg, reads, outputs, features, rngs=nnx.Rngs(params=key))
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-
-def task_logits(
-    cfg: Model,
-    reads: Reads,
-    outputs: int,
-    params: Tree,
-    batch: Batch,
-    noise: layers.Noise | None,
-    head_dropout_prob: float,
-    loop: Loop,
-    features: Features = "",
-) -> jax.Array:
-    """Returns scores: float32 [B, O] from what [CLS] comes to, or [B, S, O] from every piece.
-
-    Args:
-      outputs: O.
-      params: as `init_params` gives them.
-      batch: `input_ids`, `segment_ids` and `input_mask`, int32 [B, S].
-      head_dropout_prob: of what the head reads.
-      features: `adapt.features`, what a tagger below the head reads; empty: there is none.
-    """
-
-    def drawn() -> Tuned:
-        return Tuned(cfg, reads, outputs, features, rngs=nnx.Rngs(params=jax.random.key(0)))
-
-    graph, state = nnx.split(nnx.eval_shape(drawn), nnx.Param)
-    nnx.replace_by_pure_dict(state, params)
-    tuned = nnx.merge(graph, state)
-    ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-    hidden = encode(tuned.encoder, cfg, *ids, noise, loop, "all" if features else "last")
-    if features:
-        below = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
-        hidden = tagger.run(
-            tuned.tagger, features, hidden, batch["input_mask"], below, head_dropout_prob
-        )
-    if reads == "pooled":
-        hidden = of_text(cfg, hidden, batch["input_mask"])
-    part = below_head(cfg, reads, features)
-    if part == "pooler":
-        # DistilBERT, which has no segments, has no pooler either, but at its heads this.
-        act = jnp.tanh if cfg.type_vocab_size else jax.nn.relu
-        hidden = act(tuned.pooler(hidden)).astype(hidden.dtype)
-    elif part == "masked_lm":
-        hidden = heads.transformed(tuned.masked_lm, cfg, hidden)
-    # The layers have the numbers before, the embeddings the next.
-    site = None if noise is None else noise.at(cfg.num_hidden_layers + 1)
-    return tuned.head(layers.dropout(hidden, site, head_dropout_prob).astype(hidden.dtype))
-
-
 # --- what learns --------------------------------------------------------------------------------
-
-
-def trainable_params(
-    adapt: Adapt, params: Tree, fresh_parts: tuple[str, ...], key: jax.Array
-) -> Tree:
-    """Returns those of freshly made parameters that learn; with `lora`, its matrices."""
-    if adapt.how == "full":
-        return params
-    learn = ("head", "tagger", *fresh_parts)
-    trainable = {name: params[name] for name in learn if name in params}
-    if adapt.how == "lora":
-        stacked = params["encoder"]["layers"]
-        trainable["lora"] = {
-            name: _thin(stacked[name]["kernel"], adapt.lora_rank, jax.random.fold_in(key, number))
-            for number, name in enumerate(sorted(adapt.lora_targets))
-        }
-    return trainable
 
 
 def _thin(kernel: jax.Array, rank: int, key: jax.Array) -> Tree:
@@ -183,10 +110,10 @@ class TaskObjective:
     """The `Objective` of a task; see `training.objective`."""
 
     model: Model  # of the base, with the dropout and the type of `adapt`
-    kind: Kind  # of the task
-    reads: Reads  # what its head reads
-    outputs: int  # how many scores its head gives
-    rows_per_example: int  # rows that make one example
+    learns: Learns  # as the other three of the task's `TaskKind`
+    reads: Reads
+    outputs: int
+    rows_per_example: int
     adapt: Adapt  # how the base is adapted
     fresh_parts: tuple[str, ...] = ()  # parts that the base never learned
     class_weights: tuple[float, ...] = ()  # of each label in the loss; empty: they are alike
@@ -196,7 +123,7 @@ class TaskObjective:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of what `forward` returns."""
-        return ("loss",) if self.kind == "regress" else ("loss", "accuracy")
+        return ("loss",) if self.learns == "numbers" else ("loss", "accuracy")
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
@@ -212,27 +139,61 @@ class TaskObjective:
         lora = self.adapt.how == "lora"
         return [_HEAD_RULE, *of_features, *of_part, *[_LORA_RULE] * lora]
 
+    def _tuned(self, key: jax.Array) -> Tuned:
+        shape = self.model, self.reads, self.outputs, self.adapt.features
+        return Tuned(*shape, rngs=nnx.Rngs(params=key))
+
     def init_params(self, key: jax.Array) -> Any:
-        """Returns those that learn, fresh; an encoder in them is to be replaced by the base's."""
-        features = self.adapt.features
-        params = init_params(self.model, self.reads, self.outputs, key, features)
-        return trainable_params(self.adapt, params, self.fresh_parts, key)
+        """Returns those that learn, fresh, as nested dicts of float32 arrays; an encoder in them is
+        to be replaced by the base's.
+        """
+        params = nnx.to_pure_dict(nnx.state(self._tuned(key), nnx.Param))
+        if self.adapt.how == "full":
+            return params
+        learn = ("head", "tagger", *self.fresh_parts)
+        learning = {name: params[name] for name in learn if name in params}
+        if self.adapt.how == "lora":
+            stacked, rank = params["encoder"]["layers"], self.adapt.lora_rank
+            learning["lora"] = {
+                name: _thin(stacked[name]["kernel"], rank, jax.random.fold_in(key, number))
+                for number, name in enumerate(sorted(self.adapt.lora_targets))
+            }
+        return learning
 
     def logits(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
-        """Returns scores of the head: float32 [B, O], or [B, S, O] if it reads all pieces."""
-        return task_logits(
-            self.model,
-            self.reads,
-            self.outputs,
-            merged_params(self.adapt, params, fixed),
-            batch,
-            noise,
-            self.adapt.head_dropout_prob,
-            loop,
-            self.adapt.features,
-        )
+        """Returns scores of the head: float32 [B, O] of what [CLS] comes to, or [B, S, O].
+
+        Args:
+          params: those that learn.
+          fixed: those of the base that do not; None if all do.
+          batch: `input_ids`, `segment_ids` and `input_mask`, int32 [B, S].
+          noise: what is drawn; None: nothing.
+          loop: how layers are run.
+        """
+        cfg, features, rate = self.model, self.adapt.features, self.adapt.head_dropout_prob
+        graph, state = nnx.split(nnx.eval_shape(lambda: self._tuned(jax.random.key(0))), nnx.Param)
+        nnx.replace_by_pure_dict(state, merged_params(self.adapt, params, fixed))
+        tuned = nnx.merge(graph, state)
+        ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
+        hidden = encode(tuned.encoder, cfg, *ids, noise, loop, "all" if features else "last")
+        if features:
+            below = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
+            mask = batch["input_mask"]
+            hidden = tagger.run(tuned.tagger, features, hidden, mask, below, rate)
+        if self.reads == "pooled":
+            hidden = of_text(cfg, hidden, batch["input_mask"])
+        part = below_head(cfg, self.reads, features)
+        if part == "pooler":
+            # DistilBERT, which has no segments, has no pooler either, but at its heads this.
+            act = jnp.tanh if cfg.type_vocab_size else jax.nn.relu
+            hidden = act(tuned.pooler(hidden)).astype(hidden.dtype)
+        elif part == "masked_lm":
+            hidden = heads.transformed(tuned.masked_lm, cfg, hidden)
+        # The layers have the numbers before, the embeddings the next.
+        site = None if noise is None else noise.at(cfg.num_hidden_layers + 1)
+        return tuned.head(layers.dropout(hidden, site, rate).astype(hidden.dtype))
 
     def forward(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
@@ -243,10 +204,10 @@ class TaskObjective:
     def measure(self, logits: jax.Array, batch: Batch) -> losses_lib.Metrics:
         """Returns sums and counts of the loss and, except of regressions, of the hits."""
         weights, together = self._weights(batch), self.rows_per_example
-        if self.kind == "regress":
+        if self.learns == "numbers":
             errors = weights * jnp.square(logits[:, 0] - batch["targets"])
             return {"loss": jnp.stack([errors.sum(), weights.sum()])}
-        if self.kind == "span":
+        if self.learns == "places":
             logits = jnp.where(batch["input_mask"][..., None] > 0, logits, _NO_PLACE)
             parts = [
                 losses_lib.classification(logits[..., i], batch[name], weights)
@@ -256,7 +217,7 @@ class TaskObjective:
             loss, hits = ((a + b) / 2 for a, b in zip(*parts, strict=True))
             return {"loss": loss, "accuracy": hits}
         targets = batch["targets"][::together]
-        if self.kind == "choice":
+        if together > 1:  # a score each
             logits = logits.reshape(-1, together)
         loss, hits = losses_lib.classification(logits, targets, weights)
         if self.class_weights:

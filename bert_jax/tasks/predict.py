@@ -16,7 +16,7 @@ from etils import epath
 from bert_jax import config
 from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError
-from bert_jax.running import lines as lines_lib
+from bert_jax.loaded import line_of
 from bert_jax.running.checkpoint import Checkpoints, Restored
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment, write_atomic
@@ -27,8 +27,8 @@ from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence
 from bert_jax.text import records as text_records
 from bert_jax.text import unknown
-from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
 
 # Examples whose rows are in memory at once.
 WINDOW = 2048
@@ -63,32 +63,30 @@ class TaskModel:
                 saved.experiment(number, Finetuning), init_from=base or newest.init_from
             )
             loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
-            if beams is not None and self.experiment.task.kind != "generate":
+            task = self.experiment.task
+            if beams is not None and task.kind != "generate":
                 raise InputError(
-                    f"--beam: {folder} has learned task.kind={self.experiment.task.kind}, which "
-                    "writes no texts; leave it out"
+                    f"--beam: {folder} has learned task.kind={task.kind}, which writes no texts; "
+                    "leave it out"
                 )
             # In the order of the head's outputs; empty of regressions and spans.
-            task, self.labels = self.experiment.task, tuple(metadata["notes"]["labels"])
+            self.labels = tuple(metadata["notes"]["labels"])
             self._kind = kind_of(task, self.labels, loaded.tokenizer)
             # Runs of the time before there were any have none.
             weights = metadata["notes"].get("class_weights", ())
-            objective = loaded.objective(self.experiment, self._kind, self.labels, weights)
+            objective = loaded.objective(self.experiment, self._kind, weights)
             abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
             restored = saved.read(which, {"params": abstract["params"]})
         # Those that learned, on the devices.
         self.step, self.params = restored.step, restored.state["params"]  # of the checkpoint
         # Of the base, with the dropout and the type of the run.
         self.model, self.tokenizer = objective.model, loaded.tokenizer  # of the base
-        lines = lines_lib.Lines(workdir.metrics).read()
-        of_step = [x for x in lines if x.get("kind") == "scores" and x["step"] == self.step]
         # The line of scores of this step; None if there is none.
-        self.evaluation = of_step[-1] if of_step else None
+        self.evaluation = line_of(workdir, "scores", self.step)
         if task.kind == "span" and task.no_answer == "possible":
             self._kind = kind_of(task, self.labels, loaded.tokenizer, _threshold(restored))
-        self.fixed: Any = None  # those of the base that did not; None if all did
-        if self.experiment.adapt.how != "full":
-            self.fixed = feed.put(loaded.read_by(objective), mesh_lib.replicated(mesh))
+        self.column = self._kind.column  # what of an answer a table shows
+        self.fixed = loaded.fixed(objective, mesh)  # those of the base that did not
         self._forward = forward_of(objective, parallelism, mesh, beams or 1)
         self._pad_id = loaded.tokenizer.pad_id
         self.unknown = unknown.Share(loaded.tokenizer)
@@ -112,7 +110,7 @@ class TaskModel:
 
     def rows_of(self, example: Example, most: int) -> int:
         """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
-        return self._kind.windows(example, most) if isinstance(example, Question) else 1
+        return self._kind.rows_of(example, most)
 
     def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
         """Yields answers to examples in their order; `WINDOW` examples are in memory at once.
@@ -203,24 +201,21 @@ def _threshold(restored: Restored) -> float:
 
 
 def predict(
-    root: str,
-    base: str | None,
-    which: str,
+    model: TaskModel,
     texts: Sequence[str] | Iterator[tuple[str, str]],
     sources: tuple[str, ...],
     what: Literal["predict", "score"],
     out: str | None,
-    beams: int | None = None,
 ) -> Iterator[str]:
     """Yields lines of JSON: a fine-tuned run's answers, or its scores.
+
     Args:
-      root, base, which, beams: see `TaskModel`.
+      model: of the run.
       texts: texts given one by one, or (place, line), if there is neither a source nor scores.
       sources: of examples; with `score` none are the run's validation examples.
       what: is wanted.
       out: a file for the answers; None: they are yielded.
     """
-    model = TaskModel(root, base, which, beams)
     task = model.experiment.task
     scores, blank = None, list[str]()
     if what == "score":
@@ -251,16 +246,12 @@ def _warn_of_unknown(model: TaskModel) -> None:
 
 # --- tables ---------------------------------------------------------------------------------------
 
-# What is written next to the columns of a file.
+# What is written next to the columns of a file, and files that can be written.
 _PREDICTED, _PROBABILITY = "predicted", "probability"
 _WRITTEN = (".csv", ".tsv", ".jsonl")
-# By the kind of task, what of an answer is predicted without a probability; of others a label is.
-_ALONE = {"regress": "value", "tag": "tags", "generate": "generated"}
 
 
-def predict_table(
-    root: str, base: str | None, which: str, file: str, out: str, beams: int | None = None
-) -> str:
+def predict_table(model: TaskModel, file: str, out: str) -> str:
     """Writes a file's rows with what a fine-tuned run predicts for each in columns of its own.
 
     `predicted` is a label, a regression's number, a list of tags or a text; `probability` is the
@@ -270,7 +261,6 @@ def predict_table(
     Returns:
       How many rows were written, and how often each label was predicted, in words.
     """
-    model = TaskModel(root, base, which, beams)
     task = model.experiment.task
     source, ending = file, epath.Path(out).suffix
     if task.kind != "span":
@@ -288,7 +278,7 @@ def predict_table(
     _warn_of_unknown(model)
     shown = ", ".join(f"{label} {counts[label]:,}" for label in model.labels if counts[label])
     parts = [f"{counts.total() + len(blank):,} rows of {file}"]
-    parts += [f"predicted {shown}"] if shown and task.kind != "tag" else []
+    parts += [f"predicted {shown}"] if shown else []
     if blank:
         left_out = examples_lib.in_words({"them": blank})
         parts.append(f"no prediction, since a text is blank, for {left_out}")
@@ -297,70 +287,68 @@ def predict_table(
 
 def _predicted_rows(
     model: TaskModel, source: str, counts: collections.Counter[str], blank: list[str]
-) -> Iterator[tuple[str, list[str], list[Any]]]:
+) -> Iterator[formats.Named]:
     """Yields place, names and values of each row, with the predicted ones; counts labels."""
-    task = model.experiment.task
-    records = formats.records(source, task.header)
-    alone = _ALONE.get(task.kind)
-    more = [_PREDICTED] if alone else [_PREDICTED, _PROBABILITY]
+    task, column = model.experiment.task, model.column
+    records = formats.records(source, task.header, blank_lines=True)
+    more = [_PREDICTED] if column else [_PREDICTED, _PROBABILITY]
     none = True
     while window := list(itertools.islice(records, WINDOW)):
-        none, examples = False, list[Example]()
+        none, examples = False, dict[str, Example]()  # by place
         for place, names, values in window:
-            for name in more:
-                if name in names:
-                    raise InputError(f"{place}: has a column {name!r} already; rename it")
+            if taken := [name for name in more if name in names]:
+                raise InputError(f"{place}: has a column {taken[0]!r} already; rename it")
             cells = [values[i] for i in formats.chosen(task.text_columns, names, place)]
             if any(map(examples_lib.is_blank, cells)):
                 blank.append(place)
             else:
-                examples.append(examples_lib.of_values(task, place, cells))
-        answers = iter(list(model.predict(examples)) if examples else [])
-        left_out = set(blank)
+                examples[place] = examples_lib.of_values(task, place, cells)
+        answers = list(model.predict(examples.values())) if examples else []
+        answer_at = dict(zip(examples, answers, strict=True))
         for place, names, values in window:
             predicted: list[Any] = [None] * len(more)
-            if place not in left_out:
-                answer = next(answers)
-                predicted = [answer[alone or "label"]]
-                predicted += [] if alone else [answer["probabilities"][answer["label"]]]
-                counts[str(predicted[0])] += 1
+            if answer := answer_at.get(place):
+                label = answer[column or "label"]
+                predicted = [label] if column else [label, answer["probabilities"][label]]
+                counts[str(label)] += 1
             yield place, [*names, *more], [*values, *predicted]
     if none:
         raise InputError(f"{source}: holds no examples")
 
 
-def _written(
-    rows_: Iterable[tuple[str, list[str], list[Any]]], ending: str, header: str
-) -> Iterator[str]:
+def _written(rows_: Iterable[formats.Named], ending: str, header: str) -> Iterator[str]:
     """Yields lines of a file that ends so; .csv and .tsv begin with names if `header` says so."""
-    first: list[str] | None = None
+    first: list[str] = []
+    text = io.StringIO()
+    plain = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+    table = csv.writer(text, lineterminator="\n", **(plain if ending == ".tsv" else {}))
     for place, names, values in rows_:
         if ending == ".jsonl":
             if len(set(names)) < len(names):
                 raise InputError(f"{place}: two columns have one name; rename one, or write .csv")
             yield _json(dict(zip(names, values, strict=True))) + "\n"
             continue
-        if first is None:
-            first = names
-            if header == "first_line":
-                yield _line(names, ending, place)
+        lines = [values] if first or header == "none" else [names, values]
+        first = first or names
         if sorted(names) != sorted(first):
             raise InputError(f"{place}: has other columns than the first row; write it as .jsonl")
         if names != first:  # JSON has them in any order
-            values = [values[names.index(name)] for name in first]
-        yield _line(values, ending, place)
+            lines = [[values[names.index(name)] for name in first]]
+        try:
+            table.writerows(map(_cell, line) for line in lines)
+        except csv.Error as error:
+            raise InputError(
+                f"{place}: a cell holds a tab or a newline; write it as .csv or .jsonl"
+            ) from error
+        yield text.getvalue()
+        text.seek(0)
+        text.truncate()
 
 
-def _line(values: list[Any], ending: str, place: str) -> str:
-    cells = ["" if v is None else v if isinstance(v, str) else json.dumps(v) for v in values]
-    cells = list(map(text_records.encodable, cells))
-    if ending == ".csv":
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow(cells)
-        return text.getvalue()
-    if any("\t" in cell or "\n" in cell for cell in cells):
-        raise InputError(f"{place}: a cell holds a tab or a newline; write it as .csv or .jsonl")
-    return "\t".join(cells) + "\n"
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return text_records.encodable(value if isinstance(value, str) else json.dumps(value))
 
 
 def _rounded(value: Any) -> Any:

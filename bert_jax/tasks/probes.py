@@ -12,7 +12,6 @@ Shape letters: B rows, S sequence, D width, N features' rows, F features, C clas
 import dataclasses
 import functools
 import hashlib
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -30,27 +29,25 @@ from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode, of_text
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows
-from bert_jax.tasks.adapted import kind_of, run_rows
+from bert_jax.tasks.adapted import Reader, kind_of, run_rows
 from bert_jax.tasks.examples import Example
 from bert_jax.tasks.minimal_pairs import MinimalPairs
-from bert_jax.tasks.rows import TaskKind
+from bert_jax.tasks.rows import Reads
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import step
-from bert_jax.training.objective import Pretraining
 
 # Of which layers something is read: of the last, or of the embeddings and all.
 Outputs = Literal["last", "all"]
 _KINDS = ("classify", "pair", "tag", "minimal_pairs")
 # Of a task's examples, drawn: enough to tell 60 % from 65 %, few enough to be scored often.
-_TRAIN, _VALIDATION = 1_000, 1_000
+_MOST = 1_000
 # Penalties that are tried, as shares of the number of rows: features have a variance of one.
 _PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 
 @dataclasses.dataclass
 class Probe:
-    """A task; once it is open it has rows, batches and the `majority` score, too."""
+    """A task that a linear layer does; once it is open it has a `majority` score, too."""
 
     name: str  # of its file's experiment
     task: Task
@@ -58,27 +55,84 @@ class Probe:
     train: Sequence[Example]  # to learn from
     validation: Sequence[Example]  # to score
 
-    def open(self, model: Model, tokenizer: Tokenizer, size: int) -> None:
-        """Makes rows of the examples, and batches of so many rows."""
-        length = min(self.task.max_sequence_length, model.max_position_embeddings)
+    def describe(self) -> str:
+        """Returns it in words."""
+        return (
+            f"{self.name} ({self.task.main_score}; {len(self.train)} examples to learn from, "
+            f"{len(self.validation)} to score)"
+        )
+
+    def open(self, reader: Reader) -> int:
+        """Makes rows of the examples; returns the operations of scoring them once."""
+        self._reader = reader
+        length = min(self.task.max_sequence_length, reader.model.max_position_embeddings)
         task = dataclasses.replace(self.task, max_sequence_length=length)
-        self.kind: TaskKind = kind_of(task, self.labels, tokenizer)
-        self.train_rows = self.kind.rows(self.train)
-        self.validation_rows = self.kind.rows(self.validation)
-        self.train_batches = rows.eval_batches(self.train_rows, tokenizer.pad_id, size)
-        self.validation_batches = rows.eval_batches(self.validation_rows, tokenizer.pad_id, size)
-        counts = np.bincount(_classes(self.train_rows), minlength=len(self.labels))
+        kind = self._kind = kind_of(task, self.labels, reader.tokenizer)
+        self._sides = [kind.rows(self.train), kind.rows(self.validation)]
+        pad_id = reader.tokenizer.pad_id
+        self._batches = [rows.eval_batches(side, pad_id, reader.size) for side in self._sides]
+        counts = np.bincount(_classes(self._sides[0]), minlength=len(self.labels))
         always = counts.astype(np.float32)
         predicted = [
-            always if self.kind.reads == "pooled" else np.tile(always, (n, 1))
-            for n in self.validation_rows.lengths
+            always if kind.reads == "pooled" else np.tile(always, (n, 1))
+            for n in self._sides[1].lengths
         ]
-        self.majority = self.score(predicted)  # of always predicting the commonest label
+        self.majority = self._score(predicted)  # of always predicting the commonest label
+        return sum(
+            flops.forward_flops(reader.model, *batch["input_ids"].shape, 0)
+            for batches in self._batches
+            for _, batch in batches
+        )
 
-    def score(self, outputs: list[np.ndarray]) -> float:
-        """Returns the task's score of linear scores for each validation row."""
-        scores = self.kind.scores(outputs, self.validation_rows, self.validation)
+    def scores(self, params: Any, outputs: Outputs) -> list[float]:
+        """Returns the score from each layer that is read, the lowest first."""
+        reader = self._reader
+        program = features_of(reader, self._kind.reads, outputs)
+        run = functools.partial(program, params, None)
+        # Of each row float32 [layers F], or [n, layers F] of its pieces.
+        learned, asked = (
+            run_rows(run, batches, side, reader.mesh)
+            for batches, side in zip(self._batches, self._sides, strict=True)
+        )
+        if not all(np.isfinite(values).all() for values in learned):
+            raise InputError(
+                f"{self.name}: the encoder gives numbers that are not finite; begin with other "
+                "weights"
+            )
+        count = reader.model.num_hidden_layers + 1 if outputs == "all" else 1
+        stacked = np.split(_stacked(learned, self._sides[0]), count, axis=-1)
+        of_layers = zip(*(np.split(values, count, axis=-1) for values in asked), strict=True)
+        classes, each = _classes(self._sides[0]), []
+        for features, held_out in zip(stacked, of_layers, strict=True):
+            weights, bias = ridge(features, classes, self._kind.outputs)
+            each.append(self._score([values @ weights + bias for values in held_out]))
+        return each
+
+    def _score(self, outputs: list[np.ndarray]) -> float:
+        scores = self._kind.scores(outputs, self._sides[1], self.validation)
         return scores[self.task.main_score]
+
+
+@functools.lru_cache(maxsize=8)
+def features_of(reader: Reader, reads: Reads, outputs: Outputs) -> Callable[..., jax.Array]:
+    """Returns what gives the features of a batch's rows, compiled once for all probes."""
+    model = reader.model
+
+    def of_rows(params: Any, _: Any, batch: Any, noise: Any, loop: Loop) -> jax.Array:
+        ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
+        encoder = heads.merge(model, params).encoder
+        hidden = encode(encoder, model, *ids, noise, loop, outputs)
+        hidden = hidden if outputs == "all" else hidden[None]
+        hidden = hidden.astype(jnp.float32)  # [layers, B, S, D]
+        if reads == "pooled":
+            whole = jax.vmap(lambda layer: of_text(model, layer, batch["input_mask"]))
+            mask = batch["input_mask"].astype(jnp.float32)[..., None]
+            mean = (hidden * mask).sum(axis=2) / mask.sum(axis=1)
+            hidden = jnp.concatenate([whole(hidden), mean], axis=-1)
+        moved = jnp.moveaxis(hidden, 0, -2)
+        return moved.reshape(*moved.shape[:-2], -1)  # [B, layers 2 D], [B, S, layers D]
+
+    return reader.program(of_rows)
 
 
 class Probes:
@@ -93,7 +147,7 @@ class Probes:
     def __init__(
         self,
         paths: Sequence[str],
-        pairs: int | None = _VALIDATION,
+        pairs: int | None = _MOST,
         where: str = "run.probes",
     ):
         self._where = where
@@ -105,9 +159,7 @@ class Probes:
                     probe, labels = MinimalPairs(name, task, pairs), ()
                     learned = probe.pairs
                 else:
-                    train = drawn(examples_lib.read(task, task.train, "labelled"), _TRAIN)
-                    validation = examples_lib.read(task, task.validation, "labelled")
-                    validation = drawn(validation, _VALIDATION)
+                    train, validation = (drawn(task, part) for part in ("train", "validation"))
                     learned = [*train, *validation]
                     labels = examples_lib.labels_of(task, learned)
                     probe = Probe(name, task, labels, train, validation)
@@ -137,55 +189,13 @@ class Probes:
         Returns:
           Operations of scoring all probes once.
         """
-        self._mesh, self._model = mesh, model
         shards = mesh_lib.data_shards(mesh)
-        size = -(-size // shards) * shards
-
-        def features(reads: str, outputs: Outputs) -> Callable[..., jax.Array]:
-            def of_rows(params: Any, _: Any, batch: Any, noise: Any, loop: Loop) -> jax.Array:
-                ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-                encoder = heads.merge(model, params).encoder
-                hidden = encode(encoder, model, *ids, noise, loop, outputs)
-                hidden = hidden if outputs == "all" else hidden[None]
-                hidden = hidden.astype(jnp.float32)  # [layers, B, S, D]
-                if reads == "pooled":
-                    whole = jax.vmap(lambda layer: of_text(model, layer, batch["input_mask"]))
-                    mask = batch["input_mask"].astype(jnp.float32)[..., None]
-                    mean = (hidden * mask).sum(axis=2) / mask.sum(axis=1)
-                    hidden = jnp.concatenate([whole(hidden), mean], axis=-1)
-                moved = jnp.moveaxis(hidden, 0, -2)
-                return moved.reshape(*moved.shape[:-2], -1)  # [B, layers 2 D], [B, S, layers D]
-
-            return step.make_rows_step(Pretraining(model), of_rows, parallelism, mesh)
-
-        self._features = {
-            (reads, outputs): features(reads, outputs)
-            for reads in ("pooled", "tokens")
-            for outputs in typing.get_args(Outputs)
-        }
-        operations = 0
-        for probe in self.probes:
-            if isinstance(probe, MinimalPairs):
-                operations += probe.open(model, tokenizer, parallelism, mesh, size)
-                continue
-            probe.open(model, tokenizer, size)
-            for _, batch in (*probe.train_batches, *probe.validation_batches):
-                operations += flops.forward_flops(model, *batch["input_ids"].shape, 0)
-        return operations
+        reader = Reader(model, tokenizer, parallelism, mesh, -(-size // shards) * shards)
+        return sum(probe.open(reader) for probe in self.probes)
 
     def describe(self) -> str:
         """Returns the probes in words."""
-        return ", ".join(
-            f"{probe.name} ({len(probe.pairs)} minimal pairs)"
-            if isinstance(probe, MinimalPairs)
-            else f"{probe.name} ({probe.task.main_score}; {len(probe.train)} examples to learn "
-            f"from, {len(probe.validation)} to score)"
-            for probe in self.probes
-        )
-
-    def score_of_layers(self, probe: Probe, params: Any) -> list[float]:
-        """Returns the score of a probe from each layer, the embeddings first."""
-        return self._scores(probe, params, "all")
+        return ", ".join(probe.describe() for probe in self.probes)
 
     def ask(self, params: Any) -> dict[str, dict[str, Any]]:
         """Returns what a linear layer reads off the encoder, and how often the acceptable text of a
@@ -197,34 +207,17 @@ class Probes:
         """
         scores, majority, answers = {}, {}, {}
         for probe in self.probes:
+            name = probe.name
             if isinstance(probe, MinimalPairs):
-                answers[probe.name] = probe.ask(params)
-                scores[probe.name] = answers[probe.name]["accuracy"]
-                majority[probe.name] = 0.5
+                answers[name] = probe.ask(params)
+                scores[name], majority[name] = answers[name]["accuracy"], 0.5
             else:
-                (scores[probe.name],) = self._scores(probe, params, "last")
-                majority[probe.name] = probe.majority
+                try:
+                    (scores[name],), majority[name] = probe.scores(params, "last"), probe.majority
+                except InputError as error:
+                    raise InputError(f"{self._where}: {error}") from error
         more = {"minimal_pairs": answers} if answers else {}
         return {"scores": scores, "majority": majority, **more}
-
-    def _scores(self, probe: Probe, params: Any, outputs: Outputs) -> list[float]:
-        run = functools.partial(self._features[probe.kind.reads, outputs], params, None)
-        # Of each row float32 [layers F], or [n, layers F] of its pieces.
-        features = run_rows(run, probe.train_batches, probe.train_rows, self._mesh)
-        if not all(np.isfinite(values).all() for values in features):
-            raise InputError(
-                f"{self._where}: {probe.name}: the encoder gives numbers that are not finite; "
-                "begin with other weights"
-            )
-        count = self._model.num_hidden_layers + 1 if outputs == "all" else 1
-        stacked = np.split(_stacked(features, probe.train_rows), count, axis=-1)
-        held_out = run_rows(run, probe.validation_batches, probe.validation_rows, self._mesh)
-        of_layers = zip(*(np.split(values, count, axis=-1) for values in held_out), strict=True)
-        each = []
-        for learned, asked in zip(stacked, of_layers, strict=True):
-            weights, bias = ridge(learned, _classes(probe.train_rows), probe.kind.outputs)
-            each.append(probe.score([values @ weights + bias for values in asked]))
-        return each
 
 
 def of_trained(probes: Probes, trained: Loaded) -> dict[str, dict[str, Any]]:
@@ -235,9 +228,14 @@ def of_trained(probes: Probes, trained: Loaded) -> dict[str, dict[str, Any]]:
             f"{trained.name}: has no masked LM head that has learned, and minimal pairs need one; "
             "import weights with it"
         )
+    return probes.ask(opened(probes, trained))
+
+
+def opened(probes: Probes, trained: Loaded) -> Any:
+    """Opens probes for a run's checkpoint or a base; returns its parameters, on all devices."""
     mesh = mesh_lib.make_mesh(Parallelism())
     probes.open(trained.model, trained.tokenizer, Parallelism(), mesh, Run().eval_batch_size)
-    return probes.ask(jax.device_put(trained.params, mesh_lib.replicated(mesh)))
+    return jax.device_put(trained.params, mesh_lib.replicated(mesh))
 
 
 def ridge(features: np.ndarray, classes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -306,10 +304,11 @@ def tasks_of(
         yield path, name, experiment.task
 
 
-def drawn(examples: list[Example], most: int) -> list[Example]:
-    """Returns so many of them, the same in every run; files are often sorted."""
-    order = draws.permutation(draws.key_of(0, "probe"), 0, len(examples))
-    return [examples[i] for i in np.sort(order[:most])]
+def drawn(task: Task, part: Literal["train", "validation"]) -> list[Example]:
+    """Returns a thousand examples at most, the same in every run; files are often sorted."""
+    there = examples_lib.read(task, getattr(task, part), "labelled")
+    order = draws.permutation(draws.key_of(0, "probe"), 0, len(there))
+    return [there[i] for i in np.sort(order[:_MOST])]
 
 
 def _classes(its_rows: rows.Rows) -> np.ndarray:

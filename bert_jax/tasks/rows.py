@@ -7,7 +7,7 @@ little; how far is known to every process from the lengths alone.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,11 @@ from bert_jax.data import draws
 Batch = dict[str, np.ndarray]
 # What the head of a task reads: what [CLS] comes to, every piece, or as a decoder does.
 Reads = Literal["pooled", "tokens", "decoder"]
+# What a head learns: a label of each target, a number, or the first and the last piece of a part.
+Learns = Literal["labels", "numbers", "places"]
+Answer = dict[str, Any]
+Outputs = list[np.ndarray]
+Scores = dict[str, float]
 
 # Batches are padded to a multiple of this, or to the limit, so that few programs are compiled.
 LENGTH_STEP = 32
@@ -73,27 +78,48 @@ def padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.nd
     return array
 
 
-class TaskKind(Protocol):
-    """A kind of task, for one tokenizer and one set of labels.
+class Judged(NamedTuple):
+    """An answer next to the truth."""
 
-    `labels` (two), `spans` and `generate` have the four there are.
+    truth: Sequence[str]  # names of labels, one or one a word; or a number or a text
+    predicted: Sequence[str]  # as many
+    off: float  # how far, in what the kind counts by; 0 if it is right
+
+
+class TaskKind:
+    """A kind of task, for one tokenizer and one set of labels; `adapted.KINDS` has all.
+
+    Outputs are what the head gives of each row: float32 [outputs] of what [CLS] comes to, or of all
+    n pieces [n, outputs]; of a decoder ids.
     """
 
-    reads: Reads  # what the head reads
+    reads: Reads = "pooled"  # what the head reads
     outputs: int  # how many scores it gives
+    learns: Learns = "labels"  # what the loss is of, see `tasks.objective`
+    rows_per_example = 1  # rows, one after the other, that are answered together
+    # What of an answer a table shows; "": the label, and its probability.
+    column = ""
 
     def rows(self, examples: Sequence[Any]) -> Rows:
         """Returns the examples as the encoder reads them; with targets if they have labels."""
+        raise NotImplementedError
 
-    def answers(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Any]
-    ) -> list[dict[str, Any]]:
-        """Returns what the outputs, one array a row, predict for each example, as JSON."""
+    def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Any]) -> list[Answer]:
+        """Returns what the outputs predict for each example, as JSON."""
+        raise NotImplementedError
 
-    def scores(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Any]
-    ) -> dict[str, float]:
+    def scores(self, outputs: Outputs, rows: Rows, examples: Sequence[Any]) -> Scores:
         """Returns the scores of labelled examples by name."""
+        raise NotImplementedError
+
+    def judged(self, answer: Answer, example: Any) -> Judged:
+        """Returns an answer to a labelled example next to the truth."""
+        raise NotImplementedError
+
+    def rows_of(self, example: Any, most: int) -> int:
+        """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
+        del example, most
+        return 1
 
 
 class TrainBatches:
@@ -187,6 +213,4 @@ def balanced_weights(rows: Rows, labels: int) -> tuple[float, ...]:
         targets = np.concatenate([values[weights > 0] for values, weights in there])
     counts = np.bincount(targets, minlength=labels)
     shares = len(targets) / (np.count_nonzero(counts) * np.maximum(counts, 1))
-    return tuple(
-        float(share) if count else 1.0 for share, count in zip(shares, counts, strict=True)
-    )
+    return tuple(np.where(counts > 0, shares, 1.0).tolist())

@@ -48,10 +48,7 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
 
 
 def _example(rows: Rows, row: int) -> int:
-    if not rows.notes:
-        return row // rows.rows_per_example
-    note = rows.notes[row]
-    return note[0] if isinstance(note, tuple) else note.question
+    return rows.notes[row][0] if rows.notes else row // rows.rows_per_example
 
 
 def _answer(rows: Rows, row: int, labels: Sequence[str]) -> str:
@@ -82,9 +79,6 @@ def _marks(rows: Rows, row: int, labels: Sequence[str]) -> Iterator[tuple[int, s
 def _marked(pieces: Sequence[str], marks: dict[int, str]) -> Text:
     text = Text()
     for place, piece in enumerate(pieces):
-        if place in marks:
-            text.append(f"{{{piece}|{marks[place]}}}", style="bold")
-            text.append(" ")
-        else:
-            text.append(f"{piece} ")
+        word = f"{{{piece}|{marks[place]}}}" if place in marks else piece
+        text.append(word, style="bold" if place in marks else "").append(" ")
     return text

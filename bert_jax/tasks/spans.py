@@ -5,16 +5,15 @@ a score for each piece to be the first and the last of the answer, those of the 
 added up; [CLS] stands for no answer. A piece counts in the window where it has most context.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from bert_jax.config import Task
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Question
-from bert_jax.tasks.rows import Rows
+from bert_jax.tasks.rows import Answer, Judged, Outputs, Rows, Scores, TaskKind
 from bert_jax.text.tokenizer import Tokenizer, around, joined, of_first_segment
 
 # Firsts and lasts of a window that are tried with each other, and answers that are returned.
@@ -23,8 +22,7 @@ _TRIED, _RETURNED = 20, 5
 _LENGTH_SHARE = 0.01
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """A row of a question."""
 
     question: int  # its number
@@ -34,16 +32,15 @@ class Window:
     counts: np.ndarray  # bool [n], whether the piece has most context here
 
 
-@dataclasses.dataclass(frozen=True)
-class _Predicted:
+class _Predicted(NamedTuple):
     """Answers predicted for a question."""
 
     best: list[tuple[float, str]]  # (score, text) of answers, the best first
     no_answer: float  # by how much no answer is better than the best
 
 
-class Spans:
-    """The `TaskKind` of `span`.
+class Spans(TaskKind):
+    """The kind of `span`.
 
     Args:
       task: the task.
@@ -52,8 +49,7 @@ class Spans:
         this; None: the best answer is always given, and `scores` searches for the best threshold.
     """
 
-    reads = "tokens"
-    outputs = 2
+    reads, learns, outputs = "tokens", "places", 2
 
     def __init__(
         self,
@@ -93,7 +89,7 @@ class Spans:
         limit = self._task.max_sequence_length
         return Rows(ids, np.array(first, np.int32), numbers, {}, notes, limit)
 
-    def windows(self, example: Question, most: int) -> int:
+    def rows_of(self, example: Question, most: int) -> int:
         """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
         question = len(self._tokenizer.encode(example.question)[: self._task.max_query_length])
         room, pieces = self._room(question), 0
@@ -103,12 +99,8 @@ class Spans:
                 break
         return len(self._window_starts(pieces, question))
 
-    def answers(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Question]
-    ) -> list[Any]:
+    def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Question]) -> list[Answer]:
         """Returns the predicted answers of questions.
-
-        Outputs of a row are float32 [n, 2].
 
         Returns:
           For each question its `id`, the best `answer`, the `score` of it and of others, and, if
@@ -118,7 +110,7 @@ class Spans:
         for example, predicted in zip(
             examples, self._predicted(outputs, rows, examples), strict=True
         ):
-            answer: dict[str, Any] = {"id": example.id, "answer": predicted.best[0][1]}
+            answer: Answer = {"id": example.id, "answer": predicted.best[0][1]}
             answer["best"] = [{"answer": text, "score": score} for score, text in predicted.best]
             if self._task.no_answer == "possible":
                 answer["no_answer"] = predicted.no_answer
@@ -127,9 +119,7 @@ class Spans:
             answers.append(answer)
         return answers
 
-    def scores(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Question]
-    ) -> dict[str, float]:
+    def scores(self, outputs: Outputs, rows: Rows, examples: Sequence[Question]) -> Scores:
         """Returns F1 and exact match; if there may be no answer, under the threshold, or the best
         one for F1.
         """
@@ -145,6 +135,12 @@ class Spans:
         answers = {i: "" if nothing[i] > limit else text for i, text in answers.items()}
         of_answers = scores.span_scores(examples, answers, "possible")
         return of_answers | {"no_answer_threshold": limit}
+
+    def judged(self, answer: Answer, example: Question) -> Judged:
+        """Returns the right texts and the answer, and how much of F1 is missing."""
+        golds = [gold.text for gold in example.answers]
+        off = 1 - scores.answer_f1(answer["answer"], golds, self._task.no_answer)
+        return Judged([" | ".join(golds)], [answer["answer"]], off)
 
     def _room(self, question: int) -> int:
         return self._task.max_sequence_length - question - around(self._tokenizer, 2)
@@ -165,7 +161,7 @@ class Spans:
         return pieces, np.array(places, np.int32).reshape(-1, 2)
 
     def _predicted(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Question]
+        self, outputs: Outputs, rows: Rows, examples: Sequence[Question]
     ) -> list[_Predicted]:
         candidates: list[list[tuple[float, str]]] = [[] for _ in examples]
         nothing = [np.inf] * len(examples)

@@ -79,11 +79,9 @@ def logits(of: str, kind: str, params: dict) -> np.ndarray:
     }
     batch = {name: value.astype(np.int32) for name, value in batch.items()}
     reads = "tokens" if kind in ("tag", "span") else "pooled"
-    run = jax.jit(
-        lambda params, batch: objective.task_logits(
-            MODELS[of], reads, params["head"]["bias"].size, params, batch, None, 0.0, Loop()
-        )
-    )
+    outputs = params["head"]["bias"].size
+    task = objective.TaskObjective(MODELS[of], "labels", reads, outputs, 1, Adapt())
+    run = jax.jit(lambda params, batch: task.logits(params, None, batch, None, Loop()))
     return np.asarray(run(params, batch))
 
 

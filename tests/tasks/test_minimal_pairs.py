@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tuned
 from etils import epath
-from small_run import pretrain, write_text
 
 from bert_jax import base as base_lib
 from bert_jax import cli
@@ -17,10 +16,11 @@ from bert_jax.conformance import golden
 from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
 from bert_jax.running import evaluators
-from bert_jax.running.lines import Lines
 from bert_jax.tasks import minimal_pairs, probes
+from bert_jax.tasks.adapted import Reader
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.minimal_pairs import MinimalPairs
+from bert_jax.tasks.rows import padded
 from bert_jax.text.tokenizer import WordPiece
 from bert_jax.training import mesh as mesh_lib
 
@@ -39,6 +39,7 @@ def experiment():
 NUMBERED = WordPiece(
     ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(5, 1000))], "uncased"
 )
+TOKENIZER = WordPiece(tuned.PIECES, "uncased")
 # Pseudo-log-likelihoods by PyTorch's BertForMaskedLM of transformers 5.23, a text and a mask at a
 # time, with the weights of conformance/files/hf_bert_tiny, added in float64.
 BY_PYTORCH = {
@@ -77,7 +78,7 @@ def opened(folder, records, model, tokenizer, size=8):
     )
     pairs = MinimalPairs(file.stem, task, None)
     mesh = mesh_lib.make_mesh(Parallelism())
-    assert pairs.open(model, tokenizer, Parallelism(), mesh, size) > 0
+    assert pairs.open(Reader(model, tokenizer, Parallelism(), mesh, size)) > 0
     return pairs, mesh
 
 
@@ -95,47 +96,47 @@ def test_log_likelihoods_equal_pytorchs(tmp_path):
     assert (answer["accuracy"], answer["pairs"]) == (0.5, 4)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("bert", 4), ("modern", 12), ("bert", 256)])
-def test_texts_of_all_lengths_equal_one_mask_at_a_time(tmp_path, kind, size):
-    """Against the predictor, which is given one text with one mask, of no others' length."""
-    of_modern = {"global_every": 1} if kind == "modern" else {}
-    model = dataclasses.replace(tuned.MODEL, kind=kind, **of_modern)
+def drawn_of(folder, size, counts, **model):
+    """The pairs of random texts of so many pieces, what a model says of each, and the model."""
+    model = dataclasses.replace(tuned.MODEL, **model)
     params = tuned.heads.init_params(model, jax.random.key(3))
-    tokenizer = WordPiece(tuned.PIECES, "uncased")
     rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(tuned.PIECES[6:], n)) for n in (1, 5, 7, 30, 6, 6, 2, 14, 62, 9)]
+    texts = [" ".join(rng.choice(tuned.PIECES[6:], n)) for n in counts]
     records = [record(a, b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
-    pairs, mesh = opened(tmp_path, records, model, tokenizer, size)
+    pairs, mesh = opened(folder, records, model, TOKENIZER, size)
     found = pairs._log_likelihoods(jax.device_put(params, mesh_lib.replicated(mesh)))
-    predictor = evaluators.Predictor(model, tokenizer)
-    for ids, value in zip(pairs._texts, found, strict=True):
+    return list(pairs._texts), found, model, params
+
+
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [{"kind": "bert"}, pytest.param({"kind": "modern", "global_every": 1}, marks=pytest.mark.long)],
+)
+
+
+@KINDS
+def test_texts_of_all_lengths_equal_one_mask_at_a_time(tmp_path, kind):
+    """Against the predictor, which is given one text with one mask, of no others' length."""
+    counts = (1, 5, 7, 30, 6, 6, 2, 14, 62, 9)
+    texts, found, model, params = drawn_of(tmp_path, 4, counts, **kind)
+    predictor = evaluators.Predictor(model, TOKENIZER)
+    for ids, value in zip(texts, found, strict=True):
         wanted = 0.0
         for i, token in enumerate(ids):
-            masked = [*ids[:i], tokenizer.mask_id, *ids[i + 1 :]]
+            masked = [*ids[:i], TOKENIZER.mask_id, *ids[i + 1 :]]
             probabilities, _ = predictor.probabilities(params, masked, None)
             wanted += float(np.log(probabilities[0, token]))
         assert value == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["bert", "modern"])
+@KINDS
 def test_a_model_that_reads_from_left_to_right_gives_likelihoods(tmp_path, kind):
     """Against the pieces one at a time, each after those before it, in a row of their own."""
-    of_modern = {"global_every": 1} if kind == "modern" else {}
-    model = dataclasses.replace(tuned.MODEL, kind=kind, direction="left_to_right", **of_modern)
-    params = tuned.heads.init_params(model, jax.random.key(3))
-    tokenizer = WordPiece(tuned.PIECES, "uncased")
-    rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(tuned.PIECES[6:], n)) for n in (1, 5, 7, 11, 6, 2)]
-    records = [record(a, b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
-    pairs, mesh = opened(tmp_path, records, model, tokenizer, 4)
-    found = pairs._log_likelihoods(jax.device_put(params, mesh_lib.replicated(mesh)))
-    begun = [
-        ([tokenizer.cls_id, *ids[:i]], ids[i]) for ids in pairs._texts for i in range(len(ids))
-    ]
+    counts = (1, 5, 7, 11, 6, 2)
+    texts, found, model, params = drawn_of(tmp_path, 4, counts, direction="left_to_right", **kind)
+    begun = [([TOKENIZER.cls_id, *ids[:i]], ids[i]) for ids in texts for i in range(len(ids))]
     lengths = np.array([len(before) for before, _ in begun])
-    rows = np.full((len(begun), 12), tokenizer.pad_id)
-    for row, (before, _) in zip(rows, begun, strict=True):
-        row[: len(before)] = before
+    rows = padded([np.array(x) for x, _ in begun], 12, TOKENIZER.pad_id, np.int32)
     batch = {
         "input_ids": rows,
         "segment_ids": np.zeros_like(rows),
@@ -143,10 +144,9 @@ def test_a_model_that_reads_from_left_to_right_gives_likelihoods(tmp_path, kind)
         "masked_lm_positions": lengths[:, None] - 1,
     }
     logits, _ = tuned.heads.pretraining_logits(model, params, batch, None, Loop())
-    logs = np.asarray(jax.nn.log_softmax(logits[:, 0]))[
-        np.arange(len(begun)), [x for _, x in begun]
-    ]
-    of_text = np.repeat(np.arange(len(pairs._texts)), [len(ids) for ids in pairs._texts])
+    every = np.asarray(jax.nn.log_softmax(logits[:, 0]))
+    logs = every[np.arange(len(begun)), [x for _, x in begun]]
+    of_text = np.repeat(np.arange(len(texts)), [len(ids) for ids in texts])
     assert found == pytest.approx(np.bincount(of_text, logs), rel=1e-5)
 
 
@@ -167,19 +167,15 @@ def test_ties_count_half_and_errors_are_of_means(tmp_path, monkeypatch):
     )
     answer = pairs.ask(None)
     right = np.array([1, 1, 0, 1, 0.5])
-    assert answer["accuracy"] == 0.7
-    assert answer["error"] == pytest.approx(np.sqrt(np.mean((right - 0.7) ** 2) / 5))
-    assert answer["fields"]["morphology"] == {
-        "accuracy": pytest.approx(2 / 3),
-        "error": pytest.approx(np.sqrt(2 / 9 / 3)),
-        "pairs": 3,
-    }
-    assert answer["paradigms"]["islands"] == {
-        "accuracy": 0.75,
-        "error": pytest.approx(0.25 / np.sqrt(2)),
-        "pairs": 2,
-    }
-    assert answer["fields"].keys() == {"morphology", "syntax"}
+
+    def scored(values):
+        mean = np.mean(values)
+        error = pytest.approx(np.std(values) / len(values) ** 0.5)
+        return {"accuracy": pytest.approx(mean), "error": error, "pairs": len(values)}
+
+    assert {name: answer[name] for name in ("accuracy", "error", "pairs")} == scored(right)
+    assert answer["fields"] == {"morphology": scored(right[:3]), "syntax": scored(right[3:])}
+    assert answer["paradigms"]["islands"] == scored(right[3:])
 
 
 def test_a_draw_has_as_many_of_each_paradigm():
@@ -212,86 +208,29 @@ def test_a_base_is_asked_by_evaluate(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("small_pairs  0.500 +- 0.000  (1 pairs)")
 
 
-def test_pairs_are_asked_while_a_run_is_trained_and_shown_in_its_report(tmp_path):
-    file = write_text(tmp_path)
-    rng = np.random.default_rng(0)
-    letters = [f"w{chr(97 + i)}" for i in range(20)]
-    records = [
-        record(" ".join(rng.choice(letters, 3)), " ".join(rng.choice(letters, 4)), f"p{i % 3}")
-        for i in range(9)
-    ]
-    task = write_task(tmp_path, records)
-    outcome, shown = pretrain(
-        file, tmp_path / "w", f"run.probes={task}", "run.probe_share=1", "phases.0.steps=1"
-    )
-    assert outcome == "finished" and "probes: small_pairs (9 minimal pairs)" in shown
-    lines = [x for x in Lines(tmp_path / "w" / "metrics.jsonl").read() if x["kind"] == "probes"]
-    for line in lines:
-        answer = line["minimal_pairs"]["small_pairs"]
-        assert line["scores"]["small_pairs"] == answer["accuracy"]
-        assert line["majority"] == {"small_pairs": 0.5}
-        assert list(answer["paradigms"]) == ["p0", "p1", "p2"]
-    assert cli.main(["report", str(tmp_path / "w")]) == 0
-    page = (tmp_path / "w" / "report.html").read_text()
-    assert "Minimal pairs small_pairs" in page and "morphology" in page
-
-
 @pytest.mark.parametrize(
-    ("good", "words"),
+    ("good", "arguments", "words"),
     [
-        ("wa " * 63, "pairs:1: 'wa wa wa"),
-        ("wa " * 63, "65 pieces with [CLS] and [SEP], and a row has 64; leave the pair out"),
-        ("\u200b\u200b", "pairs:1: '\\u200b\\u200b': no piece is left of it"),
+        ("wa " * 63, "--workdir base --task small_pairs.py", "pairs:1: 'wa wa wa"),
+        ("\u200b", "--workdir base --task small_pairs.py", "pairs:1: "),
+        ("wa", "--task small_pairs.py", "--task: name the --workdir of a run or a base"),
+        ("wa", "--workdir base --task nowhere.py", "nowhere.py: no such experiment file"),
+        ("wa", "small.py --workdir base --task small_pairs.py", "no EXPERIMENT"),
+        ("wa", "--workdir headless --task small_pairs.py", "has no masked LM head"),
     ],
 )
-def test_texts_that_no_row_holds_are_named(tmp_path, capsys, monkeypatch, good, words):
-    monkeypatch.chdir(tmp_path)
-    tuned.write_base("base")
-    task = write_task(tmp_path, [record(good, "wa")])
-    assert cli.main(["evaluate", "--workdir", "base", "--task", str(task)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--task", "small_pairs.py"], "--task: name the --workdir of a run or a base"),
-        (["--workdir", "base", "--task", "nowhere.py"], "nowhere.py: no such experiment file"),
-        (["small.py", "--workdir", "base", "--task", "small_pairs.py"], "no EXPERIMENT"),
-        (
-            ["--workdir", "headless", "--task", "small_pairs.py"],
-            "has no masked LM head that has learned",
-        ),
-    ],
-)
-def test_bad_usage_is_named(tmp_path, capsys, monkeypatch, arguments, words):
+def test_what_cannot_be_asked_is_named(tmp_path, capsys, monkeypatch, good, arguments, words):
     monkeypatch.chdir(tmp_path)
     tuned.write_base("base")
     base = base_lib.read(epath.Path("base"))
     base.fresh = ("masked_lm",)
     base_lib.write(base, epath.Path("headless"))
-    write_task(tmp_path, [record("wa", "wb")])
-    assert cli.main(["evaluate", *arguments]) == 2
+    write_task(tmp_path, [record(good, "wb")])
+    assert cli.main(["evaluate", *arguments.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
-
-
-def test_nothing_is_learned_from_pairs(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tuned.write_base("base")
-    write_task(tmp_path, [record("wa", "wb")])
     assert cli.main(["finetune", "small_pairs.py", "--from", "base"]) == 2
     assert "nothing is learned from them" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_other_pairs_have_another_hash(tmp_path):
-    hashes = set()
-    for good in ("wa", "wb", "wa"):
-        task = write_task(tmp_path, [record(good, "wc")])
-        hashes.add(probes.Probes([str(task)]).sha256)
-    assert len(hashes) == 2
 
 
 def test_a_record_without_its_paradigm_is_named(tmp_path):

@@ -1,113 +1,82 @@
-"""What is kept of a model's mistakes, against scikit-learn, and by hand."""
+"""What is kept of a model's mistakes, and what a fine-tuning says before it learns."""
 
+import collections
 import json
 
 import kinds
 import numpy as np
 import pytest
+import tuned
 from sklearn import metrics
 
-from bert_jax.tasks import mistakes
+from bert_jax import cli
+from bert_jax.tasks import adapted, mistakes
+from bert_jax.text import unknown
+from bert_jax.text.tokenizer import WordPiece
 
-# Of questions, and what is answered, by how much none is better.
+# Of questions, and what is answered.
 ANSWERS = [["wa"], ["wa wb"], ["wa"], ["wa"], [], []]
-GIVEN = [("wa", 0), ("wb", 0), ("wc", 0), ("wa", 1), ("wa", 1), ("wa", 0)]
+GIVEN = ["wa", "wb", "wc", "", "", "wa"]
 
 
-def drawn(labels, count=400, seed=0):
-    """Truth, probabilities that often have it, and the answers a model would give."""
-    rng = np.random.default_rng(seed)
-    truth = rng.integers(0, len(labels), count)
-    logits = rng.normal(size=(count, len(labels))) + 1.5 * np.eye(len(labels))[truth]
-    chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    answers = [
-        {
-            "label": labels[row.argmax()],
-            "probabilities": dict(zip(labels, row.tolist(), strict=True)),
-        }
-        for row in chances
-    ]
-    examples = [kinds.sentence(f"text {i}", label=labels[t]) for i, t in enumerate(truth)]
-    return truth, chances, answers, examples
+def line_of(kind, answers, examples, **settings):
+    task, labels = kinds.task(kind, **settings), kinds.LABELS[kind]
+    of = adapted.kind_of(task, labels, kinds.TOKENIZER)
+    return mistakes.of_answers(of, labels, answers, examples)
 
 
-def test_the_confusion_is_that_of_scikit_learn():
-    labels = ("a", "b", "c")
-    truth, chances, answers, examples = drawn(labels)
-    line = mistakes.of_answers(kinds.task("classify"), labels, answers, examples)
+def test_the_worst_mistakes_of_labels_are_the_surest_and_confusions_scikit_learn_s():
+    labels, rng = kinds.LABELS["classify"], np.random.default_rng(0)
+    truth = rng.integers(0, 3, 400)
+    chances = rng.dirichlet(np.ones(3), size=400)
     predicted = chances.argmax(axis=1)
-    assert line["confusion"]["counts"] == metrics.confusion_matrix(truth, predicted).tolist()
-
-
-def test_the_worst_mistakes_are_the_surest_and_few():
-    labels = ("a", "b")
-    truth, chances, answers, examples = drawn(labels)
-    line = mistakes.of_answers(kinds.task("classify"), labels, answers, examples)
-    of_truth = chances[np.arange(len(truth)), truth]
-    assert line["wrong"] == (chances.argmax(axis=1) != truth).sum()
-    assert len(line["worst"]) == 20
-    given = [one["truth_probability"] for one in line["worst"]]
-    assert given == pytest.approx(np.sort(of_truth)[:20])
-
-
-def test_a_line_is_bounded_however_long_texts_are_and_however_many_labels():
-    labels = tuple(f"label{i}" for i in range(200))
-    truth, _, answers, _ = drawn(labels)
-    examples = [kinds.sentence("x" * 100_000, label=labels[t]) for t in truth]
-    line = mistakes.of_answers(kinds.task("classify"), labels, answers, examples)
-    assert line["confusion"]["labels"][-1] == "(others)" and len(line["confusion"]["labels"]) == 12
-    assert sum(map(sum, line["confusion"]["counts"])) == len(truth)
-    assert len(json.dumps(line)) < 20_000
-
-
-def test_types_of_entities_are_counted_as_conll_counts_them():
-    """There: PER New, LOC York City; given: LOC New York City, PER Bob."""
-    example = kinds.tagged(
-        ["New", "York", "City", "saw", "Bob"], ["B-PER", "B-LOC", "I-LOC", "O", "B-PER"]
-    )
-    answer = {"words": list(example.words), "tags": ["B-LOC", "I-LOC", "I-LOC", "O", "B-PER"]}
-    line = mistakes.of_answers(kinds.task("tag"), (), [answer], [example])
-    assert line["types"] == [
-        {"type": "PER", "there": 2, "predicted": 1, "hits": 1},
-        {"type": "LOC", "there": 1, "predicted": 1, "hits": 0},
-    ]
-    assert line["wrong"] == 2 and line["worst"][0]["truth"][0] == "B-PER"
-
-
-def test_a_late_mistake_in_a_long_sentence_is_shown():
-    words = [f"w{i}" for i in range(500)]
-    example = kinds.tagged(words, ["O"] * 500)
-    answer = {"words": words, "tags": ["O"] * 499 + ["X"]}
-    task = kinds.task("tag", score="accuracy")
-    (worst,) = mistakes.of_answers(task, (), [answer], [example])["worst"]
-    assert worst["words"][-1] == "w499" and len(worst["words"]) == 60
-
-
-def test_numbers_that_are_furthest_off_come_first():
-    examples = [kinds.sentence("a", "b", label=float(i)) for i in range(1000)]
-    answers = [{"value": i + (50 if i == 7 else 1)} for i in range(1000)]
-    line = mistakes.of_answers(kinds.task("regress"), (), answers, examples)
-    assert line["worst"][0]["truth"] == 7 and len(line["points"]) == 500
-    assert line["mean_absolute_error"] == pytest.approx((999 + 50) / 1000)
-
-
-def test_what_becomes_of_questions_is_counted():
-    task = kinds.task("span", no_answer="possible")
-    examples = [kinds.question("wa wb wc", *gold, number=i) for i, gold in enumerate(ANSWERS)]
     answers = [
-        {"id": example.id, "answer": text, "best": [{"score": 1.0}], "no_answer": nothing}
-        for example, (text, nothing) in zip(examples, GIVEN, strict=True)
+        {"label": labels[p], "probabilities": dict(zip(labels, row.tolist(), strict=True))}
+        for p, row in zip(predicted, chances, strict=True)
     ]
-    line = mistakes.of_answers(task, (), answers, examples, 0.5)
-    assert line["outcomes"] == {
-        "right": 1,
-        "partly right": 1,
-        "elsewhere": 1,
-        "none where there is an answer": 1,
-        "right to give none": 1,
-        "an answer where there is none": 1,
-    }
-    assert line["wrong"] == 4 and line["worst"][-1]["outcome"] == "partly right"
+    examples = [kinds.sentence("x" * 100_000, label=labels[t]) for t in truth]
+    line = line_of("classify", answers, examples)
+    wrong = np.flatnonzero(predicted != truth)
+    of_truth = chances[np.arange(400), truth]
+    first = wrong[np.argsort(of_truth[wrong])[:20]]
+    assert line["wrong"] == len(wrong) and len(line["worst"]) == 20
+    assert [one["probability"] for one in line["worst"]] == chances.max(axis=1)[first].tolist()
+    assert [one["truth"] for one in line["worst"]] == [labels[truth[i]] for i in first]
+    counts = metrics.confusion_matrix(truth, predicted)
+    for a, b, count in line["confusions"]:
+        assert a != b and count == counts[labels.index(a), labels.index(b)]
+    assert len(line["confusions"]) == 6 and len(json.dumps(line)) < 20_000
+
+
+def test_mistakes_of_the_other_kinds():
+    tagged = kinds.tagged(["wa", "wb", "wc"], ["B-X", "I-X", "O"])
+    line = line_of("tag", [{"tags": ["O", "I-X", "B-X"]}], [tagged])
+    assert sorted(line["confusions"]) == [["B-X", "O", 1], ["O", "B-X", 1]]
+    assert line["wrong"] == 1 and line["worst"][0]["texts"] == ["wa wb wc"]
+
+    numbers = [kinds.sentence("a", "b", label=float(i)) for i in range(100)]
+    line = line_of("regress", [{"value": i + (50 if i == 7 else 1)} for i in range(100)], numbers)
+    assert (line["worst"][0]["truth"], line["worst"][0]["predicted"]) == ("7", "57")
+    assert line["wrong"] == 100 and "confusions" not in line
+
+    asked = [kinds.question("wa wb wc", *gold, number=i) for i, gold in enumerate(ANSWERS)]
+    line = line_of("span", [{"answer": text} for text in GIVEN], asked, no_answer="possible")
+    assert [one["texts"][0] for one in line["worst"]] == ["wa wb ?"] * 4 and line["wrong"] == 4
+    assert line["worst"][-1]["predicted"] == "wb"  # is partly right
+
+
+@pytest.mark.parametrize(("score", "best"), [("accuracy", "no"), ("f1", "yes"), ("macro_f1", "no")])
+def test_guessing_is_the_best_single_label(score, best):
+    truth = [0, 0, 0, 1, 1]
+    examples = [kinds.sentence("a", label=("no", "yes")[number]) for number in truth]
+    guess = [["no", "yes"].index(best)] * 5
+    want = {
+        "accuracy": metrics.accuracy_score(truth, guess),
+        "f1": metrics.f1_score(truth, guess, pos_label=1),
+        "macro_f1": metrics.f1_score(truth, guess, average="macro"),
+    }[score]
+    words, value = mistakes.guess(kinds.task("classify", score=score), ("no", "yes"), examples)
+    assert words == f"always {best!r}" and value == pytest.approx(want)
 
 
 def test_guessing_of_tags_and_of_questions():
@@ -120,3 +89,34 @@ def test_guessing_of_tags_and_of_questions():
     possible = kinds.task("span", no_answer="possible")
     assert mistakes.guess(possible, (), questions) == ("never an answer", pytest.approx(1 / 3))
     assert mistakes.guess(kinds.task("span"), (), questions[:4]) is None
+
+
+def test_the_share_of_unknown_pieces_leaves_out_what_stands_around():
+    vocabulary = WordPiece(tuned.PIECES, "uncased")
+    share = unknown.Share(vocabulary).add([[2, 1, 6, 3], [2, 6, 6, 3, 6, 1, 3]])
+    assert share.value == 2 / 6 and "33%" in share.warning("train")
+    few = unknown.Share(vocabulary).add([[2, *[6] * 98, 1, 1, 3]])
+    assert few.value == 0.02 and not few.warning("train")
+    assert unknown.Share(vocabulary).value == 0
+
+
+def test_text_that_the_vocabulary_cannot_read_and_guessing_are_said(tmp_path, monkeypatch, capsys):
+    tuned.write_base(tmp_path / "base")
+    tuned.write_task(tmp_path, "classify")
+    monkeypatch.chdir(tmp_path)
+    rows = [row | {"sentence": "很好"} for row in tuned.lines("test")]
+    (tmp_path / "test").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tuned.finetune() == 0
+    printed = "".join(capsys.readouterr())
+    counts = collections.Counter(row["label"] for row in tuned.lines("train"))
+    assert f"labels bad {counts['bad']}, good {counts['good']}; f1 is of 'good'" in printed
+    assert "unknown pieces: 0.0% of train, 100.0% of validation" in printed
+    assert printed.count("; always 'good': accuracy 0.5455") >= 3  # at first, and at each score
+    first, last = tuned.lines("run/predictions.jsonl")
+    assert first["kind"] == "task" and first["guess"] == ["always 'good'", 6 / 11]
+    assert first["unknown"] == {"train": 0.0, "validation": 1.0} and first["total_steps"] == 4
+    assert last["kind"] == "mistakes" and last["wrong"] == sum(x[2] for x in last["confusions"])
+    assert cli.main(["predict", "--workdir", "run", "很好"]) == 0
+    assert "100% of the text is [UNK]" in capsys.readouterr().err
+    assert cli.main(["embed", "--workdir", "base", "train", "--out", "v.npz"]) == 0
+    assert "% of their pieces are unknown" in "".join(capsys.readouterr())

@@ -13,8 +13,7 @@ import tuned
 from safetensors.numpy import load_file
 
 from bert_jax import cli
-from bert_jax.errors import InputError
-from bert_jax.tasks import examples, objective, predict, rows
+from bert_jax.tasks import examples, objective, predict
 from bert_jax.tasks.predict import TaskModel
 
 # Written by transformers; see tests/interop/make_task_classes.py.
@@ -108,8 +107,9 @@ def test_best_and_numbered_checkpoints_are_chosen_by_name(run, capsys):
     assert found["step"] == best["step"]
     (found,) = tuned.predict(capsys, "--score", "--checkpoint", str(min(kept)))
     assert found["step"] == min(kept)
-    (line,) = tuned.predict(capsys, "--checkpoint", "3", "wa", code=2)
-    assert "--checkpoint 3" in line
+    capsys.readouterr()
+    assert cli.main(["checkpoints", "run", "--verify"]) == 0
+    assert "step 32: every array is what was saved" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -123,28 +123,19 @@ def test_scores_are_those_of_the_last_evaluation_and_of_the_answers(
     (found,) = tuned.predict(capsys, "--score", "--out", out)
     last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
     assert found == pytest.approx({k: v for k, v in last.items() if k != "kind"}, abs=1e-5)
-    answers, truth = tuned.lines(out), list(tuned.rows(kind, 11))
-    if kind == "classify":
-        hits = [a["label"] == t["label"] for a, t in zip(answers, truth, strict=True)]
-        assert found["accuracy"] == pytest.approx(np.mean(hits))
-    elif kind == "choice":
-        hits = [a["label"] == "0" for a in answers]
-        assert found["accuracy"] == pytest.approx(np.mean(hits))
-        assert answers[0]["texts"] == [truth[0][name] for name in ("sentence", "b", "c")]
-    elif kind == "tag":
+    answers = tuned.lines(out)
+    truth = list(tuned.rows(kind, 11)) if kind != "span" else tuned.questions(11)["data"][0]
+    if kind == "tag":
         assert [a["words"] for a in answers] == [t["words"] for t in truth]
-        hits = [
-            a == b
-            for x, t in zip(answers, truth, strict=True)
-            for a, b in zip(x["tags"], t["tags"], strict=True)
-        ]
-        assert found["accuracy"] == pytest.approx(np.mean(hits))
-    else:
-        paragraphs = tuned.questions(11)["data"][0]["paragraphs"]
-        golds = [[a["text"] for a in p["qas"][0]["answers"]] or [""] for p in paragraphs]
+        hits = np.array([a["tags"] for a in answers]) == [t["tags"] for t in truth]
+    elif kind == "span":
+        golds = [[a["text"] for a in p["qas"][0]["answers"]] or [""] for p in truth["paragraphs"]]
         hits = [a["answer"] in gold for a, gold in zip(answers, golds, strict=True)]
-        assert found["exact_match"] == pytest.approx(np.mean(hits))
         assert [a["id"] for a in answers] == [f"q{i}" for i in range(11)]
+    else:
+        wanted = ["0" if kind == "choice" else row["label"] for row in truth]
+        hits = [a["label"] == label for a, label in zip(answers, wanted, strict=True)]
+    assert found["exact_match" if kind == "span" else "accuracy"] == pytest.approx(np.mean(hits))
 
 
 def test_no_answer_is_given_above_the_threshold_of_the_checkpoint(
@@ -166,71 +157,21 @@ def test_no_answer_is_given_above_the_threshold_of_the_checkpoint(
         ("2", "wa ?"),
     ]
     # A checkpoint between two evaluations has none.
-    code = tuned.finetune(
-        "--set",
-        "run.eval_every=100",
-        "--set",
-        "run.keep_checkpoints=9",
-        "--workdir",
-        "other",
-        "--set",
-        "run.checkpoint_every=2",
-    )
-    assert code == 0
+    sets = ("run.eval_every=100", "run.keep_checkpoints=9", "run.checkpoint_every=2")
+    assert tuned.finetune("--workdir", "other", *(w for x in sets for w in ("--set", x))) == 0
     assert cli.main(["predict", "--workdir", "other", "--checkpoint", "2", "wa ?", "wb"]) == 0
     assert "step 2 was not evaluated" in capsys.readouterr().err
 
 
-def test_a_base_is_found_where_it_lies_now(run, capsys):
+def test_a_base_is_found_where_it_lies_now_and_no_other_is_taken(run, capsys):
     before = tuned.predict(capsys, "wa")
     shutil.move("base", "moved")
     (line,) = tuned.predict(capsys, "wa", code=2)
     assert "run adapts base: name with --from the folder it is in now" in line
     assert tuned.predict(capsys, "--from", "moved", "wa") == before
-
-
-def test_an_adapter_over_another_base_is_refused_by_both_names(run, capsys):
     tuned.write_base("other", seed=1)
     (line,) = tuned.predict(capsys, "--from", "other", "wa", code=2)
     assert "other: holds other weights" in line and "those that run adapts" in line
-
-
-def test_other_labels_are_refused_by_name(run, capsys):
-    text = pathlib.Path("train").read_text().replace('"good"', '"fine"', 2)
-    pathlib.Path("train").write_text(text)
-    assert tuned.finetune() == 2
-    err = capsys.readouterr().err
-    assert "run: this run learned the labels 'bad', 'good', and those of" in err
-    assert "are 'bad', 'fine', 'good'" in err
-
-
-def test_a_label_that_was_not_learned_has_no_score(run, capsys):
-    pathlib.Path("odd").write_text('{"sentence": "wa", "label": "odd"}\n')
-    (line,) = tuned.predict(capsys, "--score", "--source", "jsonl:odd", code=2)
-    assert "odd:1: label 'odd' is none of 'bad', 'good'" in line
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (["--next", "xa", "wa"], "--next: run: "),
-        (["--top", "3", "wa"], "--top: run: "),
-        (["--score", "wa"], "TEXT: --source and --score"),
-        (["--source", "text:test"], "'text:test'"),
-        (["--source", "jsonl:nowhere"], "nowhere"),
-        (["wa", " "], "TEXT 2: text 1 is blank"),
-        (["wa", "--out", "base"], "base"),
-    ],
-)
-def test_what_cannot_be_predicted_is_refused_in_one_line(run, capsys, words, what):
-    (line,) = tuned.predict(capsys, *words, code=2)
-    assert what in line
-
-
-def test_answers_are_written_whole_or_not_at_all(run, capsys):
-    pathlib.Path("half").write_text('{"sentence": "wa"}\n{"sentence": " "}\n')
-    tuned.predict(capsys, "--source", "jsonl:half", "--out", "answers", code=2)
-    assert not pathlib.Path("answers").exists()
 
 
 def test_texts_cannot_command_a_terminal(run, capsys):
@@ -240,25 +181,8 @@ def test_texts_cannot_command_a_terminal(run, capsys):
     assert json.loads(out)["text"] == "wa \x9b2J \u65e5"
 
 
-def test_nothing_here_or_a_run_hardly_begun_is_named(run, capsys):
-    shutil.rmtree("run/checkpoints")
-    (line,) = tuned.predict(capsys, "wa", code=2)
-    assert "no checkpoint yet" in line
-    with pytest.raises(InputError, match="nowhere: no run here"):
-        TaskModel("nowhere")
-
-
-def test_checkpoints_of_a_task_are_listed_and_verified(run, capsys):
-    capsys.readouterr()
-    assert cli.main(["checkpoints", "run", "--verify"]) == 0
-    out = capsys.readouterr().out
-    assert "the run is finished" in out and "step 32: every array is what was saved" in out
-
-
-@pytest.mark.parametrize("kind", ["classify", "tag", "span"])
-def test_an_exported_run_holds_what_transformers_writes(finished, kind, monkeypatch, tmp_path):
-    monkeypatch.chdir(finished(kind))
-    says = json.loads((TASK_CLASSES / "says.json").read_text())[f"bert {kind}"]
+def test_an_exported_run_holds_what_transformers_writes(run, tmp_path):
+    says = json.loads((TASK_CLASSES / "says.json").read_text())["bert classify"]
     out = tmp_path / "hf"
     assert cli.main(["export", "--workdir", "run", "--out", str(out)]) == 0
     found = load_file(out / "model.safetensors")
@@ -271,16 +195,14 @@ def test_an_exported_run_holds_what_transformers_writes(finished, kind, monkeypa
     model = TaskModel("run")
     adapt = model.experiment.adapt
     merged = objective.merged_params(adapt, model.params, model.fixed)
-    head = "qa_outputs" if kind == "span" else "classifier"
-    np.testing.assert_array_equal(found[f"{head}.weight"].T, merged["head"]["kernel"])
     value = merged["encoder"]["layers"]["value"]["kernel"][0]
-    np.testing.assert_array_equal(
-        found["bert.encoder.layer.0.attention.self.value.weight"].T, value
-    )
+    name = "bert.encoder.layer.0.attention.self.value.weight"
+    np.testing.assert_array_equal(found["classifier.weight"].T, merged["head"]["kernel"])
+    np.testing.assert_array_equal(found[name].T, value)
     says = json.loads((out / "tokenizer_config.json").read_text())
     assert says["model_max_length"] == 30
     card = (out / "README.md").read_text()
-    assert f"`{written['architectures'][0]}`" in card and str(finished(kind)) not in card
+    assert f"`{written['architectures'][0]}`" in card and str(tmp_path) not in card
 
 
 def test_an_adapter_over_its_base_is_the_whole_model(run, capsys):
@@ -304,40 +226,18 @@ def test_an_adapter_over_its_base_is_the_whole_model(run, capsys):
         np.testing.assert_allclose(base[name], value, atol=1e-6, err_msg=name)
 
 
-def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, run, capsys, monkeypatch):
-    (pathlib.Path("there")).mkdir()
-    for words, code, what in (
-        (["--out", "there"], 2, "there"),
-        (["--as", "encoder", "--out", "new"], 2, "--as task"),
-        (["--as", "adapter", "--out", "new", "--from", "test"], 2, "test"),
-    ):
-        assert cli.main(["export", "--workdir", "run", *words]) == code
-        assert what in capsys.readouterr().err
+def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, capsys, monkeypatch):
     monkeypatch.chdir(finished("tag"))
-    assert cli.main(["export", "--workdir", "run", "--as", "adapter", "--out", "new"]) == 2
-    assert "--as adapter: small learned with adapt.how=frozen" in capsys.readouterr().err
-    for words, what in ((["--as", "task"], "--as task: base is not"), ([], "--as: choose")):
-        assert cli.main(["export", "--workdir", "base", *words, "--out", "new"]) == 2
-        assert what in capsys.readouterr().err
-    assert not pathlib.Path("new").exists()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["evaluate", "--workdir", "run"],
-        ["plan", "--workdir", "run", "--topology", "v5e:2x2"],
-        ["import", "run", "--workdir", "there"],
-        ["finetune", "task.py", "--from", "run", "--workdir", "there"],
-        ["pretrain", "task.py"],
-    ],
-)
-def test_what_takes_no_fine_tuning_names_what_does(run, capsys, words):
-    capsys.readouterr()
-    assert cli.main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "is a fine-tuning, not a pre-training; `bert-jax finetune` takes it" in line
-    assert not pathlib.Path("there").exists()
+    for words, what in (
+        ("--workdir run --out base", "base"),
+        ("--workdir run --as encoder --out new", "--as task"),
+        ("--workdir run --as adapter --out new --from test", "test"),
+        ("--workdir run --as adapter --out new", "adapt.how=frozen"),
+        ("--workdir base --as task --out new", "--as task: base is not"),
+        ("--workdir base --out new", "--as: choose"),
+    ):
+        assert cli.main(["export", *words.split()]) == 2
+        assert what in capsys.readouterr().err and not pathlib.Path("new").exists()
 
 
 def table(name, ending, rows_):
@@ -374,59 +274,57 @@ def test_rows_of_a_file_keep_their_columns_and_get_two_more(run, capsys, ending,
         assert float(row["probability"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_blank_line_of_one_column_is_a_row_and_nobody_s_code_is_named(run, capsys):
-    pathlib.Path("one.csv").write_text('sentence\nwa\n\n"xa\nxb"\nxa\n\n')
-    pathlib.Path("own.py").write_text("1\n")
-    words = ["predict", "--workdir", "run", "--input", "one.csv", "--out", "found.csv"]
-    assert cli.main([*words, "--code", "own.py"]) == 0
-    said = capsys.readouterr()
-    assert "4 rows of one.csv" in said.out and "for 1 of them (the first at one.csv:3)" in said.out
-    assert said.err == "--code own.py: this command uses no code of it; leave it out\n"
-    with open("found.csv", newline="") as file:
-        _, *rows_ = csv.reader(file)
-    assert [row[:2] for row in rows_] == [
-        *(["wa", "good"], ["", ""], ["xa\nxb", "bad"], ["xa", "bad"]),
-    ]
-
-
-def test_a_batch_is_as_large_as_the_largest_window_yet(run, monkeypatch):
-    sizes = []
-    made = rows.eval_batches
-    monkeypatch.setattr(rows, "eval_batches", lambda *given: sizes.append(given[2]) or made(*given))
-    model = TaskModel("run", None, "newest")
-    for texts in (["wa"], ["wa"] * 9, ["wa"] * 2):
-        list(model.predict(examples.parse_arguments(model.experiment.task, texts)))
-    assert sizes[1] == sizes[2] > sizes[0]
-
-
 def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run, capsys):
-    file = table("asked", "csv", [["sentence", "id"], ["wa", "1"], [" ", "2"], ["xa", "3"]])
-    words = ["predict", "--workdir", "run", "--input", file, "--out", "found.csv"]
-    assert cli.main(words) == 0
-    assert "for 1 of them (the first at asked.csv:3)" in capsys.readouterr().out
-    _, *rows_ = csv.reader(pathlib.Path("found.csv").read_text().splitlines())
-    assert [row[:3] for row in rows_] == [["wa", "1", "good"], [" ", "2", ""], ["xa", "3", "bad"]]
+    """In a file of one column a blank line is such a row."""
+    table("two", "csv", [["sentence", "id"], ["wa", "1"], [" ", "2"], ["xa", "3"]])
+    pathlib.Path("one.csv").write_text('sentence\nwa\n\n"xa\nxb"\nxa\n\n')
+    expected = {
+        "two": [["wa", "1", "good"], [" ", "2", ""], ["xa", "3", "bad"]],
+        "one": [["wa", "good"], ["", ""], ["xa\nxb", "bad"], ["xa", "bad"]],
+    }
+    for name, rows_ in expected.items():
+        words = ["--workdir", "run", "--input", f"{name}.csv", "--out", "found.csv"]
+        assert cli.main(["predict", *words]) == 0
+        assert f"for 1 of them (the first at {name}.csv:3)" in capsys.readouterr().out
+        with open("found.csv", newline="") as file:
+            _, *found = csv.reader(file)
+        assert [row[:-1] for row in found] == rows_
 
 
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--input", "test", "--out", "a.csv"], "--input test: the name does not say which format"),
-        (["--input", "jsonl:test", "--out", "a.xls"], "--out a.xls: end its name in .csv"),
-        (["--input", "jsonl:test"], "--input: needs --out"),
-        (["--input", "jsonl:test", "--out", "a.csv", "wa"], "--input: needs --out"),
-        (["--input", "had.csv", "--out", "a.csv"], "has a column 'predicted' already"),
-        (["--input", "none.csv", "--out", "a.csv"], "holds no examples"),
-        (["--input", "odd.jsonl", "--out", "a.csv"], "odd.jsonl:2: has other columns"),
-        (["--input", "twice.csv", "--out", "a.jsonl"], "twice.csv:2: two columns have one name"),
+        ("--next xa wa", "--next: run: "),
+        ("--top 3 wa", "--top: run: "),
+        ("--score wa", "TEXT: --source and --score"),
+        ("--source text:test", "'text:test'"),
+        ("--source jsonl:nowhere", "nowhere"),
+        ("--source jsonl:blank --out a.jsonl", "blank:2: column 'sentence'"),
+        ("--score --source jsonl:strange", "strange:1: label 'odd'"),
+        ("--checkpoint 3 wa", "--checkpoint 3"),
+        ("--workdir nowhere wa", "nowhere: no run here"),
+        ("--workdir begun wa", "no checkpoint yet"),
+        ("wa --out base", "base"),
+        ("--input test --out a.csv", "--input test: the name does not say which format"),
+        ("--input jsonl:test --out a.xls", "--out a.xls: end its name in .csv"),
+        ("--input jsonl:test", "--input: needs --out"),
+        ("--input had.csv --out a.csv", "has a column 'predicted' already"),
+        ("--input none.csv --out a.csv", "holds no examples"),
+        ("--input odd.jsonl --out a.csv", "odd.jsonl:2: has other columns"),
+        ("--input lines.csv --out a.tsv", "lines.csv:2: a cell holds a tab or a newline"),
+        ("--input twice.csv --out a.jsonl", "twice.csv:2: two columns have one name"),
     ],
 )
-def test_tables_that_cannot_be_written_are_refused_and_nothing_is_left(run, capsys, words, what):
+def test_what_cannot_be_predicted_is_one_line_and_nothing_is_written(run, capsys, words, what):
     table("had", "csv", [["sentence", "predicted"], ["wa", "1"]])
     table("none", "csv", [["sentence"]])
+    table("lines", "csv", [["sentence", "id"], ['"wa\nwb"', "1"]])
     table("twice", "csv", [["sentence", "", ""], ["wa", "1", "2"]])
     pathlib.Path("odd.jsonl").write_text('{"sentence": "wa"}\n{"sentence": "wa", "id": 1}\n')
-    (line,) = tuned.predict(capsys, *words, code=2)
+    pathlib.Path("blank").write_text('{"sentence": "wa"}\n{"sentence": " "}\n')
+    pathlib.Path("strange").write_text('{"sentence": "wa", "label": "odd"}\n')
+    shutil.copytree("run", "begun", ignore=shutil.ignore_patterns("checkpoints"))
+    (line,) = tuned.predict(capsys, *words.split(), code=2)
     assert what in line
     assert not list(pathlib.Path().glob("a.*"))
 

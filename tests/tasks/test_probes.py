@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from small_run import bert_jax, final_state, pretrain, write_text
+from small_run import final_state, pretrain, write_text
 
+from bert_jax import cli
 from bert_jax.errors import InputError
 from bert_jax.running import evaluators
 from bert_jax.running.lines import Lines
-from bert_jax.running.runner import Trainer
 from bert_jax.tasks import probes
 
 TASK = """
@@ -21,6 +21,17 @@ def experiment():
         name="{name}",
         task=Task(kind="{kind}", train=("jsonl:{folder}/train",),
                   validation=("jsonl:{folder}/test",), {fields}),
+    )
+"""
+MINIMAL = """
+from bert_jax.config import Finetuning, Task
+
+
+def experiment():
+    return Finetuning(
+        name="minimal",
+        task=Task(kind="minimal_pairs", validation=("jsonl:{folder}/goods",), text_column="good",
+                  second_column="bad", label_column="of"),
     )
 """
 
@@ -50,6 +61,8 @@ def text(tmp_path_factory):
                 }
             )
         (folder / name).write_text("\n".join(map(json.dumps, lines)) + "\n")
+    pairs = [{"good": "wa", "bad": f"xa {'wb ' * i}", "of": f"p{i % 3}"} for i in range(9)]
+    (folder / "goods").write_text("\n".join(map(json.dumps, pairs)) + "\n")
     (folder / "same").write_text('{"sentence": "wa", "b": "wb", "same": 1}\n')
     for name, kind, fields in (
         ("letters", "classify", ""),
@@ -62,6 +75,7 @@ def text(tmp_path_factory):
         if name == "alike":
             made = made.replace(f"{folder}/train", f"{folder}/same").replace("/test", "/same")
         (folder / f"{name}.py").write_text(made)
+    (folder / "minimal.py").write_text(MINIMAL.format(folder=folder))
     return folder, file
 
 
@@ -103,71 +117,39 @@ def test_ridge_takes_the_penalty_that_does_best_on_rows_left_out():
     np.testing.assert_allclose(features @ weights + bias, expected, atol=1e-9)
 
 
-def test_probes_run_before_between_and_after_and_change_nothing(text, tmp_path):
+def test_probes_run_before_between_and_after_and_change_nothing(text, finished_run, tmp_path):
+    """Against the same run without them."""
     folder, file = text
-    probes_of = probed(folder, "letters", "pairs", "words")
+    probes_of = probed(folder, "letters", "pairs", "words", "minimal")
     outcome, shown = pretrain(file, tmp_path / "with", probes_of, "run.probe_share=1")
     assert outcome == "finished" and "letters (accuracy; 28 examples to learn from, 16" in shown
-    pretrain(file, tmp_path / "without")
+    assert "minimal (9 minimal pairs)" in shown
     found = lines(tmp_path / "with")
-    assert [line["step"] for line in found] == [0, 18, 22]  # asking costs as much as 13 steps
+    # Asking costs as much as some steps: less than the whole run, more than to the middle.
+    assert [line["step"] for line in found] == [0, 18, 22]
+    names = ["letters", "pairs", "words", "minimal"]
     for line in found:
-        assert list(line["scores"]) == ["letters", "pairs", "words"]
-        assert line["majority"] == {"letters": 0.5, "pairs": 0.5, "words": 0.5}
+        assert list(line["scores"]) == names and line["majority"] == dict.fromkeys(names, 0.5)
+        answer = line["minimal_pairs"]["minimal"]
+        assert line["scores"]["minimal"] == answer["accuracy"]
+        assert list(answer["paradigms"]) == ["p0", "p1", "p2"]
     # Which words there are is in their embeddings from the start.
     assert found[0]["scores"]["letters"] > 0.75 and found[0]["scores"]["words"] > 0.6
-    others = [
-        [
-            line
-            for line in Lines(tmp_path / name / "metrics.jsonl").read()
-            if line["kind"] != "probes"
-        ]
-        for name in ("with", "without")
-    ]
-    assert others[0] == others[1]
-    states = [final_state(tmp_path / name)[1]["params"] for name in ("with", "without")]
+    workdirs = tmp_path / "with", finished_run / "run"
+    with_, without = (Lines(workdir / "metrics.jsonl").read() for workdir in workdirs)
+    assert [line for line in with_ if line["kind"] != "probes"] == without
+    states = [final_state(workdir)[1]["params"] for workdir in workdirs]
     word = [state["encoder"]["embeddings"]["word"]["embedding"] for state in states]
     np.testing.assert_array_equal(*word)
     timings = Lines(tmp_path / "with" / "timings.jsonl").read()
     assert sum(line.get("probes_seconds", 0) > 0 for line in timings) >= 2
-    shown = bert_jax("report", tmp_path / "with")
-    assert shown.returncode == 0, shown.stderr
-    page = next((tmp_path / "with").glob("*.html")).read_text()
-    assert "What a linear layer reads off" in page and "letters: commonest" in page
+    assert cli.main(["report", str(tmp_path / "with")]) == 0
+    page = (tmp_path / "with" / "report.html").read_text()
+    for words in ("What a linear layer reads off", "letters: commonest", "Minimal pairs minimal"):
+        assert words in page, words
 
 
-def test_a_share_is_kept_to(text, tmp_path):
-    """Asked once, these probes take more operations than all 22 steps."""
-    folder, file = text
-    pretrain(file, tmp_path / "w", probed(folder, "letters"), "run.probe_share=0.001")
-    assert [line["step"] for line in lines(tmp_path / "w")] == [0, 22]
-
-
-@pytest.mark.nightly
-def test_a_resumed_run_scores_its_probes_alike(text, tmp_path):
-    folder, file = text
-    settings = [probed(folder, "letters"), "run.probe_share=1"]
-    pretrain(file, tmp_path / "whole", *settings)
-
-    class Killed(Exception):
-        pass
-
-    evaluate = Trainer._evaluate
-    for last in (6, 18):  # the first leaves a checkpoint of step 4, the second one of step 16
-
-        def ending(self, due, last=last):
-            if self.done == last:
-                raise Killed
-            evaluate(self, due)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Trainer, "_evaluate", ending)
-            with pytest.raises(Killed):
-                pretrain(file, tmp_path / "killed", *settings)
-    assert pretrain(file, tmp_path / "killed", *settings)[0] == "finished"
-    assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
-
-
+@pytest.mark.long
 def test_what_cannot_be_evaluated_is_not_probed(text, tmp_path, monkeypatch):
     """A probe of parameters that ran away would end the run by another name."""
     folder, file = text
@@ -188,36 +170,20 @@ def test_processes_with_other_examples_are_known_by_their_hash(text):
     folder, _ = text
     hashes = {
         probes.Probes([str(folder / f"{name}.py") for name in names]).sha256
-        for names in (("letters",), ("pairs",), ("letters", "pairs"), ("letters",))
+        for names in (("letters",), ("pairs",), ("letters", "pairs"), ("letters",), ("minimal",))
     }
-    assert len(hashes) == 3
+    assert len(hashes) == 4
 
 
-@pytest.mark.nightly
-def test_a_sharded_encoder_is_probed_whole(text, tmp_path):
-    folder, file = text
-    settings = [probed(folder, "letters", "words"), "run.probe_share=1"]
-    found = []
-    for name, how in (("one", "replicated"), ("cut", "zero3")):
-        pretrain(file, tmp_path / name, *settings, f"parallelism.state={how}")
-        found.append([line["scores"] for line in lines(tmp_path / name)])
-    for one, cut in zip(*found, strict=True):
-        assert one == pytest.approx(cut, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
+def test_what_cannot_be_a_probe_is_named(text):
+    folder, _ = text
+    for names, message in (
         (("values",), "task.kind=regress cannot be read off"),
         (("letters", "letters"), "two tasks have the name 'letters'"),
-        (("nowhere",), "nowhere.py"),
+        (("nowhere",), "run.probes takes files of tasks: "),
         (("alike",), "alike.py: task.train: 'same' has but one label"),
-        (("small",), "run.probes takes files of tasks: "),
         (("small",), "small.py: is a pre-training, not a fine-tuning; "),
-    ],
-)
-def test_what_cannot_be_a_probe_is_named(names, message, text):
-    folder, _ = text
-    with pytest.raises(InputError) as caught:
-        probes.Probes([str(folder / f"{name}.py") for name in names])
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    ):
+        with pytest.raises(InputError) as caught:
+            probes.Probes([str(folder / f"{name}.py") for name in names])
+        assert message in str(caught.value) and "\n" not in str(caught.value)

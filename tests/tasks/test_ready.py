@@ -37,30 +37,18 @@ FEATURES = {
     },
 }
 PAIR = {"sentence1": "A é", "sentence2": "B", "score": 3.5, "truth": True, "idx": 7, "bare": 2}
+ASKED = {"context": CONTEXT, "is_impossible": False}
+TALL = {"id": "q1", "question": "How tall?"} | ASKED
+TALL |= {"answers": {"text": ["12 m", "12"], "answer_start": [7, 7]}}
+WIDE = {"id": "q2", "question": "How wide?"} | ASKED | {"is_impossible": True}
+WIDE |= {"answers": {"text": [], "answer_start": []}}
 EXAMPLES = {
     "glue": {
         "train": [PAIR | {"label": "same"}, PAIR | {"label": "not_same"}],
         "test": [PAIR | {"label": "same"}, PAIR | {"label": -1}],
     },
     "conll": {"train": [{"tokens": ["Ada", "é"], "ner": ["B-PER", "O"]}]},
-    "squad": {
-        "train": [
-            {
-                "id": "q1",
-                "context": CONTEXT,
-                "question": "How tall?",
-                "is_impossible": False,
-                "answers": {"text": ["12 m", "12"], "answer_start": [7, 7]},
-            },
-            {
-                "id": "q2",
-                "context": CONTEXT,
-                "question": "How wide?",
-                "is_impossible": True,
-                "answers": {"text": [], "answer_start": []},
-            },
-        ]
-    },
+    "squad": {"train": [TALL, WIDE]},
 }
 
 
@@ -106,9 +94,11 @@ def read(kind, source, labelled="labelled", **settings):
     return examples.read(task, (source,), labelled)
 
 
+PAIRS = {"text_column": "sentence1", "second_column": "sentence2"}
+
+
 def pairs(source, labelled="labelled", **settings):
-    columns = {"text_column": "sentence1", "second_column": "sentence2"}
-    return read("pair", source, labelled, **columns | settings)
+    return read("pair", source, labelled, **PAIRS | settings)
 
 
 @pytest.mark.parametrize("source", ["tfds:glue:train", "tfds:glue:1.0.0:train"])
@@ -118,20 +108,11 @@ def test_classes_are_called_by_their_names(source):
     assert (second.place, second.label) == (f"{source}:1", "not_same")
 
 
-@pytest.mark.parametrize(("column", "label"), [("truth", "true"), ("idx", "7"), ("bare", "2")])
-def test_labels_may_be_booleans_integers_and_classes_without_names(column, label):
-    assert pairs("tfds:glue:train", label_column=column)[0].label == label
-
-
-def test_labels_of_a_regression_are_read_from_floats():
-    columns = {"text_column": "sentence1", "second_column": "sentence2", "label_column": "score"}
-    assert read("regress", "tfds:glue:train", **columns)[0].label == 3.5
-
-
-def test_examples_without_a_label_are_read_where_labels_are_not():
+def test_labels_may_be_booleans_integers_floats_classes_without_names_or_missing():
+    for column, label in (("truth", "true"), ("idx", "7"), ("bare", "2")):
+        assert pairs("tfds:glue:train", label_column=column)[0].label == label
+    assert read("regress", "tfds:glue:train", **PAIRS | {"label_column": "score"})[0].label == 3.5
     assert [e.label for e in pairs("tfds:glue:test", "unlabelled")] == [None, None]
-    with pytest.raises(InputError, match="tfds:glue:test:1: column 'label' is missing"):
-        pairs("tfds:glue:test")
 
 
 def test_words_and_tags_are_sequences():
@@ -147,21 +128,24 @@ def test_answers_are_nested_features():
     assert (second.question, second.answers, second.possible) == ("How wide?", (), False)
 
 
-def test_what_a_dataset_does_not_have_is_named():
-    with pytest.raises(InputError, match=r"tfds:glue:train:0: no column 'text', but .*'label'"):
-        read("classify", "tfds:glue:train", text_column="text")
-    with pytest.raises(InputError, match="no split 'dev'; it has"):
-        pairs("tfds:glue:dev")
-    with pytest.raises(InputError, match="no prepared dataset"):
-        pairs("tfds:other:train")
-    with pytest.raises(InputError, match="tfds:glue:train:0: no 'id', but"):
-        read("span", "tfds:glue:train")
-    with pytest.raises(InputError, match="column 'sentence1' is a text, not a list"):
-        read("tag", "tfds:glue:train", text_column="sentence1")
+@pytest.mark.parametrize(
+    ("kind", "source", "columns", "words"),
+    [
+        ("classify", "tfds:glue:train", {"text_column": "text"}, "train:0: no column 'text'"),
+        ("classify", "tfds:glue:dev", {}, "no split 'dev'"),
+        ("classify", "tfds:other:train", {}, "no prepared dataset"),
+        ("span", "tfds:glue:train", {}, "tfds:glue:train:0: .*'id'"),
+        ("tag", "tfds:glue:train", {"text_column": "sentence1"}, "column 'sentence1'"),
+        ("pair", "tfds:glue:test", PAIRS, "tfds:glue:test:1: column 'label' is missing"),
+    ],
+)
+def test_what_a_dataset_does_not_have_is_named(kind, source, columns, words):
+    with pytest.raises(InputError, match=words):
+        read(kind, source, **columns)
 
 
-def test_a_class_that_its_names_do_not_reach_is_named(data_dir, tmp_path, monkeypatch):
-    """As after other names were put next to the records."""
+def test_what_is_wrong_with_a_dataset_is_named(data_dir, tmp_path, monkeypatch):
+    """As after other names were put next to the records, or other features."""
     folder = tmp_path / "glue" / "1.0.0"
     shutil.copytree(data_dir / "glue" / "1.0.0", folder)
     (folder / "label.labels.txt").write_text("not_same\n")
@@ -171,20 +155,14 @@ def test_a_class_that_its_names_do_not_reach_is_named(data_dir, tmp_path, monkey
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     with pytest.raises(InputError, match="tfds:glue:train:0: class 1, but there are 1 classes"):
         pairs("tfds:glue:train")
-
-
-def test_text_that_is_not_utf8_is_named(monkeypatch):
-    monkeypatch.setattr(tfds_files, "records", lambda folder, split: iter([{"text": b"caf\xe9"}]))
-    with pytest.raises(InputError, match="tfds:glue:train:0: not UTF-8"):
-        read("classify", "tfds:glue:train", text_column="text")
-
-
-def test_a_dataset_without_named_fields_is_refused(data_dir, tmp_path):
-    folder = tmp_path / "1.0.0"
-    shutil.copytree(data_dir / "glue" / "1.0.0", folder)
     name = "tensorflow_datasets.core.features.sequence_feature.Sequence"
     text = {"pythonClassName": "tensorflow_datasets.core.features.text_feature.Text", "text": {}}
     tree = {"pythonClassName": name, "sequence": {"feature": text, "length": "-1"}}
     (folder / "features.json").write_text(json.dumps(tree))
     with pytest.raises(InputError, match=r"features\.json: its examples have no named fields"):
-        list(tfds_files.records(folder))
+        pairs("tfds:glue:train")
+    (folder / "label.labels.txt").unlink()
+    monkeypatch.setattr(tfds_files, "class_labels", lambda folder: {})
+    monkeypatch.setattr(tfds_files, "records", lambda folder, split: iter([{"text": b"caf\xe9"}]))
+    with pytest.raises(InputError, match="tfds:glue:train:0: not UTF-8"):
+        read("classify", "tfds:glue:train", text_column="text")

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kinds import TOKENIZER, ids, sentence, task
 
-from bert_jax.tasks.labels import Sentences
+from bert_jax.tasks.labels import Choices, Numbers, Sentences
 from bert_jax.tasks.rows import Rows, TrainBatches, eval_batches
 from bert_jax.text.library import Library
-from bert_jax.text.tokenizer import joined
 
 LIMIT = 100
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -51,11 +50,9 @@ def test_a_batch_by_hand():
     assert {str(v.dtype) for v in batch.values()} == {"int32", "float32"}
 
 
-@pytest.mark.parametrize(
-    ("longest", "padded"), [(1, 32), (32, 32), (33, 64), (96, 96), (97, 100), (100, 100)]
-)
-def test_rows_are_padded_in_steps_and_never_beyond_the_limit(longest, padded):
-    assert rows_of([longest, 1]).padded_length(np.array([1, 0])) == padded
+def test_rows_are_padded_in_steps_and_never_beyond_the_limit():
+    for longest, padded in ((1, 32), (32, 32), (33, 64), (97, 100)):
+        assert rows_of([longest, 1]).padded_length(np.array([1, 0])) == padded
 
 
 @given(
@@ -142,27 +139,11 @@ def test_evaluation_reads_every_row_once(lengths, together, examples):
         assert batch["input_ids"].shape[1] == rows.padded_length(which)
 
 
-def test_texts_are_joined_as_the_encoder_was_taught():
-    row, split = joined(TOKENIZER, ids("wa wb"), None)
-    assert (row.tolist(), split) == (ids("[CLS] wa wb [SEP]"), 4)
-    row, split = joined(TOKENIZER, ids("wa"), ids("wb wc"))
-    assert (row.tolist(), split) == (ids("[CLS] wa [SEP] wb wc [SEP]"), 3)
-    assert row.dtype == np.int32
-
-
 # Of create_pretraining_data.truncate_seq_pair: the longer loses its last piece, of equals the
 # second, until both fit. (pieces of A, of B, room) to what is left.
 @pytest.mark.parametrize(
     ("a", "b", "room", "left"),
-    [
-        (5, 3, 5, (3, 2)),
-        (3, 3, 5, (3, 2)),
-        (2, 9, 5, (2, 3)),
-        (9, 1, 5, (4, 1)),
-        (6, 6, 5, (3, 2)),
-        (2, 3, 5, (2, 3)),
-        (9, 9, 6, (3, 3)),
-    ],
+    [(5, 3, 5, (3, 2)), (3, 3, 5, (3, 2)), (2, 9, 5, (2, 3)), (9, 1, 5, (4, 1)), (9, 9, 6, (3, 3))],
 )
 def test_pairs_are_cut_as_the_reference_cuts_them(a, b, room, left):
     kind = Sentences(task("pair", max_sequence_length=room + 3), ("0", "1"), TOKENIZER)
@@ -196,7 +177,7 @@ def test_one_text_is_cut_at_its_end():
 
 
 def test_of_a_choice_each_text_is_read_with_the_first():
-    kind = Sentences(task("choice"), ("0", "1"), TOKENIZER)
+    kind = Choices(task("choice"), ("0", "1"), TOKENIZER)
     rows = kind.rows(
         [sentence("wa", "wb", "wc wd", label="1"), sentence("wa", "we", "", label="0")]
     )
@@ -222,13 +203,13 @@ def test_answers_of_texts_are_softmaxes_by_label():
 
 
 def test_answers_of_choices_and_regressions():
-    choice = Sentences(task("choice"), ("0", "1"), TOKENIZER)
+    choice = Choices(task("choice"), ("0", "1"), TOKENIZER)
     examples = [sentence("wa", "wb", "wc", label="1"), sentence("wa", "wb", "wc", label="1")]
     rows = choice.rows(examples)
     outputs = [np.array([x], np.float32) for x in (0.0, 1.0, 5.0, 4.0)]
     assert [a["label"] for a in choice.answers(outputs, rows, examples)] == ["1", "0"]
     assert choice.scores(outputs, rows, examples) == {"accuracy": 0.5}
-    regress = Sentences(task("regress"), (), TOKENIZER)
+    regress = Numbers(task("regress"), (), TOKENIZER)
     examples = [sentence("wa", "wb", label=x) for x in (1.0, 2.0, 4.0)]
     rows = regress.rows(examples)
     outputs = [np.array([x], np.float32) for x in (-1.0, 0.0, 2.0)]
@@ -240,7 +221,6 @@ def test_scores_of_labels_have_f1_of_two_alone():
     for labels in (("a", "b"), ("a", "b", "c")):
         kind = Sentences(task("classify", labels=labels), labels, TOKENIZER)
         examples = [sentence("wa", label=label) for label in labels]
-        rows = kind.rows(examples)
-        found = kind.scores(list(np.eye(len(labels), dtype=np.float32)), rows, examples)
-        assert ("f1" in found) == (len(labels) == 2)
-        assert set(found.values()) == {1.0}
+        outputs = list(np.eye(len(labels), dtype=np.float32))
+        found = kind.scores(outputs, kind.rows(examples), examples)
+        assert ("f1" in found) == (len(labels) == 2) and set(found.values()) == {1.0}

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax.config import SCORES
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Answer, Question
 
@@ -42,17 +41,13 @@ def test_scores_of_nothing_predicted_are_zero_and_no_error():
 
 
 @pytest.mark.parametrize("name", ["pearson", "spearman"])
-def test_correlation_with_a_constant_is_zero(name):
+def test_correlation_with_a_constant_is_zero_and_with_no_number_none(name):
     rising = np.arange(7.0)
     for constant in (0.0, 0.1, 1e30):
         assert scores.score(name, rising, np.full(7, constant)) == 0.0
         assert scores.score(name, np.full(7, constant), rising) == 0.0
     assert scores.score(name, np.ones(1), np.ones(1)) == 0.0
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_number_that_is_not_finite_has_no_correlation(bad):
-    for name in ("pearson", "spearman"):
+    for bad in (math.nan, math.inf):
         assert math.isnan(scores.score(name, np.array([1.0, 2.0]), np.array([1.0, bad])))
 
 
@@ -84,15 +79,6 @@ def test_seqevals_published_example():
     truth = [["O", "O", "O", "B-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
     predicted = [["O", "O", "B-MISC", "I-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
     assert scores.entity_f1(truth, predicted) == 0.5
-
-
-def test_every_score_of_labels_and_numbers_that_a_task_can_name_is_known():
-    classes = np.array([0, 1, 1, 0])
-    for kind, names in SCORES.items():
-        if kind not in ("tag", "span", "generate", "minimal_pairs"):
-            for name in names:
-                assert scores.score(name, classes, classes) == pytest.approx(1.0), name
-    assert scores.score("pearson", classes, 1 - classes) == pytest.approx(-1.0)
 
 
 # --- spans: cases worked out by hand from the official definitions of SQuAD 1.1 and 2.0 ---
@@ -127,9 +113,6 @@ def test_texts_are_normalized(text, expected):
 GOLDEN = [
     # predicted, answers, exact match, F1
     ("the Denver Broncos!", ["Denver Broncos"], 1, 1),
-    # Shared: denver; predicted 1 word, there 2: precision 1, recall 1/2, F1 2/3.
-    ("Denver", ["Denver Broncos"], 0, 2 / 3),
-    ("Carolina Panthers", ["Denver Broncos"], 0, 0),
     # The best of the answers: 2/3 of the first, 1/2 of the second (shared 1, of 1 and 3 words).
     ("Broncos", ["Denver Broncos", "Denver's best Broncos"], 0, 2 / 3),
     ("Broncos", ["Denver's best Broncos", "broncos,"], 1, 1),
@@ -141,10 +124,8 @@ GOLDEN = [
     ("York New", ["New York"], 0, 1),
     # Said alone, a word with its hyphen is another.
     ("well known", ["well-known"], 0, 0),
-    ("Über", ["über"], 1, 1),
     # One word each: nothing is shared by halves, so F1 is exact match.
     ("卡罗来纳黑豹", ["卡罗来纳黑豹队"], 0, 0),
-    ("卡罗来纳黑豹队", ["卡罗来纳黑豹队"], 1, 1),
     # A full stop of Chinese is no ASCII punctuation.
     ("黑豹队。", ["黑豹队"], 0, 0),
     ("黑豹队.", ["黑豹队"], 1, 1),
@@ -167,8 +148,6 @@ def test_golden_cases_of_both_versions(predicted, answers, exact, f1, no_answer)
         ("Denver", [], "possible", 0, 0),
         # Nothing is left of "The". 1.1: nothing equals nothing, but no word is shared.
         ("The", ["The"], "never", 1, 0),
-        ("a", ["The"], "never", 1, 0),
-        ("The", ["Denver"], "never", 0, 0),
         # 2.0: an answer of which nothing is left does not count, and without others "" is right.
         ("The", ["The"], "possible", 1, 1),
         ("", ["The"], "possible", 1, 1),
@@ -225,19 +204,15 @@ def test_the_best_threshold_of_a_case_worked_out():
     assert scores.best_threshold(questions, predicted | {"b": ""}, no_answer) == 0.3
 
 
-def test_where_no_answer_is_best_all_are_refused():
+def test_where_no_answer_is_best_all_are_refused_and_equal_scores_together():
     questions = [question(0, []), question(1, [])]
     predicted = {"0": "x", "1": "y"}
     assert scores.best_threshold(questions, predicted, {"0": 0.5, "1": 0.6}) == 0.0
     found = scores.best_threshold(questions, predicted, {"0": -3.0, "1": 2.0})
     assert -3.001 < found < -3.0
-
-
-def test_questions_of_equal_scores_are_answered_or_refused_together():
-    """To answer the first alone would give 2 of 2; a threshold cannot."""
-    questions = [question("a", ["x"]), question("b", [])]
-    equal = {"a": 0.5, "b": 0.5}
-    assert scores.best_threshold(questions, {"a": "x", "b": "y"}, equal) == 0.0
+    # To answer the first alone would give 2 of 2; a threshold cannot.
+    questions = [question(0, ["x"]), question(1, [])]
+    assert scores.best_threshold(questions, predicted, {"0": 0.5, "1": 0.5}) == 0.0
 
 
 levels = st.integers(-3, 3).map(float)

@@ -58,15 +58,15 @@ def test_a_window_by_hand():
 
 def test_questions_are_cut_and_leave_their_room_to_the_context():
     context = " ".join(WORDS * 2)
-    long = question(context, "wa", text="wc wd we wf wg")
-    short = question(context, "wa", text="wc", number=1)
-    rows = kind().rows([long, short])
-    by_question = collections.defaultdict(list)
-    for row, window in zip(rows.ids, rows.notes, strict=True):
-        assert len(row) == LONGEST or window.places[-1, 1] == len(context)
-        by_question[window.question].append(window)
+    asked = [
+        question(context, "wa", text="wc wd we wf wg"),
+        question(context, "wa", text="wc", number=1),
+    ]
+    rows = kind().rows(asked)
     assert rows.ids[0][:5].tolist() == ids("[CLS] wc wd we [SEP]")
-    assert len(by_question[0][0].places) == 21 and len(by_question[1][0].places) == 23
+    first, second = (next(w for w in rows.notes if w.question == number) for number in (0, 1))
+    assert len(first.places) == 21 and len(second.places) == 23
+    assert len(rows.ids[0]) == LONGEST
 
 
 def slow_windows(pieces, room, stride):
@@ -101,7 +101,7 @@ def test_windows_cover_every_piece_and_each_counts_where_it_has_most_context(pie
     windows = slow_windows(pieces, 21, stride)
     example, count = question(context, text=ASKED), len(windows)
     for most in {1, count // 2 or 1, count, 2 * count}:
-        found = kind(document_stride=stride).windows(example, most)
+        found = kind(document_stride=stride).rows_of(example, most)
         assert found == count if count <= most else found > most
     assert [len(w.places) for w in rows.notes] == [length for _, length in windows]
     counted = collections.Counter()
@@ -190,15 +190,6 @@ def test_the_best_answer_is_the_best_of_all(pieces, longest, seed):
     assert len(predicted["answer"].split()) <= longest
 
 
-def test_a_context_without_pieces_has_no_answer():
-    example = question("\u200b")
-    spans = kind(no_answer="possible")
-    rows = spans.rows([example])
-    predicted = spans.answers([np.zeros((n, 2), np.float32) for n in rows.lengths], rows, [example])
-    assert predicted[0]["answer"] == ""
-    assert rows.numbers["starts"].tolist() == [0]
-
-
 def test_windows_without_the_whole_answer_have_none():
     context = " ".join(WORDS * 2)
     start = context.index("wt")
@@ -209,6 +200,11 @@ def test_windows_without_the_whole_answer_have_none():
     assert rows.numbers["ends"].tolist() == [0, 7]
     none = kind().rows([question(context)])
     assert not none.numbers["starts"].any() and not none.numbers["ends"].any()
+    # Nor has a context without pieces.
+    nothing, spans = question("\u200b"), kind(no_answer="possible")
+    rows = spans.rows([nothing])
+    (predicted,) = spans.answers([np.zeros((n, 2)) for n in rows.lengths], rows, [nothing])
+    assert predicted["answer"] == "" and rows.numbers["starts"].tolist() == [0]
 
 
 def test_questions_without_answers_are_left_unanswered_beyond_the_best_threshold():

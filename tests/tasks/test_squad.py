@@ -11,42 +11,20 @@ from bert_jax.tasks import examples
 from bert_jax.tasks.examples import Answer, Question
 
 CONTEXT = "Ada Lovelace wrote 😀 notes on Babbage's engine in 1843."
-TREE = {
-    "version": "v2.0",
-    "data": [
-        {
-            "title": "Ada",
-            "paragraphs": [
-                {
-                    "context": CONTEXT,
-                    "qas": [
-                        {
-                            "id": "q1",
-                            "question": "Who wrote notes?",
-                            "is_impossible": False,
-                            "answers": [
-                                {"text": "Ada Lovelace", "answer_start": 0},
-                                {"text": "Lovelace", "answer_start": 4},
-                            ],
-                        },
-                        {
-                            "id": "q2",
-                            "question": "When?",
-                            "answers": [{"text": "1843", "answer_start": 50}],
-                        },
-                        {
-                            "id": "q3",
-                            "question": "Why?",
-                            "is_impossible": True,
-                            "answers": [],
-                            "plausible_answers": [{"text": "notes", "answer_start": 21}],
-                        },
-                    ],
-                }
-            ],
-        }
-    ],
-}
+LOVELACE = [{"text": "Ada Lovelace", "answer_start": 0}, {"text": "Lovelace", "answer_start": 4}]
+QUESTIONS = [
+    {"id": "q1", "question": "Who wrote notes?", "is_impossible": False, "answers": LOVELACE},
+    {"id": "q2", "question": "When?", "answers": [{"text": "1843", "answer_start": 50}]},
+    {
+        "id": "q3",
+        "question": "Why?",
+        "is_impossible": True,
+        "answers": [],
+        "plausible_answers": [{"text": "notes", "answer_start": 21}],
+    },
+]
+PARAGRAPH = {"context": CONTEXT, "qas": QUESTIONS}
+TREE = {"version": "v2.0", "data": [{"title": "Ada", "paragraphs": [PARAGRAPH]}]}
 
 
 def span_task(sources, no_answer):
@@ -93,48 +71,39 @@ def test_answers_may_be_missing_where_they_are_not_read(tmp_path):
     assert [(q.id, q.answers, q.possible) for q in found] == [
         (name, (), True) for name in ("q1", "q2", "q3")
     ]
-    with pytest.raises(InputError, match="question q1: no 'answers', but 'id', 'question'"):
+    with pytest.raises(InputError, match=r"question q1: .*'answers'"):
         read(tmp_path, tree)
 
 
-def test_no_answers_mean_that_none_is_possible_unless_it_is_denied(tmp_path):
+def test_no_answers_mean_that_none_is_possible(tmp_path):
     tree, asked = question(2)
     del asked["is_impossible"]
     assert not read(tmp_path, tree)[2].possible
-    asked["is_impossible"] = False
-    with pytest.raises(InputError, match="question q3: has no answer, but is_impossible is false"):
-        read(tmp_path, tree)
-    with pytest.raises(InputError, match=r"question q3: has no answer; set task\.no_answer=possib"):
+    with pytest.raises(InputError, match=r"question q3: .*task\.no_answer=possible"):
         read(tmp_path, TREE, no_answer="never")
+
+
+def answered(text, start):
+    return {"answers": [{"text": text, "answer_start": start}]}
 
 
 @pytest.mark.parametrize(
     ("number", "changes", "words"),
     [
-        (0, {"is_impossible": True}, "question q1: is_impossible is true, but it has answers"),
-        (0, {"is_impossible": "no"}, "question q1: is_impossible is a text, not a boolean"),
+        (2, {"is_impossible": False}, "question q3: is_impossible"),
+        (0, {"is_impossible": True}, "question q1: is_impossible"),
+        (0, {"is_impossible": "no"}, "question q1: must be an object with 'is_impossible'"),
         (1, {"id": "q1"}, "x.json: question q1: "),
-        (1, {"id": 3}, "data[0].paragraphs[0].qas[1]: id is an integer, not a text"),
+        (1, {"id": 3}, "data[0].paragraphs[0].qas[1]: must be an object with 'id', a text"),
         (1, {"question": " "}, "question q2: question is blank"),
-        (1, {"answers": {}}, "question q2: answers is an object, not a list"),
-        (1, {"answers": ["1843"]}, "question q2: a text, not an object"),
-        (1, {"answers": [{"text": "1843"}]}, "question q2: no 'answer_start', but 'text'"),
-        (
-            1,
-            {"answers": [{"text": "1843", "answer_start": 49}]},
-            "question q2: the answer '1843' is not at character 49 of its context, where "
-            "' 184' stands; it is at 50",
-        ),
-        (
-            1,
-            {"answers": [{"text": "1844", "answer_start": 50}]},
-            "where '1843' stands; it is nowhere in it",
-        ),
-        (1, {"answers": [{"text": "1843", "answer_start": -5}]}, "where '' stands; it is at 50"),
-        (1, {"answers": [{"text": "1843", "answer_start": 10**30}]}, "where '' stands"),
-        (1, {"answers": [{"text": "1843", "answer_start": "50"}]}, "answer_start is a text, not"),
-        (1, {"answers": [{"text": "1843", "answer_start": True}]}, "answer_start is a boolean"),
-        (1, {"answers": [{"text": "", "answer_start": 50}]}, "the text of an answer is blank"),
+        (1, {"answers": {}}, "question q2: must be an object with 'answers', a list"),
+        (1, {"answers": ["1843"]}, "question q2: must be an object with 'text'"),
+        (1, {"answers": [{"text": "1843"}]}, "question q2: must be an object with 'answer_start'"),
+        (1, answered("1843", 49), "question q2: the answer '1843' is not at character 49"),
+        (1, answered("1843", -5), "not at character -5"),
+        (1, answered("1843", 10**30), "not at character 1000"),
+        (1, answered("1843", True), "with 'answer_start', an integer"),
+        (1, answered("", 50), "the text of an answer is blank"),
     ],
 )
 def test_what_is_wrong_with_a_question_is_named(tmp_path, number, changes, words):
@@ -149,20 +118,12 @@ def test_what_is_wrong_with_a_question_is_named(tmp_path, number, changes, words
     ("tree", "words"),
     [
         ("", "x.json: not JSON"),
-        ("[1, 2]", "x.json: a list, not an object as SQuAD's files have"),
-        ({"version": "1.1"}, "x.json: no 'data', but 'version'"),
-        ({}, "x.json: no 'data', but nothing"),
+        ("[1, 2]", "x.json: must be an object with 'data'"),
+        ({"version": "1.1"}, "x.json: must be an object with 'data'"),
         ({"data": []}, "x.json: holds no examples"),
-        ({"data": [{}]}, "x.json: data[0]: no 'paragraphs'"),
-        ({"data": [{"paragraphs": [{"qas": []}]}]}, "data[0].paragraphs[0]: no 'context'"),
-        (
-            {"data": [{"paragraphs": [{"context": "C", "qas": [None]}]}]},
-            "data[0].paragraphs[0].qas[0]: null, not an object",
-        ),
-        (
-            {"data": [{"paragraphs": [{"context": "", "qas": [{"id": "q", "question": "?"}]}]}]},
-            "question q: context is blank",
-        ),
+        ({"data": [{}]}, "x.json: data[0]: must be an object with 'paragraphs'"),
+        ({"data": [{"paragraphs": [{"qas": []}]}]}, "data[0].paragraphs[0]: must be"),
+        ({"data": [{"paragraphs": [{"context": "C", "qas": [None]}]}]}, "qas[0]: must be"),
     ],
 )
 def test_a_file_of_another_form_is_named(tmp_path, tree, words):

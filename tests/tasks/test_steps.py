@@ -1,7 +1,5 @@
 """Steps of a task over devices: however they are laid, the same as on one, with dropout on."""
 
-import functools
-
 import jax
 import kinds
 import numpy as np
@@ -18,24 +16,22 @@ from bert_jax.training import mesh as mesh_lib
 STEPS, EXAMPLES = 3, 8
 
 
-def train(kind, parallelism=Parallelism(), devices=4, adapt=Adapt()):  # noqa: B008
-    """Three steps over six examples; the state and each step's sums."""
-    objective, optimizer = kinds.objective(kind, adapt), kinds.OPTIMIZER
-    rows = kinds.kind_of(kind).rows(kinds.examples(kind, 6))
+def train(objective, rows, parallelism=Parallelism(), devices=4):  # noqa: B008
+    """Three steps over shuffled rows; the state and each step's sums."""
+    optimizer, mesh = kinds.OPTIMIZER, samples.mesh_of(devices, parallelism)
     batches = TrainBatches(rows, kinds.TOKENIZER.pad_id, EXAMPLES, 3)
-    mesh = samples.mesh_of(devices, parallelism)
     abstract = step.abstract_state(objective, optimizer, parallelism, mesh)
     state = jax.device_get(step.init_state(objective, optimizer, 0))
-    base = kinds.base_params(objective.reads)
     fixed = None
-    if adapt.how == "full":
-        state["params"] |= base
-    else:
-        fixed = feed.put(base, mesh_lib.replicated(mesh))
+    if objective.reads != "decoder":
+        base = kinds.base_params(objective.reads)
+        if objective.adapt.how == "full":
+            state["params"] |= base
+        else:
+            fixed = feed.put(base, mesh_lib.replicated(mesh))
     state = feed.put(state, jax.tree.map(lambda s: s.sharding, abstract))
-    make = step.make_train_step(
-        objective, optimizer, parallelism, parallelism.accumulation_of(0), 9, mesh
-    )
+    parts = parallelism.accumulation_of(0)
+    make = step.make_train_step(objective, optimizer, parallelism, parts, 9, mesh)
     size = EXAMPLES * rows.rows_per_example
     everything, sharding = np.arange(size), mesh_lib.batch_sharding(mesh)
     seen = []
@@ -48,9 +44,10 @@ def train(kind, parallelism=Parallelism(), devices=4, adapt=Adapt()):  # noqa: B
     return jax.device_get(state), seen
 
 
-@functools.cache
-def alone(kind, adapt=Adapt()):  # noqa: B008
-    return train(kind, devices=1, adapt=adapt)
+def of_kind(kind, adapt=Adapt()):  # noqa: B008
+    """An objective, and rows of six examples."""
+    rows = kinds.kind_of(kind).rows(kinds.examples(kind, 6))
+    return kinds.objective(kind, adapt), rows
 
 
 def assert_same(found, expected):
@@ -71,30 +68,29 @@ def assert_same(found, expected):
 )
 def test_a_choice_is_learned_alike_on_four_devices(parallelism):
     """Rows of one example must meet on one device, in one micro-batch."""
-    found, expected = train("choice", parallelism), alone("choice")
+    found, expected = train(*of_kind("choice"), parallelism), train(*of_kind("choice"), devices=1)
     for state in (found[0], expected[0]):
         # It is added to all choices alike, so that its gradient is rounding, which Adam blows up.
         state["params"]["head"].pop("bias", None)
     assert_same(found, expected)
+    for window in found[1]:
+        assert window["bad_steps"][0] == 0 and window["loss"][1] == EXAMPLES
+    assert len({float(window["loss"][0]) for window in found[1]}) == STEPS
 
 
 @pytest.mark.long
-def test_tags_are_learned_alike_on_four_devices():
-    """Micro-batches have different numbers of words, and count as one batch."""
-    assert_same(train("tag", Parallelism(state="zero1", accumulation=2)), alone("tag"))
-
-
-@pytest.mark.long
-def test_thin_matrices_are_learned_alike_on_four_devices():
-    lora = Adapt(how="lora", lora_rank=2)
-    cut = Parallelism(tensor=2, accumulation=2)
-    assert_same(train("classify", cut, adapt=lora), alone("classify", lora))
-
-
-def test_every_step_learns():
-    _, seen = alone("choice")
-    assert len({float(window["loss"][0]) for window in seen}) == STEPS
-    assert all(window["bad_steps"][0] == 0 and window["loss"][1] == EXAMPLES for window in seen)
+@pytest.mark.parametrize(
+    ("kind", "adapt", "parallelism"),
+    [
+        # Micro-batches have different numbers of words, and count as one batch.
+        ("tag", Adapt(), Parallelism(state="zero1", accumulation=2)),
+        ("classify", Adapt(how="lora", lora_rank=2), Parallelism(tensor=2, accumulation=2)),
+    ],
+    ids=["tags", "thin matrices"],
+)
+def test_others_are_learned_alike_on_four_devices(kind, adapt, parallelism):
+    task = of_kind(kind, adapt)
+    assert_same(train(*task, parallelism), train(*task, devices=1))
 
 
 def test_evaluation_is_the_same_however_rows_lie():

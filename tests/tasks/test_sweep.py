@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import signal
 import statistics
 
 import pytest
@@ -10,7 +9,6 @@ import tuned
 
 from bert_jax import cli, errors
 from bert_jax.compare import sweep
-from bert_jax.errors import InputError
 from bert_jax.running.runner import Trainer
 from bert_jax.tasks import job
 
@@ -37,43 +35,33 @@ def names(*axes):
 
 def test_runs_are_all_products_named_by_their_values(here):
     found = sweep.members("task.py", ["batch_size=2"], [f"{RATE}=1e-3,2e-3", "seed=4,5"])
-    assert [member.folder for member in found] == [
-        "peak_learning_rate-1e-3_seed-4",
-        "peak_learning_rate-1e-3_seed-5",
-        "peak_learning_rate-2e-3_seed-4",
-        "peak_learning_rate-2e-3_seed-5",
-    ]
-    assert [(m.experiment.optimizer.peak_learning_rate, m.experiment.seed) for m in found] == [
-        (1e-3, 4),
-        (1e-3, 5),
-        (2e-3, 4),
-        (2e-3, 5),
+    made = [(m.folder, m.experiment.optimizer.peak_learning_rate, m.experiment.seed) for m in found]
+    assert made == [
+        ("peak_learning_rate-1e-3_seed-4", 1e-3, 4),
+        ("peak_learning_rate-1e-3_seed-5", 1e-3, 5),
+        ("peak_learning_rate-2e-3_seed-4", 2e-3, 4),
+        ("peak_learning_rate-2e-3_seed-5", 2e-3, 5),
     ]
     assert {member.experiment.batch_size for member in found} == {2}
     # Where two fields end alike, they are named whole.
     assert names("name=a,b", "optimizer.name=adamw")[0] == "name-a_optimizer.name-adamw"
 
 
-@pytest.mark.parametrize(
-    ("axes", "what"),
-    [
+def test_what_cannot_be_swept_is_refused_before_anything_is_run(here, capsys):
+    for axes, what in (
         (["seed"], "--sweep seed: write it as FIELD=V1,V2"),
-        (["seed="], "each value once"),
         (["seed=1,,2"], "each value once"),
         (["seed=1,1"], "each value once"),
         (["seed=1", "seed=2"], "seed is swept already"),
         (["sed=1"], "did you mean seed"),
-        (["seed=1,x"], "--sweep: --set seed=x"),
-        (["task.label_column=a b,a/b"], "two runs would both lie in label_column-a_b"),
-    ],
-)
-def test_what_cannot_be_swept_is_refused_before_anything_is_run(here, capsys, axes, what):
-    assert run(*axes) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert what in line and not pathlib.Path("all").exists()
-
-
-def test_a_folder_of_another_thing_is_refused(here, capsys):
+        (["seed=1,x"], "seed=x"),
+        (["task.label_column=a b,a/b"], "label_column-a_b"),
+    ):
+        capsys.readouterr()
+        assert run(*axes) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert what in line and not pathlib.Path("all").exists()
+    assert run("seed=1", base="nowhere") == 2
     (here / "all").mkdir()
     (here / "all" / "mine").touch()
     assert run("seed=1") == 2
@@ -111,72 +99,32 @@ def test_scores_are_shown_with_means_over_seeds_and_finished_runs_are_kept(
     assert sum("holds the finished run" in line for line in again) == 4
     assert again[-9:] == out[-9:]
 
-    # Its scores are of this base, and of no other.
+    # Its scores are of this base and of these settings, and of no others.
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
     tuned.write_base("other", seed=1)
     assert run(*axes, base="other") == errors.BAD_INPUT
     assert "holds other weights than those this run adapts" in capsys.readouterr().err
-
-
-def test_other_settings_under_a_sweep_are_refused_by_name(here, capsys):
-    assert run("seed=1") == 0
     text = pathlib.Path("task.py").read_text().replace("batch_size=4", "batch_size=8")
     pathlib.Path("task.py").write_text(text)
-    assert run("seed=1,2") == 2
-    assert "all/seed-1: this run was started with other settings (batch_size" in (
-        capsys.readouterr().err
-    )
+    assert run(*axes) == errors.BAD_INPUT
+    assert "this run was started with other settings (batch_size" in capsys.readouterr().err
 
 
-def test_a_signal_stops_the_sweep_and_it_goes_on(here, capsys, monkeypatch):
-    axes = ("seed=1,2,3",)
-    finetune, begun = job.finetune, []
+def test_a_signal_stops_the_sweep_and_a_run_that_fails_does_not(here, capsys, monkeypatch):
+    def outcomes(**of_seeds):
+        def instead(experiment, base, root, progress, origin):
+            begun.append(root)
+            return of_seeds[f"of_{experiment.seed}"]
 
-    def stopped_in_the_second(experiment, base, root, progress, origin):
-        begun.append(root)
-        if len(begun) == 2:
-            # Once the loop is on, as from outside.
-            monkeypatch.setattr(
-                progress, "train", lambda line, seconds: signal.raise_signal(signal.SIGTERM)
-            )
-        return finetune(experiment, base, root, progress, origin)
+        begun: list[str] = []
+        monkeypatch.setattr(job, "finetune", instead)
+        code = run("seed=1,2,3")
+        record = json.loads(pathlib.Path("all/sweep.json").read_text())
+        return code, len(begun), [r["outcome"] for r in record["runs"]]
 
-    text = pathlib.Path("task.py").read_text().replace("log_every=4", "log_every=1")
-    pathlib.Path("task.py").write_text(text)
-    monkeypatch.setattr(job, "finetune", stopped_in_the_second)
-    assert run(*axes) == errors.STOPPED
-    assert begun == ["all/seed-1", "all/seed-2"]
-    record = json.loads(pathlib.Path("all/sweep.json").read_text())
-    assert [r["outcome"] for r in record["runs"]] == ["finished", "stopped", ""]
-
-    monkeypatch.setattr(job, "finetune", finetune)
-    assert run(*axes) == 0
-    out = capsys.readouterr().out
-    assert "all/seed-1 holds the finished run" in out and "resume: from step" in out
-    record = json.loads(pathlib.Path("all/sweep.json").read_text())
-    assert [r["outcome"] for r in record["runs"]] == ["finished"] * 3
-
-
-def test_a_run_that_fails_keeps_none_from_going_on(here, capsys, monkeypatch):
-    finetune = job.finetune
-
-    def failing(experiment, base, root, progress, origin):
-        if experiment.seed == 1:
-            return "failed"
-        return finetune(experiment, base, root, progress, origin)
-
-    monkeypatch.setattr(job, "finetune", failing)
-    assert run("seed=1,2") == errors.FAILED
-    out = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in out[-5:-3]] == [["1", "failed"], ["2", "4"]]
-    assert out[-1].split()[0] == "1"  # run that counts
-
-
-def test_an_error_of_the_input_ends_the_sweep(here):
-    with pytest.raises(InputError, match="nowhere: no run here"):
-        sweep.run(sweep.members("task.py", [], ["seed=1"]), "nowhere", "all", Quiet())
-    assert not pathlib.Path("all").exists()
-
-
-class Quiet:
-    def say(self, line):
-        pass
+    stopped = outcomes(of_1="failed", of_2="stopped")
+    assert stopped == (errors.STOPPED, 2, ["failed", "stopped", ""])
+    ended = outcomes(of_1="failed", of_2="failed", of_3="failed")
+    assert ended == (errors.FAILED, 3, ["failed"] * 3)
+    assert "failed" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """Words to rows and back: no word without its tag, however long the sentence."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kinds import TOKENIZER, WORDS, ids, tagged, task
@@ -37,25 +36,19 @@ def test_the_first_piece_of_a_word_carries_its_tag():
     assert rows.first.tolist() == [8]
 
 
-def test_a_long_sentence_goes_on_in_another_row():
-    """No word is cut in two."""
-    rows = kind(6).rows([tagged(["wa"] * 5 + ["until", "wb"]), tagged(["wc"])])
+def test_a_long_sentence_goes_on_in_another_row_and_a_word_longer_than_a_row_is_cut():
+    """No other word is cut in two."""
+    long = ["wa"] * 5 + ["until", "wb"]
+    rows = kind(6).rows([tagged(long), tagged(["wc"]), tagged(["wa", ".........", "wb"])])
     assert [row.tolist() for row in rows.ids] == [
         ids("[CLS] wa wa wa wa wa [SEP]"),
         ids("[CLS] un ##til wb [SEP]"),
         ids("[CLS] wc [SEP]"),
-    ]
-    assert [note[0] for note in rows.notes] == [0, 0, 1]
-
-
-def test_a_word_longer_than_a_row_is_cut():
-    rows = kind(6).rows([tagged(["wa", ".........", "wb"])])
-    assert [row.tolist() for row in rows.ids] == [
         ids("[CLS] wa [SEP]"),
         ids("[CLS] . . . . . . [SEP]"),
         ids("[CLS] wb [SEP]"),
     ]
-    assert sum(w.sum() for w in rows.tokens["target_weights"]) == 3
+    assert [note[0] for note in rows.notes] == [0, 0, 1, 2, 2, 2]
 
 
 @given(st.lists(sentences, min_size=1, max_size=3), st.integers(6, 20))
@@ -90,17 +83,7 @@ def test_entities_are_scored_only_if_they_are_the_score():
     tags = kind(20, score="accuracy")
     rows = tags.rows(examples)
     assert tags.scores(oracle(rows), rows, examples) == {"accuracy": 1.0}
-
-
-def test_without_tags_there_are_answers_all_the_same():
-    examples = [tagged(["wa", "wb"])]
-    tags = kind(20)
-    rows = tags.rows(examples)
+    # Without tags there are answers all the same.
     outputs = [np.eye(3, dtype=np.float32)[[0, 1, 2, 0]]]
-    assert tags.answers(outputs, rows, examples) == [{"words": ["wa", "wb"], "tags": ["I-X", "O"]}]
-
-
-def test_every_label_is_an_output():
-    assert kind(20).outputs == len(LABELS)
-    with pytest.raises(KeyError):  # examples.require_known tells it before, by its place
-        kind(20).rows([tagged(["wa"], ["B-Y"])])
+    (answer,) = tags.answers(outputs, tags.rows([tagged(["wa", "wb"])]), [tagged(["wa", "wb"])])
+    assert answer == {"words": ["wa", "wb"], "tags": ["I-X", "O"]}

@@ -12,34 +12,11 @@ from bert_jax.tasks import examples
 
 FILES = sorted((pathlib.Path(__file__).parents[2] / "experiments" / "tasks").glob("*.py"))
 STSB = "index genre filename year old_index source1 source2 sentence1 sentence2 score"
-SQUAD = {
-    "version": "v2.0",
-    "data": [
-        {
-            "title": "A",
-            "paragraphs": [
-                {
-                    "context": "Of old it was red.",
-                    "qas": [
-                        {
-                            "id": "1",
-                            "question": "What was it?",
-                            "is_impossible": False,
-                            "answers": [{"text": "red", "answer_start": 14}],
-                        },
-                        {
-                            "id": "2",
-                            "question": "Who?",
-                            "is_impossible": True,
-                            "answers": [],
-                            "plausible_answers": [{"text": "it", "answer_start": 7}],
-                        },
-                    ],
-                }
-            ],
-        }
-    ],
-}
+QUESTIONS = [
+    {"id": "1", "question": "?", "answers": [{"text": "red", "answer_start": 14}]},
+    {"id": "2", "question": "Who?", "is_impossible": True, "answers": [], "plausible_answers": []},
+]
+SQUAD = {"data": [{"paragraphs": [{"context": "Of old it was red.", "qas": QUESTIONS}]}]}
 # As those who spread the data lay them out.
 LAYOUTS = {
     "sst2": "sentence\tlabel\na fine film \t1\na bore \t0\n",

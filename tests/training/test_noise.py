@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import samples
 
+from bert_jax.config import Adapt
 from bert_jax.model import decoder, heads, layers
 from bert_jax.model.encoder import Loop
-from bert_jax.tasks import objective
+from bert_jax.tasks.objective import TaskObjective
 
 LAYERS = samples.MODEL.num_hidden_layers
 
@@ -74,12 +75,13 @@ def forwards():
     def generate(params, batch, noise, loop):
         return decoder.target_logits(decoder.merge(cfg, params), cfg, batch, noise, loop)
 
+    of_tags = TaskObjective(cfg, "labels", "tokens", 2, 1, Adapt(features="mixed"))
+
     def tag(params, batch, noise, loop):
-        return objective.task_logits(cfg, "tokens", 2, params, batch, noise, 0.1, loop, "mixed")
+        return of_tags.logits(params, None, batch, noise, loop)
 
     yield "generate", functools.partial(decoder.init_params, cfg), generate, batch, 2 + 8 * LAYERS
-    make = functools.partial(objective.init_params, cfg, "tokens", 2, features="mixed")
-    yield "tag", lambda key: make(key=key), tag, batch, 1 + every_layer + 3
+    yield "tag", of_tags.init_params, tag, batch, 1 + every_layer + 3
 
 
 @pytest.mark.parametrize(
