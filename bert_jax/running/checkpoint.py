@@ -169,10 +169,8 @@ class Checkpoints:
 
         metadata = self._read(step, read)
         if (version := metadata["format_version"]) != FORMAT_VERSION:
-            raise InputError(
-                f"{folder}: format_version {version!r}, this version reads {FORMAT_VERSION}; use "
-                "the bert-jax that wrote it"
-            )
+            ours = f"this version reads {FORMAT_VERSION}; use the bert-jax that wrote it"
+            raise InputError(f"{folder}: format_version {version!r}, {ours}")
         return metadata
 
     def experiment(self, step: int, kind: type[Saved] = Experiment) -> Saved:
@@ -240,18 +238,13 @@ class Checkpoints:
         at_most: int | None = None,
         agreed: Callable[[str, str], str] = lambda what, error: error,
     ) -> Restored | None:
-        """Reads the newest checkpoint that is not damaged; None if there is none at all.
+        """Reads the newest checkpoint, of step `at_most`, that is not damaged; None: there is none.
 
-        Args:
-          abstract_state: see `restore`.
-          at_most: no newer one than of this step; any if None.
-          agreed: (what was done, error of this process or "") to the first error of any process.
-            All come to it before they compute anything together.
+        `agreed` takes what was done and the error of this process, or "", and gives the first of
+        any: all come to it before they compute anything together. See also `restore`.
         """
         damaged: dict[int, str] = {}
-        for step in self.steps:
-            if at_most is not None and step > at_most:
-                continue
+        for step in (step for step in self.steps if at_most is None or step <= at_most):
             restored, error = None, ""
             try:
                 restored = self._load(step, abstract_state)
@@ -488,13 +481,13 @@ class Kept:
 
 
 def _quiet_orbax_logs() -> None:
-    """Silences orbax's logs in this process, from here on."""
+    """Silences orbax's logs in this process, from here on, and threads that it has left behind."""
     absl_logging.set_verbosity(absl_logging.FATAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    # What threads of a failed load say when Orbax has gone.
-    sys.unraisablehook = lambda unraisable: (
-        None
-        if str(unraisable.exc_value) == "Event loop is closed"
-        else sys.__unraisablehook__(unraisable)
-    )
+
+    def hear(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = hear
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
