@@ -6,13 +6,14 @@ adapter_model.safetensors, and in `base` the class without them, whose head is z
 adapter brings its own.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from etils import epath
 
+from bert_jax.config import Adapt
 from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, vocabularies, weights
 from bert_jax.interop.huggingface import INPUTS, write_tensors
@@ -141,6 +142,23 @@ def saved_modules(architecture: str, family: str, learned: Collection[str]) -> l
     return [head, below.module] if also else [head]
 
 
+def rank_patterns(thin: Mapping[str, np.ndarray], adapt: Adapt) -> dict[str, dict[str, float]]:
+    """Returns what PEFT scales otherwise: tensors of theirs that hold several kernels of ours.
+
+    Args:
+      thin: lora_A, float32 [rank, inputs], and lora_B by their names.
+      adapt: the rank and the alpha of one kernel.
+    """
+    ranks = {
+        name.split(".", 3)[-1].removesuffix(".lora_A.weight"): len(value)
+        for name, value in thin.items()
+        if name.endswith("lora_A.weight") and len(value) != adapt.lora_rank
+    }
+    scale = adapt.lora_alpha / adapt.lora_rank
+    alphas = {name: rank * scale for name, rank in ranks.items()}
+    return {"rank_pattern": ranks, "alpha_pattern": alphas}
+
+
 def _write_adapter(
     model: TaskModel, architecture: str, dtype: str, target: epath.Path, folder: epath.Path
 ) -> None:
@@ -156,11 +174,6 @@ def _write_adapter(
         jax.device_get(merged_params(adapt, model.params, model.fixed)), model.model, architecture
     )
     saved = saved_modules(architecture, names.family(model.model), set(learned))
-    ranks = {  # of tensors of theirs that hold several kernels of ours
-        name.split(".", 3)[-1].removesuffix(".lora_A.weight"): len(value)
-        for name, value in thin.items()
-        if name.endswith("lora_A.weight") and len(value) != adapt.lora_rank
-    }
     tensors = thin | {
         name: value
         for name, value in whole.items()
@@ -178,10 +191,7 @@ def _write_adapter(
             "base_model_name_or_path": str(target / "base"),
             "r": adapt.lora_rank,
             "lora_alpha": adapt.lora_alpha,
-            "rank_pattern": ranks,
-            "alpha_pattern": {
-                name: rank * adapt.lora_alpha / adapt.lora_rank for name, rank in ranks.items()
-            },
+            **rank_patterns(thin, adapt),
             "lora_dropout": 0.0,
             "target_modules": sorted({name.rsplit(".", 2)[0] for name in thin}),
             "modules_to_save": saved,

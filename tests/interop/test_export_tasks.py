@@ -217,10 +217,16 @@ def test_thin_matrices_of_several_kernels_in_one_tensor_add_the_same(of):
     architecture = finetuned.ARCHITECTURES[of]["classify"]
     expected = weights.to_theirs(jax.device_get(whole), cfg, architecture)
     found, apart = dict(theirs(of, "classify")), weights.thin_to_theirs(thin, cfg)
+    patterns = finetuned.rank_patterns(apart, adapt)
     for name in {name.rsplit(".", 2)[0] for name in apart}:
         down, up = (apart[f"{name}.lora_{letter}.weight"].astype(float) for letter in "AB")
         kernels = len(down) // 3
         assert kernels == (2 if of == "modern" and name.endswith(("Wqkv", "Wi")) else 1)
-        found[f"{name}.weight"] = found[f"{name}.weight"] + 6.0 / 3 * up @ down
+        alpha, rank = (
+            next((value for end, value in patterns[which].items() if name.endswith(end)), usual)
+            for which, usual in (("alpha_pattern", 6.0), ("rank_pattern", 3))
+        )
+        assert rank == len(down)
+        found[f"{name}.weight"] = found[f"{name}.weight"] + alpha / rank * up @ down
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, atol=1e-5, err_msg=name)
