@@ -31,20 +31,15 @@ _PAIRS = (
 # Settings, and what the line names where it is not the last of them.
 OF_PRETRAINING = f"""
 model.hiden_size=3 -> model.hidden_size
-modle.hidden_size=3 -> modle
 lr=1e-4 -> optimizer.peak_learning_rate
-mesh.tensor=2 -> parallelism.tensor
 batch_size=8 -> phases.0.batch_size
 model=3
 model.hidden_size -> FIELD=VALUE
 model.hidden_size=x
-model.hidden_size=1.5
-model.hidden_size=1.5e0
 model.hidden_size=1e999
 model.hidden_size=1{"0" * 40}
 model.hidden_size.deep=3
 phases.2.steps=1
-phases.-1.steps=1
 phases=[] -> phases.0.steps
 phases.1.steps=0
 phases.0.steps=17000000
@@ -59,7 +54,6 @@ model.max_position_embeddings=256 -> phases.1.sequence_length=512
 model.hidden_act=relu -> gelu_tanh
 model.hidden_dropout_prob=1.0
 model.hidden_dropout_prob=0.001
-model.initializer_range=0
 data.masked_lm_prob=0.3 -> phases.0.max_predictions_per_seq=20
 data.final_masked_lm_prob=0.16 -> phases.1.max_predictions_per_seq=77
 data.dupe_factor=2 data.final_masked_lm_prob=0.1
@@ -78,16 +72,12 @@ model.direction=left_to_right
 {_MODERN} model.max_position_embeddings=1024 model.local_window=514
 {_MODERN} model.num_attention_heads=256
 {_MODERN} model.local_window=1
-{_MODERN} model.local_rotary_scaling=yarn:4
 {_MODERN} model.global_rotary_scaling=linear:0.5
 model.output_table=own
 {_MODERN} model.global_every=1 model.local_window=64
-{_MODERN} model.global_every=0
-{_MODERN} model.global_rotary_base=1
 {_MODERN} model.type_vocab_size=3
 optimizer.name=sgd -> stable_adamw
 optimizer.eps=nan
-optimizer.eps=0
 optimizer.bad_steps_in_a_row=64
 optimizer.warmup_steps=200000
 phases.0.steps=60 phases.1.steps=1 -> optimizer.warmup_steps=6
@@ -97,11 +87,6 @@ optimizer.schedule=wsd optimizer.decay_steps=90001
 {_CLIP} optimizer.reference_replicas=3
 parallelism.accumulation=3 -> phases.0.batch_size=256
 parallelism.accumulation=1,1,1
-parallelism.accumulation=
-run.profile_steps=10
-run.profile_steps=10,10
-run.profile_steps=-1,10
-run.profile_steps=1,2,3
 run.profile_steps=0,101
 run.profile_steps=1,x
 run.keep_checkpoints=1
@@ -111,22 +96,15 @@ corpus.sources=novel:a
 corpus.encoding=utf-99
 corpus.language=xx
 corpus.document_starts=(
-corpus.layout=sentences_by_line corpus.document_starts=headings
-corpus.cut_documents=-1
 corpus.language=french -> did you mean fr
-corpus.language=
 corpus.text_field=a,b,c
 corpus.validation_share=0
-seed=-1
-name=a/b
 name={"x" * 300}
 """
 OF_FINETUNING = f"""
 task.kind=pair -> task.second_column
 task.kind=pair task.text_column=premise -> hypothesis
-task.kind=regress -> task.second_column
 task.second_column=b
-task.choice_columns=b,c
 task.kind=choice task.choice_columns=b
 {_CHOICE} task.labels=A,B,C
 task.field_column=b
@@ -134,19 +112,15 @@ task.kind=pair task.second_column=sentence -> task.text_column
 task.kind=pair task.second_column=label -> task.text_column
 task.text_column=
 task.labels=a,a
-task.labels=a
 task.labels=["a",""]
 task.kind=regress task.second_column=b task.labels=a,b
-{_SPAN} task.labels=a,b
 {_SPAN} task.blank_cells=skip
-{_SPAN} task.document_stride=0
 {_SPAN} -> task.document_stride
 {_SPAN} task.document_stride=1 task.max_sequence_length=67 -> task.max_query_length
 task.kind=tag task.score=f1 -> task.train
 task.score=bleu
 task.train=
 task.validation=
-task.max_sequence_length=7
 optimizer.warmup_steps=5
 optimizer.schedule=wsd
 optimizer.clip=per_replica
@@ -154,44 +128,30 @@ adapt.how=lora optimizer.layer_decay=0.9
 adapt.features=last
 adapt.lora_targets=query,pooler
 run.probes=classify.py
-run.watch=a
-run.corpus_dir=there
-patience=-1
 {_SPAN} task.document_stride=1 class_weights=balanced -> class_weights='balanced'
 {_PAIRS} task.validation= -> task.validation
 {_PAIRS} task.train=jsonl:x
 {_PAIRS} task.second_column=
 {_PAIRS} task.field_column=good -> task.text_column
-{_PAIRS} task.labels=a,b
 {_PAIRS} task.validation=conll:x
 parallelism.accumulation=3
 """
 COMMANDS = """
 pretrain none.py -> none.py
-pretrain setup.cfg -> setup.cfg
 pretrain -> EXPERIMENT
-config -> EXPERIMENT
 config tiny --explain optimizer.epsilon -> optimizer.eps
 config tiny --set model.width=3 -> model.width
-evaluate -> --workdir
 evaluate --workdir nowhere -> nowhere
-evaluate --workdir nowhere --task x.py -> nowhere
 predict --workdir nowhere x -> nowhere
 embed --workdir nowhere --out a.npz --layers -4,-3 -> nowhere
 embed --workdir nowhere --out a.npz --layers -4,x -> --layers
-embed -> --workdir
-serve --workdir nowhere -> nowhere
-export --workdir nowhere --out a -> nowhere
-layers --workdir nowhere --attention a -> nowhere
 layers --workdir nowhere -> --attention
 report nowhere -> nowhere
-checkpoints nowhere -> nowhere
 finetune -> --kind
 tokenize --tokenizer nowhere -> nowhere
 doctor nowhere -> nowhere
 doctor experiments --set seed=1 -> --set
 pretrain tiny --stps 3 -> --stps
-show tiny --step x -> --step
 show tiny --rows 0 -> --rows
 predict wa -> --workdir
 pretrian tiny -> pretrain
