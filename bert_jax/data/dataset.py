@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Sequence
 
 import numpy as np
-import tensorflow_datasets as tfds
 from array_record.python import array_record_module
 from etils import epath
 
@@ -107,6 +106,8 @@ def assemble(folder: epath.Path, shards: dict[str, Sequence[Shard]], id_dtype: s
 
     Shards are those of each split, in order; `id_dtype` is uint16 or uint32.
     """
+    import tensorflow_datasets as tfds  # not above: it takes a third of a second
+
     folder.mkdir(parents=True, exist_ok=True)
     identity = tfds.core.dataset_info.DatasetIdentity(
         name=_NAME,

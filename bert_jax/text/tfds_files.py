@@ -12,12 +12,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import tensorflow_datasets as tfds
 from array_record.python.array_record_data_source import ArrayRecordDataSource
-from etils import epath
+from etils import epath, epy
 
 from bert_jax.errors import InputError
 from bert_jax.storage import copies, mirror
+
+with epy.lazy_imports():  # it takes a third of a second, and most text lies in files
+    import tensorflow_datasets as tfds
 
 _KNOWN_FEATURES = frozenset(
     f"tensorflow_datasets.core.features.{name}"
@@ -57,7 +59,7 @@ def find(name: str) -> epath.Path:
     return folder / versions[-1]
 
 
-def open_folder(folder: epath.PathLike) -> tfds.core.DatasetBuilder:
+def open_folder(folder: epath.PathLike) -> "tfds.core.DatasetBuilder":
     """Returns a builder for the dataset in `folder`, whose features are seen to be plain data."""
     folder = epath.Path(folder)
     try:
@@ -111,8 +113,8 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
     info = open_folder(folder).info
     if split not in info.splits:
         raise InputError(f"{folder}: no split {split!r}; it has {', '.join(info.splits)}")
-    if info.file_format not in _READERS:
-        kind = getattr(info.file_format, "value", None)
+    kind = getattr(info.file_format, "value", None)
+    if kind not in _READERS:
         raise InputError(f"{folder}: stored as {kind}; only array_record and tfrecord can be read")
     try:
         lengths = info.splits[split].shard_lengths
@@ -146,7 +148,7 @@ def shard_records(
     path, info = epath.Path(path), open_folder(folder).info
     read = start
     with copies.here(path) as (local,):
-        raw = _READERS[info.file_format](str(local), start, stop)
+        raw = _READERS[info.file_format.value](str(local), start, stop)
         for record in _whole(path, raw, info.features):
             read += 1
             yield record
@@ -155,7 +157,7 @@ def shard_records(
         raise _damaged(path, f"{read} records, not {expected}")
 
 
-def class_labels(folder: epath.PathLike) -> dict[str, tfds.features.ClassLabel]:
+def class_labels(folder: epath.PathLike) -> "dict[str, tfds.features.ClassLabel]":
     """Returns features whose numbers stand for classes, or are sequences of such, by their keys."""
     labels = {}
     for key, feature in open_folder(folder).info.features.items():
@@ -197,10 +199,8 @@ def _tf_records(path: str, start: int, stop: int) -> Iterator[bytes]:
     yield from grain.experimental.TFRecordIterDataset(path)
 
 
-_READERS = {
-    tfds.core.FileFormat.ARRAY_RECORD: _array_records,
-    tfds.core.FileFormat.TFRECORD: _tf_records,
-}
+# By the word of a file format.
+_READERS = {"array_record": _array_records, "tfrecord": _tf_records}
 
 
 def _class_names(tree: Any) -> Sequence[str]:
