@@ -176,7 +176,7 @@ class _Walk:
             if inside is None:
                 steps += self._steps(instruction, computation, times, where)
             else:
-                steps += self._work(instruction, inside, times, where)
+                steps += self._performed(instruction, inside, times, where)
         return _joined([*steps, *(("done", name) for name in begun)])
 
     def _steps(
@@ -207,9 +207,9 @@ class _Walk:
                 second = tuple(self.run(names[0], times - often, where))
                 first = tuple(self.run(names[1], often, where))
                 return [("either", share, first, second)]
-        return self._work(instruction, computation, times, where)
+        return self._performed(instruction, computation, times, where)
 
-    def _work(
+    def _performed(
         self, instruction: Instruction, inside: Computation, times: int, where: str
     ) -> list[Step]:
         """Returns what a fusion does, or an instruction by itself, which is `inside` its own."""
