@@ -14,7 +14,7 @@ import yaml
 
 from bert_jax.errors import InputError
 
-from .spec import EXPERIMENT, FINAL, Spec, gke_names, slice_names
+from .spec import EXPERIMENT, FINAL, Spec, slice_names
 
 CONTAINER = "run"
 # Of the one group of pods; the pod of host 3 of NAME is NAME-hosts-0-3-XXXXX.
@@ -64,14 +64,7 @@ def checked_image(image: str) -> str:
 
 
 def text(spec: Spec, pods: Pods) -> str:
-    """Returns the manifest, as YAML."""
-    return yaml.dump_all(
-        objects(spec, pods), Dumper=_Dumper, sort_keys=False, width=100, explicit_start=True
-    )
-
-
-def objects(spec: Spec, pods: Pods) -> list[dict[str, Any]]:
-    """Returns a ConfigMap with the experiment, and the JobSet."""
+    """Returns the manifest, as YAML: a ConfigMap with the experiment, and the JobSet."""
     if len("".join([spec.config, *spec.code.values()]).encode()) > _LARGEST_CONFIG:
         raise InputError(f"{spec.experiment.name}: as JSON it is larger than a ConfigMap may be")
     metadata = {
@@ -87,12 +80,8 @@ def objects(spec: Spec, pods: Pods) -> list[dict[str, Any]]:
         "immutable": True,
         "data": {EXPERIMENT: spec.config, **spec.code},
     }
-    return [config, _jobset(spec, pods, metadata)]
-
-
-def coordinator(spec: Spec) -> str:
-    """Returns host:port of process 0, as all pods of the JobSet can resolve it."""
-    return f"{spec.name}-{GROUP}-0-0.{spec.name}:{COORDINATOR_PORT}"
+    both = [config, _jobset(spec, pods, metadata)]
+    return yaml.dump_all(both, Dumper=_Dumper, sort_keys=False, width=100, explicit_start=True)
 
 
 def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +144,12 @@ def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
     assert spec.topology is not None
-    gke = gke_names(spec.topology)
+    gke = slice_names(spec.topology)
+    if not gke.gke_accelerator:
+        raise InputError(
+            f"--topology {spec.topology.name}: GKE has none; choose another generation, or "
+            "`launch tpu_vm`"
+        )
     account = {"serviceAccountName": pods.service_account} if pods.service_account else {}
     return {
         "restartPolicy": "Never",
@@ -216,9 +210,11 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
         {"name": name, "value": _verbatim(value)} for name, value in sorted(given.items())
     ]
     if spec.hosts > 1:
+        first = f"{spec.name}-{GROUP}-0-0.{spec.name}"
         index = f"metadata.annotations['{INDEX}']"
         variables += [
-            {"name": "JAX_COORDINATOR_ADDRESS", "value": coordinator(spec)},
+            # Process 0, as all pods of the JobSet can resolve it.
+            {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{first}:{COORDINATOR_PORT}"},
             {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             # On the address inside the cluster alone.

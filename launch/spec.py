@@ -245,15 +245,3 @@ def slice_names(topology: "Topology") -> SliceNames:
         gke_topology=shape,
         gke_machine_type=machine.format(chips_per_host),
     )
-
-
-def gke_names(topology: "Topology") -> SliceNames:
-    """Returns what `slice_names` does, for a slice that GKE offers."""
-    names = slice_names(topology)
-    if not names.gke_accelerator:
-        offered = ", ".join(word for word, known in _GENERATIONS.items() if known.gke)
-        raise InputError(
-            f"--topology {topology.name}: GKE has no {topology.name.partition(':')[0]}; choose one "
-            f"of {offered}, or `launch tpu_vm`"
-        )
-    return names

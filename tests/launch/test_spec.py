@@ -54,7 +54,7 @@ def test_a_slice_is_called_as_it_is_published():
         runtime = RUNTIMES.get(slice_name.partition(":")[0], "tpu-ubuntu2204-base")
         assert names.runtime_version == runtime
     for slice_name, published in IN_GKE.items():
-        names = spec.gke_names(topology.parse(slice_name))
+        names = spec.slice_names(topology.parse(slice_name))
         assert (names.gke_accelerator, names.gke_topology, names.gke_machine_type) == published
 
 
