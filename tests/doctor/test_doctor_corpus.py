@@ -22,7 +22,7 @@ def sentence(rng, words=(8, 20)):
     return " ".join(rng.choices(WORDS, k=rng.randint(*words))) + "."
 
 
-def documents(count=400, sentences=(60, 90), words=(8, 20), seed=0):
+def documents(count=160, sentences=(60, 90), words=(8, 20), seed=0):
     rng = random.Random(seed)
     return [[sentence(rng, words) for _ in range(rng.randint(*sentences))] for _ in range(count)]
 
@@ -45,7 +45,7 @@ def examine(folder, docs, pieces=(*WORDS, "."), **settings):
 
 def one_sentence_documents(folder):
     docs = documents()
-    return examine(folder, docs[:100] + [[line] for doc in docs[100:] for line in doc[:3]])
+    return examine(folder, docs[:40] + [[line] for doc in docs[40:] for line in doc[:3]])
 
 
 def endless_sentences(folder):
@@ -62,11 +62,11 @@ def short_documents(folder):
 
 def repeated_documents(folder):
     docs = documents()
-    return examine(folder, docs + docs[:80])
+    return examine(folder, docs + docs[:32])
 
 
 def one_long_document(folder):
-    return examine(folder, documents(300) + documents(1, (40_000, 40_000), seed=9))
+    return examine(folder, documents(100) + documents(1, (13_000, 13_000), seed=9))
 
 
 def unknown_words(folder):
@@ -134,7 +134,7 @@ def test_a_planted_fault_is_the_one_problem_found(plant, rule, where, tmp_path):
 
 
 def test_a_healthy_corpus_has_no_finding(tmp_path):
-    assert examine(tmp_path, documents()) == []
+    assert examine(tmp_path, documents(400)) == []
 
 
 def test_a_run_without_its_corpus_is_refused(tmp_path):
