@@ -15,7 +15,8 @@ from bert_jax.config.finetuning import Finetuning
 from bert_jax.config.pretraining import Experiment
 from bert_jax.errors import InputError
 
-_TYPES = {
+# What a value has to be, in words.
+TYPES = {
     int: "a whole number",
     float: "a number",
     str: "text",
@@ -63,7 +64,7 @@ def _settings(section: type[Section], path: str, example: Section | None) -> Ite
             yield from _settings(inner, below, default if isinstance(default, Section) else None)
             continue
         choices = get_args(hint) if get_origin(hint) is Literal else ()
-        word = _TYPES.get(hint, "a word")
+        word = TYPES.get(hint, "a word")
         text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
         given = None if default is dataclasses.MISSING else text
         yield Setting(where, word, choices, given, comments[field.name], section.role)

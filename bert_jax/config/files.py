@@ -12,8 +12,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from bert_jax.config.code import run_file
 from bert_jax.config.comparison import Table
 from bert_jax.config.corpus import Corpus, named
+from bert_jax.config.explain import TYPES, suggestion
 from bert_jax.config.explain import settings as settings_of
-from bert_jax.config.explain import suggestion
 from bert_jax.config.fields import Section
 from bert_jax.config.finetuning import SOURCES, Finetuning, Task
 from bert_jax.config.pretraining import Experiment
@@ -254,15 +254,6 @@ def _places(section: Any, tree: dict, path: str = "") -> Iterator[tuple[str, tup
                 yield from _places(inner, item, f"{path}{key}.{number}.")
 
 
-# What a value has to be, in words.
-_KINDS = {
-    int: "a whole number",
-    float: "a number",
-    tuple[int, ...]: "a whole number, or several as 1,4",
-    tuple[float, ...]: "a number, or several as 3,1",
-}
-
-
 def _parse(text: str, hint: Any, setting: str) -> object:
     try:
         if get_origin(hint) is not tuple:
@@ -272,8 +263,7 @@ def _parse(text: str, hint: Any, setting: str) -> object:
         item, parts = get_args(hint)[0], text.split(",") if text else []
         return [part for part in parts if part] if item is str else [item(part) for part in parts]
     except (ValueError, RecursionError) as error:
-        kind = _KINDS.get(hint, "JSON")
-        raise InputError(f"--set {setting}: {text!r} is not {kind}") from error
+        raise InputError(f"--set {setting}: {text!r}: write {TYPES[hint]}") from error
 
 
 def _number(text: str, kind: type[int] | type[float]) -> int | float:
