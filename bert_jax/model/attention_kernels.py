@@ -22,8 +22,8 @@ from bert_jax.model.attention import KEPT, MASKED_SCORE
 from bert_jax.model.kernels import LANES, Kernels
 
 
-class _Attention(NamedTuple):
-    """What is known of attention before it runs."""
+class Attention(NamedTuple):
+    """What is known of `attention` before it runs."""
 
     kernels: Kernels  # how they are made
     size: int  # W / H
@@ -33,50 +33,14 @@ class _Attention(NamedTuple):
     rows: Literal["alone", "shared"]
 
 
-def attention(
-    kernels: Kernels,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    biases: jax.Array,
-    numbers: jax.Array,
-    seed: jax.Array,
-    heads: int,
-    rate: float,
-    rows: Literal["alone", "shared"],
-    bits: jax.Array | None = None,
-) -> jax.Array:
-    """Computes scaled dot-product attention with dropout on the probabilities.
-
-    Args:
-      kernels: how they are made.
-      query: [B, S, W], a product without its bias; all heads, one behind the other.
-      key: as query.
-      value: as query.
-      biases: float32 [3, W], of the three.
-      numbers: int32 [B, S], see `rows`.
-      seed: int32 [2], of the step, micro-batch, shard, layer and site.
-      heads: H.
-      rate: share of probabilities dropped.
-      rows: `alone`: numbers are 1 for tokens and 0 for padding, which no query sees; `shared`: a
-        query sees the tokens that have its own number.
-      bits: uint32 [B, H, K, Q] instead of drawn ones.
-
-    Returns:
-      [B, S, W], in the type of value.
-    """
-    static = _Attention(kernels, query.shape[-1] // heads, rate, rows)
-    return _attention(static, query, key, value, biases, numbers, seed, bits)
-
-
-def _forward(static: _Attention, *arrays: Any) -> list[jax.Array]:
+def _forward(static: Attention, *arrays: Any) -> list[jax.Array]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
     run = functools.partial(_forward_kernel, static)
     return blocks.call(run, "attention_forward", _inputs(blocks, *arrays), outputs, products=2)
 
 
-def _backward(static: _Attention, arrays: tuple[Any, ...], *more: jax.Array) -> tuple[Any, ...]:
+def _backward(static: Attention, arrays: tuple[Any, ...], *more: jax.Array) -> tuple[Any, ...]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     b, _, w = query.shape
     inputs = _inputs(blocks, *arrays)
@@ -170,7 +134,7 @@ class Heads:
 class _Read(Heads):
     """What both passes read."""
 
-    def __init__(self, static: _Attention, refs: Sequence[Any]):
+    def __init__(self, static: Attention, refs: Sequence[Any]):
         seed, query, key, value, biases, keys, queries, *bits = refs
         self._static, self._seed, self._bits = static, seed, bits[0] if bits else None
         super().__init__(static.size, query.shape[2])
@@ -200,7 +164,7 @@ class _Read(Heads):
         return kernels_lib.keep_some(self._static.rate, self._seed, bits, program, shape)
 
 
-def _forward_kernel(static: _Attention, *refs: Any) -> None:
+def _forward_kernel(static: Attention, *refs: Any) -> None:
     *read, context_ref, sums_ref = refs
     row = _Read(static, read)
     value = row.value.T
@@ -218,7 +182,7 @@ def _forward_kernel(static: _Attention, *refs: Any) -> None:
     context_ref[0] = context.T.astype(context_ref.dtype)
 
 
-def _backward_kernel(static: _Attention, *refs: Any) -> None:
+def _backward_kernel(static: Attention, *refs: Any) -> None:
     *read, context_ref, sums_ref, gradient_ref = refs[:-4]
     d_query_ref, d_key_ref, d_value_ref, d_biases_ref = refs[-4:]
     row = _Read(static, read)
@@ -279,4 +243,11 @@ def with_gradient(
     return run
 
 
-_attention = with_gradient(_forward, _backward)
+# Takes an `Attention` and
+#   query, key, value: [B, S, W], products without their biases; all heads, one behind the other,
+#   biases: float32 [3, W], of the three,
+#   numbers: int32 [B, S], see `Attention.rows`,
+#   seed: int32 [2], of the step, micro-batch, shard, layer and site,
+#   bits: uint32 [B, H, K, Q] instead of drawn ones; None: they are drawn,
+# to [B, S, W], in the type of value: scaled dot-product attention with dropout on probabilities.
+attention = with_gradient(_forward, _backward)

@@ -79,7 +79,7 @@ def program_seed(words: Sequence[Any], program: Any) -> tuple[Any, Any]:
 # --- the norm of a residual -----------------------------------------------------------------------
 
 
-class _Norm(NamedTuple):
+class Norm(NamedTuple):
     """What is known of a norm before it runs."""
 
     kernels: Kernels  # how they are made
@@ -87,46 +87,38 @@ class _Norm(NamedTuple):
     eps: float  # added to the variance
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def residual_norm(
-    kernels: Kernels,
+    static: Norm,
     x: jax.Array,
     y: jax.Array,
     bias: jax.Array,
     scale: jax.Array,
     shift: jax.Array,
     seed: jax.Array,
-    rate: float,
-    bits: jax.Array | None = None,
-    eps: float = 1e-12,
+    bits: jax.Array | None,
 ) -> jax.Array:
     """Computes the layer norm of x + dropout(y + bias), biased variance.
 
-    The backward pass finds x and y, and nothing else. Vectors are float32 [W].
+    The backward pass finds x and y, and nothing else.
 
     Args:
-      kernels: how they are made.
+      static: see `Norm`.
       x: [R, W], the residual.
       y: [R, W], a product without its bias.
-      bias: of that product.
-      scale: of the norm.
-      shift: of the norm.
+      bias: float32 [W], of that product.
+      scale: float32 [W], of the norm.
+      shift: float32 [W], of the norm.
       seed: int32 [2], of the step, micro-batch, shard, layer and site.
-      rate: share of y dropped.
-      bits: uint32 [R, W] instead of drawn ones.
-      eps: added to the variance.
+      bits: uint32 [R, W] instead of drawn ones; None: they are drawn.
 
     Returns:
       [R, W], in the type of x.
     """
-    return _residual_norm(_Norm(kernels, rate, eps), x, y, bias, scale, shift, seed, bits)
+    return _norm_forward(static, x, y, bias, scale, shift, seed, bits)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _residual_norm(static: _Norm, *arrays: Any) -> jax.Array:
-    return _norm_forward(static, *arrays)[0]
-
-
-def _norm_forward(static: _Norm, *arrays: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+def _norm_forward(static: Norm, *arrays: Any) -> tuple[jax.Array, tuple[Any, ...]]:
     x = arrays[0]
     rows, _ = _row_blocks(x)
     (normed,) = _run_norm(static, _norm_kernel, "norm_forward", arrays, (), [(rows, x)])
@@ -134,7 +126,7 @@ def _norm_forward(static: _Norm, *arrays: Any) -> tuple[jax.Array, tuple[Any, ..
 
 
 def _norm_backward(
-    static: _Norm, kept: tuple[Any, ...], gradient: jax.Array
+    static: Norm, kept: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[jax.Array | None, ...]:
     x = kept[0]
     rows, _ = _row_blocks(x)
@@ -147,7 +139,7 @@ def _norm_backward(
     return d_x, d_y, *(d.sum(axis=(0, 1)) for d in d_columns), None, None
 
 
-_residual_norm.defvjp(_norm_forward, _norm_backward)
+residual_norm.defvjp(_norm_forward, _norm_backward)
 
 
 def _row_blocks(x: jax.Array) -> tuple[pl.BlockSpec, pl.BlockSpec]:
@@ -160,7 +152,7 @@ def _row_blocks(x: jax.Array) -> tuple[pl.BlockSpec, pl.BlockSpec]:
 
 
 def _run_norm(
-    static: _Norm,
+    static: Norm,
     kernel: Callable[..., None],
     name: str,
     arrays: tuple[Any, ...],
@@ -198,14 +190,14 @@ def _normed(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     return centred * deviation, deviation
 
 
-def _norm_kernel(static: _Norm, has_bits: bool, *refs: Any) -> None:
+def _norm_kernel(static: Norm, has_bits: bool, *refs: Any) -> None:
     seed, x, y, bias, scale, shift, *bits, out = refs
     total, _ = _sum_of(static.rate, (seed, x, y, bias), bits[0] if has_bits else None)
     normed, _ = _normed(total, static.eps)
     out[...] = (normed * scale[...] + shift[...]).astype(out.dtype)
 
 
-def _norm_backward_kernel(static: _Norm, has_bits: bool, *refs: Any) -> None:
+def _norm_backward_kernel(static: Norm, has_bits: bool, *refs: Any) -> None:
     *refs, d_x, d_y, d_bias, d_scale, d_shift = refs
     seed, x, y, bias, scale, _, gradient_ref, *bits = refs
     total, keep = _sum_of(static.rate, (seed, x, y, bias), bits[0] if has_bits else None)

@@ -36,14 +36,15 @@ _QUERIES, _NEAR_QUERIES = 256, 128
 _STEP = 64
 
 
-class _Static(NamedTuple):
-    """What is known of attention before it runs."""
+class Attention(NamedTuple):
+    """What is known of `attention` before it runs."""
 
     kernels: Kernels  # how they are made
     size: int  # W / H
-    rows: Literal["alone", "shared"]  # see `attention`
+    rows: Literal["alone", "shared"]  # as of `attention_kernels.Attention`
     half: int  # of the window, places on each side; 0: every layer attends to whole rows
-    held: str  # how many layers of all attend to whole rows, as `plan.schedule` reads it
+    wholes: int  # layers that attend to whole rows, of so many `layers`
+    layers: int
 
 
 def fits(kernels: Kernels, heads: int, length: int, width: int, half: int) -> bool:
@@ -79,129 +80,83 @@ def turns(rotations: jax.Array, size: int) -> jax.Array:
     return jnp.tile(laid, max(LANES, size) // size)
 
 
-def attention(
-    kernels: Kernels,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    turns: jax.Array,
-    numbers: jax.Array,
-    is_global: jax.Array,
-    heads: int,
-    rows: Literal["alone", "shared"],
-    half: int,
-    layers: tuple[int, int],
-) -> jax.Array:
-    """Computes scaled dot-product attention of queries and keys after they are turned.
-
-    Args:
-      kernels: how they are made.
-      query: [B, S, W], all heads, one behind the other.
-      key: as query.
-      value: as query.
-      turns: see the function of this name.
-      numbers: int32 [B, S], see `rows`.
-      is_global: bool [], whether the layer attends to whole rows.
-      heads: H.
-      rows: as of `kernels.attention`.
-      half: of the window of the other layers, places on each side; 0: there are none.
-      layers: how many attend to whole rows, of how many.
-
-    Returns:
-      [B, S, W], in the type of value.
-    """
-    static = _Static(kernels, query.shape[-1] // heads, rows, half, "held_{}_of_{}".format(*layers))
-    return _attention(static, query, key, value, turns, numbers, is_global)
-
-
-def _forward(static: _Static, *arrays: jax.Array) -> list[jax.Array]:
-    return _by_layer(static, _forward_pass, arrays)
+def _forward(static: Attention, *arrays: jax.Array) -> list[jax.Array]:
+    query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
+    outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
+    run = functools.partial(_run, static, blocks, _forward_kernel, "rotary_forward")
+    return _by_layer(static, run, arrays, [], outputs, 2, [query.dtype])
 
 
 def _backward(
-    static: _Static, arrays: tuple[jax.Array, ...], *more: jax.Array
+    static: Attention, arrays: tuple[jax.Array, ...], *more: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    return *_by_layer(static, _backward_pass, arrays, *more), None, None, None
-
-
-_attention = with_gradient(_forward, _backward)
+    query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
+    read = [*zip((blocks.row, blocks.sums, blocks.row), more, strict=True)]
+    outputs, scratch = [(blocks.row, query)] * 3, [query.dtype, jnp.float32, jnp.float32]
+    run = functools.partial(_run, static, blocks, _backward_kernel, "rotary_backward")
+    return *_by_layer(static, run, arrays, read, outputs, 5, scratch), None, None, None
 
 
 def _by_layer(
-    static: _Static,
-    run: Callable[..., list[jax.Array]],
-    arrays: tuple[jax.Array, ...],
-    *more: jax.Array,
+    static: Attention, run: Callable[..., list[jax.Array]], arrays: Any, *how: Any
 ) -> list[jax.Array]:
     """Runs a pass over whole rows or near each query, as the layer is."""
     *read, turns, numbers, is_global = arrays
 
     def whole() -> list[jax.Array]:
-        return run(static._replace(half=0), read, turns[0], numbers, *more)
+        return run(0, [*read, turns[0], numbers], *how)
 
     def near() -> list[jax.Array]:
-        return run(static, read, turns[1], numbers, *more)
+        return run(static.half, [*read, turns[1], numbers], *how)
 
     if not static.half:
         return whole()
     # A plan reads there how often which is run.
-    with jax.named_scope(static.held):
+    with jax.named_scope(f"held_{static.wholes}_of_{static.layers}"):
         return lax.cond(is_global, whole, near)
 
 
-class _Blocks(Blocks):
-    """What both passes read, and how they are run."""
-
-    def __init__(self, static: _Static, read: list[jax.Array], turns: jax.Array, numbers: Any):
-        super().__init__(static.kernels, static.size, read[0])
-        self._static, own = static, turns.shape[1] > 1
-        # Once, not once more for the next program: they are large, and change with the row at most.
-        once = {"pipeline_mode": pl.Buffered(1)}
-        laid = pl.BlockSpec(
-            (2, 1, self.length, self.lanes), lambda b, p: (0, b if own else 0, 0, 0), **once
-        )
-        # In the order of `_Row`.
-        self.inputs = [*((self.row, array) for array in read), (laid, turns)]
-        self.inputs += self.numbers(numbers, **once)
-
-    def run(
-        self,
-        kernel: Callable[..., None],
-        name: str,
-        inputs: list[tuple[pl.BlockSpec, Any]],
-        outputs: list[tuple[pl.BlockSpec, Any]],
-        products: int,
-        scratch: Sequence[Any],
-    ) -> list[jax.Array]:
-        """Runs a kernel with arrays [S, lanes] of these types of its own; see `call`."""
-        half, own = self._static.half, [pltpu.VMEM((self.length, self.lanes), t) for t in scratch]
-        run, name = (
-            functools.partial(kernel, self._static),
-            f"{name}_{'window' if half else 'rows'}",
-        )
-        return self.call(run, name, inputs, outputs, products, _near(half), own)
-
-
-def _forward_pass(static: _Static, read: Any, turns: jax.Array, numbers: Any) -> list[jax.Array]:
-    blocks, query = _Blocks(static, read, turns, numbers), read[0]
-    outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
-    return blocks.run(_forward_kernel, "rotary_forward", blocks.inputs, outputs, 2, [query.dtype])
-
-
-def _backward_pass(
-    static: _Static, read: Any, turns: jax.Array, numbers: Any, *more: jax.Array
+def _run(
+    static: Attention,
+    blocks: Blocks,
+    kernel: Callable[..., None],
+    name: str,
+    half: int,
+    arrays: list[jax.Array],
+    more: list[tuple[pl.BlockSpec, Any]],
+    outputs: list[tuple[pl.BlockSpec, Any]],
+    products: int,
+    scratch: Sequence[Any],
 ) -> list[jax.Array]:
-    blocks, query = _Blocks(static, read, turns, numbers), read[0]
-    specs = (blocks.row, blocks.sums, blocks.row)
-    inputs = [*blocks.inputs, *zip(specs, more, strict=True)]
-    outputs, scratch = [(blocks.row, query)] * 3, [query.dtype, jnp.float32, jnp.float32]
-    return blocks.run(_backward_kernel, "rotary_backward", inputs, outputs, 5, scratch)
+    """Runs a pass of a layer with this window; `scratch`: arrays [S, lanes] of its own."""
+    *read, turns, numbers = arrays
+    own = turns.shape[1] > 1
+    # Once, not once more for the next program: they are large, and change with the row at most.
+    once = {"pipeline_mode": pl.Buffered(1)}
+    shape = (2, 1, blocks.length, blocks.lanes)
+    laid = pl.BlockSpec(shape, lambda b, p: (0, b if own else 0, 0, 0), **once)
+    # In the order of `_Row`.
+    inputs = [*((blocks.row, array) for array in read), (laid, turns)]
+    inputs += [*blocks.numbers(numbers, **once), *more]
+    run = functools.partial(kernel, static._replace(half=half))
+    memory = [pltpu.VMEM((blocks.length, blocks.lanes), dtype) for dtype in scratch]
+    name = f"{name}_{'window' if half else 'rows'}"
+    return blocks.call(run, name, inputs, outputs, products, _near(half), memory)
+
+
+# Takes an `Attention` and
+#   query, key, value: [B, S, W], all heads, one behind the other,
+#   turns: see the function of this name,
+#   numbers: int32 [B, S], see `Attention.rows`,
+#   is_global: bool [], whether the layer attends to whole rows,
+# to [B, S, W], in the type of value: scaled dot-product attention of what is turned first.
+attention = with_gradient(_forward, _backward)
 
 
 class _Row(Heads):
     """What both passes read, and how they go through it."""
 
-    def __init__(self, static: _Static, refs: Sequence[Any], key_ref: Any):
+    def __init__(self, static: Attention, refs: Sequence[Any], key_ref: Any):
         self._query, key, self.value_ref, self._turns, self._keys, self._queries = refs
         super().__init__(static.size, key.shape[2])
         self._static, self.key_ref = static, key_ref  # where the turned keys are kept, [S, lanes]
@@ -266,7 +221,7 @@ class _Row(Heads):
         return jnp.where(seen, 0.0, MASKED_SCORE)
 
 
-def _forward_kernel(static: _Static, *refs: Any) -> None:
+def _forward_kernel(static: Attention, *refs: Any) -> None:
     *read, context_ref, sums_ref, key_ref = refs
     row = _Row(static, read, key_ref)
 
@@ -305,7 +260,7 @@ def _forward_kernel(static: _Static, *refs: Any) -> None:
     row.each(block)
 
 
-def _backward_kernel(static: _Static, *refs: Any) -> None:
+def _backward_kernel(static: Attention, *refs: Any) -> None:
     *read, context_ref, sums_ref, gradient_ref = refs[:-6]
     d_query_ref, d_key_ref, d_value_ref, key_ref, d_key, d_value = refs[-6:]
     row = _Row(static, read, key_ref)

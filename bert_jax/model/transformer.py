@@ -252,16 +252,15 @@ def run_layer(
     read = _attention_reads(layer, cfg, number, x)
     if kernels is not None:
         shared = isinstance(input_mask, Shared)
+        rows = "shared" if shared else "alone"
         context = rotary_kernels.attention(
-            kernels,
+            rotary_kernels.Attention(
+                kernels, heads[-1], rows, _half(cfg), _wholes(cfg), cfg.num_hidden_layers
+            ),
             *(product(dense, read, x.shape) for dense in (layer.query, layer.key, layer.value)),
             turns,
             input_mask.numbers if shared else input_mask,
             is_global,
-            cfg.num_attention_heads,
-            "shared" if shared else "alone",
-            _half(cfg),
-            (_wholes(cfg), cfg.num_hidden_layers),
         )
     else:
         query, key = _queries_and_keys(layer, read, heads, is_global, turns)
@@ -323,21 +322,23 @@ def run_layer_in_kernels(
         flat = (array.reshape(-1, x.shape[-1]) for array in (x, product(dense, inner)))
         vectors = dense.bias[...], norm.scale[...], norm.bias[...]
         seed = noise.at(site).words()
-        return kernels_lib.residual_norm(
-            kernels, *flat, *vectors, seed, rate, eps=norm.eps
-        ).reshape(x.shape)
+        static = kernels_lib.Norm(kernels, rate, norm.eps)
+        return kernels_lib.residual_norm(static, *flat, *vectors, seed, None).reshape(x.shape)
 
     projections = (layer.query, layer.key, layer.value)
     shared = isinstance(input_mask, Shared)
     context = attention_kernels.attention(
-        kernels,
+        attention_kernels.Attention(
+            kernels,
+            x.shape[-1] // cfg.num_attention_heads,
+            cfg.attention_probs_dropout_prob,
+            "shared" if shared else "alone",
+        ),
         *(product(dense, x) for dense in projections),
         jnp.stack([dense.bias[...] for dense in projections]),
         input_mask.numbers if shared else input_mask,
         noise.at(0).words(),
-        cfg.num_attention_heads,
-        cfg.attention_probs_dropout_prob,
-        "shared" if shared else "alone",
+        None,
     )
     x = normed(layer.attention_output, context, layer.attention_layer_norm, 1)
     inner = checkpoint_name(layer.intermediate(x).astype(x.dtype), PRODUCT)
