@@ -16,6 +16,7 @@ from flax import nnx
 
 from bert_jax.config import Model
 from bert_jax.model import attention, attention_kernels, kernels, layers
+from bert_jax.model.attention_kernels import Attention
 from bert_jax.model.encoder import Loop
 from bert_jax.model.transformer import Encoder, encode
 from bert_jax.training import step
@@ -95,12 +96,13 @@ def test_forward_and_backward_kernels_draw_for_the_same_programs(monkeypatch):
     how, x, vector = HOW["float32"], jnp.ones((2, 128, 256)), jnp.ones(256)
 
     def attend(x):
-        arrays = x, x, x, jnp.ones((3, 256)), jnp.ones((2, 128), jnp.int32), SEED
-        return attention_kernels.attention(how, *arrays, 4, RATE, "alone")
+        arrays = x, x, x, jnp.ones((3, 256)), jnp.ones((2, 128), jnp.int32), SEED, None
+        return attention_kernels.attention(Attention(how, 64, RATE, "alone"), *arrays)
 
     def norm(x):
         flat = x.reshape(-1, 256)
-        return kernels.residual_norm(how, flat, flat, vector, vector, vector, SEED, RATE)
+        arrays = flat, flat, vector, vector, vector, SEED, None
+        return kernels.residual_norm(kernels.Norm(how, RATE, 1e-12), *arrays)
 
     for function, programs in ((attend, 8), (norm, 1)):
         asked[:] = [[]]
@@ -176,10 +178,9 @@ def test_attention_and_its_gradients(dtype, heads, rate):
     numbers = np.ones((2, 128), np.int32)
     numbers[1, 40:100], numbers[1, 100:115], numbers[1, 115:] = 2, 3, 0
     bits = random_bits(2, (2, heads, 128, 128))
+    static = Attention(HOW[dtype], 256 // heads, rate, "shared")
     context, pullback = jax.vjp(
-        lambda *x: attention_kernels.attention(
-            HOW[dtype], *x, jnp.asarray(numbers), SEED, heads, rate, "shared", bits
-        ),
+        lambda *x: attention_kernels.attention(static, *x, jnp.asarray(numbers), SEED, bits),
         *inputs,
     )
     keep = kept(bits, rate).swapaxes(2, 3)
@@ -204,8 +205,8 @@ def test_attention_as_xla_computes_it(packed):
         return attention.attend_recomputed(*heads, mask, None, 0.0).reshape(2, 128, 256)
 
     def kernel(*inputs):
-        rows = "shared" if packed else "alone"
-        return attention_kernels.attention(HOW["bfloat16"], *inputs, numbers, SEED, 4, 0.0, rows)
+        static = Attention(HOW["bfloat16"], 64, 0.0, "shared" if packed else "alone")
+        return attention_kernels.attention(static, *inputs, numbers, SEED, None)
 
     gradient = gradient * real[:, :, None]  # what padding sees differs, and is read by none
     results = []
@@ -234,8 +235,9 @@ def test_layer_norm_and_its_gradients(dtype, rate):
     x, y, gradient = (jnp.asarray(rng.standard_normal((384, 128)), dtype) for _ in range(3))
     bias, scale, shift = (jnp.asarray(rng.standard_normal(128)) for _ in range(3))
     bits = random_bits(5, (384, 128))
+    static = kernels.Norm(HOW[dtype], rate, 1e-12)
     normed, pullback = jax.vjp(
-        lambda *x: kernels.residual_norm(HOW[dtype], *x, SEED, rate, bits), x, y, bias, scale, shift
+        lambda *x: kernels.residual_norm(static, *x, SEED, bits), x, y, bias, scale, shift
     )
     ours = (normed, *pullback(gradient))
     assert normed.dtype == dtype

@@ -92,20 +92,9 @@ def test_attention_and_its_gradients(dtype, layer, part, monkeypatch):
     firsts = np.array([np.flatnonzero(row == n)[0] for row in numbers for n in row])
     positions = place - firsts.reshape(2, LENGTH)
     turns = rotary_kernels.turns(rotations(CFG, jnp.asarray(positions)), WIDTH // HEADS)
-    context, pullback = jax.vjp(
-        lambda *x: rotary_kernels.attention(
-            HOW,
-            *x,
-            turns,
-            jnp.asarray(numbers),
-            jnp.asarray(layer == "global"),
-            HEADS,
-            "shared",
-            HALF,
-            (2, 4),
-        ),
-        *inputs,
-    )
+    static = rotary_kernels.Attention(HOW, WIDTH // HEADS, "shared", HALF, 2, 4)
+    known = turns, jnp.asarray(numbers), jnp.asarray(layer == "global")
+    context, pullback = jax.vjp(lambda *x: rotary_kernels.attention(static, *x, *known), *inputs)
     assert context.dtype == dtype
     seen = numbers[:, :, None] == numbers[:, None, :]
     base = CFG.global_rotary_base
