@@ -64,60 +64,38 @@ def linear(
     Returns:
       float32 [..., M].
     """
-    if bias is None:
-        return _matmul(kernel_is, x, kernel)
     return _linear(kernel_is, x, kernel, bias)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+def _linear(kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
     return _linear_forward(kernel_is, x, kernel, bias)[0]
 
 
 def _linear_forward(
-    kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    y, kept = _matmul_forward(kernel_is, x, kernel)
+    kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    kernel = kernel.astype(x.dtype)
+    y = _times(x, kernel, 0 if kernel_is == "inputs_outputs" else 1)
     # A bias added in bfloat16 has a gradient summed over all tokens in bfloat16.
-    return y + bias, kept
+    return (y, (x, kernel, None)) if bias is None else (y + bias, (x, kernel, ()))
 
 
 def _linear_backward(
-    kernel_is: str, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    bias = _column_sums(gradient, kept[0].dtype)
-    return *_matmul_backward(kernel_is, kept, gradient), bias
+    kernel_is: str, kept: tuple[Any, ...], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns gradients of x, kernel and bias as differentiation does, laid out for CPUs too."""
+    x, kernel, biased = kept
+    d_bias = None if biased is None else _column_sums(gradient, x.dtype)
+    gradient = gradient.astype(x.dtype)
+    if kernel_is == "inputs_outputs":
+        dx, d_kernel = _times(gradient, kernel, 1), _outer(x, gradient)
+    else:
+        dx, d_kernel = _times(gradient, kernel, 0), _outer(gradient, x)
+    return dx.astype(x.dtype), d_kernel, d_bias
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(kernel_is: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return _matmul_forward(kernel_is, x, kernel)[0]
-
-
-def _matmul_forward(
-    kernel_is: str, x: jax.Array, kernel: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    kernel = kernel.astype(x.dtype)
-    return _times(x, kernel, 0 if kernel_is == "inputs_outputs" else 1), (x, kernel)
-
-
-def _matmul_backward(
-    kernel_is: str, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns gradients of x and kernel as differentiation does, laid out for CPUs too."""
-    x, kernel = kept
-    gradient = gradient.astype(x.dtype)
-    if kernel_is == "inputs_outputs":
-        dx, weights = _times(gradient, kernel, 1), _outer(x, gradient)
-    else:
-        dx, weights = _times(gradient, kernel, 0), _outer(gradient, x)
-    return dx.astype(x.dtype), weights
-
-
-_matmul.defvjp(_matmul_forward, _matmul_backward)
 
 # CPUs get one tall matrix, whose products their compiler takes; a TPU's compiler lays out batch and
 # sequence as attention wants them, if they stay dimensions of their own.
