@@ -19,7 +19,7 @@ import bert_jax
 from bert_jax import config
 from bert_jax.config import code as code_lib
 from bert_jax.errors import InputError
-from bert_jax.model import heads, layers
+from bert_jax.model import encoder, layers
 from bert_jax.running import evaluators
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import own, step
@@ -37,7 +37,7 @@ def nothing_is_named(monkeypatch):
     """As in a process that has just begun."""
     monkeypatch.setenv("BERT_JAX_CODE", "")
     monkeypatch.setattr(code_lib, "_loaded", {})
-    for kept in (heads._split, step.abstract_state, step.make_eval_step, evaluators.logits_of):
+    for kept in (encoder._traced, step.abstract_state, step.make_eval_step, evaluators.logits_of):
         kept.cache_clear()
 
 

@@ -18,7 +18,7 @@ from jax import lax
 
 from bert_jax.config import Model
 from bert_jax.model import attention, heads, layers, transformer
-from bert_jax.model.encoder import Loop, Scores, run_layers
+from bert_jax.model.encoder import Loop, Scores, filled, params_of, run_layers
 from bert_jax.model.kinds import encode
 
 Batch = dict[str, jax.Array]
@@ -59,17 +59,12 @@ class Generator(nnx.Module):
 
 def init_params(cfg: Model, key: jax.Array) -> dict[str, Any]:
     """Returns fresh parameters as nested dicts of float32 arrays."""
-    module = Generator(cfg, rngs=nnx.Rngs(params=key))
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    return params_of(Generator(cfg, rngs=nnx.Rngs(params=key)))
 
 
 def merge(cfg: Model, params: dict[str, Any]) -> Generator:
     """Returns the module that holds these parameters."""
-    graph, state = nnx.split(
-        nnx.eval_shape(lambda: Generator(cfg, rngs=nnx.Rngs(params=jax.random.key(0)))), nnx.Param
-    )
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state)
+    return filled(params, Generator, cfg)
 
 
 def _run_layer(

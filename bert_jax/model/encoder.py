@@ -8,7 +8,7 @@ Shape letters: B batch, S sequence, D width, H heads, L layers, V vocabulary.
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,29 @@ def initializer(cfg: Model) -> nnx.Initializer:
     The reference draws its weights so; a deviation is `initializer_range`.
     """
     return jax.nn.initializers.truncated_normal(cfg.initializer_range)
+
+
+def params_of(module: nnx.Module) -> dict[str, Any]:
+    """Returns a module's parameters as nested dicts; their paths are their names everywhere."""
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def filled(params: dict[str, Any], make: Callable[..., nnx.Module], *args: Any) -> Any:
+    """Returns the module that `make` makes of `args` and `rngs`, with these parameters in it.
+
+    Those that it has no place for are left out; a part that they do not have cannot be used.
+    """
+    graph, shapes = _traced(make, *args)
+    state = jax.tree.map(lambda shape: shape, shapes)
+    nnx.replace_by_pure_dict(state, {name: params[name] for name in params if name in state})
+    return nnx.merge(graph, state)
+
+
+@functools.lru_cache
+def _traced(make: Callable[..., nnx.Module], *args: Any) -> tuple[nnx.GraphDef, nnx.State]:
+    """Returns a module and the shapes of its parameters; to trace it takes half a second."""
+    module = nnx.eval_shape(lambda: make(*args, rngs=nnx.Rngs(params=jax.random.key(0))))
+    return nnx.split(module, nnx.Param)
 
 
 class Embedding(nnx.Module):

@@ -3,7 +3,6 @@
 Shape letters: B batch, S sequence, P predictions, D width, V vocabulary rows (padded).
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from flax import nnx
 from bert_jax.config import Model
 from bert_jax.model import layers, transformer
 from bert_jax.model.attention import Shared
-from bert_jax.model.encoder import Loop, initializer
+from bert_jax.model.encoder import Loop, filled, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_of
 
 # Of rows of the vocabulary that stand for no piece.
@@ -34,28 +33,12 @@ class Pretrainer(nnx.Module):
 
 def init_params(cfg: Model, key: jax.Array) -> Params:
     """Draws fresh parameters, nested dicts of float32 arrays."""
-    module = Pretrainer(cfg, rngs=nnx.Rngs(params=key))
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    return params_of(Pretrainer(cfg, rngs=nnx.Rngs(params=key)))
 
 
 def merge(cfg: Model, params: Params) -> Pretrainer:
-    """Returns the module that holds these parameters, except for those that it has no place for.
-
-    A head that they do not have cannot be used.
-    """
-    graph, shapes = _split(cfg)
-    state = jax.tree.map(lambda shape: shape, shapes)
-    nnx.replace_by_pure_dict(state, {name: params[name] for name in params if name in state})
-    return nnx.merge(graph, state)
-
-
-@functools.lru_cache
-def _split(cfg: Model) -> tuple[nnx.GraphDef, nnx.State]:
-    """Returns the module and the shapes of its parameters; to trace it takes half a second."""
-    return nnx.split(
-        nnx.eval_shape(lambda: Pretrainer(cfg, rngs=nnx.Rngs(params=jax.random.key(0)))),
-        nnx.Param,
-    )
+    """Returns the module that holds these parameters, see `filled`."""
+    return filled(params, Pretrainer, cfg)
 
 
 def completed(cfg: Model, params: Params) -> tuple[Params, tuple[str, ...]]:

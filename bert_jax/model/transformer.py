@@ -251,17 +251,12 @@ def run_layer(
     is_global = None if turns is None else number % _global_every(cfg) == 0
     read = _attention_reads(layer, cfg, number, x)
     if kernels is not None:
-        shared = isinstance(input_mask, Shared)
-        rows = "shared" if shared else "alone"
-        context = rotary_kernels.attention(
-            rotary_kernels.Attention(
-                kernels, heads[-1], rows, _half(cfg), _wholes(cfg), cfg.num_hidden_layers
-            ),
-            *(product(dense, read, x.shape) for dense in (layer.query, layer.key, layer.value)),
-            turns,
-            input_mask.numbers if shared else input_mask,
-            is_global,
+        rows, numbers = _rows_of(input_mask)
+        static = rotary_kernels.Attention(
+            kernels, heads[-1], rows, _half(cfg), _wholes(cfg), cfg.num_hidden_layers
         )
+        vectors = (product(dense, read, x.shape) for dense in (layer.query, layer.key, layer.value))
+        context = rotary_kernels.attention(static, *vectors, turns, numbers, is_global)
     else:
         query, key = _queries_and_keys(layer, read, heads, is_global, turns)
         value = product(layer.value, read, heads)
@@ -288,11 +283,9 @@ def feed_forward(layer: Layer, cfg: Model, x: jax.Array, noise: layers.Noise | N
     at = (lambda site: None) if noise is None else noise.at
     read = layer.output_layer_norm(x).astype(x.dtype) if _is_modern(cfg) else x
     inner = product(layer.intermediate, read, (*x.shape[:2], -1)).astype(jnp.float32)
-    if _is_modern(cfg):
-        gate = product(layer.gate, read, inner.shape).astype(jnp.float32)
-        inner = layers.activation(cfg.hidden_act, inner) * gate
-    else:
-        inner = layers.activation(cfg.hidden_act, inner)
+    gate = product(layer.gate, read, inner.shape).astype(jnp.float32) if _is_modern(cfg) else None
+    inner = layers.activation(cfg.hidden_act, inner)
+    inner = inner if gate is None else inner * gate
     outer = product(layer.output, inner.astype(x.dtype), x.shape).astype(jnp.float32)
     added = x + layers.dropout(outer, at(2), cfg.hidden_dropout_prob)
     return (added if _is_modern(cfg) else layer.output_layer_norm(added)).astype(x.dtype)
@@ -310,7 +303,6 @@ def run_layer_in_kernels(
 
     The biases of products that kernels read are added there.
     """
-    rate = cfg.hidden_dropout_prob
 
     def product(dense: layers.Dense, x: jax.Array) -> jax.Array:
         kernel = dense.kernel[...]
@@ -322,21 +314,16 @@ def run_layer_in_kernels(
         flat = (array.reshape(-1, x.shape[-1]) for array in (x, product(dense, inner)))
         vectors = dense.bias[...], norm.scale[...], norm.bias[...]
         seed = noise.at(site).words()
-        static = kernels_lib.Norm(kernels, rate, norm.eps)
+        static = kernels_lib.Norm(kernels, cfg.hidden_dropout_prob, norm.eps)
         return kernels_lib.residual_norm(static, *flat, *vectors, seed, None).reshape(x.shape)
 
     projections = (layer.query, layer.key, layer.value)
-    shared = isinstance(input_mask, Shared)
+    size, (rows, numbers) = x.shape[-1] // cfg.num_attention_heads, _rows_of(input_mask)
     context = attention_kernels.attention(
-        attention_kernels.Attention(
-            kernels,
-            x.shape[-1] // cfg.num_attention_heads,
-            cfg.attention_probs_dropout_prob,
-            "shared" if shared else "alone",
-        ),
+        attention_kernels.Attention(kernels, size, cfg.attention_probs_dropout_prob, rows),
         *(product(dense, x) for dense in projections),
         jnp.stack([dense.bias[...] for dense in projections]),
-        input_mask.numbers if shared else input_mask,
+        numbers,
         noise.at(0).words(),
         None,
     )
@@ -344,6 +331,15 @@ def run_layer_in_kernels(
     inner = checkpoint_name(layer.intermediate(x).astype(x.dtype), PRODUCT)
     inner = layers.activation(cfg.hidden_act, inner.astype(jnp.float32)).astype(x.dtype)
     return normed(layer.output, inner, layer.output_layer_norm, 2)
+
+
+def _rows_of(
+    input_mask: jax.Array | Shared,
+) -> tuple[Literal["alone", "shared"], jax.Array]:
+    """Returns what kernels take of a mask: `Attention.rows`, and the numbers."""
+    return (
+        ("shared", input_mask.numbers) if isinstance(input_mask, Shared) else ("alone", input_mask)
+    )
 
 
 def encode(

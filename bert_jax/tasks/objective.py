@@ -19,7 +19,7 @@ from bert_jax.config import Adapt, Features, Model, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model import heads, layers, transformer
 from bert_jax.model import losses as losses_lib
-from bert_jax.model.encoder import Loop, initializer
+from bert_jax.model.encoder import Loop, filled, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_of, of_text
 from bert_jax.tasks import tagger
 from bert_jax.tasks.rows import Learns, Reads
@@ -139,15 +139,15 @@ class TaskObjective:
         lora = self.adapt.how == "lora"
         return [_HEAD_RULE, *of_features, *of_part, *[_LORA_RULE] * lora]
 
-    def _tuned(self, key: jax.Array) -> Tuned:
-        shape = self.model, self.reads, self.outputs, self.adapt.features
-        return Tuned(*shape, rngs=nnx.Rngs(params=key))
+    @property
+    def _shape(self) -> tuple[Any, ...]:
+        return self.model, self.reads, self.outputs, self.adapt.features
 
     def init_params(self, key: jax.Array) -> Any:
         """Returns those that learn, fresh, as nested dicts of float32 arrays; an encoder in them is
         to be replaced by the base's.
         """
-        params = nnx.to_pure_dict(nnx.state(self._tuned(key), nnx.Param))
+        params = params_of(Tuned(*self._shape, rngs=nnx.Rngs(params=key)))
         if self.adapt.how == "full":
             return params
         learn = ("head", "tagger", *self.fresh_parts)
@@ -173,9 +173,7 @@ class TaskObjective:
           loop: how layers are run.
         """
         cfg, features, rate = self.model, self.adapt.features, self.adapt.head_dropout_prob
-        graph, state = nnx.split(nnx.eval_shape(lambda: self._tuned(jax.random.key(0))), nnx.Param)
-        nnx.replace_by_pure_dict(state, merged_params(self.adapt, params, fixed))
-        tuned = nnx.merge(graph, state)
+        tuned = filled(merged_params(self.adapt, params, fixed), Tuned, *self._shape)
         ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
         hidden = encode(tuned.encoder, cfg, *ids, noise, loop, "all" if features else "last")
         if features:

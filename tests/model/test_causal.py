@@ -1,7 +1,6 @@
-"""Left to right: both kinds against transformers' decoders (make_causal) and NumPy in float64."""
+"""Left to right: both kinds against transformers' decoders (make_causal)."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +8,10 @@ import make_causal
 import numpy as np
 import pytest
 from compare import assert_close
-from scipy.special import erf
 
 from bert_jax.config import Model
 from bert_jax.interop import names, weights
-from bert_jax.model import heads, layers, losses
+from bert_jax.model import heads, losses
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode, of_text
@@ -93,55 +91,6 @@ def test_logits_loss_and_gradient_are_as_pytorchs(model, batch, loop):
     assert_close({"words": ours}, {"words": golden()[f"{cfg.kind}.gradient"]}, 1e-5)
 
 
-def test_the_loss_is_that_of_numpy_in_float64(batch):
-    """Post-norm layers written from Vaswani et al. 2017 and Devlin et al. 2018, row by row."""
-    cfg = config_of("bert")
-    w = {name: value.astype(np.float64) for name, value in theirs("bert").items()}
-
-    def linear(x, name):
-        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
-    def norm(x, name):
-        centred = x - x.mean(-1, keepdims=True)
-        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-12)
-        return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def gelu(x):
-        return x * (1 + erf(x / math.sqrt(2))) / 2
-
-    def softmax(scores):
-        powers = np.exp(scores - scores.max(-1, keepdims=True))
-        return powers / powers.sum(-1, keepdims=True)
-
-    nats = []
-    table = w["bert.embeddings.word_embeddings.weight"]
-    for ids, mask in zip(*map(np.asarray, (batch["input_ids"], batch["input_mask"])), strict=True):
-        ids = ids[: mask.sum()]
-        x = table[ids] + w["bert.embeddings.position_embeddings.weight"][: len(ids)]
-        x = norm(
-            x + w["bert.embeddings.token_type_embeddings.weight"][0], "bert.embeddings.LayerNorm"
-        )
-        for number in range(cfg.num_hidden_layers):
-            layer = f"bert.encoder.layer.{number}"
-            query, key, value = (
-                linear(x, f"{layer}.attention.self.{n}").reshape(len(ids), 2, -1).swapaxes(0, 1)
-                for n in ("query", "key", "value")
-            )
-            scores = query @ key.swapaxes(1, 2) / math.sqrt(query.shape[-1])
-            scores[:, np.triu(np.ones((len(ids), len(ids)), bool), 1)] = -np.inf
-            seen = (softmax(scores) @ value).swapaxes(0, 1).reshape(len(ids), -1)
-            attended = linear(seen, f"{layer}.attention.output.dense")
-            x = norm(x + attended, f"{layer}.attention.output.LayerNorm")
-            inner = gelu(linear(x, f"{layer}.intermediate.dense"))
-            x = norm(x + linear(inner, f"{layer}.output.dense"), f"{layer}.output.LayerNorm")
-        head = "cls.predictions.transform"
-        x = norm(gelu(linear(x, f"{head}.dense")), f"{head}.LayerNorm")
-        probabilities = softmax(x @ table.T + w["cls.predictions.bias"])
-        nats += [-math.log(probabilities[at, ids[at + 1]]) for at in range(len(ids) - 1)]
-    params = heads.init_params(cfg, jax.random.key(0)) | weights.to_ours(theirs("bert"), cfg, "")[0]
-    np.testing.assert_allclose(loss(params, cfg, batch)[0], np.mean(nats), rtol=1e-5)
-
-
 def influence(cfg, params, ids, rest, outputs):
     """Which inputs each output hangs on, bool [outputs, inputs]: gradients that are not 0.
 
@@ -210,19 +159,3 @@ def test_a_text_is_what_its_last_piece_comes_to(model, batch):
     lengths = np.asarray(batch["input_mask"]).sum(axis=1)
     wanted = np.asarray(hidden)[np.arange(len(lengths)), lengths - 1]
     np.testing.assert_array_equal(of_text(cfg, hidden, batch["input_mask"]), wanted)
-
-
-def test_dropout_keeps_to_the_left(model, batch):
-    """Two texts that differ in their last piece alone give the same before it, noise and all."""
-    cfg, params = model
-    noisy = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    cfg = type(cfg)(**{**vars(cfg), **noisy})
-    noise = layers.RowNoise.of(jax.random.key(1), jnp.arange(3, dtype=jnp.uint32))
-    other = batch["input_ids"].at[:, -1].set(7)
-    module = heads.merge(cfg, params)
-    made = [
-        encode(module.encoder, cfg, ids, jnp.zeros_like(ids), jnp.ones_like(ids), noise, Loop())
-        for ids in (batch["input_ids"].at[:, -1].set(8), other)
-    ]
-    np.testing.assert_array_equal(made[0][:, :-1], made[1][:, :-1])
-    assert not np.array_equal(made[0][:, -1], made[1][:, -1])

@@ -11,7 +11,6 @@ from compare import assert_close
 
 from bert_jax import base as base_lib
 from bert_jax.model import attention, heads, layers
-from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop, padded_vocab_size
 from bert_jax.model.kinds import encode
 
@@ -43,45 +42,6 @@ def test_padding_never_leaks(params, batch):
         alone = (batch[n][row : row + 1, :length] for n in names)
         hidden = encode(model.encoder, CFG, *alone, None, Loop())
         assert_close({"h": together[row, :length]}, {"h": hidden[0]}, 1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_texts_that_share_rows_are_each_by_itself(params, batch, dtype):
-    """Three rows for the eight, in any order, with places left over."""
-    cfg = dataclasses.replace(CFG, compute_dtype=dtype)
-    model = heads.merge(cfg, params)
-    names = ("input_ids", "segment_ids", "input_mask")
-    ids, segments, mask = (np.asarray(batch[n]) for n in names)
-    expected = encode(model.encoder, cfg, ids, segments, mask, None, Loop(), outputs="all")
-    lengths = mask.sum(axis=1)
-    assert lengths.sum() > 60
-    shared = np.zeros((2, 3 * 50), np.int32)
-    positions, places = np.zeros((2, 3 * 50), np.int32)
-    tokens = np.full((9, 20), 3 * 50, np.int32)
-    where = {}
-    free = [0, 50, 100]
-    for slot, row in enumerate([3, 0, 7, 1, 2, 6, 5, 4]):
-        at = next(i for i, start in enumerate(free) if start + lengths[row] <= 50 * (i + 1))
-        here = free[at] + np.arange(lengths[row])
-        free[at] += lengths[row]
-        shared[:, here] = ids[row, : lengths[row]], segments[row, : lengths[row]]
-        positions[here] = np.arange(lengths[row])
-        tokens[slot, : lengths[row]] = here
-        places[here] = slot * 20 + np.arange(lengths[row])
-        where[row] = here
-    packing = Packing(
-        jnp.asarray(positions.reshape(3, 50)),
-        jnp.asarray(tokens),
-        jnp.asarray(places.reshape(3, 50)),
-    )
-    inputs = (jnp.asarray(x.reshape(3, 50)) for x in shared)
-    found = encode(model.encoder, cfg, *inputs, packing, None, Loop(), outputs="all")
-    found = found.reshape(len(found), 150, -1)
-    for row, here in where.items():
-        a, b = (
-            {"h": x.astype(jnp.float32)} for x in (found[:, here], expected[:, row, : lengths[row]])
-        )
-        assert_close(a, b, 1e-5 if dtype == "float32" else 3e-2)
 
 
 def test_layers_of_a_stack_begin_differently(params):

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from bert_jax.config import Model
-from bert_jax.model import attention, attention_kernels, kernels, layers
+from bert_jax.model import attention_kernels, kernels, layers
 from bert_jax.model.attention_kernels import Attention
 from bert_jax.model.encoder import Loop
 from bert_jax.model.transformer import Encoder, encode
@@ -131,35 +131,22 @@ def attention_inputs(dtype, width=256, rows=2, length=128):
     return Inputs(*arrays[:3], jnp.asarray(rng.standard_normal((3, width)) * 0.3)), arrays[3]
 
 
-def numpy_attention(inputs, gradient, seen, keep, heads):
-    """Forward and backward in float64: context and the gradients of the inputs.
+def numpy_attention(query, key, value, gradient, seen, keep=1.0):
+    """Forward and backward in float64: context and the gradients of the inputs, [B, S, H, N] each.
 
     Args:
       seen: bool [B, Q, K].
       keep: float64 [B, H, Q, K], what probabilities are multiplied by.
     """
-    query, key, value, biases = (np.asarray(x, np.float64) for x in inputs)
-    b, s, w = query.shape
-
-    def split(x):
-        return x.reshape(b, s, heads, w // heads).transpose(0, 2, 1, 3)
-
-    def join(x):
-        return x.transpose(0, 2, 1, 3).reshape(b, s, w)
-
-    q, k, v = (split(x + bias) for x, bias in zip((query, key, value), biases, strict=True))
-    factor = (w // heads) ** -0.5
+    q, k, v, do = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (query, key, value, gradient))
+    factor = q.shape[-1] ** -0.5
     scores = np.where(seen[:, None], q @ k.swapaxes(2, 3) * factor, -np.inf)
     probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
     probs /= probs.sum(axis=-1, keepdims=True)
-    do = split(np.asarray(gradient, np.float64))
     dp = keep * (do @ v.swapaxes(2, 3))
     ds = probs * (dp - (probs * dp).sum(axis=-1, keepdims=True)) * factor
-    dq, dk, dv = (
-        join(x) for x in (ds @ k, ds.swapaxes(2, 3) @ q, (probs * keep).swapaxes(2, 3) @ do)
-    )
-    d_biases = np.stack([x.sum(axis=(0, 1)) for x in (dq, dk, dv)])
-    return join((probs * keep) @ v), dq, dk, dv, d_biases
+    context, dv = (probs * keep) @ v, (probs * keep).swapaxes(2, 3) @ do
+    return [x.swapaxes(1, 2) for x in (context, ds @ k, ds.swapaxes(2, 3) @ q, dv)]
 
 
 @pytest.mark.parametrize(
@@ -187,45 +174,14 @@ def test_attention_and_its_gradients(dtype, heads, rate):
     seen = numbers[:, :, None] == numbers[:, None, :]
     assert context.dtype == dtype
     ours = (context, *pullback(gradient))
-    assert_near(ours, numpy_attention(inputs, gradient, seen, keep, heads), dtype)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_attention_as_xla_computes_it(packed):
-    inputs, gradient = attention_inputs("bfloat16")
-    real = np.arange(128) < np.array([[100], [128]])
-    numbers = jnp.asarray(real * (1 + np.arange(128) // 50 * packed), jnp.int32)
-    mask = attention.Shared(numbers, numbers) if packed else numbers
-
-    def xla(query, key, value, biases):
-        heads = [
-            (x.astype(jnp.float32) + bias).astype(x.dtype).reshape(2, 128, 4, 64)
-            for x, bias in zip((query, key, value), biases, strict=True)
-        ]
-        return attention.attend_recomputed(*heads, mask, None, 0.0).reshape(2, 128, 256)
-
-    def kernel(*inputs):
-        static = Attention(HOW["bfloat16"], 64, 0.0, "shared" if packed else "alone")
-        return attention_kernels.attention(static, *inputs, numbers, SEED, None)
-
-    gradient = gradient * real[:, :, None]  # what padding sees differs, and is read by none
-    results = []
-    for function in (kernel, xla):
-        context, pullback = jax.vjp(function, *inputs)
-        results.append((context * real[:, :, None], *pullback(gradient)))
-    assert_near(results[0], [np.asarray(x, np.float64) for x in results[1]], "bfloat16")
+    biased = (np.float64(x) + b for x, b in zip(inputs[:3], inputs.biases, strict=True))
+    split = (x.reshape(2, 128, heads, -1) for x in (*biased, np.float64(gradient)))
+    theirs = [x.reshape(2, 128, 256) for x in numpy_attention(*split, seen, keep)]
+    d_biases = np.stack([x.sum(axis=(0, 1)) for x in theirs[1:]])
+    assert_near(ours, [*theirs, d_biases], dtype)
 
 
 # --- layer norm ---
-
-
-@pytest.mark.parametrize(
-    ("width", "height"), [(768, 256), (1_024, 256), (2_048, 128), (16_384, 16)]
-)
-def test_wide_rows_are_normed_fewer_at_a_time(width, height):
-    """Twenty megabytes of a program are more than the cores of v2 to v4 have."""
-    rows, _ = kernels._row_blocks(jnp.zeros((1_024, width), jnp.bfloat16))
-    assert rows.block_shape == (height, width)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import make_modern
 import numpy as np
 import pytest
+import samples
 from compare import assert_close
 
 from bert_jax.config import Model
 from bert_jax.interop import names, weights
-from bert_jax.model import flops, heads, layers, losses
+from bert_jax.model import flops, heads, losses
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode
@@ -31,6 +32,8 @@ def model_of(sizes):
 SIZES = make_modern.CONFIG
 CFG = model_of(SIZES)
 KEPT = Loop()
+# Of a BERT that reads the same batch.
+LONG = {"vocab_size": CFG.vocab_size, "max_position_embeddings": CFG.max_position_embeddings}
 
 
 @functools.cache
@@ -129,10 +132,13 @@ def test_logits_loss_and_gradients_are_as_pytorchs(params, batch, loop):
     assert_close({part: gradients[part] for part in theirs}, theirs, 1e-5)
 
 
+@pytest.mark.parametrize("kind", ["modern", "bert"])
 @pytest.mark.parametrize("way", ["shared", "packed"])
-def test_texts_that_share_rows_are_each_by_itself(params, batch, way):
+def test_texts_that_share_rows_are_each_by_itself(batch, kind, way):
     """All in one row: positions and windows are those of each text."""
-    expected = np.asarray(states(params, batch))
+    cfg = CFG if kind == "modern" else dataclasses.replace(samples.without_dropout(), **LONG)
+    params = drawn(CFG) if kind == "modern" else heads.init_params(cfg, jax.random.key(0))
+    expected = np.asarray(states(params, batch, cfg))
     real = np.asarray(batch["input_mask"]) > 0
     lengths = real.sum(axis=1)
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
@@ -146,9 +152,9 @@ def test_texts_that_share_rows_are_each_by_itself(params, batch, way):
         tokens = np.where(place < lengths[:, None], starts[:, None] + place, lengths.sum())
         sharing = Packing(positions, jnp.asarray(tokens), numbers * longest + positions)
     one_row = np.asarray(batch["input_ids"])[real][None]
-    encoder = heads.merge(CFG, params).encoder
+    encoder = heads.merge(cfg, params).encoder
     inputs = (jnp.asarray(one_row), jnp.zeros_like(one_row), sharing)
-    found = encode(encoder, CFG, *inputs, None, KEPT, "all")
+    found = encode(encoder, cfg, *inputs, None, KEPT, "all")
     np.testing.assert_allclose(found[:, 0], expected[:, real], atol=1e-5)
 
 
@@ -226,18 +232,3 @@ def test_operations_are_those_of_products_that_are_needed():
     products = 7 * length * (4 * width * width + 3 * width * inner) + 2 * pairs * width
     operations = 2 * 5 * (products + width * width + 2 * width)
     assert flops.forward_flops(CFG, 5, length, 0) == pytest.approx(operations, abs=200)
-
-
-def test_noise_changes_every_part_and_is_the_row_s_own(params, batch):
-    cfg = dataclasses.replace(CFG, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
-    encoder = heads.merge(cfg, params).encoder
-    noise = layers.RowNoise.of(jax.random.key(1), jnp.arange(3))
-
-    def run(rows, noise):
-        inputs = (batch[name][rows] for name in ("input_ids", "segment_ids", "input_mask"))
-        return np.asarray(encode(encoder, cfg, *inputs, noise, KEPT))
-
-    whole = run(np.arange(3), noise)
-    alone = run(np.arange(1, 2), layers.RowNoise(noise.keys[1:2]))
-    np.testing.assert_allclose(whole[1], alone[0], atol=1e-5)
-    assert np.abs(whole - run(np.arange(3), None)).max() > 0.1

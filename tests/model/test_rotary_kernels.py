@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_kernels import TOLERANCE
+from test_kernels import TOLERANCE, numpy_attention
 from test_kernels import products_that_a_cpu_computes as products_that_a_cpu_computes
 
 from bert_jax.config import Model
@@ -42,27 +42,6 @@ def numpy_rotated(x, positions, base, sign=1.0):
     angles = (positions[..., None].astype(np.float32) * steps).astype(np.float64)
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * sign * angles)[:, :, None]
     return np.concatenate([turned.real, turned.imag], axis=-1)
-
-
-def numpy_attention(inputs, gradient, seen, positions, base):
-    """Context and the gradients of query, key and value, float64."""
-    b, s, w = gradient.shape
-    query, key, value, do = (
-        np.asarray(x, np.float64).reshape(b, s, HEADS, -1) for x in (*inputs, gradient)
-    )
-    query, key = (numpy_rotated(x, positions, base) for x in (query, key))
-    q, k, v, do = (x.swapaxes(1, 2) for x in (query, key, value, do))
-    factor = (w // HEADS) ** -0.5
-    scores = np.where(seen[:, None], q @ k.swapaxes(2, 3) * factor, -np.inf)
-    probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    probs /= probs.sum(axis=-1, keepdims=True)
-    dp = do @ v.swapaxes(2, 3)
-    ds = probs * (dp - (probs * dp).sum(axis=-1, keepdims=True)) * factor
-    parts = [x.swapaxes(1, 2) for x in (probs @ v, ds @ k, ds.swapaxes(2, 3) @ q)]
-    for i in (1, 2):
-        parts[i] = numpy_rotated(parts[i], positions, base, -1.0)
-    parts.append((probs.swapaxes(2, 3) @ do).swapaxes(1, 2))
-    return [x.reshape(b, s, w) for x in parts]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +79,11 @@ def test_attention_and_its_gradients(dtype, layer, part, monkeypatch):
     base = CFG.global_rotary_base
     if layer == "local":
         seen, base = seen & (np.abs(place[:, None] - place) <= HALF), CFG.local_rotary_base
-    expected = numpy_attention(inputs, gradient, seen, positions, base)
+    split = [np.float64(x).reshape(2, LENGTH, HEADS, -1) for x in (*inputs, gradient)]
+    split[:2] = (numpy_rotated(x, positions, base) for x in split[:2])
+    expected = numpy_attention(*split, seen)
+    expected[1:3] = (numpy_rotated(x, positions, base, -1.0) for x in expected[1:3])
+    expected = [x.reshape(2, LENGTH, WIDTH) for x in expected]
     for mine, theirs in zip((context, *pullback(gradient)), expected, strict=True):
         atol = TOLERANCE[dtype] * np.abs(theirs).max()
         np.testing.assert_allclose(np.asarray(mine, np.float64), theirs, rtol=0, atol=atol)

@@ -10,13 +10,12 @@ import pytest
 import samples
 import tuned
 from etils import epath
-from flax import nnx
 from lstm import lstm
 
 from bert_jax import base as base_lib
 from bert_jax.config import Adapt, Parallelism
 from bert_jax.model import heads
-from bert_jax.model.encoder import Loop
+from bert_jax.model.encoder import Loop, filled
 from bert_jax.tasks import objective as objective_lib
 from bert_jax.tasks import tagger
 from bert_jax.text.tokenizer import WordPiece
@@ -37,11 +36,8 @@ def drawn(features, how="frozen"):
 
 def module_of(task, params):
     """The module that holds them, by the way that the objective takes."""
-    rngs = nnx.Rngs(0)
-    of = objective_lib.Tuned(DEEP, "tokens", task.outputs, task.adapt.features, rngs=rngs)
-    graph, state = nnx.split(of, nnx.Param)
-    nnx.replace_by_pure_dict(state, {"tagger": params["tagger"]})
-    return nnx.merge(graph, state).tagger
+    args = DEEP, "tokens", task.outputs, task.adapt.features
+    return filled(params, objective_lib.Tuned, *args).tagger
 
 
 @pytest.mark.parametrize(
