@@ -95,8 +95,7 @@ def attend(
     scores = _scores(query, key, _unseen(input_mask), window)
     probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     if noise is not None and rate:
-        keep = jnp.swapaxes(_kept(noise, probs.shape, rate), 2, 3)
-        probs = jnp.where(keep, probs, jnp.zeros_like(probs))
+        probs = jnp.where(_kept(noise, probs.shape, rate), probs, jnp.zeros_like(probs))
         value = _scaled(value, noise.scale(rate))
     return _product("bhqk,bkhd->bqhd", probs, value).astype(value.dtype)
 
@@ -142,16 +141,8 @@ def attend_recomputed(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_recomputed(
-    rate: float,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    unseen: jax.Array,
-    noise: Noise | None,
-    window: jax.Array | None,
-) -> jax.Array:
-    return _attend_recomputed_forward(rate, query, key, value, unseen, noise, window)[0]
+def _attend_recomputed(rate: float, *arrays: Any) -> jax.Array:
+    return _attend_recomputed_forward(rate, *arrays)[0]
 
 
 def _attend_recomputed_forward(
@@ -169,8 +160,7 @@ def _attend_recomputed_forward(
     sums = _row_sums(weights)
     scale = 1.0
     if noise is not None:
-        keep = jnp.swapaxes(_kept(noise, weights.shape, rate), 2, 3)
-        weights = jnp.where(keep, weights, jnp.zeros_like(weights))
+        weights = jnp.where(_kept(noise, weights.shape, rate), weights, jnp.zeros_like(weights))
         scale = noise.scale(rate)
     # Divided afterwards: a row of the context is shorter than one of the weights.
     context = _product("bhqk,bkhd->bqhd", weights, value) * jnp.swapaxes(scale / sums, 1, 2)
@@ -193,8 +183,7 @@ def _attend_recomputed_backward(
     inner = jnp.swapaxes(inner, 1, 2)[:, :, None, :]
     dropped, scaled = probs.astype(dtype), gradient
     if noise is not None:
-        b, h, k, q = probs.shape
-        keep = _kept(noise, (b, h, q, k), rate)
+        keep = noise.keep_scores(probs.shape, rate)
         dropped = jnp.where(keep, dropped, jnp.zeros_like(dropped))
         # Folded into a factor of each product: a scale between a mask and a product is more than
         # the compiler for TPU v6e survives.
@@ -254,9 +243,9 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
 
 
 def _kept(noise: Noise, shape: tuple[int, ...], rate: float) -> jax.Array:
-    """Draws bool [B, H, K, Q], the order of the bits, for scores of `shape` [B, H, Q, K]."""
+    """Draws bool `shape` = [B, H, Q, K] for scores; bits are in the order of [B, H, K, Q]."""
     b, h, q, k = shape
-    return noise.keep_scores((b, h, k, q), rate)
+    return jnp.swapaxes(noise.keep_scores((b, h, k, q), rate), 2, 3)
 
 
 def _row_sums(weights: jax.Array) -> jax.Array:

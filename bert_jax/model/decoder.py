@@ -84,23 +84,16 @@ def _run_layer(
     own = layer.query, layer.attention_output, layer.attention_layer_norm, attend, 1
     cross = layer.cross_query, layer.cross_output, layer.cross_layer_norm, attend_to_source, 4
     for query, output, norm, look, site in (own, cross):
-        context = look(transformer.product(query, x, _heads(cfg, x))).reshape(x.shape)
+        context = look(_by_heads(cfg, query, x)).reshape(x.shape)
         added = transformer.product(output, context, x.shape).astype(jnp.float32)
         x = norm(x + layers.dropout(added, at(site), cfg.hidden_dropout_prob)).astype(x.dtype)
     return transformer.feed_forward(layer, cfg, x, noise)
 
 
-def _heads(cfg: Model, x: jax.Array) -> tuple[int, ...]:
+def _by_heads(cfg: Model, dense: layers.Dense, x: jax.Array) -> jax.Array:
+    """Returns queries, keys or values: [B, S, D] -> [B, S, H, D / H]."""
     number = cfg.num_attention_heads
-    return *x.shape[:2], number, x.shape[2] // number
-
-
-def _projected(
-    cfg: Model, key: layers.Dense, value: layers.Dense, x: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns keys and values: [B, S, D] -> [B, S, H, D / H] each."""
-    shape = _heads(cfg, x)
-    return transformer.product(key, x, shape), transformer.product(value, x, shape)
+    return transformer.product(dense, x, (*x.shape[:2], number, x.shape[2] // number))
 
 
 def target_logits(
@@ -130,8 +123,8 @@ def target_logits(
         del number
         at = (lambda site: None) if noise is None else noise.at
         attend = attention.attend if scores == "kept" else attention.attend_recomputed
-        own = _projected(cfg, layer.key, layer.value, x)
-        cross = _projected(cfg, layer.cross_key, layer.cross_value, source)
+        own = [_by_heads(cfg, dense, x) for dense in (layer.key, layer.value)]
+        cross = [_by_heads(cfg, d, source) for d in (layer.cross_key, layer.cross_value)]
         # Padding stands to the right of what is scored.
         window = attention.to_the_left(x.shape[1])
         return _run_layer(
@@ -177,7 +170,8 @@ def begin(
     source = _read(generator, cfg, batch, None, loop)
     stacked = generator.decoder.layers
     of_source = lax.map(
-        lambda layer: _projected(cfg, layer.cross_key, layer.cross_value, source), stacked
+        lambda layer: [_by_heads(cfg, d, source) for d in (layer.cross_key, layer.cross_value)],
+        stacked,
     )
     count, number = cfg.num_hidden_layers, cfg.num_attention_heads
     shape = (count, len(source), beams, length, number, source.shape[2] // number)
@@ -201,7 +195,7 @@ def next_logits(
 
     def run(x: jax.Array, of_layer: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
         layer, keys, values, *source = of_layer
-        key, value = _projected(cfg, layer.key, layer.value, x)
+        key, value = (_by_heads(cfg, dense, x) for dense in (layer.key, layer.value))
         keys = lax.dynamic_update_index_in_dim(keys, key, place, axis=2)
         values = lax.dynamic_update_index_in_dim(values, value, place, axis=2)
 

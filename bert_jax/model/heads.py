@@ -70,7 +70,10 @@ def piece_logits(model: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
     """
     table = getattr(model.masked_lm, "output", model.encoder.embeddings.word).embedding[...]
     below = transformed(model.masked_lm, cfg, hidden)
-    return layers.linear(below, table, _output_bias(model, cfg), "outputs_inputs")
+    bias = model.masked_lm.output_bias[...]
+    # Rows that stand for no piece get no probability.
+    bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _NO_PIECE)
+    return layers.linear(below, table, bias, "outputs_inputs")
 
 
 def transformed(head: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
@@ -96,12 +99,6 @@ def next_sentence_logits(
         first = jnp.take_along_axis(hidden, starts[:, :, None], axis=1)
     pooled = jnp.tanh(model.pooler(first)).astype(hidden.dtype)
     return model.next_sentence(pooled)
-
-
-def _output_bias(model: Pretrainer, cfg: Model) -> jax.Array:
-    """Returns that of each piece; rows that stand for none get no probability."""
-    bias = model.masked_lm.output_bias[...]
-    return jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _NO_PIECE)
 
 
 def pretraining_logits(

@@ -163,22 +163,21 @@ def _run_norm(
     rows, columns = _row_blocks(x)
     inputs = [(SCALARS, seed), (rows, x), (rows, y)]
     inputs += [(columns, vector[None]) for vector in vectors]
-    has_bits = bits is not None
-    inputs += [(rows, array) for array in (*more, *[bits] * has_bits)]
+    inputs += [(rows, array) for array in (*more, bits) if array is not None]
     grid = (x.shape[0] // rows.block_shape[0],)
-    run = functools.partial(kernel, static, has_bits)
+    run = functools.partial(kernel, static)
     return launch(static.kernels, run, name, grid, inputs, outputs, 0, len(x))
 
 
-def _sum_of(rate: float, refs: Sequence[Any], bits: Any) -> tuple[jax.Array, jax.Array | None]:
+def _sum_of(
+    rate: float, seed: Any, x_ref: Any, y_ref: Any, bias_ref: Any, bits: Sequence[Any]
+) -> tuple[jax.Array, jax.Array | None]:
     """Returns x + dropout(y + bias), float32, and what is kept of y; None if all of it."""
-    seed, x_ref, y_ref, bias_ref = refs
     x = x_ref[...].astype(jnp.float32)
     y = y_ref[...].astype(jnp.float32) + bias_ref[...]
     if not rate:
         return x + y, None
-    given = None if bits is None else bits[...]
-    program = 0 if bits is not None else pl.program_id(0)
+    given, program = (bits[0][...], 0) if bits else (None, pl.program_id(0))
     keep = keep_some(rate, seed, given, program, y.shape)
     return x + jnp.where(keep, y * kept_scale(rate), 0.0), keep
 
@@ -190,17 +189,17 @@ def _normed(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     return centred * deviation, deviation
 
 
-def _norm_kernel(static: Norm, has_bits: bool, *refs: Any) -> None:
+def _norm_kernel(static: Norm, *refs: Any) -> None:
     seed, x, y, bias, scale, shift, *bits, out = refs
-    total, _ = _sum_of(static.rate, (seed, x, y, bias), bits[0] if has_bits else None)
+    total, _ = _sum_of(static.rate, seed, x, y, bias, bits)
     normed, _ = _normed(total, static.eps)
     out[...] = (normed * scale[...] + shift[...]).astype(out.dtype)
 
 
-def _norm_backward_kernel(static: Norm, has_bits: bool, *refs: Any) -> None:
+def _norm_backward_kernel(static: Norm, *refs: Any) -> None:
     *refs, d_x, d_y, d_bias, d_scale, d_shift = refs
     seed, x, y, bias, scale, _, gradient_ref, *bits = refs
-    total, keep = _sum_of(static.rate, (seed, x, y, bias), bits[0] if has_bits else None)
+    total, keep = _sum_of(static.rate, seed, x, y, bias, bits)
     normed, deviation = _normed(total, static.eps)
     gradient = gradient_ref[...].astype(jnp.float32)
     upper = gradient * scale[...]
