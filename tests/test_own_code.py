@@ -172,9 +172,15 @@ def test_code_is_one_file_that_names_a_function_at_its_top(tmp_path, monkeypatch
         config.Model(code="x")
     # Dataclasses look in `sys.modules` for what annotations that are text mean.
     future = ('"""ELECTRA', 'from __future__ import annotations\n"""ELECTRA')
-    reference = config.load(str(write(tmp_path, "electra", future))).data.code
+    file = write(tmp_path, "electra", future)
+    reference = config.load(str(file)).data.code
     monkeypatch.setattr(code_lib, "_loaded", {})
     assert code_lib.function(reference).__name__ == "electra"
+    # A file that was named runs only if it is the one.
+    file.write_text(file.read_text() + "raise SystemExit\n")
+    monkeypatch.setattr(code_lib, "_loaded", {})
+    with pytest.raises(InputError, match=rf"{reference[-64:]}.*has {sha256(file)}"):
+        code_lib.function(reference)
 
 
 def test_electra_takes_no_rows_of_several_examples_and_no_probes(tmp_path):

@@ -23,7 +23,7 @@ from bert_jax.model.kernels import LANES, Kernels
 
 
 class Attention(NamedTuple):
-    """What is known of `attention` before it runs."""
+    """The part of `attention` that is known before it runs."""
 
     kernels: Kernels  # how they are made
     size: int  # W / H

@@ -80,7 +80,7 @@ def program_seed(words: Sequence[Any], program: Any) -> tuple[Any, Any]:
 
 
 class Norm(NamedTuple):
-    """What is known of a norm before it runs."""
+    """The part of a norm that is known before it runs."""
 
     kernels: Kernels  # how they are made
     rate: float  # of dropout

@@ -37,7 +37,7 @@ _STEP = 64
 
 
 class Attention(NamedTuple):
-    """What is known of `attention` before it runs."""
+    """The part of `attention` that is known before it runs."""
 
     kernels: Kernels  # how they are made
     size: int  # W / H
