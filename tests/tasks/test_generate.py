@@ -18,6 +18,7 @@ from bert_jax import base as base_lib
 from bert_jax import cli
 from bert_jax.config import Finetuning, Parallelism, Task
 from bert_jax.errors import InputError
+from bert_jax.model import decoder
 from bert_jax.model.encoder import Loop
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks import adapted, job, scores
@@ -205,8 +206,14 @@ def test_texts_are_written_one_by_one_and_in_a_table_as_they_are_scored(here, ca
     assert cli.main(["predict", "--workdir", "run", *words]) == 0
     answers = [line["generated"] for line in tuned.lines("all.jsonl")]
     assert [line["predicted"] for line in tuned.lines("table.jsonl")] == answers
-    more = tuned.predict(capsys, "--beam", "3", *asked)
-    assert [answer["text"] for answer in more] == asked
+
+
+@pytest.mark.long
+def test_texts_are_searched_for_as_widely_as_is_asked(here, capsys, monkeypatch):
+    widths, search = [], decoder.search
+    monkeypatch.setattr(decoder, "search", lambda *a: widths.append(a[4]) or search(*a))
+    found = tuned.predict(capsys, "--beam", "3", "wa wb", "xa xb xc")
+    assert [answer["text"] for answer in found] == ["wa wb", "xa xb xc"] and set(widths) == {3}
 
 
 def test_what_a_generating_run_cannot_do_is_refused_by_name(here, capsys, monkeypatch):

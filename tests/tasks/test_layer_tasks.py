@@ -6,16 +6,21 @@ import re
 
 import numpy as np
 import pytest
+import samples
 import tuned
 from etils import epath
 from scipy import stats
 
 import bert_jax
-from bert_jax import cli
+from bert_jax import cli, config
+from bert_jax.config import Parallelism
 from bert_jax.loaded import Loaded
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import layers, probes
+from bert_jax.tasks.adapted import Reader, kind_of
+from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.layers import Knowledge
+from bert_jax.tasks.rows import eval_batches
 
 NAMES = ("classify", "regress", "tag")
 
@@ -69,6 +74,16 @@ def test_tasks_are_read_off_every_layer_as_numpy_would(folder, asked):
         labels[part] = np.array([row["label"] == "good" for row in there]).astype(int)
         texts = [row["sentence"] for row in there]
         hidden[part] = model.hidden(texts, layers=(0, 1))
+    # What is read of rows of several lengths, padded together.
+    reader = Reader(model.model, model.tokenizer, Parallelism(), samples.mesh_of(1), 8)
+    task = config.load(str(folder / "classify.py"), config.Finetuning).task
+    texts = [Sentence("", (row["sentence"],), None) for row in there]
+    made = kind_of(task, ("bad", "good"), model.tokenizer).rows(texts)
+    ((which, batch), *_) = eval_batches(made, model.tokenizer.pad_id, 8)
+    read = np.asarray(probes.features_of(reader, "pooled", "all")(model.params, None, batch))
+    expected = [hidden["test"][i] for i in which]
+    expected = [np.concatenate([x[:, 0], x.mean(1)], axis=1).ravel() for x in expected]
+    np.testing.assert_allclose(read, expected, atol=1e-5)
     for layer in (0, 1):
         inputs = {
             part: np.stack([np.concatenate([x[layer, 0], x[layer].mean(0)]) for x in values])

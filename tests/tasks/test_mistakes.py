@@ -50,8 +50,9 @@ def test_the_worst_mistakes_of_labels_are_the_surest_and_confusions_scikit_learn
 
 def test_mistakes_of_the_other_kinds():
     tagged = kinds.tagged(["wa", "wb", "wc"], ["B-X", "I-X", "O"])
-    line = line_of("tag", [{"tags": ["O", "I-X", "B-X"]}], [tagged])
-    assert sorted(line["confusions"]) == [["B-X", "O", 1], ["O", "B-X", 1]]
+    line = line_of("tag", [{"tags": ["O", "B-X", "O"]}], [tagged])
+    assert sorted(line["confusions"]) == [["B-X", "O", 1], ["I-X", "B-X", 1]]
+    assert (line["worst"][0]["truth"], line["worst"][0]["predicted"]) == ("B-X I-X", "O B-X")
     assert line["wrong"] == 1 and line["worst"][0]["texts"] == ["wa wb wc"]
 
     numbers = [kinds.sentence("a", "b", label=float(i)) for i in range(100)]

@@ -107,6 +107,8 @@ def test_best_and_numbered_checkpoints_are_chosen_by_name(run, capsys):
     assert found["step"] == best["step"]
     (found,) = tuned.predict(capsys, "--score", "--checkpoint", str(min(kept)))
     assert found["step"] == min(kept)
+    first = TaskModel("run", None, str(min(kept)))
+    assert first.evaluation == next(x for x in evaluations if x["step"] == min(kept))
     capsys.readouterr()
     assert cli.main(["checkpoints", "run", "--verify"]) == 0
     assert "step 32: every array is what was saved" in capsys.readouterr().out
