@@ -297,6 +297,7 @@ def ended(process):
 # --- Processes that fail ---
 
 
+@pytest.mark.long
 def test_bad_text_in_a_worker_is_the_error_of_one_process(text, tmp_path):
     text.write_text(text.read_text() + "{\n")
     messages = []
