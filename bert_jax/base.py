@@ -64,11 +64,13 @@ class Moments:
 class TextVectors:
     """The way in which the vector of a text is made of those of its pieces."""
 
-    # `mean` of all, [CLS] and [SEP] among them, or the one of [CLS].
-    pooling: Literal["mean", "cls"] = "mean"
+    # `mean` of all, [CLS] and [SEP] among them, the one of [CLS], or the last, of [SEP].
+    pooling: Literal["mean", "cls", "last"] = "mean"
     normalize: bool = False  # whether it is scaled to length 1
     # Pieces that are read, those two among them; 0: as many as there are positions.
     max_length: int = 0
+    query_prefix: str = ""  # what stands before a text that asks
+    text_prefix: str = ""  # and before all others
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,6 +125,7 @@ _FEATURES = """
     else all positions of the model
 --batch-tokens N (int = 0): tokens that a device works on at a time; 0: 512 on a CPU, 16384
     elsewhere
+--dimensions N (int = 0): keep the first N numbers of each vector alone; 0: all
 """
 _NORMALIZE = "--normalize (yes or no): scale each vector to length 1 [as the run or base says]"
 
@@ -137,12 +138,15 @@ _NORMALIZE = "--normalize (yes or no): scale each vector to length 1 [as the run
     [TEXT_FILE...]: files with a text on each line, also .gz and .zst; left out: standard input. An
         empty line is a text
     --out FILE (required): file to write, a row for each text: .npz, .parquet or .jsonl
-    --pooling (mean | cls | tokens): mean of a text's tokens, [CLS] and [SEP] too; the vector of
-        [CLS]; or a vector for each piece, without these two [as the run or base says, else mean]
+    --pooling (mean | cls | last | tokens): mean of a text's tokens, [CLS] and [SEP] too; the vector
+        of [CLS], or of the last token; or a vector for each piece, without [CLS] and [SEP] [as the
+        run or base says, else mean]
+    --role (text | query = text): what the encoder knows texts by, if it puts something before them
     """,
     _FEATURES,
     _NORMALIZE,
     CHECKPOINT,
+    TUNED_BASE,
 )
 def embed(args: argparse.Namespace) -> int:
     """Write vectors of texts: of each text, or of each of its pieces."""
@@ -154,7 +158,7 @@ def embed(args: argparse.Namespace) -> int:
 
     texts = lines.read(args.text_file) if args.text_file else input_lines()
     _, embedder = _embedder(args, args.normalize)
-    embed.write(embedder, (line for _, line in texts), epath.Path(args.out), say)
+    embed.write(embedder, (line for _, line in texts), epath.Path(args.out), say, args.role)
     return FINISHED
 
 
@@ -168,6 +172,7 @@ def _embedder(args: argparse.Namespace, normalize: bool | None):
         layers=args.layers,
         combine=args.combine,
         length={None: None, True: "unit", False: "as_is"}[normalize],
+        dimensions=args.dimensions,
     )
     trained = trained_of(args)
     mesh = mesh_lib.make_mesh(Parallelism())
@@ -186,11 +191,12 @@ def _embedder(args: argparse.Namespace, normalize: bool | None):
     --top K (int = 10): how many texts are shown
     --vectors FOLDER: where the vectors of TEXTS are kept, so that they are made once
         [TEXTS.vectors]
-    --pooling (mean | cls): a text's vector: mean of its tokens, or that of [CLS] [as the run or
-        base says, else mean]
+    --pooling (mean | cls | last): a text's vector: mean of its tokens, or that of [CLS], or of the
+        last token [as the run or base says, else mean]
     """,
     _FEATURES,
     CHECKPOINT,
+    TUNED_BASE,
 )
 def search(args: argparse.Namespace) -> int:
     """Find the texts of a file that are nearest to a question, by the cosine of their vectors."""
@@ -226,8 +232,8 @@ def search(args: argparse.Namespace) -> int:
     """
     --host H (= 127.0.0.1): the address to listen on; 0.0.0.0 for all, without any password
     --port P (int = 8000): port to listen on; 0: any that is free
-    --pooling (mean | cls): a text's vector: mean of its tokens, or that of [CLS] [as the run or
-        base says, else mean]
+    --pooling (mean | cls | last): a text's vector: mean of its tokens, or that of [CLS], or of the
+        last token [as the run or base says, else mean]
     """,
     _FEATURES,
     _NORMALIZE,
@@ -327,7 +333,7 @@ def _require_source(source: str) -> None:
         BertForMaskedLM, or BertModel and sentence-transformers; of model.kind=modern for
         ModernBertForMaskedLM or ModernBertModel; of data.objective=causal for BertLMHeadModel or
         ModernBertDecoderForCausalLM. Of a fine-tuned run task, for BertForSequenceClassification
-        and the like [task], or adapter, what adapt.how=lora learned, for PEFT
+        and the like [task], adapter, what adapt.how=lora learned, for PEFT, or encoder
     --out FOLDER (required): folder to write
     --dtype (float32 | bfloat16 = float32): type of the weights written; float32 loses nothing
     """,
@@ -344,20 +350,23 @@ def export(args: argparse.Namespace) -> int:
     from bert_jax.tasks.predict import TaskModel
 
     of_run = ("pretraining", "masked_lm", "encoder", "causal_lm")
-    if tuned:
+    model = TaskModel(args.workdir, args.base, args.checkpoint) if tuned else None
+    if model is not None and args.kind != "encoder":
         if args.kind in of_run:
             raise InputError(
                 f"--as {args.kind}: {args.workdir} is a fine-tuned run, of which --as task writes "
-                "the whole model; its encoder alone is not exported"
+                "the whole model, and --as encoder what makes vectors"
             )
-        model = TaskModel(args.workdir, args.base, args.checkpoint)
         form = args.kind or "task"
         architecture = finetuned.export(model, form, args.dtype, epath.Path(args.out))
         name, step = model.experiment.name, model.step
         if form == "adapter":
             architecture = f"adapter over {architecture}"
     else:
-        trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
+        if model is not None:
+            trained = model.encoder()
+        else:
+            trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
         there = huggingface.forms_of(trained.model)  # none of an encoder that they do not have
         if there and args.kind not in of_run:
             given = ":" if args.kind is None else f" {args.kind}: {args.workdir} is not fine-tuned;"

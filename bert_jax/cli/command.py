@@ -204,14 +204,23 @@ def is_finetuned(args: argparse.Namespace, *others: str, tuned: tuple[str, ...] 
 
 
 def trained_of(args: argparse.Namespace):
-    """Returns the model of the run or base in --workdir, as --checkpoint names it."""
+    """Returns the model of the run or base in --workdir, as --checkpoint names it.
+
+    Of a fine-tuned run it is the encoder as it was adapted.
+    """
     require_run(args.workdir)
     from etils import epath
 
     from bert_jax.loaded import Loaded
     from bert_jax.running.environment import keep_compiled_programs
+    from bert_jax.storage import mirror
+    from bert_jax.storage.workdir import holds_finetuning
 
     keep_compiled_programs()
+    if "base" in args and holds_finetuning(mirror.opened(args.workdir)):
+        from bert_jax.tasks.predict import TaskModel
+
+        return TaskModel(args.workdir, args.base, args.checkpoint).encoder()
     return Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
 
 

@@ -16,6 +16,7 @@ from bert_jax.cli.command import (
     PRICE,
     SAVED_EXPERIMENT,
     SETTINGS,
+    TUNED_BASE,
     WORKDIR,
     command,
     experiment_of,
@@ -38,8 +39,10 @@ from bert_jax.errors import FAILED, FINISHED, InputError
     CHECKPOINT,
     """
     --task TASKFILE...: instead score the run or base in --workdir on this task: on minimal pairs as
-        it is, on others with a linear layer trained on its vectors; may be repeated
+        it is, on similar texts by the cosine of its vectors, on others with a linear layer trained
+        on them; may be repeated
     """,
+    TUNED_BASE,
 )
 def evaluate(args: argparse.Namespace) -> int:
     """Score a checkpoint on held-out text, or on minimal pairs and other tasks."""
@@ -86,6 +89,9 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         if name in answer.get("minimal_pairs", {}):
             for line in minimal_pairs.in_words(name, answer["minimal_pairs"][name]):
                 print(line)
+        elif name in answer.get("similar", {}):
+            scores = answer["similar"][name]
+            print(f"{name}  {', '.join(f'{which} {value:.4f}' for which, value in scores.items())}")
         else:
             print(
                 f"{name}  {score:.4f}, always the commonest answer {answer['majority'][name]:.4f}"

@@ -43,3 +43,4 @@ from bert_jax.config.pretraining import (
     Phase,
     Run,
 )
+from bert_jax.config.vectors import Vectors

@@ -21,9 +21,13 @@ from bert_jax.config.fields import (
     Wrong,
 )
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
+from bert_jax.config.vectors import Vectors
 from bert_jax.errors import InputError
 
-Kind = Literal["classify", "pair", "regress", "choice", "tag", "span", "generate", "minimal_pairs"]
+Kind = Literal[
+    *("classify", "pair", "regress", "choice", "tag", "span"),
+    *("generate", "minimal_pairs", "similar"),
+]
 
 # What a tagger reads of a frozen encoder; empty: nothing, a linear head does.
 Features = Literal[
@@ -40,6 +44,8 @@ SCORES: dict[str, tuple[str, ...]] = {
     "span": ("f1", "exact_match"),
     "generate": ("chrf", "bleu"),
     "minimal_pairs": ("accuracy",),
+    # The first of pairs with a score, of `beir` one of the others.
+    "similar": ("spearman", "pearson", "ndcg@10", "mrr@10", "recall@10", "recall@1"),
 }
 
 _TABLES = ("tsv", "csv", "jsonl", "tfds")
@@ -48,13 +54,19 @@ SOURCES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(SCORES, _TABLES),
     "tag": ("conll", "jsonl", "tfds"),
     "span": ("squad", "tfds"),
+    "similar": (*_TABLES, "corpus", "beir"),
 }
+# Of these the last part is no path: a split, or how pairs are made.
+_ENDS = {"tfds": "NAME:SPLIT", "corpus": "WORKDIR:HOW", "beir": "FOLDER:SPLIT"}
 
 _OF_TWO_TEXTS = ("pair", "regress", "minimal_pairs")
 # Fields that are left as they are but in tasks of these kinds.
 _ONLY_OF = {
     "train": tuple(kind for kind in SCORES if kind != "minimal_pairs"),
-    "second_column": _OF_TWO_TEXTS,
+    "second_column": (*_OF_TWO_TEXTS, "similar"),
+    "negative_column": ("similar",),
+    "query_prefix": ("similar",),
+    "text_prefix": ("similar",),
     "choice_columns": ("choice",),
     "field_column": ("minimal_pairs",),
     "labels": ("classify", "pair", "choice", "tag"),
@@ -72,13 +84,18 @@ class Task(Section, role="identity", label="task"):
     line names them, or as JSON and TFDS do, or, where there is no such line and in CoNLL files, by
     their numbers from 0. Those of a span are SQuAD's, whatever is named here.
 
+    `similar` also learns from `corpus:WORKDIR:HOW`, pairs of texts of a corpus that `prepare`
+    wrote: `neighbours` (what ends with a sentence, and what begins with the next), `crops` (two
+    pieces of a passage) or `twice` (a passage, and itself under dropout); and is scored on
+    `beir:FOLDER:SPLIT`, queries and texts as BEIR has them.
+
     Minimal pairs (Warstadt et al. 2020) are two texts of which one is acceptable: what pre-training
     has learned is asked which, and nothing is learned from them.
     """
 
     # What is predicted: a label of a text, a label or number of a pair, one of several texts,
-    # a label of each word, a span of a context, another text, or which of two texts is the
-    # acceptable one.
+    # a label of each word, a span of a context, another text, which of two texts is the acceptable
+    # one, or a vector of a text, near to those of similar ones.
     kind: Kind
     # Sources of examples to learn from: tsv:FILE, csv:FILE, jsonl:FILE, conll:FILE, squad:FILE or
     # tfds:NAME:SPLIT; of minimal pairs none.
@@ -94,6 +111,12 @@ class Task(Section, role="identity", label="task"):
     # The second text of a pair, and of a regression, which is over pairs; of minimal pairs the one
     # that is not acceptable.
     second_column: str = ""
+    # For similar: a text that is near, and no answer; empty: none.
+    negative_column: str = ""
+    # For similar: what is put before a text that asks: the first of two, and a query.
+    query_prefix: str = ""
+    # For similar: what is put before all other texts.
+    text_prefix: str = ""
     # The texts to choose from, each a column; the first is answer 0.
     choice_columns: tuple[str, ...] = ()
     # The answer; of generate the text that is to be written; of minimal pairs the paradigm that
@@ -124,7 +147,14 @@ class Task(Section, role="identity", label="task"):
     @property
     def main_score(self) -> str:
         """The score that decides."""
+        if self.kind == "similar" and self.ranks:
+            return self.score or "ndcg@10"
         return self.score or SCORES[self.kind][0]
+
+    @property
+    def ranks(self) -> bool:
+        """Tells whether queries are scored by the texts that they find."""
+        return all(source.startswith("beir:") for source in self.validation)
 
     @property
     def has_labels(self) -> bool:
@@ -136,7 +166,8 @@ class Task(Section, role="identity", label="task"):
         """The columns of an example's texts, in the order in which the encoder reads them."""
         if self.kind in _OF_TWO_TEXTS:
             return self.text_column, self.second_column
-        return self.text_column, *self.choice_columns
+        more = (self.second_column, self.negative_column) if self.kind == "similar" else ()
+        return self.text_column, *self.choice_columns, *filter(None, more)
 
     @property
     def _columns(self) -> tuple[str, ...]:
@@ -148,11 +179,10 @@ class Task(Section, role="identity", label="task"):
         for source in sources:
             word, _, place = source.partition(":")
             # The name of a dataset may end in a colon and its version.
-            parts = place.rpartition(":")[::2] if word == "tfds" else [place]
+            parts = place.rpartition(":")[::2] if word in _ENDS else [place]
             known = SOURCES[self.kind]
             if word not in known or not all(parts):
-                ends = {"tfds": "NAME:SPLIT"}
-                forms = " or ".join(f"{word}:{ends.get(word, 'FILE')}" for word in known)
+                forms = " or ".join(f"{word}:{_ENDS.get(word, 'FILE')}" for word in known)
                 raise InputError(f"{where}: {source!r}: task.kind={self.kind} reads {forms}")
             numbered = word == "conll" or (word in ("tsv", "csv") and self.header == "none")
             for column in self._columns:
@@ -173,6 +203,14 @@ class Task(Section, role="identity", label="task"):
             if self.kind in _ONLY_OF.get(name, SCORES) and not getattr(self, name):
                 yield name, "name at least one source"
             self.require_readable(f"task.{name}", getattr(self, name))
+        for name, word in (("train", "beir"), ("validation", "corpus")):
+            if any(source.startswith(f"{word}:") for source in getattr(self, name)):
+                yield name, f"{word}: is not for this; {kind} reads tables there, too"
+        if len(self.train) > 1 and any(source.startswith("corpus:") for source in self.train):
+            yield "train", "a corpus is learned from alone"
+        ranked = [source.startswith("beir:") for source in self.validation]
+        if len(ranked) > 1 and any(ranked):
+            yield "validation", "beir: is scored alone"
         if self.score not in ("", *SCORES[self.kind]):
             yield "score", f"{kind} is scored by {', '.join(SCORES[self.kind])}"
         # [CLS], a question and two [SEP] leave a window its room for the context.
@@ -272,6 +310,7 @@ class Finetuning(Section, role="identity", label="finetuning"):
     init_from: str = ""
     task: Task
     adapt: Adapt = field(default_factory=Adapt)
+    vectors: Vectors = field(default_factory=Vectors)
     # Passes over the training examples.
     epochs: Positive = 3.0
     # The run ends after so many evaluations in a row without a lower held-out loss; 0: it does not.
@@ -293,6 +332,7 @@ class Finetuning(Section, role="identity", label="finetuning"):
             yield "class_weights", f"task.kind={kind} has no labels to weigh; leave it out"
         if self.adapt.features and kind != "tag":
             yield "adapt.features", f"not for task.kind={kind}, only for tag; leave it out"
+        yield from self._wrong_vectors()
         if kind == "generate" and how != "full":
             yield "adapt.how", "task.kind=generate learns everything; set it to full"
         for name in ("watch", "probes", "corpus_dir"):
@@ -312,3 +352,26 @@ class Finetuning(Section, role="identity", label="finetuning"):
         if len(parts) != 1 or self.batch_size % parts[0]:
             why = f"give one number that divides batch_size={self.batch_size}"
             yield "parallelism.accumulation", why
+
+    def _wrong_vectors(self) -> Iterator[Wrong]:
+        task, loss = self.task, self.vectors.loss
+        if task.kind != "similar":
+            if self.vectors != Vectors():
+                yield "vectors", f"not for task.kind={task.kind}, only for similar; leave it out"
+            return
+        by_loss = f"vectors.loss={loss}"
+        of_corpus = task.train[0].startswith("corpus:")
+        if of_corpus and loss != "contrastive":
+            yield "task.train", f"{by_loss} reads tables: a corpus has no scores and no teacher"
+        reads_pairs = not of_corpus and loss != "distil"
+        if (reads_pairs or not task.ranks) and not task.second_column:
+            yield (
+                "task.second_column",
+                "name the column of the text that the first is compared with",
+            )
+        if task.negative_column and (of_corpus or loss != "contrastive"):
+            yield "task.negative_column", "only for tables with vectors.loss=contrastive"
+        if loss == "contrastive" and self.batch_size < 2:
+            yield "batch_size", "a text is compared with the others of its step; take more"
+        if self.adapt.how == "frozen":
+            yield "adapt.how", "task.kind=similar has no head; set it to full or lora"

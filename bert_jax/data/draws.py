@@ -167,7 +167,7 @@ class Counter:
         """
         words = self._words(_TARGET, 2)
         short = words[:, 0] < short_seq_prob * 2**32
-        return np.where(short, 2 + _below(words[:, 1], max_num_tokens - 1), max_num_tokens)
+        return np.where(short, 2 + below(words[:, 1], max_num_tokens - 1), max_num_tokens)
 
     def split_point(self, sentences: np.ndarray) -> np.ndarray:
         """Returns how many sentences of a chunk make A, from 1, int64 [B]: of 31 bits of a word."""
@@ -181,11 +181,11 @@ class Counter:
     def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
         """Draws another document than `this`, or after ten vain draws this one; int64 [B]."""
         del asked
-        other = _below(self._next_words[:, 1], documents)
+        other = below(self._next_words[:, 1], documents)
         again = np.flatnonzero(other == this)
         if len(again):
             words = Counter(self._key, self._rows[again])._words(_RANDOM_NEXT, 1 + _TRIES)
-            tries = _below(words[:, 1:], documents)
+            tries = below(words[:, 1:], documents)
             column = np.argmax(tries != this[again, None], axis=1)
             other[again] = tries[np.arange(len(again)), column]
         return other
@@ -193,11 +193,11 @@ class Counter:
     def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
         """Returns the sentence at which a random B starts; int64 [B]."""
         del asked
-        return _below(self._next_words[:, 0], sentences)
+        return below(self._next_words[:, 0], sentences)
 
     def first_length(self, most: int) -> np.ndarray:
         """Draws a word for how many tokens the first row of an epoch holds, from 1; int64 [B]."""
-        return 1 + _below(self._words(_FIRST_LENGTH, 1)[:, 0], most)
+        return 1 + below(self._words(_FIRST_LENGTH, 1)[:, 0], most)
 
     @functools.cached_property
     def _chunk_words(self) -> np.ndarray:
@@ -263,7 +263,7 @@ class Counter:
         kinds = np.full(kind.shape, MASK, np.uint8)
         kinds[kind >= int(mask_share * 2**32)] = KEEP
         kinds[kind >= int((1.0 - random_share) * 2**32)] = RANDOM
-        return kinds, _below(token, vocab_size)
+        return kinds, below(token, vocab_size)
 
     def _words(self, purpose: int, columns: int) -> np.ndarray:
         """Returns random words, uint32 [B, columns]."""
@@ -302,7 +302,7 @@ class Counter:
 Draws = Counter | Sequential
 
 
-def _below(words: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
+def below(words: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
     """Maps words to numbers from 0 to `bound` - 1, int64; of 2**32, one gets at most one more."""
     return (words.astype(np.uint64) * np.asarray(bound, np.uint64) >> np.uint64(32)).view(np.int64)
 

@@ -14,7 +14,15 @@ from bert_jax.text.tokenizer import Tokenizer
 # Names and folders, in this order; the last may be missing.
 _MODULES = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
 # Of a Pooling, as versions before 6 have it: a truth value for each.
-_MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+# What a Pooling of version 6 on calls them, where that is another word.
+_WORDS = {"lasttoken": "last"}
+# Names of prompts that stand for what we have, the usual one first.
+_PROMPTS = {"query_prefix": ("query",), "text_prefix": ("document", "passage")}
 _REMEDY = "remove modules.json to import the encoder alone"
 
 
@@ -31,13 +39,13 @@ def read(folder: epath.Path, model: Model, tokenizer: Tokenizer) -> TextVectors 
     old = [_MODES.get(it, it) for it in fields if it.startswith("pooling_mode_") and fields[it]]
     mode = fields.get("pooling_mode", old or "mean")
     mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode
+    mode = _WORDS.get(mode, mode) if isinstance(mode, str) else mode
     require(pooling, "pooling_mode", mode, _MODES.values())
     reads = _there(folder / "sentence_bert_config.json")
+    written = _there(folder / "config_sentence_transformers.json")
     others = {
         "do_lower_case": tokenizer.case == "cased" and reads.get("do_lower_case"),
-        "default_prompt_name": _there(folder / "config_sentence_transformers.json").get(
-            "default_prompt_name"
-        ),
+        "default_prompt_name": written.get("default_prompt_name"),
     }
     for name, value in others.items():
         if value:
@@ -47,7 +55,12 @@ def read(folder: epath.Path, model: Model, tokenizer: Tokenizer) -> TextVectors 
     most = reads.get("max_seq_length") or most or 0
     with reading(folder / "sentence_bert_config.json", _REMEDY):
         most = int(most) if 3 <= most < model.max_position_embeddings else 0
-    return TextVectors(mode, len(modules) == len(_MODULES), most)
+    prompts = written.get("prompts") or {}
+    prefixes = {
+        name: next((prompts[it] for it in words if prompts.get(it)), "")
+        for name, words in _PROMPTS.items()
+    }
+    return TextVectors(mode, len(modules) == len(_MODULES), most, **prefixes)
 
 
 def _there(path: epath.Path) -> dict[str, Any]:
@@ -66,6 +79,10 @@ def write(vectors: TextVectors, model: Model, folder: epath.Path) -> None:
     most = vectors.max_length or model.max_position_embeddings
     reads = {"max_seq_length": most, "do_lower_case": False}
     write_json(folder / "sentence_bert_config.json", reads)
+    prompts = {words[0]: getattr(vectors, name) for name, words in _PROMPTS.items()}
+    if any(prompts.values()):
+        written = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+        write_json(folder / "config_sentence_transformers.json", written)
     for _, path in modules[1:]:
         (folder / path).mkdir()
     modes = {name: mode == vectors.pooling for name, mode in _MODES.items()}

@@ -19,6 +19,7 @@ from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective
 from bert_jax.tasks.labels import Choices, Numbers, Sentences, Tags
 from bert_jax.tasks.objective import TaskObjective, below_head
 from bert_jax.tasks.rows import Batch, Rows, TaskKind
+from bert_jax.tasks.similar import Similar, SimilarObjective, require_comparable
 from bert_jax.tasks.spans import Spans
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import feed, step
@@ -34,6 +35,7 @@ KINDS: dict[str, Callable[..., TaskKind]] = {
     "tag": Tags,
     "span": Spans,
     "generate": Generate,
+    "similar": Similar,
 }
 
 
@@ -54,6 +56,7 @@ class LoadedBase:
     tokenizer: Tokenizer  # of the base
     sha256: str  # of the weights and the tokenizer: what trained parameters belong to
     head: base_lib.Head | None = None  # of the task that the base was fine-tuned for
+    vectors: base_lib.TextVectors | None = None  # as the base makes them; None: it does not say
 
     @classmethod
     def of(cls, experiment: Finetuning) -> "LoadedBase":
@@ -86,7 +89,8 @@ class LoadedBase:
             attention_probs_dropout_prob=0.0 if frozen else adapt.attention_probs_dropout_prob,
             compute_dtype=adapt.compute_dtype,
         )
-        return cls(model, params, fresh, trained.tokenizer, digest.hexdigest(), trained.head)
+        known = trained.head, trained.vectors
+        return cls(model, params, fresh, trained.tokenizer, digest.hexdigest(), *known)
 
     def objective(
         self, experiment: Finetuning, kind: TaskKind, class_weights: Sequence[float] = ()
@@ -96,6 +100,11 @@ class LoadedBase:
             *(self.model, kind.learns, kind.reads, kind.outputs, kind.rows_per_example),
             *(experiment.adapt, self.fresh_parts, tuple(class_weights)),
         )
+        if kind.reads == "vectors":
+            known = self.vectors or base_lib.TextVectors()
+            how = experiment.vectors
+            require_comparable(how, self.model)
+            return SimilarObjective(*args, how=how, pooling=how.pooling or known.pooling)
         if kind.reads != "decoder":
             return TaskObjective(*args)
         ends = {"first": self.tokenizer.cls_id, "last": self.tokenizer.sep_id}

@@ -19,6 +19,8 @@ from bert_jax.config import Task
 from bert_jax.errors import InputError
 from bert_jax.tasks import formats
 from bert_jax.tasks.formats import field, listed, quoted, text_of
+from bert_jax.vectors import retrieval
+from bert_jax.vectors.retrieval import Passage
 
 Labelled = Literal["labelled", "unlabelled"]
 NoAnswer = Literal["never", "possible"]
@@ -82,7 +84,7 @@ class MinimalPair:
     field: str  # what several paradigms belong to; "" if there are no fields
 
 
-Example = Sentence | Tagged | Question | MinimalPair
+Example = Sentence | Tagged | Question | MinimalPair | Passage
 
 
 def texts_of(example: Example) -> tuple[str, ...]:
@@ -91,6 +93,8 @@ def texts_of(example: Example) -> tuple[str, ...]:
         return example.texts
     if isinstance(example, Tagged):
         return (" ".join(example.words),)
+    if isinstance(example, Passage):
+        return (example.text,)
     return (example.question,) if isinstance(example, Question) else (example.good, example.bad)
 
 
@@ -150,6 +154,9 @@ def _of_source(task: Task, source: str, labelled: Labelled, blank: list[str]) ->
     if task.kind == "span":  # SQuAD's files are no tables
         yield from _questions(source, task.no_answer, labelled)
         return
+    if source.startswith("beir:"):
+        yield from retrieval.read(*source.removeprefix("beir:").rsplit(":", 1))
+        return
     label_columns = (task.label_column,) if labelled == "labelled" else ()
     if task.field_column:
         label_columns += (task.field_column,)
@@ -183,7 +190,7 @@ def in_words(blank: Mapping[str, Sequence[str]]) -> str:
 def _sentence(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Sentence:
     columns = zip(task.text_columns, texts, strict=True)
     checked = tuple(text_of(value, f"column {column!r}", place, _CELL) for column, value in columns)
-    label_of = _number if task.kind == "regress" else _name
+    label_of = _number if task.kind in ("regress", "similar") else _name
     label = label_of(labels[0], f"column {task.label_column!r}", place) if labels else None
     return Sentence(place, checked, label)
 
@@ -286,6 +293,7 @@ FORMS = {
     "regress": Form("A<tab>B"),
     "choice": Form("TEXT<tab>A<tab>B and so on, one for each of task.choice_columns"),
     "generate": Form("TEXT"),
+    "similar": Form("A<tab>B"),
     "tag": Form(
         "words separated by blanks",
         _tagged,

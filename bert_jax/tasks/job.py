@@ -20,7 +20,7 @@ from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import load_experiment
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import mistakes, rows, scores
+from bert_jax.tasks import mistakes, rows, scores, similar
 from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.generate import TargetRows
@@ -77,23 +77,51 @@ class FinetuningSetup(Setup):
             scores.require_sacrebleu()
         self._base = LoadedBase.of(experiment)
         self._blank: dict[str, list[str]] = {"train": [], "validation": []}
+        self.labels: tuple[str, ...] = ()  # names, by number
+        if experiment.task.kind == "similar":
+            self._read_similar()
+        else:
+            self._read_labelled()
+        self.total_steps = math.ceil(experiment.epochs * self._count / experiment.batch_size)
+        self.optimizer = dataclasses.replace(
+            experiment.optimizer, warmup_steps=int(experiment.warmup_share * self.total_steps)
+        )
+
+    def _read_labelled(self) -> None:
+        experiment = self.experiment
         self._train, self._held_out = (
             examples_lib.read(experiment.task, getattr(experiment.task, name), "labelled", left_out)
             for name, left_out in self._blank.items()
         )
-        self.labels = examples_lib.labels_of(experiment.task, self._train)  # names, by number
+        self.labels = examples_lib.labels_of(experiment.task, self._train)
         examples_lib.require_known(self.labels, self._held_out)
         self.sha256 = examples_lib.sha256([*self._train, *self._held_out], self.labels)
-        self.total_steps = math.ceil(experiment.epochs * len(self._train) / experiment.batch_size)
-        self.optimizer = dataclasses.replace(
-            experiment.optimizer, warmup_steps=int(experiment.warmup_share * self.total_steps)
-        )
         self._kind = kind_of(experiment.task, self.labels, self._base.tokenizer)
         self._rows, self._eval_rows = map(self._kind.rows, (self._train, self._held_out))
         weights: tuple[float, ...] = ()
         if experiment.class_weights == "balanced":
             weights = rows.balanced_weights(self._rows, len(self.labels))
         self.objective = self._base.objective(experiment, self._kind, weights)
+        self._count, self._per_example = len(self._train), self._rows.rows_per_example
+        self._batches = rows.TrainBatches(
+            self._rows, self._base.tokenizer.pad_id, experiment.batch_size, experiment.seed
+        )
+
+    def _read_similar(self) -> None:
+        experiment, base, left_out = self.experiment, self._base, self._blank["train"]
+        learned = similar.read(experiment, base.model, base.tokenizer, left_out)
+        task = similar.asked_of(experiment.task)
+        validation = self._blank["validation"]
+        self._held_out = examples_lib.read(task, task.validation, "labelled", validation)
+        self.sha256 = examples_lib.sha256(self._held_out, (learned.sha256,))
+        self._kind = kind_of(task, (), base.tokenizer)
+        self._train, self._rows = [], learned.rows
+        self._eval_rows = self._kind.rows(self._held_out)
+        self._count, self._per_example = learned.examples, learned.rows_per_example
+        self._batches = learned.batches
+        learner = kind_of(experiment.task, (), base.tokenizer)
+        learner.outputs, learner.rows_per_example = learned.width, learned.rows_per_example
+        self.objective = base.objective(experiment, learner)
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """Raises InputError if the batches or the state cannot be laid over these devices."""
@@ -144,19 +172,19 @@ class FinetuningSetup(Setup):
         shares = {
             name: unknown.Share(self._base.tokenizer).add(made.ids)
             for name, made in (("train", self._rows), ("validation", self._eval_rows))
+            if made is not None
         }
         for line in self._about(shares):
             self.say(line)
         about = {
             "total_steps": self.total_steps,
-            "examples": {"train": len(self._train), "validation": len(self._held_out)},
+            "examples": {"train": self._count, "validation": len(self._held_out)},
             "unknown": {name: share.value for name, share in shares.items()},
             "cut": {"train": _cut(self._rows), "validation": _cut(self._eval_rows)},
             "guess": guess,
         }
-        batches = rows.TrainBatches(self._rows, pad_id, experiment.batch_size, experiment.seed)
-        size = experiment.batch_size * self._rows.rows_per_example
-        phase = PhaseBatches(0, 0, self.total_steps, size, batches.batch)
+        size = experiment.batch_size * self._per_example
+        phase = PhaseBatches(0, 0, self.total_steps, size, self._batches.batch)
         return Job(
             experiment=experiment,
             objective=self.objective,
@@ -182,6 +210,7 @@ class FinetuningSetup(Setup):
                 kind, lambda done: done == when, lambda _: ask(), lambda line: "", "predictions"
             )
 
+        wrong = [once("mistakes", self.total_steps, self._mistakes)] * bool(self._train)
         return (
             once("task", 0, lambda: about),
             Evaluator(
@@ -190,7 +219,7 @@ class FinetuningSetup(Setup):
                 self._evaluate,
                 lambda line: summary(line) + self._guessing,
             ),
-            once("mistakes", self.total_steps, self._mistakes),
+            *wrong,
         )
 
     def _about(self, shares: dict[str, unknown.Share]) -> Iterator[str]:
@@ -198,7 +227,7 @@ class FinetuningSetup(Setup):
         experiment, task, labels = self.experiment, self.experiment.task, self.labels[:_LABELS]
         more = f" and {len(self.labels) - _LABELS} more" if len(self.labels) > _LABELS else ""
         yield (
-            f"finetune: {quantity(len(self._train), 'example')}, {len(self._held_out):,} held out, "
+            f"finetune: {quantity(self._count, 'example')}, {len(self._held_out):,} held out, "
             f"{quantity(self.total_steps, 'step')}; {experiment.init_from} {self._base.sha256[:12]}"
         )
         if labels and self._kind.reads == "pooled":
@@ -265,7 +294,10 @@ class FinetuningSetup(Setup):
 
         The threshold is that of this very step: a resumed run keeps the same.
         """
-        return {
+        vectors = {}
+        if isinstance(self.objective, similar.SimilarObjective):
+            vectors = self.objective.notes(self.experiment.task)
+        return vectors | {
             "labels": list(self.labels),
             "no_answer_threshold": evaluation.get("no_answer_threshold"),
             "total_steps": self.total_steps,
@@ -282,6 +314,8 @@ class FinetuningSetup(Setup):
         by_name = self.scores(outputs)
         self._newest = outputs, by_name.get("no_answer_threshold")
         score = by_name[self.experiment.task.main_score]
+        if math.isnan(loss) and not self._train:  # of vectors no loss is asked but this
+            loss = 1 - score
         return {"loss": loss, "score": score, "examples": len(self._held_out), **by_name}
 
     def _mistakes(self) -> dict[str, Any]:
@@ -301,12 +335,12 @@ def _laid_over(fresh: Any, tree: Any) -> Any:
     return fresh | {name: _laid_over(fresh[name], part) for name, part in tree.items()}
 
 
-def _cut(made: rows.Rows) -> float:
+def _cut(made: rows.Rows | None) -> float:
     """Returns the share of rows that hold as much as they may, as texts do that are cut.
 
     Tags and spans go on in another row, and are not cut.
     """
-    return 0.0 if made.notes else float((made.lengths >= made.limit).mean())
+    return 0.0 if made is None or made.notes else float((made.lengths >= made.limit).mean())
 
 
 def summary(line: dict[str, Any]) -> str:

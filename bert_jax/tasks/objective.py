@@ -28,7 +28,7 @@ from bert_jax.training import sharding
 Batch = dict[str, jax.Array]
 Tree = dict[str, Any]
 
-_HEAD_RULE = sharding.Rule("head/(kernel|bias)")
+HEAD_RULE = sharding.Rule("head/(kernel|bias)")
 _LORA_RULE = sharding.Rule("lora/[a-z_]+/(down|up)")
 # Padding is never the beginning or the end of an answer.
 _NO_PLACE = -1e9
@@ -133,11 +133,11 @@ class TaskObjective:
         of_part = sharding.below_rules(self.model)[part] if part else ()
         if self.adapt.how == "full":
             encoder = sharding.encoder_rules(self.model)
-            return [*encoder, *of_part, _HEAD_RULE, *of_features]
+            return [*encoder, *of_part, HEAD_RULE, *of_features]
         if part not in self.fresh_parts:
             of_part = ()
         lora = self.adapt.how == "lora"
-        return [_HEAD_RULE, *of_features, *of_part, *[_LORA_RULE] * lora]
+        return [HEAD_RULE, *of_features, *of_part, *[_LORA_RULE] * lora]
 
     @property
     def _shape(self) -> tuple[Any, ...]:

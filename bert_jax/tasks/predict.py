@@ -13,10 +13,12 @@ from typing import Any, Literal
 import numpy as np
 from etils import epath
 
+from bert_jax import base as base_lib
 from bert_jax import config
 from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError
-from bert_jax.loaded import line_of
+from bert_jax.loaded import Loaded, line_of
+from bert_jax.model import heads
 from bert_jax.running.checkpoint import Checkpoints, Restored
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment, write_atomic
@@ -25,6 +27,7 @@ from bert_jax.tasks import formats, rows
 from bert_jax.tasks import scores as scores_lib
 from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence
+from bert_jax.tasks.objective import merged_params
 from bert_jax.text import records as text_records
 from bert_jax.text import unknown
 from bert_jax.training import mesh as mesh_lib
@@ -71,9 +74,12 @@ class TaskModel:
                 )
             # In the order of the head's outputs; empty of regressions and spans.
             self.labels = tuple(metadata["notes"]["labels"])
+            self._vectors = base_lib.vectors_of(metadata["notes"]) or loaded.vectors
             self._kind = kind_of(task, self.labels, loaded.tokenizer)
             # Runs of the time before there were any have none.
             weights = metadata["notes"].get("class_weights", ())
+            if task.kind == "similar":
+                self._kind.outputs = metadata["notes"]["teacher_width"]
             objective = loaded.objective(self.experiment, self._kind, weights)
             abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
             restored = saved.read(which, {"params": abstract["params"]})
@@ -93,6 +99,20 @@ class TaskModel:
         self._shards = mesh_lib.data_shards(mesh)
         self._sizes: tuple[int, ...] = ()  # of batches, in examples, smallest first, once warm
         self._most = 0  # examples of a batch so far, before that
+
+    def encoder(self) -> Loaded:
+        """Returns the encoder as it was adapted, to be asked for vectors, or exported."""
+        learned = merged_params(self.experiment.adapt, self.params, self.fixed)
+        params, fresh = heads.completed(self.model, {"encoder": learned["encoder"]})
+        return Loaded(
+            self.model,
+            params,
+            self.tokenizer,
+            fresh=fresh,
+            vectors=self._vectors,
+            name=self.experiment.name,
+            step=self.step,
+        )
 
     def warm(self, sizes: tuple[int, ...]) -> None:
         """Compiles what examples of any length need; batches have no other sizes from then on."""

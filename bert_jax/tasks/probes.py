@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bert_jax import config
+from bert_jax.base import TextVectors
 from bert_jax.config import Finetuning, Model, Parallelism, Run, Task
 from bert_jax.data import draws
 from bert_jax.errors import InputError
@@ -27,8 +28,9 @@ from bert_jax.loaded import Loaded
 from bert_jax.model import flops, heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode, of_text
+from bert_jax.model.similarity import Pooling, pooled, unit
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import rows
+from bert_jax.tasks import rows, similar
 from bert_jax.tasks.adapted import Reader, kind_of, run_rows
 from bert_jax.tasks.examples import Example
 from bert_jax.tasks.minimal_pairs import MinimalPairs
@@ -38,7 +40,7 @@ from bert_jax.training import mesh as mesh_lib
 
 # Of which layers something is read: of the last, or of the embeddings and all.
 Outputs = Literal["last", "all"]
-_KINDS = ("classify", "pair", "tag", "minimal_pairs")
+_KINDS = ("classify", "pair", "tag", "minimal_pairs", "similar")
 # Of a task's examples, drawn: enough to tell 60 % from 65 %, few enough to be scored often.
 _MOST = 1_000
 # Penalties that are tried, as shares of the number of rows: features have a variance of one.
@@ -135,6 +137,64 @@ def features_of(reader: Reader, reads: Reads, outputs: Outputs) -> Callable[...,
     return reader.program(of_rows)
 
 
+class Compared:
+    """Validation examples of a task, and an encoder that is asked as it is.
+
+    Args:
+      name: of the task's file.
+      task: whose validation examples are read.
+    """
+
+    def __init__(self, name: str, task: Task):
+        self.name, self.task = name, similar.asked_of(task)
+        self.examples = examples_lib.read(self.task, task.validation, "labelled")
+
+    def describe(self) -> str:
+        """Returns it in words."""
+        return f"{self.name} ({self.task.main_score}; {len(self.examples)} examples to score)"
+
+    def open(self, reader: Reader, how: TextVectors) -> int:
+        """Makes rows of the examples; returns the operations of scoring them once."""
+        self._reader, model = reader, reader.model
+        task = dataclasses.replace(
+            self.task,
+            max_sequence_length=min(self.task.max_sequence_length, model.max_position_embeddings),
+            query_prefix=self.task.query_prefix or how.query_prefix,
+            text_prefix=self.task.text_prefix or how.text_prefix,
+        )
+        self._kind = similar.Similar(task, (), reader.tokenizer)
+        self._rows = self._kind.rows(self.examples)
+        size = reader.size - reader.size % self._rows.rows_per_example
+        self._batches = rows.eval_batches(self._rows, reader.tokenizer.pad_id, size)
+        self._program = vectors_of(reader, how.pooling)
+        shapes = [batch["input_ids"].shape for _, batch in self._batches]
+        return sum(flops.forward_flops(model, *shape, 0) for shape in shapes)
+
+    def ask(self, params: Any) -> dict[str, float]:
+        """Returns all scores of the encoder's vectors."""
+        run = functools.partial(self._program, params, None)
+        vectors = run_rows(run, self._batches, self._rows, self._reader.mesh)
+        if not np.isfinite(vectors).all():
+            raise InputError(
+                f"{self.name}: the encoder gives numbers that are not finite; begin with other "
+                "weights"
+            )
+        return self._kind.scores(vectors, self._rows, self.examples)
+
+
+@functools.lru_cache(maxsize=8)
+def vectors_of(reader: Reader, pooling: Pooling) -> Callable[..., jax.Array]:
+    """Returns what gives the vectors of a batch's rows, compiled for the devices."""
+
+    def of_rows(params: Any, _: Any, batch: Any, noise: Any, loop: Loop) -> jax.Array:
+        ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
+        encoder = similar.encoder_with(reader.model, params["encoder"])
+        hidden = encode(encoder, reader.model, *ids, noise, loop)
+        return unit(pooled(hidden, batch["input_mask"], pooling))
+
+    return reader.program(of_rows)
+
+
 class Probes:
     """The tasks of `run.probes`, or of `--task`.
 
@@ -151,13 +211,16 @@ class Probes:
         where: str = "run.probes",
     ):
         self._where = where
-        self.probes: list[Probe | MinimalPairs] = []  # in the order of the files
+        self.probes: list[Probe | MinimalPairs | Compared] = []  # in the order of the files
         digest = hashlib.sha256()
         for path, name, task in tasks_of(paths, _KINDS, where):
             try:
                 if task.kind == "minimal_pairs":
                     probe, labels = MinimalPairs(name, task, pairs), ()
                     learned = probe.pairs
+                elif task.kind == "similar":
+                    probe, labels = Compared(name, task), ()
+                    learned = probe.examples
                 else:
                     train, validation = (drawn(task, part) for part in ("train", "validation"))
                     learned = [*train, *validation]
@@ -176,6 +239,7 @@ class Probes:
         parallelism: Parallelism,
         mesh: jax.sharding.Mesh,
         size: int,
+        vectors: TextVectors = TextVectors(),  # noqa: B008
     ) -> int:
         """Makes rows of the examples, for an encoder and the devices it lies on.
 
@@ -185,13 +249,17 @@ class Probes:
           parallelism: how its parameters lie on the devices.
           mesh: the devices.
           size: rows of a batch, before it is made a multiple of the devices.
+          vectors: how the encoder makes them of texts.
 
         Returns:
           Operations of scoring all probes once.
         """
         shards = mesh_lib.data_shards(mesh)
         reader = Reader(model, tokenizer, parallelism, mesh, -(-size // shards) * shards)
-        return sum(probe.open(reader) for probe in self.probes)
+        return sum(
+            probe.open(reader, vectors) if isinstance(probe, Compared) else probe.open(reader)
+            for probe in self.probes
+        )
 
     def describe(self) -> str:
         """Returns the probes in words."""
@@ -203,21 +271,25 @@ class Probes:
 
         Returns:
           `scores` and `majority`, each by the name of the probe; if there are minimal pairs,
-          `minimal_pairs`, what `MinimalPairs.ask` returns, by name.
+          `minimal_pairs`, what `MinimalPairs.ask` returns, by name; if vectors are compared,
+          `similar`, all of their scores, by name.
         """
-        scores, majority, answers = {}, {}, {}
+        scores, majority, answers, compared = {}, {}, {}, {}
         for probe in self.probes:
             name = probe.name
             if isinstance(probe, MinimalPairs):
                 answers[name] = probe.ask(params)
                 scores[name], majority[name] = answers[name]["accuracy"], 0.5
+            elif isinstance(probe, Compared):
+                compared[name] = probe.ask(params)
+                scores[name], majority[name] = compared[name][probe.task.main_score], 0.0
             else:
                 try:
                     (scores[name],), majority[name] = probe.scores(params, "last"), probe.majority
                 except InputError as error:
                     raise InputError(f"{self._where}: {error}") from error
-        more = {"minimal_pairs": answers} if answers else {}
-        return {"scores": scores, "majority": majority, **more}
+        more = {"minimal_pairs": answers, "similar": compared}
+        return {"scores": scores, "majority": majority} | {k: v for k, v in more.items() if v}
 
 
 def of_trained(probes: Probes, trained: Loaded) -> dict[str, dict[str, Any]]:
@@ -234,7 +306,8 @@ def of_trained(probes: Probes, trained: Loaded) -> dict[str, dict[str, Any]]:
 def opened(probes: Probes, trained: Loaded) -> Any:
     """Opens probes for a run's checkpoint or a base; returns its parameters, on all devices."""
     mesh = mesh_lib.make_mesh(Parallelism())
-    probes.open(trained.model, trained.tokenizer, Parallelism(), mesh, Run().eval_batch_size)
+    size, known = Run().eval_batch_size, trained.vectors or TextVectors()
+    probes.open(trained.model, trained.tokenizer, Parallelism(), mesh, size, known)
     return jax.device_put(trained.params, mesh_lib.replicated(mesh))
 
 

@@ -14,8 +14,9 @@ import numpy as np
 from bert_jax.data import draws
 
 Batch = dict[str, np.ndarray]
-# What the head of a task reads: what [CLS] comes to, every piece, or as a decoder does.
-Reads = Literal["pooled", "tokens", "decoder"]
+# What the head of a task reads: what [CLS] comes to, every piece, or as a decoder does; `vectors`:
+# there is none, and vectors are compared.
+Reads = Literal["pooled", "tokens", "decoder", "vectors"]
 # What a head learns: a label of each target, a number, or the first and the last piece of a part.
 Learns = Literal["labels", "numbers", "places"]
 Answer = dict[str, Any]

@@ -147,3 +147,8 @@ def require_divisible(batch_size: int, where: str, mesh: jax.sharding.Mesh, part
     if batch_size % (shards * parts):
         cuts = f"{shards} devices" + (f" x parallelism.accumulation={parts}" if parts > 1 else "")
         raise InputError(f"{where}={batch_size}: not a multiple of {cuts}")
+
+
+def axes_here() -> tuple[str, ...]:
+    """Returns the data axes that a `shard_map` around this is manual over; () outside of one."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)

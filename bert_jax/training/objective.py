@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -55,6 +55,30 @@ class Objective(Protocol):
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
         """Returns what is differentiated: the sums of some rows over the counts of all."""
+
+
+@runtime_checkable
+class Comparing(Objective, Protocol):
+    """An objective whose rows are compared with each other, those of all micro-batches at once.
+
+    `forward` is `compare` of `vectors`.
+    """
+
+    def vectors(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
+    ) -> jax.Array:
+        """Returns a vector of each of some rows: float32 [B, D]."""
+
+    def compare(
+        self,
+        vectors: jax.Array,
+        params: Any,
+        fixed: Any,
+        batch: Batch,
+        noise: layers.Noise | None,
+        loop: Loop,
+    ) -> losses_lib.Metrics:
+        """Computes the metrics of rows by their vectors, which depend on no noise any more."""
 
 
 @dataclasses.dataclass(frozen=True)

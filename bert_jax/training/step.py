@@ -33,7 +33,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import sharding
 from bert_jax.training.collectives import Collectives, CompilerOptions, method_of
-from bert_jax.training.objective import Batch, Objective
+from bert_jax.training.objective import Batch, Comparing, Objective
 
 State = dict[str, Any]
 Metrics = losses.Metrics
@@ -325,16 +325,20 @@ def _gradients(
     if parallelism.state == "zero1":
         params = sharding.gathered(params, partition, collectives)
 
+    def run(params: Any, function: Callable[..., Any], micro: Batch, number: jax.Array) -> Any:
+        """Gives a function of the objective what it takes, over parameters as they are kept."""
+        kernels = _kernels(objective.model, parallelism, spec.mesh)
+        loop = Loop(parallelism.remat, parallelism.layer_loop, kernels)
+        if parallelism.state == "zero3":
+            params, loop = _gathered_but_layers(params, partition, collectives, loop)
+        noise = _noise(objective.model, axes, step, micro, number, key)
+        return function(params, fixed, micro, noise, loop)
+
     def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
         counts = objective.counts(micro) if per_replica else total
 
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
-            kernels = _kernels(objective.model, parallelism, spec.mesh)
-            loop = Loop(parallelism.remat, parallelism.layer_loop, kernels)
-            if parallelism.state == "zero3":
-                params, loop = _gathered_but_layers(params, partition, collectives, loop)
-            noise = _noise(objective.model, axes, step, micro, number, key)
-            metrics = objective.forward(params, fixed, micro, noise, loop)
+            metrics = run(params, objective.forward, micro, number)
             return objective.loss(metrics, counts), metrics | {"filled": _filled(micro)}
 
         gradient, metrics = jax.grad(loss, has_aux=True)(params)
@@ -345,7 +349,10 @@ def _gradients(
     accumulation = spec.accumulation
     if per_replica:
         accumulation = optimizer.reference_replicas // mesh_lib.data_shards(spec.mesh)
-    sums, metrics = _accumulate(gradient, batch, accumulation)
+    if accumulation > 1 and isinstance(objective, Comparing):
+        sums, metrics = _cached(objective, run, params, batch, accumulation, total)
+    else:
+        sums, metrics = _accumulate(gradient, batch, accumulation)
     if parallelism.state == "replicated":
         sums = sharding.all_reduce(sums, collectives)
     else:
@@ -422,7 +429,7 @@ def _accumulate(
     """Sums gradients and metrics over consecutive parts of the shard's rows."""
     if parts == 1:
         return gradient(batch, jnp.zeros([], jnp.int32))
-    micro = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    micro = _parted(batch, parts)
     shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], micro), jnp.int32(0))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
@@ -430,3 +437,41 @@ def _accumulate(
         return jax.tree.map(jnp.add, sums, gradient(*part)), None
 
     return lax.scan(body, zeros, (micro, jnp.arange(parts)))[0]
+
+
+def _cached(
+    objective: Comparing,
+    run: Callable[..., Any],
+    params: Any,
+    batch: Batch,
+    parts: int,
+    total: tuple[jax.Array, ...],
+) -> tuple[Any, Metrics]:
+    """Sums gradients over parts of rows that are compared with each other (Gao et al. 2021).
+
+    Vectors of all parts are made and kept without what a gradient needs. The gradient of the loss
+    by the vectors is taken of all at once, and then that of the vectors by the parameters part by
+    part, with the same noise: so much memory as one part takes.
+    """
+    micro, numbers = _parted(batch, parts), jnp.arange(parts)
+    of_part = functools.partial(run, params, objective.vectors)
+    vectors = lax.map(lambda part: of_part(*part), (micro, numbers))
+
+    def loss(vectors: jax.Array, params: Any) -> tuple[jax.Array, Metrics]:
+        together = vectors.reshape(-1, *vectors.shape[2:])
+        metrics = run(params, functools.partial(objective.compare, together), batch, numbers[0])
+        return objective.loss(metrics, total), metrics | {"filled": _filled(batch)}
+
+    (by_vectors, by_params), metrics = jax.grad(loss, argnums=(0, 1), has_aux=True)(vectors, params)
+
+    def body(sums: Any, part: tuple[Batch, jax.Array, jax.Array]) -> tuple[Any, None]:
+        rows, number, cotangent = part
+        _, back = jax.vjp(lambda params: run(params, objective.vectors, rows, number), params)
+        return jax.tree.map(jnp.add, sums, *back(cotangent)), None
+
+    return lax.scan(body, by_params, (micro, numbers, by_vectors))[0], metrics
+
+
+def _parted(batch: Batch, parts: int) -> Batch:
+    """Returns consecutive parts of a shard's rows: [B, ...] -> [parts, B / parts, ...]."""
+    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)

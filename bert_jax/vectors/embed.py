@@ -31,6 +31,9 @@ from bert_jax.text import unknown
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.vectors import files, packing
 
+# What a text does: it asks, or it is found. Of most encoders both have the same vectors.
+Role = Literal["text", "query"]
+
 # Texts that are sorted together, their characters, and the bytes of vectors that are held.
 _TEXTS, _CHARACTERS, _BYTES = 8_192, 2**24, 2**28
 # Tokens of a row by default: a layer's results for so many stay in a CPU's caches; other devices
@@ -44,15 +47,17 @@ class Features:
     """The vectors of the encoder that are wanted."""
 
     # `mean` of all tokens, [CLS] and [SEP] among them, as sentence-transformers pools; `cls`, the
-    # vector of [CLS]; `tokens`, one of each piece, without [CLS] and [SEP]; None: as the run or
-    # base says, else `mean`.
-    pooling: Literal["mean", "cls", "tokens"] | None = None
+    # vector of [CLS]; `last`, that of the last token, [SEP]; `tokens`, one of each piece, without
+    # [CLS] and [SEP]; None: as the run or base says, else `mean`.
+    pooling: Literal["mean", "cls", "last", "tokens"] | None = None
     # 0 is the embeddings, 1 the first layer; negative numbers count from the last, -1.
     layers: tuple[int, ...] = (-1,)
     # The layers' vectors, one behind the other, or their mean.
     combine: Literal["concat", "mean"] = "concat"
     # Of a vector: as it comes, or 1; None: as the run or base says of texts.
     length: Literal["as_is", "unit"] | None = None
+    # Of a vector the first numbers alone, before it is scaled (Kusupati et al. 2022); 0: all.
+    dimensions: int = 0
 
 
 @dataclasses.dataclass
@@ -101,6 +106,15 @@ class Embedder:
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         layers = layer_numbers(features.layers, model)
         self.width = model.hidden_size * (len(layers) if features.combine == "concat" else 1)
+        if not 0 <= features.dimensions <= self.width:
+            raise InputError(
+                f"--dimensions {features.dimensions}: the vectors have {self.width} numbers"
+            )
+        self.width = features.dimensions or self.width
+        self._prefixes = {
+            "query": base.tokenizer.encode(known.query_prefix),
+            "text": base.tokenizer.encode(known.text_prefix),
+        }
         # Tokens of a text that are read, [CLS] and [SEP] among them.
         self.max_length = max_length or known.max_length or most
         self.texts = self.cut = 0  # done so far, and those of them that were longer
@@ -126,12 +140,12 @@ class Embedder:
             return 0
         return max(len(self._tokenizer.piece(i)) for i in range(self._tokenizer.size))
 
-    def embed(self, texts: Iterable[str]) -> Iterator[Embedded]:
+    def embed(self, texts: Iterable[str], role: Role = "text") -> Iterator[Embedded]:
         """Yields vectors of texts, in their order, some thousands at a time."""
         with ThreadPoolExecutor(1) as encoder:  # devices work on a window while the next is made
             ready = None
             for window in _windows(texts):
-                ready, before = encoder.submit(self._encoded, window), ready
+                ready, before = encoder.submit(self._encoded, window, role), ready
                 if before is not None:
                     yield from self._embedded(before.result())
             if ready is not None:
@@ -146,10 +160,11 @@ class Embedder:
                 offsets = np.array([0, length - 2, length - 2])
                 self._compute(texts, offsets, np.empty((length, self.width), np.float32))
 
-    def _encoded(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns ids with [CLS] and [SEP], not cut."""
+    def _encoded(self, texts: Sequence[str], role: Role) -> list[np.ndarray]:
+        """Returns ids with [CLS] and [SEP], and what stands before such texts, not cut."""
         tok = self._tokenizer
-        ids = [np.array([tok.cls_id, *tok.encode(text), tok.sep_id], np.int32) for text in texts]
+        first = [tok.cls_id, *self._prefixes[role]]
+        ids = [np.array([*first, *tok.encode(text), tok.sep_id], np.int32) for text in texts]
         self.unknown.add(ids)
         return ids
 
@@ -212,12 +227,16 @@ class Embedder:
 
 
 def write(
-    embedder: Embedder, texts: Iterable[str], path: epath.Path, say: Callable[[str], None]
+    embedder: Embedder,
+    texts: Iterable[str],
+    path: epath.Path,
+    say: Callable[[str], None],
+    role: Role = "text",
 ) -> None:
     """Writes the vectors of texts to a file (see `vectors`), a row or an object a text."""
     began = shown = time.monotonic()
     with files.writing(path, embedder.width, embedder.longest_piece) as add:
-        for part in embedder.embed(texts):
+        for part in embedder.embed(texts, role):
             add(part.vectors, part.pieces)
             if time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
                 shown = time.monotonic()
@@ -304,6 +323,8 @@ def _program(
         else:
             combined = sum(chosen) / len(chosen)
         vectors = _pooled(combined, places, features.pooling)
+        if features.dimensions:
+            vectors = vectors[..., : features.dimensions]
         if features.length == "unit":
             norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
             vectors = vectors / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
@@ -322,4 +343,7 @@ def _pooled(hidden: jax.Array, places: Packing, pooling: str) -> jax.Array:
         first = places.tokens[:, 0]
         return jnp.take(hidden, first, axis=1, mode="fill", fill_value=0)
     counts = jnp.maximum(places.mask.sum(axis=1), 1)  # none where there is no text
+    if pooling == "last":
+        last = jnp.take_along_axis(places.tokens, counts[:, None] - 1, axis=1)[:, 0]
+        return jnp.take(hidden, last, axis=1, mode="fill", fill_value=0)
     return (places.unpack(hidden).sum(axis=1) / counts[:, None])[None]

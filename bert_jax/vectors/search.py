@@ -78,7 +78,7 @@ class Index:
 
     def nearest(self, questions: Sequence[str], top: int) -> list[list[Answer]]:
         """Returns the `top` nearest texts to each question, best first; of equals the earlier."""
-        asked = np.concatenate([part.vectors for part in self._embedder.embed(questions)])
+        asked = np.concatenate([part.vectors for part in self._embedder.embed(questions, "query")])
         vectors = np.memmap(self._folder / "vectors", np.float32, "r")
         vectors = vectors.reshape(-1, self._embedder.width)
         places, scores = nearest(vectors, self._rows, asked, top)

@@ -48,6 +48,16 @@ def vectors(arguments: str) -> np.ndarray:
             },
             TextVectors("cls", True, 12),
         ),
+        (
+            {
+                "pooling": {"pooling_mode": "lasttoken"},
+                "config_sentence_transformers": {
+                    "default_prompt_name": None,
+                    "prompts": {"query": "w7 ", "passage": "w8 "},
+                },
+            },
+            TextVectors("last", query_prefix="w7 ", text_prefix="w8 "),
+        ),
         ({"pooling": {"pooling_mode": ["mean"]},
           "tokenizer_config": {"model_max_length": int(1e30)}}, TextVectors()),
     ],
@@ -98,7 +108,7 @@ def test_vectors_are_made_as_the_folder_says_unless_a_flag_says_otherwise(tmp_pa
 
 REFUSED = {
     "max": ({"pooling": {"pooling_mode_max_tokens": True}}, "1_Pooling/config.json"),
-    "last": ({"pooling": {"pooling_mode": "lasttoken"}}, "lasttoken"),
+    "weighted": ({"pooling": {"pooling_mode": "weightedmean"}}, "weightedmean"),
     "dense": ({"modules": (*WHOLE[:2], "Dense")}, "Dense"),
     "no pooling": ({"modules": WHOLE[:1]}, "modules.json"),
     "a prompt": ({"config_sentence_transformers": {"default_prompt_name": "query"}}, "query"),

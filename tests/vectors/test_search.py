@@ -26,8 +26,9 @@ class Letters:
     def __init__(self):
         self.given = []
 
-    def embed(self, texts):
+    def embed(self, texts, role="text"):
         for text in texts:
+            assert role in ("text", "query")
             self.given.append(text)
             counts = np.array([text.count(chr(97 + i)) for i in range(26)], np.float32)
             yield Embedded((counts / np.linalg.norm(counts))[None], None, np.ones(1))

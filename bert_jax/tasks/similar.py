@@ -1,0 +1,320 @@
+"""One vector a text: `similar`, its rows, its loss and its scores.
+
+Shape letters: B rows (of an example one after the other), S pieces, D width, E examples.
+"""
+
+import dataclasses
+import hashlib
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from flax import nnx
+
+from bert_jax.base import TextVectors
+from bert_jax.config import Finetuning, Model, Task, Vectors
+from bert_jax.data import corpus
+from bert_jax.errors import InputError, reading
+from bert_jax.loaded import Loaded
+from bert_jax.model import layers, similarity
+from bert_jax.model import losses as losses_lib
+from bert_jax.model.encoder import Loop
+from bert_jax.model.kinds import encode, encoder_of
+from bert_jax.model.similarity import Texts
+from bert_jax.running.pretraining import Prepared
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks import scores
+from bert_jax.tasks.examples import Sentence
+from bert_jax.tasks.objective import HEAD_RULE, Batch, TaskObjective, Tree, merged_params
+from bert_jax.tasks.rows import Rows, TaskKind, TrainBatches
+from bert_jax.text.tokenizer import Tokenizer, joined
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import sharding
+from bert_jax.vectors import retrieval
+from bert_jax.vectors.pairs import CorpusPairs, How
+from bert_jax.vectors.retrieval import Passage
+
+_SCALE_RULE = sharding.Rule("head/scale")
+
+
+class Similar(TaskKind):
+    """The kind of `similar`: a row for each text, and of each row a vector."""
+
+    reads = "vectors"
+
+    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
+        del labels
+        self._tokenizer, self._limit = tokenizer, task.max_sequence_length
+        self.prefixes = tokenizer.encode(task.query_prefix), tokenizer.encode(task.text_prefix)
+        self.rows_per_example = len(task.text_columns)
+        self.outputs = 0  # of a projection, the teacher's width
+
+    def rows(self, examples: Sequence[Sentence | Passage]) -> Rows:
+        """Returns a row of each text, behind its prefix; what is too long is cut at its end."""
+        ids, keys = [], []
+        for example in examples:
+            texts = example.texts if isinstance(example, Sentence) else (example.text,)
+            asks = isinstance(example, Sentence) or example.relevant is not None
+            for place, text in enumerate(texts):
+                pieces = self._tokenizer.encode(text)
+                row = [*self.prefixes[0 if asks and place == 0 else 1], *pieces]
+                ids.append(joined(self._tokenizer, row[: self._limit - 2], None)[0])
+                keys.append(zlib.crc32(np.array(pieces, np.uint32).tobytes()))
+        first = np.array([len(row) for row in ids], np.int32)
+        numbers = {"keys": np.array(keys, np.uint32)}
+        return Rows(ids, first, numbers, {}, [], self._limit, len(texts))
+
+    def answers(
+        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence | Passage]
+    ) -> list[dict[str, Any]]:
+        """Returns the `cosine` of the two texts of each example."""
+        del rows, examples
+        return [{"cosine": float(value)} for value in _cosines(np.stack(outputs))]
+
+    def scores(
+        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence | Passage]
+    ) -> dict[str, float]:
+        """Returns correlations of the cosine with scores; of queries how well texts are found."""
+        del rows
+        vectors = np.stack(outputs)
+        if isinstance(examples[0], Sentence):
+            truth = np.array([example.label for example in examples], np.float32)
+            cosines = _cosines(vectors)
+            return {name: scores.score(name, truth, cosines) for name in ("spearman", "pearson")}
+        asks = np.array([example.relevant is not None for example in examples])
+        names = [example.id for example in examples if example.relevant is None]
+        relevant = [example.relevant for example in examples if example.relevant is not None]
+        return retrieval.scores(vectors[asks] @ vectors[~asks].T, names, relevant)
+
+
+def require_comparable(how: Vectors, model: Model) -> None:
+    """Raises InputError unless an encoder makes such vectors."""
+    if how.dimensions and how.dimensions[-1] > model.hidden_size:
+        raise InputError(
+            f"vectors.dimensions={how.dimensions}: the encoder's vectors have {model.hidden_size} "
+            "numbers; leave out what is wider"
+        )
+    if how.pooling == "cls" and model.direction != "both":
+        raise InputError(
+            f"vectors.pooling=cls: with model.direction={model.direction} the vector of [CLS] "
+            "knows nothing of the text; take mean or last"
+        )
+
+
+def _cosines(vectors: np.ndarray) -> np.ndarray:
+    """Returns the cosine of rows 0 and 1, 2 and 3, and so on, all of length 1."""
+    return (vectors[::2] * vectors[1::2]).sum(axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimilarObjective(TaskObjective):
+    """The `Objective` of vectors, whose rows are compared with each other."""
+
+    how: Vectors = dataclasses.field(default_factory=Vectors)  # what is learned
+    pooling: similarity.Pooling = "mean"  # of `how`, or of the base
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Returns the names of what `forward` returns."""
+        return ("loss", "accuracy") if self.how.loss == "contrastive" else ("loss",)
+
+    def notes(self, task: Task) -> dict[str, Any]:
+        """Returns what is kept with checkpoints for those who ask for vectors."""
+        made = TextVectors(
+            self.pooling,
+            normalize=True,
+            max_length=task.max_sequence_length,
+            query_prefix=task.query_prefix,
+            text_prefix=task.text_prefix,
+        )
+        return {"vectors": dataclasses.asdict(made), "teacher_width": self.outputs}
+
+    @property
+    def rules(self) -> Sequence[sharding.Rule]:
+        """Returns where the parameters that learn are cut."""
+        head = {"learned": [_SCALE_RULE]}.get(self.how.temperature_is, [])
+        if self.how.projection == "linear":
+            return super().rules
+        return [*(rule for rule in super().rules if rule != HEAD_RULE), *head]
+
+    def init_params(self, key: jax.Array) -> Tree:
+        """Returns those that learn, fresh; an encoder in them is to be replaced by the base's."""
+        params = super().init_params(key)
+        if self.how.temperature_is == "learned":
+            params["head"] = {"scale": -jnp.log(jnp.full([1], self.how.temperature))}
+        elif self.how.projection == "none":
+            del params["head"]
+        return params
+
+    def vectors(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
+    ) -> jax.Array:
+        """Returns the vector of each row, float32 [B, D], of length 1."""
+        encoder = encoder_with(self.model, merged_params(self.adapt, params, fixed)["encoder"])
+        ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
+        hidden = encode(encoder, self.model, *ids, noise, loop)
+        return similarity.unit(similarity.pooled(hidden, batch["input_mask"], self.pooling))
+
+    # What is asked of a model is what its rows are compared by.
+    logits = vectors
+
+    def compare(
+        self,
+        vectors: jax.Array,
+        params: Any,
+        fixed: Any,
+        batch: Batch,
+        noise: layers.Noise | None,
+        loop: Loop,
+    ) -> losses_lib.Metrics:
+        """Computes the metrics of rows by their vectors, float32 [B, D]."""
+        del fixed, noise, loop
+        how, head, axes = self.how, params.get("head", {}), mesh_lib.axes_here()
+        if how.loss == "distil":
+            if "kernel" in head:
+                vectors = similarity.unit(vectors @ head["kernel"] + head["bias"])
+            wanted, weights = batch["wanted"], batch["row_weights"]
+            sums = similarity.distilled(vectors, wanted, weights, how.geometry, axes)
+            return {"loss": sums}
+        scale = jnp.exp(head["scale"][0]) if "scale" in head else 1 / how.temperature
+        together = self.rows_per_example
+        keys, weights = batch["keys"].reshape(-1, together), batch["row_weights"][::together]
+        loss, hits = jnp.zeros(2), jnp.zeros(2)
+        for size in how.dimensions or (vectors.shape[1],):
+            cut = vectors[:, :size].reshape(-1, together, size)
+            texts = Texts(cut, keys, weights)
+            if how.loss == "cosine":
+                of_size = similarity.scored(texts, batch["scores"][::together])
+            else:
+                of_size, hits = similarity.contrastive(texts, scale, axes)
+            loss = jnp.stack([loss[0] + of_size[0], of_size[1]])
+        return {"loss": loss} if how.loss == "cosine" else {"loss": loss, "accuracy": hits}
+
+    def forward(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
+    ) -> losses_lib.Metrics:
+        """Computes the metrics of some rows."""
+        vectors = self.vectors(params, fixed, batch, noise, loop)
+        return self.compare(vectors, params, fixed, batch, noise, loop)
+
+
+def encoder_with(cfg: Model, params: Tree) -> nnx.Module:
+    """Returns an encoder with these parameters."""
+
+    def drawn() -> nnx.Module:
+        return encoder_of(cfg).encoder(cfg, rngs=nnx.Rngs(params=jax.random.key(0)))
+
+    graph, state = nnx.split(nnx.eval_shape(drawn), nnx.Param)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
+
+
+# --- what is learned from ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Learned:
+    """Rows that a run learns from."""
+
+    examples: int  # an epoch
+    sha256: str
+    batches: TrainBatches | CorpusPairs
+    rows_per_example: int
+    rows: Rows | None  # None of a corpus, whose rows are made as they are asked for
+    width: int  # of a teacher's vectors; 0: there is none
+
+
+def asked_of(task: Task) -> Task:
+    """Returns a task as its validation examples are read: without texts that answer nothing."""
+    return dataclasses.replace(task, negative_column="")
+
+
+def read(experiment: Finetuning, model: Model, tokenizer: Tokenizer, blank: list[str]) -> Learned:
+    """Reads what an experiment learns vectors from.
+
+    Args:
+      experiment: of `similar`.
+      model, tokenizer: of the base.
+      blank: is given the places of examples that are left out by `task.blank_cells`.
+    """
+    task, how = experiment.task, experiment.vectors
+    word, _, place = task.train[0].partition(":")
+    if word == "corpus":
+        return _of_corpus(experiment, tokenizer, *place.rpartition(":")[::2])
+    if how.loss == "distil":
+        task = dataclasses.replace(task, second_column="")
+    labelled: Literal["labelled", "unlabelled"] = "unlabelled"
+    if how.loss == "cosine":
+        labelled = "labelled"
+    examples = examples_lib.read(task, task.train, labelled, blank)
+    kind = Similar(task, (), tokenizer)
+    rows, width, more = kind.rows(examples), 0, ""
+    if how.loss == "cosine":
+        scaled = _scaled(examples, how)
+        rows.numbers["scores"] = np.repeat(scaled, rows.rows_per_example)
+    if how.loss == "distil":
+        wanted = _taught(how, [example.texts[0] for example in examples])
+        rows.numbers["wanted"], width = wanted, wanted.shape[1]
+        more = hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
+        if how.projection == "none" and width != model.hidden_size:
+            raise InputError(
+                f"vectors.teacher={how.teacher}: its vectors have {width} numbers, and the "
+                f"encoder's {model.hidden_size}; set vectors.projection=linear"
+            )
+    sha256 = examples_lib.sha256(examples, (more,))
+    batches = TrainBatches(rows, tokenizer.pad_id, experiment.batch_size, experiment.seed)
+    return Learned(len(examples), sha256, batches, rows.rows_per_example, rows, width)
+
+
+def _of_corpus(experiment: Finetuning, tokenizer: Tokenizer, place: str, how: str) -> Learned:
+    task, folder = experiment.task, epath.Path(place)
+    if how not in get_args(How):
+        raise InputError(f"task.train: corpus:{place}:{how}: end it in {', '.join(get_args(How))}")
+    prepared = Prepared.open(folder / "corpus" if (folder / "corpus").exists() else folder)
+    if prepared.tokenizer.sha256 != tokenizer.sha256:
+        raise InputError(
+            f"task.train: corpus:{place}: was made with another vocabulary than the base has; "
+            "prepare the text with the base's"
+        )
+    pairs = CorpusPairs(
+        corpus.open_stream(prepared.folder, "train"),
+        prepared.ids,
+        how,
+        Similar(task, (), tokenizer).prefixes,
+        experiment.batch_size,
+        task.max_sequence_length,
+        experiment.seed,
+    )
+    return Learned(pairs.total, prepared.sha256, pairs, 2, None, 0)
+
+
+def _scaled(examples: Sequence[Sentence], how: Vectors) -> np.ndarray:
+    """Returns the scores of pairs as cosines from 0 to 1, float32 [E]."""
+    low, high = how.score_range
+    for example in examples:
+        if not low <= float(example.label) <= high:
+            raise InputError(
+                f"{example.place}: the score {example.label} is not within "
+                f"vectors.score_range={how.score_range}; correct one of them"
+            )
+    values = np.array([example.label for example in examples], np.float32)
+    return (values - low) / (high - low)
+
+
+def _taught(how: Vectors, texts: Sequence[str]) -> np.ndarray:
+    """Returns a teacher's vectors of texts, float32 [texts, W], of length 1."""
+    path = epath.Path(how.teacher)
+    if path.suffix != ".npz":
+        return Loaded.of(path).embed(texts, length="unit")
+    with reading(path, "name a file that `bert-jax embed` wrote"), np.load(path) as file:
+        vectors = file["vectors"].astype(np.float32)
+    if len(vectors) != len(texts):
+        raise InputError(
+            f"vectors.teacher={how.teacher}: holds {len(vectors)} vectors, and there are "
+            f"{len(texts)} training examples; embed their texts again"
+        )
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

@@ -1,0 +1,256 @@
+"""`similar`: one step however it is cut, whole runs, and what is refused."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import kinds
+import numpy as np
+import pytest
+import samples
+import tuned
+from compare import assert_close
+
+from bert_jax import cli
+from bert_jax.config import Adapt, Parallelism, Task, Vectors
+from bert_jax.tasks.examples import Sentence
+from bert_jax.tasks.rows import TrainBatches
+from bert_jax.tasks.similar import Similar, SimilarObjective
+from bert_jax.training import feed, optimizer, step
+from bert_jax.training import mesh as mesh_lib
+
+EXAMPLES = 8
+LOSSES = {
+    "contrastive": Vectors(temperature_is="learned", dimensions=(4, 16)),
+    "cosine": Vectors(loss="cosine"),
+    "distil": Vectors(loss="distil", teacher="t", projection="linear", geometry=5.0),
+}
+
+
+def setting(loss):
+    """An objective with dropout on, and its rows: of `contrastive` three texts an example."""
+    texts = {"contrastive": 3, "cosine": 2, "distil": 1}[loss]
+    columns = dict(zip(("second_column", "negative_column"), "bc"[: texts - 1], strict=False))
+    source = ("jsonl:x",)
+    task = Task(kind="similar", train=source, validation=source, max_sequence_length=20, **columns)
+    kind = Similar(task, (), kinds.TOKENIZER)
+    rng = np.random.default_rng(3)
+
+    def text():
+        return " ".join(rng.choice(kinds.WORDS, rng.integers(2, 9)))
+
+    examples = [Sentence("", tuple(text() for _ in range(texts)), None) for _ in range(11)]
+    examples[4] = dataclasses.replace(examples[2])  # a row that comes twice
+    rows = kind.rows(examples)
+    if loss == "cosine":
+        rows.numbers["scores"] = np.repeat(rng.uniform(0, 1, 11).astype(np.float32), 2)
+    if loss == "distil":
+        wanted = rng.normal(size=(11, 6)).astype(np.float32)
+        rows.numbers["wanted"] = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
+        kind.outputs = 6
+    shape = kind.learns, kind.reads, kind.outputs, kind.rows_per_example
+    return SimilarObjective(kinds.MODEL, *shape, Adapt(), how=LOSSES[loss]), rows
+
+
+def train(loss, parallelism=Parallelism(), devices=4, steps=1):  # noqa: B008
+    """A step, or some; the state and each step's sums."""
+    objective, rows = setting(loss)
+    batches = TrainBatches(rows, kinds.TOKENIZER.pad_id, EXAMPLES, 3)
+    mesh, update = samples.mesh_of(devices, parallelism), kinds.OPTIMIZER
+    abstract = step.abstract_state(objective, update, parallelism, mesh)
+    state = jax.device_get(step.init_state(objective, update, 0))
+    state = feed.put(state, jax.tree.map(lambda s: s.sharding, abstract))
+    make = step.make_train_step(
+        objective, update, parallelism, parallelism.accumulation_of(0), 9, mesh
+    )
+    size = EXAMPLES * rows.rows_per_example
+    everything, sharding, seen = np.arange(size), mesh_lib.batch_sharding(mesh), []
+    for number in range(steps):
+        batch = feed.place(batches.batch(number, everything), everything, size, sharding)
+        window = jax.device_put(step.empty_window(objective), mesh_lib.replicated(mesh))
+        state, window = make(state, window, batch, step.phase_key(objective.model, 0, 0))
+        seen.append(jax.device_get(window))
+    return jax.device_get(state), seen
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_cached_gradients_and_devices_change_nothing(loss):
+    """Four devices, and on them and on one so many parts that each holds an example or two."""
+    state, seen = train(loss, devices=1)
+    for parallelism, devices in (
+        (Parallelism(accumulation=(4,)), 1),
+        (Parallelism(), 4),
+        (Parallelism(accumulation=(2,)), 4),
+    ):
+        other, other_seen = train(loss, parallelism, devices)
+        for ours, theirs in zip(seen, other_seen, strict=True):
+            for name in ours:
+                np.testing.assert_allclose(theirs[name], ours[name], 1e-6, err_msg=name)
+        assert_close(gradient(other), gradient(state), 1e-6)
+
+
+def gradient(state):
+    """A tenth of the first step's, as Adam keeps it."""
+    return optimizer.moments(state["optimizer"]).mu
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["zero1", "zero3"])
+def test_cut_states_change_nothing(state):
+    whole, _ = train("contrastive")
+    other, _ = train("contrastive", Parallelism(state=state, accumulation=(2,)))
+    assert_close(gradient(other), gradient(whole), 1e-6)
+
+
+TASKFILE = """
+from bert_jax.config import Adapt, Finetuning, Optimizer, Parallelism, Run, Task, Vectors
+
+
+def experiment():
+    return Finetuning(
+        name="small",
+        task=Task(kind="similar", train=("{train}",), validation=("{test}",),
+                  max_sequence_length=30, second_column="b", label_column="value"),
+        vectors=Vectors({vectors}),
+        epochs=2, batch_size=8,
+        optimizer=Optimizer(name="adamw", peak_learning_rate=5e-2, warmup_steps=0),
+        run=Run(log_every=4, eval_every=4, checkpoint_every=4, eval_batch_size=8),
+    )
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A base, pairs with scores, and queries over texts."""
+    monkeypatch.chdir(tmp_path)
+    tuned.write_base("base")
+    for name, count in (("train", 32), ("test", 12)):
+        rows = [json.dumps(row) + "\n" for row in tuned.rows("regress", count)]
+        pathlib.Path(name).write_text("".join(rows))
+    beir = pathlib.Path("beir")
+    (beir / "qrels").mkdir(parents=True)
+    texts = [{"_id": f"t{i}", "text": f"{a} {b}"} for i, (a, b) in enumerate(words())]
+    queries = [{"_id": f"q{i}", "text": a} for i, (a, _) in enumerate(words())]
+    for name, records in (("corpus", texts), ("queries", queries)):
+        (beir / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    lines = "".join(f"q{i}\tt{i}\t1\n" for i in range(len(texts)))
+    (beir / "qrels" / "test.tsv").write_text("query\ttext\tscore\n" + lines)
+    return tmp_path
+
+
+def words():
+    return [(a, b) for a in tuned.GOOD for b in tuned.GOOD if a != b]
+
+
+def write_task(vectors="", train="jsonl:train", test="jsonl:test"):
+    text = TASKFILE.format(vectors=vectors, train=train, test=test)
+    pathlib.Path("task.py").write_text(text)
+
+
+def test_pairs_are_learned_kept_and_asked(here, capsys):
+    write_task('loss="cosine"')
+    assert tuned.finetune() == 0
+    lines = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
+    assert lines[-1]["loss"] == pytest.approx(1 - lines[-1]["spearman"])
+    train = [line["loss"] for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "train"]
+    assert train[-1] < train[0]
+    answers = tuned.predict(capsys, "wa wb", "wb wa", "wa wb", "xa xb")
+    assert [set(answer) & {"cosine"} for answer in answers] == [{"cosine"}] * 2
+    assert answers[0]["cosine"] > answers[1]["cosine"]
+
+
+def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
+    """And what a run learned leaves it as an encoder whose vectors are the same."""
+    settings = ("task.query_prefix=wa wb", "task.text_prefix=xa", "vectors.pooling=last")
+    write_task()
+    assert tuned.finetune(*(word for one in settings for word in ("--set", one))) == 0
+    assert cli.main(["export", "--workdir", "run", "--as", "encoder", "--out", "out"]) == 0
+    assert cli.main(["import", "out", "--workdir", "again"]) == 0
+    pathlib.Path("texts").write_text("wa wb\nxa xb xc\n")
+    capsys.readouterr()
+    vectors, answers = {}, {}
+    for place in ("run", "again", "base"):
+        for role in ("text", "query"):
+            words = ["--workdir", place, "--role", role, "--dimensions", "8"]
+            assert cli.main(["embed", "texts", *words, "--out", "v.npz"]) == 0
+            vectors[place, role] = np.load("v.npz")["vectors"]
+        capsys.readouterr()
+        assert cli.main(["evaluate", "--workdir", place, "--task", "task.py"]) == 0
+        answers[place] = json.loads(capsys.readouterr().out.splitlines()[-1])["scores"]["small"]
+    last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
+    assert answers["run"] == pytest.approx(last["spearman"])
+    assert answers["again"] == pytest.approx(answers["run"]) != answers["base"]
+    for role in ("text", "query"):
+        np.testing.assert_allclose(vectors["again", role], vectors["run", role], atol=1e-6)
+    assert np.abs(vectors["run", "text"] - vectors["run", "query"]).max() > 1e-3
+    np.testing.assert_array_equal(vectors["base", "text"], vectors["base", "query"])
+    np.testing.assert_allclose(np.linalg.norm(vectors["run", "text"], axis=1), 1, atol=1e-5)
+
+
+def test_queries_find_their_texts(here):
+    write_task("dimensions=(8, 16)", test="beir:beir:test")
+    assert tuned.finetune() == 0
+    lines = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
+    assert {"recall@1", "recall@10", "mrr@10", "ndcg@10"} <= set(lines[0])
+    assert lines[0]["score"] == lines[0]["ndcg@10"]
+
+
+@pytest.mark.long
+def test_a_stopped_run_of_vectors_ends_at_the_same_bits(here, monkeypatch):
+    write_task()
+    assert tuned.finetune() == 0
+    whole = pathlib.Path("run").rename("whole")
+    with tuned.signal_before(3, monkeypatch):
+        assert tuned.finetune() == 75
+    assert tuned.finetune() == 0
+    assert (whole / "metrics.jsonl").read_text() == pathlib.Path("run/metrics.jsonl").read_text()
+
+
+def test_a_teacher_s_vectors_are_learned(here):
+    texts = [row["sentence"] for row in tuned.lines("train")]
+    pathlib.Path("sentences").write_text("\n".join(texts) + "\n")
+    assert cli.main(["embed", "--workdir", "base", "sentences", "--out", "t.npz"]) == 0
+    write_task('loss="distil", teacher="t.npz", geometry=1.0')
+    assert tuned.finetune() == 0
+    lines = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "train"]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("vectors", "train", "settings", "named"),
+    [
+        ('loss="distil"', "jsonl:train", [], "vectors.teacher"),
+        ('loss="distil", teacher="short.npz"', "jsonl:train", [], "short.npz"),
+        ('loss="distil", teacher="wide.npz"', "jsonl:train", [], "vectors.projection"),
+        ('loss="cosine", score_range=(0.5, 1)', "jsonl:train", [], "train:1"),
+        ("dimensions=(8, 32)", "jsonl:train", [], "vectors.dimensions"),
+        ("dimensions=(8, 8)", "jsonl:train", [], "vectors.dimensions"),
+        ("", "jsonl:train", ["batch_size=1"], "batch_size"),
+        ("", "jsonl:train", ["task.second_column="], "second_column"),
+        ("", "jsonl:blank", [], "blank:2"),
+        ("", "beir:beir:test", [], "task.train"),
+        ("", "corpus:base:crops", [], "base"),
+        ("temperature=0", "jsonl:train", [], "vectors.temperature"),
+        ("score_range=(0, 5)", "jsonl:train", [], "vectors.score_range"),
+    ],
+)
+def test_what_cannot_be_learned_is_named(here, capsys, vectors, train, settings, named):
+    np.savez("short.npz", vectors=np.ones((3, 16), np.float32))
+    np.savez("wide.npz", vectors=np.ones((32, 24), np.float32))
+    pathlib.Path("blank").write_text(
+        '{"sentence": "wa", "b": "wb", "value": 1}\n{"sentence": "wa", "b": " ", "value": 1}\n'
+    )
+    write_task(vectors, train)
+    words = [word for one in settings for word in ("--set", one)]
+    assert tuned.finetune(*words) == 2
+    assert named in capsys.readouterr().err
+    assert not pathlib.Path("run").exists()
+
+
+def test_another_kind_has_no_vectors(here, capsys):
+    write_task("temperature=0.1")
+    text = pathlib.Path("task.py").read_text().replace('"similar"', '"regress"')
+    pathlib.Path("task.py").write_text(text)
+    assert tuned.finetune() == 2
+    assert "vectors" in capsys.readouterr().err
