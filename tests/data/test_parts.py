@@ -142,6 +142,15 @@ def test_parts_of_another_size_make_the_same_ids(whole, tmp_path, monkeypatch):
         assert uncut[name] == files[name], name
 
 
+def test_a_vocabulary_of_pieces_is_trained_on_all_parts(text, tmp_path, monkeypatch):
+    claim = settings(text, tokenizer_kind="byte_bpe")
+    cut = prepare(claim, tmp_path / "cut", 300)
+    monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
+    uncut = prepare(claim, tmp_path / "uncut", 300)
+    names = [name for name in cut if name.startswith(("stream/", "tokenizer/"))]
+    assert {name: cut[name] for name in names} == {name: uncut[name] for name in names}
+
+
 def test_the_ids_are_those_of_the_tokenizer_and_tfds_opens_the_dataset(whole):
     claim, folder, _ = whole
     tok = tokenizer.load(folder / "tokenizer")
