@@ -4,12 +4,15 @@ import subprocess
 import sys
 
 import jax
+import kinds
 import numpy as np
 import pytest
+from compare import assert_identical
 from etils import epath
 from small_run import write_text
 
 import bert_jax
+from bert_jax import base as base_lib
 from bert_jax import config
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface
@@ -118,3 +121,14 @@ def test_what_cannot_be_asked_is_named(run, tmp_path):
     ):
         with pytest.raises(InputError, match=words):
             call()
+
+
+def test_a_base_is_known_by_its_weights_and_by_the_moments_next_to_them(tmp_path):
+    params = jax.device_get(heads.init_params(kinds.MODEL, jax.random.key(0)))
+    for name, moments in (("bare", None), ("full", base_lib.Moments(5, params, params))):
+        made = base_lib.Base(kinds.MODEL, params, kinds.TOKENIZER, moments=moments)
+        base_lib.write(made, epath.Path(tmp_path / name))
+    bare, full = (base_lib.read(epath.Path(tmp_path / name)) for name in ("bare", "full"))
+    assert_identical(bare.params, params)
+    assert_identical(full.moments.square, params)
+    assert bare.sha256 != full.sha256 and bare.moments is None
