@@ -232,7 +232,7 @@ def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, capsys, mon
     monkeypatch.chdir(finished("tag"))
     for words, what in (
         ("--workdir run --out base", "base"),
-        ("--workdir run --as encoder --out new", "--as task"),
+        ("--workdir run --as masked_lm --out new", "--as "),
         ("--workdir run --as adapter --out new --from test", "test"),
         ("--workdir run --as adapter --out new", "adapt.how=frozen"),
         ("--workdir base --as task --out new", "--as task: base is not"),
