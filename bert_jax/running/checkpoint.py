@@ -354,17 +354,24 @@ class Checkpoints:
         return done
 
     def _read(self, step: int, read: Callable[[], T]) -> T:
-        """Reads something of a checkpoint, again after each passing fault; else it is damaged."""
+        """Reads something of a checkpoint, again after each passing fault.
+
+        It is damaged if that fails once more where all files that are listed can be opened.
+        """
         named = InputError | Unavailable | MemoryError | PermissionError
         named |= jax.errors.JaxRuntimeError
 
-        def once() -> T:
+        def once(all_open: bool = False) -> T:
             try:
                 return read()
             except Exception as error:
                 if isinstance(error, named) or retry.passes(error):
                     raise
-                raise Damaged(self._damage(step, str(error).split("\n")[0][:200])) from error
+                if all_open:
+                    reason = str(error).split("\n")[0][:200]
+                    raise Damaged(self._damage(step, reason)) from error
+            _require_open(self._folder / str(step))
+            return once(all_open=True)
 
         return self._again(once)
 
@@ -451,6 +458,19 @@ def _alone() -> ocp.Context:
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
     )
     return _context(multiprocessing_options=alone)
+
+
+def _require_open(folder: epath.Path) -> None:
+    """Raises what keeps a file that is listed from being read; that is no damage of it."""
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.is_dir():
+            _require_open(path)
+            continue
+        try:
+            with path.open("rb") as file:
+                file.read(1)
+        except FileNotFoundError as error:
+            raise Unavailable(f"{path}: listed, but not found where it is read") from error
 
 
 def sha256_of(metadata: dict[str, Any]) -> str:

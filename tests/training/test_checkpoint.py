@@ -16,6 +16,7 @@ import samples
 from broken import tree
 from compare import assert_identical
 from etils import epath
+from fake_gcs import Fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -298,6 +299,25 @@ def test_a_save_that_fails_for_a_while_is_made_up_for(
     assert name == "save_async" or "no checkpoint was written" in shown
 
 
+def test_a_part_that_is_listed_and_not_found_is_not_taken_for_damage(finished_run, objects):
+    """As where one host of several is answered that an object is not there."""
+    there = finished_run / "run" / "checkpoints"
+    for file in there.rglob("*"):
+        if file.is_file():
+            objects.put(f"run/checkpoints/{file.relative_to(there)}", file.read_bytes(), {})
+    for step in (16, 20, 22):
+        objects.put(f"run/checkpoints/{step}/commit_success.txt", b"", {})
+    parts = objects.files("run/checkpoints/22/")
+    part = max(parts, key=lambda name: len(parts[name]))
+    left = iter(range(20))
+    objects.fault = lambda method, name, kind: (
+        Fault(404) if name == part and next(left, None) is not None else None
+    )
+    remote = epath.Path("gs://bucket/run/checkpoints")
+    assert newest(finished_run / "run", folder=remote).step == 22
+    assert next(left, None) is None
+
+
 def test_a_checkpoint_of_another_format_is_named(run):
     path = run / "checkpoints" / "22" / "_CHECKPOINT_METADATA"
     found = json.loads(path.read_text())
@@ -346,13 +366,13 @@ def test_checksums_are_computed_once_all_have_read(run, monkeypatch):
     assert seen == ["22 read", "20 read", "checksums", "20 checked"]
 
 
-def newest(run: pathlib.Path, *agreed) -> checkpoint.Restored:
+def newest(run: pathlib.Path, *agreed, folder=None) -> checkpoint.Restored:
     experiment = load_experiment(Workdir(run))
     mesh = mesh_lib.one_device()
     abstract = abstract_state(
         Pretraining(experiment.model), experiment.optimizer, experiment.parallelism, mesh
     )
-    with Checkpoints(epath.Path(run / "checkpoints"), Run(), "read") as saved:
+    with Checkpoints(folder or epath.Path(run / "checkpoints"), Run(), "read") as saved:
         return saved.newest(abstract, None, *agreed)
 
 
