@@ -12,29 +12,29 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_725,
-    "cli": 1_643,
-    "compare": 909,
-    "config": 2_228,
-    "conformance": 1_235,
-    "data": 4_420,
-    "doctor": 1_132,
-    "interop": 2_347,
-    "model": 3_296,
-    "plan": 2_110,
-    "report": 1_934,
-    "storage": 1_503,
-    "tasks": 4_055,
-    "text": 3_114,
-    "training": 1_748,
-    "running": 4_266,
-    "vectors": 696,
-    "verify": 1_159,
-    "launch": 1_919,
-    "benchmarks": 3_614,
-    "experiments": 1_181,
-    "tables": 445,
-    "tests": 34_697,
+    ".": 1_668,
+    "cli": 1_707,
+    "compare": 865,
+    "config": 2_254,
+    "conformance": 1_152,
+    "data": 4_038,
+    "doctor": 1_120,
+    "interop": 2_288,
+    "model": 3_148,
+    "plan": 1_853,
+    "report": 1_731,
+    "storage": 1_450,
+    "tasks": 4_206,
+    "text": 2_990,
+    "training": 1_822,
+    "running": 4_279,
+    "vectors": 1_113,
+    "verify": 1_158,
+    "launch": 1_354,
+    "benchmarks": 3_595,
+    "experiments": 1_421,
+    "tables": 431,
+    "tests": 31_649,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -42,37 +42,29 @@ SLACK = 30
 # A file is 60 to 450 lines; what is longer, and by how much at most, until it is cut.
 SHORTEST, LONGEST = 60, 450
 TOO_LONG = {
-    "bert_jax/serve.py": 546,
-    "bert_jax/config/pretraining.py": 752,
-    "bert_jax/data/corpus.py": 467,
-    "bert_jax/interop/names.py": 569,
-    "bert_jax/plan/report.py": 451,
-    "bert_jax/plan/schedule.py": 486,
-    "bert_jax/report/figures.py": 473,
-    "bert_jax/storage/mirror.py": 513,
+    "bert_jax/plan/schedule.py": 458,
+    "bert_jax/report/figures.py": 459,
+    "bert_jax/running/checkpoint.py": 513,
+    "bert_jax/serve.py": 535,
+    "bert_jax/storage/mirror.py": 505,
     "bert_jax/storage/workdir.py": 467,
-    "bert_jax/text/documents.py": 571,
-    "bert_jax/text/tokenizer.py": 475,
-    "bert_jax/running/checkpoint.py": 497,
-    "tests/compare/test_compare.py": 713,
-    "tests/data/test_batches.py": 494,
-    "tests/data/test_corpus.py": 646,
-    "tests/tasks/test_serve.py": 577,
-    "tests/training/test_checkpoint.py": 506,
+    "bert_jax/training/step.py": 477,
+    "tests/data/test_corpus.py": 578,
+    "tests/tasks/test_serve.py": 506,
+    "tests/training/test_checkpoint.py": 471,
 }
 TOO_SHORT = {
     "bert_jax/cli/__main__.py",
-    "bert_jax/conformance/settings.py",
     "bert_jax/model/flops.py",
     "bert_jax/report/layers.py",
     "bert_jax/system.py",
-    "bert_jax/text/encodings.py",
     "bert_jax/text/unknown.py",
 }
 # A folder holds 17 modules, the package 22 names; where there are more, how many at most.
 MODULES, NAMES = 17, 22
 TOO_MANY = {
     ".": 25,
+    "tasks": 18,
 }
 
 
