@@ -41,6 +41,7 @@ from bert_jax.errors import FAILED, FINISHED, InputError
     --task TASKFILE...: instead score the run or base in --workdir on this task: on minimal pairs as
         it is, on similar texts by the cosine of its vectors, on others with a linear layer trained
         on them; may be repeated
+    --also W (several): with --task: score these runs and bases, too
     """,
     TUNED_BASE,
 )
@@ -48,6 +49,8 @@ def evaluate(args: argparse.Namespace) -> int:
     """Score a checkpoint on held-out text, or on minimal pairs and other tasks."""
     if args.task:
         return _evaluate_tasks(args)
+    if args.also:
+        raise InputError("--also: goes with --task; leave it out")
     experiment, workdir = experiment_of(args)
     require_corpus(workdir)
     from bert_jax.loaded import load_params
@@ -79,24 +82,30 @@ def evaluate(args: argparse.Namespace) -> int:
 def _evaluate_tasks(args: argparse.Namespace) -> int:
     if args.experiment is not None or args.set or not args.workdir:
         raise InputError("--task: name the --workdir of a run or a base, no EXPERIMENT, no --set")
-    require_run(args.workdir)
+    places = [args.workdir, *(args.also or ())]
+    for place in places:
+        require_run(place)
     from bert_jax.tasks import minimal_pairs, probes
 
     asked = probes.Probes(args.task, pairs=None, where="--task")
-    trained = trained_of(args)
-    answer = probes.of_trained(asked, trained)
-    for name, score in answer["scores"].items():
-        if name in answer.get("minimal_pairs", {}):
-            for line in minimal_pairs.in_words(name, answer["minimal_pairs"][name]):
+    for place in places:
+        trained = trained_of(argparse.Namespace(**vars(args) | {"workdir": place}))
+        answer = probes.of_trained(asked, trained)
+        for name, score in answer["scores"].items():
+            shown = f"{place}: {name}" if args.also else name
+            if name in answer.get("minimal_pairs", {}):
+                lines = minimal_pairs.in_words(shown, answer["minimal_pairs"][name])
+            elif name in answer.get("similar", {}):
+                of_name = answer["similar"][name].items()
+                lines = [
+                    f"{shown}  {', '.join(f'{which} {value:.4f}' for which, value in of_name)}"
+                ]
+            else:
+                guess = answer["majority"][name]
+                lines = [f"{shown}  {score:.4f}, always the commonest answer {guess:.4f}"]
+            for line in lines:
                 print(line)
-        elif name in answer.get("similar", {}):
-            scores = answer["similar"][name]
-            print(f"{name}  {', '.join(f'{which} {value:.4f}' for which, value in scores.items())}")
-        else:
-            print(
-                f"{name}  {score:.4f}, always the commonest answer {answer['majority'][name]:.4f}"
-            )
-    print(json.dumps({"step": trained.step, **answer}))
+        print(json.dumps({"workdir": place, "step": trained.step, **answer}))
     return FINISHED
 
 

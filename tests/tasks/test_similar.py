@@ -178,6 +178,10 @@ def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
         capsys.readouterr()
         assert cli.main(["evaluate", "--workdir", place, "--task", "task.py"]) == 0
         answers[place] = json.loads(capsys.readouterr().out.splitlines()[-1])["scores"]["small"]
+    words = ["evaluate", "--workdir", "run", "--also", "again", "base", "--task", "task.py"]
+    assert cli.main(words) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()[1::2]]
+    assert {one["workdir"]: one["scores"]["small"] for one in found} == answers
     last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
     assert answers["run"] == pytest.approx(last["spearman"])
     assert answers["again"] == pytest.approx(answers["run"]) != answers["base"]
