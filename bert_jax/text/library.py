@@ -135,8 +135,9 @@ class Library:
         for token, word, (start, stop) in places:
             shown = text[start:stop]
             start += len(shown) - len(shown.lstrip())
-            # A blank alone belongs to the word behind it.
-            if first < end and (word != last or not self.continues[token]):
+            # A blank alone belongs to the word behind it; words that a normalizer made of one
+            # character are one.
+            if first < end <= start and (word != last or not self.continues[token]):
                 yield first, end, held
                 first, end, held = start, start, []
             first = first if held and first < end else start

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 from etils import epath
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bert_jax.config import Corpus
@@ -145,6 +145,7 @@ def test_one_text_and_two_are_joined_as_the_library_joins_them(name):
 
 @each_form
 @given(text=texts)
+@example(text="a \ufdfa b")  # one character, which NFKC makes four words of
 def test_words_have_the_ids_of_the_text_and_stand_where_they_are(name, text):
     text = text.encode("utf-8", "ignore").decode()
     words = list(OURS[name].words(text))
