@@ -112,8 +112,8 @@ class Vectors:
         """Returns the texts."""
         if body.get("encoding_format") not in (None, "float", "base64"):
             raise Refused(400, "encoding_format: must be float or base64", "encoding_format")
-        width = self._embedder.width
-        if body.get("dimensions") not in (None, width):
+        size, width = body.get("dimensions"), self._embedder.width
+        if size is not None and not (type(size) is int and 1 <= size <= width):
             raise Refused(400, f"dimensions: vectors have {width} numbers", "dimensions")
         given = body.get("input")
         texts = _listed([given] if isinstance(given, str) else given, limits.texts)
@@ -128,8 +128,13 @@ class Vectors:
         return list(zip(vectors, lengths.tolist(), strict=True))
 
     def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
-        """Yields JSON: an `embedding` a text, as numbers or their bytes, and the tokens used."""
-        form = body.get("encoding_format")
+        """Yields JSON: an `embedding` a text, as numbers or their bytes, and the tokens used.
+
+        With `dimensions` they are the first numbers, of length 1 if the whole vector is.
+        """
+        form, size = body.get("encoding_format"), body.get("dimensions")
+        if size is not None:
+            results = [(self._cut(vector[:size]), length) for vector, length in results]
         tokens = sum(length for _, length in results)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         data = (
@@ -137,6 +142,11 @@ class Vectors:
             for number, (vector, _) in enumerate(results)
         )
         return _listing({"model": body["model"], "usage": usage}, data)
+
+    def _cut(self, vector: np.ndarray) -> np.ndarray:
+        if self._embedder.features.length == "as_is":
+            return vector
+        return vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)
 
 
 class Answers:

@@ -264,9 +264,9 @@ def serve(args: argparse.Namespace) -> int:
         args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows
     )
     with serve_lib.listening(args.host, args.port) as bound:
-        if tuned:
-            keep_compiled_programs()
-            model = TaskModel(args.workdir, args.base, args.checkpoint)
+        keep_compiled_programs()
+        model = TaskModel(args.workdir, args.base, args.checkpoint) if tuned else None
+        if model is not None and model.experiment.task.kind != "similar":
             served: Any = serve_lib.Answers(model)
         else:
             trained, embedder = _embedder(args, args.normalize)
@@ -349,29 +349,32 @@ def export(args: argparse.Namespace) -> int:
     from bert_jax.loaded import Loaded
     from bert_jax.tasks.predict import TaskModel
 
-    of_run = ("pretraining", "masked_lm", "encoder", "causal_lm")
-    model = TaskModel(args.workdir, args.base, args.checkpoint) if tuned else None
-    if model is not None and args.kind != "encoder":
-        if args.kind in of_run:
+    form = args.kind
+    if tuned:
+        model = TaskModel(args.workdir, args.base, args.checkpoint)
+        kind = model.experiment.task.kind
+        forms = ("encoder",) if kind == "similar" else ("task", "adapter", "encoder")
+        form = form or forms[0]
+        if form not in forms:
             raise InputError(
-                f"--as {args.kind}: {args.workdir} is a fine-tuned run, of which --as task writes "
-                "the whole model, and --as encoder what makes vectors"
+                f"--as {form}: {args.workdir} has learned task.kind={kind}; choose "
+                f"{' or '.join(forms)}"
             )
-        form = args.kind or "task"
+    if tuned and form != "encoder":
         architecture = finetuned.export(model, form, args.dtype, epath.Path(args.out))
         name, step = model.experiment.name, model.step
         if form == "adapter":
             architecture = f"adapter over {architecture}"
     else:
-        if model is not None:
+        if tuned:
             trained = model.encoder()
         else:
             trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
         there = huggingface.forms_of(trained.model)  # none of an encoder that they do not have
-        if there and args.kind not in of_run:
-            given = ":" if args.kind is None else f" {args.kind}: {args.workdir} is not fine-tuned;"
+        if there and form not in ("pretraining", "masked_lm", "encoder", "causal_lm"):
+            given = ":" if form is None else f" {form}: {args.workdir} is not fine-tuned;"
             raise InputError(f"--as{given} choose {' or '.join(there)}")
-        kind = args.kind or "encoder"
+        kind = form or "encoder"
         huggingface.export_weights(trained, kind, args.dtype, epath.Path(args.out))
         architecture = huggingface.architecture_of(trained.model, kind)
         name, step = trained.name, trained.step

@@ -165,7 +165,8 @@ def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
     settings = ("task.query_prefix=wa wb", "task.text_prefix=xa", "vectors.pooling=last")
     write_task()
     assert tuned.finetune(*(word for one in settings for word in ("--set", one))) == 0
-    assert cli.main(["export", "--workdir", "run", "--as", "encoder", "--out", "out"]) == 0
+    assert cli.main(["export", "--workdir", "run", "--as", "task", "--out", "out"]) == 2
+    assert cli.main(["export", "--workdir", "run", "--out", "out"]) == 0
     assert cli.main(["import", "out", "--workdir", "again"]) == 0
     pathlib.Path("texts").write_text("wa wb\nxa xb xc\n")
     capsys.readouterr()
