@@ -12,8 +12,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_668,
-    "cli": 1_707,
+    ".": 1_678,
+    "cli": 1_719,
     "compare": 865,
     "config": 2_254,
     "conformance": 1_152,
@@ -25,7 +25,7 @@ LINES = {
     "report": 1_731,
     "storage": 1_450,
     "tasks": 4_206,
-    "text": 2_990,
+    "text": 2_991,
     "training": 1_822,
     "running": 4_279,
     "vectors": 1_113,
@@ -34,7 +34,7 @@ LINES = {
     "benchmarks": 3_595,
     "experiments": 1_421,
     "tables": 431,
-    "tests": 31_649,
+    "tests": 31_653,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -45,12 +45,12 @@ TOO_LONG = {
     "bert_jax/plan/schedule.py": 458,
     "bert_jax/report/figures.py": 459,
     "bert_jax/running/checkpoint.py": 513,
-    "bert_jax/serve.py": 535,
+    "bert_jax/serve.py": 545,
     "bert_jax/storage/mirror.py": 505,
     "bert_jax/storage/workdir.py": 467,
     "bert_jax/training/step.py": 477,
     "tests/data/test_corpus.py": 578,
-    "tests/tasks/test_serve.py": 506,
+    "tests/tasks/test_serve.py": 512,
     "tests/training/test_checkpoint.py": 471,
 }
 TOO_SHORT = {
