@@ -108,7 +108,9 @@ class FinetuningSetup(Setup):
         )
 
     def _read_similar(self) -> None:
-        experiment, base, left_out = self.experiment, self._base, self._blank["train"]
+        base, left_out = self._base, self._blank["train"]
+        task = similar.led_by(self.experiment.task, base.vectors)
+        experiment = dataclasses.replace(self.experiment, task=task)
         learned = similar.read(experiment, base.model, base.tokenizer, left_out)
         task = similar.asked_of(experiment.task)
         validation = self._blank["validation"]
@@ -296,7 +298,8 @@ class FinetuningSetup(Setup):
         """
         vectors = {}
         if isinstance(self.objective, similar.SimilarObjective):
-            vectors = self.objective.notes(self.experiment.task)
+            task = similar.led_by(self.experiment.task, self._base.vectors)
+            vectors = self.objective.notes(task)
         return vectors | {
             "labels": list(self.labels),
             "no_answer_threshold": evaluation.get("no_answer_threshold"),

@@ -28,6 +28,7 @@ from bert_jax.tasks import scores as scores_lib
 from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence
 from bert_jax.tasks.objective import merged_params
+from bert_jax.tasks.similar import led_by
 from bert_jax.text import records as text_records
 from bert_jax.text import unknown
 from bert_jax.training import mesh as mesh_lib
@@ -75,7 +76,8 @@ class TaskModel:
             # In the order of the head's outputs; empty of regressions and spans.
             self.labels = tuple(metadata["notes"]["labels"])
             self._vectors = base_lib.vectors_of(metadata["notes"]) or loaded.vectors
-            self._kind = kind_of(task, self.labels, loaded.tokenizer)
+            led = led_by(task, self._vectors) if task.kind == "similar" else task
+            self._kind = kind_of(led, self.labels, loaded.tokenizer)
             # Runs of the time before there were any have none.
             weights = metadata["notes"].get("class_weights", ())
             if task.kind == "similar":

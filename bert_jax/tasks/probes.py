@@ -156,12 +156,8 @@ class Compared:
     def open(self, reader: Reader, how: TextVectors) -> int:
         """Makes rows of the examples; returns the operations of scoring them once."""
         self._reader, model = reader, reader.model
-        task = dataclasses.replace(
-            self.task,
-            max_sequence_length=min(self.task.max_sequence_length, model.max_position_embeddings),
-            query_prefix=self.task.query_prefix or how.query_prefix,
-            text_prefix=self.task.text_prefix or how.text_prefix,
-        )
+        length = min(self.task.max_sequence_length, model.max_position_embeddings)
+        task = dataclasses.replace(similar.led_by(self.task, how), max_sequence_length=length)
         self._kind = similar.Similar(task, (), reader.tokenizer)
         self._rows = self._kind.rows(self.examples)
         size = reader.size - reader.size % self._rows.rows_per_example

@@ -233,6 +233,16 @@ def asked_of(task: Task) -> Task:
     return dataclasses.replace(task, negative_column="")
 
 
+def led_by(task: Task, known: TextVectors | None) -> Task:
+    """Returns a task with what a base puts before its texts, where the task names nothing."""
+    known = known or TextVectors()
+    return dataclasses.replace(
+        task,
+        query_prefix=task.query_prefix or known.query_prefix,
+        text_prefix=task.text_prefix or known.text_prefix,
+    )
+
+
 def read(experiment: Finetuning, model: Model, tokenizer: Tokenizer, blank: list[str]) -> Learned:
     """Reads what an experiment learns vectors from.
 

@@ -15,6 +15,7 @@ from compare import assert_close
 from bert_jax import cli
 from bert_jax.config import Adapt, Parallelism, Task, Vectors
 from bert_jax.tasks.examples import Sentence
+from bert_jax.tasks.predict import TaskModel
 from bert_jax.tasks.rows import TrainBatches
 from bert_jax.tasks.similar import Similar, SimilarObjective
 from bert_jax.training import feed, optimizer, step
@@ -74,7 +75,10 @@ def train(loss, parallelism=Parallelism(), devices=4, steps=1):  # noqa: B008
     return jax.device_get(state), seen
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss",
+    ["contrastive", *(pytest.param(loss, marks=pytest.mark.long) for loss in ("cosine", "distil"))],
+)
 def test_cached_gradients_and_devices_change_nothing(loss):
     """Four devices, and on them and on one so many parts that each holds an example or two."""
     state, seen = train(loss, devices=1)
@@ -188,6 +192,11 @@ def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
     assert answers["again"] == pytest.approx(answers["run"]) != answers["base"]
     for role in ("text", "query"):
         np.testing.assert_allclose(vectors["again", role], vectors["run", role], atol=1e-6)
+    # What learns over it puts the same before its texts, though its task names nothing.
+    words = ["finetune", "task.py", "--from", "again", "--workdir", "further"]
+    assert cli.main([*words, "--set", "epochs=0.25"]) == 0
+    kept = TaskModel("further").encoder().vectors
+    assert (kept.pooling, kept.query_prefix, kept.text_prefix) == ("last", "wa wb", "xa")
     assert np.abs(vectors["run", "text"] - vectors["run", "query"]).max() > 1e-3
     np.testing.assert_array_equal(vectors["base", "text"], vectors["base", "query"])
     np.testing.assert_allclose(np.linalg.norm(vectors["run", "text"], axis=1), 1, atol=1e-5)
