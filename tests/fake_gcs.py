@@ -28,7 +28,7 @@ import google_crc32c
 _PAGE = 5  # entries of a list that are given at a time: real pages are longer, and as real
 
 
-Kind = Literal["list", "read", "write", "copy", "delete", "bucket"]
+Kind = Literal["list", "stat", "read", "begin", "write", "copy", "delete", "bucket"]
 
 # Of https://cloud.google.com/storage/docs/access-control/iam-roles, as far as it is used here.
 _OBJECT_USER = {f"objects.{verb}" for verb in ("list", "get", "create", "delete", "move")}
@@ -118,6 +118,8 @@ class Bucket:
         needed = {
             "list": ["objects.list"],
             "read": ["objects.get"],
+            "stat": ["objects.get"],  # these two as `failing_gcs` tells them apart
+            "begin": ["objects.create"],
             "write": ["objects.create"],
             "copy": ["objects.move" if is_move else "objects.get", "objects.create"],
             "delete": ["objects.delete"],
