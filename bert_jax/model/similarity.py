@@ -7,7 +7,6 @@ Shape letters: E examples of a shard, A those of all shards, N texts behind the 
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -128,11 +127,6 @@ def distilled(
         differences = jnp.square(_cosines(vectors, all_vectors) - _cosines(wanted, all_wanted))
         errors = errors + geometry * (differences * there).sum(axis=1) / there.sum()
     return jnp.stack([(weights * errors).sum(), weights.sum()])
-
-
-def prefixes(width: int, dimensions: Sequence[int]) -> tuple[int, ...]:
-    """Returns how many of a vector's numbers are compared: each of `dimensions`, or all."""
-    return tuple(dimensions) or (width,)
 
 
 def _of_all(values: jax.Array, axes: Axes) -> jax.Array:

@@ -26,8 +26,8 @@ from bert_jax.data import draws
 from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
 from bert_jax.model import flops, heads
-from bert_jax.model.encoder import Loop
-from bert_jax.model.kinds import encode, of_text
+from bert_jax.model.encoder import Loop, filled
+from bert_jax.model.kinds import encode, encoder_of, of_text
 from bert_jax.model.similarity import Pooling, pooled, unit
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows, similar
@@ -184,7 +184,7 @@ def vectors_of(reader: Reader, pooling: Pooling) -> Callable[..., jax.Array]:
 
     def of_rows(params: Any, _: Any, batch: Any, noise: Any, loop: Loop) -> jax.Array:
         ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-        encoder = similar.encoder_with(reader.model, params["encoder"])
+        encoder = filled(params["encoder"], encoder_of(reader.model).encoder, reader.model)
         hidden = encode(encoder, reader.model, *ids, noise, loop)
         return unit(pooled(hidden, batch["input_mask"], pooling))
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from flax import nnx
 
 from bert_jax.base import TextVectors
 from bert_jax.config import Finetuning, Model, Task, Vectors
@@ -22,7 +21,7 @@ from bert_jax.errors import InputError, reading
 from bert_jax.loaded import Loaded
 from bert_jax.model import layers, similarity
 from bert_jax.model import losses as losses_lib
-from bert_jax.model.encoder import Loop
+from bert_jax.model.encoder import Loop, filled
 from bert_jax.model.kinds import encode, encoder_of
 from bert_jax.model.similarity import Texts
 from bert_jax.running.pretraining import Prepared
@@ -154,7 +153,8 @@ class SimilarObjective(TaskObjective):
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
         """Returns the vector of each row, float32 [B, D], of length 1."""
-        encoder = encoder_with(self.model, merged_params(self.adapt, params, fixed)["encoder"])
+        params = merged_params(self.adapt, params, fixed)
+        encoder = filled(params["encoder"], encoder_of(self.model).encoder, self.model)
         ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
         hidden = encode(encoder, self.model, *ids, noise, loop)
         return similarity.unit(similarity.pooled(hidden, batch["input_mask"], self.pooling))
@@ -200,17 +200,6 @@ class SimilarObjective(TaskObjective):
         """Computes the metrics of some rows."""
         vectors = self.vectors(params, fixed, batch, noise, loop)
         return self.compare(vectors, params, fixed, batch, noise, loop)
-
-
-def encoder_with(cfg: Model, params: Tree) -> nnx.Module:
-    """Returns an encoder with these parameters."""
-
-    def drawn() -> nnx.Module:
-        return encoder_of(cfg).encoder(cfg, rngs=nnx.Rngs(params=jax.random.key(0)))
-
-    graph, state = nnx.split(nnx.eval_shape(drawn), nnx.Param)
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state)
 
 
 # --- what is learned from ------------------------------------------------------------------------

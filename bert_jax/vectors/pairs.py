@@ -74,6 +74,10 @@ class CorpusPairs:
         self._places = np.arange(sentences)
         if how == "neighbours":
             self._places = np.delete(self._places, ends - 1)
+        if not self.total:
+            raise InputError(
+                f"task.train: corpus: has no document of two sentences to make {how} of; take crops"
+            )
         # Where the document of each of them ends, and begins, in sentences.
         document = np.searchsorted(ends, self._places, side="right")
         self._document = np.stack([np.append(0, ends[:-1])[document], ends[document]], axis=1)

@@ -85,3 +85,11 @@ def test_prefixes_stand_before_the_texts_and_keys_are_of_the_texts():
 def test_rows_without_room_are_refused():
     with pytest.raises(InputError, match="max_sequence_length"):
         pairs_of("twice", length=9)
+
+
+def test_documents_of_one_sentence_have_no_neighbours():
+    alone = stream.from_documents([[[5, 6, 7]], [[8, 9]]])
+    ids = Ids(0, CLS, SEP, 4, 16, np.zeros(16, bool))
+    with pytest.raises(InputError, match="neighbours"):
+        CorpusPairs(alone, ids, "neighbours", ([], []), 2, 40, 0)
+    assert CorpusPairs(alone, ids, "crops", ([], []), 2, 40, 0).total == 2
