@@ -142,6 +142,8 @@ _NORMALIZE = "--normalize (yes or no): scale each vector to length 1 [as the run
         of [CLS], or of the last token; or a vector for each piece, without [CLS] and [SEP] [as the
         run or base says, else mean]
     --role (text | query = text): what the encoder knows texts by, if it puts something before them
+    --quantize (none | int8 | binary = none): write a byte a number, or a bit; a line says what is
+        lost by it
     """,
     _FEATURES,
     _NORMALIZE,
@@ -158,7 +160,8 @@ def embed(args: argparse.Namespace) -> int:
 
     texts = lines.read(args.text_file) if args.text_file else input_lines()
     _, embedder = _embedder(args, args.normalize)
-    embed.write(embedder, (line for _, line in texts), epath.Path(args.out), say, args.role)
+    lines_only = (line for _, line in texts)
+    embed.write(embedder, lines_only, epath.Path(args.out), say, args.role, args.quantize)
     return FINISHED
 
 
@@ -189,6 +192,8 @@ def _embedder(args: argparse.Namespace, normalize: bool | None):
     --queries FILE: ask each line of this file instead; needs --out
     --out FILE: with --queries: file to write, a line of JSON for each query
     --top K (int = 10): how many texts are shown
+    --long (beginning | passages = beginning): a text that is longer than the encoder reads: its
+        beginning stands for it, or it falls into passages, each of which is a text
     --vectors FOLDER: where the vectors of TEXTS are kept, so that they are made once
         [TEXTS.vectors]
     --pooling (mean | cls | last): a text's vector: mean of its tokens, or that of [CLS], or of the
@@ -214,7 +219,7 @@ def search(args: argparse.Namespace) -> int:
     from bert_jax.vectors import search as search_lib
 
     folder = epath.Path(args.vectors or f"{args.texts}.vectors")
-    index = search_lib.Index(args.texts, folder, *_embedder(args, True), say)
+    index = search_lib.Index(args.texts, folder, *_embedder(args, True), say, args.long)
     if args.queries is not None:
         index.answer_file(args.queries, epath.Path(args.out), args.top)
         return FINISHED

@@ -37,7 +37,7 @@ class Vectors(Section, role="identity", label="vectors"):
     dimensions: _Dimensions = ()
     # For cosine: the lowest and the highest score, which stand for cosines of 0 and 1.
     score_range: tuple[float, ...] = (0.0, 1.0)
-    # For distil: a base or run whose vectors are learned, or a .npy file with one for each training
+    # For distil: a base or run whose vectors are learned, or a .npz file with one for each training
     # example, as `embed` writes it.
     teacher: str = ""
     # For distil: a linear layer between vectors and the teacher's, thrown away in the end: where
@@ -61,6 +61,6 @@ class Vectors(Section, role="identity", label="vectors"):
                 if self.loss != loss and not self._is_default(name):
                     yield name, f"has no meaning with vectors.loss={self.loss}; leave it out"
         if self.loss == "distil" and not self.teacher:
-            yield "teacher", "vectors.loss=distil: name a base, a run or a .npy file of vectors"
+            yield "teacher", "vectors.loss=distil: name a base, a run or a .npz file of vectors"
         if self.loss == "distil" and self.dimensions:
             yield "dimensions", "has no meaning with vectors.loss=distil; leave it out"

@@ -310,10 +310,13 @@ def _taught(how: Vectors, texts: Sequence[str]) -> np.ndarray:
     if path.suffix != ".npz":
         return Loaded.of(path).embed(texts, length="unit")
     with reading(path, "name a file that `bert-jax embed` wrote"), np.load(path) as file:
-        vectors = file["vectors"].astype(np.float32)
+        vectors = file["vectors"]
+    if vectors.dtype == np.uint8:
+        raise InputError(f"vectors.teacher={how.teacher}: holds bits alone; write it unquantized")
     if len(vectors) != len(texts):
         raise InputError(
             f"vectors.teacher={how.teacher}: holds {len(vectors)} vectors, and there are "
             f"{len(texts)} training examples; embed their texts again"
         )
+    vectors = vectors.astype(np.float32)
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

@@ -30,6 +30,7 @@ from bert_jax.model.kinds import encode
 from bert_jax.text import unknown
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.vectors import files, packing
+from bert_jax.vectors.quantized import SAMPLE, Quantize, dtype_and_width, quantized, recall
 
 # What a text does: it asks, or it is found. Of most encoders both have the same vectors.
 Role = Literal["text", "query"]
@@ -151,6 +152,19 @@ class Embedder:
             if ready is not None:
                 yield from self._embedded(ready.result())
 
+    def passages(self, text: str) -> list[str]:
+        """Cuts a text before words into parts that are read whole; of one that is, itself."""
+        room = self.max_length - 2 - len(self._prefixes["text"])
+        if len(text.encode()) <= room:  # no piece is shorter than a byte
+            return [text]
+        starts, held = [0], 0
+        for start, _, ids in self._tokenizer.words(text):
+            if held and held + len(ids) > room:
+                starts.append(start)
+                held = 0
+            held += len(ids)
+        return [text[a:b].strip() for a, b in itertools.pairwise([*starts, len(text)])]
+
     def warm(self) -> None:
         """Compiles what texts of any length need."""
         for length in packing.lengths_of_programs(self.max_length):
@@ -232,12 +246,16 @@ def write(
     path: epath.Path,
     say: Callable[[str], None],
     role: Role = "text",
+    quantize: Quantize = "none",
 ) -> None:
-    """Writes the vectors of texts to a file (see `vectors`), a row or an object a text."""
+    """Writes the vectors of texts to a file (see `files`), a row or an object a text."""
     began = shown = time.monotonic()
-    with files.writing(path, embedder.width, embedder.longest_piece) as add:
+    dtype, width = dtype_and_width(quantize, embedder.width)
+    first = np.empty((0, embedder.width), np.float32)  # by which it is shown what is lost
+    with files.writing(path, width, embedder.longest_piece, dtype) as add:
         for part in embedder.embed(texts, role):
-            add(part.vectors, part.pieces)
+            add(quantized(part.vectors, quantize), part.pieces)
+            first = np.concatenate([first, part.vectors[: SAMPLE - len(first)]])
             if time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
                 shown = time.monotonic()
                 say(f"{embedder.texts} texts, {embedder.texts / (shown - began):.0f} a second")
@@ -248,6 +266,11 @@ def write(
         f"{embedder.texts / seconds:.0f} texts a second; {embedder.unknown.value:.1%} of their "
         "pieces are unknown"
     )
+    if quantize != "none" and len(first) > 1:
+        say(
+            f"--quantize {quantize}: {recall(first, quantize):.1%} of the ten nearest to each of "
+            f"the first {len(first):,} vectors are so still"
+        )
     if warning := embedder.unknown.warning("the text"):
         say(warning)
     if embedder.cut:

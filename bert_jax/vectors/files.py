@@ -1,7 +1,8 @@
 """Files of vectors, written as they come, whole or not at all: .npz, .parquet and .jsonl.
 
-.npz      vectors float32 [rows, W]. Of pieces: all texts' one behind the other, with pieces
-          (text) [rows] and offsets int64 [texts + 1]: text i has rows offsets[i] to offsets[i+1]
+.npz      vectors float32 [rows, W], or smaller ones (`quantized`). Of pieces: all texts' one
+          behind the other, with pieces (text) [rows] and offsets int64 [texts + 1]: text i has rows
+          offsets[i] to offsets[i+1]
 .parquet  a row a text: vector, or pieces and vectors
 .jsonl    an object a text: {"vector": [...]}, or {"pieces": [...], "vectors": [[...], ...]}
 """
@@ -21,11 +22,11 @@ from etils import epath
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import absolute, made, new_file, require_local
 
-# Takes vectors, float32 [rows, W], and if they are of pieces the pieces of each text.
+# Takes vectors [rows, W], and if they are of pieces the pieces of each text.
 Add = Callable[[np.ndarray, list[list[str]] | None], None]
 
 # Nine digits tell any float32 from its neighbours; with a point always, as -0 would lose its sign.
-_NUMBER = "%#.9g"
+_NUMBERS = {"f": "%#.9g", "i": "%d", "u": "%d"}
 
 
 def suffixes() -> tuple[str, ...]:
@@ -34,13 +35,19 @@ def suffixes() -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def writing(path: epath.Path, width: int, longest_piece: int) -> Iterator[Add]:
+def writing(
+    path: epath.Path,
+    width: int,
+    longest_piece: int,
+    dtype: np.dtype = np.dtype("<f4"),  # noqa: B008
+) -> Iterator[Add]:
     """Yields a function that adds texts to the file, which is there once all are added.
 
     Args:
       path: of the file; its suffix says which kind. What is there is replaced.
       width: numbers of a vector.
       longest_piece: characters; 0: vectors are of whole texts.
+      dtype: of the numbers.
     """
     if path.suffix not in _WRITERS:
         raise InputError(f"{path}: the name must end in {', '.join(_WRITERS)}")
@@ -50,15 +57,15 @@ def writing(path: epath.Path, width: int, longest_piece: int) -> Iterator[Add]:
         made(path.parent),
         new_file(path) as unfinished,
         open(os.fspath(unfinished), "wb") as file,
-        _WRITERS[path.suffix](file, width, longest_piece) as add,
+        _WRITERS[path.suffix](file, width, longest_piece, dtype) as add,
     ):
         yield add
 
 
 @contextlib.contextmanager
-def _npz(file: IO[bytes], width: int, longest_piece: int) -> Iterator[Add]:
+def _npz(file: IO[bytes], width: int, longest_piece: int, dtype: np.dtype) -> Iterator[Add]:
     """Headers say how many rows there are: until that is known, they lie in files without names."""
-    members = {"vectors": (np.dtype("<f4"), (width,))}
+    members = {"vectors": (dtype, (width,))}
     if longest_piece:
         members["pieces"] = np.dtype(f"<U{longest_piece}"), ()
         members["offsets"] = np.dtype("<i8"), ()
@@ -98,8 +105,8 @@ def _npz(file: IO[bytes], width: int, longest_piece: int) -> Iterator[Add]:
 
 
 @contextlib.contextmanager
-def _json_lines(file: IO[bytes], width: int, longest_piece: int) -> Iterator[Add]:
-    form = f"[{', '.join([_NUMBER] * width)}]"
+def _json_lines(file: IO[bytes], width: int, longest_piece: int, dtype: np.dtype) -> Iterator[Add]:
+    form = f"[{', '.join([_NUMBERS[dtype.kind]] * width)}]"
 
     def add(vectors: np.ndarray, pieces: list[list[str]] | None) -> None:
         rows = (form % tuple(row.tolist()) for row in vectors)
@@ -117,11 +124,11 @@ def _json_lines(file: IO[bytes], width: int, longest_piece: int) -> Iterator[Add
 
 
 @contextlib.contextmanager
-def _parquet(file: IO[bytes], width: int, longest_piece: int) -> Iterator[Add]:
+def _parquet(file: IO[bytes], width: int, longest_piece: int, dtype: np.dtype) -> Iterator[Add]:
     import pyarrow as pa
     from pyarrow import parquet
 
-    vector = pa.list_(pa.float32(), width)
+    vector = pa.list_(pa.from_numpy_dtype(dtype), width)
     if longest_piece:
         schema = pa.schema([("pieces", pa.list_(pa.string())), ("vectors", pa.list_(vector))])
     else:

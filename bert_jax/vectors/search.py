@@ -17,6 +17,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -41,7 +42,7 @@ class Answer:
 
     line: int  # where it stands, from 1
     score: float  # the cosine
-    text: str
+    text: str  # of the line, or the passage of it
 
 
 class Index:
@@ -53,6 +54,8 @@ class Index:
       model: whose encoder.
       embedder: makes its vectors, of length 1.
       say: takes a line of progress.
+      cut: what is done with a text that is longer than the encoder reads: its beginning stands for
+        it, or it falls into passages, each of which is a text.
     """
 
     def __init__(
@@ -62,19 +65,22 @@ class Index:
         model: Base,
         embedder: Embedder,
         say: Callable[[str], None],
+        cut: Literal["beginning", "passages"] = "beginning",
     ):
         self._path, self._folder, self._embedder = path, folder, embedder
-        # The first line of each different text, by the text's key.
-        self._lines: dict[bytes, int] = {}
-        for line, text in self._texts():
-            self._lines.setdefault(_key(text), line)
-        if not self._lines:
+        self._parts = embedder.passages if cut == "passages" else lambda text: [text]
+        self._cut = cut
+        # Where each different text comes first, by the text's key.
+        self._first: dict[bytes, int] = {}
+        for place, (_, text) in enumerate(self._texts()):
+            self._first.setdefault(_key(text), place)
+        if not self._first:
             raise InputError(f"{path}: no text in it; put one on each line")
         with lock(folder):
             self._require_same(_fingerprint(model, embedder))
             row_of = self._embedded(say)
-        self._places = list(self._lines.values())
-        self._rows = np.array([row_of[key] for key in self._lines])
+        self._places = np.array(list(self._first.values()))
+        self._rows = np.array([row_of[key] for key in self._first])
 
     def nearest(self, questions: Sequence[str], top: int) -> list[list[Answer]]:
         """Returns the `top` nearest texts to each question, best first; of equals the earlier."""
@@ -82,17 +88,17 @@ class Index:
         vectors = np.memmap(self._folder / "vectors", np.float32, "r")
         vectors = vectors.reshape(-1, self._embedder.width)
         places, scores = nearest(vectors, self._rows, asked, top)
-        lines = np.array(self._places)[places]
-        wanted = set(lines.flat)
-        text_of = {line: text for line, text in self._texts() if line in wanted}
-        if any(self._lines.get(_key(text_of.get(line, ""))) != line for line in wanted):
+        found = self._places[places]
+        wanted = set(found.flat)
+        there = {place: text for place, text in enumerate(self._texts()) if place in wanted}
+        if any(self._first.get(_key(there.get(place, (0, ""))[1])) != place for place in wanted):
             raise InputError(f"{self._path}: it changed while it was searched; run again")
         return [
             [
-                Answer(int(line), float(score), text_of[line])
-                for line, score in zip(*of_one, strict=True)
+                Answer(there[place][0], float(score), there[place][1])
+                for place, score in zip(*of_one, strict=True)
             ]
-            for of_one in zip(lines, scores, strict=True)
+            for of_one in zip(found, scores, strict=True)
         ]
 
     def answer_file(self, queries: str, out: epath.Path, top: int) -> None:
@@ -110,7 +116,7 @@ class Index:
     def _texts(self) -> Iterator[tuple[int, str]]:
         for line, (_, text) in enumerate(lines_lib.read([self._path]), 1):
             if text.strip():
-                yield line, text
+                yield from ((line, part) for part in self._parts(text))
 
     def _require_same(self, encoder: str) -> None:
         path = self._folder / "made.json"
@@ -138,11 +144,11 @@ class Index:
             keys.seek(0)
             held = keys.read()
             rows = {held[i * _KEY : (i + 1) * _KEY]: i for i in range(known)}
-            missing = self._lines.keys() - rows.keys()
+            missing = self._first.keys() - rows.keys()
             if missing:
                 say(
                     f"{self._folder}: embedding {len(missing):,} of "
-                    f"{quantity(len(self._lines), 'text')}, which have no vector yet"
+                    f"{quantity(len(self._first), 'text')}, which have no vector yet"
                 )
             shown = time.monotonic()
             texts = self._once(missing)
@@ -160,6 +166,12 @@ class Index:
                 if time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
                     shown = time.monotonic()
                     say(f"{self._folder}: {len(rows) - known:,} are done")
+        if self._embedder.cut and self._cut == "beginning":
+            say(
+                f"{self._folder}: {quantity(self._embedder.cut, 'text')} of over "
+                f"{self._embedder.max_length} tokens; the beginning alone is searched, without "
+                "--long passages"
+            )
         if missing:
             raise InputError(f"{self._path}: it changed while it was read; run again")
         return rows

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import itertools
 import json
 import math
 import pathlib
@@ -12,12 +13,13 @@ import pytest
 import samples
 from broken import Case, call, refuses, remove, tree, write
 from etils import epath
+from pyarrow import parquet
 
 from bert_jax.conformance import golden
 from bert_jax.errors import InputError
 from bert_jax.interop import importing
 from bert_jax.loaded import Loaded
-from bert_jax.vectors import embed
+from bert_jax.vectors import embed, files
 
 LAYERS, HEADS, WIDTH = 3, 4, 64
 CLS, SEP = 2, 3
@@ -240,6 +242,46 @@ def test_the_number_of_texts_that_were_cut_is_shown(trained, tmp_path):
     embed.write(embedder, ["w9 w9 w9", "w9 w9 w9 w9", "", "w7 " * 99], path, shown.append)
     assert shown[0].startswith(f"{path}: 4 texts, 64 numbers a vector; ")
     assert shown[1:] == ["cut to 5 tokens: 2 of 4 texts"]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "binary"])
+def test_smaller_vectors_are_those_of_the_whole_ones(quantize, trained, texts, tmp_path):
+    shown, read = [], {}
+    for how in ("none", quantize):
+        embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
+        for suffix in files.suffixes():
+            path = epath.Path(tmp_path / f"{how}{suffix}")
+            embed.write(embedder, texts, path, shown.append, quantize=how)
+        read[how] = np.load(tmp_path / f"{how}.npz")["vectors"]
+    whole, small = read["none"], read[quantize]
+    if quantize == "int8":
+        largest = np.abs(whole).max(axis=1, keepdims=True)
+        assert small.dtype == np.int8 and (np.abs(small).max(axis=1) == 127).all()
+        np.testing.assert_allclose(small / 127 * largest, whole, atol=largest.max() / 254 + 1e-6)
+    else:
+        assert small.dtype == np.uint8 and small.shape == (len(texts), whole.shape[1] / 8)
+        assert (np.unpackbits(small, axis=1) == (whole > 0)).all()
+    lines = (tmp_path / f"{quantize}.jsonl").read_text().splitlines()
+    assert [json.loads(line)["vector"] for line in lines] == small.tolist()
+    rows = parquet.read_table(tmp_path / f"{quantize}.parquet").to_pylist()
+    assert [row["vector"] for row in rows] == small.tolist()
+    assert sum(f"--quantize {quantize}: " in line for line in shown) == len(files.suffixes())
+
+
+@pytest.mark.parametrize("most", [3, 5, 9, 64])
+def test_passages_are_a_text_in_parts_that_are_read_whole(most, trained, texts):
+    embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1), max_length=most)
+    encode = trained.tokenizer.encode
+    for text in (*texts, "w7 w9 " * 40, "w9"):
+        parts = embedder.passages(text)
+        assert [piece for part in parts for piece in encode(part)] == encode(text)
+        words = [ids for _, _, ids in trained.tokenizer.words(text)]
+        assert max(map(len, map(encode, parts))) <= max(most - 2, *map(len, words), 0)
+        # As few as there can be, if each is filled.
+        assert all(
+            len(encode(one)) + len(next(trained.tokenizer.words(other))[2]) > most - 2
+            for one, other in itertools.pairwise(parts)
+        )
 
 
 def test_a_failure_halfway_leaves_the_file_of_before(copy_of_run, monkeypatch):

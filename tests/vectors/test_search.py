@@ -21,10 +21,13 @@ MODEL = types.SimpleNamespace(
 class Letters:
     """An embedder of letters counted, of length 1; remembers what it was given."""
 
-    width, max_length, features = 26, 9, Features(length="unit")
+    width, max_length, features, cut = 26, 9, Features(length="unit"), 0
 
     def __init__(self):
         self.given = []
+
+    def passages(self, text):
+        return text.split("|")
 
     def embed(self, texts, role="text"):
         for text in texts:
@@ -34,9 +37,9 @@ class Letters:
             yield Embedded((counts / np.linalg.norm(counts))[None], None, np.ones(1))
 
 
-def index_of(tmp_path, embedder, model=MODEL):
+def index_of(tmp_path, embedder, model=MODEL, cut="beginning"):
     path = tmp_path / "texts.txt"
-    return search.Index(str(path), tmp_path / "vectors", model, embedder, lambda line: None)
+    return search.Index(str(path), tmp_path / "vectors", model, embedder, lambda line: None, cut)
 
 
 def write(tmp_path, *lines):
@@ -75,6 +78,21 @@ def test_what_is_new_alone_is_embedded_and_a_text_that_went_is_not_found(tmp_pat
     write(tmp_path, "zz", "aab", "xyz")
     (answers,) = index_of(tmp_path, later).nearest(["ab"], 9)
     assert later.given == ["zz", "ab"]
+    assert [answer.line for answer in answers] == [2, 1, 3]
+
+
+def test_each_passage_of_a_text_is_a_text(tmp_path):
+    write(tmp_path, "aab|xyz", "abc", "xyz")
+    first, later = Letters(), Letters()
+    (answers,) = index_of(tmp_path, first, cut="passages").nearest(["ab"], 9)
+    assert [(answer.line, answer.text) for answer in answers] == [
+        (1, "aab"),
+        (2, "abc"),
+        (1, "xyz"),
+    ]
+    # Vectors of both ways lie in one folder, by their texts.
+    (answers,) = index_of(tmp_path, later).nearest(["ab"], 9)
+    assert later.given == ["aab|xyz", "ab"]
     assert [answer.line for answer in answers] == [2, 1, 3]
 
 
