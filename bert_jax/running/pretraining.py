@@ -14,6 +14,7 @@ from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax import config
+from bert_jax.base import TextVectors
 from bert_jax.config import Experiment, Model, Parallelism
 from bert_jax.data import batches, corpus, mixture
 from bert_jax.data.dataset import SPLITS
@@ -25,6 +26,7 @@ from bert_jax.model import flops
 from bert_jax.running import evaluators, session
 from bert_jax.running.branch import Branch
 from bert_jax.running.job import Evaluator, Job, PhaseBatches, Setup, every
+from bert_jax.running.lines import Lines
 from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
@@ -160,7 +162,7 @@ class Probes(Protocol):
     """The probes of the encoder, next to its own losses: `tasks.probes.Probes`."""
 
     sha256: str  # of what is asked
-    open: Callable[[Model, Tokenizer, Parallelism, jax.sharding.Mesh, int], int]
+    open: Callable[[Model, Tokenizer, Parallelism, jax.sharding.Mesh, int, TextVectors], int]
     describe: Callable[[], str]
     ask: Callable[[Any], dict[str, dict[str, Any]]]
 
@@ -352,6 +354,10 @@ class PretrainingSetup(Setup):
         self.say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{random}")
         if base.vectors is not None:
             self._notes = {"vectors": dataclasses.asdict(base.vectors)}
+            self.say(
+                f"init_from: {where} gives vectors of texts, and what is learned now changes them; "
+                "a task of task.kind=similar in run.probes shows how much"
+            )
         places = jax.tree.map(lambda leaf: leaf.sharding, fresh["params"])
         state = fresh | {"params": feed.put(base.params, places)}
         if base.moments is not None:
@@ -369,11 +375,13 @@ class PretrainingSetup(Setup):
         held_out = prepared.held_out(experiment, mesh)
         stream = corpus.open_stream(prepared.folder, "validation")
         more = prepared.tokenizer, experiment.parallelism, mesh, run.eval_batch_size
-        opened: list[Model] = []  # the last one, whose programs the probes have
+        # The last model, whose programs the probes have, and what is known of its vectors.
+        opened: list[Any] = []
 
         def open_probes(model: Model) -> int:
-            opened[:] = [model]
-            return self.probes.open(model, *more)
+            opened[:] = model, self._notes
+            made = base_lib.vectors_of(self._notes) or TextVectors()
+            return self.probes.open(model, *more, made)
 
         models = [*dict.fromkeys(map(experiment.model_of, range(len(experiment.phases))))]
         if self.probes is not None:
@@ -400,13 +408,13 @@ class PretrainingSetup(Setup):
                 return watched.ask(params, mesh)
 
             def probe(params: Any) -> dict[str, Any]:
-                if opened != [model]:
+                if opened != [model, self._notes]:
                     open_probes(model)
                 return self.probes.ask(params)
 
             def describe(line: dict[str, Any]) -> str:
                 scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
-                return f"probes: {', '.join(scores)}"
+                return f"probes: {', '.join(scores)}{self._vectors_lost(line)}"
 
             yield Evaluator("evaluation", due(often), score, evaluators.summary)
             yield Evaluator("predictions", due(often), watch, lambda line: "", file="predictions")
@@ -415,6 +423,20 @@ class PretrainingSetup(Setup):
 
         for model in models:
             yield from evaluators_of(model)
+
+    def _vectors_lost(self, line: dict[str, Any]) -> str:
+        """Returns a warning if what a base knew of similar texts has fallen by a hundredth."""
+        if not (self.experiment.init_from and line.get("similar") and line["step"]):
+            return ""
+        before = Lines(self.workdir.metrics).read()
+        begun = next(x["scores"] for x in before if x["kind"] == "probes" and x["step"] == 0)
+        fell = (
+            f"; {name} was {begun[name]:.4f} in {self.experiment.init_from}, whose vectors of "
+            "texts get lost: docs/search.md says how to have them back"
+            for name in line["similar"]
+            if line["scores"][name] < begun[name] - 0.01
+        )
+        return "".join(fell)
 
     def _when_probed(self, operations: int) -> Callable[[int], bool]:
         """Returns when probes that take so many operations are due.

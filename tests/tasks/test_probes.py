@@ -1,12 +1,17 @@
 """What a linear layer reads off an encoder while it is pre-trained."""
 
+import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
+from etils import epath
 from small_run import final_state, pretrain, write_text
 
+from bert_jax import base as base_lib
 from bert_jax import cli
+from bert_jax.base import TextVectors
 from bert_jax.errors import InputError
 from bert_jax.running import evaluators
 from bert_jax.running.lines import Lines
@@ -56,6 +61,7 @@ def text(tmp_path_factory):
                     "b": " ".join(words(second)),
                     "label": first,
                     "same": first == second,
+                    "value": float(first == second),
                     "words": [*words(first)[:2], *words(second)[:2]],
                     "tags": [first, first, second, second],
                 }
@@ -69,6 +75,7 @@ def text(tmp_path_factory):
         ("pairs", "pair", 'second_column="b", label_column="same"'),
         ("words", "tag", 'text_column="words", label_column="tags", score="accuracy"'),
         ("values", "regress", 'second_column="b"'),
+        ("near", "similar", 'second_column="b", label_column="value"'),
         ("alike", "pair", 'second_column="b", label_column="same"'),
     ):
         made = TASK.format(name=name, kind=kind, fields=fields, folder=folder)
@@ -147,6 +154,30 @@ def test_probes_run_before_between_and_after_and_change_nothing(text, finished_r
     page = (tmp_path / "with" / "report.html").read_text()
     for words in ("What a linear layer reads off", "letters: commonest", "Minimal pairs minimal"):
         assert words in page, words
+
+
+def test_vectors_that_get_lost_are_spoken_of(text, copy_of_run, tmp_path, capsys):
+    """Those of a base that gives vectors, as it makes them."""
+    folder, file = text
+    base, vectors = epath.Path(tmp_path / "base"), TextVectors("cls", normalize=True)
+    assert cli.main(["import", "run", "--workdir", str(base)]) == 0
+    known = base_lib.read(base)
+    shutil.rmtree(base)
+    base_lib.write(dataclasses.replace(known, vectors=vectors), base)
+    settings = f"init_from={base}", "optimizer.peak_learning_rate=0.3", probed(folder, "near")
+    outcome, shown = pretrain(file, tmp_path / "run", *settings)
+    assert outcome == "finished" and f"{base} gives vectors of texts" in shown
+    before, *_, after = (line["scores"]["near"] for line in lines(tmp_path / "run"))
+    assert after < before - 0.01
+    assert f"near was {before:.4f} in {base}" in shown
+    capsys.readouterr()
+    asked = {}
+    for place in (str(base), "run"):  # the same encoder, pooled as it says, and by the mean
+        assert cli.main(["evaluate", "--workdir", place, "--task", str(folder / "near.py")]) == 0
+        asked[place] = json.loads(capsys.readouterr().out.splitlines()[-1])["scores"]["near"]
+    # Cosines of [CLS] are so near to each other that rounding decides about some places.
+    assert asked[str(base)] == pytest.approx(before, abs=0.05)
+    assert abs(asked["run"] - before) > 0.1
 
 
 @pytest.mark.long
