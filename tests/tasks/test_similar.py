@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import kinds
 import numpy as np
 import pytest
 import samples
+import small_run
 import tuned
 from compare import assert_close
 
@@ -219,6 +223,37 @@ def test_a_stopped_run_of_vectors_ends_at_the_same_bits(here, monkeypatch):
         assert tuned.finetune() == 75
     assert tuned.finetune() == 0
     assert (whole / "metrics.jsonl").read_text() == pathlib.Path("run/metrics.jsonl").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("train", ["jsonl:train", "corpus:made:neighbours"])
+def test_two_processes_compare_the_texts_of_both(train, here):
+    """In two parts: each process has a half of every part, and the negatives of all."""
+    if train.startswith("corpus"):
+        file = small_run.write_text(here / "words")
+        pieces = here / "words" / "vocab.txt"
+        pieces.write_text("\n".join(tuned.PIECES) + "\n")
+        settings = (f"model.vocab_size={len(tuned.PIECES)}", "run.corpus_dir=made")
+        words = [word for one in settings for word in ("--set", one)]
+        assert cli.main(["prepare", str(file), *words]) == 0
+    write_task(train=train)
+    settings = "parallelism.accumulation=2", "epochs=1"
+    command = ["finetune", "task.py", "--from", "base"]
+    command += [word for one in settings for word in ("--set", one)]
+    assert cli.main([*command, "--workdir", "run"]) == 0
+    launched = [sys.executable, "-m", "bert_jax.launch", "local", "--processes", "2", "--"]
+    done = subprocess.run(
+        [*launched, sys.executable, "-m", "bert_jax.cli", *command, "--workdir", "pod"],
+        env=os.environ | small_run.settings(1),
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    both = zip(tuned.lines("pod/metrics.jsonl"), tuned.lines("run/metrics.jsonl"), strict=True)
+    for ours, theirs in both:
+        assert ours.pop("kind") == theirs.pop("kind")
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 def test_a_teacher_s_vectors_are_learned(here):
