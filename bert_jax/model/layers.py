@@ -327,6 +327,29 @@ class PackedNoise(RowNoise):
         return jnp.take_along_axis(words, place[:, :, None], axis=1)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TextNoise(RowNoise):
+    """The `threefry8` noise of an `attention.Packing`: each text has the bits of a row of its own.
+
+    `keys` are [N], of all texts. See `PackedNoise`.
+    """
+
+    numbers: jax.Array  # int32 [B, S], of the text that each token is of, from 0
+    positions: jax.Array  # int32 [B, S], of each token in its text
+
+    def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """Draws bool `shape` = [B, S, D]."""
+        words = _words_of(shape[-1])
+        word = self.positions[:, :, None] * words + jnp.arange(words)
+        keys = jax.random.key_data(self.keys)[self.numbers]
+        return _kept(_words(keys[:, :, None], word), shape, rate)
+
+    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """Draws bool `shape` = [N, H, K, Q]."""
+        return RowNoise.keep(self, shape, rate)
+
+
 def _words_of(draws: Any) -> Any:
     """Returns how many words hold so many draws of 8 bits; what is left of the last is not used."""
     return (draws + 3) // 4

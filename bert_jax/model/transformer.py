@@ -262,12 +262,15 @@ def run_layer(
         value = product(layer.value, read, heads)
         longest = input_mask.tokens.shape[1] if isinstance(input_mask, Packing) else s
         window = _window(cfg, is_global, longest)
-        if isinstance(input_mask, Packing):
+        attend = attention.attend if scores == "kept" else attention.attend_recomputed
+        rate = cfg.attention_probs_dropout_prob
+        if not isinstance(input_mask, Packing):
+            context = attend(query, key, value, input_mask, at(0), rate, window)
+        elif noise is None:
             context = attention.attend_packed(query, key, value, input_mask, window)
         else:
-            attend = attention.attend if scores == "kept" else attention.attend_recomputed
-            rate = cfg.attention_probs_dropout_prob
-            context = attend(query, key, value, input_mask, at(0), rate, window)
+            apart = map(input_mask.unpack, (query, key, value))
+            context = input_mask.pack(attend(*apart, input_mask.mask, at(0), rate, window))
     attended = product(layer.attention_output, context.reshape(b, s, d), x.shape)
     attended = layers.dropout(attended.astype(jnp.float32), at(1), cfg.hidden_dropout_prob)
     added = x + attended

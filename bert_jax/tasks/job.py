@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,9 +26,12 @@ from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.objective import require_parallelism
+from bert_jax.tasks.rows import Batch
 from bert_jax.text import unknown
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.vectors import packing
+from bert_jax.vectors.pairs import CorpusPairs
 
 # Labels whose counts are shown.
 _LABELS = 10
@@ -186,7 +190,11 @@ class FinetuningSetup(Setup):
             "guess": guess,
         }
         size = experiment.batch_size * self._per_example
-        phase = PhaseBatches(0, 0, self.total_steps, size, self._batches.batch)
+        make = self._batches.batch
+        if experiment.task.kind == "similar":
+            together = size // (shards * experiment.parallelism.accumulation_of(0))
+            make = functools.partial(_sharing, self._batches, together)
+        phase = PhaseBatches(0, 0, self.total_steps, size, make)
         return Job(
             experiment=experiment,
             objective=self.objective,
@@ -336,6 +344,13 @@ def _laid_over(fresh: Any, tree: Any) -> Any:
     if not isinstance(tree, dict):
         return feed.put(tree, fresh.sharding)
     return fresh | {name: _laid_over(fresh[name], part) for name, part in tree.items()}
+
+
+def _sharing(
+    batches: rows.TrainBatches | CorpusPairs, together: int, step: int, indices: np.ndarray
+) -> Batch:
+    """Returns rows of a step that their texts share, see `packing.shared`."""
+    return packing.shared(batches.batch(step, indices), batches.lengths(step), together)
 
 
 def _cut(made: rows.Rows | None) -> float:

@@ -151,6 +151,10 @@ class TrainBatches:
             **self._rows.batch_like(which, every, self._pad_id),
         }
 
+    def lengths(self, step: int) -> np.ndarray:
+        """Returns how many pieces each row of a step has."""
+        return self._rows.lengths[self.of_step(step)]
+
     def of_step(self, step: int) -> np.ndarray:
         """Returns the numbers of all rows of a step."""
         per_example = self._rows.rows_per_example

@@ -21,6 +21,7 @@ from bert_jax.errors import InputError, reading
 from bert_jax.loaded import Loaded
 from bert_jax.model import layers, similarity
 from bert_jax.model import losses as losses_lib
+from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop, filled
 from bert_jax.model.kinds import encode, encoder_of
 from bert_jax.model.similarity import Texts
@@ -155,9 +156,14 @@ class SimilarObjective(TaskObjective):
         """Returns the vector of each row, float32 [B, D], of length 1."""
         params = merged_params(self.adapt, params, fixed)
         encoder = filled(params["encoder"], encoder_of(self.model).encoder, self.model)
-        ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-        hidden = encode(encoder, self.model, *ids, noise, loop)
-        return similarity.unit(similarity.pooled(hidden, batch["input_mask"], self.pooling))
+        ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
+        if "tokens" in batch:  # texts share rows, see `vectors.packing`
+            packed = Packing(batch["positions"], batch["tokens"], batch["places"])
+            hidden = packed.unpack(encode(encoder, self.model, *ids, packed, noise, loop))
+            mask = packed.mask
+        else:
+            hidden = encode(encoder, self.model, *ids, mask, noise, loop)
+        return similarity.unit(similarity.pooled(hidden, mask, self.pooling))
 
     # What is asked of a model is what its rows are compared by.
     logits = vectors

@@ -402,7 +402,11 @@ def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
         return layers.PackedNoise.of(
             key, micro["examples"], micro["example_numbers"], micro["positions"]
         )
-    return layers.RowNoise.of(key, micro["rows"])
+    noise = layers.RowNoise.of(key, micro["rows"])
+    if "tokens" in micro:  # of texts that share rows, see `vectors.packing`
+        numbers = micro["places"] // micro["tokens"].shape[1]
+        return layers.TextNoise(noise.keys, numbers, micro["positions"])
+    return noise
 
 
 def _kernels(

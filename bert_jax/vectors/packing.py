@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+Batch = dict[str, np.ndarray]
+
 # K; beyond, a multiple of the last.
 _PLACES = (16, 32, 64, 128)
 
@@ -83,6 +85,40 @@ def pack(
         "tokens": tokens,
         "places": padded(numbers * places + column),
     }
+
+
+def shared(batch: Batch, lengths: np.ndarray, together: int) -> Batch:
+    """Returns rows of a step with one text each as rows that texts share, and a `Packing` of them.
+
+    The texts of so many rows that follow one another stand one behind the other in as many shorter
+    rows, over whose ends they go on. How long these are is known from the step's lengths alone.
+
+    Args:
+      batch: `input_ids`, `segment_ids` and `input_mask` [B, K], and whatever else a row has.
+      lengths: of all texts of the step.
+      together: N, into which B falls: rows of a device, or of a part of what it has to do.
+
+    Returns:
+      `input_ids`, `segment_ids`, `input_mask`, `positions` and `places` int32 [B, S], `tokens`
+      int32 [B, K], and the rest as it was.
+    """
+    places = batch["input_ids"].shape[1]
+    fullest = int(lengths.reshape(-1, together).sum(axis=1).max())
+    step = max(places // 8, 1)  # few programs are compiled
+    size = min(-(-fullest // (together * step)) * step, places)
+    groups = len(batch["input_ids"]) // together
+    where = np.zeros((groups, together * size), np.int32)
+    made = {"input_mask": np.zeros_like(where), "places": where}
+    tokens = np.full((groups, together * places), together * size, np.int32)
+    for group, mask in enumerate(batch["input_mask"].reshape(groups, -1)):
+        there = np.flatnonzero(mask)
+        where[group, : len(there)], made["input_mask"][group, : len(there)] = there, 1
+        tokens[group, there] = np.arange(len(there))
+    for name in ("input_ids", "segment_ids"):
+        made[name] = np.take_along_axis(batch[name].reshape(groups, -1), where, axis=1)
+    made["positions"], made["tokens"] = where % places, tokens
+    rows = len(batch["input_ids"])
+    return batch | {name: array.reshape(rows, -1) for name, array in made.items()}
 
 
 def lengths_of_programs(longest: int) -> list[int]:

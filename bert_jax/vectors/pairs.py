@@ -93,10 +93,8 @@ class CorpusPairs:
         Returns:
           What `tasks.rows.TrainBatches.batch` does; `keys` uint32 [B], alike where texts are.
         """
-        spans = self.spans(np.int64(step) * self._examples + np.arange(self._examples))
-        around = 2 + np.array([len(prefix) for prefix in self._prefixes])
-        longest = int((spans.lengths + around).max())
-        length = min(-(-longest // 32) * 32, self._length)
+        spans = self._of_step(step)
+        length = min(-(-int(self.lengths(step).max()) // 32) * 32, self._length)
         rows = np.asarray(indices, np.int64)
         ids = np.full((len(rows), length), self._ids.pad, np.int32)
         mask = np.zeros_like(ids)
@@ -115,6 +113,14 @@ class CorpusPairs:
             "input_mask": mask,
             "keys": keys,
         }
+
+    def lengths(self, step: int) -> np.ndarray:
+        """Returns how many pieces each row of a step has, int64 [B]."""
+        around = 2 + np.array([len(prefix) for prefix in self._prefixes])
+        return (self._of_step(step).lengths + around).reshape(-1)
+
+    def _of_step(self, step: int) -> Spans:
+        return self.spans(np.int64(step) * self._examples + np.arange(self._examples))
 
     def spans(self, numbers: np.ndarray) -> Spans:
         """Returns which texts examples of these numbers have, int64 [E], counted from the first."""

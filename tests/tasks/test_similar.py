@@ -24,6 +24,7 @@ from bert_jax.tasks.rows import TrainBatches
 from bert_jax.tasks.similar import Similar, SimilarObjective
 from bert_jax.training import feed, optimizer, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.vectors import packing
 
 EXAMPLES = 8
 LOSSES = {
@@ -58,8 +59,8 @@ def setting(loss):
     return SimilarObjective(kinds.MODEL, *shape, Adapt(), how=LOSSES[loss]), rows
 
 
-def train(loss, parallelism=Parallelism(), devices=4, steps=1):  # noqa: B008
-    """A step, or some; the state and each step's sums."""
+def train(loss, parallelism=Parallelism(), devices=4, steps=1, sharing=False):  # noqa: B008
+    """A step, or some; the state and each step's sums. Texts may share rows."""
     objective, rows = setting(loss)
     batches = TrainBatches(rows, kinds.TOKENIZER.pad_id, EXAMPLES, 3)
     mesh, update = samples.mesh_of(devices, parallelism), kinds.OPTIMIZER
@@ -72,7 +73,11 @@ def train(loss, parallelism=Parallelism(), devices=4, steps=1):  # noqa: B008
     size = EXAMPLES * rows.rows_per_example
     everything, sharding, seen = np.arange(size), mesh_lib.batch_sharding(mesh), []
     for number in range(steps):
-        batch = feed.place(batches.batch(number, everything), everything, size, sharding)
+        host = batches.batch(number, everything)
+        if sharing:
+            together = size // (devices * parallelism.accumulation_of(0))
+            host = packing.shared(host, batches.lengths(number), together)
+        batch = feed.place(host, everything, size, sharding)
         window = jax.device_put(step.empty_window(objective), mesh_lib.replicated(mesh))
         state, window = make(state, window, batch, step.phase_key(objective.model, 0, 0))
         seen.append(jax.device_get(window))
@@ -96,6 +101,27 @@ def test_cached_gradients_and_devices_change_nothing(loss):
             for name in ours:
                 np.testing.assert_allclose(theirs[name], ours[name], 1e-6, err_msg=name)
         assert_close(gradient(other), gradient(state), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "parts", "devices"),
+    [
+        ("contrastive", 2, 2),
+        pytest.param("distil", 1, 1, marks=pytest.mark.long),
+        pytest.param("cosine", 4, 1, marks=pytest.mark.long),
+    ],
+)
+def test_texts_that_share_rows_are_as_those_alone(loss, parts, devices):
+    """With the same dropout."""
+    (state, seen), (other, other_seen) = (
+        train(loss, Parallelism(accumulation=(parts,)), devices, sharing=sharing)
+        for sharing in (False, True)
+    )
+    for ours, theirs in zip(seen, other_seen, strict=True):
+        assert theirs.pop("filled")[1] < ours.pop("filled")[1]
+        for name in ours:
+            np.testing.assert_allclose(theirs[name], ours[name], 1e-6, err_msg=name)
+    assert_close(gradient(other), gradient(state), 1e-6)
 
 
 def gradient(state):
