@@ -246,15 +246,14 @@ def plan(folder: pathlib.Path, phase: int) -> dict[str, float]:
             held = max(held, memory(source._maker.process.pid)["held_gb"])
         time.sleep(0.02)
     source.close()
-    path, chunks = found.chunks.filename, found.chunks
-    size = os.path.getsize(path)
-    os.unlink(path)
+    size = os.path.getsize(found.filename)
+    os.unlink(found.filename)
     seconds = cpu_seconds() - before
     return {
         "cpu_seconds": seconds,
-        "rows": len(chunks),
-        "microseconds_a_row": 1e6 * seconds / len(chunks),
-        "bytes_a_row": size / len(chunks),
+        "rows": len(found),
+        "microseconds_a_row": 1e6 * seconds / len(found),
+        "bytes_a_row": size / len(found),
         "held_gb": held,
     }
 

@@ -119,10 +119,8 @@ def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> It
     for i in range(min(rows, spec.batch_size)):
         where = f"row {batch['rows'][i]} ({places[i]})"
         if "next_sentence_labels" in batch:
-            # Of each example that stands there.
-            labels = batch["next_sentence_labels"][i][batch["row_weights"][i] > 0]
-            words = LABELS[experiment.data.units]
-            where += f": B {', '.join(words[label] for label in labels.ravel())}"
+            label = batch["next_sentence_labels"][i]
+            where += f": B {LABELS[experiment.data.units][label]}"
         yield Text(f"\n{where}")
         yield row_text(batch, i, prepared.tokenizer, experiment.data)
 

@@ -135,8 +135,8 @@ def _put(batch, pieces: jax.Array) -> jax.Array:
 
 def electra(model: Model, data: Data) -> Electra:
     """The objective of `data.code`; `Electra.forward` takes a row to be one example."""
-    if (data.packing, data.attention) != ("none", "whole_row"):
-        raise InputError("data.packing, data.attention: electra takes rows that are one example")
+    if data.attention != "whole_row":
+        raise InputError("data.attention: electra takes rows that are one example")
     return Electra(model)
 
 

@@ -62,7 +62,6 @@ BATCHES = {
     "whole_word": ("data.masking=whole_word", *CORPORA["trained"]),
     "static": ("data.dupe_factor=3",),
     **small_run.OBJECTIVES,
-    "packed": ("data.packing=pairs",),
     "per_document": ("data.objective=mlm", "data.attention=per_document"),
     "mixture": (
         *("data.objective=mlm", "corpus.sources=text:text,jsonl:rows.jsonl"),

@@ -14,7 +14,6 @@ from small_run import write_text
 from bert_jax import config
 from bert_jax.config import Data, Experiment, Model, Optimizer, Parallelism
 from bert_jax.data import batches, corpus, stream
-from bert_jax.data.packing import Packed
 from bert_jax.data.plans import Plans
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
@@ -51,11 +50,9 @@ def small_stream(documents: int = 12, seed: int = 0) -> stream.Stream:
     )
 
 
-def train_batches(
-    shape: batches.Shape = SHAPE, phase: int = 0, packed: Packed | None = None
-) -> batches.TrainBatches:
+def train_batches(shape: batches.Shape = SHAPE, phase: int = 0) -> batches.TrainBatches:
     names, short = (0, "train", phase), Data().short_seq_prob
-    plans = Plans(small_stream(), names, shape.sequence_length, short, packed=packed)
+    plans = Plans(small_stream(), names, shape.sequence_length, short)
     return batches.TrainBatches(plans, IDS, Data(), shape)
 
 
@@ -72,7 +69,6 @@ def run(
     shape: batches.Shape = SHAPE,
     change_state: Callable[[dict], object] = lambda state: None,
     change_batch: Callable[[dict], object] = lambda batch: None,
-    packed: Packed | None = None,
     learns: type[Pretraining] = Pretraining,
 ) -> tuple[dict, list[dict[str, np.ndarray]]]:
     """Trains from seed 0; returns the final state and each step's metric sums.
@@ -89,7 +85,7 @@ def run(
     state = jax.device_put(state, places)
     parts = parallelism.accumulation_of(0)
     train_step = step.make_train_step(objective, optimizer, parallelism, parts, TOTAL, mesh)
-    train = train_batches(shape, packed=packed)
+    train = train_batches(shape)
     sharding = mesh_lib.batch_sharding(mesh)
     rows = np.arange(shape.batch_size)
     seen = []

@@ -34,7 +34,7 @@ def experiment():
 # Settings of the small run for each objective but the paper's, of both kinds of encoders.
 OBJECTIVES = {
     "mlm": ("data.objective=mlm",),
-    "mlm_sop": ("data.objective=mlm_sop", "data.packing=pairs"),
+    "mlm_sop": ("data.objective=mlm_sop",),
     "causal": (
         *("data.objective=causal", "data.attention=per_document"),
         *("model.kind=modern", "model.global_every=1", "model.direction=left_to_right"),

@@ -71,8 +71,6 @@ def test_set_changes_fields_of_every_type():
         "model.local_window=64",
         "model.global_every=1",
         "phases.1.global_rotary_base=20000.0",
-        "phases.0.examples_per_row=4",
-        "phases.1.predictions_per_row=90",
         "optimizer.decay_steps=5",
         "optimizer.reference_replicas=4",
     ],
@@ -83,8 +81,18 @@ def test_a_setting_without_effect_is_noted_and_compared(setting):
     (difference,) = config.differences(EXPERIMENT, changed, "identity")
     assert setting in note and difference.startswith(setting.partition("=")[0])
     assert config.notes(EXPERIMENT) == []
-    of_use = f"{_MODERN} {_CLIP} data.packing=pairs optimizer.schedule=wsd".split()
+    of_use = f"{_MODERN} {_CLIP} optimizer.schedule=wsd".split()
     assert config.notes(config.override(EXPERIMENT, [*of_use, setting])) == []
+
+
+def test_runs_saved_with_packed_pairs_are_refused_and_others_do_not_miss_the_setting():
+    tree = json.loads(config.to_json(EXPERIMENT))
+    tree["data"]["packing"] = "none"
+    tree["phases"][1] |= {"examples_per_row": 4, "predictions_per_row": 90}
+    assert config.from_json(json.dumps(tree), "saved") == EXPERIMENT
+    tree["data"]["packing"] = "pairs"
+    with pytest.raises(InputError, match=r"^saved: data\.packing='pairs': is no more; [^\n]*$"):
+        config.from_json(json.dumps(tree), "saved")
 
 
 def test_micro_batches_may_be_one_number_or_one_a_phase():

@@ -183,12 +183,12 @@ def test_code_is_one_file_that_names_a_function_at_its_top(tmp_path, monkeypatch
         code_lib.function(reference)
 
 
-def test_electra_takes_no_rows_of_several_examples_and_no_probes(tmp_path):
+def test_electra_takes_no_rows_of_several_documents_and_no_probes(tmp_path):
     small_run.write_text(tmp_path)
     experiment = config.load(str(write(tmp_path, "electra")))
-    packed = config.override(experiment, ["data.packing=pairs"])
-    with pytest.raises(InputError, match=r"data\.packing, data\.attention: electra"):
-        own.require_sound(packed, mesh_lib.make_mesh(packed.parallelism))
+    several = config.override(experiment, ["data.objective=mlm", "data.attention=per_document"])
+    with pytest.raises(InputError, match=r"data\.attention: electra"):
+        own.require_sound(several, mesh_lib.make_mesh(several.parallelism))
     with pytest.raises(InputError, match=r"run\.probes.*data\.code"):
         config.override(experiment, ["run.probes=a.py"])
 

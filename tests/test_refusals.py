@@ -43,7 +43,6 @@ phases.2.steps=1
 phases=[] -> phases.0.steps
 phases.1.steps=0
 phases.0.steps=17000000
-phases.0.predictions_per_row=9
 phases.0.max_predictions_per_seq=128
 phases.0.global_rotary_base=1
 model.vocab_size=5
@@ -59,10 +58,8 @@ data.final_masked_lm_prob=0.16 -> phases.1.max_predictions_per_seq=77
 data.dupe_factor=2 data.final_masked_lm_prob=0.1
 data.mask_share=1.1
 data.mask_share=0.95 -> data.random_share=0.1
-data.objective=mlm data.packing=pairs
-data.packing=rows
 data.attention=per_document
-corpus.mixture=1,1 data.packing=pairs
+data.packing=pairs -> data.packing
 data.objective=causal -> data.eval_max_predictions_per_seq=20
 {_CAUSAL} -> model.direction
 model.direction=left_to_right

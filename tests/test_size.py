@@ -12,29 +12,29 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_678,
+    ".": 1_676,
     "cli": 1_719,
     "compare": 865,
-    "config": 2_254,
+    "config": 2_249,
     "conformance": 1_152,
-    "data": 4_038,
+    "data": 3_716,
     "doctor": 1_120,
     "interop": 2_288,
-    "model": 3_142,
-    "plan": 1_853,
-    "report": 1_731,
+    "model": 3_047,
+    "plan": 1_851,
+    "report": 1_725,
     "storage": 1_450,
     "tasks": 4_206,
     "text": 2_991,
-    "training": 1_822,
+    "training": 1_810,
     "running": 4_279,
     "vectors": 1_117,
     "verify": 1_158,
     "launch": 1_354,
-    "benchmarks": 3_595,
+    "benchmarks": 3_594,
     "experiments": 1_421,
     "tables": 431,
-    "tests": 31_672,
+    "tests": 31_495,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -64,9 +64,6 @@ class Data(Section, role="identity", label="data"):
     masking: Literal["piece", "whole_word", "span"] = "piece"
     # 0: new pairs and masks in every epoch; n: those of the first n epochs again and again.
     dupe_factor: Count = 0
-    # pairs: as many examples as fit share a row, without attending to each other; next to no
-    # padding.
-    packing: Literal["none", "pairs"] = "none"
     # Length of the held-out rows.
     eval_sequence_length: RowLength = 128
     # The most masked tokens that a held-out row may have.
@@ -81,8 +78,6 @@ class Data(Section, role="identity", label="data"):
         objective, whole = self.objective, self.eval_sequence_length - self.unpredicted
         if self.mask_share + self.random_share > 1.0:
             yield "random_share", f"is over 1 together with data.mask_share={self.mask_share}"
-        if self.units == "sentences" and self.packing != "none":
-            yield "packing", f"data.objective={objective} has no pairs, and fills its rows already"
         if self.attention != "whole_row" and not OBJECTIVES[objective].cuts:
             yield "attention", f"rows of data.objective={objective} are read whole; leave it out"
         if self.unpredicted and self.eval_max_predictions_per_seq != whole:

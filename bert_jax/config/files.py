@@ -322,6 +322,13 @@ def differences(old: Section, new: Section, role: str) -> list[str]:
     return lines
 
 
+# Settings that are no more, each with the value that runs of before have which did without; None:
+# with any, since it changed nothing without another of them.
+_GONE = {
+    "data.packing": "none",
+    "phases.N.examples_per_row": None,
+    "phases.N.predictions_per_row": None,
+}
 # Settings that change nothing but with another one.
 _ONLY_WITH = {
     "model.global_every": "model.kind=modern",
@@ -331,8 +338,6 @@ _ONLY_WITH = {
     "model.global_rotary_scaling": "model.kind=modern",
     "model.local_rotary_scaling": "model.kind=modern",
     "phases.N.global_rotary_base": "model.kind=modern",
-    "phases.N.examples_per_row": "data.packing=pairs",
-    "phases.N.predictions_per_row": "data.packing=pairs",
     "optimizer.decay_steps": "optimizer.schedule=wsd",
     "optimizer.reference_replicas": "optimizer.clip=per_replica",
 }
@@ -344,7 +349,7 @@ def notes(experiment: Section) -> list[str]:
     usual = {setting.path: setting.default for setting in settings_of(type(experiment))}
     lines = []
     for path, value in given.items():
-        field = re.sub(r"\.\d+\.", ".N.", path)
+        field = _field(path)
         name, _, wanted = _ONLY_WITH.get(field, "").partition("=")
         if name and given[name] != wanted and str(value) != usual[field]:
             lines.append(f"note: {path}={value} has a meaning with {name}={wanted} only")
@@ -393,6 +398,7 @@ def _build(hint: Any, value: Any, where: str) -> Any:
             raise InputError(f"{where or 'experiment'}: expected an object")
         hints = _field_types(hint)
         prefix = f"{where}." if where else ""
+        value = {key: v for key, v in value.items() if not _is_gone(f"{prefix}{key}", v)}
         for key in value:
             if key not in hints:
                 near = suggestion(key, hints)
@@ -414,6 +420,19 @@ def _build(hint: Any, value: Any, where: str) -> Any:
         item = get_args(hint)[0]
         return tuple(_build(item, v, f"{where}.{i}") for i, v in enumerate(value))
     return value
+
+
+def _is_gone(path: str, value: object) -> bool:
+    """Returns whether a setting is one that is no more; refuses it if it changed something."""
+    field = _field(path)
+    if field in _GONE and _GONE[field] not in (None, value):
+        raise InputError(f"{path}={value!r}: is no more; use the bert-jax that wrote it")
+    return field in _GONE
+
+
+def _field(path: str) -> str:
+    """Returns the path of a field with N for the numbers of phases."""
+    return re.sub(r"\.\d+\.", ".N.", path)
 
 
 def _field_types(cls: type) -> dict[str, Any]:

@@ -66,11 +66,6 @@ class Phase(Section, role="identity", label="phases"):
     max_predictions_per_seq: PositiveCount
     # Rows a step, over all devices.
     batch_size: PositiveCount = 256
-    # With data.packing=pairs: the most examples that may share a row.
-    examples_per_row: PositiveCount = 8
-    # With data.packing=pairs: the most masked tokens in a row; 0: max_predictions_per_seq plus
-    # examples_per_row.
-    predictions_per_row: int = 0
     # Of kind=modern: in this phase, the base of the rotary positions of layers that attend to whole
     # rows; 0: model.global_rotary_base.
     global_rotary_base: _OwnBase = 0.0
@@ -78,17 +73,8 @@ class Phase(Section, role="identity", label="phases"):
     # size goes on at the first row that was not seen.
     row_offset: int = 0
 
-    @property
-    def row_predictions(self) -> int:
-        """Masked tokens of a packed row at most."""
-        return self.predictions_per_row or self.max_predictions_per_seq + self.examples_per_row
-
     def _wrong(self) -> Iterator[Wrong]:
-        most = self.max_predictions_per_seq
-        if 0 != self.predictions_per_row < most:
-            why = f"must be 0, or at least phases.max_predictions_per_seq={most}"
-            yield "predictions_per_row", why
-        if most >= self.sequence_length:
+        if self.max_predictions_per_seq >= self.sequence_length:
             yield "max_predictions_per_seq", f"must be below sequence_length={self.sequence_length}"
 
 
@@ -266,8 +252,6 @@ class Experiment(Section, role="identity", label="experiment"):
         yield from self._wrong_objective()
         yield from self._wrong_parallelism()
         yield from self._wrong_schedule()
-        if self.data.packing != "none" and self.corpus.mixture:
-            yield "data.packing", "corpus.mixture has rows of one source each; leave one out"
         lengths = {"data.eval_sequence_length": self.data.eval_sequence_length}
         lengths |= {
             f"phases.{i}.sequence_length": x.sequence_length for i, x in enumerate(self.phases)
@@ -303,11 +287,8 @@ class Experiment(Section, role="identity", label="experiment"):
         for name, divisor in parts.items():
             if phase.batch_size % divisor:
                 yield "batch_size", f"not a multiple of {name}={divisor}"
-        rows = phase.steps * phase.batch_size
-        if rows + phase.row_offset >= 2**32:
+        if phase.steps * phase.batch_size + phase.row_offset >= 2**32:
             yield "steps", "over 2**32 rows in one phase"
-        if data.packing != "none" and rows * phase.examples_per_row >= 2**32:
-            yield "examples_per_row", "over 2**32 examples in one phase"
 
     def _wrong_objective(self) -> Iterator[Wrong]:
         objective, model, run = self.data.objective, self.model, self.run

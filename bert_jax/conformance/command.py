@@ -87,7 +87,7 @@ _LARGE = dataclasses.replace(
 _LEFT_OUT = re.compile(
     r"name|seed|corpus\.(text_field|encoding|language|case|validation_share)|data\.eval_.*|"
     r"model\.dropout_rng|optimizer\.(bad_steps_in_a_row|after_bad_steps)|"
-    r"phases\.\d+\.(row_offset|examples_per_row|predictions_per_row|global_rotary_base)"
+    r"phases\.\d+\.(row_offset|global_rotary_base)"
 )
 
 # What no setting changes.

@@ -7,11 +7,7 @@ rows of a random order of its own plan (data.plans); a shorter plan wraps to its
 masks (`Data.dupe_factor` n) epoch e is epoch e mod n again, draw for draw. Nothing here has memory:
 any host may compute any rows of any step, in any order.
 
-Where examples share rows (data.packing), the R of an epoch are those that would have had a row
-each, with the numbers of those rows, and so with their draws. Their packed rows are counted as rows
-are above, with the number of the first plan's in place of R.
-
-Shape letters: B rows, S sequence, P predictions; E examples of a packed row, Q predictions of one.
+Shape letters: B rows, S sequence, P predictions.
 """
 
 import dataclasses
@@ -20,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from bert_jax.config import Data
-from bert_jax.data import draws, masking, packing, pairs, sentences
-from bert_jax.data.packing import Packed
+from bert_jax.data import draws, masking, pairs, sentences
 from bert_jax.data.plans import Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
@@ -180,7 +175,7 @@ class TrainBatches:
     """Training batches of one phase. May be pickled.
 
     Args:
-      plans: of the phase; they say whether examples share rows.
+      plans: of the phase.
       ids: specials and vocabulary.
       data: how examples are made.
       shape: widths of the batches.
@@ -207,15 +202,14 @@ class TrainBatches:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Returns R, or how many packed rows; waits where nobody has counted them yet."""
+        """Returns R; waits where nobody has counted them yet."""
         while (rows := self._rows_if_known()) is None:
             self.plans.pause()
         return rows
 
     def _rows_if_known(self) -> int | None:
         if self._rows is None:
-            counted = self.plans.counted()
-            self._rows = None if counted is None else counted.rows
+            self._rows = self.plans.counted()
         return self._rows
 
     def ready(self, step: int) -> bool:
@@ -250,9 +244,8 @@ class TrainBatches:
     def batch(self, step: int, indices: np.ndarray) -> Batch:
         """Returns rows `indices`, any of [0, batch_size) in any order, of a step of this phase.
 
-        Next to what `Examples.make` gives, of packed rows `packing.share`: `rows` uint32 [B],
-        numbered through the phase, and `row_weights` float32 [B], all 1; of packed rows `examples`
-        uint32 [B, E], numbered so, 0 where there is none, and `row_weights` [B, E].
+        Next to what `Examples.make` gives: `rows` uint32 [B], numbered through the phase, and
+        `row_weights` float32 [B], all 1.
         """
         while not self.ready(step):
             self.plans.pause()
@@ -264,55 +257,22 @@ class TrainBatches:
         A step decides how much is masked.
         """
         epochs, slots = np.divmod(row, self.rows_per_epoch)
-        number = {"rows": row.astype(np.uint32)}
-        policy = masking.Policy.of(self._data, self._first_step + step, self._total_steps)
-        if self.plans.packed is not None:
-            return number | self._packed(epochs, slots, policy, self.plans.packed)
-        batch = self._examples(epochs, slots, self.rows_per_epoch, policy)
-        return {**number, "row_weights": np.ones(len(row), np.float32), **batch}
-
-    def _examples(
-        self, epochs: np.ndarray, slots: np.ndarray, per_epoch: int, policy: masking.Policy
-    ) -> Batch:
-        """Returns some examples by themselves; of each int64 [B] an epoch and its slot there."""
         of_pairs = self.plans.units != "sentences"
         kind = pairs.ROW_DTYPE if of_pairs else pairs.chunk_dtype(self.plans.stream)
-        planned = np.empty(len(epochs), kind)
+        planned = np.empty(len(row), kind)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            chunks = self.plans.wait(self._epoch_drawn(epoch)).chunks
+            chunks = self.plans.wait(self._epoch_drawn(epoch))
             some = chunks[slots[here] % len(chunks)]
             if of_pairs:
                 counter = draws.Counter(self.plans.key(self._epoch_drawn(epoch)), some["sentence"])
                 some = pairs.rows(self.plans.stream, some, counter, self._data.units)
             planned[here] = some
-        number = self._epoch_drawn(epochs) * per_epoch + slots
-        return self._made.make(planned, draws.Counter(self._key, number), policy)
-
-    def _packed(
-        self, epochs: np.ndarray, places: np.ndarray, policy: masking.Policy, packed: Packed
-    ) -> Batch:
-        """Returns some packed rows; of each int64 [B] an epoch and its place there."""
-        slots = np.empty((len(epochs), packed.examples), np.int64)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            packs = self._packs(epoch)
-            slots[here] = packs.of(places[here] % len(packs), packed.examples)
-        there = slots >= 0
-        counted = self.plans.counted()
-        assert counted is not None, "its rows are"
-        per_epoch = counted.examples
-        its_epochs = np.repeat(epochs, there.sum(axis=1))
-        numbers = np.zeros(slots.shape, np.uint32)
-        numbers[there] = (its_epochs * per_epoch + slots[there]).astype(np.uint32)
-        examples = self._examples(its_epochs, slots[there], per_epoch, policy)
-        return {"examples": numbers, **packing.share(examples, there, packed.predictions)}
-
-    def _packs(self, epoch: int) -> packing.Packs:
-        """Returns the packed rows of an epoch."""
-        packs = self.plans.wait(self._epoch_drawn(epoch)).packs
-        assert packs is not None, "the plan is not packed"
-        return packs
+        number = self._epoch_drawn(epochs) * self.rows_per_epoch + slots
+        policy = masking.Policy.of(self._data, self._first_step + step, self._total_steps)
+        examples = self._made.make(planned, draws.Counter(self._key, number), policy)
+        weights = np.ones(len(row), np.float32)
+        return {"rows": row.astype(np.uint32), "row_weights": weights, **examples}
 
     def _epoch_drawn(self, epoch: Any) -> Any:
         """Returns the epoch whose plan serves: itself, or with static masks one of the first."""
@@ -320,9 +280,7 @@ class TrainBatches:
 
     def rows_planned(self, epoch: int) -> int:
         """Counts the rows of the epoch's plan; those beyond R go, missing ones are repeated."""
-        if self.plans.packed is not None:
-            return len(self._packs(epoch))
-        return len(self.plans.wait(self._epoch_drawn(epoch)).chunks)
+        return len(self.plans.wait(self._epoch_drawn(epoch)))
 
 
 def eval_batches(stream: Stream, ids: Ids, data: Data, batch_size: int) -> tuple[list[Batch], int]:

@@ -61,7 +61,7 @@ def _block(
 class MixedBatches:
     """Training batches of one phase, of several sources; see `TrainBatches`. May be pickled.
 
-    Sources are the batches of each by itself, unpacked, with the same shape.
+    Sources are the batches of each by itself, with the same shape.
     """
 
     def __init__(self, sources: Sequence[TrainBatches], order: Order):

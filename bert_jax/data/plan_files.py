@@ -3,10 +3,9 @@
 A process of its own makes such a file, ahead of the epoch, so that neither the interpreter's lock
 nor the end of a run waits for it: it ends when the process that began it closes it or dies.
 
-    CACHE/plans/NAME.plan   three arrays as `np.save` writes them, one behind another: where packed
-                            rows begin and whose they are (`packing.Packs`, of no rows where
-                            examples share none), and the chunks (`data.pairs`) in the random order
-                            in which the epoch takes them; NAME is a hash of all that it hangs on
+    CACHE/plans/NAME.plan   the chunks (`data.pairs`) in the random order in which the epoch takes
+                            them, as `np.save` writes an array; NAME is a hash of all that it hangs
+                            on
     CACHE/plans/NAME.lock   held by the process whose child makes the plan
 
 A file that is cut off is removed, and made again.
@@ -26,7 +25,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax import errors
-from bert_jax.data import draws, packing, pairs, sentences
+from bert_jax.data import draws, pairs, sentences
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage.workdir import new_file, no_link
@@ -37,15 +36,8 @@ Units = Literal["pairs", "swapped_pairs", "sentences"]
 _KEPT = 8
 # Seconds after which locks, and what killed makers left, are removed.
 _LEFT = 24 * 3600.0
-# Chunks written or measured at once.
+# Chunks written at once.
 _CHUNKS = 1 << 20
-
-
-class Plan(NamedTuple):
-    """An epoch's chunks in their random order, and its packed rows."""
-
-    chunks: np.ndarray  # `pairs.chunk_dtype` [examples]
-    packs: packing.Packs | None  # None where each example has a row of its own
 
 
 class Recipe(NamedTuple):
@@ -53,73 +45,44 @@ class Recipe(NamedTuple):
 
     names: tuple[object, ...]  # (seed, split, phase): they and the epoch key its draws
     epoch: int
-    sequence_length: int  # of the examples, specials included
+    sequence_length: int  # of a row, specials included
     short_seq_prob: float  # share of documents cut into shorter pairs
     units: Units
-    packed: packing.Packed | None  # how examples share rows
-    examples: int | None  # that are packed; None: all of the plan
 
-    def make(self, stream: Stream) -> tuple[np.ndarray, np.ndarray, packing.Packs | None]:
-        """Returns chunks in the order of documents, the order they are taken in, packed rows."""
+    def make(self, stream: Stream) -> tuple[np.ndarray, np.ndarray]:
+        """Returns chunks in the order of documents, and the order they are taken in."""
         key, length = draws.key_of(*self.names, self.epoch), self.sequence_length
         if self.units == "sentences":
             chunks = sentences.plan(stream, length, key)
         else:
             chunks = pairs.plan(stream, length, self.short_seq_prob, key, self.units)
-        order = draws.permutation(draws.key_of(*self.names), self.epoch, len(chunks))
-        if self.packed is None or self.units == "sentences":
-            return chunks, order, None
-        lengths = np.empty(len(chunks), np.min_scalar_type(length))
-        for start in range(0, len(chunks), _CHUNKS):
-            some = chunks[start : start + _CHUNKS]
-            rows = pairs.rows(stream, some, draws.Counter(key, some["sentence"]), self.units)
-            lengths[start : start + _CHUNKS] = pairs.truncated_lengths(rows, length)
-        by_slot = lengths[np.resize(order, self.examples or len(chunks))]
-        key = draws.key_of(*self.names, "packs")
-        return chunks, order, self.packed.pack(by_slot, length, key, self.epoch)
+        return chunks, draws.permutation(draws.key_of(*self.names), self.epoch, len(chunks))
 
-    def plan(self, stream: Stream) -> Plan:
-        """Returns the plan, made in memory."""
-        chunks, order, packs = self.make(stream)
-        return Plan(chunks[order], packs)
+    def plan(self, stream: Stream) -> np.ndarray:
+        """Returns the plan, made in memory: chunks in their order, `pairs.chunk_dtype` [rows]."""
+        chunks, order = self.make(stream)
+        return chunks[order]
 
 
-def read(path: str) -> Plan | None:
+def read(path: str) -> np.ndarray | None:
     """Returns a plan, mapped; None if it is not there, or cut off."""
     try:
-        with open(path, "rb") as file:
-            starts, slots, chunks = (_mapped(file) for _ in range(3))
+        chunks = np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
         return None
-    except (ValueError, EOFError):
+    except ValueError:
         with contextlib.suppress(OSError):
             os.unlink(path)
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # used now
-    return Plan(chunks, packing.Packs(starts, slots) if len(slots) else None)
-
-
-def _mapped(file: IO[bytes]) -> np.ndarray:
-    """Returns the array that a file goes on with, and goes behind it."""
-    np.lib.format.read_magic(file)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    if not shape[0]:  # nothing that could be mapped
-        return np.empty(shape, dtype)
-    start = file.tell()
-    array = np.memmap(file, dtype, "r", start, shape)
-    file.seek(start + array.nbytes)
-    return array
+    return chunks
 
 
 def write(path: str, stream: Stream, recipe: Recipe) -> None:
     """Makes a plan and writes it; drops those that were not used for longest."""
-    chunks, order, packs = recipe.make(stream)
-    if packs is None:
-        packs = packing.Packs(np.zeros(1, np.uint64), np.empty(0, np.uint32))
+    chunks, order = recipe.make(stream)
     with new_file(epath.Path(path)) as temporary, open(temporary, "wb") as file:
-        np.save(file, packs.starts)
-        np.save(file, packs.slots)
         head = {"descr": chunks.dtype.descr, "fortran_order": False, "shape": chunks.shape}
         np.lib.format.write_array_header_1_0(file, head)
         for start in range(0, len(order), _CHUNKS):

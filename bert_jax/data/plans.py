@@ -10,20 +10,20 @@ import json
 import os
 import threading
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 from etils import epath
 
 from bert_jax.data import draws
-from bert_jax.data.packing import Packed
-from bert_jax.data.plan_files import Maker, Plan, Recipe, Units, read
+from bert_jax.data.plan_files import Maker, Recipe, Units, read
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import cache_folder, named_errors, parse_json, sealed
 
 # Of the file of counts, and of plans: of the rules by which they are drawn, and of their files.
-COUNTS_VERSION, PLAN_VERSION = 2, 3
+COUNTS_VERSION, PLAN_VERSION = 2, 4
 
 # Sentences up to which a plan is made in memory, where it is asked for.
 _IN_MEMORY = 1 << 20
@@ -35,63 +35,47 @@ _LOOK = 0.02
 _SECONDS = 10.0
 
 
-class Counts(NamedTuple):
-    """The contents of a first plan in numbers."""
-
-    examples: int
-    rows: int  # as many, unless examples share them
-
-
 @dataclass
 class Plans:
     """The plans of a phase. May be pickled; safe for threads."""
 
     stream: Stream  # the split
     names: tuple[object, ...]  # (seed, split, phase): they and an epoch's number key its draws
-    sequence_length: int  # of the examples, specials included
+    sequence_length: int  # of a row, specials included
     short_seq_prob: float  # share of documents cut into shorter pairs; of sentences none are
     corpus: str = ""  # a hash of the corpus, by which plans are recognised; "": in memory
-    counts: epath.Path | None = None  # the file that remembers the counts of first plans
+    counts: epath.Path | None = None  # the file that remembers the rows of first plans
     # That file in the bucket of the corpus, for the one process of a run that sends them.
     shared: epath.Path | None = None
-    packed: Packed | None = None  # how examples share rows, if they do
     units: Units = "pairs"  # pairs, of either kind, or rows of full sentences (`data.sentences`)
 
     def __post_init__(self) -> None:
-        self._found: dict[int, Plan] = {}
+        self._found: dict[int, np.ndarray] = {}
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._maker: Maker | None = None
         self._deaths = 0
-        self._counted: Counts | None = None
+        self._counted: int | None = None
 
     def __reduce__(self) -> Any:
         # Processes that make batches send nothing.
         how = self.sequence_length, self.short_seq_prob, self.corpus, self.counts, None
-        return Plans, (self.stream, self.names, *how, self.packed, self.units)
+        return Plans, (self.stream, self.names, *how, self.units)
 
     def key(self, epoch: int) -> tuple[int, int]:
         """Returns the key of an epoch's draws for pairs."""
         return draws.key_of(*self.names, epoch)
 
-    def find(self, epoch: int) -> Plan | None:
-        """Returns the epoch's plan, or None while it is being made.
-
-        Its packed rows hold as many chunks as the first plan has: of a longer plan its first, of a
-        shorter one its first twice.
+    def find(self, epoch: int) -> np.ndarray | None:
+        """Returns the epoch's plan (`Recipe.plan`), or None while it is being made.
 
         Raises:
           Unavailable: the process that makes it was killed again and again.
         """
         with self._lock:
             if epoch not in self._found:
-                examples = None
-                if self.packed and epoch:
-                    if (counted := self.counted()) is None:
-                        return None
-                    examples = counted.examples
-                how = self.sequence_length, self.short_seq_prob, self.units, self.packed
-                recipe = Recipe(self.names, epoch, *how, examples)
+                how = self.sequence_length, self.short_seq_prob, self.units
+                recipe = Recipe(self.names, epoch, *how)
                 is_small = self._is_small
                 plan = recipe.plan(self.stream) if is_small else self._open_or_begin(recipe)
                 if plan is None:
@@ -99,7 +83,7 @@ class Plans:
                 self._found[epoch] = plan
             return self._found[epoch]
 
-    def wait(self, epoch: int) -> Plan:
+    def wait(self, epoch: int) -> np.ndarray:
         """Waits for what `find` looks for, and returns it."""
         while (plan := self.find(epoch)) is None:
             self.pause()
@@ -125,22 +109,21 @@ class Plans:
             for epoch in self._found.keys() - epochs:
                 del self._found[epoch]
 
-    def counted(self) -> Counts | None:
-        """Returns how much is in the first plan; None while it is being made."""
+    def counted(self) -> int | None:
+        """Returns how many rows the first plan has; None while it is being made."""
         if self._counted is None:
-            names = self._names_of_counts
-            known = {} if self.counts is None else read_counts(self.counts)
-            if not known.keys() >= set(names):
+            name = self._name_of_count
+            rows = None if self.counts is None else read_counts(self.counts).get(name)
+            if rows is None:
                 plan = self.find(0)
                 if plan is None:
                     return None
-                rows = len(plan.chunks if plan.packs is None else plan.packs)
-                known = dict(zip(names, (len(plan.chunks), rows), strict=True))
+                rows = len(plan)
                 if self.counts is not None:
-                    add_counts(self.counts, known)
+                    add_counts(self.counts, {name: rows})
             if self.shared is not None:
-                add_counts(self.shared, {name: known[name] for name in names})
-            self._counted = Counts(*(known[name] for name in names))
+                add_counts(self.shared, {name: rows})
+            self._counted = rows
         return self._counted
 
     def close(self) -> None:
@@ -155,7 +138,7 @@ class Plans:
     def _is_small(self) -> bool:
         return not self.stream.folder or len(self.stream.sentence_offsets) <= _IN_MEMORY
 
-    def _open_or_begin(self, recipe: Recipe) -> Plan | None:
+    def _open_or_begin(self, recipe: Recipe) -> np.ndarray | None:
         if self._maker is not None and self._maker.has_ended():
             code, self._maker = self._maker.process.returncode, None
             self._deaths += code < 0
@@ -177,19 +160,15 @@ class Plans:
         return os.fspath(cache_folder() / "plans" / f"{name}.plan")
 
     @property
-    def _names_of_counts(self) -> tuple[str, str]:
-        """Returns under what names examples and rows are counted: one, unless they are packed."""
+    def _name_of_count(self) -> str:
+        """Returns under what name rows are counted."""
         names = "/".join(map(str, (self.corpus[:16], *self.names)))
-        examples = f"{names}/length={self.sequence_length}/short_seq_prob={self.short_seq_prob}"
-        examples += f"/units={self.units}" * (self.units != "pairs")
-        if self.packed is None:
-            return examples, examples
-        limits = (f"{name}={value}" for name, value in self.packed._asdict().items())
-        return examples, "/".join([examples, *limits])
+        how = f"length={self.sequence_length}/short_seq_prob={self.short_seq_prob}"
+        return f"{names}/{how}" + f"/units={self.units}" * (self.units != "pairs")
 
 
 def read_counts(path: epath.Path) -> dict[str, int]:
-    """Reads how much is in first plans, by name, here or in a bucket.
+    """Reads how many rows first plans have, by name, here or in a bucket.
 
     A missing, damaged or older file gives {}: what it holds is counted again.
 

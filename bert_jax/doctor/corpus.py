@@ -331,7 +331,7 @@ PADDING = Rule(
     "{value} of examples is padding {where}",
     0.3, 0.5,
     "time and memory are spent on positions that hold nothing",
-    "data.packing=pairs, a shorter phases.N.sequence_length, or longer documents",
+    "a shorter phases.N.sequence_length, or longer documents",
 )  # fmt: skip
 
 

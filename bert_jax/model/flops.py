@@ -5,33 +5,25 @@ depends on: predictions at the masked positions, no padding rows of the vocabula
 recomputation. Look-ups, normalisation and activations are left out, as is usual.
 """
 
-from bert_jax.config import Data, Model, Phase
+from bert_jax.config import Model, Phase
 from bert_jax.model import transformer
 
 # The gradients of a product's two inputs are two more products of its size.
 _FORWARD_AND_BACKWARD = 3
 
 
-def shape_of(phase: Phase, data: Data) -> tuple[int, int, int, int]:
-    """Returns what `forward_flops` takes of a phase's batches."""
-    rows, length = phase.batch_size, phase.sequence_length
-    if data.packing == "none":
-        return rows, length, phase.max_predictions_per_seq, 1
-    return rows, length, phase.row_predictions, phase.examples_per_row
+def of_phase(model: Model, phase: Phase) -> int:
+    """Counts the operations of a step of a phase."""
+    shape = phase.batch_size, phase.sequence_length, phase.max_predictions_per_seq
+    return train_step_flops(model, *shape)
 
 
-def train_step_flops(
-    model: Model, batch_size: int, sequence_length: int, predictions: int, examples: int = 1
-) -> int:
+def train_step_flops(model: Model, batch_size: int, sequence_length: int, predictions: int) -> int:
     """Counts the operations of a training step over a whole batch, as `forward_flops` counts."""
-    return _FORWARD_AND_BACKWARD * forward_flops(
-        model, batch_size, sequence_length, predictions, examples
-    )
+    return _FORWARD_AND_BACKWARD * forward_flops(model, batch_size, sequence_length, predictions)
 
 
-def forward_flops(
-    model: Model, batch_size: int, sequence_length: int, predictions: int, examples: int = 1
-) -> int:
+def forward_flops(model: Model, batch_size: int, sequence_length: int, predictions: int) -> int:
     """Counts the operations of a forward pass over a whole batch.
 
     Args:
@@ -39,8 +31,6 @@ def forward_flops(
       batch_size: rows.
       sequence_length: of each row, padding included.
       predictions: masked positions of each row, unused ones included.
-      examples: of each row, those that are not there included. Scores of two that share a row
-        are counted as those of padding are.
     """
     width = model.hidden_size
     prediction = 2 * (width * width + width * model.vocab_size)
@@ -48,5 +38,5 @@ def forward_flops(
     return (
         batch_size * sequence_length * transformer.token_flops(model, sequence_length)
         + batch_size * predictions * prediction
-        + batch_size * examples * example
+        + batch_size * example
     )

@@ -85,19 +85,12 @@ def transformed(head: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
     return head.layer_norm(below).astype(hidden.dtype)
 
 
-def next_sentence_logits(
-    model: Pretrainer, hidden: jax.Array, starts: jax.Array | None = None
-) -> jax.Array:
+def next_sentence_logits(model: Pretrainer, hidden: jax.Array) -> jax.Array:
     """Scores "B follows A" and "B is random", or "they were swapped", from [CLS].
 
-    [B, S, D] -> float32 [B, 2]; with `starts`, int32 [B, E], where the examples of a row begin,
-    [B, E, 2].
+    [B, S, D] -> float32 [B, 2].
     """
-    if starts is None:
-        first = hidden[:, 0]
-    else:
-        first = jnp.take_along_axis(hidden, starts[:, :, None], axis=1)
-    pooled = jnp.tanh(model.pooler(first)).astype(hidden.dtype)
+    pooled = jnp.tanh(model.pooler(hidden[:, 0])).astype(hidden.dtype)
     return model.next_sentence(pooled)
 
 
@@ -108,15 +101,12 @@ def pretraining_logits(
     noise: layers.Noise | None,
     loop: Loop,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes both heads' scores for a batch of data.batches: [B, P, V] and [B, 2], float32.
-
-    Where E examples share a row, of each: [B, E, 2].
-    """
+    """Computes both heads' scores for a batch of data.batches: [B, P, V] and [B, 2], float32."""
     model = merge(cfg, params)
-    input_mask, starts = batch["input_mask"], batch.get("example_starts")
+    input_mask: jax.Array | Shared = batch["input_mask"]
     if "example_numbers" in batch:
         input_mask = Shared(batch["example_numbers"], batch["positions"])
     ids = batch["input_ids"], batch["segment_ids"]
     hidden = encode(model.encoder, cfg, *ids, input_mask, noise, loop)
     masked_lm = masked_lm_logits(model, cfg, hidden, batch["masked_lm_positions"])
-    return masked_lm, next_sentence_logits(model, hidden, starts)
+    return masked_lm, next_sentence_logits(model, hidden)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.random import threefry2x32_p
 
 _LAYER_NORM_EPS = 1e-12
 # Of norms without biases, as ModernBERT has them.
@@ -249,9 +248,7 @@ class RowNoise(Noise):
 
     def at(self, place: int | jax.Array) -> Self:
         """Returns noise of its own for a layer, or for a site within it."""
-        fold = functools.partial(jax.random.fold_in, data=place)
-        for _ in self.keys.shape:
-            fold = jax.vmap(fold)
+        fold = jax.vmap(functools.partial(jax.random.fold_in, data=place))
         return dataclasses.replace(self, keys=fold(self.keys))
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
@@ -268,89 +265,28 @@ class RowNoise(Noise):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PackedNoise(RowNoise):
-    """The `threefry8` noise of rows that several examples share: each has the bits of its own row.
-
-    A threefry word is a function of a key and of the word's number, and so can be had for any
-    token: the example's key, and the number that the word has where the example is alone in a row
-    of the same length. `RowNoise` draws as many; here `keys` are [B, N], of the examples.
-    """
-
-    numbers: jax.Array  # int32 [B, S], of the example that each token is of, from 1; 0 for padding
-    positions: jax.Array  # int32 [B, S], of each token in its example
-
-    @classmethod
-    def of(
-        cls, key: jax.Array, examples: jax.Array, numbers: jax.Array, positions: jax.Array
-    ) -> "PackedNoise":
-        """Returns noise for the examples with these numbers in their phase, uint32 [B, N]."""
-        keys = jax.vmap(jax.vmap(lambda example: jax.random.fold_in(key, example)))(examples)
-        return cls(keys, numbers, positions)
-
-    def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, S, D]."""
-        words = _words_of(shape[-1])
-        word = self.positions[:, :, None] * words + jnp.arange(words)
-        return _kept(_words(self._keys_of(self.numbers)[:, :, None], word), shape, rate)
-
-    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, H, K, Q], K = Q = S; of pairs that share no example, anything.
-
-        A word holds the bits of four queries of an example that follow one another. Examples begin
-        anywhere in a row, and so get words of their own: a fourth of the row, and one each.
-        """
-        _, heads, length, _ = shape
-        examples = self.keys.shape[1]
-        # A fourth of its tokens, rounded up: the words of each example, and where they begin.
-        lengths = (self.numbers[:, None] == jnp.arange(1, examples + 1)[:, None]).sum(axis=-1)
-        words = _words_of(lengths)
-        ends = jnp.cumsum(words, axis=1)
-        slot = jnp.arange(length // 4 + examples)
-        number = 1 + (slot[:, None] >= ends[:, None]).sum(axis=-1)  # [B, W]
-        begins = jnp.pad(ends - words, ((0, 0), (1, 1)))  # of no example, too
-        in_example = slot - jnp.take_along_axis(begins, number, axis=1)
-        row = jnp.arange(heads)[:, None] * length + self.positions[:, None]  # [B, H, K]
-        # Words before keys: what is gathered then are rows.
-        word = row[:, :, None] * _words_of(length) + in_example[:, None, :, None]
-        bits = _words(self._keys_of(number)[:, None, :, None], word)
-        begin = jnp.take_along_axis(begins, self.numbers, axis=1)
-        where = (begin + self.positions // 4)[:, None, :, None]
-        bits = jnp.take_along_axis(bits, where, axis=2)  # [B, H, Q, K]
-        shift = (self.positions % 4 * 8).astype(jnp.uint32)[:, None, :, None]
-        keep = (bits >> shift).astype(jnp.uint8) >= jnp.uint8(round(rate * 256))
-        return jnp.swapaxes(keep, 2, 3)
-
-    def _keys_of(self, numbers: jax.Array) -> jax.Array:
-        """Returns the keys' two words, uint32 [B, ..., 2], of examples by their place in a row."""
-        words = jax.random.key_data(self.keys)
-        place = jnp.clip(numbers - 1, 0, words.shape[1] - 1)
-        return jnp.take_along_axis(words, place[:, :, None], axis=1)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class TextNoise(RowNoise):
     """The `threefry8` noise of an `attention.Packing`: each text has the bits of a row of its own.
 
-    `keys` are [N], of all texts. See `PackedNoise`.
+    A threefry word is a function of a key and of the word's number, and so can be had for any
+    token: the text's key, and the number that the word has where the text is alone in a row.
+    `RowNoise` draws as many; here `keys` are [N], of all texts.
     """
 
     numbers: jax.Array  # int32 [B, S], of the text that each token is of, from 0
     positions: jax.Array  # int32 [B, S], of each token in its text
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, S, D]."""
+        """Draws bool `shape` = [B, S, D], or for scores [N, H, K, Q]."""
+        if len(shape) == 4:
+            return RowNoise.keep(self, shape, rate)
         words = _words_of(shape[-1])
         word = self.positions[:, :, None] * words + jnp.arange(words)
         keys = jax.random.key_data(self.keys)[self.numbers]
         return _kept(_words(keys[:, :, None], word), shape, rate)
 
-    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [N, H, K, Q]."""
-        return RowNoise.keep(self, shape, rate)
 
-
-def _words_of(draws: Any) -> Any:
+def _words_of(draws: int) -> int:
     """Returns how many words hold so many draws of 8 bits; what is left of the last is not used."""
     return (draws + 3) // 4
 

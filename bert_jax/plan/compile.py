@@ -238,7 +238,6 @@ def key(job: Job) -> str:
     phase = experiment.phases[job.phase]
     parts = [
         *map(config.flatten, (experiment.model, experiment.optimizer, parallelism, phase)),
-        experiment.data.packing,
         bool(experiment.run.check_every),  # then a second program is compiled
         experiment.total_steps,
         job.topology.name,

@@ -163,7 +163,7 @@ def whole_batch_arrays(
     """
     phase, model = experiment.phases[number], experiment.model
     rows, length = phase.batch_size, phase.sequence_length
-    heads, packed = model.num_attention_heads, experiment.data.packing != "none"
+    heads = model.num_attention_heads
     others = {
         model.hidden_size,
         model.intermediate_size,
@@ -172,7 +172,6 @@ def whole_batch_arrays(
         model.hidden_size // heads,
         length,
         phase.max_predictions_per_seq,
-        *((phase.row_predictions, phase.examples_per_row) if packed else ()),
     }
     flat = set() if rows * length == padded_vocab_size(model) else {rows * length}
     if shards == 1 or rows in others:

@@ -271,7 +271,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
     waits: dict[str, float] = collections.defaultdict(float)  # by kind
     for wait, one in zip(seconds.waits, program.collectives, strict=True):
         waits[one.kind] += wait
-    model_flops = flops.train_step_flops(experiment.model, *flops.shape_of(phase, experiment.data))
+    model_flops = flops.of_phase(experiment.model, phase)
     peak = topology.peak_flops(experiment.model.compute_dtype)
     return entry | {
         "hours": phase.steps * seconds.total / 3600,

@@ -56,12 +56,9 @@ def _operations(record: Record) -> _Spent | None:
     """Returns operations up to steps; of a fine-tuning, whose rows have all lengths, None."""
     if not isinstance(record.experiment, Experiment):
         return None
-    model, data, phases = (getattr(record.experiment, n) for n in ("model", "data", "phases"))
+    model, phases = record.experiment.model, record.experiment.phases
     ends = [0, *itertools.accumulate(phase.steps for phase in phases)]
-    of_phases = [
-        phase.steps * flops.train_step_flops(model, *flops.shape_of(phase, data))
-        for phase in phases
-    ]
+    of_phases = [phase.steps * flops.of_phase(model, phase) for phase in phases]
     spent = [0, *itertools.accumulate(of_phases)]
     return lambda steps: np.interp(steps, ends, spent).tolist()
 

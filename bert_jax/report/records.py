@@ -14,7 +14,6 @@ import numpy as np
 from bert_jax import config
 from bert_jax.config import Data, Experiment, Finetuning, Phase
 from bert_jax.data import batches, corpus, draws, masking, pairs, sentences
-from bert_jax.data.packing import Packed
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
 from bert_jax.library import LABELS, Piece, row_pieces
@@ -255,7 +254,7 @@ def _planned(stream: Stream, made: np.ndarray, data: Data, phase: Phase) -> dict
     Of pairs those whose B is random, None where there are none; of positions those that are no
     padding; of the pairs' tokens those that are cut off.
     """
-    length, packed, rows = phase.sequence_length, Packed.of(data, phase), len(made)
+    length = phase.sequence_length
     is_random = None
     if data.units == "sentences":
         kept, wanted = sentences.sizes(stream, made, length)
@@ -264,14 +263,12 @@ def _planned(stream: Stream, made: np.ndarray, data: Data, phase: Phase) -> dict
         wanted = made["a_length"].astype(np.int64) + made["b_length"]
         lengths = pairs.truncated_lengths(made, length)
         kept = lengths - pairs.SPECIAL_TOKENS
-        if packed is not None:
-            rows = len(packed.pack(lengths.astype(np.uint32), length, (0, 0), 0))
         if data.units == "pairs":
             is_random = float(made["is_random_next"].mean())
     return {
         "sequence_length": length,
         "random_next": is_random,
-        "filled": float(lengths.sum() / (rows * length)),
+        "filled": float(lengths.sum() / (len(made) * length)),
         "truncated": float(1 - kept.sum() / wanted.sum()),
     }
 

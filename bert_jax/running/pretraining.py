@@ -18,7 +18,6 @@ from bert_jax.base import TextVectors
 from bert_jax.config import Experiment, Model, Parallelism
 from bert_jax.data import batches, corpus, mixture
 from bert_jax.data.dataset import SPLITS
-from bert_jax.data.packing import Packed
 from bert_jax.data.plans import Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, quantity
@@ -111,7 +110,6 @@ class Prepared:
                 self.sha256,
                 self.folder / corpus.COUNTS,
                 self.named / corpus.COUNTS if sends_counts and self.named != self.folder else None,
-                Packed.of(data, spec),
                 data.units,
             )
             return batches.TrainBatches(
@@ -313,9 +311,8 @@ class PretrainingSetup(Setup):
             )
 
         def operations(batch: Batch) -> int:
-            predictions, pairs = batch["masked_lm_positions"].shape[1], batch["row_weights"]
-            shape = (*batch["input_ids"].shape, predictions, pairs.size // len(pairs))
-            return flops.train_step_flops(model, *shape)
+            predictions = batch["masked_lm_positions"].shape[1]
+            return flops.train_step_flops(model, *batch["input_ids"].shape, predictions)
 
         def how_to_see(step: int) -> str:
             return f"`bert-jax show --workdir {self.workdir.named} --step {step}` shows its text"
@@ -451,8 +448,7 @@ class PretrainingSetup(Setup):
             for phase in experiment.phases:
                 steps = min(done, phase.steps)
                 done -= steps
-                shape = flops.shape_of(phase, experiment.data)
-                trained += steps * flops.train_step_flops(experiment.model, *shape)
+                trained += steps * flops.of_phase(experiment.model, phase)
             return int(run.probe_share * trained / operations)
 
         def is_due(done: int) -> bool:

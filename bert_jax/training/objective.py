@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from bert_jax.config import Data, Model, Phase, code
-from bert_jax.model import flops, heads, layers
+from bert_jax.model import heads, layers
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop
 from bert_jax.training import sharding
@@ -141,22 +141,14 @@ def of(model: Model, data: Data) -> Objective:
 
 def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of what `data.batches` gives for a step of the phase."""
-    rows, length, masked, examples = flops.shape_of(phase, data)
-    pairs: tuple[int, ...] = (rows,)
+    rows, length = phase.batch_size, phase.sequence_length
+    masked = phase.max_predictions_per_seq
     shapes: dict[str, tuple[tuple[int, ...], type]] = {"rows": ((rows,), np.uint32)}
     if data.attention == "per_document":
         of_tokens = (rows, length), np.int32
         shapes |= {"example_numbers": of_tokens, "positions": of_tokens}
-    if data.packing == "pairs":
-        pairs = (rows, examples)
-        shapes |= {
-            "examples": (pairs, np.uint32),
-            "example_starts": (pairs, np.int32),
-            "example_numbers": ((rows, length), np.int32),
-            "positions": ((rows, length), np.int32),
-        }
     shapes |= {
-        "row_weights": (pairs, np.float32),
+        "row_weights": ((rows,), np.float32),
         "input_ids": ((rows, length), np.int32),
         "segment_ids": ((rows, length), np.int32),
         "input_mask": ((rows, length), np.int32),
@@ -165,5 +157,5 @@ def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
         "masked_lm_weights": ((rows, masked), np.float32),
     }
     if data.units != "sentences":
-        shapes["next_sentence_labels"] = pairs, np.int32
+        shapes["next_sentence_labels"] = (rows,), np.int32
     return {name: jax.ShapeDtypeStruct(*value) for name, value in shapes.items()}

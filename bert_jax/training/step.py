@@ -398,10 +398,6 @@ def _noise(
 
 def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
     """Returns the noise of `dropout_rng=threefry8`, a function of the rows' numbers."""
-    if "examples" in micro:
-        return layers.PackedNoise.of(
-            key, micro["examples"], micro["example_numbers"], micro["positions"]
-        )
     noise = layers.RowNoise.of(key, micro["rows"])
     if "tokens" in micro:  # of texts that share rows, see `vectors.packing`
         numbers = micro["places"] // micro["tokens"].shape[1]

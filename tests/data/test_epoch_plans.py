@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 from etils import epath
 
-from bert_jax.data import packing, plan_files, plans, stream
+from bert_jax.data import plan_files, plans, stream
 from bert_jax.errors import InputError, Unavailable
-
-PACKED = packing.Packed(4, 9, 0.15, 5)
 
 
 def write_stream(folder, documents=200):
@@ -53,29 +51,17 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "plans"
 
 
-def of(split, corpus="a", counts=None, seed=0, packed=None):
-    return plans.Plans(split, (seed, "train", 0), 32, 0.1, corpus, counts, packed=packed)
-
-
-def in_memory(split, *epochs, **how):
-    """The plans of a split that is small, and what they count."""
-    with pytest.MonkeyPatch.context() as small:
-        small.setattr(plans, "_IN_MEMORY", 1 << 20)
-        source = of(split, **how)
-        return [source.wait(epoch) for epoch in epochs], source.counted()
+def of(split, corpus="a", counts=None):
+    return plans.Plans(split, (0, "train", 0), 32, 0.1, corpus, counts)
 
 
 @pytest.fixture(scope="module")
 def expected(on_disk):
-    """The plans of two epochs."""
-    return in_memory(on_disk, 0, 3)[0]
-
-
-def same(one, other):
-    np.testing.assert_array_equal(one.chunks, other.chunks)
-    for a, b in zip(one.packs or (), other.packs or (), strict=True):
-        np.testing.assert_array_equal(a, b)
-    return True
+    """The plans of two epochs, as those of a small split are made."""
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr(plans, "_IN_MEMORY", 1 << 20)
+        source = of(on_disk)
+        return [source.wait(epoch) for epoch in (0, 3)]
 
 
 def wait_until(holds):
@@ -94,14 +80,14 @@ def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, expec
     with contextlib.closing(source):
         assert source.find(3) is second.find(3) is None
         assert source._maker is not None and second._maker is None
-        assert same(source.wait(3), expected[1])
+        np.testing.assert_array_equal(source.wait(3), expected[1])
     (name,) = names(cache)
-    size = 10 * len(expected[1].chunks)
+    size = 10 * len(expected[1])
     assert size < (cache / name).stat().st_size < size + 1000
     # Another process, and one that was given the source by pickle, map the same file.
     monkeypatch.setattr(plan_files.subprocess, "Popen", None)
-    assert same(second.find(3), expected[1])
-    assert same(pickle.loads(pickle.dumps(source)).find(3), expected[1])
+    for other in (second, pickle.loads(pickle.dumps(source))):
+        np.testing.assert_array_equal(other.find(3), expected[1])
     # One that was cut off goes.
     path = cache / name
     for content in (path.read_bytes()[:-3], b"", b"\0" * 100):
@@ -109,31 +95,25 @@ def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, expec
         assert plan_files.read(str(path)) is None and not path.exists()
 
 
-def test_packed_rows_on_disk_are_those_in_memory(on_disk, cache, tmp_path):
-    """Of any epoch, which holds as many examples as the first; the counts are kept."""
-    made, counted = in_memory(on_disk, 0, 2, packed=PACKED)
-    assert [len(plan.packs.slots) for plan in made] == [counted.examples] * 2
-    assert counted.examples > counted.rows == len(made[0].packs)
+def test_rows_of_a_first_plan_are_counted_once(on_disk, cache, expected, tmp_path, monkeypatch):
     counts = epath.Path(tmp_path) / "plans.json"
-    with contextlib.closing(of(on_disk, counts=counts, packed=PACKED)) as source:
-        assert same(source.wait(2), made[1]) and same(source.wait(0), made[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_files.subprocess, "Popen", None)
-        for path in cache.iterdir():
-            path.unlink()
-        assert of(on_disk, counts=counts, packed=PACKED).counted() == counted
-        # The rows of those that share none are the examples of those that do.
-        assert of(on_disk, counts=counts).counted() == (counted.examples,) * 2
+    with contextlib.closing(of(on_disk, counts=counts)) as source:
+        source.wait(0)
+        assert source.counted() == len(expected[0])
+    monkeypatch.setattr(plan_files.subprocess, "Popen", None)
+    for path in cache.iterdir():
+        path.unlink()
+    assert of(on_disk, counts=counts).counted() == len(expected[0])
     whole = counts.read_text()
-    for text in ("{}", "", whole.replace("checksum", "check"), whole.replace("examples", "s")):
+    for text in ("{}", "", whole.replace("checksum", "check"), whole.replace("length", "s")):
         counts.write_text(text)
         assert plans.read_counts(counts) == {} or text == whole
 
 
 def test_what_a_plan_hangs_on_has_a_file_of_its_own(on_disk):
-    recipe = plan_files.Recipe((0, "train", 0), 0, 32, 0.1, "pairs", None, None)
+    recipe = plan_files.Recipe((0, "train", 0), 0, 32, 0.1, "pairs")
     others = {"names": (1, "train", 0), "epoch": 1, "sequence_length": 33, "short_seq_prob": 0.2}
-    others |= {"units": "sentences", "packed": PACKED, "examples": 7}
+    others |= {"units": "sentences"}
     recipes = [recipe, *(recipe._replace(**{name: value}) for name, value in others.items())]
     sources = [
         of(on_disk),

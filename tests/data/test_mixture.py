@@ -117,7 +117,7 @@ def test_a_part_is_planned_as_the_same_documents_by_themselves():
     for units in ("pairs", "swapped_pairs", "sentences"):
         for epoch in range(2):
             made = [
-                plans.Plans(one, NAMES, alone.LENGTH, 0.1, units=units).wait(epoch).chunks
+                plans.Plans(one, NAMES, alone.LENGTH, 0.1, units=units).wait(epoch)
                 for one in (part, own)
             ]
             np.testing.assert_array_equal(*made)
@@ -280,9 +280,6 @@ def test_weights_that_mean_nothing_are_refused():
             Corpus(sources=("text:a", "text:b"), mixture=weights)
 
 
-def test_weights_are_set_as_numbers_and_packing_is_refused():
+def test_weights_are_set_as_numbers():
     tiny, changes = "experiments/tiny.py", ["corpus.sources=text:a,text:b", "corpus.mixture=3,0.5"]
     assert config.load_with_origin(tiny, changes)[0].corpus.mixture == (3.0, 0.5)
-    packed = [*changes, "data.objective=mlm_nsp", "data.packing=pairs"]
-    with pytest.raises(InputError, match=r"data\.packing=.*corpus\.mixture"):
-        config.load_with_origin(tiny, packed)
