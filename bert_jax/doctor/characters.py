@@ -1,7 +1,6 @@
-"""Characters that tell of text read in the wrong encoding, cut, or full of markup."""
+"""Characters that tell of text read in the wrong encoding, or cut."""
 
 import collections
-import math
 import re
 
 from bert_jax.doctor.finding import Finding, Rule, example
@@ -19,8 +18,6 @@ _MOJIBAKE = re.compile(
 )
 # One broken character in 10,000 is one word in 2,000: more than a vocabulary learns to overlook.
 _BROKEN = 1e-4
-# A tag in every 1,000 characters is in every other example of 128 pieces.
-_MARKED_UP = 1e-3
 _COUNTED = ": {count:,} in {documents:,} documents{scope}, {value} of all characters"
 
 # (pattern, fewer matches may be chance, whether pure ASCII can match, the rule for matches a
@@ -45,20 +42,10 @@ FAULTS = {
         "the tokenizer drops them: words lose letters",
         "fetch the text again, and convert it in its own encoding",
     )),
-    "marks": (re.compile("\ufeff"), 1, False, Rule(
-        "byte-order marks stand inside the text" + _COUNTED, 0, math.inf,
-        "none, the tokenizer drops them; files were joined",
-        "if documents were joined with the files, separate them",
-    )),
     "controls": (re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f]"), 1, True, Rule(
         "control characters" + _COUNTED, 0, _BROKEN,
         "the tokenizer drops them, and what they stood between runs together",
         "remove them, e.g. `tr -d '\\000-\\010\\013\\016-\\037\\177'`",
-    )),
-    "markup": (re.compile(r"</?[A-Za-z][^<>\n]{0,80}>|&(?:[a-z]{2,8}|#\d{2,5});"), 10, True, Rule(
-        "markup (tags such as <b> or <unk>, references such as &amp;)" + _COUNTED, 0, _MARKED_UP,
-        "the model learns tags and their letters in place of words",
-        "take the text out of its markup before training",
     )),
 }  # fmt: skip
 

@@ -1,11 +1,10 @@
 """What `doctor` finds: one finding, the rule that it breaks, and how both are put into words."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
-
-from bert_jax.errors import printable
+from bert_jax.errors import printable, quantity
 
 # Characters of text that an example shows.
 _EXCERPT = 70
@@ -26,14 +25,12 @@ class Rule:
     effect: str  # what it is likely to do to training
     remedy: str  # the setting or action that mends it
 
-    def check(
-        self, value: float, example: str = "", named: bool = False, **fields: Any
-    ) -> list["Finding"]:
-        """Returns the finding, or nothing if the value is within the limits, unless it is `named`.
+    def check(self, value: float, example: str = "", **fields: Any) -> list["Finding"]:
+        """Returns the finding, or nothing if the value is within the limits.
 
         `fields` are those of the templates.
         """
-        if not value > self.note_over and not named:
+        if not value > self.note_over:
             return []
         severity = "problem" if value > self.problem_over else "note"
         words = {"value": share(value)} | fields
@@ -73,63 +70,38 @@ def share(value: float) -> str:
 
 # With half of the documents of one sentence, most pairs of such text are random by need.
 ONE_SENTENCE = Rule(
-    "{ones:,} of {documents:,} documents ({value}) have one sentence",
-    0.1,
-    0.5,
+    "{count:,} of {documents:,} documents ({value}) have one sentence",
+    0.1, 0.5,
     "nothing follows a document's last sentence, so the next sentence is random by need: the label "
     "says nothing of the text, and pairs are short",
-    "join texts that belong together into documents of several sentences",
-)
-# Documents that all are single lines were not written that way.
-SINGLE_LINES = dataclasses.replace(
-    ONE_SENTENCE,
-    what=ONE_SENTENCE.what + ": is there a blank line after every line?",
-    remedy="in corpus.layout=sentences_by_line a blank line ends a document: keep those between "
-    "documents alone",
-)
+    "join texts that belong together into documents of several sentences; in "
+    "corpus.layout=sentences_by_line a blank line ends a document: is there one after every line?",
+)  # fmt: skip
 # Each repeat is learned by heart a little; at one in ten it shows in every epoch.
 REPEATED = Rule(
-    "{repeats:,} of {documents:,} documents ({value}) repeat an earlier one",
-    0.0,
-    0.1,
+    "{count:,} of {documents:,} documents ({value}) repeat an earlier one",
+    0.0, 0.1,
     "what repeats is learned by heart; a random next sentence may be the true one",
     "--set corpus.repeated_documents=drop",
-)
-# One document that is half the text is what the model learns, and half of B's come from it.
-DOMINATES = Rule(
-    "the longest of {documents:,} documents holds {value} of the text ({longest:,} {unit}, the "
-    "median {median:,})",
-    0.2,
-    0.5,
-    "the model learns that one document; held out, it alone would decide the score",
-    "cut it into documents of its chapters or articles",
-)
+)  # fmt: skip
+# What is longer than the longest example is no prose, or the splitter did not see its ends.
+LONG_SENTENCES = Rule(
+    "{count} of over {limit}, {value} of the text (the longest {longest:,})",
+    0.01, 0.1,
+    "no example holds them: most of each is cut off",
+    "if they are several sentences: is corpus.language right, do quotation marks match, are lines "
+    "paragraphs (corpus.layout=paragraphs_by_line)? Take out what is no prose: a string without "
+    "blanks is one word to WordPiece, and [UNK]",
+)  # fmt: skip
 
 
-def one_sentence(ones: int, documents: int, layout: str, example: str) -> list[Finding]:
-    """Reports documents of a single sentence, after which nothing follows."""
-    value = ones / documents
-    single_lines = layout == "sentences_by_line" and value > ONE_SENTENCE.problem_over
-    rule = SINGLE_LINES if single_lines else ONE_SENTENCE
-    return rule.check(value, example, ones=ones, documents=documents)
+def of_documents(rule: Rule, count: int, documents: int, example: str) -> list[Finding]:
+    """Reports that so many of the documents are what the rule says."""
+    return rule.check(count / documents, example, count=count, documents=documents)
 
 
-def repeated(repeats: int, documents: int, handling: str, example: str) -> list[Finding]:
-    """Reports documents whose whole text stood before."""
-    value = 0.0 if handling == "drop" else repeats / documents
-    return REPEATED.check(value, example, repeats=repeats, documents=documents)
-
-
-def dominating(lengths: np.ndarray, unit: str, example: str) -> list[Finding]:
-    """Reports a document longer than all others together, or nearly; `lengths` [documents]."""
-    value = float(lengths.max() / lengths.sum())
-    if len(lengths) * value < 4:  # of five documents one is easily a fifth
-        return []
-    return DOMINATES.check(
-        value,
-        example,
-        documents=len(lengths),
-        longest=int(lengths.max()),
-        unit=unit,
-        median=int(np.median(lengths)),
-    )
+def long_sentences(sizes: Sequence[int], whole: int, limit: str, example: str) -> list[Finding]:
+    """Reports sentences that no example holds, of these sizes; `whole` is that of all text."""
+    count, longest = quantity(len(sizes), "sentence"), max(sizes, default=0)
+    value = sum(sizes) / whole
+    return LONG_SENTENCES.check(value, example, count=count, limit=limit, longest=longest)

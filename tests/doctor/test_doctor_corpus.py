@@ -15,7 +15,6 @@ from bert_jax.text import vocabulary
 
 LETTERS = "abcdefghijklmnop"
 WORDS = [f"{a}{b}{c}" for a in LETTERS for b in "aeiou" for c in LETTERS][:600]
-RARE = [f"x{a}{b}" for a in LETTERS for b in LETTERS]
 
 
 def sentence(rng, words=(8, 20)):
@@ -56,17 +55,9 @@ def sentences_as_long_as_an_example(folder):
     return examine(folder, documents(200, (20, 30), (125, 135)))
 
 
-def short_documents(folder):
-    return examine(folder, documents(800, (3, 4), (4, 8)))
-
-
 def repeated_documents(folder):
     docs = documents()
     return examine(folder, docs + docs[:32])
-
-
-def one_long_document(folder):
-    return examine(folder, documents(100) + documents(1, (13_000, 13_000), seed=9))
 
 
 def unknown_words(folder):
@@ -90,11 +81,6 @@ def capitals_never_read(folder):
     return examine(folder, documents(), [*WORDS, ".", *(w.capitalize() for w in WORDS[:100])])
 
 
-def words_in_letters(folder):
-    pieces = [*LETTERS, "e", "i", "u", *(f"##{c}" for c in LETTERS + "u"), *WORDS[:40], "."]
-    return examine(folder, documents(), list(dict.fromkeys(pieces)))
-
-
 def near_duplicates(folder):
     """Every document twice, the second time with a sentence more; splits go by whole texts."""
     docs = documents()
@@ -104,17 +90,14 @@ def near_duplicates(folder):
 
 
 FAULTS = [
-    (one_sentence_documents, finding.SINGLE_LINES, "train document "),
-    (endless_sentences, examined.LONG_SENTENCES, "the lon"),
+    (one_sentence_documents, finding.ONE_SENTENCE, "train document "),
+    (endless_sentences, finding.LONG_SENTENCES, "the lon"),
     (sentences_as_long_as_an_example, examined.RANDOM, ""),
-    (short_documents, examined.PADDING, ""),
     (repeated_documents, finding.REPEATED, ""),
-    (one_long_document, finding.DOMINATES, "train document "),
     (unknown_words, examined.UNKNOWN, "[UNK] [UNK] [UNK]"),
     (another_script, examined.UNKNOWN, "[UNK] [UNK] [UNK]"),
-    (capitals_unknown, examined.TOO_LOW, ""),
-    (capitals_never_read, examined.TOO_HIGH, ""),
-    (words_in_letters, examined.LETTERS, "the commonest: "),
+    (capitals_unknown, examined.CASE, ""),
+    (capitals_never_read, examined.CASE, ""),
     (near_duplicates, examined.LEAKED, "validation document "),
 ]
 
@@ -143,28 +126,10 @@ def test_a_run_without_its_corpus_is_refused(tmp_path):
         doctor.examine(str(tmp_path))
 
 
-def test_text_without_blanks_is_not_called_letters(tmp_path):
-    """Ideographs are pieces of one character; the few Latin letters among them are letters."""
-    rng = random.Random(0)
-    signs = [chr(0x4E00 + n) for n in range(200)]
-    docs = [
-        ["".join(rng.choices([*signs, " a "], k=15)) + "。" for _ in range(80)] for _ in range(400)
-    ]
-    assert examine(tmp_path, docs, ["a", "。", *signs]) == []
-
-
-def test_few_held_out_documents_and_unused_pieces_are_notes(tmp_path):
-    found = examine(tmp_path, documents(200), [*WORDS, ".", *RARE, *(f"{w}z" for w in RARE)])
-    assert [(f.severity, f.rule) for f in found] == [
-        ("note", examined.FEW_HELD_OUT),
-        ("note", examined.UNUSED),
-    ]
-
-
-def test_the_shipped_sample_prepared_has_no_problem(tmp_path):
+def test_the_shipped_sample_prepared_has_no_finding(tmp_path):
     settings = config.load("experiments/tiny.py")
     corpus.prepare(settings.corpus, 8_000, epath.Path(tmp_path / "corpus"), lambda line: None)
-    assert [f.rule for f in doctor.examine(str(tmp_path))] == [examined.FEW_HELD_OUT]
+    assert doctor.examine(str(tmp_path)) == []
 
 
 def sentences_of(ids):
@@ -186,7 +151,6 @@ def test_shared_sentences_are_found_wherever_they_stand():
     )
     assert found.severity == "problem"
     assert found.what.startswith("25% of held-out sentences")
-    assert "0 of 10 held-out documents are near duplicates" in found.what
     assert found.example == f'validation document 0: "{7 * 15}"'
 
 
