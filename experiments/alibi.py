@@ -76,7 +76,7 @@ def attend(query, key, value, input_mask, noise, rate):
     probs = jax.nn.softmax(lowered, axis=-1)
     if noise is not None and rate:
         b, h, q, k = probs.shape
-        keep = jnp.swapaxes(noise.keep_scores((b, h, k, q), rate), 2, 3)
+        keep = jnp.swapaxes(noise.keep((b, h, k, q), rate), 2, 3)
         probs = jnp.where(keep, probs * noise.scale(rate), 0.0)
     probs = probs.astype(value.dtype)
     context = jnp.einsum("bhqk,bkhd->bqhd", probs, value, preferred_element_type=jnp.float32)

@@ -183,7 +183,7 @@ def _attend_recomputed_backward(
     inner = jnp.swapaxes(inner, 1, 2)[:, :, None, :]
     dropped, scaled = probs.astype(dtype), gradient
     if noise is not None:
-        keep = noise.keep_scores(probs.shape, rate)
+        keep = noise.keep(probs.shape, rate)
         dropped = jnp.where(keep, dropped, jnp.zeros_like(dropped))
         # Folded into a factor of each product: a scale between a mask and a product is more than
         # the compiler for TPU v6e survives.
@@ -245,7 +245,7 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
 def _kept(noise: Noise, shape: tuple[int, ...], rate: float) -> jax.Array:
     """Draws bool `shape` = [B, H, Q, K] for scores; bits are in the order of [B, H, K, Q]."""
     b, h, q, k = shape
-    return jnp.swapaxes(noise.keep_scores((b, h, k, q), rate), 2, 3)
+    return jnp.swapaxes(noise.keep((b, h, k, q), rate), 2, 3)
 
 
 def _row_sums(weights: jax.Array) -> jax.Array:

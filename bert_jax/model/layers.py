@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.random import threefry2x32_p
 
 _LAYER_NORM_EPS = 1e-12
 # Of norms without biases, as ModernBERT has them.
@@ -222,10 +223,6 @@ class Noise(Protocol):
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape` = [B, ...], False for about `rate` of it."""
-
-    def keep_scores(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, H, K, Q] for each head's keys and queries."""
-        return self.keep(shape, rate)
 
     def scale(self, rate: float) -> float:
         """Returns one over the probability with which `keep` is really True."""
