@@ -153,16 +153,19 @@ class Embedder:
                 yield from self._embedded(ready.result())
 
     def passages(self, text: str) -> list[str]:
-        """Cuts a text before words into parts that are read whole; of one that is, itself."""
+        """Cuts a text before words into parts of like length that are read whole, if it is long."""
         room = self.max_length - 2 - len(self._prefixes["text"])
         if len(text.encode()) <= room:  # no piece is shorter than a byte
             return [text]
-        starts, held = [0], 0
-        for start, _, ids in self._tokenizer.words(text):
-            if held and held + len(ids) > room:
+        words = [(start, len(ids)) for start, _, ids in self._tokenizer.words(text)]
+        total = sum(count for _, count in words)
+        share = total / max(-(-total // room), 1)
+        starts, held, done = [0], 0, 0
+        for start, count in words:
+            if held and (held + count > room or done >= share * len(starts)):
                 starts.append(start)
                 held = 0
-            held += len(ids)
+            held, done = held + count, done + count
         return [text[a:b].strip() for a, b in itertools.pairwise([*starts, len(text)])]
 
     def warm(self) -> None:

@@ -51,7 +51,6 @@ class Places:
                 break
         return jnp.ones(shape, bool)
 
-
     def scale(self, rate):
         return 1.0
 
