@@ -372,13 +372,11 @@ class PretrainingSetup(Setup):
         held_out = prepared.held_out(experiment, mesh)
         stream = corpus.open_stream(prepared.folder, "validation")
         more = prepared.tokenizer, experiment.parallelism, mesh, run.eval_batch_size
-        # The last model, whose programs the probes have, and what is known of its vectors.
-        opened: list[Any] = []
+        opened: list[Any] = []  # for which model and notes the probes are open
 
         def open_probes(model: Model) -> int:
             opened[:] = model, self._notes
-            made = base_lib.vectors_of(self._notes) or TextVectors()
-            return self.probes.open(model, *more, made)
+            return self.probes.open(model, *more, base_lib.vectors_of(self._notes) or TextVectors())
 
         models = [*dict.fromkeys(map(experiment.model_of, range(len(experiment.phases))))]
         if self.probes is not None:
@@ -411,7 +409,13 @@ class PretrainingSetup(Setup):
 
             def describe(line: dict[str, Any]) -> str:
                 scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
-                return f"probes: {', '.join(scores)}{self._vectors_lost(line)}"
+                lost = ""
+                if experiment.init_from and "similar" in line and line["step"]:
+                    begun = next(
+                        x for x in Lines(self.workdir.metrics).read() if x["kind"] == "probes"
+                    )
+                    lost = evaluators.vectors_lost(line, begun, experiment.init_from)
+                return f"probes: {', '.join(scores)}{lost}"
 
             yield Evaluator("evaluation", due(often), score, evaluators.summary)
             yield Evaluator("predictions", due(often), watch, lambda line: "", file="predictions")
@@ -420,20 +424,6 @@ class PretrainingSetup(Setup):
 
         for model in models:
             yield from evaluators_of(model)
-
-    def _vectors_lost(self, line: dict[str, Any]) -> str:
-        """Returns a warning if what a base knew of similar texts has fallen by a hundredth."""
-        if not (self.experiment.init_from and line.get("similar") and line["step"]):
-            return ""
-        before = Lines(self.workdir.metrics).read()
-        begun = next(x["scores"] for x in before if x["kind"] == "probes" and x["step"] == 0)
-        fell = (
-            f"; {name} was {begun[name]:.4f} in {self.experiment.init_from}, whose vectors of "
-            "texts get lost: docs/search.md says how to have them back"
-            for name in line["similar"]
-            if line["scores"][name] < begun[name] - 0.01
-        )
-        return "".join(fell)
 
     def _when_probed(self, operations: int) -> Callable[[int], bool]:
         """Returns when probes that take so many operations are due.

@@ -40,8 +40,10 @@ def recall(vectors: np.ndarray, how: Quantize) -> float:
     """Returns how many of the ten nearest to each vector are found by what stands for them.
 
     Args:
-      vectors: float32 [N, W], at least two; they are told from each other alone, by cosine.
-      how: what stands for them; by it nearness is the cosine, too, of ones and minus ones for bits.
+      vectors: float32 [N, W], at least two.
+      how: what stands for them.
+
+    Near is by the cosine; bits are ones and minus ones, so that the nearer differ in fewer.
     """
     stand_in = np.where(vectors > 0, 1.0, -1.0) if how == "binary" else quantized(vectors, how)
     near = [_nearest(each.astype(np.float32)) for each in (vectors, stand_in)]

@@ -88,8 +88,8 @@ class Index:
         vectors = np.memmap(self._folder / "vectors", np.float32, "r")
         vectors = vectors.reshape(-1, self._embedder.width)
         places, scores = nearest(vectors, self._rows, asked, top)
-        found = self._places[places]
-        wanted = set(found.flat)
+        numbers = self._places[places]
+        wanted = set(numbers.flat)
         there = {place: text for place, text in enumerate(self._texts()) if place in wanted}
         if any(self._first.get(_key(there.get(place, (0, ""))[1])) != place for place in wanted):
             raise InputError(f"{self._path}: it changed while it was searched; run again")
@@ -98,7 +98,7 @@ class Index:
                 Answer(there[place][0], float(score), there[place][1])
                 for place, score in zip(*of_one, strict=True)
             ]
-            for of_one in zip(found, scores, strict=True)
+            for of_one in zip(numbers, scores, strict=True)
         ]
 
     def answer_file(self, queries: str, out: epath.Path, top: int) -> None:
