@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 1_676,
-    "cli": 1_724,
+    "cli": 1_709,
     "compare": 865,
     "config": 2_249,
     "conformance": 1_152,
@@ -29,12 +29,12 @@ LINES = {
     "training": 1_814,
     "running": 4_306,
     "vectors": 1_264,
-    "verify": 1_158,
+    "verify": 983,
     "launch": 1_354,
     "benchmarks": 3_594,
     "experiments": 1_421,
     "tables": 431,
-    "tests": 31_441,
+    "tests": 31_359,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

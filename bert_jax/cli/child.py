@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from bert_jax import cli, system
@@ -23,11 +22,8 @@ from bert_jax.running import evaluators, start
 from bert_jax.running import lines as lines_lib
 from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.training import step
-from bert_jax.verify import pod
 from bert_jax.verify.faults import Fault, Plan, files_below
 
-# Of several processes: how long all may take to arrive, and a step, in seconds.
-_ARRIVE, _HANG = 120.0, 600.0
 _POLL = 0.005  # seconds between two looks at a save: more often would slow it down
 
 
@@ -45,11 +41,8 @@ class _Child:
     """This process: how far it has come, and what it does between the runner and its callees."""
 
     def __init__(self, plan: Plan):
-        number = int(os.environ.get("JAX_PROCESS_ID", "0"))
-        mine = plan.fault is not None and plan.fault.process == number
-        self._fault: Fault | None = plan.fault if mine else None
+        self._fault: Fault | None = plan.fault
         self._plan = plan
-        self._who = {"start": plan.start, "process": number}
         flags = os.O_APPEND | os.O_CREAT | os.O_WRONLY
         self._journal = os.open(plan.journal, flags, 0o644) if plan.journal else None
         self._done = 0  # steps
@@ -77,7 +70,7 @@ class _Child:
 
     def _note(self, kind: str, **values: Any) -> None:
         if self._journal is not None:
-            line = json.dumps({"kind": kind, **self._who, **values}) + "\n"
+            line = json.dumps({"kind": kind, "start": self._plan.start, **values}) + "\n"
             os.write(self._journal, line.encode())
 
     # --- the places -----------------------------------------------------------------------------
@@ -91,9 +84,6 @@ class _Child:
             self._at("roll_back", self._redone)
             rows, hashes = zip(*rows_of(batch), strict=True)
             self._note("step", step=self._done, rows=rows, hashes=hashes)
-            if self._plan.nudged and not self._done:
-                nudge = 1 + np.finfo(np.float32).eps
-                state = state | {"params": jax.tree.map(lambda x: x * nudge, state["params"])}
             if self._done in self._plan.not_finite:
                 weights = "masked_lm_weights"
                 batch = batch | {weights: batch[weights] * float("nan")}
@@ -193,12 +183,7 @@ def _between(around: Callable, inner: Callable) -> Callable:
 def main(argv: Sequence[str]) -> int:
     """Returns the command's exit code, if it comes to that."""
     system.die_with_parent()
-    plan = Plan.from_json(argv[0])
-    if plan.processes > 1 and "JAX_PROCESS_ID" not in os.environ:
-        command = [sys.executable, "-m", "bert_jax.cli.child", *argv]
-        times = {"arrive_within": _ARRIVE, "hang_after": _HANG}
-        return pod.run(command, processes=plan.processes, devices=1, **times).code
-    child = _Child(plan)
+    child = _Child(Plan.from_json(argv[0]))
     child.patch()
     code = cli.main(argv[1:])
     child.wait()

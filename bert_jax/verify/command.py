@@ -6,8 +6,6 @@ W/corpus/              made without a kill
 W/undisturbed/         the run without a kill
 W/killed/              the run that was killed; killed-2 goes on where its end came too early
 W/prepared/N/          the corpus of round N, if it differs
-W/nudged/              the run from parameters whose last bits are others
-W/elsewhere/           the run over other devices and processes
 W/NAME.log, .journal   what the starts of each printed, and journaled (see cli.child)
 """
 
@@ -26,16 +24,16 @@ from etils import epath
 from bert_jax import config, errors
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError, printable, quantity
-from bert_jax.running.lines import Lines
-from bert_jax.storage.workdir import Workdir, lock, named_errors, require_local, write_atomic
+from bert_jax.storage.workdir import lock, named_errors, require_local, write_atomic
 from bert_jax.verify import compare, resume
 from bert_jax.verify.compare import Comparison, Journal
-from bert_jax.verify.faults import Fault, Plan
+from bert_jax.verify.faults import Plan
 from bert_jax.verify.resume import Children, Killed, ResumedRun, Round, Undisturbed
 
 FORMAT_VERSION = 1
 
 _MARK = "verify.json"
+# Earlier versions made the last two.
 _OURS = re.compile(
     rf"lock|{_MARK}|\.({_MARK}|experiment\.json)\.\d+\.tmp|experiment\.json|"
     r"(corpus|undisturbed|killed(-\d+)?|prepared|nudged|elsewhere)(\.log|\.journal)?"
@@ -43,14 +41,6 @@ _OURS = re.compile(
 
 # A start takes as long as the undisturbed run at most, and this many times more on a busy machine.
 _PATIENCE, _LEAST_PATIENCE = 3.0, 600.0
-
-# How far losses over other devices may be off, relatively. Sums are added in another order there,
-# and a run multiplies what rounding does to it, the sooner the higher its learning rate. So losses
-# are compared only as far as a run from parameters that are one last bit off keeps to the
-# undisturbed one, ten times as closely (those of tiny.py are 1e-7 apart up to step 100, and 1e-3
-# at 150), at most so many steps. The meshes take turns in these, or in the least number.
-_TOLERANCE, _NUDGED_TOLERANCE = 1e-4, 1e-5
-_COMPARED, _LEAST_TURNS = 300, 30
 
 _HEADER = f"{'round':>5}  {'kind':<27} {'from step':>9} {'killed at':>9} {'exit':>5} {'seconds':>8}"
 
@@ -80,12 +70,6 @@ def verify(experiment: Experiment, root: epath.Path, count: int, seed: int, say:
         outcomes, runs = _kill(folder, undisturbed, children, count, seed, say)
         for one in runs:
             ends += _finished(experiment, folder, one)
-        timings = Lines(Workdir(folder / "undisturbed").timings).read()
-        devices = [x["environment"]["devices"][0] for x in timings if x["kind"] == "start"]
-        if why := why_one_place(experiment, devices[-1]):
-            say(f"left out: other devices and processes: {why}")
-        else:
-            ends += _elsewhere(experiment, folder, children, undisturbed)
         return _report(outcomes, ends, time.monotonic() - begun, say)
 
 
@@ -213,93 +197,6 @@ def _finished(experiment: Experiment, folder: pathlib.Path, run: ResumedRun) -> 
         compare.texts("predictions.jsonl", place, undisturbed),
         compare.rows(place.name, experiment, Journal.read(run.journal).survivors()),
     ]
-
-
-def why_one_place(experiment: Experiment, platform: str) -> str:
-    """Returns why a run on devices of this platform cannot be laid over others; "" if it can."""
-    tensor, rng = experiment.parallelism.tensor, experiment.model.dropout_rng
-    optimizer, parts_of = experiment.optimizer, experiment.parallelism.accumulation_of
-    replicas = optimizer.reference_replicas
-    rules = (
-        (platform != "cpu", f"virtual devices are of a CPU, and this run had {platform}"),
-        (tensor > 1, f"parallelism.tensor={tensor} asks for more than two devices"),
-        (rng != "threefry8", f"the noise of model.dropout_rng={rng} is the mesh's own"),
-        (
-            optimizer.clip == "per_replica" and replicas % 2,
-            f"optimizer.reference_replicas={replicas} cannot be halved",
-        ),
-        *(
-            (
-                phase.batch_size % (2 * parts_of(n)),
-                f"phases.{n}.batch_size={phase.batch_size} cannot be halved",
-            )
-            for n, phase in enumerate(experiment.phases)
-        ),
-    )
-    return next((why for cannot, why in rules if cannot), "")
-
-
-def _elsewhere(
-    experiment: Experiment, folder: pathlib.Path, children: Children, run: Undisturbed
-) -> list[Comparison]:
-    """Runs on two devices, stopped; in two processes, one killed; on one device, to the end."""
-    compared, nudged = _comparable(folder, children, run)
-    if nudged.differences:
-        return [nudged]
-    place, journal = folder / "elsewhere", folder / "elsewhere.journal"
-    turns = max(compared, min(run.total, _LEAST_TURNS))
-    stop = Fault("step", signal.SIGTERM, turns // 3)
-    kill = Fault("step", step=2 * turns // 3, process=1)
-    stages = (
-        ("2 devices", 2, stop, 1, errors.STOPPED),
-        ("2 processes", 1, kill, 2, 128 + signal.SIGKILL),  # as a shell has it
-        ("1 device", 1, None, 1, errors.FINISHED),
-    )
-    differences = []
-    for start, (what, devices, fault, processes, code) in enumerate(stages, 1):
-        plan = Plan(fault, str(journal), start, processes, tuple(run.not_finite))
-        ended = children.run("pretrain", place, plan, devices=devices)
-        if ended.code != code:
-            differences.append(f"on {what}: was to end with exit code {code} and {ended}")
-    whose = f"{place.name} ({', '.join(what for what, *_ in stages)})"
-    if differences:
-        return [nudged, Comparison(whose, "started and stopped", differences)]
-    done = Journal.read(journal)
-    # The step in which a process was killed was journaled by those that came to it alone.
-    whole = [e for e in done.executions if e.start != 2 or e.step < done.killed[2]]
-    differences += compare.batches(whole, run.planned)
-    differences += compare.rows(whose, experiment, done.survivors()).differences
-    worst, where = compare.losses(place, folder / "undisturbed", compared)
-    if not worst <= _TOLERANCE:
-        differences.append(f"{where} is off by {worst:.2g}")
-    seen = " + ".join(str(len(done.of_start(start))) for start in (1, 2, 3))
-    what = f"{seen} batches by hash, each row once"
-    if compared:
-        what += (
-            f", losses up to step {compared} off by {worst:.1e} at most, {_TOLERANCE:.0e} allowed"
-        )
-    return [nudged, Comparison(whose, what, differences)]
-
-
-def _comparable(
-    folder: pathlib.Path, children: Children, run: Undisturbed
-) -> tuple[int, Comparison]:
-    """Returns up to which step losses show more than rounding, from a run that is nudged."""
-    place, most = folder / "nudged", min(run.total, _COMPARED)
-    stop = Fault("step", signal.SIGTERM, most)
-    ended = children.run("pretrain", place, Plan(stop, "", 1, 1, tuple(run.not_finite), True))
-    if ended.code not in (errors.STOPPED, errors.FINISHED):
-        why = f"was to end after {most} steps and {ended}"
-        return 0, Comparison(place.name, "started and stopped", [why])
-    last = compare.alike_until(place, folder / "undisturbed", _NUDGED_TOLERANCE, most)
-    so_far = f"within {_NUDGED_TOLERANCE:.0e} up to step {last}, as far as losses are compared"
-    if not last:
-        so_far = (
-            f"off by more than {_NUDGED_TOLERANCE:.0e} in the first line of metrics.jsonl, so no "
-            "losses are compared; set model.compute_dtype=float32, or run.log_every or "
-            "optimizer.peak_learning_rate lower"
-        )
-    return last, Comparison(place.name, f"from parameters one last bit off, {so_far}", [])
 
 
 def _report(outcomes: list[Outcome], ends: list[Comparison], seconds: float, say: Say) -> int:

@@ -5,17 +5,15 @@ import filecmp
 import itertools
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 
 from bert_jax.config import Experiment, Parallelism
 from bert_jax.errors import printable
 from bert_jax.running.checkpoint import Checkpoints
-from bert_jax.running.lines import Lines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective, step
@@ -36,8 +34,7 @@ class Execution:
 class Journal:
     """The record that the children of one workdir journaled (see `cli.child`)."""
 
-    # In the order in which they were begun; what several processes did of a step is one of them.
-    executions: list[Execution]
+    executions: list[Execution]  # in the order in which they were begun
     killed: dict[int, int]  # {start: steps done when it was killed}
     # {start: (steps done, steps done where it went back to)}.
     rolled_back: dict[int, tuple[int, int]]
@@ -47,8 +44,6 @@ class Journal:
     def read(cls, path: pathlib.Path) -> "Journal":
         """Reads a journal; an empty one if there is no file."""
         journal = cls([], {}, {})
-        parts: dict[tuple[int, int, int], dict[int, int]] = {}  # {row: hash} of an execution
-        times: dict[tuple[int, int, int], int] = {}
         for line in path.read_text().splitlines() if path.exists() else ():
             note = json.loads(line)
             if note["kind"] == "killed":
@@ -58,15 +53,10 @@ class Journal:
             elif note["kind"] == "prepared":
                 journal.prepare_seconds = note["seconds"]
             else:
-                # A process may do a step again within one start.
-                mine = (note["start"], note["process"], note["step"])
-                times[mine] = times.get(mine, 0) + 1
-                part = parts.setdefault((note["start"], note["step"], times[mine]), {})
-                part |= dict(zip(note["rows"], note["hashes"], strict=True))
-        for (start, at, _), part in parts.items():
-            rows = np.array(sorted(part), np.uint64)
-            hashes = np.array([part[row] for row in sorted(part)], np.uint64)
-            journal.executions.append(Execution(start, at, rows, hashes))
+                # Devices that share rows name them each.
+                held = sorted(dict(zip(note["rows"], note["hashes"], strict=True)).items())
+                rows, hashes = np.array(held, np.uint64).T
+                journal.executions.append(Execution(note["start"], note["step"], rows, hashes))
         return journal
 
     def of_start(self, start: int) -> list[Execution]:
@@ -185,51 +175,3 @@ def corpora(made: pathlib.Path, undisturbed: pathlib.Path) -> list[str]:
     _, other, unread = filecmp.cmpfiles(made, undisturbed, a & b, shallow=False)
     differ = [f"{name} differs" for name in (*other, *unread)]
     return sorted([*differ, *(f"{name} is not in both" for name in a ^ b)])
-
-
-def losses(ours: pathlib.Path, theirs: pathlib.Path, last: int) -> tuple[float, str]:
-    """Returns the largest relative difference of a loss in the lines of two runs, and its place.
-
-    Infinite where lines or losses are missing, or are no numbers. Losses after the step `last` are
-    not compared; their lines must only be there.
-    """
-    a, b = _lines(ours), _lines(theirs)
-    if [(x["kind"], x["step"]) for x in a] != [(y["kind"], y["step"]) for y in b]:
-        return np.inf, "other lines"
-    off = [
-        (*_farthest(x, y), f"{y['kind']}, step {y['step']}")
-        for x, y in zip(a, b, strict=True)
-        if x["step"] <= last
-    ]
-    worst, which, where = max(off, default=(0.0, "no loss", "no line"), key=lambda one: one[0])
-    return worst, f"{which} of {where}"
-
-
-def alike_until(ours: pathlib.Path, theirs: pathlib.Path, tolerance: float, last: int) -> int:
-    """Returns the last step with lines before losses of two runs are farther apart than allowed.
-
-    Steps up to `last` are looked at; 0 comes back where those of the first are too far.
-    """
-    alike = [0]
-    for x, y in zip(_lines(ours), _lines(theirs), strict=False):
-        if x["step"] > last or (x["kind"], x["step"]) != (y["kind"], y["step"]):
-            break
-        if _farthest(x, y)[0] > tolerance:
-            return max(step for step in alike if step < x["step"])
-        alike.append(x["step"])
-    return alike[-1]
-
-
-def _lines(place: pathlib.Path) -> list[dict[str, Any]]:
-    return Lines(epath.Path(place / "metrics.jsonl")).read()
-
-
-def _farthest(x: Mapping[str, Any], y: Mapping[str, Any]) -> tuple[float, str]:
-    """Returns how far the losses of two lines are apart at most, relative to y's, and which."""
-    off = {}
-    for name in sorted(name for name in x.keys() | y.keys() if "loss" in name):
-        known = np.array([line.get(name, np.inf) for line in (x, y)])
-        apart = abs(known[0] - known[1]) / max(abs(known[1]), 1e-6)
-        off[name] = float(apart) if np.isfinite(known).all() else np.inf
-    which = max(off, key=off.__getitem__, default="no loss")
-    return off.get(which, 0.0), which

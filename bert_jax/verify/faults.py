@@ -1,12 +1,12 @@
 """What a start of `bert-jax` is to suffer, done by `python -m bert_jax.cli.child`.
 
 It journals what it did. A line of the journal is one JSON object, written in one call to a file
-opened for appending, so that neither a kill nor a second process can cut it:
+opened for appending, so that no kill can cut it:
 
-    {"kind": "step", "start": N, "process": P, "step": S, "rows": [...], "hashes": [...]}
-    {"kind": "killed", "start": N, "process": P, "done": S}
-    {"kind": "rolled_back", "start": N, "process": P, "done": S, "to": S}
-    {"kind": "prepared", "start": N, "process": P, "seconds": T}
+    {"kind": "step", "start": N, "step": S, "rows": [...], "hashes": [...]}
+    {"kind": "killed", "start": N, "done": S}
+    {"kind": "rolled_back", "start": N, "done": S, "to": S}
+    {"kind": "prepared", "start": N, "seconds": T}
 """
 
 import contextlib
@@ -32,7 +32,6 @@ class Fault:
     # were opened; of a roll-back, steps done again.
     part: int = 0
     after: float = 0.0  # seconds from that place on
-    process: int = 0  # of several, which one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +41,7 @@ class Plan:
     fault: Fault | None = None  # how it ends; None: by itself
     journal: str = ""  # the file it appends to; "" for none
     start: int = 0  # its number among the starts that share this journal
-    processes: int = 1  # how many are started on this machine to be one run
     not_finite: tuple[int, ...] = ()  # steps whose loss is made not to be finite
-    # Whether each parameter is another by its last bit or two when training begins.
-    nudged: bool = False
 
     def to_json(self) -> str:
         """Returns the plan as `from_json` reads it."""

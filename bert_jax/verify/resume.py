@@ -27,7 +27,6 @@ CHILD = "bert_jax.cli.child"
 HUNG = "hung"
 
 _TAIL = 5
-_DEVICES = "--xla_force_host_platform_device_count="
 
 # A start is killed before any of its files of lines, or before the first step.
 _START_PARTS = 4
@@ -177,25 +176,16 @@ class Children:
         workdir: pathlib.Path,
         plan: Plan,
         settings: Sequence[str] = (),
-        devices: int | None = None,
     ) -> Ended:
-        """Runs a command to its end; its output goes to W.log.
-
-        `devices` are virtual ones on the CPU; None: as the environment has it.
-        """
+        """Runs a command to its end; its output goes to W.log."""
         words = [command, str(self.experiment), "--workdir", str(workdir)]
         words += [word for setting in settings for word in ("--set", setting)]
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-        if devices is not None:
-            flags = os.environ.get("XLA_FLAGS", "").split()
-            flags = [flag for flag in flags if not flag.startswith(_DEVICES)]
-            environment["XLA_FLAGS"] = " ".join([*flags, f"{_DEVICES}{devices}"])
         begun = time.monotonic()
         with workdir.with_name(workdir.name + ".log").open("a+b") as log:
             here = log.tell()
             process = subprocess.Popen(
                 [sys.executable, "-m", CHILD, plan.to_json(), *words],
-                env=environment,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

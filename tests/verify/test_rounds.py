@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import json
-import math
 import signal
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from small_run import write_text
 
 from bert_jax import cli, config
-from bert_jax.verify import command, compare, resume
+from bert_jax.verify import compare, resume
 from bert_jax.verify.compare import Execution, Journal
 from bert_jax.verify.faults import Fault, Plan
 from bert_jax.verify.resume import Ended, ResumedRun, Round, Undisturbed
@@ -100,26 +99,19 @@ def test_steps_without_a_loss_lie_after_the_first_save(experiment):
 # --- journals -----------------------------------------------------------------------------------
 
 
-def note(step, rows, start=1, process=0, add=0):
+def note(step, rows, start=1, add=0):
     hashes = [row + add for row in rows]
-    return {
-        "kind": "step", "start": start, "process": process, "step": step, "rows": rows,
-        "hashes": hashes,
-    }  # fmt: skip
+    return {"kind": "step", "start": start, "step": step, "rows": rows, "hashes": hashes}
 
 
-def test_what_two_processes_did_of_a_step_is_one_execution_and_a_step_done_again_another(tmp_path):
-    notes = (
-        note(0, [2, 3], process=1), note(1, [6, 7], process=1), note(0, [0, 1]), note(1, [4, 5]),
-        note(0, [0], start=2), note(0, [0], start=2, add=1),
-    )  # fmt: skip
+def test_rows_that_devices_share_count_once_and_a_step_done_again_is_another(tmp_path):
+    notes = note(0, [2, 3, 0, 1, 0, 1]), note(1, [4, 5]), note(0, [0], start=2, add=1)
     (tmp_path / "journal").write_text("".join(json.dumps(one) + "\n" for one in notes))
     journal = Journal.read(tmp_path / "journal")
-    first, second, *again = journal.executions
-    assert (first.step, second.step) == (0, 1) and journal.of_start(2) == again
-    assert first.rows.tolist() == [0, 1, 2, 3] and second.hashes.tolist() == [4, 5, 6, 7]
-    assert [e.hashes.tolist() for e in again] == [[0], [1]]
-    assert journal.survivors() == {0: again[1], 1: second}
+    first, second, again = journal.executions
+    assert first.rows.tolist() == first.hashes.tolist() == [0, 1, 2, 3]
+    assert journal.of_start(2) == [again] and again.hashes.tolist() == [1]
+    assert journal.survivors() == {0: again, 1: second}
 
 
 # --- a run that is killed -----------------------------------------------------------------------
@@ -139,12 +131,12 @@ class Script:
                 file.write(json.dumps(one) + "\n")
             if plan.fault:
                 if self.went_back:
-                    back = {"kind": "rolled_back", "start": plan.start, "process": 0}
+                    back = {"kind": "rolled_back", "start": plan.start}
                     file.write(
                         json.dumps(back | dict(zip(("done", "to"), self.went_back, strict=True)))
                         + "\n"
                     )
-                killed = {"kind": "killed", "start": plan.start, "process": 0}
+                killed = {"kind": "killed", "start": plan.start}
                 killed["done"] = last - (plan.fault.signal == signal.SIGTERM)
                 file.write(json.dumps(killed) + "\n")
         for step in saved:
@@ -225,7 +217,7 @@ def test_a_run_that_ends_before_its_death_is_no_kill(tmp_path):
     assert killed.done is None and killed.differences == []
 
 
-# --- rows, losses, other devices ----------------------------------------------------------------
+# --- rows ----------------------------------------------------------------
 
 
 def test_rows_that_were_missed_or_seen_twice_are_counted(experiment):
@@ -239,75 +231,6 @@ def test_rows_that_were_missed_or_seen_twice_are_counted(experiment):
     assert found == [
         "phase 1: of 20 rows 2 were not seen and 0 more than once; 0 are not of the plan"
     ]
-
-
-def test_the_farthest_loss_is_named(tmp_path):
-    def lines(name, last, step=6, first=2.0):
-        (tmp_path / name).mkdir()
-        shares = ("masked_lm_accuracy", "next_sentence_accuracy", "next_sentence_majority")
-        held_out = dict.fromkeys(shares, 0.5) | {"next_sentence_error": 0.1, "rows": 9}
-        losses = {"next_sentence_loss": 0.7, "masked_lm_loss": first, "gradient_norm": 9.0}
-        more = {"next_sentence_loss": 0.7, "masked_lm_loss": last, "unigram_loss": 5.0}
-        rows = [
-            {"step": 3, "kind": "train", **losses},
-            {"step": step, "kind": "evaluation", **held_out, **more},
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / name / "metrics.jsonl").write_text(text)
-        return tmp_path / name
-
-    a = lines("a", 4.0)
-    by, where = compare.losses(lines("b", 4.1), a, 99)
-    assert by == pytest.approx(0.025) and where == "masked_lm_loss of evaluation, step 6"
-    assert compare.losses(lines("c", 4.0, step=7), a, 99)[0] == math.inf
-    assert compare.losses(lines("d", 4.1), a, 5)[0] == 0.0  # which is past the last
-    # Whatever stands after it, in its line or the next.
-    assert compare.losses(lines("e", math.nan), a, 99)[0] == math.inf
-    assert compare.losses(lines("f", 4.0, first=math.nan), a, 99)[0] == math.inf
-    assert compare.alike_until(tmp_path / "f", a, 0.5, 99) == 0
-
-
-def test_losses_are_alike_until_one_is_too_far_off(tmp_path):
-    def lines(name, *losses):
-        (tmp_path / name).mkdir()
-        rows = [
-            {"step": 2 * i + 2, "kind": kind, "loss": x, "seconds": i}
-            for i, pair in enumerate(losses)
-            for kind, x in zip(("train", "evaluation"), pair, strict=False)
-        ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / name / "metrics.jsonl").write_text(text)
-        return tmp_path / name
-
-    same, near, far = (4.0,), (4.0 * (1 + 1e-6),), (4.001,)
-    a = lines("a", same, (4.0, 4.0), same, same)
-    for name, losses, reached in (
-        ("near", (same, near * 2, near, far), 6),  # the last is past the last step
-        ("farther", (near, near * 2, far, same), 4),  # and what comes near again does not count
-        ("far held out", (near, near + far, same), 2),
-        ("far at once", (far, near * 2), 0),
-        ("not finite", (near, same * 2, (math.nan,), near), 4),
-        ("stopped", (near, near * 2), 4),
-        ("with other lines", (near, near, near), 4),
-    ):
-        assert compare.alike_until(lines(name, *losses), a, 1e-5, 7) == reached, name
-
-
-@pytest.mark.parametrize(
-    ("settings", "platform", "why"),
-    [
-        ([], "cpu", ""),
-        ([], "TPU v5 lite", "virtual devices are of a CPU, and this run had TPU v5 lite"),
-        (["parallelism.tensor=2"], "cpu", "parallelism.tensor=2"),
-        (["model.dropout_rng=rbg16"], "cpu", "model.dropout_rng=rbg16"),
-        (["phases.1.batch_size=3"], "cpu", "phases.1.batch_size=3 cannot be halved"),
-        (["parallelism.accumulation=4"], "cpu", "phases.1.batch_size=4 cannot be halved"),
-        (["optimizer.clip=per_replica"], "cpu", "reference_replicas=1 cannot be halved"),
-    ],
-)
-def test_what_cannot_be_laid_over_two_devices_is_left_out(settings, platform, why, experiment):
-    reason = command.why_one_place(config.override(experiment, settings), platform)
-    assert why in reason and bool(why) == bool(reason)
 
 
 # --- what is refused ----------------------------------------------------------------------------
