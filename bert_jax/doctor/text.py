@@ -136,7 +136,7 @@ class _Survey:
         self._seen: set[int] = set()  # hashes of whole texts
         self._any = self._repeated = self._one = ""  # examples
         self._long: list[int] = []  # characters of each long sentence
-        self._longest = ""
+        self._longest = (0, "")  # with an example
         self._layouts: dict[str, list[str]] = collections.defaultdict(list)
         self._size = sum(size for *_, size in places)
         self._is_sample = False
@@ -185,8 +185,8 @@ class _Survey:
             return  # its lines repeat with it
         for sentence in all_split:
             if len(sentence) > _LONG:
-                if len(sentence) > max(self._long, default=0):
-                    self._longest = example(document.place(0), sentence)
+                where = example(document.place(0), sentence)
+                self._longest = max(self._longest, (len(sentence), where))
                 self._long.append(len(sentence))
         lines = document.text.split("\n")
         if looks := _looks_like(document, lines, all_split, self._corpus.language):
@@ -205,13 +205,13 @@ class _Survey:
             findings += TOO_FEW.check(least - different, self._any, count=count, least=least)
         if not self._count:
             return findings
-        megabytes = f" (in a sample of {self._read / 1e6:,.3g} million characters)"
-        scope = megabytes if self._is_sample else ""
+        sample = f" (in a sample of {self._read / 1e6:,.3g} million characters)"
+        scope = sample if self._is_sample else ""
         findings += finding.of_documents(finding.ONE_SENTENCE, self._ones, self._count, self._one)
         if self._corpus.repeated_documents == "keep":
             number = self._repeats, self._count, self._repeated
             findings += finding.of_documents(finding.REPEATED, *number)
-        long = self._long, self._read, f"2,000 characters{scope}", self._longest
+        long = self._long, self._read, f"{_LONG:,} characters{scope}", self._longest[1]
         findings += finding.long_sentences(*long)
         for looks, examples in self._layouts.items():
             number = {"count": len(examples), "documents": self._count, "scope": scope}
