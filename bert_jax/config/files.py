@@ -189,8 +189,8 @@ def _require_kind(kind: type, wanted: type, where: str) -> None:
             Experiment: ("a pre-training, not a fine-tuning", "`bert-jax pretrain` takes it"),
             Finetuning: (
                 "a fine-tuning, not a pre-training",
-                "`bert-jax finetune` takes it, `predict` (with --score for scores) and "
-                "`checkpoints` take its run",
+                "`bert-jax finetune` takes it, `predict` (with --score for scores), `embed` and "
+                "`checkpoints` take its run; to begin with it, `export` it and `import` the folder",
             ),
         }[kind]
         raise InputError(f"{where}: is {what}; {commands}")
