@@ -28,13 +28,13 @@ LINES = {
     "text": 2_991,
     "training": 1_814,
     "running": 4_306,
-    "vectors": 1_264,
+    "vectors": 1_265,
     "verify": 983,
     "launch": 1_354,
     "benchmarks": 3_594,
     "experiments": 1_421,
     "tables": 431,
-    "tests": 31_359,
+    "tests": 31_362,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

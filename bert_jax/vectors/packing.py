@@ -91,7 +91,8 @@ def shared(batch: Batch, lengths: np.ndarray, together: int) -> Batch:
     """Returns rows of a step with one text each as rows that texts share, and a `Packing` of them.
 
     The texts of so many rows that follow one another stand one behind the other in as many shorter
-    rows, over whose ends they go on. How long these are is known from the step's lengths alone.
+    rows, over whose ends they go on. How long these are is known from the step's lengths and N
+    alone; so what a line calls `filled` depends on the devices, as no other number of it does.
 
     Args:
       batch: `input_ids`, `segment_ids` and `input_mask` [B, K], and whatever else a row has.

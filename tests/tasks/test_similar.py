@@ -263,7 +263,7 @@ def test_two_processes_compare_the_texts_of_both(train, here):
         words = [word for one in settings for word in ("--set", one)]
         assert cli.main(["prepare", str(file), *words]) == 0
     write_task(train=train)
-    settings = "parallelism.accumulation=2", "epochs=1"
+    settings = "parallelism.accumulation=2", "epochs=1", "optimizer.peak_learning_rate=1e-3"
     command = ["finetune", "task.py", "--from", "base"]
     command += [word for one in settings for word in ("--set", one)]
     assert cli.main([*command, "--workdir", "run"]) == 0
@@ -279,6 +279,9 @@ def test_two_processes_compare_the_texts_of_both(train, here):
     both = zip(tuned.lines("pod/metrics.jsonl"), tuned.lines("run/metrics.jsonl"), strict=True)
     for ours, theirs in both:
         assert ours.pop("kind") == theirs.pop("kind")
+        # How long rows are that texts share depends on how many share them.
+        for line in (ours, theirs):
+            line.pop("filled", None)
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
