@@ -1,5 +1,6 @@
 """What a step of a fine-tuning learns from, as text: pieces, and what is to be answered."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +10,7 @@ from rich.text import Text
 from bert_jax.config import Finetuning
 from bert_jax.errors import InputError, printable
 from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks import similar
 from bert_jax.tasks.adapted import LoadedBase, kind_of
 from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.rows import Rows, TrainBatches
@@ -21,11 +23,12 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     behind `->` stands a text that is to be generated.
     """
     task = experiment.task
+    if task.kind == "similar":
+        yield from _similar(experiment, done, most)
+        return
     train = examples_lib.read(task, task.train, "labelled")
     labels = examples_lib.labels_of(task, train)
-    total = math.ceil(experiment.epochs * len(train) / experiment.batch_size)
-    if not 0 <= done < total:
-        raise InputError(f"--step {done}: the run has steps 0 to {total - 1}")
+    total = _steps(experiment, len(train), done)
     tokenizer = LoadedBase.of(experiment).tokenizer
     rows = kind_of(task, labels, tokenizer).rows(train)
     batches = TrainBatches(rows, tokenizer.pad_id, experiment.batch_size, experiment.seed)
@@ -45,6 +48,35 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
             target = (printable(tokenizer.piece(int(i))) for i in rows.targets[row])
             text.append(f"-> {' '.join(target)}")
         yield text
+
+
+def _steps(experiment: Finetuning, examples: int, done: int) -> int:
+    """Returns how many steps a run of so many examples has, if it has the one after `done`."""
+    total = math.ceil(experiment.epochs * examples / experiment.batch_size)
+    if not 0 <= done < total:
+        raise InputError(f"--step {done}: the run has steps 0 to {total - 1}")
+    return total
+
+
+def _similar(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
+    """Yields what `show` does of texts that are compared, the ones of an example together."""
+    base = LoadedBase.of(experiment)
+    experiment = dataclasses.replace(experiment, task=similar.led_by(experiment.task, base.vectors))
+    learned = similar.read(experiment, base.model, base.tokenizer, [], teacher="left_out")
+    total, each = _steps(experiment, learned.examples, done), learned.rows_per_example
+    count = experiment.batch_size * each
+    batch = learned.batches.batch(done, np.arange(count))
+    filled, length = batch["input_mask"].mean(), batch["input_ids"].shape[1]
+    epoch = done * experiment.batch_size // learned.examples
+    yield Text(
+        f"step {done} of {total}, epoch {epoch}: {count} rows of {length}, {filled:.0%} filled"
+    )
+    for row, ids in enumerate(batch["input_ids"][: most * each]):
+        if row % each == 0:
+            score = f", to be {batch['scores'][row]:g}" if "scores" in batch else ""
+            yield Text(f"\nexample {row // each} of the step{score}")
+        pieces = ids[batch["input_mask"][row] > 0]
+        yield _marked([printable(base.tokenizer.piece(int(i))) for i in pieces], {})
 
 
 def _example(rows: Rows, row: int) -> int:

@@ -238,13 +238,20 @@ def led_by(task: Task, known: TextVectors | None) -> Task:
     )
 
 
-def read(experiment: Finetuning, model: Model, tokenizer: Tokenizer, blank: list[str]) -> Learned:
+def read(
+    experiment: Finetuning,
+    model: Model,
+    tokenizer: Tokenizer,
+    blank: list[str],
+    teacher: Literal["asked", "left_out"] = "asked",
+) -> Learned:
     """Reads what an experiment learns vectors from.
 
     Args:
       experiment: of `similar`.
       model, tokenizer: of the base.
       blank: is given the places of examples that are left out by `task.blank_cells`.
+      teacher: whether its vectors are wanted, which takes a while.
     """
     task, how = experiment.task, experiment.vectors
     word, _, place = task.train[0].partition(":")
@@ -261,7 +268,7 @@ def read(experiment: Finetuning, model: Model, tokenizer: Tokenizer, blank: list
     if how.loss == "cosine":
         scaled = _scaled(examples, how)
         rows.numbers["scores"] = np.repeat(scaled, rows.rows_per_example)
-    if how.loss == "distil":
+    if how.loss == "distil" and teacher == "asked":
         wanted = _taught(how, [example.texts[0] for example in examples])
         rows.numbers["wanted"], width = wanted, wanted.shape[1]
         more = hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()

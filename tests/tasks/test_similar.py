@@ -285,7 +285,7 @@ def test_two_processes_compare_the_texts_of_both(train, here):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-def test_a_teacher_s_vectors_are_learned(here):
+def test_a_teacher_s_vectors_are_learned(here, capsys):
     texts = [row["sentence"] for row in tuned.lines("train")]
     pathlib.Path("sentences").write_text("\n".join(texts) + "\n")
     assert cli.main(["embed", "--workdir", "base", "sentences", "--out", "t.npz"]) == 0
@@ -293,6 +293,13 @@ def test_a_teacher_s_vectors_are_learned(here):
     assert tuned.finetune() == 0
     lines = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "train"]
     assert lines[-1]["loss"] < lines[0]["loss"]
+    pathlib.Path("t.npz").unlink()  # what a step reads is shown without it
+    capsys.readouterr()
+    assert cli.main(["show", "--workdir", "run", "--step", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 1 of 8, epoch 0: 8 rows of 30" in shown
+    pieces = [line.removeprefix("[CLS] ").removesuffix("[SEP] ") for line in shown.splitlines()]
+    assert sum(line.strip() in texts for line in pieces) >= 3
 
 
 @pytest.mark.parametrize(
