@@ -27,14 +27,14 @@ LINES = {
     "tasks": 4_273,
     "text": 2_991,
     "training": 1_814,
-    "running": 4_306,
-    "vectors": 1_265,
+    "running": 4_305,
+    "vectors": 1_269,
     "verify": 983,
     "launch": 1_354,
     "benchmarks": 3_594,
     "experiments": 1_421,
     "tables": 431,
-    "tests": 31_369,
+    "tests": 31_378,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -116,24 +116,25 @@ def summary(line: dict[str, Any]) -> str:
     return f"{'; '.join(words)} ({line['rows']} rows)"
 
 
-def vectors_lost(line: dict[str, Any], begun: dict[str, Any], base: str) -> str:
+def vectors_lost(line: dict[str, Any], lines: list[dict[str, Any]], base: str) -> str:
     """Returns a warning, to be put behind others, if similar texts are known worse than by a base.
 
     Args:
       line: of probes.
-      begun: such a line before the first step.
+      lines: all before; probes that were added since the first step are not compared.
       base: what its weights were of.
     """
+    begun = next((x["scores"] for x in lines if x["kind"] == "probes" and x["step"] == 0), {})
     fell = (
-        f"; {name} was {begun['scores'][name]:.4f} in {base}, whose vectors of texts get lost: "
+        f"; {name} was {begun[name]:.4f} in {base}, whose vectors of texts get lost: "
         "docs/search.md says how to have them back"
         for name in line["similar"]
-        if line["scores"][name] < begun["scores"][name] - _LOST
+        if name in begun and line["scores"][name] < begun[name] - _LOST
     )
     return "".join(fell)
 
 
-# By how much a correlation falls before a warning.
+# By how much a score falls before a warning.
 _LOST = 0.01
 # Of more nats the perplexity is no float.
 _HIGHEST_LOSS = 700.0

@@ -411,10 +411,8 @@ class PretrainingSetup(Setup):
                 scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
                 lost = ""
                 if experiment.init_from and "similar" in line and line["step"]:
-                    begun = next(
-                        x for x in Lines(self.workdir.metrics).read() if x["kind"] == "probes"
-                    )
-                    lost = evaluators.vectors_lost(line, begun, experiment.init_from)
+                    before = Lines(self.workdir.metrics).read()
+                    lost = evaluators.vectors_lost(line, before, experiment.init_from)
                 return f"probes: {', '.join(scores)}{lost}"
 
             yield Evaluator("evaluation", due(often), score, evaluators.summary)

@@ -154,8 +154,8 @@ class Embedder:
 
     def passages(self, text: str) -> list[str]:
         """Cuts a text before words into parts of like length that are read whole, if it is long."""
-        room = self.max_length - 2 - len(self._prefixes["text"])
-        if len(text.encode()) <= room:  # no piece is shorter than a byte
+        room = max(self.max_length - 2 - len(self._prefixes["text"]), 1)
+        if len(text.encode()) <= room:  # a piece is a byte at least, of all usual characters
             return [text]
         words = [(start, len(ids)) for start, _, ids in self._tokenizer.words(text)]
         total = sum(count for _, count in words)
@@ -258,7 +258,8 @@ def write(
     with files.writing(path, width, embedder.longest_piece, dtype) as add:
         for part in embedder.embed(texts, role):
             add(quantized(part.vectors, quantize), part.pieces)
-            first = np.concatenate([first, part.vectors[: SAMPLE - len(first)]])
+            if quantize != "none":
+                first = np.concatenate([first, part.vectors[: SAMPLE - len(first)]])
             if time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
                 shown = time.monotonic()
                 say(f"{embedder.texts} texts, {embedder.texts / (shown - began):.0f} a second")
@@ -269,7 +270,7 @@ def write(
         f"{embedder.texts / seconds:.0f} texts a second; {embedder.unknown.value:.1%} of their "
         "pieces are unknown"
     )
-    if quantize != "none" and len(first) > 1:
+    if len(first) > 1:
         say(
             f"--quantize {quantize}: {recall(first, quantize):.1%} of the ten nearest to each of "
             f"the first {len(first):,} vectors are so still"

@@ -94,7 +94,7 @@ class CorpusPairs:
           What `tasks.rows.TrainBatches.batch` does; `keys` uint32 [B], alike where texts are.
         """
         spans = self._of_step(step)
-        length = min(-(-int(self.lengths(step).max()) // 32) * 32, self._length)
+        length = min(-(-int(self._lengths(spans).max()) // 32) * 32, self._length)
         rows = np.asarray(indices, np.int64)
         ids = np.full((len(rows), length), self._ids.pad, np.int32)
         mask = np.zeros_like(ids)
@@ -116,8 +116,11 @@ class CorpusPairs:
 
     def lengths(self, step: int) -> np.ndarray:
         """Returns how many pieces each row of a step has, int64 [B]."""
+        return self._lengths(self._of_step(step))
+
+    def _lengths(self, spans: Spans) -> np.ndarray:
         around = 2 + np.array([len(prefix) for prefix in self._prefixes])
-        return (self._of_step(step).lengths + around).reshape(-1)
+        return (spans.lengths + around).reshape(-1)
 
     def _of_step(self, step: int) -> Spans:
         return self.spans(np.int64(step) * self._examples + np.arange(self._examples))

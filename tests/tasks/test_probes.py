@@ -180,6 +180,15 @@ def test_vectors_that_get_lost_are_spoken_of(text, copy_of_run, tmp_path, capsys
     assert abs(asked["run"] - before) > 0.1
 
 
+def test_probes_that_were_added_since_the_first_step_are_not_compared():
+    line = {"kind": "probes", "scores": {"a": 0.5, "b": 0.5}, "similar": {"a": {}, "b": {}}}
+    later = {"step": 3, "kind": "probes", "scores": {"a": 0.9, "b": 0.9}}
+    first = {"step": 0, "kind": "probes", "scores": {"a": 0.52}}
+    assert evaluators.vectors_lost(line, [later], "base") == ""
+    warning = evaluators.vectors_lost(line, [first, later], "base")
+    assert "; a was 0.5200 in base" in warning and "b was" not in warning
+
+
 @pytest.mark.long
 def test_what_cannot_be_evaluated_is_not_probed(text, tmp_path, monkeypatch):
     """A probe of parameters that ran away would end the run by another name."""
