@@ -18,8 +18,9 @@ import fake_gcs
 # for an account without rights, and a connection that breaks or stays silent.
 RETRIED = ("429", "500", "503", "408", "reset", "silence")
 DENIED = ("401", "403")
-# Of those requests: a door's first ones of a start, where missing rights are bad input.
-_FIRST = 25
+# Requests of a door that are not denied, since at the first use of a right missing ones are bad
+# input: the first of a start, and all that write until its owner has replaced an object.
+_FIRST, _WRITING, _REPLACED = 25, ("begin", "write", "copy", "delete"), "/OWNER"
 _SILENCE = 3.0  # seconds
 
 
@@ -63,6 +64,7 @@ class Weather:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._requests: Counter[int] = Counter()
+        self._replaced: set[int] = set()
         self._going_on: dict[tuple[int, str], tuple[Fault, int]] = {}
         self._shares: dict[str, float] = {}
         self._denied = 0.0
@@ -97,6 +99,7 @@ class Weather:
         """Another start of the run: what is asked first must not be refused."""
         with self._lock:
             self._requests.clear()
+            self._replaced.clear()
 
     def of(self, call: Call) -> str:
         """What to answer instead; "" for the truth."""
@@ -117,9 +120,12 @@ class Weather:
                 return fault.what
             if self._random.random() >= self._shares.get(call.kind, 0.0):
                 self.calls[call.kind] += 1
+                if call.kind == "write" and call.name.endswith(_REPLACED):
+                    self._replaced.add(call.door)
                 return ""
             # TensorStore renews its tokens itself, and gives up a write that is refused.
             may_deny = self._requests[call.door] > _FIRST and call.client == "gcsfs"
+            may_deny &= call.kind not in _WRITING or call.door in self._replaced
             denies = may_deny and self._random.random() < self._denied
             what = self._random.choice(DENIED if denies else RETRIED)
             times = self._random.randint(1, 2)
