@@ -59,6 +59,8 @@ class PatientFileSystem(CheckedFileSystem):
                 pause = patience.after(error)
             await asyncio.sleep(pause)
 
+    call = asyn.sync_wrapper(_call)  # by which opened files are written: that above is not patient
+
 
 def _place(path: str, args: tuple[Any, ...]) -> str:
     """Returns the bucket or the object of a request, for people."""
