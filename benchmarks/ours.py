@@ -32,9 +32,8 @@ def first_state(model: Model, mesh: jax.sharding.Mesh) -> tuple[step.State, dict
     """State and metrics window before the first step, on all devices."""
 
     def make() -> tuple[step.State, dict[str, jax.Array]]:
-        return step.init_state(Pretraining(model), OPTIMIZER, 0), step.empty_window(
-            Pretraining(model)
-        )
+        learned = Pretraining(model)
+        return step.init_state(learned, OPTIMIZER, 0), step.empty_window(learned.metrics)
 
     return jax.jit(make, out_shardings=mesh_lib.replicated(mesh))()
 

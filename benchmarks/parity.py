@@ -173,7 +173,7 @@ def training(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dic
     batches, losses = [], []
     for number in range(STEPS):
         batch = prepared.train_batches(experiment, 0).batch(number, rows)
-        window = jax.device_put(step.empty_window(objective), mesh_lib.replicated(mesh))
+        window = jax.device_put(step.empty_window(objective.metrics), mesh_lib.replicated(mesh))
         placed = feed.place(batch, rows, len(rows), sharding)
         state, window = train_step(state, window, placed, key)
         means = lines_lib.means(jax.device_get(window))

@@ -108,7 +108,7 @@ def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> It
         raise InputError(f"--step {done}: the run has steps 0 to {experiment.total_steps - 1}")
     phase, first = experiment.phase_at(done)
     spec = experiment.phases[phase]
-    train = prepared.train_batches(experiment, phase)
+    train, data = prepared.train_batches(experiment, phase), experiment.data_of(phase)
     batch = train.batch(done - first, np.arange(spec.batch_size))
     places, notes = _places(train, batch["rows"].astype(np.int64), experiment.corpus.sources)
     yield Text(
@@ -120,9 +120,9 @@ def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> It
         where = f"row {batch['rows'][i]} ({places[i]})"
         if "next_sentence_labels" in batch:
             label = batch["next_sentence_labels"][i]
-            where += f": B {LABELS[experiment.data.units][label]}"
+            where += f": B {LABELS[data.units][label]}"
         yield Text(f"\n{where}")
-        yield row_text(batch, i, prepared.tokenizer, experiment.data)
+        yield row_text(batch, i, prepared.tokenizer, data)
 
 
 def _places(

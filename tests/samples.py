@@ -93,7 +93,7 @@ def run(
         batch = train.batch(number, rows)
         change_batch(batch)
         batch = feed.place(batch, rows, shape.batch_size, sharding)
-        window = jax.device_put(step.empty_window(objective), mesh_lib.replicated(mesh))
+        window = jax.device_put(step.empty_window(objective.metrics), mesh_lib.replicated(mesh))
         state, window = train_step(state, window, batch, step.phase_key(model, 0, 0))
         seen.append(jax.device_get(window))
     return jax.device_get(state), seen

@@ -42,6 +42,10 @@ OBJECTIVES = {
         *("phases.0.max_predictions_per_seq=15", "phases.1.max_predictions_per_seq=23"),
         "data.eval_max_predictions_per_seq=15",
     ),
+    "phases": (  # two objectives, one after the other
+        *("phases.0.objective=causal", "phases.0.max_predictions_per_seq=15"),
+        *("phases.1.masked_lm_prob=0.1", "model.kind=modern", "model.global_every=1"),
+    ),
 }
 
 

@@ -93,7 +93,7 @@ def test_experiments_run_a_shrunk_step_a_phase(name):
         rows = np.arange(phase.batch_size)
         places = mesh_lib.batch_sharding(mesh)
         batch = feed.place(train.batch(0, rows), rows, phase.batch_size, places)
-        state, window = train_step(state, step.empty_window(objective), batch, key)
+        state, window = train_step(state, step.empty_window(objective.metrics), batch, key)
         assert np.isfinite(window["masked_lm_loss"]).all() and window["bad_steps"][0] == 0
     assert int(state["step"]) == len(experiment.phases)
 

@@ -66,7 +66,7 @@ def evaluate(args: argparse.Namespace) -> int:
     parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
     mesh = mesh_lib.make_mesh(parallelism)
     params, done = load_params(experiment, workdir, prepared, mesh, args.checkpoint)
-    objective = objective_lib.of(experiment.model_after(done), experiment.data)
+    objective = objective_lib.of(experiment.model_scored(done), experiment.data)
     metrics = evaluators.evaluate(
         prepared.held_out(experiment, mesh),
         params,

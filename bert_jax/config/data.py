@@ -75,14 +75,13 @@ class Data(Section, role="identity", label="data"):
     eval_seed: Count = 0
 
     def _wrong(self) -> Iterator[Wrong]:
-        objective, whole = self.objective, self.eval_sequence_length - self.unpredicted
         if self.mask_share + self.random_share > 1.0:
             yield "random_share", f"is over 1 together with data.mask_share={self.mask_share}"
-        if self.attention != "whole_row" and not OBJECTIVES[objective].cuts:
-            yield "attention", f"rows of data.objective={objective} are read whole; leave it out"
-        if self.unpredicted and self.eval_max_predictions_per_seq != whole:
-            why = f"data.objective={objective} predicts all pieces; set it to {whole}"
-            yield "eval_max_predictions_per_seq", why
+        if self.attention != "whole_row" and not OBJECTIVES[self.objective].cuts:
+            yield (
+                "attention",
+                f"rows of data.objective={self.objective} are read whole; leave it out",
+            )
         if self.dupe_factor and self.final_masked_lm_prob:
             why = "cannot change masks that are repeated; set data.dupe_factor=0"
             yield "final_masked_lm_prob", why

@@ -66,6 +66,11 @@ class Phase(Section, role="identity", label="phases"):
     max_predictions_per_seq: PositiveCount
     # Rows a step, over all devices.
     batch_size: PositiveCount = 256
+    # What this phase learns instead of data.objective, which is the last phase's, and of which
+    # held-out rows are from the first step on; empty: the same.
+    objective: Literal["", "mlm_nsp", "mlm_sop", "mlm", "causal"] = ""
+    # In this phase, the share of an example's tokens that are to be predicted; 0: data's.
+    masked_lm_prob: Share = 0.0
     # Of kind=modern: in this phase, the base of the rotary positions of layers that attend to whole
     # rows; 0: model.global_rotary_base.
     global_rotary_base: _OwnBase = 0.0
@@ -237,14 +242,27 @@ class Experiment(Section, role="identity", label="experiment"):
             done -= min(done, phase.steps)
         return rows
 
+    def data_of(self, phase: int) -> Data:
+        """Returns the way to a phase's examples, with the phase's own objective and masks."""
+        own, data = self.phases[phase], self.data
+        if own.masked_lm_prob:
+            data = replace(data, masked_lm_prob=own.masked_lm_prob, final_masked_lm_prob=0.0)
+        return replace(data, objective=own.objective) if own.objective else data
+
     def model_of(self, phase: int) -> Model:
-        """Returns the model as a phase trains it, with the phase's own base of rotary positions."""
-        base = self.phases[phase].global_rotary_base or self.model.global_rotary_base
-        return replace(self.model, global_rotary_base=base)
+        """Returns the model as a phase trains it, with its own rotary base and direction."""
+        own = self.phases[phase]
+        base = own.global_rotary_base or self.model.global_rotary_base
+        direction = OBJECTIVES[own.objective or self.data.objective].direction
+        return replace(self.model, global_rotary_base=base, direction=direction)
 
     def model_after(self, done: int) -> Model:
         """Returns the model as the last of `done` steps computed it; of none: as the first will."""
         return self.model_of(self.phase_at(max(done - 1, 0))[0])
+
+    def model_scored(self, done: int) -> Model:
+        """Returns the model after `done` steps as it is scored by data.objective."""
+        return replace(self.model_after(done), direction=self.model.direction)
 
     def _wrong(self) -> Iterator[Wrong]:
         if not self.phases:
@@ -272,14 +290,22 @@ class Experiment(Section, role="identity", label="experiment"):
             yield "model.local_window", why
 
     def _wrong_phase(self, number: int, phase: Phase) -> Iterator[Wrong]:
-        data, length, most = self.data, phase.sequence_length, phase.max_predictions_per_seq
+        yield from self._wrong_objective_of(number)
+        data, length, most = (
+            self.data_of(number),
+            phase.sequence_length,
+            phase.max_predictions_per_seq,
+        )
         share, whole = data.largest_masked_share, length - data.unpredicted
         # The paper's share is cut off by a narrow table, as in the reference.
         if share > _PAPERS_SHARE and round(share * length) > most:
-            why = f"data.masked_lm_prob and data.final_masked_lm_prob ask for {share:g} of {length}"
+            asks = "data.masked_lm_prob and data.final_masked_lm_prob ask"
+            if phase.masked_lm_prob:
+                asks = f"phases.{number}.masked_lm_prob asks"
+            why = f"{asks} for {share:g} of {length}"
             yield "max_predictions_per_seq", f"{why}; set it to {round(share * length)}"
         if data.unpredicted and most != whole:
-            why = f"data.objective={data.objective} predicts all pieces; set it to {whole}"
+            why = f"objective={data.objective} predicts all pieces; set it to {whole}"
             yield "max_predictions_per_seq", why
         parts = {"parallelism.accumulation": self.parallelism.accumulation_of(number)}
         if self.optimizer.clip == "per_replica":
@@ -291,19 +317,40 @@ class Experiment(Section, role="identity", label="experiment"):
             yield "steps", "over 2**32 rows in one phase"
 
     def _wrong_objective(self) -> Iterator[Wrong]:
-        objective, model, run = self.data.objective, self.model, self.run
-        wanted, given = OBJECTIVES[objective], f"data.objective={objective}"
+        data, model, run = self.data, self.model, self.run
+        wanted, given = OBJECTIVES[data.objective], f"data.objective={data.objective}"
+        whole = data.eval_sequence_length - data.unpredicted
+        if data.unpredicted and data.eval_max_predictions_per_seq != whole:
+            why = f"{given} predicts all pieces; set it to {whole}"
+            yield "data.eval_max_predictions_per_seq", why
         if model.direction != wanted.direction:
             yield "model.direction", f"{given}: set model.direction={wanted.direction}"
-        if wanted.units != "sentences" and model.type_vocab_size < 2:
-            yield "model.type_vocab_size", f"{given} has pairs, of two segments; set it to 2"
-        if objective == "causal" and model.code:
-            yield "model.code", f"attends as it likes, which {given} cannot use"
+        learned = {phase.objective or data.objective for phase in self.phases}
+        for objective in sorted(learned):
+            named = f"objective={objective}"
+            if OBJECTIVES[objective].units != "sentences" and model.type_vocab_size < 2:
+                yield "model.type_vocab_size", f"{named} has pairs, of two segments; set it to 2"
+            if objective == "causal" and model.code:
+                yield "model.code", f"attends as it likes, which {named} cannot use"
         if wanted.unpredicted and run.watch:
             yield "run.watch", f"{given} fills no [MASK]; leave it out, --set run.watch="
         if self.data.code and run.probes:
             why = "know no objective of data.code; ask later with `bert-jax evaluate --task`"
             yield "run.probes", why
+
+    def _wrong_objective_of(self, number: int) -> Iterator[Wrong]:
+        own, data = self.phases[number].objective, self.data
+        if own in ("", data.objective):
+            return
+        if number == len(self.phases) - 1:
+            yield (
+                "objective",
+                f"the last phase learns data.objective={data.objective}; leave it out",
+            )
+        if data.code:
+            yield "objective", "data.code says what is learned; leave it out"
+        if data.attention != "whole_row" and not OBJECTIVES[own].cuts:
+            yield "objective", f"its rows are read whole; leave out data.attention={data.attention}"
 
     def _wrong_parallelism(self) -> Iterator[Wrong]:
         given, heads = self.parallelism, self.model.num_attention_heads

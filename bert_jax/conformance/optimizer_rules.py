@@ -199,7 +199,7 @@ def _summed_gradient(clip_norm: float) -> heads.Params:
     train_step = step.make_train_step(Pretraining(_MODEL), cfg, Parallelism(), 1, 1_000_000, mesh)
     state = step.init_state(Pretraining(_MODEL), cfg, 0)
     key = step.phase_key(_MODEL, 0, 0)
-    new, _ = train_step(state, step.empty_window(Pretraining(_MODEL)), _batch(), key)
+    new, _ = train_step(state, step.empty_window(Pretraining(_MODEL).metrics), _batch(), key)
     # Before the first step there is no momentum.
     return jax.tree.map(lambda m: m / (1 - cfg.b1), new["optimizer"][0].mu)
 

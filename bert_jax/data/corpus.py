@@ -213,10 +213,11 @@ def require_rows(folder: epath.Path, experiment: Experiment) -> None:
     validation, length = open_stream(folder, "validation"), data.eval_sequence_length
     if data.units != "sentences":
         pairs.sample(validation, length, data.short_seq_prob, key, 1, data.units)
-        return
-    sentences.plan(validation, length, key, 1)
-    for phase in experiment.phases:
-        sentences.plan(open_stream(folder, "train"), phase.sequence_length, key, 1)
+    else:
+        sentences.plan(validation, length, key, 1)
+    for number, phase in enumerate(experiment.phases):
+        if experiment.data_of(number).units == "sentences":
+            sentences.plan(open_stream(folder, "train"), phase.sequence_length, key, 1)
 
 
 def _require(

@@ -303,7 +303,7 @@ def compile_step(
     """
     mesh = mesh_lib.make_mesh(experiment.parallelism, devices)
     require_runnable(experiment, mesh)
-    objective = objective_lib.of(experiment.model, experiment.data)
+    objective = objective_lib.of_phase(experiment, number)
     state = step.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     lowered = lower_step(experiment, number, mesh, state)
     if dump is None and schedule.KERNEL in lowered.as_text():
@@ -351,7 +351,8 @@ def lower_step(
 ) -> jax.stages.Lowered:
     """Traces the training step of a phase for a mesh and an abstract state."""
     replicated = mesh_lib.replicated(mesh)
-    objective = objective_lib.of(experiment.model_of(number), experiment.data)
+    objective = objective_lib.of_phase(experiment, number)
+    measured = objective_lib.measured(experiment)
     train_step = step.make_train_step(
         objective,
         experiment.optimizer,
@@ -364,9 +365,9 @@ def lower_step(
     phase_key = jax.eval_shape(lambda: step.phase_key(experiment.model, experiment.seed, number))
     return train_step.lower(
         state,
-        _placed(jax.eval_shape(lambda: step.empty_window(objective)), replicated),
+        _placed(jax.eval_shape(lambda: step.empty_window(measured)), replicated),
         _placed(
-            objective_lib.abstract_batch(experiment.phases[number], experiment.data),
+            objective_lib.abstract_batch(experiment.phases[number], experiment.data_of(number)),
             mesh_lib.batch_sharding(mesh),
         ),
         _placed(phase_key, replicated),

@@ -258,6 +258,12 @@ def of_run(record: Record) -> list[Figure]:
     ) -> tuple[Plot, str]:
         return Plot(title, train_and_held_out(record, name, error), [*levels], **options), note
 
+    # Of phases that learn something else than held-out rows are scored by.
+    others = [
+        (task, words.capitalize())
+        for task, words in (losses.PIECES | losses.PAIRS).items()
+        if f"{task}_loss" not in newest and any(f"{task}_loss" in line for line in record.train)
+    ]
     percent = {"scale": "percent"}
     beyond = "Below the dashed line the model knows more than how often each piece occurs."
     errors = (
@@ -272,6 +278,8 @@ def of_run(record: Record) -> list[Figure]:
             **percent,
         ),
         both(f"{of_pairs} loss, nat", f"{pairs}_loss", GUESSING, COIN),
+        *(both(f"{words} loss, nat", f"{task}_loss") for task, words in others),
+        *(both(f"{words} accuracy", f"{task}_accuracy", **percent) for task, words in others),
         *(both(name.replace("_", " "), name) for name in _own(newest)),
         (
             _probes(record),

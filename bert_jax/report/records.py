@@ -170,7 +170,7 @@ def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, A
     counts = np.bincount(stream.ids[:_PIECES], minlength=prepared.tokenizer.size)
     phases = list(enumerate(experiment.phases))
     rows = [_plan(stream, experiment, n, phase.sequence_length) for n, phase in phases]
-    planned = [_planned(stream, rows[n], experiment.data, phase) for n, phase in phases]
+    planned = [_planned(stream, rows[n], experiment.data_of(n), phase) for n, phase in phases]
     commonest = np.argsort(-counts, kind="stable")[:_TOP_PIECES]
     starts = stream.sentence_offsets
     documents = _first(stream.document_offsets, _SENTENCES)
@@ -241,10 +241,10 @@ def _mixture(
 
 def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:
     """Returns rows of a phase's first plan, some: a whole one takes long on billions of tokens."""
-    key = draws.key_of(experiment.seed, "train", phase, 0)
-    if experiment.data.units == "sentences":
+    key, data = draws.key_of(experiment.seed, "train", phase, 0), experiment.data_of(phase)
+    if data.units == "sentences":
         return sentences.plan(stream, length, key, _ROWS)
-    how = experiment.data.short_seq_prob, key, _ROWS, experiment.data.units
+    how = data.short_seq_prob, key, _ROWS, data.units
     return pairs.sample(stream, length, *how)
 
 
@@ -280,21 +280,21 @@ def _examples(
 
     Before each stands what B is to A, "" where it is no pair.
     """
-    phase = experiment.phases[number]
+    phase, data = experiment.phases[number], experiment.data_of(number)
     first = sum(before.steps for before in experiment.phases[:number])
     chosen = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
     key = draws.key_of(experiment.seed, "train", number)
-    words = LABELS.get(experiment.data.units)
+    words = LABELS.get(data.units)
     widths = phase.sequence_length, phase.max_predictions_per_seq
-    batch = batches.Examples(stream, prepared.ids, experiment.data, *widths).make(
+    batch = batches.Examples(stream, prepared.ids, data, *widths).make(
         chosen,
         draws.Counter(key, np.arange(len(chosen))),
-        masking.Policy.of(experiment.data, first, experiment.total_steps),
+        masking.Policy.of(data, first, experiment.total_steps),
     )
     return [
         (
             "" if words is None else words[int(row["is_random_next"])],
-            row_pieces(batch, i, prepared.tokenizer, experiment.data),
+            row_pieces(batch, i, prepared.tokenizer, data),
         )
         for i, row in enumerate(chosen)
     ]

@@ -43,6 +43,8 @@ class PhaseBatches(NamedTuple):
     ready: Callable[[int], bool] = lambda step: True
     close: Callable[[], None] = lambda: None  # ends what is under way
     objective: Objective | None = None  # what is learned in this phase; None: the job's
+    # Whether the next phase learns something else, so that no line of metrics has steps of both.
+    ends_line: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Job:
 
     experiment: Any  # what is kept with every checkpoint, an `Experiment` or the like
     objective: Objective  # what is learned
+    measured: tuple[str, ...]  # names of what any of its steps measures
     optimizer: Optimizer  # the update
     total_steps: int  # of all phases; the schedule's length
     batches: Callable[[int], PhaseBatches]  # (steps done) to the phase of the next step

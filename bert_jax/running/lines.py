@@ -155,6 +155,7 @@ class Spikes:
 
     def __init__(self) -> None:
         self._highest: list[float] = []
+        self._learned: list[str] = []  # the losses of the line before
 
     def of_line(self, line: Mapping[str, Any]) -> tuple[int, float, float] | None:
         """Returns (step, its loss, the usual highest loss of a line) if the line has a jump.
@@ -164,6 +165,9 @@ class Spikes:
         loss = line.get("worst_step_loss")
         if line.get("kind") != "train" or not isinstance(loss, int | float):
             return None
+        learned = sorted(name for name in line if name.endswith("_loss"))
+        if learned != self._learned:  # another phase's objective, whose losses are others
+            self._highest, self._learned = [], learned
         before, usual = self._highest[-_WINDOW:], 0.0
         self._highest = [*before, float(loss)]
         if len(before) < _LEAST:

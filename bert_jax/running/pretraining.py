@@ -97,7 +97,7 @@ class Prepared:
         stream = corpus.open_stream(self.folder, "train")
         files = sorted((self.folder / "stream" / "train").iterdir())
         self.stamps |= {os.fspath(path): _stamp(path) for path in files}
-        data, names = experiment.data, (experiment.seed, "train", phase)
+        data, names = experiment.data_of(phase), (experiment.seed, "train", phase)
         widths = spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size
         shape = batches.Shape(*widths, spec.row_offset)
 
@@ -208,6 +208,7 @@ def _summary(experiment: Experiment, objective: Objective, mesh: jax.sharding.Me
     kind = mesh.devices.flat[0].device_kind
     phases = ", then ".join(
         f"{quantity(phase.steps, 'step')} of {phase.batch_size} x {phase.sequence_length} tokens"
+        f"{phase.objective and f' ({phase.objective})'}"
         for phase in experiment.phases
     )
     devices = quantity(mesh.size, f"{kind} device")
@@ -305,9 +306,11 @@ class PretrainingSetup(Setup):
             number, first = experiment.phase_at(done)
             phase = experiment.phases[number]
             of = prepared.train_batches(experiment, number, peers.is_primary)
+            learned = [spec.objective or experiment.data.objective for spec in experiment.phases]
             return PhaseBatches(
                 *(number, first, phase.steps, phase.batch_size, of.batch, of.ready, of.close),
-                objective=objective_lib.of(experiment.model_of(number), experiment.data),
+                objective=objective_lib.of_phase(experiment, number),
+                ends_line={*learned[number : number + 2]} != {learned[number]},
             )
 
         def operations(batch: Batch) -> int:
@@ -320,6 +323,7 @@ class PretrainingSetup(Setup):
         return Job(
             experiment=experiment,
             objective=objective,
+            measured=objective_lib.measured(experiment),
             optimizer=experiment.optimizer,
             total_steps=experiment.total_steps,
             batches=batches,
@@ -389,7 +393,9 @@ class PretrainingSetup(Setup):
             self.say(f"probes: {self.probes.describe()}")
 
         def evaluators_of(model: Model) -> Iterator[Evaluator]:
-            objective = objective_lib.of(model, experiment.data)
+            # Held-out rows are scored alike in all phases, so that their curve is one.
+            scored = dataclasses.replace(model, direction=experiment.model.direction)
+            objective = objective_lib.of(scored, experiment.data)
             eval_step = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
             watched = evaluators.Watched(run.watch, model, prepared.tokenizer, stream)
 
@@ -416,7 +422,8 @@ class PretrainingSetup(Setup):
                 return f"probes: {', '.join(scores)}{lost}"
 
             yield Evaluator("evaluation", due(often), score, evaluators.summary)
-            yield Evaluator("predictions", due(often), watch, lambda line: "", file="predictions")
+            if model.direction == "both":
+                yield Evaluator("predictions", due(often), watch, lambda line: "", "predictions")
             if self.probes is not None:
                 yield Evaluator("probes", due(seldom), probe, describe, wait="probes")
 

@@ -58,7 +58,7 @@ class Trainer:
         run, workdir, peers = self.experiment.run, context.workdir, context.peers
         self.lines = RunLines(workdir, run.when_disk_is_full, writes=peers.is_primary)
         self.saves = Saves(context, run)
-        self.empty_window = step.make_empty_window(job.objective, self.mesh)
+        self.empty_window = step.make_empty_window(job.measured, self.mesh)
         self.profile = Profile(
             *(run.profile_steps, workdir.profile, peers.number),
             *(context.progress, self.clock, workdir.named / "profile"),
@@ -68,6 +68,7 @@ class Trainer:
         self.done = 0  # steps
         self.skipped: tuple[int, ...] = ()  # steps that are left out
         self.init_sha256 = ""
+        self.losses = job.objective.losses  # what is learned in the phase that is on
         # (step, window, the state's counters, counts) of a line whose numbers are on the device.
         self.pending: tuple[int, dict[str, jax.Array], dict[str, jax.Array], Counts] | None = None
         # Numbers of steps that devices may not have done yet; a phase begins before the last ends.
@@ -156,6 +157,7 @@ class Trainer:
 
     def _steps(self, phase: PhaseBatches, stop: StopRequest) -> None:
         train_step, checked_step = self._compiled_steps(phase)
+        self.losses = (phase.objective or self.job.objective).losses
         key = step.phase_key(self.job.objective.model, self.experiment.seed, phase.number)
         run, last = self.experiment.run, phase.first + phase.steps
         called: set[Any] = set()
@@ -195,17 +197,17 @@ class Trainer:
                 self.done += 1
                 self.watchdog.reset()
                 self.clock.count(batch["input_ids"].size, self.job.operations(batch))
-                self._after_step()
+                self._after_step(phase.ends_line and self.done == last)
                 stop.after_step(self.done)
         self._write_pending()
 
-    def _after_step(self) -> None:
+    def _after_step(self, ends_line: bool) -> None:
         """Does what is due, in this order; to evaluate and to save waits for the devices."""
         run, is_last = self.experiment.run, self.done == self.job.total_steps
         self.context.mirror.check()
         self.saves.look(self.done)
         self._write_pending()
-        if self.done % run.log_every == 0 or is_last:
+        if self.done % run.log_every == 0 or is_last or ends_line:
             self._close_window()
         due = self._due_evaluators(self.done)
         saves = self.done % run.checkpoint_every == 0 or is_last
@@ -310,7 +312,7 @@ class Trainer:
         bad = start.bad_steps(int(counters["step"]), int(counters["bad_in_a_row"]), most)
         if bad is not None:
             self._diverged(bad)
-        line = lines_lib.train_line(done, means, self.job.objective.losses, worst)
+        line = lines_lib.train_line(done, means, self.losses, worst)
         self.lines.append(line, "metrics")
         self.lines.time(done, "train", seconds)
         self.context.progress.train(line, seconds)

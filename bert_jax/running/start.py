@@ -135,14 +135,14 @@ def _start(job: Job, context: Context, saved: Checkpoints, at_most: int | None) 
     else:  # 3, or 4 where the job has no base
         fresh = step.make_init(job.objective, job.optimizer, parallelism, mesh)
         state, sha256 = job.initial_state(fresh(job.experiment.seed))
-        window = step.make_empty_window(job.objective, mesh)()
+        window = step.make_empty_window(job.measured, mesh)()
         return Start(0, state, window, (), sha256, {}, [])
     metadata = restored.metadata
     _put_aside(context, saved, restored)
     if changed := changes(metadata["environment"]):
         context.progress.say(f"resume: {changed}")
     # A fork that learns something else drops the sums of what it does not measure.
-    window = step.empty_window(job.objective)
+    window = step.empty_window(job.measured)
     window = {k: np.array(metadata["window"].get(k, v), np.float32) for k, v in window.items()}
     window = feed.put(window, mesh_lib.replicated(mesh))
     skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)

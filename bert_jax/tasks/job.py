@@ -198,6 +198,7 @@ class FinetuningSetup(Setup):
         return Job(
             experiment=experiment,
             objective=self.objective,
+            measured=self.objective.metrics,
             optimizer=self.optimizer,
             total_steps=self.total_steps,
             batches=lambda done: phase,

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from bert_jax.config import Data, Model, Phase, code
+from bert_jax.config import Data, Experiment, Model, Phase, code
 from bert_jax.model import heads, layers
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop
@@ -85,7 +85,7 @@ class Comparing(Objective, Protocol):
 class Pretraining:
     """Pieces and pairs (Devlin et al. 2018, section 3.1), or the first alone: `losses.LEARNED`.
 
-    Of the first alone the head of the second has parameters too, which learn nothing.
+    Of the first alone the head of the second has parameters too, which are `idle`.
     """
 
     model: Model
@@ -100,6 +100,11 @@ class Pretraining:
     def losses(self) -> tuple[str, ...]:
         """Returns those whose means are added up to the loss."""
         return self.metrics[::2]
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Returns the names of parameters that learn nothing of it, and stay as they are."""
+        return () if len(self.losses) > 1 else ("pooler", "next_sentence")
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
@@ -137,6 +142,17 @@ def of(model: Model, data: Data) -> Objective:
     if data.code:
         return code.function(data.code)(model, data)
     return Pretraining(model, data.objective)
+
+
+def of_phase(experiment: Experiment, number: int) -> Objective:
+    """Returns what a phase learns; all of a run have the same parameters."""
+    return of(experiment.model_of(number), experiment.data_of(number))
+
+
+def measured(experiment: Experiment) -> tuple[str, ...]:
+    """Returns the names of what any phase of a run measures."""
+    objectives = (of_phase(experiment, number) for number in range(len(experiment.phases)))
+    return tuple(dict.fromkeys(name for objective in objectives for name in objective.metrics))
 
 
 def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:

@@ -35,7 +35,7 @@ def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
             params = _init_params(objective)
             sharding.partitions(params, experiment.parallelism, mesh, objective.rules)
             for number, phase in enumerate(experiment.phases):
-                objective = objective_lib.of(experiment.model_of(number), data)
+                objective = objective_lib.of_phase(experiment, number)
                 _trace_step(objective, params, objective_lib.abstract_batch(phase, data))
 
 

@@ -77,9 +77,9 @@ def abstract_state(
     )
 
 
-def empty_window(objective: Objective) -> Metrics:
-    """Returns the sums of a window without steps."""
-    names = (*objective.metrics, *OWN_METRICS, WORST_STEP)
+def empty_window(measured: tuple[str, ...]) -> Metrics:
+    """Returns the sums of a window without steps, of what any step of the run measures."""
+    names = (*measured, *OWN_METRICS, WORST_STEP)
     return {name: jnp.zeros(2, jnp.float32) for name in names}
 
 
@@ -98,9 +98,9 @@ def make_init(
 
 # Not in one program with the state: of one that does not fit, it would be waited for without end.
 @functools.lru_cache(maxsize=_KEPT_STEPS)
-def make_empty_window(objective: Objective, mesh: jax.sharding.Mesh) -> Callable[[], Metrics]:
+def make_empty_window(measured: tuple[str, ...], mesh: jax.sharding.Mesh) -> Callable[[], Metrics]:
     """Compiles what returns the sums of a window without steps, whole on all devices."""
-    return jax.jit(lambda: empty_window(objective), out_shardings=mesh_lib.replicated(mesh))
+    return jax.jit(lambda: empty_window(measured), out_shardings=mesh_lib.replicated(mesh))
 
 
 def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
@@ -184,6 +184,7 @@ def make_train_step(
         params = jax.tree.map(lambda p, u: p - rate * u, state["params"], update)
 
         new = {"params": params, "optimizer": opt_state}
+        new = _but_idle(new, state, getattr(objective, "idle", ()))
         return _guarded(spec, state, new, window, metrics, norm, rate)
 
     places = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
@@ -192,6 +193,17 @@ def make_train_step(
     return jax.jit(
         train_step, donate_argnums=(0, 1), out_shardings=places, compiler_options=options or None
     )
+
+
+def _but_idle(new: State, old: State, idle: tuple[str, ...]) -> State:
+    """Returns new parameters and moments with those of idle heads as they were, undecayed."""
+
+    def one(path: tuple[Any, ...], leaf: jax.Array, before: jax.Array) -> jax.Array:
+        # "params", or "optimizer" and a place in it, and then the parameter's path.
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        return before if names[1:2] and names[1] in idle else leaf
+
+    return jax.tree.map_with_path(one, new, {name: old[name] for name in new})
 
 
 def _guarded(
@@ -227,7 +239,7 @@ def _guarded(
     seen = {name: jnp.where(good, pair, 0.0) for name, pair in metrics.items()}
     seen["bad_steps"] = jnp.stack([jnp.where(good, 0.0, counted), counted])
     worst = window[WORST_STEP]
-    sums = {name: window[name] + pair for name, pair in seen.items()}
+    sums = window | {name: window[name] + pair for name, pair in seen.items()}
     this = jnp.stack([loss, state["step"].astype(jnp.float32)])
     return after, sums | {WORST_STEP: jnp.where(good & (loss > worst[0]), this, worst)}
 

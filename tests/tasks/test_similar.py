@@ -78,7 +78,7 @@ def train(loss, parallelism=Parallelism(), devices=4, steps=1, sharing=False):  
             together = size // (devices * parallelism.accumulation_of(0))
             host = packing.shared(host, batches.lengths(number), together)
         batch = feed.place(host, everything, size, sharding)
-        window = jax.device_put(step.empty_window(objective), mesh_lib.replicated(mesh))
+        window = jax.device_put(step.empty_window(objective.metrics), mesh_lib.replicated(mesh))
         state, window = make(state, window, batch, step.phase_key(objective.model, 0, 0))
         seen.append(jax.device_get(window))
     return jax.device_get(state), seen

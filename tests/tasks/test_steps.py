@@ -37,7 +37,7 @@ def train(objective, rows, parallelism=Parallelism(), devices=4):  # noqa: B008
     seen = []
     for number in range(STEPS):
         batch = feed.place(batches.batch(number, everything), everything, size, sharding)
-        window = jax.device_put(step.empty_window(objective), mesh_lib.replicated(mesh))
+        window = jax.device_put(step.empty_window(objective.metrics), mesh_lib.replicated(mesh))
         key = step.phase_key(objective.model, 0, 0)
         state, window = make(state, window, batch, key, fixed)
         seen.append(jax.device_get(window))

@@ -187,7 +187,9 @@ def _collectives(parallelism, parts):
                     walk(value, looped or name == "scan", rounds)
 
     walk(
-        jax.make_jaxpr(run)(state, step.empty_window(Pretraining(samples.MODEL)), batch, key).jaxpr,
+        jax.make_jaxpr(run)(
+            state, step.empty_window(Pretraining(samples.MODEL).metrics), batch, key
+        ).jaxpr,
         False,
     )
     return outside, inside

@@ -220,7 +220,7 @@ def test_no_logits_of_every_position_exist():
     state = step.init_state(Pretraining(samples.MODEL), samples.OPTIMIZER, 0)
     key = step.phase_key(samples.MODEL, 0, 0)
     text = train_step.lower(
-        state, step.empty_window(Pretraining(samples.MODEL)), batch, key
+        state, step.empty_window(Pretraining(samples.MODEL).metrics), batch, key
     ).as_text()
     assert "8x3x1024xf32" in text or "24x1024xf32" in text
     assert "20x1024xf32" not in text and "160x1024xf32" not in text
