@@ -101,10 +101,26 @@ def compare(model: str, folder: pathlib.Path, python: str) -> int:
     above = {part: trained.params[part] for part in ("pooler", "next_sentence")}
     np.savez(folder / "above.npz", **base.flat(above))
     np.savez(folder / "outputs.npz", **outputs(trained, prepared, experiment))
-    np.savez(folder / "training.npz", **training(trained, prepared, experiment))
+    for name, trains in {"adamw": experiment, **also(experiment)}.items():
+        if name == "adamw" or model == "bert":
+            np.savez(folder / f"training {name}.npz", **training(trained, prepared, trains))
     command = [python, "-m", "benchmarks.parity_peer", str(folder)]
     code = subprocess.run(command, check=False).returncode
     return code or returned(trained, architectures, folder)
+
+
+def also(experiment: Experiment) -> dict[str, Experiment]:
+    """What else BERT is trained by: another optimizer, and two objectives in turn."""
+    (phase,) = experiment.phases
+    half = dataclasses.replace(phase, steps=STEPS // 2)
+    causal = dataclasses.replace(half, objective="causal", max_predictions_per_seq=63)
+    muon = config.override(
+        experiment, ["optimizer.name=muon", "optimizer.matrix_learning_rate=0.01"]
+    )
+    return {
+        "muon": muon,
+        "causal, then mlm_nsp": dataclasses.replace(experiment, phases=(causal, half)),
+    }
 
 
 def make_model(
@@ -163,25 +179,26 @@ def training(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dic
     """Batches, learning rates and losses of 50 steps."""
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     cfg, total = experiment.optimizer, experiment.total_steps
-    objective = objective_lib.of(experiment.model, experiment.data)
+    objective = objective_lib.of_phase(experiment, 0)
     state = step.init_state(objective, cfg, 0) | {"params": trained.params}
     # A copy: the step is given its state to keep.
     state = jax.device_put(jax.tree.map(jnp.copy, state), mesh_lib.replicated(mesh))
-    train_step = step.make_train_step(objective, cfg, experiment.parallelism, 1, total, mesh)
-    key = step.phase_key(experiment.model, experiment.seed, 0)
     sharding, rows = mesh_lib.batch_sharding(mesh), np.arange(16)
-    batches, losses = [], []
+    arrays, losses = {}, []
     for number in range(STEPS):
-        batch = prepared.train_batches(experiment, 0).batch(number, rows)
+        phase, first = experiment.phase_at(number)
+        objective = objective_lib.of_phase(experiment, phase)
+        train_step = step.make_train_step(objective, cfg, experiment.parallelism, 1, total, mesh)
+        batch = prepared.train_batches(experiment, phase).batch(number - first, rows)
         window = jax.device_put(step.empty_window(objective.metrics), mesh_lib.replicated(mesh))
         placed = feed.place(batch, rows, len(rows), sharding)
+        key = step.phase_key(experiment.model, experiment.seed, phase)
         state, window = train_step(state, window, placed, key)
         means = lines_lib.means(jax.device_get(window))
-        losses.append(means["masked_lm_loss"] + means.get("next_sentence_loss", 0.0))
-        batches.append(batch)
+        losses.append(sum(means[name] for name in objective.losses))
+        arrays |= {f"{number}/{name}": value for name, value in batch.items()}
     rates = [float(optimizer.schedule(cfg, total, jnp.int32(i))) for i in range(STEPS)]
-    stacked = {name: np.stack([b[name] for b in batches]) for name in batches[0]}
-    return stacked | {"losses": np.array(losses), "learning_rates": np.array(rates)}
+    return arrays | {"losses": np.array(losses), "learning_rates": np.array(rates)}
 
 
 def returned(trained: Loaded, architectures: dict[str, str], folder: pathlib.Path) -> int:

@@ -93,8 +93,9 @@ class Optimizer(Section, role="identity", label="optimizer"):
     """
 
     # The rule of the update; bert_adam keeps its moments' bias (a first update 3.16 times adamw's);
-    # stable_adamw lowers the rate of a tensor whose gradients outgrow what their means remember.
-    name: Literal["bert_adam", "adamw", "lamb", "stable_adamw"] = "bert_adam"
+    # stable_adamw lowers the rate of a tensor whose gradients outgrow what their means remember;
+    # muon makes updates of layers' matrices orthogonal (Jordan et al. 2024), the rest is adamw.
+    name: Literal["bert_adam", "adamw", "lamb", "stable_adamw", "muon"] = "bert_adam"
     # The highest learning rate, at the end of the warm-up.
     peak_learning_rate: Positive = 1e-4
     # Steps in which the learning rate rises.
@@ -106,6 +107,10 @@ class Optimizer(Section, role="identity", label="optimizer"):
     decay_steps: Count = 0
     # Of schedule=wsd, how it falls: in even steps, or as 1 - sqrt of the share of them done.
     decay_shape: Literal["one_minus_sqrt", "linear"] = "one_minus_sqrt"
+    # Of name=muon, the highest rate of layers' matrices, by the same schedule.
+    matrix_learning_rate: Positive = 0.02
+    # Of name=muon, the decay of the running mean of matrices' gradients.
+    momentum: Share = 0.95
     # Adam's beta 1: decay of the running mean of gradients.
     b1: Share = 0.9
     # Adam's beta 2: decay of the running mean of squared gradients.

@@ -3,9 +3,11 @@
 `bert_adam` is google-research/bert's AdamWeightDecayOptimizer (optimization.py): no bias
 correction, decay next to the update. `adamw` is Loshchilov and Hutter 2019, `lamb` You et al. 2019;
 both as optax has them, except for LAMB's trust ratio, which here knows that layers are stacked.
-`stable_adamw` is adamw with a rate that each tensor lowers by itself (Wortsman et al. 2023).
+`stable_adamw` is adamw with a rate that each tensor lowers by itself (Wortsman et al. 2023), `muon`
+has orthogonal updates for the matrices of layers and adamw for the rest (Jordan et al. 2024).
 """
 
+import math
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from bert_jax.config import Optimizer
+from bert_jax.training import muon as muon_lib
 
 Tree = Any
 
@@ -23,8 +26,15 @@ _STACKED = {"layers", "lora"}
 _EMBEDDINGS = ["encoder", "embeddings"]
 
 
-def make(cfg: Optimizer) -> optax.GradientTransformation:
-    """Makes the update for a learning rate of 1, a descent direction: p <- p - lr * update."""
+def make(
+    cfg: Optimizer, orthogonalized: muon_lib.Orthogonalized = muon_lib.alone
+) -> optax.GradientTransformation:
+    """Makes the update for a learning rate of 1, a descent direction: p <- p - lr * update.
+
+    `orthogonalized` is how `muon` treats matrices that lie on several devices.
+    """
+    if cfg.name == "muon":
+        return optax.chain(*_muon(cfg, orthogonalized), *_by_layer(cfg))
     if cfg.name == "stable_adamw":
         chain = [stable_adamw(cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay)]
         return optax.chain(*chain, *_by_layer(cfg))
@@ -36,6 +46,23 @@ def make(cfg: Optimizer) -> optax.GradientTransformation:
     if cfg.name == "lamb":
         chain.append(scale_by_stacked_trust_ratio())
     return optax.chain(*chain, *_by_layer(cfg))
+
+
+def _muon(
+    cfg: Optimizer, orthogonalized: muon_lib.Orthogonalized
+) -> list[optax.GradientTransformation]:
+    def matrices(params: Tree) -> Tree:
+        return jax.tree.map_with_path(muon_lib.is_matrix, params)
+
+    def others(params: Tree) -> Tree:
+        return jax.tree.map(lambda is_matrix: not is_matrix, matrices(params))
+
+    return [
+        optax.masked(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps), others),
+        optax.masked(scale_by_muon(cfg.momentum, orthogonalized), matrices),
+        optax.add_decayed_weights(cfg.weight_decay, mask=decays),
+        optax.masked(optax.scale(cfg.matrix_learning_rate / cfg.peak_learning_rate), matrices),
+    ]
 
 
 def _by_layer(cfg: Optimizer) -> list[optax.GradientTransformation]:
@@ -147,6 +174,35 @@ def stable_adamw(
         return jax.tree.map_with_path(scale, direction, gradient, state.nu, params), state
 
     return optax.GradientTransformation(adam.init, update)
+
+
+def scale_by_muon(
+    momentum: float, orthogonalized: muon_lib.Orthogonalized
+) -> optax.GradientTransformation:
+    """Returns orthogonal updates of stacked matrices [L, in, out], Nesterov's momentum below them.
+
+    Those with more outputs than inputs are larger by the root of their ratio, as in the author's
+    code and in PyTorch's.
+    """
+
+    def update(
+        gradient: Tree, state: optax.TraceState, params: Tree = None
+    ) -> tuple[Tree, optax.TraceState]:
+        del params
+        trace = optax.incremental_update(gradient, state.trace, 1 - momentum)
+        ahead = optax.incremental_update(trace, gradient, momentum)
+        leaves, tree = jax.tree.flatten_with_path(ahead)
+        named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        made = orthogonalized(named)
+        scaled = [
+            made[path] * math.sqrt(max(1.0, x.shape[2] / x.shape[1])) for path, x in named.items()
+        ]
+        return jax.tree.unflatten(tree, scaled), optax.TraceState(trace)
+
+    def init(params: Tree) -> optax.TraceState:
+        return optax.TraceState(jax.tree.map(jnp.zeros_like, params))
+
+    return optax.GradientTransformation(init, update)
 
 
 def _axes(path: tuple[Any, ...], leaf: jax.Array) -> tuple[int, ...]:

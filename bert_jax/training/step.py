@@ -30,8 +30,8 @@ from bert_jax.model import kernels as kernels_lib
 from bert_jax.model import layers, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import muon, sharding
 from bert_jax.training import optimizer as optimizer_lib
-from bert_jax.training import sharding
 from bert_jax.training.collectives import Collectives, CompilerOptions, method_of
 from bert_jax.training.objective import Batch, Comparing, Objective
 
@@ -158,9 +158,9 @@ def make_train_step(
     top of those of the devices' `collectives.Method`, see `self_checks`.
     """
     spec = StepSpec(objective, optimizer, parallelism, accumulation, mesh)
-    tx = optimizer_lib.make(optimizer)
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
+    tx = optimizer_lib.make(optimizer, muon.over(partition, mesh))
     param_specs, whole = sharding.specs(partition), PartitionSpec()
     gradients = jax.shard_map(
         functools.partial(_gradients, spec, partition),

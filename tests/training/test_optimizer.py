@@ -9,6 +9,7 @@ import pytest
 from compare import assert_close
 
 from bert_jax.config import Optimizer
+from bert_jax.training import muon
 from bert_jax.training import optimizer as optimizer_lib
 
 
@@ -44,11 +45,26 @@ def flat(nested, prefix=""):
     return {prefix.rstrip("/"): np.asarray(nested, np.float64)}
 
 
+def orthogonal(matrix):
+    """Jordan et al. 2024, for a matrix [in, out]."""
+    x = matrix / (np.linalg.norm(matrix) + 1e-7)
+    for _ in range(5):
+        x = 3.4445 * x + (-4.7750 * x @ x.T + 2.0315 * x @ x.T @ x @ x.T) @ x
+    return x * max(1.0, matrix.shape[1] / matrix.shape[0]) ** 0.5
+
+
 def by_hand(cfg, params, gradients, rate):
     """Kingma and Ba 2015; Loshchilov and Hutter 2019; You et al. 2019; Wortsman et al. 2023."""
     params, m, v = flat(params), {}, {}
     for t, gradient in enumerate(map(flat, gradients), 1):
         for k, g in gradient.items():
+            if cfg.name == "muon" and k.endswith("layers/query/kernel"):
+                m[k] = cfg.momentum * m.get(k, 0) + (1 - cfg.momentum) * g
+                ahead = cfg.momentum * m[k] + (1 - cfg.momentum) * g
+                update = np.stack(list(map(orthogonal, ahead))) + cfg.weight_decay * params[k]
+                times = cfg.matrix_learning_rate / cfg.peak_learning_rate
+                params[k] = params[k] - rate * times * update
+                continue
             m[k] = cfg.b1 * m.get(k, 0) + (1 - cfg.b1) * g
             v[k] = cfg.b2 * v.get(k, 0) + (1 - cfg.b2) * g * g
             update = m[k] / (1 - cfg.b1**t) / (np.sqrt(v[k] / (1 - cfg.b2**t)) + cfg.eps)
@@ -75,10 +91,10 @@ def by_hand(cfg, params, gradients, rate):
     return params
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb", "stable_adamw"])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "stable_adamw", "muon"])
 @pytest.mark.parametrize("steps", [1, 5])
 def test_updates_equal_the_papers(name, steps):
-    cfg = Optimizer(name=name, weight_decay=0.03, b2=0.98)
+    cfg = Optimizer(name=name, weight_decay=0.03, b2=0.98, matrix_learning_rate=3e-4)
     tx = optimizer_lib.make(cfg)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree(0))
     state = tx.init(params)
@@ -129,3 +145,17 @@ def test_clip_scales_down_and_never_up():
     assert float(norm) == 5.0
     same, _ = optimizer_lib.clip(gradient, 10.0)
     np.testing.assert_array_equal(same["a"], gradient["a"])
+
+
+@pytest.mark.parametrize("shape", [(2, 12, 7), (2, 7, 12), (3, 8, 8)])
+def test_singular_values_come_near_to_one_and_vectors_stay(shape):
+    rng = np.random.default_rng(0)
+    matrices = rng.normal(size=shape)
+    made = np.asarray(muon.newton_schulz(jnp.asarray(matrices, jnp.float32)))
+    for before, after in zip(matrices, made, strict=True):
+        u, sizes, vt = np.linalg.svd(before, full_matrices=False)
+        values = u.T @ after @ vt.T
+        assert np.abs(values - np.diag(np.diag(values))).max() < 1e-4
+        # Five steps lift what is a fiftieth of the norm or more.
+        lifted = np.diag(values)[sizes > 0.02 * np.linalg.norm(before)]
+        assert len(lifted) > 5 and 0.3 < lifted.min() < np.diag(values).max() < 1.3
