@@ -19,7 +19,7 @@ from etils import epath
 import bert_jax
 from bert_jax import config
 from bert_jax.config import Experiment, Finetuning, Section, Table
-from bert_jax.config.comparison import COLUMNS
+from bert_jax.config.comparison import COLUMNS, REACH
 from bert_jax.errors import InputError
 from bert_jax.report import render
 from bert_jax.storage.workdir import Workdir, named_errors, read_json, sealed, write_atomic
@@ -51,6 +51,8 @@ class Column:
         word, _, file = name.partition(":")
         if name in COLUMNS:
             return cls(name, COLUMNS[name])
+        if REACH.fullmatch(name):
+            return cls(name, f"seconds of CPU to {file} nat below the unigram line")
         settings = []
         while "=" in file.rpartition(" ")[2]:
             file, _, setting = file.rpartition(" ")
@@ -83,7 +85,8 @@ class Column:
 
     def text(self, value: float) -> str:
         """Returns a value for people."""
-        return f"{value:,.0f}" if self.name in _WHOLE else f"{value:.3f}"
+        whole = self.name in _WHOLE or REACH.fullmatch(self.name)
+        return f"{value:,.0f}" if whole else f"{value:.3f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +227,8 @@ def _require_adaptable(table: Table, column: Column) -> None:
 def hash_of(column: Column, experiment: Experiment) -> str:
     """Returns a hash of the settings that a value is a function of."""
     sections = [experiment] if column.task is None else [experiment, column.task]
-    return sha256([column.name.partition(":")[0], *map(_given, sections)])
+    name = column.name if REACH.fullmatch(column.name) else column.name.partition(":")[0]
+    return sha256([name, *map(_given, sections)])
 
 
 def sha256(value: Any) -> str:

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 
 from bert_jax.base import begins_with
 from bert_jax.compare import budget, page
 from bert_jax.compare.results import PAIRS, Column, Member, Results, sha256
 from bert_jax.config import Experiment, Row
-from bert_jax.config.comparison import COLUMNS
+from bert_jax.config.comparison import COLUMNS, REACH
 from bert_jax.data import corpus
 from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
@@ -166,7 +167,9 @@ class Comparison:
         if outcome != "finished":
             return outcome
         for column in self._missing(member):
-            if column.name in COLUMNS:
+            if reach := REACH.fullmatch(column.name):
+                value = _reached(float(reach[1]), workdir)
+            elif column.name in COLUMNS:
                 value = _measured(column.name, workdir, experiment)
             elif column.name.startswith("probe:"):
                 value = _probed(column, workdir)
@@ -222,6 +225,26 @@ _OF_LINE = {
     "accuracy": (losses.PIECES, "accuracy"),
     "next_sentence": ({"next_sentence": ""}, "accuracy"),
 }
+
+
+def _reached(nat: float, workdir: Workdir) -> float | None:
+    """Returns seconds of CPU until a run was so far below the unigram line; None: it never was.
+
+    Between evaluations it falls in a straight line.
+    """
+    laps = {x["step"]: x for x in Lines(workdir.timings).read() if x["kind"] == "train"}
+    in_order = [laps[step] for step in sorted(laps)]
+    spent = times.totals(in_order, lambda lap: lap["cpu_seconds"] / max(lap["steps"], 1))
+    before = (0, 0.0)
+    for line in Lines(workdir.metrics).read():
+        if line["kind"] != "evaluation" or not line["step"]:
+            continue
+        below = line["unigram_loss"] - losses.of_pieces(line)[0]
+        if below >= nat:
+            steps = np.interp(nat, (before[1], below), (before[0], line["step"]))
+            return float(np.interp(steps, *spent))
+        before = line["step"], below
+    return None
 
 
 def _real_tokens(experiment: Experiment, lines: Sequence[dict[str, Any]]) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -21,6 +22,8 @@ COLUMNS = {
     "real_tokens": "tokens without padding",
 }
 HELD_OUT = ("loss", "below_unigrams", "accuracy", "next_sentence")
+# Seconds of CPU until held-out loss is so many nat below the unigram line: reach:2.5, say.
+REACH = re.compile(r"reach:(\d+(?:\.\d+)?)")
 # What is asked of each run: the file of a task follows a colon. `probe` reads off the encoder what
 # `run.probes` does, or asks for minimal pairs; `finetune` learns the task, with the settings that
 # follow the file, a blank before each.
@@ -45,7 +48,7 @@ class Table(Section, role="identity", label="table"):
     name: FolderName
     # The experiments, the one to start from first.
     rows: tuple[Row, ...]
-    # Of COLUMNS, or probe:TASKFILE and finetune:TASKFILE.
+    # Of COLUMNS, or reach:NAT, probe:TASKFILE and finetune:TASKFILE.
     columns: tuple[str, ...]
     # A run of each row for each; the means are over them.
     seeds: tuple[int, ...] = (0,)
@@ -68,13 +71,14 @@ class Table(Section, role="identity", label="table"):
             yield "seeds", "must be at least 0"
         for column in self.columns:
             word, _, file = column.partition(":")
-            if column not in COLUMNS and not (word in TASKS and file):
-                forms = (*COLUMNS, *(f"{word}:TASKFILE" for word in TASKS))
+            known = column in COLUMNS or REACH.fullmatch(column)
+            if not known and not (word in TASKS and file):
+                forms = (*COLUMNS, "reach:NAT", *(f"{word}:TASKFILE" for word in TASKS))
                 near = difflib.get_close_matches(column, COLUMNS, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(forms)}"
                 yield "columns", f"{column!r} is no column; {hint}"
         # Losses of other text, in other pieces, or of rows of another length do not compare.
-        held_out = [column for column in self.columns if column in HELD_OUT]
+        held_out = [c for c in self.columns if c in HELD_OUT or REACH.fullmatch(c)]
         first = self.rows[0]
         for row in self.rows[1:] if held_out else ():
             theirs = of_held_out(first.experiment)

@@ -213,6 +213,16 @@ def test_what_a_run_does_not_learn_is_a_blank_and_is_asked_once(here, capsys, mo
     assert (table_csv()[1]["next_sentence"], table_csv()[1]["next_sentence_runs"]) == ("", "0")
 
 
+def test_how_long_a_loss_took_is_seconds_of_cpu_or_a_blank(here, capsys, monkeypatch):
+    """The fake runs end 2.5 and 1.5 nat below unigrams after 2.5 seconds of CPU."""
+    fake_runs(monkeypatch)
+    write_table(here, ("reach:1", "reach:2"))
+    assert compare() == 0
+    found = {run["row"]: run["values"] for run in record()["runs"] if run["seed"] == 0}
+    assert found["base"] == pytest.approx({"reach:1": 1.0, "reach:2": 2.0})
+    assert found["wide"] == {"reach:1": pytest.approx(2.5 / 1.5), "reach:2": None}
+
+
 def test_a_column_more_is_measured_without_a_run_more(here, monkeypatch, capsys):
     write_table(here, ("loss",))
     done = fake_runs(monkeypatch)

@@ -18,6 +18,7 @@ from bert_jax.errors import InputError
         ({"columns": ()}, "table.columns="),
         ({"columns": ("los",)}, "did you mean loss?"),
         ({"columns": ("probe:",)}, "'probe:'"),
+        ({"columns": ("reach:much",)}, "'reach:much'"),
         ({"columns": ("loss", "loss")}, "table.columns"),
         ({"seeds": ()}, "table.seeds="),
         ({"seeds": (1, 1)}, "table.seeds"),
