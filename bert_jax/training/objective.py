@@ -21,6 +21,7 @@ class Objective(Protocol):
 
     Two that compute the same are equal and hashable, as frozen dataclasses are: compiled steps are
     found by them. An experiment's own (`data.code`) is what a function of (model, data) returns.
+    One that has `idle` names there what of its parameters learns nothing: that stays as it is.
     """
 
     model: Model  # the encoder's shape and numerics
