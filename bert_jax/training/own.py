@@ -16,8 +16,8 @@ from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import OwnEncoder, attention_probabilities, encode, encoder_of
 from bert_jax.training import objective as objective_lib
 from bert_jax.training import sharding
+from bert_jax.training.gradients import row_noise
 from bert_jax.training.objective import Batch, Objective
-from bert_jax.training.step import row_noise
 
 
 def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:

@@ -1,8 +1,6 @@
 """One training step and one evaluation step, over the devices of a mesh.
 
-The gradient part is a `shard_map`, manual over the data axes: each shard goes through its
-micro-batches, then one reduction adds up the gradients of all. What the compiler would have to
-guess is written down.
+The gradient part is a `shard_map`, manual over the data axes: see `training.gradients`.
 
 State, the whole of what a run remembers:
     step            int32 [], steps done
@@ -17,7 +15,7 @@ nothing at all, `step` included, until the host has read it and decided what to 
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +24,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from bert_jax.config import SKIPPED_STEPS, Model, Optimizer, Parallelism
-from bert_jax.model import kernels as kernels_lib
-from bert_jax.model import layers, losses
+from bert_jax.model import losses
 from bert_jax.model.encoder import Loop
+from bert_jax.training import gradients as gradients_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import muon, sharding
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.collectives import Collectives, CompilerOptions, method_of
-from bert_jax.training.objective import Batch, Comparing, Objective
+from bert_jax.training.objective import Batch, Objective
 
 State = dict[str, Any]
 Metrics = losses.Metrics
@@ -128,16 +126,6 @@ def self_checks(device_kind: str) -> CompilerOptions:
     )
 
 
-class StepSpec(NamedTuple):
-    """The specification of a training step."""
-
-    objective: Objective
-    optimizer: Optimizer
-    parallelism: Parallelism
-    accumulation: int  # micro-batches, `parallelism.accumulation_of` the phase
-    mesh: jax.sharding.Mesh
-
-
 # Those made before are kept: a run that goes on or back, or the next of a sweep, need not trace the
 # same again.
 @functools.lru_cache(maxsize=_KEPT_STEPS)
@@ -157,13 +145,13 @@ def make_train_step(
     be left out. `total_steps`, of all phases, are the schedule's length; `compiler_options` come on
     top of those of the devices' `collectives.Method`, see `self_checks`.
     """
-    spec = StepSpec(objective, optimizer, parallelism, accumulation, mesh)
+    spec = gradients_lib.StepSpec(objective, optimizer, parallelism, accumulation, mesh)
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
     tx = optimizer_lib.make(optimizer, muon.over(partition, mesh))
     param_specs, whole = sharding.specs(partition), PartitionSpec()
     gradients = jax.shard_map(
-        functools.partial(_gradients, spec, partition),
+        functools.partial(gradients_lib.gradients, spec, partition),
         mesh=mesh,
         in_specs=(param_specs, whole, whole, mesh_lib.batch_spec(mesh), whole),
         out_specs=(param_specs, whole),
@@ -207,7 +195,7 @@ def _but_idle(new: State, old: State, idle: tuple[str, ...]) -> State:
 
 
 def _guarded(
-    spec: StepSpec,
+    spec: gradients_lib.StepSpec,
     state: State,
     new: State,
     window: Metrics,
@@ -292,7 +280,7 @@ def _without_noise(
         if parallelism.state != "replicated":
             copy, method = objective.model.compute_dtype, method_of(mesh_lib.device_kind(mesh))
             collectives = Collectives(axes, copy, "float32", method)
-            params, loop = _gathered_but_layers(params, partition, collectives, loop)
+            params, loop = gradients_lib.gathered_but_layers(params, partition, collectives, loop)
         return function(params, fixed, batch, None, loop)
 
     return jax.shard_map(
@@ -303,187 +291,3 @@ def _without_noise(
         axis_names=set(axes),
         check_vma=False,
     )
-
-
-# --- inside shard_map: one shard's part of the batch -------------------------------------------
-
-
-def _gradients(
-    spec: StepSpec,
-    partition: Any,
-    params: Any,
-    fixed: Any,
-    step: jax.Array,
-    batch: Batch,
-    key: jax.Array,
-) -> tuple[Any, Metrics]:
-    """Returns the gradient of the whole batch and its metrics: this shard's rows, then reduced.
-
-    `clip="per_replica"` computes what the reference computes on `reference_replicas` TPU cores:
-    each has its own denominators and its own clip, and the optimizer's wrapper adds the cores'
-    gradients without dividing by their number. Otherwise the denominators are global: they are
-    known from the data, so that micro-batches and shards only add.
-    """
-    objective, optimizer, parallelism = spec.objective, spec.optimizer, spec.parallelism
-    axes = mesh_lib.data_axes(spec.mesh)
-    collectives = Collectives(
-        axes,
-        objective.model.compute_dtype,
-        optimizer.gradient_reduction,
-        method_of(mesh_lib.device_kind(spec.mesh)),
-    )
-    per_replica = optimizer.clip == "per_replica"
-    total = None if per_replica else lax.psum(objective.counts(batch), axes)
-    if parallelism.state == "zero1":
-        params = sharding.gathered(params, partition, collectives)
-
-    def run(params: Any, function: Callable[..., Any], micro: Batch, number: jax.Array) -> Any:
-        """Gives a function of the objective what it takes, over parameters as they are kept."""
-        kernels = _kernels(objective.model, parallelism, spec.mesh)
-        loop = Loop(parallelism.remat, parallelism.layer_loop, kernels)
-        if parallelism.state == "zero3":
-            params, loop = _gathered_but_layers(params, partition, collectives, loop)
-        noise = _noise(objective.model, axes, step, micro, number, key)
-        return function(params, fixed, micro, noise, loop)
-
-    def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
-        counts = objective.counts(micro) if per_replica else total
-
-        def loss(params: Any) -> tuple[jax.Array, Metrics]:
-            metrics = run(params, objective.forward, micro, number)
-            return objective.loss(metrics, counts), metrics | {"filled": _filled(micro)}
-
-        gradient, metrics = jax.grad(loss, has_aux=True)(params)
-        if per_replica:
-            gradient, _ = optimizer_lib.clip(gradient, optimizer.clip_norm)
-        return gradient, metrics
-
-    accumulation = spec.accumulation
-    if per_replica:
-        accumulation = optimizer.reference_replicas // mesh_lib.data_shards(spec.mesh)
-    if accumulation > 1 and isinstance(objective, Comparing):
-        sums, metrics = _cached(objective, run, params, batch, accumulation, total)
-    else:
-        sums, metrics = _accumulate(gradient, batch, accumulation)
-    if parallelism.state == "replicated":
-        sums = sharding.all_reduce(sums, collectives)
-    else:
-        if parallelism.state == "zero1":
-            sums = sharding.reduce_scatter(sums, partition, collectives)
-        sums = sharding.all_reduce_fused(sums, partition, axes)
-    return sums, lax.psum(metrics, axes)
-
-
-def _gathered_but_layers(
-    params: Any, partition: Any, collectives: Collectives, loop: Loop
-) -> tuple[Any, Loop]:
-    """Returns parameters gathered except for the layers', and a loop that gathers each in turn."""
-
-    def split(tree: Any) -> tuple[Any, Any]:
-        encoder = dict(tree["encoder"])
-        return encoder.pop("layers"), tree | {"encoder": encoder}
-
-    (layers, outside), (layer_partitions, outside_partitions) = split(params), split(partition)
-    outside = sharding.gathered(outside, outside_partitions, collectives)
-    outside["encoder"]["layers"] = layers
-    gather_layer = functools.partial(
-        sharding.all_gather_layer, partition=layer_partitions, collectives=collectives
-    )
-    return outside, loop._replace(gather=gather_layer)
-
-
-def _noise(
-    model: Model,
-    axes: tuple[str, ...],
-    step: jax.Array,
-    micro: Batch,
-    number: jax.Array,
-    key: jax.Array,
-) -> layers.Noise:
-    """Returns the noise of a micro-batch."""
-    if model.dropout_rng == "threefry8":
-        return row_noise(micro, key)
-    for value in (step, number, lax.axis_index(axes)):
-        key = jax.random.fold_in(key, value)
-    return layers.ShardNoise(key)
-
-
-def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
-    """Returns the noise of `dropout_rng=threefry8`, a function of the rows' numbers."""
-    noise = layers.RowNoise.of(key, micro["rows"])
-    if "tokens" in micro:  # of texts that share rows, see `vectors.packing`
-        numbers = micro["places"] // micro["tokens"].shape[1]
-        return layers.TextNoise(noise.keys, numbers, micro["positions"])
-    return noise
-
-
-def _kernels(
-    model: Model, parallelism: Parallelism, mesh: jax.sharding.Mesh
-) -> kernels_lib.Kernels | None:
-    """Returns how kernels are made for the devices; None where XLA does it all.
-
-    The compiler cuts no kernel over the devices that share a row.
-    """
-    if model.dropout_rng != "in_kernel" or parallelism.tensor > 1:
-        return None
-    return kernels_lib.BY_DEVICE.get(mesh_lib.device_kind(mesh))
-
-
-def _filled(micro: Batch) -> jax.Array:
-    """Returns how much of a batch is no padding, as (pieces, places)."""
-    real = micro["input_mask"].astype(jnp.float32)
-    return jnp.stack([real.sum(), jnp.float32(real.size)])
-
-
-def _accumulate(
-    gradient: Callable[[Batch, jax.Array], tuple[Any, Metrics]], batch: Batch, parts: int
-) -> tuple[Any, Metrics]:
-    """Sums gradients and metrics over consecutive parts of the shard's rows."""
-    if parts == 1:
-        return gradient(batch, jnp.zeros([], jnp.int32))
-    micro = _parted(batch, parts)
-    shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], micro), jnp.int32(0))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-    def body(sums: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, gradient(*part)), None
-
-    return lax.scan(body, zeros, (micro, jnp.arange(parts)))[0]
-
-
-def _cached(
-    objective: Comparing,
-    run: Callable[..., Any],
-    params: Any,
-    batch: Batch,
-    parts: int,
-    total: tuple[jax.Array, ...],
-) -> tuple[Any, Metrics]:
-    """Sums gradients over parts of rows that are compared with each other (Gao et al. 2021).
-
-    Vectors of all parts are made and kept without what a gradient needs. The gradient of the loss
-    by the vectors is taken of all at once, and then that of the vectors by the parameters part by
-    part, with the same noise: so much memory as one part takes.
-    """
-    micro, numbers = _parted(batch, parts), jnp.arange(parts)
-    of_part = functools.partial(run, params, objective.vectors)
-    vectors = lax.map(lambda part: of_part(*part), (micro, numbers))
-
-    def loss(vectors: jax.Array, params: Any) -> tuple[jax.Array, Metrics]:
-        together = vectors.reshape(-1, *vectors.shape[2:])
-        metrics = run(params, functools.partial(objective.compare, together), batch, numbers[0])
-        return objective.loss(metrics, total), metrics | {"filled": _filled(batch)}
-
-    (by_vectors, by_params), metrics = jax.grad(loss, argnums=(0, 1), has_aux=True)(vectors, params)
-
-    def body(sums: Any, part: tuple[Batch, jax.Array, jax.Array]) -> tuple[Any, None]:
-        rows, number, cotangent = part
-        _, back = jax.vjp(lambda params: run(params, objective.vectors, rows, number), params)
-        return jax.tree.map(jnp.add, sums, *back(cotangent)), None
-
-    return lax.scan(body, by_params, (micro, numbers, by_vectors))[0], metrics
-
-
-def _parted(batch: Batch, parts: int) -> Batch:
-    """Returns consecutive parts of a shard's rows: [B, ...] -> [parts, B / parts, ...]."""
-    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
