@@ -69,7 +69,7 @@ def test_a_field_a_section_or_all_are_explained(capsys):
     assert cli.main(["config", "--explain", "optimizer.eps"]) == 0
     assert capsys.readouterr().out.startswith("optimizer.eps: a number; default 1e-06\n    ")
     assert cli.main(["config", "--explain", "phases.0"]) == 0
-    assert capsys.readouterr().out.count("phases.N.") == 6
+    assert capsys.readouterr().out.count("phases.N.") == 8
     assert cli.main(["config", "--explain"]) == 0
     text = capsys.readouterr().out
     assert not [path for kind in KINDS for path in leaves(kind) if f"{path}: " not in text]
