@@ -36,6 +36,11 @@ COLUMNS = (
 )
 
 
+class Quiet:
+    def say(self, line):
+        pass
+
+
 def write_table(folder, columns=COLUMNS, budget="steps=3"):
     text = TABLE.replace("{folder}", str(folder)).replace("{columns}", repr(tuple(columns)))
     (folder / "table.py").write_text(text.replace("{budget}", budget))
