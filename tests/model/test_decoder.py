@@ -160,6 +160,7 @@ def test_the_cache_gives_the_logits_of_teacher_forcing(params, batch):
         np.testing.assert_allclose(np.moveaxis(cached[:, :, beam], 0, 1), forced, atol=1e-5)
 
 
+@pytest.mark.long
 def test_beam_search_finds_the_best_of_all_texts():
     """Six pieces, texts of three at most: 125 that do not end, and 31 that do."""
     pieces, length, last, count = 6, 3, 3, 156

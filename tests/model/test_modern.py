@@ -96,6 +96,7 @@ def test_every_layer_is_as_pytorchs(params, batch):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=f"layer {number}")
 
 
+@pytest.mark.long
 def test_a_second_size_is_as_pytorchs_layer_by_layer():
     cfg, expected = model_of(make_modern.DEEPER), np.load(make_modern.FOLDER / "deeper.npz")
     batch = batch_of(make_modern.DEEPER, make_modern.DEEPER_ROWS, make_modern.DEEPER_LENGTH)

@@ -89,7 +89,8 @@ def test_attention_and_its_gradients(dtype, layer, part, monkeypatch):
         np.testing.assert_allclose(np.asarray(mine, np.float64), theirs, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("rows", ["alone", pytest.param("shared", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rows", ["alone", "shared"])
 def test_an_encoder_of_kernels_computes_what_xla_computes(rows):
     """Four layers, the first and the last of which attend to whole rows; its gradients, too.
 

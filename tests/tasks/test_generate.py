@@ -192,6 +192,7 @@ def test_a_run_begins_with_the_base_in_both_halves_and_keeps_its_worst_texts(her
     assert len(worst) == 11 and all(one["truth"] != one["predicted"] for one in worst)
 
 
+@pytest.mark.long
 def test_texts_are_written_one_by_one_and_in_a_table_as_they_are_scored(here, capsys):
     asked = ["wa wb", "xa xb xc"]
     found = tuned.predict(capsys, *asked)

@@ -101,6 +101,7 @@ def test_the_share_of_unknown_pieces_leaves_out_what_stands_around():
     assert unknown.Share(vocabulary).value == 0
 
 
+@pytest.mark.long
 def test_text_that_the_vocabulary_cannot_read_and_guessing_are_said(tmp_path, monkeypatch, capsys):
     tuned.write_base(tmp_path / "base")
     tuned.write_task(tmp_path, "classify")

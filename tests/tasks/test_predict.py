@@ -115,7 +115,11 @@ def test_best_and_numbered_checkpoints_are_chosen_by_name(run, capsys):
 
 
 @pytest.mark.parametrize(
-    "kind", ["classify", pytest.param("choice", marks=pytest.mark.long), "tag", "span"]
+    "kind",
+    [
+        "classify",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("choice", "tag", "span")),
+    ],
 )
 def test_scores_are_those_of_the_last_evaluation_and_of_the_answers(
     finished, kind, capsys, monkeypatch, tmp_path

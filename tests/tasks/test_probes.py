@@ -156,6 +156,7 @@ def test_probes_run_before_between_and_after_and_change_nothing(text, finished_r
         assert words in page, words
 
 
+@pytest.mark.long
 def test_vectors_that_get_lost_are_spoken_of(text, copy_of_run, tmp_path, capsys):
     """Those of a base that gives vectors, as it makes them."""
     folder, file = text

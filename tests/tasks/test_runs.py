@@ -205,6 +205,7 @@ def test_evaluations_are_in_vain_if_none_of_the_last_is_the_lowest():
         assert in_vain(list(enumerate(losses)), patience) is expected
 
 
+@pytest.mark.long
 def test_flags_alone_are_a_task_file_and_a_run_goes_on_by_its_workdir():
     flags = "--kind classify --train jsonl:train --validation jsonl:test --from run"
     sets = "--set task.max_sequence_length=30 --set epochs=0.5 --set batch_size=4"

@@ -84,9 +84,10 @@ def train(loss, parallelism=Parallelism(), devices=4, steps=1, sharing=False):  
     return jax.device_get(state), seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "loss",
-    ["contrastive", *(pytest.param(loss, marks=pytest.mark.long) for loss in ("cosine", "distil"))],
+    ["contrastive", "cosine", "distil"],
 )
 def test_cached_gradients_and_devices_change_nothing(loss):
     """Four devices, and on them and on one so many parts that each holds an example or two."""
@@ -194,6 +195,7 @@ def test_pairs_are_learned_kept_and_asked(here, capsys):
     assert answers[0]["cosine"] > answers[1]["cosine"]
 
 
+@pytest.mark.long
 def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
     """And what a run learned leaves it as an encoder whose vectors are the same."""
     settings = ("task.query_prefix=wa wb", "task.text_prefix=xa", "vectors.pooling=last")

@@ -58,10 +58,11 @@ def assert_same(found, expected):
     assert_close(state["params"], other_state["params"], 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "parallelism",
     [
-        pytest.param(Parallelism(), marks=pytest.mark.long),
+        Parallelism(),
         Parallelism(state="zero3", tensor=2, accumulation=2),
     ],
     ids=["replicated", "zero3"],

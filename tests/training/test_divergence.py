@@ -118,6 +118,7 @@ def test_it_is_the_same_run_whenever_it_logs_and_saves(
     assert_identical(final_state(tmp_path / "w")[1], final_state(gone_back[0])[1])
 
 
+@pytest.mark.long
 def test_bad_steps_that_come_back_are_left_out_with_an_earlier_one(text, tmp_path, monkeypatch):
     _, file = text
     poison(monkeypatch, {5, 6, 7, 8, 9, 10})
@@ -128,6 +129,7 @@ def test_bad_steps_that_come_back_are_left_out_with_an_earlier_one(text, tmp_pat
     assert skipped[:9].tolist() == [3, 4, 5, 6, 7, 8, 9, 10, -1]
 
 
+@pytest.mark.long
 def test_a_run_ends_where_no_checkpoint_is_old_enough(text, tmp_path, monkeypatch):
     """The second goes back further than the first; of 12 and 14, which are kept, none is of 9."""
     _, file = text
@@ -141,6 +143,7 @@ def test_a_run_ends_where_no_checkpoint_is_old_enough(text, tmp_path, monkeypatc
     assert left == {"12", "14"}
 
 
+@pytest.mark.long
 def test_fewer_bad_steps_are_passed_over(text, tmp_path, monkeypatch):
     """Their lines say so, and have no loss; no state is saved while its newest steps are bad."""
     _, file = text

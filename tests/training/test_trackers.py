@@ -179,6 +179,7 @@ def test_each_tracker_is_an_extra_of_its_name():
     assert all(f"\n{name} = {name}" in extras for name in TRACKERS)
 
 
+@pytest.mark.long
 def test_a_run_writes_tensorboard_s_event_files_as_it_goes(copy_of_run):
     """Also of lines that were there before; over a resume nothing twice."""
     accumulator = pytest.importorskip(
