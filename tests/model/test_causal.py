@@ -79,7 +79,11 @@ def loss(params, cfg, batch, loop=KEPT):
     return total / count, logits
 
 
-@pytest.mark.parametrize("loop", [Loop(), Loop("dots")], ids=lambda loop: loop.remat)
+@pytest.mark.parametrize(
+    "loop",
+    [Loop(), pytest.param(Loop("dots"), marks=pytest.mark.long)],
+    ids=lambda loop: loop.remat,
+)
 def test_logits_loss_and_gradient_are_as_pytorchs(model, batch, loop):
     cfg, params = model
     (value, logits), gradients = jax.value_and_grad(loss, has_aux=True)(params, cfg, batch, loop)

@@ -22,8 +22,8 @@ WORDS = {
 }
 
 
-# Their losses and batches are tested for themselves, in `make test`, too.
-WHEN = {"mlm_sop": [pytest.mark.long]}
+# Their losses and batches, or their phases, are tested for themselves, in `make test`, too.
+WHEN = {name: [pytest.mark.long] for name in ("mlm_sop", "phases")}
 
 
 @pytest.fixture(
