@@ -34,7 +34,7 @@ LINES = {
     "benchmarks": 3_649,
     "experiments": 1_421,
     "tables": 431,
-    "tests": 31_548,
+    "tests": 31_592,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -13,7 +13,7 @@ from jax.extend import core
 from test_collectives import RING, torus  # noqa: F401
 from test_step import assert_same_run, reference  # noqa: F401
 
-from bert_jax.config import Parallelism
+from bert_jax.config import Optimizer, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model import heads, layers, losses
 from bert_jax.model.encoder import Loop
@@ -71,6 +71,44 @@ def test_a_run_is_the_same_however_state_travels(
     torus(method)
     parallelism = Parallelism(state=state)
     assert_same_run(samples.run(STEPS, devices=4, parallelism=parallelism), reference)
+
+
+MUON = Optimizer(name="muon", peak_learning_rate=1e-3, warmup_steps=2)
+
+
+@pytest.fixture(scope="module")
+def orthogonal():
+    return samples.run(STEPS, optimizer=MUON)
+
+
+@pytest.mark.parametrize(
+    ("devices", "parallelism"),
+    [
+        (4, Parallelism(state="zero1")),
+        *(
+            pytest.param(devices, parallelism, marks=pytest.mark.long)
+            for devices, parallelism in (
+                (2, Parallelism(state="zero3")),
+                (4, Parallelism()),
+                (4, Parallelism(state="zero3", tensor=2)),
+            )
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, int) else f"{value.state}-tensor{value.tensor}",
+)
+def test_orthogonal_updates_are_the_same_on_any_devices(devices, parallelism, orthogonal):
+    """Layers' matrices do not share out evenly over the devices."""
+    parted = samples.run(STEPS, devices, optimizer=MUON, parallelism=parallelism)
+    assert_same_run(parted, orthogonal, 1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", [RING, Method(order="innermost")], ids=lambda m: m.order)
+def test_orthogonal_updates_are_the_same_in_any_order_of_axes(method, orthogonal, torus):  # noqa: F811
+    torus(method)
+    parallelism = Parallelism(state="zero3")
+    parted = samples.run(STEPS, 4, optimizer=MUON, parallelism=parallelism)
+    assert_same_run(parted, orthogonal, 1e-4)
 
 
 @pytest.mark.parametrize(
