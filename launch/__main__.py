@@ -8,7 +8,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from bert_jax import errors
@@ -132,16 +132,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = local.add_argument
     add("experiment", nargs="?", metavar="EXPERIMENT", help="a file, .py or resolved .json")
-    add("--processes", type=_count, default=2, metavar="N", help="processes to start [2]")
+    count, seconds = _within(int, 1, 1024), _within(float, 1e-3, 1e6)
+    add("--processes", type=count, default=2, metavar="N", help="processes to start [2]")
     devices = "virtual CPU devices of each [1]"
-    add("--devices-per-process", type=_count, default=1, metavar="D", help=devices)
+    add("--devices-per-process", type=count, default=1, metavar="D", help=devices)
     arrive = "seconds that processes have to connect to each other [120]"
-    add("--arrive-within", type=_seconds, default=120.0, metavar="S", help=arrive)
+    add("--arrive-within", type=seconds, default=120.0, metavar="S", help=arrive)
     hang = (
         "print all stacks and end after so many seconds without a step; set it longer than "
         "compilation, an evaluation and a save take [600]"
     )
-    add("--hang-after", type=_seconds, default=600.0, metavar="S", help=hang)
+    add("--hang-after", type=seconds, default=600.0, metavar="S", help=hang)
     add("--workdir", metavar="W", help="folder of the EXPERIMENT's run [runs/NAME]")
     _add_run(local, 0)
 
@@ -196,7 +197,7 @@ def _add_run(parser: argparse.ArgumentParser, retries: int) -> None:
     add("--set", action="append", default=[], metavar="a.b=c", help="change a field; repeatable")
     add("--extend", action="store_true", help="go on beyond the end of a run")
     about = f"most restarts after a preemption or the loss of a host [{retries}]"
-    add("--retries", type=_at_least_0, default=retries, metavar="N", help=about)
+    add("--retries", type=_within(int, 0, 10**6), default=retries, metavar="N", help=about)
     about = "print every command and file as a script of bash; nothing is checked or started"
     add("--dry-run", action="store_true", help=about)
 
@@ -214,25 +215,15 @@ def _add_rented(parser: argparse.ArgumentParser) -> None:
     add("--force", default="", metavar="CHECKS", help=about)
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 1024:
-        raise argparse.ArgumentTypeError("must be between 1 and 1024")
-    return value
+def _within(kind: type, least: float, most: float) -> Callable[[str], float]:
+    """Returns a reader of numbers within these bounds."""
 
+    def number(text: str) -> float:
+        if not least <= (value := kind(text)) <= most:
+            raise argparse.ArgumentTypeError(f"must be between {least} and {most}")
+        return value
 
-def _at_least_0(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must be at least 0")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError("must be a positive number of seconds")
-    return value
+    return number
 
 
 if __name__ == "__main__":

@@ -90,6 +90,9 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
         # All pods in one slice: a node pool of several machines is one.
         key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
         annotations[key] = "cloud.google.com/gke-nodepool"
+    failure = {"name": "failure", "action": "FailJobSet"}
+    failure["onJobFailureReasons"] = ["PodFailurePolicy"]
+    hosts = {"name": GROUP, "replicas": 1, "template": {"spec": _job(spec, pods)}}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -100,41 +103,22 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
                 "maxRestarts": spec.retries,
                 # A pod that still saves holds the workdir.
                 "restartStrategy": "BlockingRecreate",
-                "rules": [
-                    {
-                        "name": "failure",
-                        "action": "FailJobSet",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                    },
-                    {"name": "preemption", "action": "RestartJobSet"},
-                ],
+                "rules": [failure, {"name": "preemption", "action": "RestartJobSet"}],
             },
-            "replicatedJobs": [
-                {"name": GROUP, "replicas": 1, "template": {"spec": _job(spec, pods)}}
-            ],
+            "replicatedJobs": [hosts],
         },
     }
 
 
 def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
+    codes = {"containerName": CONTAINER, "operator": "In", "values": list(FINAL)}
     return {
         "parallelism": spec.hosts,
         "completions": spec.hosts,
         "completionMode": "Indexed",
         # The others cannot go on without one: all start again, as a JobSet.
         "backoffLimit": 0,
-        "podFailurePolicy": {
-            "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {
-                        "containerName": CONTAINER,
-                        "operator": "In",
-                        "values": list(FINAL),
-                    },
-                }
-            ]
-        },
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": codes}]},
         "template": {
             "metadata": {"labels": {"app.kubernetes.io/name": "bert-jax"}},
             "spec": _pod(spec, pods),
@@ -151,6 +135,7 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
             "`launch tpu_vm`"
         )
     account = {"serviceAccountName": pods.service_account} if pods.service_account else {}
+    user = {"runAsUser": 0} if pods.privileged else {"runAsNonRoot": True, "runAsUser": _USER}
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": pods.grace,
@@ -163,9 +148,7 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
             "cloud.google.com/gke-tpu-topology": gke.gke_topology,
             **pods.capacity,
         },
-        "securityContext": (
-            {"runAsUser": 0} if pods.privileged else {"runAsNonRoot": True, "runAsUser": _USER}
-        ),
+        "securityContext": user,
         "containers": [_container(spec, pods)],
         "volumes": [
             {"name": "experiment", "configMap": {"name": spec.name}},
@@ -178,6 +161,7 @@ def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
     assert spec.topology is not None
     chips = {"google.com/tpu": slice_names(spec.topology).chips_per_host}
     command, *args = spec.command(posixpath.join(CONFIG_FOLDER, EXPERIMENT))
+    rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     return {
         "name": CONTAINER,
         "image": pods.image,
@@ -186,11 +170,7 @@ def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
         "env": _environment(spec),
         "ports": [{"containerPort": port} for port in (TPU_PORT, COORDINATOR_PORT)],
         "resources": {"requests": chips, "limits": dict(chips)},
-        "securityContext": (
-            {"privileged": True}
-            if pods.privileged
-            else {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        ),
+        "securityContext": {"privileged": True} if pods.privileged else rights,
         "volumeMounts": [
             {"name": "experiment", "mountPath": CONFIG_FOLDER, "readOnly": True},
             {"name": "cache", "mountPath": CACHE_FOLDER},
@@ -200,12 +180,8 @@ def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 def _environment(spec: Spec) -> list[dict[str, Any]]:
     """Returns the variables of a pod: from GKE's alone jax would not know which host is missing."""
-    given = {
-        "BERT_JAX_ARRIVE_WITHIN": _ARRIVE_SECONDS,
-        "BERT_JAX_CACHE_DIR": CACHE_FOLDER,
-        "JAX_NUM_PROCESSES": str(spec.hosts),
-    }
-    given |= spec.environment
+    given = {"BERT_JAX_ARRIVE_WITHIN": _ARRIVE_SECONDS, "BERT_JAX_CACHE_DIR": CACHE_FOLDER}
+    given |= {"JAX_NUM_PROCESSES": str(spec.hosts), **spec.environment}
     variables: list[dict[str, Any]] = [
         {"name": name, "value": _verbatim(value)} for name, value in sorted(given.items())
     ]

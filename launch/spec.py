@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bert_jax import config, errors
 from bert_jax.config import Experiment, code
@@ -157,58 +157,31 @@ def is_final(code: int) -> bool:
 # (kubernetes-engine/docs/concepts/plan-tpus: labels and machine types; it offers no v2).
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Generation:
+class _Generation(NamedTuple):
     """How one generation is named."""
 
     prefix: str  # of its accelerator types
     counts: int  # what their number counts on a chip: its cores, or it alone
+    gke: str = ""  # label of its nodes; "" where GKE does not offer it
+    machine: str = ""  # type of its nodes in GKE, before the chips of one
     runtime: str = "tpu-ubuntu2204-base"  # the image of its machines that is meant for JAX
     # Sizes in chips of slices that are one machine with as many chips. All others have machines of
     # 4.
     whole_hosts: tuple[int, ...] = (4,)
-    gke: str = ""  # label of its nodes; "" where GKE does not offer it
-    gke_single: str = ""  # the same of slices of one machine, where it is another
-    machine: str = ""  # type of its nodes in GKE, for {} chips a machine
-    machine_single: str = ""  # the same of slices of one machine, where it is another
+    single: tuple[str, str] = ("", "")  # label and type of a slice of one machine, if others
 
 
 _CHIPS_A_HOST = 4
+_V3_SINGLE, _WHOLE = ("tpu-v3-device", "ct3-hightpu"), (1, 4, 8)
+_V5E, _V6E = ("tpu-v5-lite-podslice", "ct5lp-hightpu"), ("tpu-v6e-slice", "ct6e-standard")
 
 _GENERATIONS = {
-    "v2": _Generation(prefix="v2", counts=2),
-    "v3": _Generation(
-        prefix="v3",
-        counts=2,
-        gke="tpu-v3-slice",
-        gke_single="tpu-v3-device",
-        machine="ct3p-hightpu-{}t",
-        machine_single="ct3-hightpu-{}t",
-    ),
-    "v4": _Generation(prefix="v4", counts=2, gke="tpu-v4-podslice", machine="ct4p-hightpu-{}t"),
-    "v5e": _Generation(
-        prefix="v5litepod",
-        counts=1,
-        runtime="v2-alpha-tpuv5-lite",
-        whole_hosts=(1, 4, 8),
-        gke="tpu-v5-lite-podslice",
-        machine="ct5lp-hightpu-{}t",
-    ),
-    "v5p": _Generation(
-        prefix="v5p",
-        counts=2,
-        runtime="v2-alpha-tpuv5",
-        gke="tpu-v5p-slice",
-        machine="ct5p-hightpu-{}t",
-    ),
-    "v6e": _Generation(
-        prefix="v6e",
-        counts=1,
-        runtime="v2-alpha-tpuv6e",
-        whole_hosts=(1, 4, 8),
-        gke="tpu-v6e-slice",
-        machine="ct6e-standard-{}t",
-    ),
+    "v2": _Generation("v2", 2),
+    "v3": _Generation("v3", 2, "tpu-v3-slice", "ct3p-hightpu", single=_V3_SINGLE),
+    "v4": _Generation("v4", 2, "tpu-v4-podslice", "ct4p-hightpu"),
+    "v5e": _Generation("v5litepod", 1, *_V5E, "v2-alpha-tpuv5-lite", _WHOLE),
+    "v5p": _Generation("v5p", 2, "tpu-v5p-slice", "ct5p-hightpu", "v2-alpha-tpuv5"),
+    "v6e": _Generation("v6e", 1, *_V6E, "v2-alpha-tpuv6e", _WHOLE),
 }
 
 
@@ -231,11 +204,11 @@ def slice_names(topology: "Topology") -> SliceNames:
     """Returns what Cloud TPU and GKE call a slice, and what it is made of."""
     word, _, shape = topology.name.partition(":")
     generation = _GENERATIONS[word]
-    single = topology.chips in generation.whole_hosts
-    chips_per_host = topology.chips if single else _CHIPS_A_HOST
+    is_single = topology.chips in generation.whole_hosts
+    chips_per_host = topology.chips if is_single else _CHIPS_A_HOST
     label, machine = generation.gke, generation.machine
-    if single:
-        label, machine = generation.gke_single or label, generation.machine_single or machine
+    if is_single and generation.single[0]:
+        label, machine = generation.single
     return SliceNames(
         accelerator_type=f"{generation.prefix}-{topology.chips * generation.counts}",
         runtime_version=generation.runtime,
@@ -243,5 +216,5 @@ def slice_names(topology: "Topology") -> SliceNames:
         chips_per_host=chips_per_host,
         gke_accelerator=label,
         gke_topology=shape,
-        gke_machine_type=machine.format(chips_per_host),
+        gke_machine_type=f"{machine}-{chips_per_host}t" if machine else "",
     )
