@@ -110,7 +110,7 @@ def member(folder: pathlib.Path, name: str) -> None:
             return done
 
         def agreed(what: str, complaint: str) -> str:
-            return everyone.complaint(what, complaint)
+            return everyone.first_error(what, complaint)
 
         timed("compiling checksums", lambda: checksums(held))
         timed("checksums", lambda: checksums(held))
