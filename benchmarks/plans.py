@@ -8,10 +8,11 @@ A golden plan is of one libtpu and one jax; others are refused, since they compi
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bert_jax import config
@@ -44,6 +45,8 @@ MATRIX = {
     "bert_large_pod": ("v2:8x8", "v3:8x8", "v4:4x4x4", "v5e:8x8", "v5p:4x4x4", "v6e:8x8"),
 }
 
+_say = functools.partial(print, file=sys.stderr, flush=True)
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 1 where something differs or does not compile, 2 where nothing can be compared."""
@@ -53,11 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--matrix", action="store_true", help="only: does everything compile and fit")
     args = parser.parse_args(arguments)
     try:
-        if args.matrix:
-            return 1 if sum(1 for _ in misfits()) else 0
-        if not args.write:
+        if not (args.matrix or args.write):
             require_same_versions()
-        return 1 if sum(compare(*plan, args.write) for plan in PLANS) else 0
+        wrong = misfits() if args.matrix else [compare(*plan, args.write) for plan in PLANS]
+        return int(any(wrong))
     except InputError as error:
         print(f"plans: {error}", file=sys.stderr)
         return 2
@@ -65,33 +67,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 def require_same_versions() -> None:
     """Raises InputError unless the golden plans are of the compiler that is installed."""
-    now = compile_lib.versions()
     for path in sorted(GOLDEN.glob("*.json")):
-        then = json.loads(path.read_text())["versions"]
-        if then != now:
-            raise InputError(
-                f"{path.name} is of {_words(then)}, here is {_words(now)}: take that version, or "
-                "write the golden plans again"
-            )
-
-
-def _words(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+        versions = (json.loads(path.read_text())["versions"], compile_lib.versions())
+        if versions[0] != versions[1]:
+            then, now = (", ".join(f"{name} {v}" for name, v in of.items()) for of in versions)
+            remedy = "take that version, or write the golden plans again"
+            raise InputError(f"{path.name} is of {then}, here is {now}: {remedy}")
 
 
 def compare(name: str, slice_: str, settings: tuple[str, ...], write: bool) -> int:
     """Prints what differs from the golden plan, or writes it; returns the number of differences."""
-    path = golden_file(name, slice_, settings)
-    now = golden(name, slice_, settings)
+    path, now = golden_file(name, slice_, settings), golden(name, slice_, settings)
     if write:
         GOLDEN.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(now, indent=1) + "\n")
         print(f"written: {path.relative_to(ROOT)}", flush=True)
         return 0
     lines = list(differences(json.loads(path.read_text()), now)) if path.exists() else ["missing"]
-    print(f"{path.stem}: {'as reviewed' if not lines else 'differs'}", flush=True)
-    for line in lines:
-        print(f"  {line}", flush=True)
+    head = f"{path.stem}: {'as reviewed' if not lines else 'differs'}"
+    print("\n  ".join([head, *lines]), flush=True)
     return len(lines)
 
 
@@ -101,19 +95,23 @@ def golden_file(name: str, slice_: str, settings: tuple[str, ...]) -> pathlib.Pa
     return GOLDEN / f"{name}_{slice_.replace(':', '_')}{checked}.json"
 
 
+def jobs_of(name: str, slices: Sequence[str], settings: Sequence[str] = ()) -> list[Job]:
+    """Returns every phase of an experiment on every slice."""
+    experiment = config.override(config.load(str(ROOT / "experiments" / f"{name}.py")), settings)
+    phases = range(len(experiment.phases))
+    return [Job(experiment, number, topology.parse(one)) for one in slices for number in phases]
+
+
 def golden(name: str, slice_: str, settings: tuple[str, ...]) -> dict[str, Any]:
     """Returns what is kept of an experiment's plan for a slice.
 
     No hash of the experiment is: each new field would change it, and no step.
     """
-    experiment = config.load(str(ROOT / "experiments" / f"{name}.py"))
-    experiment = config.override(experiment, settings)
-    where = topology.parse(slice_)
-    jobs = [Job(experiment, number, where) for number in range(len(experiment.phases))]
+    jobs = jobs_of(name, [slice_], settings)
     outcomes = compile_lib.compile_all(jobs, _say)
     phases = []
     for job, outcome in zip(jobs, outcomes, strict=True):
-        entry = report.phase_entry(experiment, job.phase, where, outcome)
+        entry = report.phase_entry(job.experiment, job.phase, job.topology, outcome)
         if memory := entry["memory"]:  # it has none if it was not compiled
             entry["memory"] = memory | {"code": memory["code"] // _CODE_UNIT * _CODE_UNIT}
         kept = ("outcome", "memory", "cycles", "random_bytes", "kernels", "collectives", "checks")
@@ -138,31 +136,20 @@ def differences(then: Any, now: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {json.dumps(then)} -> {json.dumps(now)}"
 
 
-def misfits() -> Iterator[str]:
-    """Prints each outcome of the matrix; yields those that do not compile and fit."""
+def misfits() -> list[str]:
+    """Prints each outcome of the matrix; returns those that do not compile and fit."""
+    wrong = []
     for name, slices in MATRIX.items():
-        experiment = config.load(str(ROOT / "experiments" / f"{name}.py"))
-        jobs = [
-            Job(experiment, number, topology.parse(slice_))
-            for slice_ in slices
-            for number in range(len(experiment.phases))
-        ]
+        jobs = jobs_of(name, slices)
         for job, outcome in zip(jobs, compile_lib.compile_all(jobs, _say, "return"), strict=True):
-            length = experiment.phases[job.phase].sequence_length
-            line = f"{name} {job.topology.name} {length}: {outcome.kind}"
+            length = job.experiment.phases[job.phase].sequence_length
+            line = f"{name} {job.topology.name} {length}: {outcome.kind}, {outcome.message}"
             if outcome.program is not None:
-                peak = outcome.memory["peak"] / 2**30
                 cycles = outcome.program.cycles / job.topology.tpu.clock_hz
-                line += f", {peak:.2f} GiB a device, {1e3 * cycles:.1f} ms of cycles"
-            else:
-                line += f" ({outcome.message})"
+                line += f"{outcome.memory['peak'] / 2**30:.2f} GiB a device, {1e3 * cycles:.1f} ms"
             print(line, flush=True)
-            if outcome.kind != "compiled":
-                yield line
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+            wrong += [line] * (outcome.kind != "compiled")
+    return wrong
 
 
 if __name__ == "__main__":
