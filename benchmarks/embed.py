@@ -7,119 +7,85 @@ and its time is that of the best of some batch sizes. A ratio is the peer's time
 we are faster. `first` is the first turn of each process, ours with compiling.
 """
 
-import argparse
-import pathlib
-import sys
+import statistics
 import tempfile
-from typing import Any
 
 import numpy as np
+from etils import epath
 
 from benchmarks import measure
-from benchmarks.worker import Worker
-from bert_jax.config import Corpus
+from bert_jax.config import Corpus, Parallelism
+from bert_jax.interop import importing
+from bert_jax.loaded import Loaded
 from bert_jax.text import documents, sentences
-
-SAMPLE = "jsonl:experiments/sample_text/speeches.jsonl.gz"
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.vectors.embed import Embedder, Features
 
 
 def main() -> None:
     """Measures, and compares the vectors."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sentences", type=int, default=10_000)
-    parser.add_argument("--max-length", type=int, default=256, help="tokens of a sentence")
-    parser.add_argument("--batches", default="32,64,128", help="the peer's, in sentences")
-    parser.add_argument("--source", default="", help="weights; default: the peer's MiniLM package")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--devices", type=int, default=1, help="CPU devices that ours makes of them"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--python", default=".venv-torch/bin/python", help="with torch")
-    parser.add_argument("--out", default="", help="folder of the result; default: results/")
-    flags = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        compare(pathlib.Path(folder), flags)
+    flags = measure.parser(
+        __doc__,
+        sentences=10_000,
+        max_length=(256, "tokens of a sentence"),
+        batches=("32,64,128", "the peer's, in sentences"),
+        source=("", "weights; default: the peer's MiniLM package"),
+        threads=2,
+        rounds=5,
+        python=measure.TORCH,
+    ).parse_args()
+    measure.restart_with(flags.threads, "shipped")
+    texts, vectors = sample(flags.sentences), []
+    other = measure.peer(flags.python, "embed", flags.threads, "shipped")
+    with tempfile.TemporaryDirectory() as folder, other as peer:
+        base, cut = epath.Path(folder) / "base", {"max_length": flags.max_length}
+        out = f"{folder}/peer.npy"
+        source, versions = peer("build", source=flags.source, texts=texts, out=out, **cut)
+        importing.import_weights(epath.Path(source), base, None, lambda line: None)
+        embedder = embedder_of(base, **cut)
+        turns = {"ours": lambda: bulk(embedder, texts, vectors)}
+        for size in map(int, flags.batches.split(",")):
+            turns[f"peer {size}"] = lambda size=size: peer("embed", size=size)
+        found = measure.in_turns(turns, flags.rounds + 1)
+        off = np.abs(np.concatenate(vectors)[-len(texts) :] - np.load(out)).max()
+    first = {entry: seconds.pop(0) for entry, seconds in found.items()}
+    details = {"versions": versions, "threads": flags.threads, "first": first, "seconds": found}
+    measure.report("embed", figures(found, first, len(texts), off), details, flags.out)
 
 
 def sample(count: int) -> list[str]:
     """Sentences of the sample text, taken evenly from all of it; again if there are too few."""
-    found = [
-        " ".join(sentence.split())
-        for document in documents.read(Corpus(sources=(SAMPLE,)))
-        for sentence in sentences.split(document, "en")
-    ]
+    read = documents.read(Corpus(sources=(measure.SAMPLE,)))
+    found = [" ".join(line.split()) for text in read for line in sentences.split(text, "en")]
     return [found[i * max(len(found), count) // count % len(found)] for i in range(count)]
 
 
-def compare(folder: pathlib.Path, flags: argparse.Namespace) -> None:
-    """Rounds of both sides in turns."""
-    (folder / "texts.txt").write_text("\n".join(sample(flags.sentences)) + "\n")
-    with (
-        Worker(sys.executable, "benchmarks.embed_ours", flags.threads, "shipped") as ours,
-        Worker(flags.python, "benchmarks.embed_peer", flags.threads, "shipped") as peer,
-    ):
-        source = flags.source or peer.ask("packaged")
-        built = {"source": source, "folder": str(folder), "max_length": flags.max_length}
-        versions = peer.ask("build", threads=flags.threads, **built)
-        tokens = ours.ask("build", devices=flags.devices, **built)
-        turns: dict[str, tuple[Worker, dict[str, Any]]] = {"ours": (ours, {})}
-        for size in map(int, flags.batches.split(",")):
-            turns[f"peer {size}"] = peer, {"size": size}
-        # Wall and CPU seconds.
-        found: dict[str, list[tuple[float, float]]] = {entry: [] for entry in turns}
-        for number in range(flags.rounds + 1):
-            for entry in list(turns)[:: 1 if number % 2 == 0 else -1]:
-                worker, arguments = turns[entry]
-                found[entry].append(worker.ask("embed", **arguments))
-                wall, cpu = found[entry][-1]
-                print(
-                    f"{entry}{'' if number else ', first'}: {wall:.2f} s, {cpu:.2f} s of CPU; "
-                    f"{flags.sentences / wall:.0f} sentences a second",
-                    flush=True,
-                )
-        difference = np.abs(np.load(folder / "ours.npy") - np.load(folder / "peer.npy")).max()
-    first = {entry: turns.pop(0) for entry, turns in found.items()}
-    details = {
-        "versions": versions,
-        "sentences": flags.sentences,
-        "tokens": tokens,
-        "threads": flags.threads,
-        "devices": flags.devices,
-        "first": first,
-        "seconds": found,
-    }
-    measure.report("embed", figures(found, first, flags.sentences, difference), details, flags.out)
+def embedder_of(workdir: epath.PathLike, max_length: int) -> Embedder:
+    """The encoder of a base or a run, on all devices."""
+    trained, mesh = Loaded.of(epath.Path(workdir)), mesh_lib.make_mesh(Parallelism())
+    return Embedder(trained, Features(), mesh, max_length)
 
 
-def figures(
-    seconds: dict[str, list[tuple[float, float]]],
-    first: dict[str, tuple[float, float]],
-    count: int,
-    difference: float,
-) -> dict[str, float]:
+def bulk(embedder: Embedder, texts: list[str], vectors: list[np.ndarray]) -> tuple[float, float]:
+    """Adds the vectors of all texts; returns CPU and wall seconds."""
+    return measure.clocked(lambda: vectors.extend(e.vectors for e in embedder.embed(texts)))
+
+
+def figures(seconds: dict, first: dict, count: int, difference: float) -> dict[str, float]:
     """Sentences a second; the best peer's time over ours: best over best, median over median."""
-    kinds = {}
-    for i, kind in enumerate(("wall", "cpu")):
-        spreads = {
-            entry: measure.spread([turn[i] for turn in found]) for entry, found in seconds.items()
-        }
-        kinds[kind] = {
-            which: (
-                spreads["ours"][which],
-                min(s[which] for e, s in spreads.items() if e != "ours"),
-            )
-            for which in ("min", "median")
-        }
-    wall, cpu = kinds["wall"], kinds["cpu"]
+    (cpu_ratio, cpu_ratio_median), (ratio, ratio_median) = (
+        measure.times_faster(*([turn[clock] for turn in seconds[entry]] for entry in seconds))
+        for clock in (0, 1)
+    )
+    rate = count / statistics.median(turn[1] for turn in seconds["ours"])
     return {
-        "sentences_per_second": count / wall["median"][0],
-        "peer_sentences_per_second": count / wall["median"][1],
-        "ratio": wall["min"][1] / wall["min"][0],
-        "ratio_median": wall["median"][1] / wall["median"][0],
-        "cpu_ratio": cpu["min"][1] / cpu["min"][0],
-        "cpu_ratio_median": cpu["median"][1] / cpu["median"][0],
-        "first_ratio": min(f[0] for e, f in first.items() if e != "ours") / first["ours"][0],
+        "sentences_per_second": rate,
+        "peer_sentences_per_second": rate / ratio_median,
+        "ratio": ratio,
+        "ratio_median": ratio_median,
+        "cpu_ratio": cpu_ratio,
+        "cpu_ratio_median": cpu_ratio_median,
+        "first_ratio": min(f[1] for e, f in first.items() if e != "ours") / first["ours"][1],
         "largest_difference": float(difference),
     }
 

@@ -7,18 +7,18 @@ middle of held-out rows are predicted from 64 tokens around, from 128, and so on
 row: the loss must fall.
 """
 
-import argparse
 import dataclasses
 import os
 import pathlib
 import tempfile
+from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console
 
 from benchmarks import measure
 from bert_jax import config
-from bert_jax.config import Data, Experiment, Phase
+from bert_jax.config import Experiment
 from bert_jax.data import batches
 from bert_jax.loaded import load_params
 from bert_jax.running import evaluators, pretraining
@@ -31,22 +31,14 @@ from bert_jax.training import step
 
 # Tokens around, and those in the middle of a row whose masked pieces are scored.
 SHORTEST, MIDDLE = 64, 48
-# Of a row's places, those that hold tokens: it ends with a whole sentence.
-FILLED = 0.8
+FILLED = 0.8  # of a row's places, those that hold tokens: it ends with a whole sentence
 
 
 def main() -> None:
     """Trains, then scores."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short-steps", type=int, default=2_500, help="of 64 rows of 64 tokens")
-    parser.add_argument("--steps", type=int, default=600, help="of long rows")
-    parser.add_argument("--length", type=int, default=1_024, help="tokens of a row")
-    parser.add_argument("--rows", type=int, default=4, help="of a step")
-    parser.add_argument("--set", action="append", default=[], help="a field of the experiment")
-    parser.add_argument("--out", default="", help="folder of the result; default: results/")
-    flags = parser.parse_args()
+    flags = measure.parser(__doc__, set=([], "a field of the experiment")).parse_args()
     measure.restart_with(threads=len(os.sched_getaffinity(0)))
-    of = config.override(experiment(flags), flags.set)
+    of = experiment(flags.set)
     with tempfile.TemporaryDirectory() as folder:
         workdir = Workdir(pathlib.Path(folder) / "run", of.run.corpus_dir)
         trained = pretraining.pretrain(of, workdir, "keep", Progress(Console(stderr=True)))
@@ -54,56 +46,23 @@ def main() -> None:
         found = losses(of, workdir)
     figures = {f"loss_{tokens}": line["masked_lm_loss"] for tokens, line in found.items()}
     figures |= {"unigram_loss": next(iter(found.values()))["unigram_loss"]}
-    details = {
-        "short_steps": flags.short_steps,
-        "steps": flags.steps,
-        "rows": flags.rows,
-        "length": flags.length,
-        "lines": found,
-    }
-    measure.report("long_rows", figures, details, flags.out)
+    measure.report("long_rows", figures, {"settings": flags.set, "lines": found}, flags.out)
 
 
-def experiment(flags: argparse.Namespace) -> Experiment:
+def experiment(settings: Sequence[str]) -> Experiment:
     """The experiment `tiny` with four layers, for long rows of masked pieces alone."""
     tiny = config.load(str(measure.ROOT / "experiments" / "tiny.py"))
-    share = tiny.data.masked_lm_prob
-    return dataclasses.replace(
-        tiny,
-        name="long_rows",
-        model=dataclasses.replace(
-            tiny.model,
-            num_hidden_layers=4,
-            global_every=3,
-            global_rotary_base=10_000.0,
-            max_position_embeddings=flags.length,
-        ),
-        data=Data(
-            objective="mlm",
-            masked_lm_prob=share,
-            eval_rows=2_000,
-            eval_sequence_length=flags.length,
-            eval_max_predictions_per_seq=round(0.15 * flags.length) + 1,
-        ),
-        phases=(
-            Phase(
-                steps=flags.short_steps,
-                sequence_length=SHORTEST,
-                max_predictions_per_seq=round(share * SHORTEST),
-                batch_size=64,
-            ),
-            Phase(
-                steps=flags.steps,
-                sequence_length=flags.length,
-                max_predictions_per_seq=round(share * flags.length),
-                batch_size=flags.rows,
-            ),
-        ),
-        optimizer=dataclasses.replace(tiny.optimizer, warmup_steps=flags.short_steps // 8),
-        run=dataclasses.replace(
-            tiny.run, eval_every=flags.steps, eval_batch_size=8, checkpoint_every=flags.steps
-        ),
-    )
+    fields = [
+        *("model.num_hidden_layers=4", "model.max_position_embeddings=1024"),
+        *("model.global_every=3", "model.global_rotary_base=10000", "data.objective=mlm"),
+        *("data.eval_sequence_length=1024", "data.eval_max_predictions_per_seq=155"),
+        *("phases.0.steps=2500", "phases.0.max_predictions_per_seq=19"),
+        *("phases.1.steps=600", "phases.1.sequence_length=1024", "phases.1.batch_size=4"),
+        *("phases.1.max_predictions_per_seq=307", "optimizer.warmup_steps=312"),
+        *("run.eval_every=600", "run.eval_batch_size=8", "run.checkpoint_every=600"),
+    ]
+    longer = dataclasses.replace(tiny, name="long_rows", phases=2 * tiny.phases)
+    return config.override(longer, [*fields, *settings])
 
 
 def losses(of: Experiment, workdir: Workdir) -> dict[int, dict[str, float]]:

@@ -8,24 +8,24 @@ What is done is kept until the end: the command goes on after a stop. Speed is p
 memory is anonymous memory of all processes together, sampled.
 """
 
-import argparse
+import functools
 import hashlib
 import json
+import math
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from benchmarks import measure
 
-SIZES = (70, 700, 3_000)  # megabytes
-# Disk that the text, the corpus, and what it is made of, take: times the text.
-_DISK = 4.0
+_DISK = 4.0  # for the text, the corpus, and what it is made of: times the text
 _FILE = 64  # megabytes
 _SYLLABLES = [a + b for a in [*"bcdfghklmnprstvw", "st", "tr", "ch"] for b in "aeiou"]
 # Ranks of common words, and the share of others.
@@ -34,66 +34,44 @@ _ENDINGS = ["", "", "n", "r", "s", "ng", "rd", "lt"]
 
 
 def main() -> None:
-    """Prepares each size, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="megabytes of text")
-    parser.add_argument("--folder", default="build/scale_text", help="where all of it lies")
-    parser.add_argument("--keep", action="store_true", help="keep text and corpora at the end")
-    parser.add_argument("--out", default="", help="folder of the result; default: results/")
-    flags = parser.parse_args()
-    sizes = [int(size) for size in flags.sizes.split(",")]
-    folder = pathlib.Path(flags.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    needed = _DISK * (sum(sizes) + max(sizes)) * 1e6
-    present = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-    if shutil.disk_usage(folder).free < needed - present:
-        sys.exit(f"{folder}: {(needed - present) / 1e9:.0f} GB of free disk are needed")
-    rows = [prepared(folder, size, 1) for size in sizes]
-    rows.append(prepared(folder, max(sizes), 2))
-    alike = rows[-1]["files"] == rows[-2]["files"]
-    for row in rows:
-        print(
-            f"{row['megabytes']:>6.0f} MB  {row['workers']} workers  {row['seconds']:8.1f} CPU s  "
-            f"{row['megabytes'] / row['seconds']:5.2f} MB/CPU s  "
-            f"{row['anonymous_megabytes']:6.0f} MB anonymous  {row['tokens']:>13,} tokens"
-        )
+    """Prepares each size."""
+    sizes, where = ("70,700,3000", "megabytes of text"), ("build/scale_text", "where all lies")
+    flags = measure.parser(__doc__, sizes=sizes, folder=where).parse_args()
+    sizes, folder = [int(size) for size in flags.sizes.split(",")], pathlib.Path(flags.folder)
+    measure.require_room(folder, _DISK * (sum(sizes) + max(sizes)) * 1e6)
+    rows = [prepared(folder, *row) for row in [*((size, 1) for size in sizes), (max(sizes), 2)]]
     memory = [row["anonymous_megabytes"] for row in rows[:-1]]
     figures = {
         "least_mb_per_cpu_second": min(row["megabytes"] / row["seconds"] for row in rows),
         "most_anonymous_mb": max(memory),
         "most_over_least_memory": max(memory) / min(memory),
-        "two_workers_same_bytes": alike,
+        "two_workers_same_bytes": rows[-1]["files"] == rows[-2]["files"],
     }
     measure.report("scale_text", figures, {"rows": rows}, flags.out)
-    if not flags.keep:
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
 
 
 def prepared(folder: pathlib.Path, megabytes: int, workers: int) -> dict[str, Any]:
     """Prepares text of some size in a process of its own; what was measured, if it was before."""
-    result = folder / f"{megabytes}-{workers}.json"
+    result, corpus = (folder / f"{kind}{megabytes}-{workers}" for kind in ("row", "corpus"))
     if result.exists():
         return json.loads(result.read_text())
-    write_text(folder / f"text{megabytes}", megabytes)
-    corpus = folder / f"corpus{megabytes}-{workers}"
+    text = folder / f"text{megabytes}"
+    write_text(text, megabytes)
     # Begun again, as it would measure only what was left.
     shutil.rmtree(corpus, ignore_errors=True)
-    settings = [
-        f'corpus.sources=["jsonl:{folder}/text{megabytes}"]',
-        "corpus.validation_share=0.005",
-        f"run.corpus_dir={corpus}",
+    command = [
+        *(sys.executable, "-m", "bert_jax.cli", "prepare", "experiments/bert_base.py"),
+        *("--set", f'corpus.sources=["jsonl:{text}"]', "--set", "corpus.validation_share=0.005"),
+        *("--set", f"run.corpus_dir={corpus}", "--workers", str(workers)),
+        *("--workdir", str(folder / "run")),
     ]
-    command = [sys.executable, "-m", "bert_jax.cli", "prepare", "experiments/bert_base.py"]
-    command += [word for text in settings for word in ("--set", text)]
-    command += ["--workers", str(workers), "--workdir", str(folder / "run")]
     process = subprocess.Popen(command, cwd=measure.ROOT, env=measure.environment(1, "shipped"))
-    most = 0
-    while True:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            break
-        most = max(most, anonymous_memory(process.pid))
+    most, pid = 0.0, 0
+    while not pid:
+        most = max(most, measure.resident(process.pid)[0])
         time.sleep(0.2)
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
     if status:
         sys.exit(f"prepare of {megabytes} MB with {workers} workers ended with {status}")
     manifest = json.loads((corpus / "manifest.json").read_text())
@@ -106,52 +84,31 @@ def prepared(folder: pathlib.Path, megabytes: int, workers: int) -> dict[str, An
         "tokens": sum(split["tokens"] for split in manifest["splits"].values()),
         "files": files,
     }
+    print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     result.write_text(json.dumps(row))
     shutil.rmtree(corpus)
     return row
 
 
-def anonymous_memory(pid: int) -> int:
-    """Bytes of anonymous memory of a process and its children, now."""
-    total = 0
-    for number in [pid, *children(pid)]:
-        try:
-            lines = pathlib.Path(f"/proc/{number}/status").read_text().splitlines()
-        except OSError:  # it has ended
-            continue
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-    return total
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process has started."""
-    try:
-        tasks = list(pathlib.Path(f"/proc/{pid}/task").iterdir())
-        return [int(n) for task in tasks for n in (task / "children").read_text().split()]
-    except OSError:
-        return []
-
-
 def write_text(folder: pathlib.Path, megabytes: int) -> None:
     """Writes text in files of 64 MB, unless it is there."""
     folder.mkdir(exist_ok=True)
-    written, number = 0, 0
-    while written < megabytes * 1e6:
-        path = folder / f"{number:04}.jsonl"
+    for number in range(math.ceil(megabytes / _FILE)):
+        path, left = folder / f"{number:04}.jsonl", min(_FILE, megabytes - number * _FILE) * 1e6
         if not path.exists():
-            size = int(min(_FILE, megabytes - written / 1e6) * 1e6)
-            temporary = path.with_suffix(".tmp")
-            with temporary.open("w") as file:
-                _write_file(file, number, size)
-            temporary.rename(path)
-        written += path.stat().st_size
-        number += 1
+            with path.with_suffix(".tmp").open("w") as file:
+                for line in _lines(number):
+                    file.write(line)
+                    left -= len(line)
+                    if left <= 0:
+                        break
+            path.with_suffix(".tmp").rename(path)
 
 
-def _write_file(file: Any, number: int, size: int) -> None:
+def _lines(number: int) -> Iterator[str]:
+    """Yields documents without end, as JSON lines."""
     rng = np.random.default_rng(number)
-    written = 0
-    while written < size:
+    while True:
         # The rank of a word: Zipf's law for the commonest; of the others new ones never end, as in
         # an encyclopedia, where their number grows as the 0.65th power of the text.
         uniform = 1 - rng.random(200_000)
@@ -160,13 +117,10 @@ def _write_file(file: Any, number: int, size: int) -> None:
         ranks = np.where(rng.random(len(uniform)) < _RARE, rare, common)
         words = [_word(rank) for rank in np.minimum(ranks, 2.0**40).astype(np.int64).tolist()]
         at = 0
-        while at < len(words) and written < size:
+        while at < len(words):
             count = int(np.clip(rng.lognormal(5.6, 1.0), 20, 20_000))  # words of a document
-            text = _document(words[at : at + count], rng)
+            yield json.dumps({"text": _document(words[at : at + count], rng)}) + "\n"
             at += count
-            line = json.dumps({"text": text}) + "\n"
-            file.write(line)
-            written += len(line)
 
 
 def _document(words: list[str], rng: np.random.Generator) -> str:
@@ -185,21 +139,14 @@ def _document(words: list[str], rng: np.random.Generator) -> str:
     return "".join(text).strip()
 
 
-_KNOWN: dict[int, str] = {}
-
-
+@functools.lru_cache(200_000)
 def _word(rank: int) -> str:
     """The word of a rank: the commoner the shorter."""
-    word = _KNOWN.get(rank)
-    if word is None:
-        rest, word = rank, ""
-        while rest:
-            rest, syllable = divmod(rest - 1, len(_SYLLABLES))
-            word += _SYLLABLES[syllable]
-        word += _ENDINGS[rank % len(_ENDINGS)]
-        if len(_KNOWN) < 200_000:
-            _KNOWN[rank] = word
-    return word
+    rest, word = rank, ""
+    while rest:
+        rest, syllable = divmod(rest - 1, len(_SYLLABLES))
+        word += _SYLLABLES[syllable]
+    return word + _ENDINGS[rank % len(_ENDINGS)]
 
 
 if __name__ == "__main__":
