@@ -256,9 +256,8 @@ class Experiment(Section, role="identity", label="experiment"):
 
     def model_of(self, phase: int) -> Model:
         """Returns the model as a phase trains it, with its own rotary base and direction."""
-        own = self.phases[phase]
-        base = own.global_rotary_base or self.model.global_rotary_base
-        direction = OBJECTIVES[own.objective or self.data.objective].direction
+        base = self.phases[phase].global_rotary_base or self.model.global_rotary_base
+        direction = OBJECTIVES[self.data_of(phase).objective].direction
         return replace(self.model, global_rotary_base=base, direction=direction)
 
     def model_after(self, done: int) -> Model:

@@ -304,13 +304,13 @@ class PretrainingSetup(Setup):
 
         def batches(done: int) -> PhaseBatches:
             number, first = experiment.phase_at(done)
+            both = range(number, min(number + 2, len(experiment.phases)))  # and the next, if any
             phase = experiment.phases[number]
             of = prepared.train_batches(experiment, number, peers.is_primary)
-            learned = [spec.objective or experiment.data.objective for spec in experiment.phases]
             return PhaseBatches(
                 *(number, first, phase.steps, phase.batch_size, of.batch, of.ready, of.close),
                 objective=objective_lib.of_phase(experiment, number),
-                ends_line={*learned[number : number + 2]} != {learned[number]},
+                ends_line=len({experiment.data_of(n).objective for n in both}) > 1,
             )
 
         def operations(batch: Batch) -> int:

@@ -50,15 +50,11 @@ def alone(momentum: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def over(partition: Tree, mesh: jax.sharding.Mesh) -> Orthogonalized:
     """Returns what orthogonalises matrices that devices of a mesh hold in parts, or all whole."""
-    cuts = {
-        jax.tree_util.keystr(path): cut
-        for path, cut in jax.tree.leaves_with_path(
-            partition, is_leaf=lambda x: isinstance(x, Partition)
-        )
-    }
-    axes = mesh_lib.data_axes(mesh)
     if mesh_lib.data_shards(mesh) == 1:
         return alone
+    axes = mesh_lib.data_axes(mesh)
+    leaves = jax.tree.leaves_with_path(partition, is_leaf=lambda x: isinstance(x, Partition))
+    cuts = {jax.tree_util.keystr(path): cut for path, cut in leaves}
 
     def on_a_shard(momentum: dict[str, jax.Array]) -> dict[str, jax.Array]:
         groups: dict[tuple[Any, ...], list[str]] = collections.defaultdict(list)
