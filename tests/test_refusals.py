@@ -74,6 +74,7 @@ model.output_table=own
 {_MODERN} model.global_every=1 model.local_window=64
 {_MODERN} model.type_vocab_size=3
 phases.1.objective=mlm
+phases.0.objective=caussal -> choose one of mlm_nsp
 phases.0.objective=causal -> phases.0.max_predictions_per_seq=20
 phases.0.masked_lm_prob=0.4 -> phases.0.max_predictions_per_seq=20
 data.objective=mlm data.attention=per_document phases.0.objective=mlm_nsp

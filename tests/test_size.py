@@ -26,7 +26,7 @@ LINES = {
     "storage": 1_452,
     "tasks": 4_274,
     "text": 2_991,
-    "training": 2_018,
+    "training": 2_014,
     "running": 4_321,
     "vectors": 1_269,
     "verify": 983,
@@ -34,7 +34,7 @@ LINES = {
     "benchmarks": 2_800,
     "experiments": 1_421,
     "tables": 431,
-    "tests": 31_592,
+    "tests": 31_602,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -63,7 +63,7 @@ def _settings(section: type[Section], path: str, example: Section | None) -> Ite
             below = where + (".N." if get_origin(hint) is tuple else ".")
             yield from _settings(inner, below, default if isinstance(default, Section) else None)
             continue
-        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        choices = tuple(filter(None, get_args(hint))) if get_origin(hint) is Literal else ()
         word = TYPES.get(hint, "a word")
         text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
         given = None if default is dataclasses.MISSING else text

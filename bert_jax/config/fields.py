@@ -124,7 +124,8 @@ def _converted(value: Any, hint: Any) -> Any:
 def _check_type(where: str, value: object, hint: Any) -> None:
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
-            raise InputError(f"{where}={value!r}: choose one of {', '.join(get_args(hint))}")
+            named = filter(None, get_args(hint))  # a field may be empty, too
+            raise InputError(f"{where}={value!r}: choose one of {', '.join(named)}")
     elif get_origin(hint) is tuple:
         if not isinstance(value, tuple):
             raise InputError(

@@ -60,7 +60,7 @@ def test_a_base_without_a_meaning_is_one_line(runs, tmp_path):
     assert code == 2 and error.count("\n") == 1 and "must be over 1, or 0" in error
 
 
-PHASES = (*OBJECTIVES["phases"], "run.keep_checkpoints=9", "run.log_every=2")
+PHASES = (*OBJECTIVES["phases"], "run.keep_checkpoints=9", "run.log_every=4")
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,23 @@ def learned(tmp_path_factory):
 
 
 def test_a_phase_learns_what_it_would_learn_in_a_run_of_its_own(learned):
-    """The first 14 steps are those of a run that learns this throughout."""
-    alone = (*OBJECTIVES["causal"], "data.attention=whole_row", "run.log_every=2")
+    """The first steps are those of a run that learns this throughout."""
+    alone = (*OBJECTIVES["causal"], "data.attention=whole_row", "run.log_every=4")
     assert pretrain(learned / "small.py", learned / "alone", *alone)[0] == "finished"
     both, one = (
-        [line for line in lines(learned / name) if line["kind"] == "train" and line["step"] <= 14]
+        [line for line in lines(learned / name) if line["kind"] == "train" and line["step"] <= 12]
         for name in ("both", "alone")
     )
     assert both == one and "next_piece_loss" in both[0]
+
+
+def test_no_line_has_steps_of_two_objectives(learned):
+    """Of lines of four steps the phase of 14 ends within one."""
+    trained = [line for line in lines(learned / "both") if line["kind"] == "train"]
+    assert [line["step"] for line in trained] == [4, 8, 12, 14, 16, 20, 22]
+    for line in trained:
+        pieces = {name for name in line if name in ("next_piece_loss", "masked_lm_loss")}
+        assert pieces == {"next_piece_loss" if line["step"] <= 14 else "masked_lm_loss"}
 
 
 def test_what_a_phase_does_not_learn_from_stays_to_the_bit(learned):
