@@ -1,6 +1,8 @@
 """The commands that make corpora and runs."""
 
 import argparse
+import pathlib
+import re
 import typing
 from typing import Any
 
@@ -22,6 +24,9 @@ from bert_jax.cli.command import (
 )
 from bert_jax.config import Experiment, Finetuning, Kind
 from bert_jax.errors import FINISHED, InputError
+
+if typing.TYPE_CHECKING:
+    from bert_jax.running.progress import Progress
 
 
 @command(
@@ -75,6 +80,10 @@ def prepare(args: argparse.Namespace) -> int:
         (optimizer.schedule=wsd), in a new --workdir, and do the optimizer.decay_steps after it
     --fork RUN/checkpoints/STEP: begin with this checkpoint of another run, in a new --workdir, with
         any settings but the model's and the vocabulary's
+    --text PATH: in place of an EXPERIMENT, file or folder of text, or a source as corpus.sources
+        has it; encoder, vocabulary, batch and steps are chosen for it, this machine and --hours
+    --hours H (float): of --text, how long the run may take on this machine, from now on
+    --base B: of --text, go on with the encoder of this base instead of a fresh one
     """,
     fields=Experiment,
     codes=errors.CODES_OF_RUNS,
@@ -82,19 +91,51 @@ def prepare(args: argparse.Namespace) -> int:
 def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped."""
     system.use_one_memory_pool()
-    experiment, origin, branch = _pretraining(args)
-    from bert_jax.running import pretraining
     from bert_jax.running.progress import LineConsole, Progress
+
+    progress = Progress(LineConsole())
+    if args.text is None and args.hours is None and args.base is None:
+        experiment, origin, branch = _pretraining(args)
+    else:
+        experiment, origin, branch = _dialled(args, progress)
+    from bert_jax.running import pretraining
     from bert_jax.tasks.probes import Probes
 
     workdir = workdir_of(args, experiment, "write")
-    progress = Progress(LineConsole())
     for note in config.notes(experiment):
         progress.say(note)
     extend = "extend" if args.extend else "keep"
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
     outcome = pretraining.pretrain(experiment, workdir, extend, progress, origin, probes, branch)
     return CODES[outcome]
+
+
+def _dialled(args: argparse.Namespace, progress: "Progress"):
+    """The experiment for --text and --hours, its origin, and what it branches off: nothing.
+
+    Of a run that is there it is the saved one, and nothing is measured.
+    """
+    if args.text is None or args.hours is None or not args.hours > 0:
+        raise InputError("--text, --hours: go together, hours above 0; --base is theirs")
+    if args.experiment or args.decay_from or args.fork or args.extend:
+        raise InputError("--text: chooses the experiment; leave out EXPERIMENT and other flags")
+    from bert_jax.storage import mirror
+
+    stem = re.sub(r"[^\w.-]+", "-", pathlib.PurePath(args.text).name.partition(".")[0]).strip("-.")
+    args.workdir = args.workdir or f"runs/{stem or 'text'}"
+    workdir = mirror.opened(args.workdir, access="write")
+    if workdir.experiment.exists():
+        experiment = saved_experiment(args, Experiment)
+        if not any(source.endswith(args.text) for source in experiment.corpus.sources):
+            read = " ".join(experiment.corpus.sources)
+            raise InputError(f"--text {args.text}: the run in {args.workdir} reads {read}")
+        progress.say(f"{args.workdir}: goes on as it was chosen")
+        return experiment, None, None
+    workdir.require_ours()
+    from bert_jax.compare import dial
+
+    chosen = dial.chosen(args.text, args.hours, args.base, args.set, workdir, progress)
+    return *chosen, None
 
 
 def _pretraining(args: argparse.Namespace):

@@ -52,22 +52,33 @@ def steps_within(experiment: Experiment, cpu_seconds: float, costs: list[float])
 
 
 def seconds_a_step(experiment: Experiment, folder: epath.Path, progress: Progress) -> list[float]:
-    """Trains for a few steps, and returns the seconds of CPU that a step of each phase takes.
+    """Returns the seconds of CPU that a step of each phase takes; see `laps`."""
+    return [
+        max(lap["cpu_seconds"], 1e-9) / lap["steps"]
+        for lap in laps(experiment, folder, progress, _TIMED)
+    ]
 
-    Evaluations, saves and compiling are not counted: how often they happen is no part of a recipe.
+
+def laps(
+    experiment: Experiment, folder: epath.Path, progress: Progress, timed: int
+) -> list[dict[str, float]]:
+    """Trains for a few steps, and returns the line of `timings` of each phase's last `timed`.
+
+    As many before them warm caches. Evaluations, saves and compiling are not counted: how often
+    they happen is no part of a recipe.
 
     Raises:
       Stopped: asked to stop.
     """
-    phases = tuple(dataclasses.replace(p, steps=2 * _TIMED) for p in experiment.phases)
-    never = 2 * _TIMED * len(phases) + 1
+    phases = tuple(dataclasses.replace(p, steps=2 * timed) for p in experiment.phases)
+    never = 2 * timed * len(phases) + 1
     short = dataclasses.replace(
         with_steps(experiment, never - 1),
         phases=phases,
         data=dataclasses.replace(experiment.data, eval_rows=8),
         run=dataclasses.replace(
             experiment.run,
-            **{"log_every": _TIMED, "eval_every": never, "checkpoint_every": never},
+            **{"log_every": timed, "eval_every": never, "checkpoint_every": never},
             **{"eval_batch_size": 8, "profile_steps": (), "check_every": 0, "probes": ()},
         ),
     )
@@ -80,9 +91,8 @@ def seconds_a_step(experiment: Experiment, folder: epath.Path, progress: Progres
         lines = Lines(workdir.timings).read()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    laps = {line["step"]: line for line in lines if line["kind"] == "train"}
-    timed = [laps[2 * _TIMED * number] for number in range(1, len(phases) + 1)]
-    return [max(lap["cpu_seconds"], 1e-9) / lap["steps"] for lap in timed]
+    trained = {line["step"]: line for line in lines if line["kind"] == "train"}
+    return [trained[2 * timed * number] for number in range(1, len(phases) + 1)]
 
 
 class Stopped(Exception):

@@ -19,6 +19,7 @@ from bert_jax.config.files import (
     load_table,
     load_with_origin,
     notes,
+    origin_of,
     override,
     section,
     source_of,

@@ -59,7 +59,7 @@ def load_with_origin(
     """
     loaded, parent = _load(path, kind)
     experiment = override(loaded, settings)
-    return experiment, _origin(path, settings, experiment, parent)
+    return experiment, origin_of(path, settings, experiment, parent)
 
 
 def finetuning_of(
@@ -88,7 +88,7 @@ def finetuning_of(
     named = workdir or described["--train"][0].rpartition(":")[2]
     name = re.sub(r"[^\w.-]+", "-", pathlib.PurePath(named).name.partition(".")[0]).strip("-.")
     experiment = override(Finetuning(name=name or "task", task=task), settings)
-    return experiment, _origin("the command line", settings, experiment, None)
+    return experiment, origin_of("the command line", settings, experiment)
 
 
 def source_of(flag: str, kind: str, file: str) -> str:
@@ -106,9 +106,13 @@ def source_of(flag: str, kind: str, file: str) -> str:
     return f"{word}:{file}"
 
 
-def _origin(
-    path: str, settings: Sequence[str], experiment: Section, parent: tuple[str, Section] | None
+def origin_of(
+    path: str,
+    settings: Sequence[str],
+    experiment: Section,
+    parent: tuple[str, Section] | None = None,
 ) -> dict[str, Any]:
+    """Describes where an experiment comes from, as `load_with_origin` does."""
     if parent is None:
         name, changed = "", _differences_from_defaults(experiment)
     else:

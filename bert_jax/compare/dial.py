@@ -1,0 +1,347 @@
+"""One dial: an experiment for a text, a machine and so many hours.
+
+What is chosen and by which rule stands in docs/learning.md, with the runs that the rule was fitted
+on. It looks at a sample of the text, at the speed of a large product, and at a few steps.
+"""
+
+import collections
+import dataclasses
+import math
+import os
+import pathlib
+import re
+import time
+import unicodedata
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from etils import epath
+
+from bert_jax import base as base_lib
+from bert_jax import config, hardware, system
+from bert_jax.compare import budget
+from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase
+from bert_jax.data import corpus
+from bert_jax.errors import InputError, duration, quantity
+from bert_jax.running.progress import LineConsole, Progress
+from bert_jax.storage.workdir import Workdir
+from bert_jax.text import documents
+
+# Of texts in other scripts than the Latin, by the first word of their letters' names.
+_SCRIPTS = {"CYRILLIC": "ru", "GREEK": "el", "ARABIC": "ar", "HEBREW": "he", "DEVANAGARI": "hi"}
+_SCRIPTS |= {"HANGUL": "ko", "HIRAGANA": "ja", "KATAKANA": "ja", "CJK": "zh", "THAI": "th"}
+_SCRIPTS |= {"ARMENIAN": "hy", "GEORGIAN": "ka", "BENGALI": "bn", "TAMIL": "ta"}
+# Common words of languages in it that are rare in the others.
+_WORDS = {
+    "en": "the and of to is that it was for with",
+    "fr": "les des est une dans et du qui pour au",
+    "de": "der die und das ist nicht den von mit ein",
+    "es": "los las el una por del y es con para",
+    "it": "il di che non della per è una gli con",
+    "pt": "os as não uma do da em para com ao",
+    "nl": "het een van en dat niet zijn op voor met",
+    "sv": "och att det som en är på av för inte",
+    "da": "og at det er en af til ikke på der",
+    "pl": "i w na się nie z do że jest to",
+    "cs": "a se na je že v to s jako by",
+    "ro": "și de în la cu nu pe este din mai",
+    "hu": "a az és hogy nem egy is volt meg de",
+    "fi": "ja on ei se että oli hän mutta kun myös",
+    "tr": "ve bir bu da için ile de çok ne gibi",
+    "vi": "của và là có không được cho một người các",
+    "id": "yang dan di untuk dengan itu dari ini pada tidak",
+}
+# Characters of a text that are looked at, from so many of its parts.
+_SAMPLE, _PARTS = 200_000, 20
+
+
+class Size(NamedTuple):
+    """An encoder and its batch, and from how many operations on it is the best that was found."""
+
+    operations: float
+    layers: int
+    width: int
+    rows: int
+    pieces: int
+
+
+# The last two are by the paper's proportions, and not fitted.
+SIZES = (
+    Size(0.0, 2, 128, 64, 8_000),
+    Size(3e14, 4, 192, 64, 8_000),
+    Size(1e15, 4, 256, 96, 16_000),
+    Size(1e16, 6, 384, 128, 16_000),
+    Size(1e17, 8, 512, 128, 30_000),
+    Size(1e19, 12, 768, 256, 30_000),
+)
+# Heads are so wide; bytes of text that a piece of a vocabulary wants at least.
+_HEAD, _BYTES_A_PIECE = 64, 100
+# Rows of so many tokens are learned from and scored, of which so many are predicted.
+_LENGTH, _PREDICTIONS, _SCORED = 64, 20, 10
+# Held-out rows, how often they are scored, and a forward pass as a share of a step.
+_EVAL_ROWS, _EVALUATIONS, _FORWARD = 1_000, 8, 1 / 3
+# Steps whose time is taken, after as many that warm caches.
+_TIMED = 5
+# A checkpoint is saved so often, in seconds.
+_SAVED_EVERY = 60.0
+
+
+class Text(NamedTuple):
+    """What was seen of a text."""
+
+    source: str  # as corpus.sources has it
+    bytes: int  # of its files, compressed as they are
+    files: int
+    language: str  # a code of `corpus.language`
+
+
+def chosen(
+    path: str,
+    hours: float,
+    base: str | None,
+    settings: Sequence[str],
+    workdir: Workdir,
+    progress: Progress,
+) -> tuple[Experiment, dict[str, Any]]:
+    """Returns the experiment for a text and so many hours, and where it comes from.
+
+    The corpus is made, in the workdir; steps are timed there. Four lines say what is chosen, why,
+    and what to expect.
+
+    Args:
+      path: file or folder of text, or a source as `corpus.sources` has it.
+      hours: of this machine, from now to the run's end.
+      base: a folder that `import` made, whose encoder goes on; None: a fresh one.
+      settings: `--set` strings, which hold before steps are timed.
+      workdir: of the run, which is named by its last part.
+      progress: is given the lines.
+    """
+    begun = time.monotonic()
+    if jax.process_count() > 1:
+        raise InputError("--hours: times the steps of one process; name an EXPERIMENT instead")
+    text = look(path)
+    speed = hardware.peak_flops(_compute_type())
+    if speed is None:
+        kind = jax.devices()[0].device_kind
+        raise InputError(f"--hours: how fast a {kind} is is not known; name an EXPERIMENT instead")
+    operations = speed * hours * 3600
+    name = re.sub(r"[^\w.-]+", "-", pathlib.PurePath(os.fspath(workdir.named)).name).strip("-.")
+    experiment = _going_on(name, text, base) if base else _fresh(name, text, operations)
+    experiment = config.override(experiment, settings)
+    manifest = corpus.prepare(
+        experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say, system.cores()
+    )
+    corpus.require_rows(workdir.corpus, experiment)
+    seconds = _seconds_a_step(experiment, workdir, progress)
+    left = hours * 3600 - (time.monotonic() - begun)
+    experiment = _with_steps(experiment, seconds, left, f"--hours {hours:g}")
+    for line in _lines(experiment, text, manifest, operations, seconds, left):
+        progress.say(line)
+    return experiment, config.origin_of("the command line", settings, experiment)
+
+
+def look(path: str) -> Text:
+    """Looks at a text: how much it is, and in which language, by a sample of it."""
+    word = pathlib.PurePath(re.sub(r"\.(gz|zst)$", "", path)).suffix[1:]
+    word = word if word in ("jsonl", "csv", "tsv", "parquet") else "text"
+    try:
+        read = Corpus(
+            sources=(path if ":" in path else f"{word}:{path}",), encoding_errors="replace"
+        )
+    except InputError as error:
+        raise InputError(f"--text {path}: {error}") from error
+    extents = list(documents.extents(read.sources[0]))
+    sample = ""
+    for extent in extents[:: max(1, len(extents) // _PARTS)]:
+        most = len(sample) + _SAMPLE // _PARTS
+        for document in documents.read_extent(extent, read):
+            sample += "".join(document.pieces)[: most - len(sample)]
+            if len(sample) >= most:
+                break
+    size = sum(extent.bytes for extent in extents)
+    return Text(read.sources[0], size, len(extents), language_of(sample))
+
+
+def language_of(sample: str) -> str:
+    """Returns the code of a text's language, by its letters or its commonest words; else en."""
+    letters = collections.Counter(filter(str.isalpha, sample))
+    scripts: collections.Counter[str] = collections.Counter()
+    for letter, count in letters.items():
+        scripts[unicodedata.name(letter, "LATIN").split()[0]] += count
+    # Japanese is written with characters of Chinese, too, and these alone are Chinese.
+    kana = scripts["HIRAGANA"] + scripts["KATAKANA"]
+    if kana > 0.05 * scripts.total():
+        return "ja"
+    commonest = max(scripts, key=scripts.__getitem__, default="LATIN")
+    if commonest != "LATIN":
+        return _SCRIPTS.get(commonest, "en")
+    words = collections.Counter(re.findall(r"[^\W\d_]+", sample.lower()))
+    shares = {code: sum(words[word] for word in of.split()) for code, of in _WORDS.items()}
+    return max(shares, key=shares.__getitem__)
+
+
+def _compute_type() -> str:
+    return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+
+
+def _fresh(name: str, text: Text, operations: float) -> Experiment:
+    """Returns the experiment of a fresh encoder; its steps are still to be set."""
+    size = next(size for size in reversed(SIZES) if operations >= size.operations)
+    pieces = min(size.pieces, max(1_000, text.bytes // _BYTES_A_PIECE // 1_000 * 1_000))
+    latin = text.language in _WORDS
+    model = Model(
+        kind="modern",
+        vocab_size=pieces,
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.width // _HEAD,
+        intermediate_size=round(size.width * 8 / 3 / 8) * 8,
+        max_position_embeddings=512,
+        global_every=1,
+        global_rotary_base=1_000.0,
+        initialization="scaled",
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        compute_dtype=_compute_type(),
+    )
+    read = _corpus(text, case="uncased" if text.language == "en" or not latin else "cased")
+    if text.language in ("ja", "th"):  # no blanks between words
+        read = dataclasses.replace(read, tokenizer_kind="unigram", case="cased")
+    optimizer = Optimizer(
+        name="muon",
+        peak_learning_rate=4e-3 * 128 / size.width,
+        warmup_steps=1,
+        schedule="linear",
+    )
+    return _experiment(name, "", model, read, size.rows, optimizer)
+
+
+def _going_on(name: str, text: Text, base: str) -> Experiment:
+    """Returns the experiment of a base that goes on; its steps are still to be set."""
+    model = base_lib.read(epath.Path(base)).model
+    model = dataclasses.replace(model, compute_dtype=_compute_type())
+    folder = os.fspath(epath.Path(base) / "tokenizer")
+    optimizer = Optimizer(
+        name="adamw",
+        peak_learning_rate=2e-4 * 768 / model.hidden_size,
+        warmup_steps=1,
+        schedule="wsd",
+        decay_steps=1,
+    )
+    return _experiment(name, base, model, _corpus(text, tokenizer=folder), 32, optimizer)
+
+
+def _corpus(text: Text, **fields: Any) -> Corpus:
+    """Returns the corpus of a text; few files are cut, so that some documents can be held out."""
+    return Corpus(
+        sources=(text.source,),
+        language=text.language,
+        cut_documents=200 if text.files < 50 and text.source.startswith("text:") else 0,
+        validation_share=0.1 if text.bytes < 100e6 else 0.01,
+        **fields,
+    )
+
+
+def _experiment(
+    name: str, base: str, model: Model, read: Corpus, rows: int, optimizer: Optimizer
+) -> Experiment:
+    on_cpu = jax.devices()[0].platform == "cpu"
+    return Experiment(
+        name=name,
+        init_from=base,
+        model=model,
+        corpus=read,
+        data=Data(
+            objective="mlm",
+            masked_lm_prob=0.3,
+            eval_rows=_EVAL_ROWS,
+            eval_sequence_length=_LENGTH,
+            eval_max_predictions_per_seq=_SCORED,
+        ),
+        phases=(
+            Phase(
+                steps=10,
+                sequence_length=_LENGTH,
+                max_predictions_per_seq=_PREDICTIONS,
+                batch_size=-(-rows // jax.device_count()) * jax.device_count(),
+            ),
+        ),
+        optimizer=optimizer,
+        parallelism=Parallelism(layer_loop="unroll" if on_cpu else "scan"),
+    )
+
+
+def _seconds_a_step(experiment: Experiment, workdir: Workdir, progress: Progress) -> float:
+    """Returns the seconds that a step takes, evaluations, saves and compiling left out."""
+    run = dataclasses.replace(
+        experiment.run, corpus_dir=experiment.run.corpus_dir or os.fspath(workdir.corpus)
+    )
+    progress.say(f"--hours: timing {_TIMED} steps of {_shape(experiment.model)}")
+    short = dataclasses.replace(experiment, run=run)
+    quiet = Progress(LineConsole(quiet=True))
+    (lap,) = budget.laps(short, workdir.root / "timing", quiet, _TIMED)
+    return 1 / lap["steps_per_second"]
+
+
+def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) -> Experiment:
+    """Returns the experiment with as many steps as fit, evaluations among them."""
+    phase, run = experiment.phases[0], experiment.run
+    scored = experiment.data.eval_rows / phase.batch_size * _FORWARD
+    steps = int(left / seconds - scored * (_EVALUATIONS + 1))
+    if steps < 20:
+        raise InputError(
+            f"{flag}: {quantity(max(steps, 0), 'step')} of {seconds:.3g} s fit after what was "
+            "spent on the corpus; give it more"
+        )
+    optimizer = dataclasses.replace(
+        experiment.optimizer,
+        warmup_steps=steps // 10,
+        decay_steps=steps // 10 if experiment.optimizer.schedule == "wsd" else 0,
+    )
+    run = dataclasses.replace(
+        run,
+        log_every=max(1, min(50, steps // 20)),
+        eval_every=math.ceil(steps / _EVALUATIONS),
+        checkpoint_every=max(1, min(steps, round(_SAVED_EVERY / seconds))),
+    )
+    phases = (dataclasses.replace(phase, steps=steps),)
+    return dataclasses.replace(experiment, phases=phases, optimizer=optimizer, run=run)
+
+
+def expected(experiment: Experiment) -> float | None:
+    """Returns how far below the unigram line a fresh run ends, in nat; None of other shapes.
+
+    Fitted on novels and speeches (docs/learning.md).
+    """
+    return None
+
+
+def _shape(model: Model) -> str:
+    layers = quantity(model.num_hidden_layers, "layer")
+    return f"{layers} of {model.hidden_size}, {model.vocab_size:,} pieces"
+
+
+def _lines(
+    experiment: Experiment,
+    text: Text,
+    manifest: dict[str, Any],
+    operations: float,
+    seconds: float,
+    left: float,
+) -> list[str]:
+    """Returns what a person is to know of the choice."""
+    phase, tokens = experiment.phases[0], manifest["splits"]["train"]["tokens"]
+    seen = phase.steps * phase.batch_size * phase.sequence_length
+    below = expected(experiment)
+    loss = f"{below:.1f} nat below the unigram line" if below else "what the base makes of it"
+    ends = time.strftime("%H:%M", time.localtime(time.time() + left))
+    return [
+        f"text: {text.bytes / 1e6:,.1f} MB in {quantity(text.files, 'file')}, language "
+        f"{text.language}; {tokens:,} tokens to train on",
+        f"model: {_shape(experiment.model)}, as {operations:.1e} operations are left to it",
+        f"steps: {phase.steps:,} of {phase.batch_size} x {phase.sequence_length} tokens, "
+        f"{seconds:.3g} s each: the text {seen / tokens:.1f} times",
+        f"expect: held-out masked LM {loss}, at {ends}, in {duration(left)}; run again, it goes on "
+        "where it stopped",
+    ]
