@@ -75,8 +75,9 @@ SIZES = (
     Size(1e17, 8, 512, 128, 30_000),
     Size(1e19, 12, 768, 256, 30_000),
 )
-# Heads are so wide; bytes of text that a piece of a vocabulary wants at least.
-_HEAD, _BYTES_A_PIECE = 64, 100
+# Heads are so wide; bytes of text that a piece of a vocabulary wants at least, and in a sentence;
+# documents that are wanted.
+_HEAD, _BYTES_A_PIECE, _BYTES_A_SENTENCE, _FILES = 64, 100, 100, 50
 # Rows of so many tokens are learned from and scored, of which so many are predicted.
 _LENGTH, _PREDICTIONS, _SCORED = 64, 20, 10
 # Held-out rows, how often they are scored, and a forward pass as a share of a step.
@@ -234,10 +235,11 @@ def _going_on(name: str, text: Text, base: str) -> Experiment:
 
 def _corpus(text: Text, **fields: Any) -> Corpus:
     """Returns the corpus of a text; few files are cut, so that some documents can be held out."""
+    cut = min(max(text.bytes // _BYTES_A_SENTENCE // _FILES, 5), 200)
     return Corpus(
         sources=(text.source,),
         language=text.language,
-        cut_documents=200 if text.files < 50 and text.source.startswith("text:") else 0,
+        cut_documents=cut if text.files < _FILES and text.source.startswith("text:") else 0,
         validation_share=0.1 if text.bytes < 100e6 else 0.01,
         **fields,
     )

@@ -1,0 +1,104 @@
+"""What is chosen for a text and so many hours."""
+
+import json
+import pathlib
+
+import pytest
+from small_run import write_text
+
+from bert_jax import cli, config, errors
+from bert_jax.compare import budget, dial
+
+SENTENCES = {
+    "en": "It is the house of the man that was here with us, and the dog is for sale.",
+    "fr": "Les enfants du village et le maire sont dans une maison qui est au bord des champs.",
+    "de": "Der Mann und die Frau sind nicht in dem Haus, das von den Kindern gebaut ist.",
+    "es": "Los niños del pueblo y el alcalde están en una casa por el río con las vacas.",
+    "pt": "Os meninos não estão em uma casa do povoado com as vacas da avó para comer ao sol.",
+    "ru": "Дети и староста стоят у дома на берегу реки.",
+    "zh": "孩子们在河边的房子里。",
+    "ja": "子供たちは川のそばの家にいます。",
+    "el": "Τα παιδιά είναι στο σπίτι.",
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Text; the current folder; a machine whose speed is known, and small encoders."""
+    write_text(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dial.hardware, "peak_flops", lambda _: 1e9)
+    sizes = [dial.Size(0.0, 1, 64, 8, 1_000), dial.Size(1e13, 2, 128, 8, 1_000)]
+    monkeypatch.setattr(dial, "SIZES", tuple(sizes))
+    monkeypatch.setattr(dial, "_EVAL_ROWS", 8)
+    return tmp_path
+
+
+def timed(monkeypatch, rate):
+    """Steps are done at this rate, and their times asked for are listed."""
+    asked = []
+
+    def laps(experiment, *_):
+        asked.append(experiment)
+        return [{"steps_per_second": rate}]
+
+    monkeypatch.setattr(budget, "laps", laps)
+    return asked
+
+
+def pretrain(*args):
+    return cli.main(["pretrain", *args])
+
+
+@pytest.mark.parametrize("code", SENTENCES)
+def test_a_language_is_known_by_its_letters_or_words(code):
+    assert dial.language_of(SENTENCES[code]) == code
+
+
+def test_a_run_is_chosen_once_and_then_goes_on_as_it_is(here, monkeypatch, capsys):
+    asked = timed(monkeypatch, rate=0.25)
+    hours = ["--text", "text", "--hours", "0.05", "--workdir", "w"]
+    chosen_only = [*hours, "--set", "data.short_seq_prob=0.2"]
+    assert pretrain(*chosen_only) == errors.FINISHED
+    saved = config.load("w/experiment.json")
+    # 180 seconds are 45 steps, of which 9 evaluations take a third each; the corpus took some, too.
+    assert 30 <= saved.total_steps <= 42
+    assert saved.optimizer.warmup_steps == saved.total_steps // 10
+    assert saved.data.short_seq_prob == 0.2 and len(asked) == 1
+    assert saved.corpus.language == "en" and saved.model.hidden_size == 64
+    said = capsys.readouterr().out
+    for word in ("text:", "model:", "steps:", "expect:"):
+        assert f"\n{word}" in f"\n{said}"
+    origin = json.loads(pathlib.Path("w/origin.json").read_text())
+    assert origin["experiment"] == "the command line"
+
+    assert pretrain(*hours) == errors.FINISHED and len(asked) == 1
+    assert pretrain("--text", "other", "--hours", "1", "--workdir", "w") == errors.BAD_INPUT
+    assert "--text other" in capsys.readouterr().err
+
+
+def test_more_operations_want_a_larger_encoder(here):
+    text = dial.look("text")
+    assert dial._fresh("w", text, 9e12).model.hidden_size == 64
+    larger = dial._fresh("w", text, 1e13)
+    assert larger.model.num_hidden_layers == 2 and larger.model.num_attention_heads == 2
+    assert larger.optimizer.peak_learning_rate == 4e-3
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["--text", "text"], "--hours"),
+        (["--hours", "1"], "--text"),
+        (["--text", "text", "--hours", "0"], "--hours"),
+        (["--text", "nowhere", "--hours", "1"], "nowhere"),
+        (["--text", "text", "--hours", "0.001"], "--hours 0.001"),
+        (["--text", "text", "--hours", "1", "--base", "nowhere"], "nowhere"),
+        (["small.py", "--text", "text", "--hours", "1"], "EXPERIMENT"),
+    ],
+)
+def test_what_cannot_be_chosen_is_named(here, monkeypatch, capsys, args, named):
+    timed(monkeypatch, rate=0.25)
+    assert pretrain(*args, "--workdir", "w") == errors.BAD_INPUT
+    assert named in capsys.readouterr().err
+    assert not pathlib.Path("w/experiment.json").exists()
