@@ -78,8 +78,9 @@ SIZES = (
 # Heads are so wide; bytes of text that a piece of a vocabulary wants at least, and in a sentence;
 # documents that are wanted.
 _HEAD, _BYTES_A_PIECE, _BYTES_A_SENTENCE, _FILES = 64, 100, 100, 50
-# Rows of so many tokens are learned from and scored, of which so many are predicted.
-_LENGTH, _PREDICTIONS, _SCORED = 64, 20, 10
+# Rows of so many tokens are learned from and scored, and such a share of them is predicted; of
+# held-out rows half of it.
+_LENGTH, _MASKED = 64, 0.3
 # Held-out rows, how often they are scored, and a forward pass as a share of a step.
 _EVAL_ROWS, _EVALUATIONS, _FORWARD = 1_000, 8, 1 / 3
 # Steps whose time is taken, after as many that warm caches.
@@ -249,6 +250,7 @@ def _experiment(
     name: str, base: str, model: Model, read: Corpus, rows: int, optimizer: Optimizer
 ) -> Experiment:
     on_cpu = jax.devices()[0].platform == "cpu"
+    length = min(_LENGTH, model.max_position_embeddings)
     return Experiment(
         name=name,
         init_from=base,
@@ -256,16 +258,16 @@ def _experiment(
         corpus=read,
         data=Data(
             objective="mlm",
-            masked_lm_prob=0.3,
+            masked_lm_prob=_MASKED,
             eval_rows=_EVAL_ROWS,
-            eval_sequence_length=_LENGTH,
-            eval_max_predictions_per_seq=_SCORED,
+            eval_sequence_length=length,
+            eval_max_predictions_per_seq=round(_MASKED / 2 * length),
         ),
         phases=(
             Phase(
                 steps=10,
-                sequence_length=_LENGTH,
-                max_predictions_per_seq=_PREDICTIONS,
+                sequence_length=length,
+                max_predictions_per_seq=math.ceil(_MASKED * length),
                 batch_size=-(-rows // jax.device_count()) * jax.device_count(),
             ),
         ),

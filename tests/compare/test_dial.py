@@ -85,6 +85,13 @@ def test_more_operations_want_a_larger_encoder(here):
     assert larger.optimizer.peak_learning_rate == 4e-3
 
 
+def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run):
+    assert cli.main(["import", "run", "--workdir", "base"]) == errors.FINISHED
+    experiment = dial._going_on("w", dial.look("text"), "base")
+    assert experiment.init_from == "base" and experiment.corpus.tokenizer == "base/tokenizer"
+    assert experiment.model.vocab_size == 45 and experiment.optimizer.schedule == "wsd"
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [

@@ -12,7 +12,7 @@ import sys
 import fake_gcs
 import numpy as np
 import pytest
-from small_run import EXPERIMENT, settings, write_text
+from small_run import EXPERIMENT, OBJECTIVES, settings, write_text
 
 ROOT = pathlib.Path(__file__).parents[2]
 MEMBER = pathlib.Path(__file__).parent / "pod_member.py"
@@ -131,6 +131,29 @@ def test_processes_with_a_cache_each_train_as_one_in_a_bucket(text, tmp_path):
         assert objects.files("run/checkpoints/34/")
     assert rows(folder, "bucket-begun") == rows(folder, "one")
     assert sorted(rows(folder, "bucket-extended")) == list(range(STEPS, 34))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra")
+def test_processes_in_a_bucket_learn_a_causal_phase_with_muon_as_one(text, tmp_path):
+    """The first phase reads left to right; each process has its part of all matrices."""
+    folder, _ = text
+    phases = folder / "phases.py"
+    phases.write_text(EXPERIMENT.replace("{folder}", str(folder)))
+    set_ = (*OBJECTIVES["phases"], "optimizer.name=muon", "parallelism.state=zero3")
+    run = ("pretrain", phases, *(word for setting in set_ for word in ("--set", setting)))
+    assert start(folder, "muon", "none", *run, "--workdir", folder / "muon").wait() == 0
+    with fake_gcs.serve() as (objects, variables):
+        variables |= {"BERT_JAX_CACHE_DIR": "cache"}  # below the folder of each process
+        for number in (0, 1):
+            (tmp_path / str(number)).mkdir()
+        words = ("@chdir", tmp_path, *run, "--workdir", "gs://bucket/run")
+        code, lines = pod(folder, "muon-bucket", 2, "none", *words, variables=variables)
+        assert code == 0, lines
+        sent = objects.files("run/metrics.jsonl")["run/metrics.jsonl"]
+    (tmp_path / "metrics.jsonl").write_bytes(sent)
+    assert rows(folder, "muon-bucket") == rows(folder, "muon")
+    assert_same_metrics(tmp_path, folder / "muon", 1e-4)
 
 
 @pytest.mark.long
