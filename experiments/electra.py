@@ -147,4 +147,5 @@ def experiment() -> Experiment:
     parent = tiny.experiment()
     data = replace(parent.data, code=config.own(electra), mask_share=1.0, random_share=0.0)
     run = replace(parent.run, watch=())
-    return replace(parent, name="electra", data=data, run=run)
+    adamw = replace(parent.optimizer, name="adamw")
+    return replace(parent, name="electra", data=data, optimizer=adamw, run=run)

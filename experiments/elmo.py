@@ -202,4 +202,5 @@ def experiment() -> Experiment:
         attention_probs_dropout_prob=0.0,
     )
     data = replace(parent.data, objective="mlm", code=config.own(languages))
-    return replace(parent, name="elmo", model=model, data=data, run=replace(parent.run, watch=()))
+    changed = {"optimizer": replace(parent.optimizer, name="adamw"), "model": model, "data": data}
+    return replace(parent, name="elmo", run=replace(parent.run, watch=()), **changed)

@@ -20,7 +20,8 @@ _TASK = "finetune:experiments/tasks/conll2000.py epochs=1"
 def table() -> Table:
     """One encoder, and each way to read it, over two seeds."""
     experiment = config.override(
-        config.load("experiments/tiny.py"), ["model.num_hidden_layers=4", "phases.0.steps=1000"]
+        config.load("experiments/tiny.py"),
+        ["optimizer.name=adamw", "model.num_hidden_layers=4", "phases.0.steps=1000"],
     )
     frozen = "adapt.how=frozen optimizer.peak_learning_rate=1e-3"
     return Table(

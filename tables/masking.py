@@ -18,7 +18,7 @@ _TASK = "finetune:experiments/tasks/conll2000.py epochs=1"
 
 def table() -> Table:
     """Held-out scores, and chunks from all of the encoder and from features, over two seeds."""
-    experiment = config.load("experiments/tiny.py")
+    experiment = config.override(config.load("experiments/tiny.py"), ["optimizer.name=adamw"])
     rows = []
     for mask, random in _SHARES:
         settings = [f"data.mask_share={mask}", f"data.random_share={random}"]

@@ -35,7 +35,10 @@ _ROWS = {
 
 def table() -> Table:
     """Each objective at equal CPU time, over two seeds; the BiLSTM on top is a column."""
-    parents = {name: config.load(f"experiments/{name}.py") for name in ("tiny", "elmo")}
+    parents = {
+        name: config.override(config.load(f"experiments/{name}.py"), ["optimizer.name=adamw"])
+        for name in ("tiny", "elmo")
+    }
     return Table(
         name="objectives",
         rows=tuple(

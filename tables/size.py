@@ -19,7 +19,7 @@ _SIZES += ((4, 256, 4, 688),)
 
 def table() -> Table:
     """Held-out scores and chunks at equal steps."""
-    experiment = config.load("experiments/tiny.py")
+    experiment = config.override(config.load("experiments/tiny.py"), ["optimizer.name=adamw"])
     names = "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"
     rows = []
     for sizes in _SIZES:

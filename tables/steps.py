@@ -26,7 +26,7 @@ _ROWS = {"mlm": ("data.objective=mlm",), "ltr": _LEFT_TO_RIGHT}
 
 def table() -> Table:
     """Chunks learned from either after so many steps, over two seeds."""
-    experiment = config.load("experiments/tiny.py")
+    experiment = config.override(config.load("experiments/tiny.py"), ["optimizer.name=adamw"])
     learn = "epochs=1 adapt.how=full optimizer.peak_learning_rate=5e-4"
     return Table(
         name="steps",

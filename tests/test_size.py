@@ -13,9 +13,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 1_676,
-    "cli": 1_709,
-    "compare": 892,
-    "config": 2_304,
+    "cli": 1_750,
+    "compare": 1_253,
+    "config": 2_309,
     "conformance": 1_152,
     "data": 3_717,
     "doctor": 757,
@@ -32,9 +32,9 @@ LINES = {
     "verify": 983,
     "launch": 1_294,
     "benchmarks": 2_800,
-    "experiments": 1_421,
-    "tables": 501,
-    "tests": 31_602,
+    "experiments": 1_424,
+    "tables": 495,
+    "tests": 31_736,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
