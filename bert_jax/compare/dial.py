@@ -68,19 +68,19 @@ class Size(NamedTuple):
 
 # The last two are by the paper's proportions, and not fitted.
 SIZES = (
-    Size(0.0, 2, 128, 64, 8_000),
-    Size(3e14, 4, 192, 64, 8_000),
-    Size(1e15, 4, 256, 96, 16_000),
-    Size(1e16, 6, 384, 128, 16_000),
-    Size(1e17, 8, 512, 128, 30_000),
-    Size(1e19, 12, 768, 256, 30_000),
+    Size(0.0, 2, 128, 32, 8_000),
+    Size(3e14, 4, 192, 32, 8_000),
+    Size(1e15, 4, 256, 48, 16_000),
+    Size(1e16, 6, 384, 64, 16_000),
+    Size(1e17, 8, 512, 64, 30_000),
+    Size(1e19, 12, 768, 128, 30_000),
 )
 # Heads are so wide; bytes of text that a piece of a vocabulary wants at least, and in a sentence;
 # documents that are wanted.
 _HEAD, _BYTES_A_PIECE, _BYTES_A_SENTENCE, _FILES = 64, 100, 100, 50
 # Rows of so many tokens are learned from and scored, and such a share of them is predicted; of
 # held-out rows half of it.
-_LENGTH, _MASKED = 64, 0.3
+_LENGTH, _MASKED = 128, 0.3
 # Held-out rows, how often they are scored, and a forward pass as a share of a step.
 _EVAL_ROWS, _EVALUATIONS, _FORWARD = 1_000, 8, 1 / 3
 # Steps whose time is taken, after as many that warm caches.
