@@ -55,12 +55,11 @@ def experiment(settings: Sequence[str]) -> Experiment:
     fields = [
         *("model.num_hidden_layers=4", "model.max_position_embeddings=1024"),
         *("model.global_every=3", "model.global_rotary_base=10000", "optimizer.name=adamw"),
-        *("data.objective=mlm", "data.eval_sequence_length=1024"),
+        *("data.objective=mlm", "data.eval_sequence_length=1024", "run.checkpoint_every=600"),
         *("data.eval_max_predictions_per_seq=155", "phases.0.steps=2500", "phases.1.steps=600"),
         *("phases.0.max_predictions_per_seq=19", "phases.1.sequence_length=1024"),
         *("phases.1.batch_size=4", "phases.1.max_predictions_per_seq=307"),
         *("optimizer.warmup_steps=312", "run.eval_every=600", "run.eval_batch_size=8"),
-        "run.checkpoint_every=600",
     ]
     longer = dataclasses.replace(tiny, name="long_rows", phases=2 * tiny.phases)
     return config.override(longer, [*fields, *settings])

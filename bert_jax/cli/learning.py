@@ -91,16 +91,14 @@ def prepare(args: argparse.Namespace) -> int:
 def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped."""
     system.use_one_memory_pool()
-    from bert_jax.running.progress import LineConsole, Progress
-
-    progress = Progress(LineConsole())
-    if args.text is None and args.hours is None and args.base is None:
-        experiment, origin, branch = _pretraining(args)
-    else:
-        experiment, origin, branch = _dialled(args, progress)
+    experiment, origin, branch = _pretraining(args)
     from bert_jax.running import pretraining
+    from bert_jax.running.progress import LineConsole, Progress
     from bert_jax.tasks.probes import Probes
 
+    progress = Progress(LineConsole())
+    if experiment is None:
+        experiment, origin = _dialled(args, progress)
     workdir = workdir_of(args, experiment, "write")
     for note in config.notes(experiment):
         progress.say(note)
@@ -111,38 +109,40 @@ def pretrain(args: argparse.Namespace) -> int:
 
 
 def _dialled(args: argparse.Namespace, progress: "Progress"):
-    """The experiment for --text and --hours, its origin, and what it branches off: nothing.
+    """The experiment for --text and --hours, and its origin.
 
     Of a run that is there it is the saved one, and nothing is measured.
     """
-    if args.text is None or args.hours is None or not args.hours > 0:
-        raise InputError("--text, --hours: go together, hours above 0; --base is theirs")
-    if args.experiment or args.decay_from or args.fork or args.extend:
-        raise InputError("--text: chooses the experiment; leave out EXPERIMENT and other flags")
     from bert_jax.storage import mirror
 
     stem = re.sub(r"[^\w.-]+", "-", pathlib.PurePath(args.text).name.partition(".")[0]).strip("-.")
     args.workdir = args.workdir or f"runs/{stem or 'text'}"
-    workdir = mirror.opened(args.workdir, access="write")
-    if workdir.experiment.exists():
+    if mirror.opened(args.workdir).experiment.exists():
         experiment = saved_experiment(args, Experiment)
         if not any(source.endswith(args.text) for source in experiment.corpus.sources):
             read = " ".join(experiment.corpus.sources)
             raise InputError(f"--text {args.text}: the run in {args.workdir} reads {read}")
         progress.say(f"{args.workdir}: goes on as it was chosen")
-        return experiment, None, None
+        return experiment, None
+    workdir = mirror.opened(args.workdir, access="write")
     workdir.require_ours()
     from bert_jax.compare import dial
 
-    chosen = dial.chosen(args.text, args.hours, args.base, args.set, workdir, progress)
-    return *chosen, None
+    return dial.chosen(args.text, args.hours, args.base, args.set, workdir, progress)
 
 
 def _pretraining(args: argparse.Namespace):
     """The experiment, its origin for the record, and the checkpoint it branches off, if it does.
 
-    The origin is None of a decay, and of a run that goes on and has its record already.
+    The origin is None of a decay, and of a run that goes on and has its record already; all are
+    None where `_dialled` is to choose.
     """
+    if (args.text, args.hours, args.base) != (None, None, None):
+        if args.text is None or args.hours is None or not args.hours > 0:
+            raise InputError("--text, --hours: go together, hours above 0; --base is theirs")
+        if args.experiment or args.decay_from or args.fork or args.extend:
+            raise InputError("--text: chooses the experiment; leave out EXPERIMENT and other flags")
+        return None, None, None
     others = [place for place in (args.decay_from, args.fork) if place is not None]
     if others and (args.extend or not args.workdir or len(others) > 1):
         raise InputError("--decay-from, --fork: need a --workdir, no --extend, and not each other")

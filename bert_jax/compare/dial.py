@@ -90,7 +90,7 @@ _SAVED_EVERY = 60.0
 
 
 class Text(NamedTuple):
-    """What was seen of a text."""
+    """A text, as it was looked at."""
 
     source: str  # as corpus.sources has it
     bytes: int  # of its files, compressed as they are
