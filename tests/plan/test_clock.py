@@ -17,7 +17,7 @@ MS = {
     "large_128_v5e": 35.07,
     "base_512_v5e": 48.66,
     "large_512_v6e": 27.65,
-    "large_512_v5p": 0,
+    "large_512_v5p": 28.04,
 }
 SLICES = {name: topology.parse(step[1]) for name, step in STEPS.items()}
 
