@@ -18,7 +18,7 @@ from typing import Any
 from bert_jax import config
 from bert_jax.errors import InputError
 from bert_jax.plan import compile as compile_lib
-from bert_jax.plan import report, topology
+from bert_jax.plan import estimate, report, topology
 from bert_jax.plan.compile import Job
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -114,7 +114,7 @@ def golden(name: str, slice_: str, settings: tuple[str, ...]) -> dict[str, Any]:
         entry = report.phase_entry(job.experiment, job.phase, job.topology, outcome)
         if memory := entry["memory"]:  # it has none if it was not compiled
             entry["memory"] = memory | {"code": memory["code"] // _CODE_UNIT * _CODE_UNIT}
-        kept = ("outcome", "memory", "cycles", "random_bytes", "kernels", "collectives", "checks")
+        kept = ("outcome", "memory", "work", "kernels", "collectives", "checks")
         phases.append({key: entry[key] for key in kept if key in entry})
     return {
         "versions": compile_lib.versions(),
@@ -145,8 +145,9 @@ def misfits() -> list[str]:
             length = job.experiment.phases[job.phase].sequence_length
             line = f"{name} {job.topology.name} {length}: {outcome.kind}, {outcome.message}"
             if outcome.program is not None:
-                cycles = outcome.program.cycles / job.topology.tpu.clock_hz
-                line += f"{outcome.memory['peak'] / 2**30:.2f} GiB a device, {1e3 * cycles:.1f} ms"
+                seconds = estimate.estimate(outcome.program, job.topology, outcome.places)
+                peak, step = outcome.memory["peak"] / 2**30, 1e3 * seconds.total
+                line += f"{peak:.2f} GiB a device, {step:.1f} ms"
             print(line, flush=True)
             wrong += [line] * (outcome.kind != "compiled")
     return wrong

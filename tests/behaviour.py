@@ -37,8 +37,8 @@ from etils import epath
 from bert_jax import config
 from bert_jax.cli import child
 from bert_jax.data import corpus
+from bert_jax.plan import bundles, hlo, schedule
 from bert_jax.plan import compile as compile_lib
-from bert_jax.plan import hlo, schedule
 from bert_jax.running.pretraining import Prepared
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
@@ -177,7 +177,7 @@ def plans() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "tests" / "plan" / "modules").glob("*.txt.gz")):
         text = gzip.decompress(path.read_bytes()).decode()
         is_module = text.startswith("HloModule")  # else the listing of one kernel
-        read = schedule.read(hlo.parse(text)) if is_module else schedule.scheduled_cycles(text)
+        read = schedule.read(hlo.parse(text)) if is_module else bundles.scheduled_cycles(text)
         yield f"plan {path.name}", sha(repr(read).encode())
 
 

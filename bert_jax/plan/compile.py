@@ -4,11 +4,10 @@ libtpu, an ordinary package for Linux on x86-64, holds the compiler. One process
 has been seen to crash, and must not take the command with it. What came of a compilation is kept
 in the user's cache folder under a hash of all that it depends on.
 
-    python -m bert_jax.plan.compile JOB.json OUTCOME.json
+    python -m bert_jax.plan.compile JOB.json OUTCOME.json DUMP
 
-is that process; `compile_all` starts it, in an environment without devices. For a program with
-custom kernels it starts itself again, since it is at its start that the compiler learns to write
-down how it schedules them.
+is that process; `compile_all` starts it, in an environment without devices and with the order to
+write down how operations are scheduled, which the compiler takes at its start alone.
 """
 
 import contextlib
@@ -21,6 +20,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +36,7 @@ from jax.experimental import topologies
 from bert_jax import config, system
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError
-from bert_jax.plan import hlo, schedule
+from bert_jax.plan import bundles, hlo, schedule
 from bert_jax.plan import topology as topology_lib
 from bert_jax.plan.topology import Topology, layout_of
 from bert_jax.running.pretraining import require_runnable
@@ -54,7 +54,7 @@ _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # else it asks, for half a minute, which machine of a pod this is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Of each operation, the instructions that it becomes: twice the compiler's time, 100 MB of files.
+# Of each operation, the bundles that it becomes: XX of the compiler's time, up to 80 MB of files.
 DUMP = (
     "--xla_jf_dump_to={} --xla_jf_dump_llo_text --xla_jf_dump_llo_pass_label_regex=.*final_bundles"
 )
@@ -64,7 +64,7 @@ _POLL_SECONDS = 0.05
 # What a compilation and its reading are made of.
 _SOURCES = (
     *("config", "hardware.py", "model", "training"),
-    *("plan/compile.py", "plan/hlo.py", "plan/schedule.py", "plan/topology.py"),
+    *(f"plan/{name}.py" for name in ("bundles", "compile", "hlo", "schedule", "topology", "work")),
 )
 _KEPT_SECONDS = 30 * 24 * 3600.0
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -197,11 +197,14 @@ def _begin(job: Job, folder: pathlib.Path, log: Callable[[str], None]) -> subpro
     }
     (folder / "job").write_text(json.dumps(fields))
     path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": path}
+    dump = folder / "dump"
+    dump.mkdir()
+    arguments = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP.format(dump)}".strip()
+    environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": path, "LIBTPU_INIT_ARGS": arguments}
     environment.pop("XLA_FLAGS", None)  # a plan is of the compiler as it comes
     with open(folder / "output", "wb") as output:
         return subprocess.Popen(
-            [*_COMMAND, str(folder / "job"), str(folder / "outcome")],
+            [*_COMMAND, str(folder / "job"), str(folder / "outcome"), str(dump)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -211,6 +214,7 @@ def _begin(job: Job, folder: pathlib.Path, log: Callable[[str], None]) -> subpro
 
 def _end(job: Job, folder: pathlib.Path, code: int) -> Outcome:
     """Returns what the process that has ended wrote, and keeps it for the next time."""
+    shutil.rmtree(folder / "dump")
     if not (folder / "outcome").exists():
         if code < 0:
             message = f"the compiler crashed ({signal.Signals(-code).name})"
@@ -261,11 +265,7 @@ def _code_version() -> str:
 # --- the process that compiles ---
 
 
-class _HasKernels(Exception):
-    """A program has custom kernels, and nothing says what the compiler schedules for them."""
-
-
-def main(job_file: str, outcome_file: str, dump: str | None = None) -> None:
+def main(job_file: str, outcome_file: str, dump: str) -> None:
     """Reads a job, compiles it and writes what came of it; dies with the process that asked.
 
     The compiler of this process writes what it schedules into the folder `dump`.
@@ -279,12 +279,6 @@ def main(job_file: str, outcome_file: str, dump: str | None = None) -> None:
     )
     try:
         outcome = compile_step(experiment, job["phase"], described.devices, dump)
-    except _HasKernels:
-        folder = os.path.join(os.path.dirname(outcome_file), "dump")
-        os.mkdir(folder)
-        options = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP.format(folder)}".strip()
-        command = [*_COMMAND, job_file, outcome_file, folder]
-        os.execve(command[0], command, os.environ | {"LIBTPU_INIT_ARGS": options})
     except InputError as error:
         outcome = Outcome(kind="refused", message=str(error))
     except jax.errors.JaxRuntimeError as error:
@@ -293,24 +287,20 @@ def main(job_file: str, outcome_file: str, dump: str | None = None) -> None:
 
 
 def compile_step(
-    experiment: Experiment, number: int, devices: Sequence[jax.Device], dump: str | None
+    experiment: Experiment, number: int, devices: Sequence[jax.Device], dump: str
 ) -> Outcome:
     """Compiles the training step of a phase for devices that need not be there.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refuses.
-      _HasKernels: it does, and there is no `dump`.
     """
     mesh = mesh_lib.make_mesh(experiment.parallelism, devices)
     require_runnable(experiment, mesh)
     objective = objective_lib.of_phase(experiment, number)
     state = step.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
-    lowered = lower_step(experiment, number, mesh, state)
-    if dump is None and schedule.KERNEL in lowered.as_text():
-        raise _HasKernels
-    compiled = lowered.compile()
+    compiled = lower_step(experiment, number, mesh, state).compile()
     module = hlo.parse(compiled.as_text())
-    program = schedule.read(module, functools.partial(_kernel_cycles, dump))
+    program = schedule.read(module, bundles.reader(dump))
     memory = compiled.memory_analysis()
     peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
     if experiment.run.check_every:
@@ -334,12 +324,6 @@ def compile_step(
         parameters=tuple(parameter_table(state["params"])),
         whole_batch=None if whole_batch is None else tuple(whole_batch),
     )
-
-
-def _kernel_cycles(dump: str | None, name: str) -> int | None:
-    """Returns the cycles of a kernel, by the name of its instruction; None if they are unknown."""
-    files = sorted(pathlib.Path(dump).glob(f"*-{name}-*-final_bundles.txt")) if dump else []
-    return schedule.scheduled_cycles(files[0].read_text()) if files else None
 
 
 def lower_step(

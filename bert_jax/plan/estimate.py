@@ -5,16 +5,22 @@ their time; a transfer begins when its links are free, the links of an axis serv
 other; what waits for a transfer waits until it has arrived. So a transfer costs only the wait that
 work and kernels in between leave, and each stretch of work hides one transfer a link, not several.
 
-    compute       cycles / clock; the compiler's cycles are close for matrix products (3 to 14 % too
-                  high) and up to three times too high for element-wise work that is not fused
+    products      matrix products: the compiler's estimate, which leaves out much of what is fused
+                  into one, or the cycles that it schedules, whichever is more / clock
+    copies        bytes of the device's memory (HBM) read and written / its bandwidth, and
+                  COPY_SECONDS to begin; at most what the compiler estimates
+    other         the compiler's estimate / clock: up to three times too much
     kernels       the larger of cycles as the compiler schedules them / clock, and bytes / memory
                   bandwidth; of those whose cycles are not known the latter, and they are named
     random bits   bytes drawn / (RANDOM_BYTES_PER_CYCLE x cores x clock)
+    prefetch      waits for what the compiler fetches from memory, or puts there, during other work
+    issue         ISSUE_SECONDS, an assumption, for each permutation
     collectives   waits, less latency. A transfer takes (N-1)/N of a gather's or scatter's whole
                   array, twice that of an all-reduce's, over the links of the axes that the group
                   spans: both directions of each where the axis is a ring, one where it is not;
                   a permutation takes what its slowest pair does
-    latency       the last part of each wait: HOP_SECONDS, an assumption, for each chip on the way
+    latency       the last part of each wait: HOP_SECONDS, an assumption, for each chip on the way;
+                  a gather over several axes at once is one ring through all chips, both ways round
 """
 
 import collections
@@ -23,8 +29,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bert_jax import hardware
-from bert_jax.plan.schedule import Collective, Kernel, Program, Step
+from bert_jax.plan import work
+from bert_jax.plan.schedule import Collective, Program, Step
 from bert_jax.plan.topology import Topology
 
 # TPUs draw bits by an instruction of their own. The compiler schedules a register of 4,096 bytes
@@ -32,8 +38,20 @@ from bert_jax.plan.topology import Topology
 RANDOM_BYTES_PER_CYCLE = 1950
 # "How to Scale Your Model" takes as much for the way from a chip to the next.
 HOP_SECONDS = 1e-6
+# A copy begins with a round to memory. The compiler charges 1.2 us for the smallest.
+COPY_SECONDS = 1e-6
+# Of a permutation a core begins the transfer, and later sees that it has come. No listing has it.
+ISSUE_SECONDS = 0.25e-6
+ASSUMPTIONS = {
+    "random_bytes_per_cycle": RANDOM_BYTES_PER_CYCLE,
+    "hop_seconds": HOP_SECONDS,
+    "copy_seconds": COPY_SECONDS,
+    "issue_seconds": ISSUE_SECONDS,
+}
 # Among axes of the torus: the way between the cores of a chip.
 WITHIN_CHIPS = -1
+# The way between a device and its memory, among links.
+_MEMORY = -2
 
 # Where a device is: chip coordinates, then its number on the chip.
 Place = Sequence[int]
@@ -43,9 +61,13 @@ Place = Sequence[int]
 class Seconds:
     """A step's time: its terms; and what they come from."""
 
-    compute: float  # the terms
+    products: float  # the terms
+    copies: float
+    other: float
     kernels: float
     random_bits: float
+    prefetch: float
+    issue: float
     collectives: float
     latency: float
     # For each of the program's collectives, what all its runs are waited for.
@@ -55,7 +77,7 @@ class Seconds:
     @property
     def terms(self) -> dict[str, float]:
         """The terms by name."""
-        return {name: getattr(self, name) for name in _TERMS}
+        return {name: getattr(self, name) for name in TERMS}
 
     @property
     def total(self) -> float:
@@ -63,7 +85,10 @@ class Seconds:
         return sum(self.terms.values())
 
 
-_TERMS = ("compute", "kernels", "random_bits", "collectives", "latency")
+TERMS = (
+    *("products", "copies", "other", "kernels", "random_bits"),
+    *("prefetch", "issue", "collectives", "latency"),
+)
 
 
 class Cost(NamedTuple):
@@ -82,7 +107,7 @@ def estimate(program: Program, topology: Topology, places: Sequence[Place]) -> S
     timeline = _Timeline(program, topology, places)
     timeline.run(program.schedule, 1)
     return Seconds(
-        **{name: timeline.terms[name] for name in _TERMS},
+        **{name: timeline.terms[name] for name in TERMS},
         waits=tuple(timeline.waits),
         busy=dict(sorted(timeline.busy.items())),
     )
@@ -94,13 +119,15 @@ class _Timeline:
     def __init__(self, program: Program, topology: Topology, places: Sequence[Place]):
         tpu = topology.tpu
         self.clock_hz = tpu.clock_hz
+        self.bandwidth = topology.device_bandwidth
         self.drawn = RANDOM_BYTES_PER_CYCLE * tpu.cores_per_device * tpu.clock_hz
-        self.kernels = [kernel_seconds(kernel, tpu) for kernel in program.kernels]
+        self.kernels = program.kernels
+        self.permutes = [bool(one.pairs) for one in program.collectives]
         self.costs = [cost(one, topology, places) for one in program.collectives]
         self.now = 0.0  # seconds since the step began
         self.free: dict[int, float] = {}  # when the links of an axis will be
-        # By name of the start, the collective's place and when it arrives.
-        self.under_way: dict[str, tuple[int, float]] = {}
+        # By name of the start, the collective's place, or None of a fetch, and when it arrives.
+        self.under_way: dict[str, tuple[int | None, float]] = {}
         # As `Seconds` has them, each as often as it occurs.
         self.terms: collections.Counter[str] = collections.Counter()
         self.waits = [0.0] * len(program.collectives)
@@ -110,16 +137,31 @@ class _Timeline:
         """Follows steps once that occur so often."""
         for step in steps:
             match step:
-                case "work", cycles, random_bytes:
-                    self._spend("compute", cycles / self.clock_hz, times)
-                    self._spend("random_bits", random_bytes / self.drawn, times)
+                case "work", work.COPIES, cycles, size:
+                    arrival = self._move(size)
+                    self._spend("prefetch", arrival - size / self.bandwidth - self.now, times)
+                    seconds = COPY_SECONDS + size / self.bandwidth
+                    self._spend("copies", min(cycles / self.clock_hz, seconds), times)
+                case "work", kind, cycles, _:
+                    self._spend(kind, cycles / self.clock_hz, times)
+                case "bits", size:
+                    self._spend("random_bits", size / self.drawn, times)
                 case "kernel", number:
-                    self._spend("kernels", self.kernels[number], times)
+                    kernel = self.kernels[number]
+                    self._move(kernel.bytes)
+                    scheduled = (kernel.cycles or 0) / self.clock_hz
+                    self._spend("kernels", max(scheduled, kernel.bytes / self.bandwidth), times)
                 case "start", number, name:
+                    self._spend("issue", ISSUE_SECONDS * self.permutes[number], times)
                     self._start(number, name, times)
+                case "fetch", size, name:
+                    self.under_way[name] = None, self._move(size)
                 case "done", name:
                     number, arrival = self.under_way.pop(name)
                     wait = max(0.0, arrival - self.now)
+                    if number is None:
+                        self._spend("prefetch", wait, times)
+                        continue
                     latency = min(wait, self.costs[number].latency)
                     self.waits[number] += times * wait
                     self._spend("collectives", wait - latency, times)
@@ -137,6 +179,12 @@ class _Timeline:
         self.now += seconds
         self.terms[term] += times * seconds
 
+    def _move(self, size: int) -> float:
+        """Queues bytes for the way from or to memory; returns when they have arrived."""
+        begin = max(self.now, self.free.get(_MEMORY, 0.0))
+        self.free[_MEMORY] = begin + size / self.bandwidth
+        return self.free[_MEMORY]
+
     def _start(self, number: int, name: str, times: float) -> None:
         transfer, latency, axes = self.costs[number]
         begin = max([self.now, *(self.free.get(axis, 0.0) for axis in axes)])
@@ -153,15 +201,6 @@ class _Timeline:
             self.run(body, times * alike)
             self.now += (alike - 1) * (self.now - began)
             rounds -= alike
-
-
-def kernel_seconds(kernel: Kernel, tpu: hardware.Tpu) -> float:
-    """Returns the seconds of one run of a kernel on a device.
-
-    Where its cycles are not known it is those that its bytes take at least.
-    """
-    bandwidth = tpu.memory_bandwidth / tpu.devices_per_chip
-    return max((kernel.cycles or 0) / tpu.clock_hz, kernel.bytes / bandwidth)
 
 
 def cost(collective: Collective, topology: Topology, places: Sequence[Place]) -> Cost:
@@ -188,6 +227,10 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Place]) ->
         directions += 2 if ring else 1
         hops += math.ceil(spanned / 2) if ring else spanned - 1
         axes.add(axis)
+    # One ring through all, both ways round. Of asynchronous gathers the compiler names no emitter.
+    in_a_ring = collective.emitter.startswith("1D") or collective.asynchronous
+    if collective.kind == "all-gather" and len(axes) > 1 and in_a_ring:
+        directions, hops = 2, len(members) // 2
     cores = len({place[-1] for place in members})
     if cores > 1:
         axes.add(WITHIN_CHIPS)

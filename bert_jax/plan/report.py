@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -25,7 +26,7 @@ from bert_jax.storage import mirror
 from bert_jax.storage.workdir import require_plain, sealed
 from bert_jax.training.collectives import method_of
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 # From what keeps most on a device to what keeps least.
 STATES = ("replicated", "zero1", "zero3")
@@ -36,6 +37,8 @@ BEST = 3
 # stays in a chip's fast memory.
 _GOOD_TOKENS = 2048
 _GIB = 2**30
+
+_log_progress = functools.partial(print, file=sys.stderr, flush=True)
 
 Entry = dict[str, Any]
 
@@ -91,17 +94,10 @@ def make_plan(
         "experiment": experiment.name,
         "config_sha256": config_sha256(experiment),
         "versions": compile_lib.versions(),
-        "assumptions": {
-            "random_bytes_per_cycle": estimate.RANDOM_BYTES_PER_CYCLE,
-            "hop_seconds": estimate.HOP_SECONDS,
-        },
+        "assumptions": estimate.ASSUMPTIONS,
         "price_per_chip_hour": price_per_chip_hour,
         "slices": slices,
     }
-
-
-def _log_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 # --- other layouts ---
@@ -286,9 +282,9 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
             },
             "waits": waits,
         },
-        "cycles": program.cycles,
+        "work": program.sums | {"unscheduled": program.unscheduled},
         "clock_hz": topology.tpu.clock_hz,
-        "random_bytes": program.random_bytes,
+        "memory_bandwidth": topology.device_bandwidth,
         "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
         "model_flops": model_flops,
         "peak_flops": peak,
@@ -408,16 +404,21 @@ def _time_lines(phase: Entry) -> Iterator[str]:
     )
     links = phase["links"]
     waits = ", ".join(f"{kind} {1e3 * wait:.2f}" for kind, wait in links["waits"].items())
+    work, bandwidth = phase["work"], phase["memory_bandwidth"] / 1e9
     reasons = {
-        "compute": f"{phase['cycles']:,} cycles at {phase['clock_hz'] / 1e9:g} GHz",
+        "products": f"{work['products']:,} cycles at {phase['clock_hz'] / 1e9:g} GHz, as estimated "
+        f"or as scheduled, whichever is more; {work['unscheduled']:,} as estimated alone",
+        "copies": f"{work['copied'] / 1e6:,.1f} MB at {bandwidth:g} GB/s, and 1 us to begin each",
+        "other": f"{work['other']:,} cycles, as the compiler estimates them",
         "kernels": f"{len(kernels)} custom kernels, as the compiler schedules them",
-        "random_bits": f"{phase['random_bytes'] / 1e6:,.1f} MB, at the rate of the hardware",
-        "collectives": "what work and kernels leave to wait for"
-        + (f" (with latency: {waits})" if waits else ""),
+        "random_bits": f"{work['drawn'] / 1e6:,.1f} MB, at the rate of the hardware",
+        "prefetch": f"what the rest leaves to wait for of {work['fetched'] / 1e6:,.1f} MB",
+        "issue": "a quarter of a microsecond for each permutation, assumed",
+        "collectives": f"what the rest leaves to wait for (with latency: {waits or 'none'})",
         "latency": "a microsecond a hop, assumed",
     }
     for name, reason in reasons.items():
-        if seconds[name] or name in ("compute", "collectives"):
+        if seconds[name] or name in ("products", "collectives"):
             yield f"      {name.replace('_', ' '):<12}{1e3 * seconds[name]:8.2f} ms  {reason}"
     uncounted = [f"{one['count']} x {one['name']}" for one in kernels if one["cycles"] is None]
     if uncounted:

@@ -2,12 +2,12 @@
 
 The text of a module does not hold how often loops run, nor the time of custom kernels, random bits
 and collectives. `read` walks through it as it runs and gives a schedule: work, kernels, and where
-collectives begin and are waited for, in loops of so many rounds. `scheduled_cycles` reads what the
-compiler writes down of a kernel.
+collectives begin and are waited for, in loops of so many rounds.
 """
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Container, Sequence
@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.plan.hlo import Computation, Instruction, Module, type_bytes
+from bert_jax.plan import work
+from bert_jax.plan.hlo import Computation, Instruction, Module
+from bert_jax.plan.work import COPIES, KINDS, OTHER, PRODUCTS
 
 COLLECTIVES = (
     "all-reduce",
@@ -29,18 +31,20 @@ COLLECTIVES = (
 _COUNTED = ("fusion", "copy", "convolution", "custom-call", "rng-bit-generator", "transpose")
 # What calls a custom kernel (Pallas).
 KERNEL = "tpu_custom_call"
-# An array in the memory of the chip itself (VMEM), which its layout says.
-_ON_CHIP = re.compile(r"\w+\[[\d,]*\]\{[^}]*S\([1-9]\)[^}]*\}")
+# What copies, or a part of an array, while other work goes on, and what waits for it.
+_FETCHES, _FETCHED = ("copy-start", "slice-start"), ("copy-done", "slice-done")
 
 # How often the condition of a `lax.cond` holds, in a name scope around it that says so: of 22
 # times 8, held_8_of_22.
 _HELD = re.compile(r'op_name="[^"]*\bheld_(\d+)_of_(\d+)\b')
 
 # What a device does next: a word, and what goes with it, as JSON keeps it.
-#   "work", cycles, bytes of random bits    ordinary instructions
+#   "work", one of KINDS, cycles, bytes     ordinary instructions; bytes are of copies alone
+#   "bits", bytes                           random ones are drawn
 #   "kernel", place in `Program.kernels`
 #   "start", place in `Program.collectives`, name of the instruction
-#   "done", name                            the collective of that start is waited for
+#   "fetch", bytes, name                    go from or to the device's memory meanwhile
+#   "done", name                            the collective or the bytes of that start are waited for
 #   "loop", rounds, steps
 #   "either", share, steps, other steps      the former in so large a share of its runs
 Step = tuple[Any, ...]
@@ -61,6 +65,7 @@ class Collective:
     pairs: tuple[tuple[int, int], ...] = ()  # devices that a permutation goes from and to
     where: str  # in the entry of the program, or in the body of a loop
     asynchronous: bool = False  # whether one instruction begins it and another waits for it
+    emitter: str = ""  # what the compiler calls the way in which it is done; "" if it does not
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,47 +89,44 @@ class Program:
     collectives: tuple[Collective, ...]  # those that differ
     operations: dict[str, int]  # how often some kinds of operation run
     endless: int  # loops whose number of rounds is not in the text; they are counted once
+    # Cycles of PRODUCTS by the compiler's estimate alone, since no schedule of theirs is known.
+    unscheduled: int = 0
 
-    @property
-    def cycles(self) -> int:
-        """The compiler's estimates of ordinary instructions, summed."""
-        return _work(self.schedule)[0]
-
-    @property
-    def random_bytes(self) -> int:
-        """Bytes of random bits drawn."""
-        return _work(self.schedule)[1]
+    @functools.cached_property
+    def sums(self) -> dict[str, int]:
+        """Cycles of each of KINDS; bytes `copied`, of random bits `drawn`, and `fetched`."""
+        sums = dict.fromkeys((*KINDS, "copied", "drawn", "fetched"), 0)
+        return sums | {name: round(value) for name, value in _sums(self.schedule).items()}
 
 
-def _work(steps: Sequence[Step]) -> tuple[int, int]:
-    """Returns (cycles, bytes of random bits) of all the work."""
-    cycles = random_bytes = 0
+def _sums(steps: Sequence[Step]) -> collections.Counter[str]:
+    """Returns what `Program.sums` has, of some steps; fractions of what is done sometimes."""
+    sums: collections.Counter[str] = collections.Counter()
     for step in steps:
         match step:
-            case "work", some, drawn:
-                rounds = 1
+            case "work", kind, cycles, size:
+                sums.update({kind: cycles, "copied": size})
+            case "bits", size:
+                sums["drawn"] += size
+            case "fetch", size, _:
+                sums["fetched"] += size
             case "loop", rounds, body:
-                some, drawn = _work(body)
+                sums.update({name: rounds * value for name, value in _sums(body).items()})
             case "either", share, first, second:
-                rounds = 1
-                pairs = zip(_work(first), _work(second), strict=True)
-                some, drawn = (round(share * a + (1 - share) * b) for a, b in pairs)
-            case _:
-                continue
-        cycles += rounds * some
-        random_bytes += rounds * drawn
-    return cycles, random_bytes
+                for part, run in ((share, first), (1 - share, second)):
+                    sums.update({name: part * value for name, value in _sums(run).items()})
+    return sums
 
 
-def read(module: Module, kernel_cycles: Callable[[str], int | None] = lambda name: None) -> Program:
+def read(module: Module, cycles: Callable[[str], int | None] = lambda name: None) -> Program:
     """Returns what one run of the module does.
 
     Args:
       module: of one device.
-      kernel_cycles: gives those of one run of a custom kernel, by the name of its instruction;
-        None where it does not know them.
+      cycles: gives those of one run of an operation, as the compiler schedules it, by the name of
+        its instruction; None where it does not know them.
     """
-    walk = _Walk(module, kernel_cycles)
+    walk = _Walk(module, cycles)
     schedule = walk.run(module.entry, 1, "entry")
     return Program(
         schedule=tuple(schedule),
@@ -132,6 +134,7 @@ def read(module: Module, kernel_cycles: Callable[[str], int | None] = lambda nam
         collectives=_counted(walk.collectives),
         operations={name: walk.operations[name] for name in _COUNTED if walk.operations[name]},
         endless=walk.endless,
+        unscheduled=walk.unscheduled,
     )
 
 
@@ -142,14 +145,18 @@ def _counted(table: dict[Any, int]) -> tuple[Any, ...]:
 class _Walk:
     """Walks through the computations as they run, and counts what they hold."""
 
-    def __init__(self, module: Module, kernel_cycles: Callable[[str], int | None]):
+    def __init__(self, module: Module, cycles: Callable[[str], int | None]):
         self.module = module
-        self.kernel_cycles = {
-            _identity(one, computation): cycles
-            for computation in module.computations.values()
-            for one in computation.instructions
-            if one.target == KERNEL and (cycles := one.estimated_cycles or kernel_cycles(one.name))
-        }
+        # Of kernels and products, by identity: the compiler schedules equal ones but once.
+        self.scheduled: dict[Any, int] = {}
+        for computation in module.computations.values():
+            for one in computation.instructions:
+                is_kernel = one.target == KERNEL
+                if is_kernel or (one.estimated_cycles and work.is_product(module, one)):
+                    known = (one.estimated_cycles if is_kernel else 0) or cycles(one.name)
+                    if known:
+                        self.scheduled[work.identity(module, one, computation)] = known
+        self.unscheduled = 0
         self.kernels: dict[Kernel, int] = {}
         self.collectives: dict[Collective, int] = {}
         self.operations: collections.Counter[str] = collections.Counter()
@@ -170,6 +177,10 @@ class _Walk:
                 start = dataclasses.replace(start, asynchronous=True)
                 steps.append(("start", _count(self.collectives, start, times), instruction.name))
                 begun[instruction.name] = None
+            elif instruction.opcode in _FETCHES:
+                steps.append(("fetch", work.fetched(instruction), instruction.name))
+            elif instruction.opcode in _FETCHED:
+                steps.append(("done", instruction.operands[0]))
             elif ends and begun and (began := _origin(instruction, computation, begun)) is not None:
                 del begun[began]
                 steps.append(("done", began))
@@ -177,7 +188,7 @@ class _Walk:
                 steps += self._steps(instruction, computation, times, where)
             else:
                 steps += self._performed(instruction, inside, times, where)
-        return _joined([*steps, *(("done", name) for name in begun)])
+        return [*steps, *(("done", name) for name in begun)]
 
     def _steps(
         self, instruction: Instruction, computation: Computation, times: int, where: str
@@ -201,7 +212,8 @@ class _Walk:
                 held = _HELD.search(instruction.attributes)
                 if not held or len(names) != 2:
                     # Nothing says which; the longest is meant.
-                    return max((self.run(name, times, where) for name in names), key=_work)
+                    runs = (self.run(name, times, where) for name in names)
+                    return max(runs, key=lambda run: sum(_sums(run)[kind] for kind in KINDS))
                 share = int(held[1]) / int(held[2])
                 often = round(times * share)
                 second = tuple(self.run(names[0], times - often, where))
@@ -225,10 +237,10 @@ class _Walk:
             for one in inside.instructions
         )
         steps: list[Step] = []
-        cycles, random_bytes = instruction.estimated_cycles, 0
+        cycles = instruction.estimated_cycles
         for one in inside.instructions if fused else [instruction]:
             if one.opcode == "rng-bit-generator":
-                random_bytes += one.bytes
+                steps.append(("bits", one.bytes))
             elif one.target == KERNEL:
                 kernel = self._kernel(one, inside)
                 steps.append(("kernel", _count(self.kernels, kernel, times)))
@@ -239,16 +251,26 @@ class _Walk:
                     collective = dataclasses.replace(collective, kind="reduce-scatter")
                 number = _count(self.collectives, collective, times)
                 steps += [("start", number, one.name), ("done", one.name)]
-        return [*steps, ("work", cycles, random_bytes)]
+        return [*steps, self._work(instruction, inside, cycles, times)] if cycles else steps
+
+    def _work(self, instruction: Instruction, inside: Computation, cycles: int, times: int) -> Step:
+        """Returns the work of an instruction that the compiler estimates at so many cycles."""
+        if work.is_product(self.module, instruction):
+            scheduled = self.scheduled.get(work.identity(self.module, instruction, inside))
+            self.unscheduled += times * cycles * (scheduled is None)
+            return "work", PRODUCTS, max(cycles, scheduled or 0), 0
+        size = work.moved(instruction, inside) if work.is_copy(self.module, instruction) else 0
+        return "work", COPIES if size else OTHER, cycles, size
 
     def _kernel(self, instruction: Instruction, computation: Computation) -> Kernel:
-        identity = _identity(instruction, computation)
-        size = sum(type_bytes(_ON_CHIP.sub("", type_)) for type_ in identity[1:])
+        identity = work.identity(self.module, instruction, computation)
+        types = (computation.by_name[name].type for name in instruction.operands)
+        size = sum(map(work.memory_bytes, (instruction.type, *types)))
         stated = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
         return Kernel(
             name=instruction.name.rstrip(".0123456789"),
             count=0,
-            cycles=self.kernel_cycles.get(identity),
+            cycles=self.scheduled.get(identity),
             bytes=min(size, int(stated[1])) if stated else size,
         )
 
@@ -271,32 +293,10 @@ def _asynchronous(
     return begins, "AsyncCollectiveDone" in targets
 
 
-def _identity(kernel: Instruction, computation: Computation) -> tuple[str, ...]:
-    """Returns what the compiler knows a kernel by, since it schedules equal ones but once.
-
-    The kernel itself, then the types of its result and its operands.
-    """
-    body = re.search(r'"body":"([^"]*)"', kernel.attributes)
-    types = (computation.by_name[name].type for name in kernel.operands)
-    return body[1] if body else kernel.name, kernel.type, *types
-
-
 def _count(table: dict[Any, int], one: Any, times: int) -> int:
     """Counts what runs so often; returns its place among all that differ."""
     table[one] = table.get(one, 0) + times
     return list(table).index(one)
-
-
-def _joined(steps: Sequence[Step]) -> list[Step]:
-    """Returns the steps with work that follows on work as one, and without none."""
-    joined: list[Step] = []
-    for step in steps:
-        if step[0] == "work" and joined and joined[-1][0] == "work":
-            _, cycles, random_bytes = joined.pop()
-            step = ("work", cycles + step[1], random_bytes + step[2])
-        if step != ("work", 0, 0):
-            joined.append(step)
-    return joined
 
 
 def _origin(
@@ -322,7 +322,16 @@ def _collective(instruction: Instruction, computation: Computation, where: str) 
     else:
         group = _group(instruction)
     payload = held * len(group) if kind == "all-gather" else held
-    return Collective(kind=kind, count=0, payload=payload, group=group, pairs=pairs, where=where)
+    emitter = re.search(r'"emitter":"(\w+)"', instruction.attributes)
+    return Collective(
+        kind=kind,
+        count=0,
+        payload=payload,
+        group=group,
+        pairs=pairs,
+        where=where,
+        emitter=emitter[1] if emitter else "",
+    )
 
 
 def _group(instruction: Instruction) -> tuple[int, ...]:
@@ -392,67 +401,3 @@ def _constant(instruction: Instruction, computation: Computation) -> int | None:
     if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.argument):
         return int(instruction.argument)
     return None
-
-
-# --- what the compiler schedules for a kernel ---
-
-_BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+ +([A-Z]{2})? *: *(>*) *\{")
-# A test that is made on one condition names it first.
-_EXIT = re.compile(r"scmp\.ge\.s32\S* (?:\(\S+\), )?%\S+ (\d+) /\* loop exit test")
-# A kernel's grid is a loop of two rounds more than it has programs: one fetches what the next
-# computes on, and another writes what the last one computed.
-_GRID, _MORE = "iteration index", 2
-
-
-@dataclasses.dataclass
-class _Loop:
-    bundles: float = 0
-    rounds: float = math.nan
-    is_grid: bool = False
-
-
-def scheduled_cycles(text: str) -> int | None:
-    """Returns the cycles of one run of a kernel, from its final bundles.
-
-    A bundle is what a core does in a cycle; those in a loop count as often as it runs, from 0 on.
-    Waits for memory are not among them.
-
-    Args:
-      text: as the compiler dumps it; the depth of loops is written as so many `>`.
-
-    Returns:
-      None where a loop's rounds are not in the text.
-    """
-    loops = [_Loop(rounds=1)]  # the kernel, and those that are open in it
-
-    def close() -> None:
-        ended = loops.pop()
-        loops[-1].bundles += ended.rounds * ended.bundles
-
-    lines = [(match, line) for line in text.splitlines() if (match := _BUNDLE.match(line))]
-    # What was moved into a loop, or does nothing, bears fewer marks than what follows there.
-    following, deepest = [], 0
-    for match, _ in reversed(lines):
-        following.append(deepest)
-        begins, depth = match[1] == "LB", len(match[2])
-        deepest = depth - 1 if begins else max(depth, deepest)
-    for (match, line), deepest in zip(lines, reversed(following), strict=True):
-        begins, depth = match[1] == "LB", len(match[2])
-        if not begins:
-            depth = max(depth, min(deepest, len(loops) - 1))
-        while len(loops) > depth + (not begins):
-            close()
-        if begins or len(loops) <= depth:
-            loops.append(_Loop(is_grid=_GRID in line))
-        loops[-1].bundles += 1
-        last = _EXIT.search(line)
-        if last:
-            # That of an outer loop may stand within an inner one, behind its own.
-            place = min(max(len(match[2]), 1), len(loops) - 1)
-            while place > 1 and not math.isnan(loops[place].rounds):
-                place -= 1
-            of = loops[place]
-            of.rounds = int(last[1]) - (_MORE if of.is_grid else 0)
-    while len(loops) > 1:
-        close()
-    return None if math.isnan(loops[0].bundles) else round(loops[0].bundles)

@@ -32,6 +32,11 @@ class Topology:
         """Bytes of one device's memory."""
         return self.tpu.memory_bytes / self.tpu.devices_per_chip
 
+    @property
+    def device_bandwidth(self) -> float:
+        """Bytes a second from and to the memory of one device."""
+        return self.tpu.memory_bandwidth / self.tpu.devices_per_chip
+
     def peak_flops(self, compute_dtype: str) -> float:
         """Returns the peak of all devices, operations a second."""
         return hardware.PEAK_FLOPS[self.tpu.kind][compute_dtype] * self.devices

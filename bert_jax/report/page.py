@@ -259,7 +259,7 @@ def _of_tuning(record: Record) -> dict[str, Any]:
 
 def _plan(plan: dict[str, Any]) -> Table:
     """Returns a row for each phase on each slice of a plan (plan.report)."""
-    terms = ("total", "compute", "kernels", "random_bits", "links")
+    terms = ("total", "products", "kernels", "memory", "other", "links")
     titles = ["step" if name == "total" else name.replace("_", " ") for name in terms]
     columns = ["slice", "chips", "phase", "memory of a device", *titles, "utilisation", "hours"]
     rows = []
@@ -271,7 +271,11 @@ def _plan(plan: dict[str, Any]) -> Table:
                     size / 2**30 for size in (phase["memory"]["peak"], entry["device_memory"])
                 )
                 seconds = phase["seconds"]
-                seconds = seconds | {"links": seconds["collectives"] + seconds["latency"]}
+                seconds = seconds | {
+                    "memory": seconds["copies"] + seconds["prefetch"],
+                    "other": seconds["other"] + seconds["random_bits"],
+                    "links": seconds["issue"] + seconds["collectives"] + seconds["latency"],
+                }
                 cells = [
                     f"{peak:.2f} of {memory:g} GiB",
                     *(f"{1000 * seconds[name]:.1f} ms" for name in terms),

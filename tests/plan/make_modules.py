@@ -1,17 +1,22 @@
-"""Makes what test_schedule.py and test_hlo.py read, with the real compiler (libtpu 0.0.42.1).
+"""Makes what the tests here read, with the real compiler (libtpu 0.0.42.1).
 
     PYTHONPATH=. JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python tests/plan/make_modules.py
 
 Small programs with what a training step has: loops in loops, gathers and scatters along axes of a
-torus, some during other work, random bits, kernels; and the bundles of a kernel with a loop.
+torus, some during other work, random bits, kernels; and the bundles of a kernel with a loop. Then
+steps of the pod experiments, ten minutes of a core, without what no reader looks at, each after the
+cycles of the bundles that the compiler wrote of its operations, by their names.
 """
 
 import gzip
+import json
+import lzma
 import math
 import os
 import pathlib
 import re
 import tempfile
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +26,22 @@ from jax.experimental import pallas, topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from bert_jax import config
+from bert_jax.plan import bundles
 from bert_jax.plan import compile as compile_lib
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import objective, step
 
 FOLDER = pathlib.Path(__file__).parent / "modules"
+STEPS = {  # experiment, slice, phase, rows
+    "large_512_v5e": ("bert_large_pod", "v5e:8x8", 1, 256),
+    "large_128_v5e": ("bert_large_pod", "v5e:8x8", 0, 256),
+    "base_512_v5e": ("bert_base_pod", "v5e:4x4", 1, 256),
+    "large_512_v6e": ("bert_large_pod", "v6e:4x4", 1, 64),
+    "large_512_v5p": ("bert_large_pod", "v5p:4x4x4", 1, 256),
+}
+# Of what the compiler adds to an instruction, what a reader looks at.
+KEPT = r'"(?:estimated_cycles|bytes_accessed)":"?\d+"?|"(?:body|emitter)":"\w+"|group_size = \d+'
 LAYERS, WIDTH, INNER, MICRO_BATCHES, ROWS = 3, 1024, 4096, 2, 64
 
 
@@ -158,6 +176,27 @@ def stripped(text: str) -> str:
     return re.sub(r" stack_frame_id=\d+|(?<=\"body\":\")[^\"]*", "", text)
 
 
+def step_of(experiment: str, slice_: str, phase: int, rows: int):
+    settings = [f"phases.{phase}.batch_size={rows}"]
+    chosen = config.override(config.load(f"experiments/{experiment}.py"), settings)
+    described = topologies.get_topology_desc(platform="tpu", topology_name=slice_)
+    mesh = mesh_lib.make_mesh(chosen.parallelism, described.devices)
+    parts = objective.of_phase(chosen, phase), chosen.optimizer, chosen.parallelism
+    return compile_lib.lower_step(chosen, phase, mesh, step.abstract_state(*parts, mesh))
+
+
+def store_step(name: str, text: str, dump: str) -> None:
+    def kept(match: re.Match) -> str:
+        return f", backend_config={','.join(re.findall(KEPT, match[0]))}"
+
+    # By its body a kernel is known.
+    text = re.sub(r'(?<="body":")[^"]+', lambda body: f"{zlib.crc32(body[0].encode()):x}", text)
+    text = re.sub(r", backend_config=.*", kept, re.sub(r", metadata=\{[^}]*\}", "", text))
+    names = re.findall(r"%([\w.\-]+) = .*(?:estimated_cycles|tpu_custom_call)", text)
+    cycles = {one: known for one in names if (known := bundles.reader(dump)(one)) is not None}
+    (FOLDER / f"{name}.txt.xz").write_bytes(lzma.compress(f"{json.dumps(cycles)}\n{text}".encode()))
+
+
 def store(name: str, text: str) -> None:
     data = gzip.compress(text.encode(), mtime=0)
     (FOLDER / f"{name}.txt.gz").write_bytes(data)
@@ -173,3 +212,7 @@ if __name__ == "__main__":
             looped(topology).compile()
             newest = sorted(pathlib.Path(dump).glob("*-looped.1-*-final_bundles.txt"))[-1]
             store(f"looped_{topology.partition(':')[0]}", newest.read_text())
+        for name, which in STEPS.items():
+            for file in pathlib.Path(dump).iterdir():
+                file.unlink()
+            store_step(name, step_of(*which).compile().as_text(), dump)

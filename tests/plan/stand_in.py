@@ -27,7 +27,7 @@ def program(cycles: int) -> Program:
     )
     gathering = (("start", 0, "gather"), ("done", "gather"))
     return Program(
-        schedule=(("work", cycles, 0), ("loop", 2, gathering)),
+        schedule=(("work", "other", cycles, 0), ("loop", 2, gathering)),
         kernels=(),
         collectives=(gather,),
         operations={"fusion": 3},

@@ -1,5 +1,7 @@
 """Terms of a step's time, against arithmetic by hand."""
 
+import dataclasses
+
 import pytest
 
 from bert_jax import hardware
@@ -40,16 +42,20 @@ def step(*schedule, collectives=(), kernels=(), name: str = "v5e:8x8") -> estima
     return estimate.estimate(program, topology.parse(name), places(name))
 
 
+def work(cycles: int) -> tuple:
+    return "work", "other", cycles, 0
+
+
 # --- one after the other ---
 
 
 def test_cycles_over_the_clock():
-    result = step(("work", 3_000_000, 0))
-    assert result.compute == result.total == pytest.approx(2e-3)
+    result = step(work(3_000_000))
+    assert result.other == result.total == pytest.approx(2e-3)
 
 
 def test_random_bits_cost_cycles_of_every_core_of_a_device():
-    result = step(("work", 0, 1950 * 1_050_000), name="v4:2x2x4")
+    result = step(("bits", 1950 * 1_050_000), name="v4:2x2x4")
     assert result.random_bits == result.total == pytest.approx(0.5e-3)  # 1.05 GHz, two cores
 
 
@@ -69,9 +75,19 @@ def test_a_kernel_takes_the_longer_of_its_schedule_and_its_traffic(cycles, bytes
 
 def test_of_two_ways_each_takes_its_share():
     kernel = Kernel(name="k", count=1, cycles=900 * MS // 1_000, bytes=0)
-    body = (("either", 1 / 3, (("kernel", 0),), (("work", MS, 0),)),)
+    body = (("either", 1 / 3, (("kernel", 0),), (work(MS),)),)
     result = step(("loop", 6, body), kernels=(kernel,))
-    assert (result.kernels, result.compute) == pytest.approx((2 * 0.9e-3, 4 * 1e-3))
+    assert (result.kernels, result.other) == pytest.approx((2 * 0.9e-3, 4 * 1e-3))
+
+
+def test_the_way_to_memory_is_a_queue():
+    """Of 819 MB in a millisecond, here one."""
+    fetch, copy = ("fetch", 819 * MB, "f"), ("work", "copies", 10 * MS, 819 * MB)
+    assert step(fetch, work(MS // 4), ("done", "f")).prefetch == pytest.approx(0.75e-3)
+    assert step(copy).terms == step().terms | {"copies": pytest.approx(1.001e-3)}
+    assert step(fetch, copy, ("done", "f")).total == pytest.approx(2.001e-3)
+    small = step(("work", "copies", MS // 1000, 819 * MB // 1000))
+    assert small.copies == pytest.approx(1e-6), "no more than the compiler estimates"
 
 
 # --- links as queues ---
@@ -96,15 +112,15 @@ def times(*schedule, collectives=(ALONG_ROW, ALONG_COLUMN), kernels=()) -> tuple
 def test_work_covers_a_transfer():
     start, done = ("start", 0, "a"), ("done", "a")
     assert times(start, done) == (2, 7, 2.007)
-    assert times(start, ("work", MS, 0), done) == (1, 7, 2.007)
-    assert times(start, ("work", 2 * MS, 0), done) == (0, 7, 2.007)
-    assert times(start, ("work", 3 * MS, 0), done) == (0, 0, 3)
-    assert times(("work", 3 * MS, 0), start, done) == (2, 7, 5.007), "which came before"
+    assert times(start, work(MS), done) == (1, 7, 2.007)
+    assert times(start, work(2 * MS), done) == (0, 7, 2.007)
+    assert times(start, work(3 * MS), done) == (0, 0, 3)
+    assert times(work(3 * MS), start, done) == (2, 7, 5.007), "which came before"
 
 
 def test_kernels_and_random_bits_cover_a_transfer():
     kernel = Kernel(name="k", count=1, cycles=MS, bytes=0)
-    bits = ("work", 0, 1950 * MS // 2)
+    bits = ("bits", 1950 * MS // 2)
     result = times(("start", 0, "a"), ("kernel", 0), bits, ("done", "a"), kernels=(kernel,))
     assert result == (0.5, 7, 2.007)
 
@@ -112,13 +128,13 @@ def test_kernels_and_random_bits_cover_a_transfer():
 def test_transfers_on_one_axis_queue_and_work_covers_them_once():
     begin, end = [("start", 0, "a"), ("start", 0, "b")], [("done", "a"), ("done", "b")]
     assert times(*begin, *end) == (4 - 0.007, 14, 4.007), "the second is under way meanwhile"
-    assert times(*begin, ("work", 3 * MS, 0), *end) == (1, 7, 4.007)
+    assert times(*begin, work(3 * MS), *end) == (1, 7, 4.007)
 
 
 def test_transfers_on_two_axes_go_at_the_same_time():
     begin, end = [("start", 0, "a"), ("start", 1, "b")], [("done", "a"), ("done", "b")]
     assert times(*begin, *end) == (2, 7, 2.007)
-    assert times(*begin, ("work", MS, 0), *end) == (1, 7, 2.007)
+    assert times(*begin, work(MS), *end) == (1, 7, 2.007)
 
 
 def test_a_transfer_over_both_axes_waits_for_both():
@@ -133,35 +149,35 @@ def test_a_transfer_over_both_axes_waits_for_both():
 
 
 def test_a_chain_of_transfers_waits_for_each():
-    chain = [("start", 0, "a"), ("done", "a"), ("start", 1, "b"), ("work", MS, 0), ("done", "b")]
+    chain = [("start", 0, "a"), ("done", "a"), ("start", 1, "b"), work(MS), ("done", "b")]
     assert times(*chain) == (3, 14, 4.014)
 
 
 def test_a_synchronous_transfer_waits_for_the_links():
     """They are busy with one that work could have covered."""
     synchronous = [("start", 0, "b"), ("done", "b")]
-    result = times(("start", 0, "a"), *synchronous, ("work", 5 * MS, 0), ("done", "a"))
+    result = times(("start", 0, "a"), *synchronous, work(5 * MS), ("done", "a"))
     assert result == (4, 7, 9.007)
 
 
 def test_rounds_of_a_loop_are_alike():
-    body = (("start", 0, "a"), ("work", MS, 0), ("done", "a"))
+    body = (("start", 0, "a"), work(MS), ("done", "a"))
     assert times(("loop", 10, body)) == (10, 70, 20.07)
     assert times(("loop", 5, (("loop", 2, body),))) == (10, 70, 20.07)
 
 
 def test_a_loop_covers_a_transfer_that_began_before_it():
     """Its own wait in the first round, for the links; those of the other rounds do not."""
-    body = (("work", MS // 2, 0), ("start", 0, "b"), ("done", "b"))
+    body = (work(MS // 2), ("start", 0, "b"), ("done", "b"))
     result = times(("start", 0, "a"), ("loop", 3, body), ("done", "a"))
     # 0.5 of work, 1.5 until the links are free; then 2 of each round's own.
     assert result == (1.5 + 6, 21, 1.5 + 1.5 + 6 + 0.021)
-    short = (("work", MS // 2, 0),)
+    short = (work(MS // 2),)
     assert times(("start", 0, "a"), ("loop", 3, short), ("done", "a")) == (0.5, 7, 2.007)
 
 
 def test_waits_are_not_the_time_that_links_are_busy():
-    body = (("start", 0, "a"), ("start", 1, "b"), ("work", MS, 0), ("done", "a"), ("done", "b"))
+    body = (("start", 0, "a"), ("start", 1, "b"), work(MS), ("done", "a"), ("done", "b"))
     result = step(("loop", 4, body), collectives=(ALONG_ROW, ALONG_COLUMN))
     assert result.waits == (pytest.approx(4 * 1.007e-3), pytest.approx(0, abs=1e-9))
     assert result.busy == {0: pytest.approx(8e-3), 1: pytest.approx(8e-3)}
@@ -181,6 +197,8 @@ def test_waits_are_not_the_time_that_links_are_busy():
         # Both cores of eight chips; one core of each, whose other group has the links, too.
         ("v3:8x8", "all-gather", range(16), 82e9, 7),
         ("v3:8x8", "all-gather", range(0, 128, 16), 82e9 / 2, 7),
+        # Of two axes at once, to each its way.
+        ("v5e:16x16", "all-gather", range(256), 4 * 45e9, 16),
     ],
 )
 def test_a_collective_goes_over_the_links_of_its_axes(name, kind, group, rate, hops):
@@ -188,6 +206,11 @@ def test_a_collective_goes_over_the_links_of_its_axes(name, kind, group, rate, h
     rounds, share = 1 + (kind == "all-reduce"), (len(group) - 1) / len(group)
     assert transfer == pytest.approx(rounds * share * 90e6 / rate)
     assert latency == pytest.approx(rounds * hops * 1e-6)
+
+
+def test_a_ring_through_all_chips_uses_two_directions_whatever_the_axes():
+    gather = dataclasses.replace(collective("all-gather", range(256)), emitter="1DAllGather")
+    assert seconds("v5e:16x16", gather) == pytest.approx((255 / 256 * 1e-3, 128e-6))
 
 
 def test_a_group_of_one_moves_nothing():

@@ -17,6 +17,7 @@ from small_run import settings, write_text
 from bert_jax import cli
 from bert_jax.data import corpus, draws, pairs
 from bert_jax.errors import InputError
+from bert_jax.plan import estimate
 from bert_jax.report import figures, page
 from bert_jax.report.records import Record, corpus_statistics
 from bert_jax.running.pretraining import Prepared
@@ -125,8 +126,7 @@ def test_a_page_says_how_the_run_stands(run, undrawn):
 
 
 def test_a_planned_run_shows_its_plan(run, undrawn):
-    seconds = dict.fromkeys(("total", "compute", "kernels", "random_bits"), 0.002)
-    seconds |= {"collectives": 0.001, "latency": 0.0005}
+    seconds = dict.fromkeys(estimate.TERMS, 0.0005) | {"total": 0.0045}
     fits = {"phase": 0, "outcome": "compiled", "memory": {"peak": 2**30}, "seconds": seconds}
     fits |= {"utilisation": 0.4, "hours": 3.0}
     other = {"phase": 1, "outcome": "too large", "memory": {}, "hours": None}
