@@ -34,7 +34,7 @@ LINES = {
     "benchmarks": 2_801,
     "experiments": 1_424,
     "tables": 495,
-    "tests": 31_947,
+    "tests": 31_946,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -62,8 +62,8 @@ TOO_SHORT = {
 # A folder holds 17 modules, the package 22 names; where there are more, how many at most.
 MODULES, NAMES = 17, 22
 TOO_MANY = {
-    ".": 1_676,
-    "tasks": 4_274,
+    ".": 25,
+    "tasks": 18,
 }
 
 
