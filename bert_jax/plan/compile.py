@@ -54,7 +54,7 @@ _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # else it asks, for half a minute, which machine of a pod this is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Of each operation, the bundles that it becomes: XX of the compiler's time, up to 80 MB of files.
+# Of each operation, the bundles that it becomes: twice the compiler's time, 80 MB of files.
 DUMP = (
     "--xla_jf_dump_to={} --xla_jf_dump_llo_text --xla_jf_dump_llo_pass_label_regex=.*final_bundles"
 )
