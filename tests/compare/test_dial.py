@@ -83,6 +83,7 @@ def test_more_operations_want_a_larger_encoder(here):
     larger = dial._fresh("w", text, 1e13)
     assert larger.model.num_hidden_layers == 2 and larger.model.num_attention_heads == 2
     assert larger.optimizer.peak_learning_rate == 4e-3
+    assert "2.6 nat" in dial.expected(larger, 6_300_000)
 
 
 def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run):
