@@ -6,8 +6,9 @@ Source: tiny.py made larger; its width and depth are those of BERT-mini (Turc et
 recipe stands in mini_paper.py. The rate falls with width (2e-3; tiny.py has 4e-3 at half of it).
 Hardware: two CPU cores, about an hour on the quickest that it ran on; 3 h 40 min where a large
 product of float32 is done at 160 GFLOP/s by both.
-Expected: after an hour, the 6,160 steps of tables/hour.py, held-out masked LM 3.0 nat below the
-unigram line, 39 % of masked pieces right, next sentence at 0.67 where the majority is 0.55.
+Expected: with AdamW after an hour, the 6,160 steps of tables/hour.py, held-out masked LM 3.0 nat
+below the unigram line, 39 % of masked pieces right, next sentence at 0.67 where the majority is
+0.55; with Muon 0.08 nat more after 828 steps.
 """
 
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase, Run
@@ -40,7 +41,7 @@ def experiment() -> Experiment:
         ),
         phases=(Phase(steps=4_000, sequence_length=64, max_predictions_per_seq=20, batch_size=96),),
         optimizer=Optimizer(
-            name="adamw", peak_learning_rate=2e-3, warmup_steps=400, schedule="linear"
+            name="muon", peak_learning_rate=2e-3, warmup_steps=400, schedule="linear"
         ),
         parallelism=Parallelism(layer_loop="unroll"),
         run=Run(log_every=50, eval_every=1_000, checkpoint_every=250),

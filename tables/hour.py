@@ -18,7 +18,8 @@ _TASKS = "experiments/tasks"
 def table() -> Table:
     """What is learned, read off the encoder, and learned from it."""
     # Often enough to see when it passes the paper's last loss.
-    better = config.override(config.load("experiments/mini.py"), ["run.eval_every=250"])
+    often = ["optimizer.name=adamw", "run.eval_every=250"]
+    better = config.override(config.load("experiments/mini.py"), often)
     scored = ("eval_rows", "eval_sequence_length", "eval_max_predictions_per_seq")
     paper = config.override(
         config.load("experiments/mini_paper.py"),

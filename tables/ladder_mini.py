@@ -3,7 +3,7 @@
     bert-jax compare tables/ladder_mini.py
 
 Source: Devlin et al. 2018 made small (experiments/mini_paper.py), on novels; each row keeps what
-the rows before it changed, and the last is experiments/mini.py.
+the rows before it changed, and the last is experiments/mini.py with AdamW.
 Hardware: two CPU cores, two hours and a half; 900 seconds of CPU are each run's steps.
 Expected: mini.py 1.7 nat ahead, nearly all of it by the encoder; twice the rate is a step back.
 """

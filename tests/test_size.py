@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LINES = {
     ".": 1_676,
     "cli": 1_750,
-    "compare": 1_253,
+    "compare": 1_256,
     "config": 2_309,
     "conformance": 1_152,
     "data": 3_717,
@@ -32,9 +32,9 @@ LINES = {
     "verify": 983,
     "launch": 1_294,
     "benchmarks": 2_801,
-    "experiments": 1_424,
-    "tables": 495,
-    "tests": 31_946,
+    "experiments": 1_425,
+    "tables": 498,
+    "tests": 31_947,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
