@@ -50,10 +50,13 @@ def small_stream(documents: int = 12, seed: int = 0) -> stream.Stream:
     )
 
 
-def train_batches(shape: batches.Shape = SHAPE, phase: int = 0) -> batches.TrainBatches:
-    names, short = (0, "train", phase), Data().short_seq_prob
-    plans = Plans(small_stream(), names, shape.sequence_length, short)
-    return batches.TrainBatches(plans, IDS, Data(), shape)
+def train_batches(
+    shape: batches.Shape = SHAPE, phase: int = 0, data: Data | None = None
+) -> batches.TrainBatches:
+    data, names = data or Data(), (0, "train", phase)
+    widths = shape.sequence_length, data.short_seq_prob
+    plans = Plans(small_stream(), names, *widths, units=data.units)
+    return batches.TrainBatches(plans, IDS, data, shape)
 
 
 def mesh_of(devices: int, parallelism: Parallelism | None = None) -> jax.sharding.Mesh:
@@ -70,6 +73,7 @@ def run(
     change_state: Callable[[dict], object] = lambda state: None,
     change_batch: Callable[[dict], object] = lambda batch: None,
     learns: type[Pretraining] = Pretraining,
+    data: Data | None = None,
 ) -> tuple[dict, list[dict[str, np.ndarray]]]:
     """Trains from seed 0; returns the final state and each step's metric sums.
 
@@ -78,6 +82,8 @@ def run(
     """
     parallelism = parallelism or Parallelism()
     mesh, objective = mesh_of(devices, parallelism), learns(model)
+    if data is not None:
+        objective = learns(model, data.objective)
     abstract = step.abstract_state(objective, optimizer, parallelism, mesh)
     places = jax.tree.map(lambda s: s.sharding, abstract)
     state = step.init_state(objective, optimizer, 0)
@@ -85,7 +91,7 @@ def run(
     state = jax.device_put(state, places)
     parts = parallelism.accumulation_of(0)
     train_step = step.make_train_step(objective, optimizer, parallelism, parts, TOTAL, mesh)
-    train = train_batches(shape)
+    train = train_batches(shape, data=data)
     sharding = mesh_lib.batch_sharding(mesh)
     rows = np.arange(shape.batch_size)
     seen = []

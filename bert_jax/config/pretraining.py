@@ -145,6 +145,10 @@ class Parallelism(Section, role="placement", label="parallelism"):
     # The state whole on every device, or cut over them: zero1 gathers the parameters once a step,
     # zero3 each layer's where it is used.
     state: Literal["replicated", "zero1", "zero3"] = "replicated"
+    # Parts of the devices, each of which holds all of the state and takes its share of a batch's
+    # rows; between them gradients alone travel, once a step. TPU slices that a network joins are as
+    # many parts at least; of one torus, or of other devices, parts are neighbours.
+    slices: PositiveCount = 1
     # Devices that share a row: heads, feed-forward and vocabulary are cut over them.
     tensor: PositiveCount = 1
     # Micro-batches a step: one number for all phases, or one a phase.

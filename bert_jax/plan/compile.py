@@ -275,7 +275,7 @@ def main(job_file: str, outcome_file: str, dump: str) -> None:
     experiment = config.from_json(json.dumps(job["experiment"]), job_file)
     topology = topology_lib.parse(job["topology"])
     described = topologies.get_topology_desc(
-        platform="tpu", topology_name=topology.name, **topology.compiler_options
+        platform="tpu", topology_name=topology.one, **topology.compiler_options
     )
     try:
         outcome = compile_step(experiment, job["phase"], described.devices, dump)
@@ -309,7 +309,7 @@ def compile_step(
         # Both programs are loaded, and one of them runs.
         peak = max(peak, checked.peak_memory_in_bytes)
         code += checked.generated_code_size_in_bytes
-    whole_batch = hlo.whole_batch_arrays(module, experiment, number, mesh_lib.data_shards(mesh))
+    whole_batch = hlo.whole_batch_arrays(module, experiment, number, mesh_lib.batch_shards(mesh))
     return Outcome(
         kind="compiled",
         memory={

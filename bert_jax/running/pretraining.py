@@ -143,7 +143,7 @@ class Prepared:
     def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluators.HeldOut:
         """Returns the evaluation rows of an experiment."""
         train, validation = (corpus.open_stream(self.folder, split) for split in SPLITS)
-        shards = mesh_lib.data_shards(mesh)
+        shards = mesh_lib.batch_shards(mesh)
         size = -(-experiment.run.eval_batch_size // shards) * shards
         return evaluators.HeldOut.of(train, validation, self.ids, experiment.data, size)
 
@@ -188,7 +188,7 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     objective = objective_lib.of(experiment.model, experiment.data)
     step_lib.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     replicas = experiment.optimizer.reference_replicas
-    shards = mesh_lib.data_shards(mesh)
+    shards = mesh_lib.batch_shards(mesh)
     if experiment.optimizer.clip == "per_replica" and replicas % shards:
         raise InputError(
             f"optimizer.reference_replicas={replicas}: not a multiple of the {shards} devices; "

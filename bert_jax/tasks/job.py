@@ -165,7 +165,7 @@ class FinetuningSetup(Setup):
             "give all of them the same files",
         )
         experiment, pad_id = self.experiment, self._base.tokenizer.pad_id
-        shards = mesh_lib.data_shards(mesh)
+        shards = mesh_lib.batch_shards(mesh)
         size = -(-experiment.run.eval_batch_size // shards) * shards
         size *= self._eval_rows.rows_per_example
         self.eval_batches = rows.eval_batches(self._eval_rows, pad_id, size)

@@ -98,7 +98,7 @@ class TaskModel:
         self._forward = forward_of(objective, parallelism, mesh, beams or 1)
         self._pad_id = loaded.tokenizer.pad_id
         self.unknown = unknown.Share(loaded.tokenizer)
-        self._shards = mesh_lib.data_shards(mesh)
+        self._shards = mesh_lib.batch_shards(mesh)
         self._sizes: tuple[int, ...] = ()  # of batches, in examples, smallest first, once warm
         self._most = 0  # examples of a batch so far, before that
 

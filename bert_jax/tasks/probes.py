@@ -250,7 +250,7 @@ class Probes:
         Returns:
           Operations of scoring all probes once.
         """
-        shards = mesh_lib.data_shards(mesh)
+        shards = mesh_lib.batch_shards(mesh)
         reader = Reader(model, tokenizer, parallelism, mesh, -(-size // shards) * shards)
         return sum(
             probe.open(reader, vectors) if isinstance(probe, Compared) else probe.open(reader)

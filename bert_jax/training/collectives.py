@@ -33,12 +33,14 @@ class Method(NamedTuple):
     # Which axis carries all of a gradient, and the others what it leaves of it: the `outermost`,
     # the `innermost`, or each its share of the parameters (`balanced`).
     order: Literal["outermost", "innermost", "balanced"] = "outermost"
+    # Whether slices add up a layer's gradients behind the next layer's work, or all in the end.
+    sums: Literal["by_layer", "in_the_end"] = "by_layer"
     compiler_options: CompilerOptions = ()  # of all steps on such devices
 
 
 # v2 and v3 hide nothing, and their innermost axis holds the two cores of a chip: with it in the
 # end a chip fetches each byte once, for both.
-_TWO_CORES = Method(order="innermost")
+_TWO_CORES = Method(order="innermost", sums="in_the_end")
 _AT_ONCE = Method(
     gather="at_once",
     scatter="ring",
@@ -71,9 +73,18 @@ METHODS = {
 }
 
 
-def method_of(device_kind: str) -> Method:
-    """Returns how devices of a kind, as jax names it, exchange parameters and gradients."""
-    return METHODS.get(device_kind, Method())
+# With these a sum over slices in a loop begins in the next round, and is waited for at its end.
+_BETWEEN_SLICES = (
+    ("xla_tpu_enable_data_parallel_all_reduce_opt", True),
+    ("xla_tpu_data_parallel_opt_different_sized_ops", True),
+)
+
+
+def method_of(device_kind: str, slices: int = 1) -> Method:
+    """Returns how so many slices of devices of a kind, as jax names it, exchange parameters."""
+    method = METHODS.get(device_kind, Method())
+    between = _BETWEEN_SLICES if slices > 1 and device_kind in METHODS else ()
+    return method._replace(compiler_options=method.compiler_options + between)
 
 
 class Collectives(NamedTuple):
@@ -83,6 +94,8 @@ class Collectives(NamedTuple):
     copy: str  # the type in which parameters are gathered
     reduction: str  # the type in which gradients are added up
     method: Method  # as the devices do it best
+    # The axis between slices if each scatter adds up along it, too; else that is done in the end.
+    between: tuple[str, ...] = ()
 
     def along(self, axes: tuple[str, ...]) -> "Collectives":
         """Returns the same in this order of axes."""
@@ -117,6 +130,13 @@ def scatter(gradient: jax.Array, dimension: int, collectives: Collectives) -> ja
     return gradient.astype(jnp.float32)
 
 
+def across(shard: jax.Array, collectives: Collectives) -> jax.Array:
+    """Adds up a float32 shard over the slices, if there are any, in the type of reductions."""
+    if not collectives.between:
+        return shard
+    return lax.psum(shard.astype(collectives.reduction), collectives.between).astype(jnp.float32)
+
+
 def _gather_forward(*args: Any) -> tuple[jax.Array, None]:
     return gather(*args), None
 
@@ -125,7 +145,7 @@ def _gather_backward(
     dimension: int, collectives: Collectives, kept: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
     del kept
-    return (scatter(gradient, dimension, collectives),)
+    return (across(scatter(gradient, dimension, collectives), collectives),)
 
 
 gather.defvjp(_gather_forward, _gather_backward)

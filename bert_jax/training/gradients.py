@@ -52,12 +52,17 @@ def gradients(
     known from the data, so that micro-batches and shards only add.
     """
     objective, optimizer, parallelism = spec.objective, spec.optimizer, spec.parallelism
-    axes = mesh_lib.data_axes(spec.mesh)
+    axes = mesh_lib.batch_axes(spec.mesh)
+    between = tuple(axis for axis in axes if axis == mesh_lib.SLICE)
+    method = method_of(mesh_lib.device_kind(spec.mesh))
+    # Of several micro-batches a sum in the end sends less.
+    early = parallelism.state == "zero3" and spec.accumulation == 1 and method.sums == "by_layer"
     collectives = Collectives(
-        axes,
+        mesh_lib.data_axes(spec.mesh),
         objective.model.compute_dtype,
         optimizer.gradient_reduction,
-        method_of(mesh_lib.device_kind(spec.mesh)),
+        method,
+        between if early else (),
     )
     per_replica = optimizer.clip == "per_replica"
     total = None if per_replica else lax.psum(objective.counts(batch), axes)
@@ -87,17 +92,17 @@ def gradients(
 
     accumulation = spec.accumulation
     if per_replica:
-        accumulation = optimizer.reference_replicas // mesh_lib.data_shards(spec.mesh)
+        accumulation = optimizer.reference_replicas // mesh_lib.batch_shards(spec.mesh)
     if accumulation > 1 and isinstance(objective, Comparing):
         sums, metrics = _cached(objective, run, params, batch, accumulation, total)
     else:
         sums, metrics = _accumulate(gradient, batch, accumulation)
     if parallelism.state == "replicated":
-        sums = sharding.all_reduce(sums, collectives)
+        sums = sharding.all_reduce(sums, collectives.along(axes))
     else:
         if parallelism.state == "zero1":
             sums = sharding.reduce_scatter(sums, partition, collectives)
-        sums = sharding.all_reduce_fused(sums, partition, axes)
+        sums = sharding.all_reduce_fused(sums, partition, collectives, between)
     return sums, lax.psum(metrics, axes)
 
 

@@ -1,8 +1,9 @@
 """The devices as a mesh, and the batch over it.
 
-Axes `data_0`, `data_1`, ... are the dimensions of the devices' torus; together they are DATA, and
-the batch is cut along them. `tensor`, innermost and there only if it is more than 1, holds devices
-that share their rows.
+Axes `data_0`, `data_1`, ... are the dimensions of the devices' torus; together they are DATA, over
+which state may be cut. `slice`, outermost and there only if it is more than 1, holds tori, or parts
+of one, that all have the same state. The batch is cut along `slice` and DATA. `tensor`, innermost
+and there only if it is more than 1, holds devices that share their rows.
 """
 
 import contextlib
@@ -18,14 +19,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from bert_jax.config import Parallelism
 from bert_jax.errors import InputError, Unavailable
 
-TENSOR = "tensor"
+SLICE, TENSOR = "slice", "tensor"
 
 
 def make_mesh(
     parallelism: Parallelism, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
     """Returns a mesh of these devices; of all devices of all processes if none are named."""
-    grid = _torus(_all_devices() if devices is None else devices)
+    slices = _slices(_all_devices() if devices is None else devices, parallelism.slices)
+    count, grid = len(slices), slices[0]
     if grid.shape[-1] % parallelism.tensor:
         raise InputError(
             f"parallelism.tensor={parallelism.tensor}: does not divide the last dimension of the "
@@ -38,11 +40,13 @@ def make_mesh(
                 f"parallelism.tensor={parallelism.tensor}: the batch must be cut over 2 devices at "
                 f"least; there are {grid.size} in all"
             )
-        grid = grid.reshape(*data, parallelism.tensor)
-    names = [f"data_{i}" for i in range(grid.ndim)]
+        slices = slices.reshape(count, *data, parallelism.tensor)
+    names = [SLICE, *(f"data_{i}" for i in range(slices.ndim - 1))]
     if parallelism.tensor > 1:
         names[-1] = TENSOR
-    return jax.sharding.Mesh(grid, names, axis_types=(AxisType.Auto,) * grid.ndim)
+    if count == 1:
+        names, slices = names[1:], slices[0]
+    return jax.sharding.Mesh(slices, names, axis_types=(AxisType.Auto,) * slices.ndim)
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -70,17 +74,41 @@ def _all_devices() -> Sequence[jax.Device]:
         ) from error
 
 
+def _slices(devices: Sequence[jax.Device], count: int) -> np.ndarray:
+    """Returns the devices as so many slices, at least as many as there are tori: [N, *a slice]."""
+    tori: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        on_torus = hasattr(device, "coords")  # one host's GPUs may be numbered as slices, too
+        tori.setdefault(getattr(device, "slice_index", 0) if on_torus else 0, []).append(device)
+    grids = np.stack([_torus(tori[index]) for index in sorted(tori)])
+    parts, uneven = divmod(count, len(grids)) if count > 1 else (1, 0)
+    shape = []
+    for size in grids.shape[1:]:  # the outermost dimensions are cut first
+        cut = math.gcd(size, max(parts, 1))
+        shape += [cut, size // cut]
+        parts //= cut
+    if uneven or parts != 1:
+        raise InputError(
+            f"parallelism.slices={count}: {len(grids)} x {' x '.join(map(str, grids.shape[1:]))} "
+            f"devices cannot be cut so; take {len(grids)}, or a multiple of it that divides them"
+        )
+    cuts = grids.reshape(len(grids), *shape)
+    order = [0, *range(1, cuts.ndim, 2), *range(2, cuts.ndim, 2)]
+    inner = [size for size in shape[1::2] if size > 1] or [1]
+    return cuts.transpose(order).reshape(-1, *inner)
+
+
 def _torus(devices: Sequence[jax.Device]) -> np.ndarray:
     """Returns the devices in their physical order, an axis a dimension; one axis without a torus.
 
     Collectives along a line of the torus are what its compiler knows: over a flat axis of all
     devices a reduce-scatter becomes an all-reduce. Two cores of a chip count into the last
-    dimension, slices of several tori are the first.
+    dimension.
     """
     flat = np.array(devices)
     if not hasattr(devices[0], "coords"):
         return flat
-    places = np.array([(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip) for d in devices])
+    places = np.array([(*d.coords, d.core_on_chip) for d in devices])
     _, places = zip(*(np.unique(column, return_inverse=True) for column in places.T), strict=True)
     shape = [int(column.max()) + 1 for column in places]
     if math.prod(shape) != len(devices):  # not all of a torus: a test on a few of its chips
@@ -111,9 +139,14 @@ def named_memory(
         ) from error
 
 
-def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """Returns DATA: the names of all axes the batch is cut along."""
+def batch_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    """Returns the names of all axes the batch is cut along: `slice`, if there is one, and DATA."""
     return tuple(name for name in mesh.axis_names if name != TENSOR)
+
+
+def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    """Returns DATA: the names of the axes that state may be cut along, within a slice."""
+    return tuple(name for name in batch_axes(mesh) if name != SLICE)
 
 
 def device_kind(mesh: jax.sharding.Mesh) -> str:
@@ -121,18 +154,23 @@ def device_kind(mesh: jax.sharding.Mesh) -> str:
     return mesh.devices.flat[0].device_kind
 
 
-def data_shards(mesh: jax.sharding.Mesh) -> int:
+def batch_shards(mesh: jax.sharding.Mesh) -> int:
     """Returns into how many parts the batch is cut."""
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+
+
+def data_shards(mesh: jax.sharding.Mesh) -> int:
+    """Returns into how many parts state may be cut: the shards of the batch in a slice."""
     return math.prod(mesh.shape[axis] for axis in data_axes(mesh))
 
 
 def batch_spec(mesh: jax.sharding.Mesh) -> PartitionSpec:
-    """Returns the spec of a batch: rows over DATA."""
-    return PartitionSpec(data_axes(mesh))
+    """Returns the spec of a batch: rows over slices and DATA."""
+    return PartitionSpec(batch_axes(mesh))
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding of a batch: rows over DATA."""
+    """Returns the sharding of a batch: rows over slices and DATA."""
     return NamedSharding(mesh, batch_spec(mesh))
 
 
@@ -142,13 +180,13 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def require_divisible(batch_size: int, where: str, mesh: jax.sharding.Mesh, parts: int = 1) -> None:
-    """Raises InputError unless the batch can be cut over DATA, each shard into `parts`."""
-    shards = data_shards(mesh)
+    """Raises InputError unless the batch can be cut over a mesh, each shard into `parts`."""
+    shards = batch_shards(mesh)
     if batch_size % (shards * parts):
         cuts = f"{shards} devices" + (f" x parallelism.accumulation={parts}" if parts > 1 else "")
         raise InputError(f"{where}={batch_size}: not a multiple of {cuts}")
 
 
 def axes_here() -> tuple[str, ...]:
-    """Returns the data axes that a `shard_map` around this is manual over; () outside of one."""
+    """Returns the axes of the batch that a `shard_map` around this is manual over; () outside."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)

@@ -49,7 +49,7 @@ def alone(momentum: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def over(partition: Tree, mesh: jax.sharding.Mesh) -> Orthogonalized:
-    """Returns what orthogonalises matrices that devices of a mesh hold in parts, or all whole."""
+    """Returns what orthogonalises matrices that devices of a slice hold in parts, or all whole."""
     if mesh_lib.data_shards(mesh) == 1:
         return alone
     axes = mesh_lib.data_axes(mesh)
@@ -75,7 +75,7 @@ def over(partition: Tree, mesh: jax.sharding.Mesh) -> Orthogonalized:
             mesh=mesh,
             in_specs=(places,),
             out_specs=places,
-            axis_names=set(axes),
+            axis_names=set(mesh_lib.batch_axes(mesh)),
             check_vma=False,
         )(momentum)
 

@@ -1,13 +1,15 @@
 """Which dimension of each parameter is cut over which devices; how a cut one becomes whole.
 
-`zero1` and `zero3` cut parameters and the optimizer's moments over DATA; `parallelism.tensor` cuts
-heads, feed-forward and vocabulary over the devices that share rows. One table says where.
+`zero1` and `zero3` cut parameters and the optimizer's moments over DATA, in each slice alike;
+`parallelism.tensor` cuts heads, feed-forward and vocabulary over the devices that share rows. One
+table says where.
 
-Inside the step's `shard_map`, which is manual over DATA, `collectives.gather` makes a cut parameter
-whole.
+Inside the step's `shard_map`, which is manual over slices and DATA, `collectives.gather` makes a
+cut parameter whole.
 """
 
 import collections
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +23,7 @@ from bert_jax.config import Model, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model.kinds import encoder_of
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.collectives import Collectives, gather, method_of, scatter
+from bert_jax.training.collectives import Collectives, across, gather, method_of, scatter
 
 Tree = Any
 Module = TypeVar("Module")
@@ -200,7 +202,7 @@ def _with_axes(partition: Tree, shapes: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
 
 def specs(partition: Tree) -> Tree:
-    """Returns the specs of the parameters for `shard_map`, which is manual over DATA alone."""
+    """Returns the specs of the parameters for `shard_map`, to which `tensor` is no axis."""
     return _map(lambda c: _spec({c.data: c.axes}), partition)
 
 
@@ -290,16 +292,28 @@ def reduce_scatter(gradients: Tree, partition: Tree, collectives: Collectives) -
     return rest
 
 
-def all_reduce_fused(gradients: Tree, partition: Tree, axes: tuple[str, ...]) -> Tree:
+def all_reduce_fused(
+    gradients: Tree, partition: Tree, collectives: Collectives, between: tuple[str, ...] = ()
+) -> Tree:
     """Sums the gradients of parameters that are not cut over devices, in one float32 vector.
 
-    Alone, each would be a collective of its own, and the compiler merges them as it likes.
+    Alone, each would be a collective of its own, and the compiler merges them as it likes. Sums of
+    slices are added up along the axis `between` them, each byte of them by one device of a slice:
+    those of cut parameters, unless their scatter has, and of the vector a part each.
     """
     leaves, tree = jax.tree.flatten(gradients)
     dims = jax.tree.leaves(_map(lambda c: -1 if c.data is None else c.data, partition))
     small = [i for i, dim in enumerate(dims) if dim < 0]
     vector = jnp.concatenate([leaves[i].reshape(-1) for i in small])
-    vector, start = lax.psum(vector, axes), 0
+    vector, start = lax.psum(vector, collectives.axes), 0
+    if between:
+        size, parts = len(vector), math.prod(map(lax.axis_size, collectives.axes))
+        each = jnp.pad(vector, (0, -size % parts)).reshape(parts, -1)
+        mine = lax.psum(each[lax.axis_index(collectives.axes)], between)
+        vector = gather(mine, 0, collectives._replace(copy="float32"))[:size]
+    if between and not collectives.between:
+        late = collectives._replace(between=between)
+        leaves = [g if dim < 0 else across(g, late) for g, dim in zip(leaves, dims, strict=True)]
     for i in small:
         end = start + leaves[i].size
         leaves[i], start = vector[start:end].reshape(leaves[i].shape), end

@@ -1,6 +1,6 @@
 """One training step and one evaluation step, over the devices of a mesh.
 
-The gradient part is a `shard_map`, manual over the data axes: see `training.gradients`.
+The gradient part is a `shard_map`, manual over the axes of the batch: see `training.gradients`.
 
 State, the whole of what a run remembers:
     step            int32 [], steps done
@@ -155,7 +155,7 @@ def make_train_step(
         mesh=mesh,
         in_specs=(param_specs, whole, whole, mesh_lib.batch_spec(mesh), whole),
         out_specs=(param_specs, whole),
-        axis_names=set(mesh_lib.data_axes(mesh)),
+        axis_names=set(mesh_lib.batch_axes(mesh)),
         check_vma=False,
     )
 
@@ -176,8 +176,8 @@ def make_train_step(
         return _guarded(spec, state, new, window, metrics, norm, rate)
 
     places = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
-    usual = method_of(mesh_lib.device_kind(mesh)).compiler_options
-    options = dict(usual) | dict(compiler_options)
+    usual = method_of(mesh_lib.device_kind(mesh), mesh.shape.get(mesh_lib.SLICE, 1))
+    options = dict(usual.compiler_options) | dict(compiler_options)
     return jax.jit(
         train_step, donate_argnums=(0, 1), out_shardings=places, compiler_options=options or None
     )
@@ -239,7 +239,7 @@ def make_eval_step(
     """Compiles `(params, sums, batch) -> sums` with the metrics of the batch added."""
 
     def metrics(*args: Any) -> Metrics:
-        return lax.psum(objective.forward(*args), mesh_lib.data_axes(mesh))
+        return lax.psum(objective.forward(*args), mesh_lib.batch_axes(mesh))
 
     sharded = _without_noise(objective, metrics, parallelism, mesh, PartitionSpec())
 
@@ -273,13 +273,12 @@ def _without_noise(
     """Returns `f(params, fixed, batch)`: each shard has its rows and whole parameters."""
     shapes = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
     partition = sharding.partitions(shapes, parallelism, mesh, objective.rules)
-    axes = mesh_lib.data_axes(mesh)
 
     def shard(params: Any, fixed: Any, batch: Batch) -> Any:
         loop = Loop(layers=parallelism.layer_loop)
         if parallelism.state != "replicated":
             copy, method = objective.model.compute_dtype, method_of(mesh_lib.device_kind(mesh))
-            collectives = Collectives(axes, copy, "float32", method)
+            collectives = Collectives(mesh_lib.data_axes(mesh), copy, "float32", method)
             params, loop = gradients_lib.gathered_but_layers(params, partition, collectives, loop)
         return function(params, fixed, batch, None, loop)
 
@@ -288,6 +287,6 @@ def _without_noise(
         mesh=mesh,
         in_specs=(sharding.specs(partition), PartitionSpec(), mesh_lib.batch_spec(mesh)),
         out_specs=out,
-        axis_names=set(axes),
+        axis_names=set(mesh_lib.batch_axes(mesh)),
         check_vma=False,
     )

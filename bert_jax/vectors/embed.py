@@ -131,7 +131,7 @@ class Embedder:
         self._run = _program(model, depth, features, layers, mesh)
         # Batches at a time, a thread each. Cores that share a row wait for each other at every
         # operation; with a row each, and one to spare, they are a quarter faster.
-        cores, shards = system.cores(), mesh_lib.data_shards(mesh)
+        cores, shards = system.cores(), mesh_lib.batch_shards(mesh)
         self._under_way = -(-cores // shards) + 1 if on_cpu else 2
 
     @property
@@ -236,7 +236,7 @@ class Embedder:
                         vectors[offsets[i]] = output[slot]
                     start += lengths[i]
 
-        shards = mesh_lib.data_shards(self._mesh)
+        shards = mesh_lib.batch_shards(self._mesh)
         batches = packing.batches(lengths, row_tokens, self.max_length, shards)
         with ThreadPoolExecutor(self._under_way) as pool:
             for _ in pool.map(fill, batches):  # so that an error is raised here

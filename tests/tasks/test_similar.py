@@ -96,6 +96,7 @@ def test_cached_gradients_and_devices_change_nothing(loss):
         (Parallelism(accumulation=(4,)), 1),
         (Parallelism(), 4),
         (Parallelism(accumulation=(2,)), 4),
+        (Parallelism(slices=2), 4),
     ):
         other, other_seen = train(loss, parallelism, devices)
         for ours, theirs in zip(seen, other_seen, strict=True):

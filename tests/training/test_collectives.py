@@ -158,13 +158,18 @@ def test_a_step_is_compiled_with_its_devices_options(torus, monkeypatch):
     for further, expected in [((), {"one": True}), ((("two", 2),), {"one": True, "two": 2})]:
         step.make_train_step(*spec, further)
         assert seen.pop()["compiler_options"] == expected
+    layout = Parallelism(state="zero3", slices=2)
+    step.make_train_step(*spec[:2], layout, 1, 100, samples.mesh_of(4, layout))
+    assert dict(collectives._BETWEEN_SLICES).items() < seen.pop()["compiler_options"].items()
 
 
-def test_a_checkpoint_is_restored_in_another_order_of_axes(torus, tmp_path):
-    parallelism, objective = Parallelism(state="zero3"), Pretraining(samples.MODEL)
-    abstract = []
-    for order in ("outermost", "innermost"):
+@pytest.mark.parametrize("slices", [(1, 1), (2, 1), (2, 4)])
+def test_a_checkpoint_is_restored_in_another_order_of_axes(slices, torus, tmp_path):
+    """Or on another number of slices."""
+    objective, abstract = Pretraining(samples.MODEL), []
+    for order, cut in zip(("outermost", "innermost"), slices, strict=True):
         torus(Method(order=order))
+        parallelism = Parallelism(state="zero3", slices=cut)
         mesh = samples.mesh_of(4, parallelism)
         abstract.append(step.abstract_state(objective, samples.OPTIMIZER, parallelism, mesh))
     places = [jax.tree.map(lambda leaf: leaf.sharding, one) for one in abstract]

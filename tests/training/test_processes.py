@@ -96,11 +96,15 @@ def assert_same_metrics(ours: pathlib.Path, theirs: pathlib.Path, tolerance: flo
 
 
 @pytest.mark.long
-def test_processes_train_as_one(text):
+@pytest.mark.parametrize(
+    ("name", "count", "settings"),
+    [("two", 2, []), ("slices", 4, ["parallelism.slices=2", "parallelism.state=zero3"])],
+)
+def test_processes_train_as_one(name, count, settings, text):
     folder, file = text
-    name = "two"
     workdir = folder / name
-    code, lines = pod(folder, name, 2, "none", "pretrain", file, "--workdir", workdir)
+    more = [word for setting in settings for word in ("--set", setting)]
+    code, lines = pod(folder, name, count, "none", "pretrain", file, "--workdir", workdir, *more)
     assert code == 0
     assert rows(folder, name) == rows(folder, "one")
     assert_same_metrics(workdir, folder / "one", 1e-5)

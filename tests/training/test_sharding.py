@@ -321,27 +321,41 @@ def test_what_devices_do_not_divide_is_named():
             samples.mesh_of(4, Parallelism(tensor=tensor))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, order=True)
 class Chip:
+    slice_index: int
     coords: tuple[int, ...]
     core_on_chip: int
-    id: int
 
 
 @pytest.mark.parametrize(
-    ("sizes", "cores", "tensor", "expected"),
+    ("sizes", "cores", "layout", "expected"),
     [
-        ((8, 8, 1), 1, 1, {"data_0": 8, "data_1": 8}),
-        ((4, 4, 1), 2, 1, {"data_0": 4, "data_1": 8}),
-        ((2, 2, 4), 1, 1, {"data_0": 2, "data_1": 2, "data_2": 4}),
-        ((2, 2, 4), 1, 2, {"data_0": 2, "data_1": 2, "data_2": 2, "tensor": 2}),
-        ((2, 2, 1), 1, 2, {"data_0": 2, "tensor": 2}),
+        ((1, 8, 8, 1), 1, {}, {"data_0": 8, "data_1": 8}),
+        ((1, 4, 4, 1), 2, {}, {"data_0": 4, "data_1": 8}),
+        ((1, 2, 2, 4), 1, {}, {"data_0": 2, "data_1": 2, "data_2": 4}),
+        ((1, 2, 2, 4), 1, {"tensor": 2}, {"data_0": 2, "data_1": 2, "data_2": 2, "tensor": 2}),
+        ((1, 2, 2, 1), 1, {"tensor": 2}, {"data_0": 2, "tensor": 2}),
+        ((2, 4, 4, 1), 1, {}, {"slice": 2, "data_0": 4, "data_1": 4}),
+        ((2, 4, 4, 1), 1, {"slices": 4}, {"slice": 4, "data_0": 2, "data_1": 4}),
+        ((1, 4, 4, 1), 1, {"slices": 8}, {"slice": 8, "data_0": 2}),
+        ((2, 4, 4, 1), 1, {"slices": 2, "tensor": 4}, {"slice": 2, "data_0": 4, "tensor": 4}),
+        # 4,096 chips of v3, of which LARGE can be cut over 1,024 devices at most.
+        ((1, 128, 32, 1), 2, {"slices": 8}, {"slice": 8, "data_0": 16, "data_1": 64}),
+        ((2, 4, 4, 1), 1, {"slices": 3}, "parallelism.slices=3"),
+        ((4, 2, 2, 1), 1, {"slices": 2}, "parallelism.slices=2"),
     ],
 )
-def test_axes_are_the_dimensions_of_the_torus(sizes, cores, tensor, expected):
+def test_axes_are_slices_and_the_dimensions_of_their_torus(sizes, cores, layout, expected):
     places = [(*place, core) for place in np.ndindex(*sizes) for core in range(cores)]
     order = np.random.default_rng(0).permutation(len(places))
-    devices = [Chip(coords=places[i][:3], core_on_chip=places[i][3], id=i) for i in order]
-    mesh = mesh_lib.make_mesh(Parallelism(tensor=tensor), devices)
+    devices = [Chip(places[i][0], places[i][1:-1], places[i][-1]) for i in order]
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected):
+            mesh_lib.make_mesh(Parallelism(**layout), devices)
+        return
+    mesh = mesh_lib.make_mesh(Parallelism(**layout), devices)
     assert dict(mesh.shape) == expected
-    assert [device.id for device in mesh.devices.flat] == list(range(len(places)))
+    for part in mesh.devices if "slice" in expected else [mesh.devices]:
+        assert len({device.slice_index for device in part.flat}) == 1
+        assert list(part.flat) == sorted(part.flat)

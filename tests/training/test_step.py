@@ -71,6 +71,7 @@ def per_replica():
     [
         (4, Parallelism()),
         pytest.param(2, Parallelism(state="zero1"), marks=pytest.mark.long),
+        pytest.param(4, Parallelism(state="zero1", slices=2), marks=pytest.mark.long),
     ],
 )
 def test_per_replica_clip_is_the_same_on_any_devices(devices, parallelism, per_replica):
