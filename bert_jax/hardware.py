@@ -14,9 +14,12 @@ Your Model" finds missing in practice (some of its editions do not). v2 and v3 a
 Gbit/s a link of the CACM article, one way: the 340 TB/s at which a pod of 1,024 v3 chips adds,
 as its page says, are 83 GB/s a link. `published_link_bandwidth` is the most that is published: the
 pages' rates whole; for v3 that of "How to Scale Your Model", which is a pod's bisection of 6.4 TB/s
-over its 64 links. Rings: v4 and v5p close an axis where every axis is a multiple of 4, since their
-slices are then whole cubes of optical switches; v5e and v6e close axes of 16 alone; v2 and v3 are
-cut out of one fixed torus, of 16 x 16 and 32 x 32, and close the axes that are as long as it.
+over its 64 links. The network between slices: the architecture pages' 50 Gbit/s a chip of v5p, and
+6.4 and 25.6 Tbit/s a pod of 256 chips of v5e and v6e. Rings: v4 and v5p close an axis where every
+axis is a multiple of 4, since their slices are then whole cubes of optical switches; v5e and v6e
+close axes of 16 alone; v2 and v3 are cut out of one fixed torus, of 16 x 16 and 32 x 32, and close
+the axes that are as long as it. v3:128x32 is not for rent: four pods in a row, on which MLPerf v0.7
+was run (Kumar et al. 2021, "Exploring the Limits of Concurrency in ML Training on Google TPUs").
 """
 
 import dataclasses
@@ -55,6 +58,8 @@ class Tpu:
     memory_bandwidth: float  # of a chip, bytes a second
     link_bandwidth: float  # of one link between chips, one way, bytes a second
     published_link_bandwidth: float  # the same, the most that is published
+    # Of the network between slices, a chip's share, one way, bytes a second; None: not published.
+    network_bandwidth: float | None = None
     # Axes that are closed to rings: those as long as this number; or all, where each is a multiple
     # of 4 ("cubes").
     ring: int | Literal["cubes"]
@@ -87,7 +92,7 @@ TPUS = {
         link_bandwidth=82 * _GIGA,
         published_link_bandwidth=100 * _GIGA,
         ring=32,
-        slices=("2x2", "4x4", "8x8", "8x16", "16x16", "16x32", "32x32"),
+        slices=("2x2", "4x4", "8x8", "8x16", "16x16", "16x32", "32x32", "128x32"),
     ),
     "v4": Tpu(
         kind="TPU v4",
@@ -107,6 +112,7 @@ TPUS = {
         memory_bandwidth=819 * _GIGA,
         link_bandwidth=45 * _GIGA,
         published_link_bandwidth=50 * _GIGA,
+        network_bandwidth=3.125 * _GIGA,
         ring=16,
         slices=_FLAT,
     ),
@@ -118,6 +124,7 @@ TPUS = {
         memory_bandwidth=2_765 * _GIGA,
         link_bandwidth=90 * _GIGA,
         published_link_bandwidth=100 * _GIGA,
+        network_bandwidth=6.25 * _GIGA,
         ring="cubes",
         slices=_CUBES,
     ),
@@ -128,6 +135,7 @@ TPUS = {
         memory_bandwidth=1_640 * _GIGA,
         link_bandwidth=90 * _GIGA,
         published_link_bandwidth=100 * _GIGA,
+        network_bandwidth=12.5 * _GIGA,
         ring=16,
         slices=_FLAT,
     ),

@@ -1,14 +1,15 @@
-"""A launch specification as Kubernetes objects: a JobSet with a pod a host, and its experiment.
+"""A launch specification as Kubernetes objects: a JobSet with a job a slice and a pod a host.
 
 Names and meanings: JobSet's API v1alpha2 (jobset.sigs.k8s.io: failure policy, restart strategy,
-exclusive placement), Kubernetes' Jobs (pod failure policy, completion index), "Deploy TPU workloads
-in GKE" (cloud.google.com/kubernetes-engine/docs/how-to/tpus: node labels, google.com/tpu, spot and
-reservations).
+exclusive placement, index of a job), Kubernetes' Jobs (pod failure policy, completion index),
+"Deploy TPU workloads in GKE" (cloud.google.com/kubernetes-engine/docs/how-to/tpus: node labels,
+google.com/tpu, spot and reservations) and "Deploy TPU Multislices in GKE" (how-to/tpu-multislice);
+variables of several slices as in GKE's manifests of Pathways and in jax's `cloud_tpu_cluster`.
 """
 
 import dataclasses
 import posixpath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -16,11 +17,15 @@ from bert_jax.errors import InputError
 
 from .spec import EXPERIMENT, FINAL, Spec, slice_names
 
+if TYPE_CHECKING:
+    from bert_jax.plan.topology import Topology
+
 CONTAINER = "run"
-# Of the one group of pods; the pod of host 3 of NAME is NAME-hosts-0-3-XXXXX.
+# Of the one group of pods; the pod of host 3 of slice 0 of NAME is NAME-hosts-0-3-XXXXX.
 GROUP = "hosts"
-# Labels of the pods: their JobSet, and the number of each.
+# Labels of the pods: their JobSet, their slice's number, and the number of each in its slice.
 OWNER = "jobset.sigs.k8s.io/jobset-name"
+SLICE = "jobset.sigs.k8s.io/job-index"
 INDEX = "batch.kubernetes.io/job-completion-index"
 SHA256 = "bert-jax/config-sha256"  # an annotation of the JobSet
 
@@ -92,7 +97,8 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
         annotations[key] = "cloud.google.com/gke-nodepool"
     failure = {"name": "failure", "action": "FailJobSet"}
     failure["onJobFailureReasons"] = ["PodFailurePolicy"]
-    hosts = {"name": GROUP, "replicas": 1, "template": {"spec": _job(spec, pods)}}
+    template = {"spec": _job(spec, pods)}
+    hosts = {"name": GROUP, "replicas": _topology(spec).slices, "template": template}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -113,8 +119,8 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
 def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
     codes = {"containerName": CONTAINER, "operator": "In", "values": list(FINAL)}
     return {
-        "parallelism": spec.hosts,
-        "completions": spec.hosts,
+        "parallelism": spec.hosts // _topology(spec).slices,
+        "completions": spec.hosts // _topology(spec).slices,
         "completionMode": "Indexed",
         # The others cannot go on without one: all start again, as a JobSet.
         "backoffLimit": 0,
@@ -127,11 +133,11 @@ def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 
 def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
-    assert spec.topology is not None
-    gke = slice_names(spec.topology)
+    topology = _topology(spec)
+    gke = slice_names(topology)
     if not gke.gke_accelerator:
         raise InputError(
-            f"--topology {spec.topology.name}: GKE has none; choose another generation, or "
+            f"--topology {topology.name}: GKE has none; choose another generation, or "
             "`launch tpu_vm`"
         )
     account = {"serviceAccountName": pods.service_account} if pods.service_account else {}
@@ -158,14 +164,15 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 
 def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
-    assert spec.topology is not None
-    chips = {"google.com/tpu": slice_names(spec.topology).chips_per_host}
+    topology = _topology(spec)
+    chips = {"google.com/tpu": slice_names(topology).chips_per_host}
     command, *args = spec.command(posixpath.join(CONFIG_FOLDER, EXPERIMENT))
+    before = _numbered(spec.hosts // topology.slices) if topology.slices > 1 else []
     rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     return {
         "name": CONTAINER,
         "image": pods.image,
-        "command": [command],
+        "command": [*map(_verbatim, before), command],
         "args": [_verbatim(arg) for arg in args],
         "env": _environment(spec),
         "ports": [{"containerPort": port} for port in (TPU_PORT, COORDINATOR_PORT)],
@@ -176,6 +183,18 @@ def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
             {"name": "cache", "mountPath": CACHE_FOLDER},
         ],
     }
+
+
+def _topology(spec: Spec) -> "Topology":
+    """Returns the slices that a cluster is asked for."""
+    assert spec.topology is not None
+    return spec.topology
+
+
+def _numbered(hosts: int) -> list[str]:
+    """Returns words before a command that number its process among those of all slices."""
+    number = f"$((MEGASCALE_SLICE_ID * {hosts} + JAX_PROCESS_ID))"
+    return ["/bin/sh", "-c", f'export JAX_PROCESS_ID={number}; exec "$0" "$@"']
 
 
 def _environment(spec: Spec) -> list[dict[str, Any]]:
@@ -195,6 +214,14 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             # On the address inside the cluster alone.
             {"name": "JAX_COORDINATOR_BIND_ADDRESS", "value": f"$(POD_IP):{COORDINATOR_PORT}"},
+        ]
+    slices = _topology(spec).slices
+    if slices > 1:
+        label = f"metadata.labels['{SLICE}']"
+        variables += [
+            {"name": "MEGASCALE_NUM_SLICES", "value": str(slices)},
+            {"name": "MEGASCALE_SLICE_ID", "valueFrom": {"fieldRef": {"fieldPath": label}}},
+            {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": first},
         ]
     return variables
 

@@ -42,7 +42,7 @@ class Spec:
     sha256: str  # of that text, in hexadecimal
     workdir: str  # where the run keeps its files, as all hosts see it
     topology: "Topology | None"  # the slice that it runs on; None: this machine
-    hosts: int  # how many; one process each
+    hosts: int  # how many, of all slices; one process each
     extend: bool  # whether a run that finished may go on to more steps
     environment: Mapping[str, str]  # variables of each process
     retries: int  # how many times it may be started again after a preemption or the loss of a host
@@ -90,7 +90,7 @@ def specify(
             "beginning with a letter and not ending with a hyphen"
         )
     if hosts is None:
-        hosts = 1 if topology is None else slice_names(topology).hosts
+        hosts = 1 if topology is None else slice_names(topology).hosts * topology.slices
     return Spec(
         name=_derived_name(resolved.name, sha256) if name is None else name,
         experiment=resolved,
@@ -201,18 +201,18 @@ class SliceNames:
 
 
 def slice_names(topology: "Topology") -> SliceNames:
-    """Returns what Cloud TPU and GKE call a slice, and what it is made of."""
-    word, _, shape = topology.name.partition(":")
-    generation = _GENERATIONS[word]
-    is_single = topology.chips in generation.whole_hosts
-    chips_per_host = topology.chips if is_single else _CHIPS_A_HOST
+    """Returns what Cloud TPU and GKE call a slice, of several each, and what it is made of."""
+    word, _, shape = topology.one.partition(":")
+    generation, chips = _GENERATIONS[word], topology.chips // topology.slices
+    is_single = chips in generation.whole_hosts
+    chips_per_host = chips if is_single else _CHIPS_A_HOST
     label, machine = generation.gke, generation.machine
     if is_single and generation.single[0]:
         label, machine = generation.single
     return SliceNames(
-        accelerator_type=f"{generation.prefix}-{topology.chips * generation.counts}",
+        accelerator_type=f"{generation.prefix}-{chips * generation.counts}",
         runtime_version=generation.runtime,
-        hosts=topology.chips // chips_per_host,
+        hosts=chips // chips_per_host,
         chips_per_host=chips_per_host,
         gke_accelerator=label,
         gke_topology=shape,

@@ -125,6 +125,10 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
             "24h"
         )
     commit = checks.head()
+    if spec.topology.slices > 1:
+        raise InputError(
+            f"--topology {spec.topology.name}: rents one slice; `launch gke` takes several"
+        )
     known = slice_names(spec.topology)
     wait = int(args.valid_until[:-1]) * _SECONDS[args.valid_until[-1]] + _MAKING_SECONDS
     request = [

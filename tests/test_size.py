@@ -12,29 +12,29 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_676,
+    ".": 1_684,
     "cli": 1_750,
     "compare": 1_256,
-    "config": 2_309,
+    "config": 2_313,
     "conformance": 1_152,
     "data": 3_717,
     "doctor": 757,
     "interop": 2_288,
     "model": 3_081,
-    "plan": 2_047,
+    "plan": 2_097,
     "report": 1_737,
     "storage": 1_452,
     "tasks": 4_274,
     "text": 2_991,
-    "training": 2_014,
+    "training": 2_090,
     "running": 4_321,
     "vectors": 1_269,
     "verify": 983,
-    "launch": 1_294,
+    "launch": 1_325,
     "benchmarks": 2_801,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 31_947,
+    "tests": 32_143,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -234,7 +234,7 @@ def config_(args: argparse.Namespace) -> int:
     SETTINGS,
     CACHE,
     """
-    --topology SLICES (required): TPU slices to plan for, separated by commas: v5e:8x8,v3:4x4
+    --topology SLICES (required): TPU slices to plan for, separated by commas: v5e:8x8,4*v5e:8x8
     --out FILE: file to write the plan to, as JSON [W/plan.json if --workdir is given]
     --search: also try settings of sharding, remat and accumulation on each slice, and rank them
     """,

@@ -19,6 +19,9 @@ work and kernels in between leave, and each stretch of work hides one transfer a
                   array, twice that of an all-reduce's, over the links of the axes that the group
                   spans: both directions of each where the axis is a ring, one where it is not;
                   a permutation takes what its slowest pair does
+    network       waits for the sums of slices, one after the other: bytes as of an all-reduce, over
+                  a chip's share of the data centre's network; and NETWORK_SECONDS, an assumption,
+                  for each of two ways
     latency       the last part of each wait: HOP_SECONDS, an assumption, for each chip on the way;
                   a gather over several axes at once is one ring through all chips, both ways round
 """
@@ -30,7 +33,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bert_jax.plan import work
-from bert_jax.plan.schedule import Collective, Program, Step
+from bert_jax.plan.schedule import SEND, Collective, Program, Step
 from bert_jax.plan.topology import Topology
 
 # TPUs draw bits by an instruction of their own. The compiler schedules a register of 4,096 bytes
@@ -42,16 +45,19 @@ HOP_SECONDS = 1e-6
 COPY_SECONDS = 1e-6
 # Of a permutation a core begins the transfer, and later sees that it has come. No listing has it.
 ISSUE_SECONDS = 0.25e-6
+# From a chip over its host to one of another slice; nobody publishes it.
+NETWORK_SECONDS = 50e-6
 ASSUMPTIONS = {
     "random_bytes_per_cycle": RANDOM_BYTES_PER_CYCLE,
     "hop_seconds": HOP_SECONDS,
     "copy_seconds": COPY_SECONDS,
     "issue_seconds": ISSUE_SECONDS,
+    "network_seconds": NETWORK_SECONDS,
 }
 # Among axes of the torus: the way between the cores of a chip.
 WITHIN_CHIPS = -1
-# The way between a device and its memory, among links.
-_MEMORY = -2
+# Among links: the way between a device and its memory, and the network between slices.
+_MEMORY, NETWORK = -2, -3
 
 # Where a device is: chip coordinates, then its number on the chip.
 Place = Sequence[int]
@@ -70,6 +76,7 @@ class Seconds:
     issue: float
     collectives: float
     latency: float
+    network: float
     # For each of the program's collectives, what all its runs are waited for.
     waits: tuple[float, ...]
     busy: dict[int, float]  # for each axis, or WITHIN_CHIPS, how long its links transfer
@@ -87,7 +94,7 @@ class Seconds:
 
 TERMS = (
     *("products", "copies", "other", "kernels", "random_bits"),
-    *("prefetch", "issue", "collectives", "latency"),
+    *("prefetch", "issue", "collectives", "latency", "network"),
 )
 
 
@@ -109,7 +116,7 @@ def estimate(program: Program, topology: Topology, places: Sequence[Place]) -> S
     return Seconds(
         **{name: timeline.terms[name] for name in TERMS},
         waits=tuple(timeline.waits),
-        busy=dict(sorted(timeline.busy.items())),
+        busy={axis: busy for axis, busy in sorted(timeline.busy.items()) if axis != NETWORK},
     )
 
 
@@ -164,6 +171,9 @@ class _Timeline:
                         continue
                     latency = min(wait, self.costs[number].latency)
                     self.waits[number] += times * wait
+                    if NETWORK in self.costs[number].axes:
+                        self._spend("network", wait, times)
+                        continue
                     self._spend("collectives", wait - latency, times)
                     self._spend("latency", latency, times)
                 case "loop", rounds, body:
@@ -210,6 +220,9 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Place]) ->
     the groups of the other cores share the links. Between the cores of one chip all links' rate
     is assumed.
     """
+    if collective.kind == SEND:
+        seconds = _sent(collective, topology) / topology.tpu.network_bandwidth
+        return Cost(seconds, 2 * NETWORK_SECONDS, frozenset({NETWORK}))
     link = topology.tpu.link_bandwidth
     if collective.pairs:
         bandwidth, hops, axes = _permutation(collective.pairs, topology, places)
@@ -224,8 +237,11 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Place]) ->
         if spanned <= 1:
             continue
         ring = spanned == length and topology.is_ring(axis)
-        directions += 2 if ring else 1
-        hops += math.ceil(spanned / 2) if ring else spanned - 1
+        # Groups of devices that are no neighbours share the links between them.
+        coordinates = [place[axis] for place in members]
+        apart = (max(coordinates) - min(coordinates)) // (spanned - 1)
+        directions += (2 if ring else 1) / apart
+        hops += math.ceil(spanned / 2) if ring else apart * (spanned - 1)
         axes.add(axis)
     # One ring through all, both ways round. Of asynchronous gathers the compiler names no emitter.
     in_a_ring = collective.emitter.startswith("1D") or collective.asynchronous
@@ -241,6 +257,22 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Place]) ->
     share = (len(members) - 1) / len(members)
     transfer = rounds * share * collective.payload / bandwidth
     return Cost(transfer, rounds * hops * HOP_SECONDS, frozenset(axes))
+
+
+def _sent(collective: Collective, topology: Topology) -> float:
+    """Returns the bytes that a device gives to the network in one sum over slices.
+
+    Each slice adds up a part for all, and gives it to all.
+    """
+    return 2 * (topology.slices - 1) / topology.slices * collective.payload
+
+
+def network(program: Program, topology: Topology) -> dict[str, float | None]:
+    """Returns bytes that a device gives to the network in a step, and its seconds and rate."""
+    rate = topology.tpu.network_bandwidth
+    sends = [one for one in program.collectives if one.kind == SEND]
+    size = sum(one.count * _sent(one, topology) for one in sends)
+    return {"bytes": size, "bandwidth": rate, "busy": size / rate if rate else 0.0}
 
 
 def _permutation(

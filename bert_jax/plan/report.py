@@ -216,7 +216,7 @@ def _slice_entry(
     price_per_chip_hour: float | None,
 ) -> Entry:
     """Returns the entry of one slice, of the outcomes of all phases there."""
-    method = method_of(topology.tpu.kind)
+    method = method_of(topology.tpu.kind, topology.slices)
     phases = [phase_entry(experiment, n, topology, outcome) for n, outcome in enumerate(outcomes)]
     hours = [entry["hours"] for entry in phases]
     total = None if None in hours else sum(hours)
@@ -282,6 +282,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
             },
             "waits": waits,
         },
+        "network": estimate.network(program, topology),
         "work": program.sums | {"unscheduled": program.unscheduled},
         "clock_hz": topology.tpu.clock_hz,
         "memory_bandwidth": topology.device_bandwidth,
@@ -391,16 +392,15 @@ def _phase_lines(phase: Entry, entry: Entry) -> Iterator[str]:
 
 
 def _time_lines(phase: Entry) -> Iterator[str]:
-    seconds, kernels = phase["seconds"], phase["kernels"]
+    seconds, kernels, network = phase["seconds"], phase["kernels"], phase["network"]
     yield (
         f"    step: {1e3 * seconds['total']:.1f} ms, {phase['hours']:,.1f} hours for "
         f"{phase['steps']:,}; utilisation {100 * phase['utilisation']:.1f} % "
         f"({phase['model_flops'] / 1e12:.2f} TFLOP at {phase['peak_flops'] / 1e12:,.0f} a second)"
     )
-    millions = phase["places_per_second"] / 1e6
     yield (
-        f"    tokens: {millions:,.2f} million a second if no place is padding, as is assumed; rows "
-        "half full have half of them, and half of the utilisation"
+        f"    tokens: {phase['places_per_second'] / 1e6:,.2f} million a second if no place is "
+        "padding, as is assumed; rows half full have half of them, and half of the utilisation"
     )
     links = phase["links"]
     waits = ", ".join(f"{kind} {1e3 * wait:.2f}" for kind, wait in links["waits"].items())
@@ -416,6 +416,7 @@ def _time_lines(phase: Entry) -> Iterator[str]:
         "issue": "a quarter of a microsecond for each permutation, assumed",
         "collectives": f"what the rest leaves to wait for (with latency: {waits or 'none'})",
         "latency": "a microsecond a hop, assumed",
+        "network": f"of {1e3 * network['busy']:.2f} ms for {network['bytes'] / 1e6:,.1f} MB a chip",
     }
     for name, reason in reasons.items():
         if seconds[name] or name in ("products", "collectives"):

@@ -27,6 +27,8 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+# What a device gives to the network between slices, which gives back the sum over slices.
+SEND = "send"
 # Kept because a change of their number is a change of the program.
 _COUNTED = ("fusion", "copy", "convolution", "custom-call", "rng-bit-generator", "transpose")
 # What calls a custom kernel (Pallas).
@@ -54,7 +56,7 @@ Step = tuple[Any, ...]
 class Collective:
     """A collective of the program, with all that are like it."""
 
-    kind: str  # one of COLLECTIVES
+    kind: str  # one of COLLECTIVES, or SEND
     count: int  # runs in a step
     # Bytes of the whole array that each device holds before or after it: the operand of an
     # all-reduce, a reduce-scatter or a permutation, the result of an all-gather.
@@ -286,7 +288,8 @@ def _asynchronous(
         opcode = instruction.opcode
         begins = opcode.endswith("-start") and opcode.removesuffix("-start") in COLLECTIVES
         # A synchronous one that is computed from what has begun waits for it, too.
-        return instruction if begins else None, opcode.removesuffix("-done") in COLLECTIVES
+        begins |= opcode == SEND
+        return instruction if begins else None, opcode.removesuffix("-done") in (*COLLECTIVES, SEND)
     targets = {one.target for one in inside.instructions}
     held = (one for one in inside.instructions if one.opcode in COLLECTIVES)
     begins = next(held, None) if "AsyncCollectiveStart" in targets else None
@@ -319,7 +322,7 @@ def _collective(instruction: Instruction, computation: Computation, where: str) 
         listed = re.search(r"source_target_pairs=\{([\d,{}]*?)\}\}", instruction.attributes)
         numbers = [int(n) for n in re.findall(r"\d+", listed[1])] if listed else []
         pairs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
-    else:
+    elif kind != SEND:
         group = _group(instruction)
     payload = held * len(group) if kind == "all-gather" else held
     emitter = re.search(r'"emitter":"(\w+)"', instruction.attributes)

@@ -1,4 +1,4 @@
-"""Names of TPU slices like v5e:8x8, what follows from them, and how a step is laid over one."""
+"""Names of TPU slices like v5e:8x8 and 4*v5e:8x8, what follows from them, and layouts of steps."""
 
 import dataclasses
 import math
@@ -11,16 +11,22 @@ from bert_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice of a TPU pod."""
+    """A slice of a TPU pod, or several that the data centre's network joins."""
 
     name: str  # as it is asked for, v5e:8x8
-    shape: tuple[int, ...]  # chips along each axis of the torus
+    shape: tuple[int, ...]  # chips along each axis of the torus of one slice
     tpu: hardware.Tpu  # what its chips can do
+    slices: int = 1
+
+    @property
+    def one(self) -> str:
+        """Returns the name of one of the slices."""
+        return self.name.rpartition("*")[2]
 
     @property
     def chips(self) -> int:
         """Returns how many chips are rented."""
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.slices
 
     @property
     def devices(self) -> int:
@@ -50,8 +56,8 @@ class Topology:
     @property
     def compiler_options(self) -> dict[str, Any]:
         """Returns what the compiler needs to know next to the name."""
-        options: dict[str, Any] = {}
-        if self.chips == 1:
+        options: dict[str, Any] = {"num_slices": self.slices} if self.slices > 1 else {}
+        if self.chips == self.slices:
             options["chips_per_host_bounds"] = [1, 1, 1]
         if self.name.startswith("v4:"):
             # As on a rented v4: the two cores of a chip are one device. Left to itself the
@@ -61,8 +67,9 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """Returns the slice of a name like v5e:8x8."""
-    generation, _, shape = name.partition(":")
+    """Returns the slice of a name like v5e:8x8, or the slices of one like 4*v5e:8x8."""
+    count, several, one = name.rpartition("*")
+    generation, _, shape = one.partition(":")
     if generation not in hardware.TPUS:
         known = "; ".join(f"{word}: {', '.join(tpu.slices)}" for word, tpu in hardware.TPUS.items())
         raise InputError(f"--topology {name}: unknown; write v5e:8x8 or the like, of {known}")
@@ -72,7 +79,14 @@ def parse(name: str) -> Topology:
             f"--topology {name}: no such slice of {generation}; choose one of "
             + ", ".join(f"{generation}:{known}" for known in tpu.slices)
         )
-    return Topology(name, tuple(map(int, shape.split("x"))), tpu)
+    slices = int(count) if count.isdecimal() else 0
+    if several and (slices < 2 or tpu.network_bandwidth is None):
+        joined = [word for word, tpu in hardware.TPUS.items() if tpu.network_bandwidth]
+        raise InputError(
+            f"--topology {name}: write 2*v5e:8x8 or the like for several slices, of "
+            + ", ".join(joined)
+        )
+    return Topology(name, tuple(map(int, shape.split("x"))), tpu, slices or 1)
 
 
 def parse_list(names: str) -> list[Topology]:

@@ -14,6 +14,7 @@ import yaml
 
 SCHEMA = pathlib.Path(__file__).parent / "schemas" / "jobset.json"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+SLICE = "metadata.labels['jobset.sigs.k8s.io/job-index']"
 
 
 def validate(manifest: dict[str, Any]) -> None:
@@ -58,7 +59,9 @@ def expanded(text: str, known: dict[str, str]) -> str:
     return re.sub(r"\$\$|\$\(([^()]*)\)", word, text)
 
 
-def environment(jobset: dict[str, Any], index: int, address: str = "10.0.0.7") -> dict[str, str]:
+def environment(
+    jobset: dict[str, Any], index: int, address: str = "10.0.0.7", slice_: int = 0
+) -> dict[str, str]:
     """The variables of a pod: first what GKE and the Job's controller add, then its own."""
     hosts = job(jobset)["completions"]
     name, group = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
@@ -67,10 +70,12 @@ def environment(jobset: dict[str, Any], index: int, address: str = "10.0.0.7") -
         "JOB_COMPLETION_INDEX": str(index),
         "KUBERNETES_SERVICE_HOST": "10.0.0.1",
         "TPU_WORKER_ID": str(index),
-        "TPU_WORKER_HOSTNAMES": ",".join(f"{name}-{group}-0-{i}.{domain}" for i in range(hosts)),
+        "TPU_WORKER_HOSTNAMES": ",".join(
+            f"{name}-{group}-{slice_}-{i}.{domain}" for i in range(hosts)
+        ),
         "TPU_TOPOLOGY": pod(jobset)["nodeSelector"]["cloud.google.com/gke-tpu-topology"],
     }
-    fields = {INDEX: str(index), "status.podIP": address}
+    fields = {INDEX: str(index), SLICE: str(slice_), "status.podIP": address}
     for one in container(jobset)["env"]:
         if "valueFrom" in one:
             variables[one["name"]] = fields[one["valueFrom"]["fieldRef"]["fieldPath"]]

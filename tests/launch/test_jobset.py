@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import subprocess
 
 import cluster
 import pytest
@@ -129,6 +130,26 @@ def test_pods_find_each_other_where_jax_would_look_for_them(monkeypatch):
             places.append(place)
     assert len({place.address for place in places}) == 1
     assert all(place.number < place.count for place in places)
+
+
+def test_several_slices_are_a_job_each_and_number_their_pods_through(monkeypatch):
+    """As jax numbers them by the variables of the accelerator's runtime."""
+    _, manifest = made(specified(slice_name="2*v5e:4x4"))
+    (group,) = manifest["spec"]["replicatedJobs"]
+    assert (group["replicas"], cluster.job(manifest)["completions"]) == (2, 4)
+    assert cluster.pod(manifest)["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4"
+    *shell, command, _ = cluster.words(manifest, 0)[:5]
+    assert command == "bert-jax"
+    for number in range(8):
+        variables = cluster.environment(manifest, number % 4, slice_=number // 4)
+        words = [*shell, "printenv", "JAX_PROCESS_ID"]
+        said = subprocess.run(words, env=os.environ | variables, check=True, capture_output=True)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert int(said.stdout) == GkeTpuCluster.get_process_id() == number
+        assert GkeTpuCluster.get_process_count() == int(variables["JAX_NUM_PROCESSES"]) == 8
+        leader = variables["JAX_COORDINATOR_ADDRESS"].partition(":")[0]
+        assert variables["MEGASCALE_COORDINATOR_ADDRESS"] == leader
 
 
 def test_one_host_is_one_process(monkeypatch):

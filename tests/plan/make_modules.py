@@ -45,8 +45,9 @@ KEPT = r'"(?:estimated_cycles|bytes_accessed)":"?\d+"?|"(?:body|emitter)":"\w+"|
 LAYERS, WIDTH, INNER, MICRO_BATCHES, ROWS = 3, 1024, 4096, 2, 64
 
 
-def mesh_of(topology: str, *shape: int) -> Mesh:
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+def mesh_of(topology: str, *shape: int, **slices: int) -> Mesh:
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **slices)
+    devices = described.devices
     ordered = sorted(devices, key=lambda device: device.coords)
     names = [f"data_{i}" for i in range(len(shape))]
     return Mesh(np.array(ordered).reshape(shape), names)
@@ -168,6 +169,24 @@ def looped(topology: str):
     return jax.jit(mapped).lower(x)
 
 
+def summed_slices():
+    """Two slices add up what each has scattered; on the way they multiply."""
+    devices = mesh_of("v5e:2x2", 8, num_slices=2).devices.flat
+    ordered = sorted(devices, key=lambda device: (device.slice_index, device.coords))
+    mesh = Mesh(np.array(ordered).reshape(2, 4), ("slice", "data_0"))
+
+    def function(x):
+        shard = lax.psum_scatter(x, "data_0", tiled=True)
+        return lax.psum(shard, "slice"), x @ x
+
+    spec = P(("slice", "data_0"))
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=spec, out_specs=(P("data_0"), spec), check_vma=False
+    )
+    x = jax.ShapeDtypeStruct((8 * WIDTH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, spec))
+    return jax.jit(mapped).lower(x)
+
+
 def stripped(text: str) -> str:
     """Without tables of source files, and without the kernels themselves."""
     head, entries = text.split("\n", 1)
@@ -206,7 +225,7 @@ def store(name: str, text: str) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as dump:
         os.environ["LIBTPU_INIT_ARGS"] = compile_lib.DUMP.format(dump)
-        for make in (sharded_layers, kernels, replicated_bits):
+        for make in (sharded_layers, kernels, replicated_bits, summed_slices):
             store(make.__name__, stripped(make().compile().as_text()))
         for topology in ("v5e:2x2", "v5p:2x2x1"):
             looped(topology).compile()

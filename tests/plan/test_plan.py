@@ -17,7 +17,7 @@ from stand_in import TOO_LARGE, VERSIONS, compiled, text
 from bert_jax import cli, config
 from bert_jax.data import batches
 from bert_jax.errors import InputError
-from bert_jax.plan import bundles, estimate, report, topology
+from bert_jax.plan import bundles, estimate, hlo, report, schedule, topology
 from bert_jax.plan import compile as compile_lib
 from bert_jax.plan.compile import Job, Outcome
 from bert_jax.plan.schedule import Kernel
@@ -66,6 +66,25 @@ def test_a_plan_shows_each_term_and_the_whole_recipe(answers, capsys, tmp_path):
         assert f"compiler option: {name}={value}" in out
     assert plan["versions"] == VERSIONS
     assert plan["config_sha256"] == report.config_sha256(config.load(POD))
+
+
+def test_what_slices_wait_for_each_other_is_a_term(answers, capsys, tmp_path):
+    """Of a program for two slices of v5e:2x2 that add up a MiB a chip, and for as many others."""
+    program = schedule.read(hlo.parse(text("summed_slices")))
+    answers[0] = lambda job: dataclasses.replace(compiled(job.topology), program=program)
+    file, names = tmp_path / "plan.json", "2*v5e:2x2,16*v5e:2x2"
+    code, out, _ = call(capsys, "plan", POD, "--topology", names, "--out", file)
+    assert code == 0 and out.count("MB a chip") == 4
+    for entry, slices in zip(json.loads(file.read_text())["slices"], (2, 16), strict=True):
+        phase = entry["phases"][1]
+        assert entry["chips"] == 4 * slices and phase["rows_per_device"] == 64 / slices
+        assert phase["network"]["bytes"] == 2 * (slices - 1) / slices * 2**20
+        busy = phase["network"]["bytes"] / 3.125e9
+        assert phase["network"]["busy"] == pytest.approx(busy)
+        # The product begins with the sum, and is waited for with it.
+        work = sum(phase["seconds"][name] for name in ("products", "copies", "other"))
+        most = busy + 2 * estimate.NETWORK_SECONDS
+        assert most - work <= phase["seconds"]["network"] < most
 
 
 def test_kernels_of_unknown_cycles_are_named(answers):
@@ -129,6 +148,8 @@ def test_a_plan_goes_into_the_workdir_and_a_run_may_start_there(answers, capsys,
     [
         (["--topology", "v9:4x4"], ["v9:4x4", "v5e:8x8", "v3: 2x2, 4x4, 8x8"]),
         (["--topology", "v5e:3x5"], ["v5e:3x5", "v5e:16x16"]),
+        (["--topology", "2*v3:8x8"], ["2*v3:8x8", "v5e"]),
+        (["--topology", "1*v5e:8x8"], ["1*v5e:8x8", "2*v5e:8x8"]),
         (["--topology", "v5e:8x8", "--price-per-chip-hour", "-1"], ["--price-per-chip-hour"]),
         (["--topology", "v5e:8x8", "--price-per-chip-hour", "nan"], ["--price-per-chip-hour"]),
         (["--topology", "v5e:8x8", "--workdir", "w", "--out", "o"], ["--out", "--workdir"]),
@@ -271,7 +292,8 @@ def test_hostile_names_are_shown_as_escapes(answers):
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, the real compiler, is not installed"
 )
-def test_the_real_compiler_plans_a_small_step(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["v5e:2x2", "2*v5e:2x2", "4*v5e:2x2"])
+def test_the_real_compiler_plans_a_small_step(name, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     experiment = config.override(
         config.load("experiments/bert_base_pod.py"),
@@ -285,7 +307,7 @@ def test_the_real_compiler_plans_a_small_step(tmp_path, monkeypatch):
             "parallelism.accumulation=1",
         ],
     )
-    slice_ = topology.parse("v5e:2x2")
+    slice_ = topology.parse(name)
     (outcome,) = compile_lib.compile_all([Job(experiment, 0, slice_)], print)
     assert outcome.kind == "compiled"
     assert outcome.whole_batch == () and outcome.program.endless == 0
@@ -304,3 +326,5 @@ def test_the_real_compiler_plans_a_small_step(tmp_path, monkeypatch):
         and seconds.random_bits > 0
         and seconds.collectives > 0
     )
+    assert (seconds.network > 0) == (slice_.slices > 1)
+    assert all(len(one.group) <= 4 for one in outcome.program.collectives), "within a slice"
