@@ -318,7 +318,7 @@ def test_the_real_compiler_plans_a_small_step(name, tmp_path, monkeypatch):
     assert state / 4 < outcome.memory["donated"] < state / 2
     kernel = "encoder/layers/query/kernel [2, 256, 256] float32, on a device [2, 64, 256]"
     assert kernel in outcome.parameters
-    assert {c.kind for c in outcome.program.collectives} >= {"all-gather", "reduce-scatter"}
+    assert {c.kind for c in outcome.program.collectives} >= {"all-gather", "collective-permute"}
     seconds = estimate.estimate(outcome.program, slice_, outcome.places)
     assert (
         seconds.products > 0
