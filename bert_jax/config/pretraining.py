@@ -186,9 +186,9 @@ class Run(Section, role="placement", label="run"):
     # Steps between those that TPU chips compute several times to check their arithmetic; 0: none.
     # On TPUs only. A chip that fails its check ends the run; run it again on another machine.
     check_every: Count = 0
-    # Steps between those whose rows are done twice, by two devices that must agree to the bit
-    # before gradients are added up; 0: none. Where two differ the run goes back to what the last
-    # such step has seen, and names the one that errs; if it errs again the run ends.
+    # Steps between replays, in which two devices each do the same rows, and must agree to the bit;
+    # 0: none. Where they differ, the run names the one that erred and goes back before the last
+    # replay that was clean; a device that errs again ends the run.
     replay_every: Count = 0
     # Batches made ahead of the step that needs them.
     prefetch_batches: PositiveCount = 4

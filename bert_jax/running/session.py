@@ -112,8 +112,7 @@ def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
         )
     if run.replay_every and mesh_lib.data_shards(mesh) < 2:
         raise InputError(
-            f"run.replay_every={run.replay_every}: another device is to do the same rows, and "
-            "there is none; set run.replay_every=0"
+            f"run.replay_every={run.replay_every}: takes two devices; set run.replay_every=0"
         )
 
 

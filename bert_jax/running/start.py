@@ -87,7 +87,7 @@ def before(
 ) -> Start:
     """Returns where to start again, a step up to `first`; newer checkpoints are removed.
 
-    Where devices erred it is the oldest if none is as old, as those of a run that branched off.
+    Where devices erred it is the oldest if none is as old, as in a run that branched off.
 
     Raises:
       Failed: too much would be done again, see `can_go_back`; nothing was removed.
@@ -99,14 +99,14 @@ def before(
         if peers.count > 1:
             raise  # the others wait for it, inside Orbax; one process goes back past it
     _agree_on_steps(peers, saved)
-    if isinstance(error, Erred):
-        first = max([first, *saved.steps[-1:]])
-    elif not can_go_back(saved.steps, first, job.experiment.run.checkpoint_every):
-        raise Failed(
-            f"{error}, and no checkpoint from shortly before step {first + 1} is kept to go "
-            "back to; those that are there stay",
-            "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
-        )
+    if not can_go_back(saved.steps, first, job.experiment.run.checkpoint_every):
+        if isinstance(error, Diverged):
+            raise Failed(
+                f"{error}, and no checkpoint from shortly before step {first + 1} is kept to go "
+                "back to; those that are there stay",
+                "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
+            )
+        first = saved.steps[-1]
     start = _start(job, context, saved, first)
     peers.on_primary("removed", lambda: saved.forget_after(first))
     saved.look_again()

@@ -26,11 +26,6 @@ from bert_jax.training.objective import Batch
 # --- in a step ----------------------------------------------------------------------------------
 
 
-def no_mark() -> jax.Array:
-    """Returns what `watched` takes: float32 [4], zeros."""
-    return jnp.zeros(4, jnp.float32)
-
-
 def fingerprint(tree: Any) -> jax.Array:
     """Returns a checksum of all arrays of a tree: whole numbers, float32 [4].
 
@@ -42,7 +37,7 @@ def fingerprint(tree: Any) -> jax.Array:
 
 
 def watched(tree: Any, mark: jax.Array | None) -> Any:
-    """Returns the tree; the gradient by `mark` is the fingerprint of the gradient by the tree."""
+    """Returns the tree; the gradient by `mark`, float32 [4], is the fingerprint of that by it."""
     return tree if mark is None else _watched(tree, mark)
 
 
@@ -60,13 +55,9 @@ _watched.defvjp(
 def fingerprints(
     summed: Callable[[Batch], Any], other: Batch, batch: Batch, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Returns fingerprints of all shards: float32 [shard, 2, 4], of what it did of each batch.
+    """Returns fingerprints of all shards: float32 [shard, 2, 4], of its batch and of the other.
 
-    Args:
-      summed: of a batch ((gradient, its fingerprint or None), metrics).
-      other: the rows of another shard.
-      batch: those of this one.
-      axes: DATA.
+    `summed` of a batch is ((gradient, its fingerprint or None), metrics); `axes` are DATA.
     """
 
     def of(rows: Batch) -> jax.Array:
@@ -81,13 +72,9 @@ def fingerprints(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def turned(batch: Batch, shift: int, mesh: jax.sharding.Mesh) -> Batch:
     """Returns the batch with each device's rows on that so many places further along DATA."""
-    shards, place = mesh_lib.data_shards(mesh), mesh_lib.batch_sharding(mesh)
-
-    def one(rows: jax.Array) -> jax.Array:
-        rows = jnp.roll(rows, shift * (len(rows) // shards), axis=0)
-        return lax.with_sharding_constraint(rows, place)
-
-    return jax.tree.map(one, batch)
+    rows = shift * (len(batch["rows"]) // mesh_lib.data_shards(mesh))
+    batch = jax.tree.map(lambda x: jnp.roll(x, rows, axis=0), batch)
+    return lax.with_sharding_constraint(batch, mesh_lib.batch_sharding(mesh))
 
 
 # --- between steps ------------------------------------------------------------------------------
@@ -97,20 +84,18 @@ class Erred(Exception):
     """Devices came to another result of the same rows than others did."""
 
     def __init__(self, devices: Sequence[jax.Device], is_sure: bool, is_last: bool):
-        super().__init__(f"devices differ: {devices}")
         self.devices = devices
         self.is_sure = is_sure  # else it is one of them
         self.is_last = is_last  # they err again and again: to go on is of no use
 
 
 def erring(replays: Sequence[tuple[int, np.ndarray]]) -> tuple[list[set[int]], bool]:
-    """Returns which devices erred in each replay, and whether that is sure; else one of them did.
+    """Returns who erred in each replay of one step, and whether that is sure; else one of them did.
 
-    `replays` are of one step, (by how many devices the rows were turned, `fingerprints`). Of rows
-    that is right which two devices have come to.
+    A replay is (by how many devices the rows were turned, `fingerprints`). What two devices come to
+    is right.
     """
-    erred: list[set[int]] = [set() for _ in replays]
-    is_sure = True
+    erred, is_sure = [set() for _ in replays], True
     for rows in range(len(replays[0][1])):
         results = collections.defaultdict(list)
         for number, (shift, found) in enumerate(replays):
