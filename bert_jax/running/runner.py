@@ -60,7 +60,7 @@ class Trainer:
         run, workdir, peers = self.experiment.run, context.workdir, context.peers
         self.lines = RunLines(workdir, run.when_disk_is_full, writes=peers.is_primary)
         self.saves = Saves(context, run)
-        self.replay = Replay(run.replay_every, self.mesh)
+        self.replay = Replay(self.mesh)
         self.empty_window = step.make_empty_window(job.measured, self.mesh)
         self.profile = Profile(
             *(run.profile_steps, workdir.profile, peers.number),
@@ -187,7 +187,7 @@ class Trainer:
                         batch = next(feed)
                     check = run.check_every > 0 and self.done % run.check_every == 0
                     one_step = checked_step if check else train_step
-                    if self.replay.is_due(self.done):
+                    if run.replay_every and self.done % run.replay_every == 0:
                         one_step = replayed_step
                     calling = contextlib.nullcontext()
                     if one_step not in called:

@@ -61,8 +61,8 @@ def fingerprints(
     """
 
     def of(rows: Batch) -> jax.Array:
-        (gradient, found), metrics = summed(rows)
-        return fingerprint(metrics) + (fingerprint(gradient) if found is None else found)
+        (gradient, seen), metrics = summed(rows)
+        return fingerprint(metrics) + (fingerprint(gradient) if seen is None else seen)
 
     # A loop: both are done by the same instructions.
     both = lax.map(of, jax.tree.map(lambda *x: jnp.stack(x), batch, other))
@@ -98,10 +98,10 @@ def erring(replays: Sequence[tuple[int, np.ndarray]]) -> tuple[list[set[int]], b
     erred, is_sure = [set() for _ in replays], True
     for rows in range(len(replays[0][1])):
         results = collections.defaultdict(list)
-        for number, (shift, found) in enumerate(replays):
-            other = (rows + shift) % len(found)
-            results[found[rows, 0].tobytes()].append((rows, number))
-            results[found[other, 1].tobytes()].append((other, number))
+        for number, (shift, seen) in enumerate(replays):
+            other = (rows + shift) % len(seen)
+            results[seen[rows, 0].tobytes()].append((rows, number))
+            results[seen[other, 1].tobytes()].append((other, number))
         right = [r for r, done in results.items() if len({device for device, _ in done}) > 1]
         is_sure &= len(right) == 1
         for result, done in results.items():
@@ -111,17 +111,13 @@ def erring(replays: Sequence[tuple[int, np.ndarray]]) -> tuple[list[set[int]], b
 
 
 class Replay:
-    """The replays of a run, every so many steps (0: none), and what they have found so far."""
+    """The replays of a run on these devices, and which of them erred so far."""
 
-    def __init__(self, every: int, mesh: jax.sharding.Mesh):
-        self._every, self._mesh = every, mesh
+    def __init__(self, mesh: jax.sharding.Mesh):
+        self._mesh = mesh
         self._devices = mesh.devices.reshape(mesh_lib.data_shards(mesh), -1)
         self._named: set[int] = set()  # in this process's life
         self._was_clean = True
-
-    def is_due(self, done: int) -> bool:
-        """Returns whether there is one before the step after so many."""
-        return self._every > 0 and done % self._every == 0
 
     def before(self, train_step: Callable, program: Callable) -> Callable:
         """Returns a step with a replay before it, of `step.make_replay`, which it waits for.
