@@ -68,6 +68,8 @@ def backward(kept, gradient):
 
 passing.defvjp(lambda tree, fault, errs: (tree, (fault, errs)), backward)
 
+ROWS = 16  # of a batch
+SHAPE = dataclasses.replace(samples.SHAPE, batch_size=ROWS)
 PER_REPLICA = dataclasses.replace(samples.OPTIMIZER, clip="per_replica", reference_replicas=8)
 LAYOUTS = {
     "zero3": (samples.OPTIMIZER, Parallelism(state="zero3", remat="dots")),
@@ -81,12 +83,12 @@ LAYOUTS = {
 def finder(devices, layout):
     """The parameters, and what tells who errs, if it is sure and the last, by faults of replays."""
     spec = Faulty(samples.MODEL), *LAYOUTS[layout]
-    mesh, rows = samples.mesh_of(devices, spec[-1]), np.arange(8)
+    mesh, rows = samples.mesh_of(devices, spec[-1]), np.arange(ROWS)
     places = jax.tree.map(lambda leaf: leaf.sharding, step.abstract_state(*spec, mesh))
     state = jax.device_put(step.init_state(*spec[:2], 0), places)
     program = step.make_replay(*spec, spec[-1].accumulation_of(0), mesh)
-    batch = samples.train_batches().batch(0, rows)
-    batch = feed.place(batch, rows, 8, mesh_lib.batch_sharding(mesh))
+    batch = samples.train_batches(SHAPE).batch(0, rows)
+    batch = feed.place(batch, rows, ROWS, mesh_lib.batch_sharding(mesh))
     given = state, None, batch, step.phase_key(samples.MODEL, 0, 0), None
 
     def find(*faults):
@@ -117,7 +119,7 @@ def found(devices, layout, count):
         device, leaf, place, bit, shift = rng.integers(most).tolist()
         fault = {"device": device, "leaf": leaf, "place": place, "bit": bit, "layer": float(layer)}
         always += find(fault, fault) == ([device], True, True)
-        rows = (device - shift) % devices * (8 // devices)  # its own, or its neighbour's
+        rows = (device - shift) % devices * (ROWS // devices)  # its own, or its neighbour's
         once += find(fault | {"rows": rows}, {}) == ([device], True, False)
     return always, once
 
