@@ -66,9 +66,8 @@ def gradients(
     total = None if per_replica else lax.psum(objective.counts(batch), axes)
     if parallelism.state == "zero1":
         params = sharding.gathered(params, partition, collectives)
-    # Gradients of zero3 arrive added up: a fingerprint is taken within, and is a gradient itself.
-    is_within = other is not None and parallelism.state == "zero3"
-    params = params, jnp.zeros(4) if is_within else None
+    # A fingerprint is taken within, where no device has added anything, and is a gradient itself.
+    params = params, None if other is None else jnp.zeros(4)
 
     def run(params: Any, function: Callable[..., Any], micro: Batch, number: jax.Array) -> Any:
         """Gives a function of the objective what it takes, over parameters as they are kept."""
@@ -77,6 +76,8 @@ def gradients(
         loop = Loop(parallelism.remat, parallelism.layer_loop, kernels)
         if parallelism.state == "zero3":
             params, loop = gathered_but_layers(params, partition, collectives, loop, mark)
+        else:
+            params = replay.watched(params, mark)
         noise = _noise(objective.model, axes, step, micro, number, key)
         return function(params, fixed, micro, noise, loop)
 
@@ -87,10 +88,10 @@ def gradients(
             metrics = run(params, objective.forward, micro, number)
             return objective.loss(metrics, counts), metrics | {"filled": _filled(micro)}
 
-        gradient, metrics = jax.grad(loss, has_aux=True)(params)
+        (gradient, seen), metrics = jax.grad(loss, has_aux=True)(params)
         if per_replica:
             gradient, _ = optimizer_lib.clip(gradient, optimizer.clip_norm)
-        return gradient, metrics
+        return (gradient, seen), metrics
 
     accumulation = spec.accumulation
     if per_replica:
