@@ -53,6 +53,8 @@ model.max_position_embeddings=256 -> phases.1.sequence_length=512
 model.hidden_act=relu -> gelu_tanh
 model.hidden_dropout_prob=1.0
 model.hidden_dropout_prob=0.001
+model.dropout_rng=rbg16 run.replay_every=9
+model.dropout_rng=in_kernel run.replay_every=9
 data.masked_lm_prob=0.3 -> phases.0.max_predictions_per_seq=20
 data.final_masked_lm_prob=0.16 -> phases.1.max_predictions_per_seq=77
 data.dupe_factor=2 data.final_masked_lm_prob=0.1
@@ -131,6 +133,7 @@ adapt.how=lora optimizer.layer_decay=0.9
 adapt.features=last
 adapt.lora_targets=query,pooler
 run.probes=classify.py
+run.replay_every=9
 {_SPAN} task.document_stride=1 class_weights=balanced -> class_weights='balanced'
 {_PAIRS} task.validation= -> task.validation
 {_PAIRS} task.train=jsonl:x

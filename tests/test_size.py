@@ -15,7 +15,7 @@ LINES = {
     ".": 1_684,
     "cli": 1_750,
     "compare": 1_256,
-    "config": 2_313,
+    "config": 2_321,
     "conformance": 1_152,
     "data": 3_717,
     "doctor": 757,
@@ -26,15 +26,15 @@ LINES = {
     "storage": 1_452,
     "tasks": 4_274,
     "text": 2_991,
-    "training": 2_090,
-    "running": 4_321,
+    "training": 2_283,
+    "running": 4_372,
     "vectors": 1_269,
     "verify": 983,
     "launch": 1_325,
     "benchmarks": 2_801,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_143,
+    "tests": 32_391,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -335,7 +335,7 @@ class Finetuning(Section, role="identity", label="finetuning"):
         yield from self._wrong_vectors()
         if kind == "generate" and how != "full":
             yield "adapt.how", "task.kind=generate learns everything; set it to full"
-        for name in ("watch", "probes", "corpus_dir"):
+        for name in ("watch", "probes", "corpus_dir", "replay_every"):
             if getattr(self.run, name):
                 yield f"run.{name}", "only for pre-training; leave it out"
         if optimizer.warmup_steps:

@@ -190,6 +190,10 @@ class Run(Section, role="placement", label="run"):
     # Steps between those that TPU chips compute several times to check their arithmetic; 0: none.
     # On TPUs only. A chip that fails its check ends the run; run it again on another machine.
     check_every: Count = 0
+    # Steps between replays, in which two devices each do the same rows, and must agree to the bit;
+    # 0: none. Where they differ, the run names the one that erred and goes back before the last
+    # replay that was clean; a device that errs again ends the run.
+    replay_every: Count = 0
     # Batches made ahead of the step that needs them.
     prefetch_batches: PositiveCount = 4
     # Processes that make batches; 0: a thread.
@@ -340,6 +344,10 @@ class Experiment(Section, role="identity", label="experiment"):
                 yield "model.type_vocab_size", f"{named} has pairs, of two segments; set it to 2"
             if objective == "causal" and model.code:
                 yield "model.code", f"attends as it likes, which {named} cannot use"
+        draws = model.hidden_dropout_prob or model.attention_probs_dropout_prob
+        if run.replay_every and model.dropout_rng != "threefry8" and (draws or data.code):
+            why = f"model.dropout_rng={model.dropout_rng} gives a row another noise on each device"
+            yield "run.replay_every", f"{why}; set it to threefry8, or run.replay_every=0"
         if wanted.unpredicted and run.watch:
             yield "run.watch", f"{given} fills no [MASK]; leave it out, --set run.watch="
         if self.data.code and run.probes:

@@ -16,7 +16,7 @@ _FILE = re.compile(r"\d+-(.*)-\d+-final_bundles\.txt")
 def reader(folder: str) -> Callable[[str], int | None]:
     """Returns what gives the cycles of one run of an operation, by the name of its instruction.
 
-    It gives None where they are unknown. `folder` is the one the compiler was told to write to.
+    It gives None where they are unknown. The compiler was asked to write to `folder`.
     """
     found = {m[1]: path for path in pathlib.Path(folder).iterdir() if (m := _FILE.match(path.name))}
 

@@ -492,12 +492,12 @@ class Kept:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Decides whether to keep each checkpoint, the oldest first."""
         del context
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        known = [(self.losses[s], s) for s in steps if self.losses.get(s) is not None]
-        kept = {*sorted(steps)[-self._run.keep_checkpoints :]}
-        kept.update(step for _, step in sorted(known)[: self._run.keep_best])
-        every = self._run.keep_every
-        return [step in kept or (every > 0 and step % every == 0) for step in steps]
+        run, steps = self._run, [checkpoint.step for checkpoint in checkpoints]
+        known = sorted((self.losses[s], s) for s in steps if self.losses.get(s) is not None)
+        kept = {*steps[-run.keep_checkpoints :], *(step for _, step in known[: run.keep_best])}
+        replayed = (steps[-1] - 1) // run.replay_every * run.replay_every if run.replay_every else 0
+        kept.update([step for step in steps if step <= replayed][-1:])
+        return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]
 
 
 def _quiet_orbax_logs() -> None:

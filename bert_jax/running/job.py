@@ -13,9 +13,10 @@ from bert_jax.running.progress import Clock, Progress
 from bert_jax.running.watchdog import Watchdog
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import Workdir
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
 from bert_jax.training.feed import MakeBatch
 from bert_jax.training.objective import Batch, Objective
-from bert_jax.training.step import State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Job:
     total_steps: int  # of all phases; the schedule's length
     batches: Callable[[int], PhaseBatches]  # (steps done) to the phase of the next step
     # A fresh state to the one before the first step, and a hash of weights it was given.
-    initial_state: Callable[[State], tuple[State, str]]
+    initial_state: Callable[[step.State], tuple[step.State, str]]
     evaluators: tuple[Evaluator, ...]  # in the order in which they are asked
     data_sha256: str  # of what is learned from, which checkpoints keep as `corpus_sha256`
     # Raises InputError unless a checkpoint with this metadata learned from the same.
@@ -98,6 +99,19 @@ class Job:
     fixed: Any = None
     # Evaluations in a row without a lower `loss` after which the run ends; 0: it goes on.
     patience: int = 0
+
+    def steps_of(self, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[Callable, ...]:
+        """Returns the step, that in which a TPU checks itself if there is one, and the replay."""
+        parallelism = self.experiment.parallelism
+        spec = (
+            *(phase.objective or self.objective, self.optimizer, parallelism),
+            parallelism.accumulation_of(phase.number),
+        )
+        train_step = checked_step = step.make_train_step(*spec, self.total_steps, mesh)
+        if self.experiment.run.check_every:
+            checks = step.self_checks(mesh_lib.device_kind(mesh))
+            checked_step = step.make_train_step(*spec, self.total_steps, mesh, checks)
+        return train_step, checked_step, step.make_replay(*spec, mesh)
 
 
 @dataclasses.dataclass

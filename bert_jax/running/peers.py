@@ -75,6 +75,11 @@ class Peers:
         """Shows a line about this process, of whichever number."""
         print(f"bert-jax: {self._me}: {line}", file=sys.stderr, flush=True)
 
+    def owner(self, device: jax.Device) -> str:
+        """Returns the process of a device, and its host; all processes ask together."""
+        is_mine = device.process_index == self.number
+        return self.first_error(f"owner of device {device.id}", self._me * is_mine)
+
     def first_error(self, what: str, error: str, patience: float = 0.0) -> str:
         """Returns the error of the first process that has one, on all, once all have come here.
 

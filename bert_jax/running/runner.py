@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from bert_jax import config
 from bert_jax.config import SKIPPED_STEPS
+from bert_jax.errors import Unavailable
 from bert_jax.model import losses
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import start
@@ -32,6 +33,7 @@ from bert_jax.running.watchdog import StopRequest
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.feed import Feed
+from bert_jax.training.replay import Erred, Replay
 
 # Steps that wait for the devices. jax lets dozens wait, and a request to stop, or the watchdog, for
 # them.
@@ -58,6 +60,7 @@ class Trainer:
         run, workdir, peers = self.experiment.run, context.workdir, context.peers
         self.lines = RunLines(workdir, run.when_disk_is_full, writes=peers.is_primary)
         self.saves = Saves(context, run)
+        self.replay = Replay(self.mesh)
         self.empty_window = step.make_empty_window(job.measured, self.mesh)
         self.profile = Profile(
             *(run.profile_steps, workdir.profile, peers.number),
@@ -144,6 +147,8 @@ class Trainer:
                     if stop.requested:
                         return error
                     self._roll_back(error)
+                except Erred as error:
+                    self._go_back(error.with_traceback(None))
         except Failed as error:
             return error.with_traceback(None)
         return None
@@ -156,7 +161,8 @@ class Trainer:
                 self._steps(phase, stop)
 
     def _steps(self, phase: PhaseBatches, stop: StopRequest) -> None:
-        train_step, checked_step = self._compiled_steps(phase)
+        train_step, checked_step, program = self.job.steps_of(phase, self.mesh)
+        replayed_step = self.replay.before(checked_step, program)
         self.losses = (phase.objective or self.job.objective).losses
         key = step.phase_key(self.job.objective.model, self.experiment.seed, phase.number)
         run, last = self.experiment.run, phase.first + phase.steps
@@ -181,6 +187,8 @@ class Trainer:
                         batch = next(feed)
                     check = run.check_every > 0 and self.done % run.check_every == 0
                     one_step = checked_step if check else train_step
+                    if run.replay_every and self.done % run.replay_every == 0:
+                        one_step = replayed_step
                     calling = contextlib.nullcontext()
                     if one_step not in called:
                         # It compiles, or finds what was compiled before.
@@ -231,11 +239,7 @@ class Trainer:
           Failed: no checkpoint is old enough; none is removed.
         """
         skipped, first = start.left_out(self.skipped, diverged.bad)
-        self.pending = None
-        self.state, self.window = {}, {}  # two states may be more than there is room for
-        self.watchdog.reset(times=2)
-        with self.clock.waiting("restore"):
-            begun = start.before(diverged, first, self.job, self.context, self.saves.checkpoints)
+        begun = self._restored_before(diverged, first)
         where = "" if begun.done else " to step 0, since there is no earlier checkpoint"
         self.say(
             f"{diverged}; going back{where}, and leaving out these and the one before "
@@ -245,6 +249,29 @@ class Trainer:
         self._go_on_from(begun)
         bad = [diverged.bad[0], diverged.bad[-1]]
         self._note("roll_back", self._lap() | {"bad": bad, "skipped": list(skipped)})
+
+    def _go_back(self, erred: Erred) -> None:
+        """Goes on from the newest checkpoint of the time up to the last clean replay.
+
+        Raises:
+          Unavailable: devices erred again; the next start goes on from there.
+        """
+        replayed, peers = self.done, self.context.peers
+        words = f"step {replayed}: {start.named(erred, peers)}"
+        begun = self._restored_before(erred, replayed - self.experiment.run.replay_every)
+        self.say(f"{words}; going back to step {begun.done}")
+        self._go_on_from(begun)
+        devices = [device.id for device in erred.devices]
+        self._note("roll_back", self._lap() | {"replayed": replayed, "erred": devices})
+        if erred.is_last:
+            peers.agree("devices", f"{words}, again; run again on another machine", Unavailable)
+
+    def _restored_before(self, error: Diverged | Erred, first: int) -> start.Start:
+        self.pending = None
+        self.state, self.window = {}, {}  # two states may be more than there is room for
+        self.watchdog.reset(times=2)
+        with self.clock.waiting("restore"):
+            return start.before(error, first, self.job, self.context, self.saves.checkpoints)
 
     # --- where to begin -------------------------------------------------------------------------
 
@@ -275,19 +302,6 @@ class Trainer:
             time.sleep(_LOOK)
         self.watchdog.reset()
         return not stop.requested
-
-    def _compiled_steps(self, phase: PhaseBatches) -> tuple[Callable, Callable]:
-        """Returns the step, and the one in which a TPU checks itself if there is to be one."""
-        parallelism = self.experiment.parallelism
-        spec = (
-            *(phase.objective or self.job.objective, self.job.optimizer, parallelism),
-            *(parallelism.accumulation_of(phase.number), self.job.total_steps, self.mesh),
-        )
-        train_step = step.make_train_step(*spec)
-        if not self.experiment.run.check_every:
-            return train_step, train_step
-        checks = step.self_checks(mesh_lib.device_kind(self.mesh))
-        return train_step, step.make_train_step(*spec, checks)
 
     # --- log ------------------------------------------------------------------------------------
 

@@ -103,12 +103,16 @@ def _show(result: Result, setup: Setup, job: Job, lines: list[dict[str, Any]]) -
 
 
 def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
-    """Raises InputError if devices are to check themselves that cannot."""
+    """Raises InputError if devices are to check themselves, or each other, that cannot."""
     platform = mesh.devices.flat[0].platform
     if run.check_every and platform != "tpu":
         raise InputError(
             f"run.check_every={run.check_every}: only TPUs can check themselves, not a {platform}; "
             "set run.check_every=0"
+        )
+    if run.replay_every and mesh_lib.batch_shards(mesh) < 2:
+        raise InputError(
+            f"run.replay_every={run.replay_every}: takes two devices; set run.replay_every=0"
         )
 
 

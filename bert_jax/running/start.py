@@ -33,6 +33,7 @@ from bert_jax.storage.workdir import read_json, sealed, write_atomic
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
+from bert_jax.training.replay import Erred
 
 # Seconds between looks at a disk that processes share: its clients may show old listings a while.
 _LOOKS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -81,8 +82,12 @@ def begin(job: Job, context: Context, saved: Checkpoints) -> Start:
     return _start(job, context, saved, None)
 
 
-def before(diverged: Diverged, first: int, job: Job, context: Context, saved: Checkpoints) -> Start:
+def before(
+    error: Diverged | Erred, first: int, job: Job, context: Context, saved: Checkpoints
+) -> Start:
     """Returns where to start again, a step up to `first`; newer checkpoints are removed.
+
+    Where devices erred it is the oldest if none is as old, as in a run that branched off.
 
     Raises:
       Failed: too much would be done again, see `can_go_back`; nothing was removed.
@@ -95,15 +100,24 @@ def before(diverged: Diverged, first: int, job: Job, context: Context, saved: Ch
             raise  # the others wait for it, inside Orbax; one process goes back past it
     _agree_on_steps(peers, saved)
     if not can_go_back(saved.steps, first, job.experiment.run.checkpoint_every):
-        raise Failed(
-            f"{diverged}, and no checkpoint from shortly before step {first + 1} is kept to go "
-            "back to; those that are there stay",
-            "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
-        )
+        if isinstance(error, Diverged):
+            raise Failed(
+                f"{error}, and no checkpoint from shortly before step {first + 1} is kept to go "
+                "back to; those that are there stay",
+                "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
+            )
+        first = saved.steps[-1]
     start = _start(job, context, saved, first)
     peers.on_primary("removed", lambda: saved.forget_after(first))
     saved.look_again()
     return start
+
+
+def named(erred: Erred, peers: Peers) -> str:
+    """Returns which devices erred, their processes and hosts, in words; all processes ask."""
+    names = [f"device {device.id} of {peers.owner(device)}" for device in erred.devices]
+    either, link = ("", " and ") if erred.is_sure else ("either ", " or ")
+    return f"{either}{link.join(names)} came to another result of the same rows"
 
 
 def write_experiment(experiment: Any, context: Context, origin: dict[str, Any] | None) -> None:

@@ -42,10 +42,11 @@ def path_of(path: tuple[Any, ...]) -> str:
 
 @jax.jit
 def _sums(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-    return [_sum(array) for array in arrays]
+    return [sum_of(array) for array in arrays]
 
 
-def _sum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sum_of(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the two halves of an array's checksum, uint32 []."""
     bits = lax.bitcast_convert_type(array, _WORDS[array.dtype.itemsize]).astype(jnp.uint32)
     place = jnp.zeros(array.shape, jnp.uint32)
     for axis in range(array.ndim):

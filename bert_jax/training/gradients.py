@@ -18,7 +18,7 @@ from bert_jax.model import layers, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
-from bert_jax.training import sharding
+from bert_jax.training import replay, sharding
 from bert_jax.training.collectives import Collectives, method_of
 from bert_jax.training.objective import Batch, Comparing, Objective
 
@@ -43,8 +43,11 @@ def gradients(
     step: jax.Array,
     batch: Batch,
     key: jax.Array,
-) -> tuple[Any, Metrics]:
+    other: Batch | None = None,
+) -> Any:
     """Returns the gradient of the whole batch and its metrics: this shard's rows, then reduced.
+
+    With the rows of another shard, `other`, it returns what `replay.fingerprints` finds instead.
 
     `clip="per_replica"` computes what the reference computes on `reference_replicas` TPU cores:
     each has its own denominators and its own clip, and the optimizer's wrapper adds the cores'
@@ -68,13 +71,18 @@ def gradients(
     total = None if per_replica else lax.psum(objective.counts(batch), axes)
     if parallelism.state == "zero1":
         params = sharding.gathered(params, partition, collectives)
+    # A fingerprint is taken within, where no device has added anything, and is a gradient itself.
+    params = params, None if other is None else jnp.zeros(4)
 
     def run(params: Any, function: Callable[..., Any], micro: Batch, number: jax.Array) -> Any:
         """Gives a function of the objective what it takes, over parameters as they are kept."""
+        params, mark = params
         kernels = _kernels(objective.model, parallelism, spec.mesh)
         loop = Loop(parallelism.remat, parallelism.layer_loop, kernels)
         if parallelism.state == "zero3":
-            params, loop = gathered_but_layers(params, partition, collectives, loop)
+            params, loop = gathered_but_layers(params, partition, collectives, loop, mark)
+        else:
+            params = replay.watched(params, mark)
         noise = _noise(objective.model, axes, step, micro, number, key)
         return function(params, fixed, micro, noise, loop)
 
@@ -85,18 +93,23 @@ def gradients(
             metrics = run(params, objective.forward, micro, number)
             return objective.loss(metrics, counts), metrics | {"filled": _filled(micro)}
 
-        gradient, metrics = jax.grad(loss, has_aux=True)(params)
+        (gradient, seen), metrics = jax.grad(loss, has_aux=True)(params)
         if per_replica:
             gradient, _ = optimizer_lib.clip(gradient, optimizer.clip_norm)
-        return gradient, metrics
+        return (gradient, seen), metrics
 
     accumulation = spec.accumulation
     if per_replica:
         accumulation = optimizer.reference_replicas // mesh_lib.batch_shards(spec.mesh)
-    if accumulation > 1 and isinstance(objective, Comparing):
-        sums, metrics = _cached(objective, run, params, batch, accumulation, total)
-    else:
-        sums, metrics = _accumulate(gradient, batch, accumulation)
+
+    def summed(batch: Batch) -> tuple[Any, Metrics]:
+        if accumulation > 1 and isinstance(objective, Comparing):
+            return _cached(objective, run, params, batch, accumulation, total)
+        return _accumulate(gradient, batch, accumulation)
+
+    if other is not None:
+        return replay.fingerprints(summed, other, batch, axes)
+    (sums, _), metrics = summed(batch)
     if parallelism.state == "replicated":
         sums = sharding.all_reduce(sums, collectives.along(axes))
     else:
@@ -107,20 +120,25 @@ def gradients(
 
 
 def gathered_but_layers(
-    params: Any, partition: Any, collectives: Collectives, loop: Loop
+    params: Any, partition: Any, collectives: Collectives, loop: Loop, mark: jax.Array | None = None
 ) -> tuple[Any, Loop]:
-    """Returns parameters gathered except for the layers', and a loop that gathers each in turn."""
+    """Returns parameters gathered except for the layers', and a loop that gathers each in turn.
+
+    With a mark they are `replay.watched`.
+    """
 
     def split(tree: Any) -> tuple[Any, Any]:
         encoder = dict(tree["encoder"])
         return encoder.pop("layers"), tree | {"encoder": encoder}
 
     (layers, outside), (layer_partitions, outside_partitions) = split(params), split(partition)
-    outside = sharding.gathered(outside, outside_partitions, collectives)
+    outside = replay.watched(sharding.gathered(outside, outside_partitions, collectives), mark)
     outside["encoder"]["layers"] = layers
-    gather_layer = functools.partial(
-        sharding.all_gather_layer, partition=layer_partitions, collectives=collectives
-    )
+
+    def gather_layer(layer: Any) -> Any:
+        layer = sharding.all_gather_layer(layer, layer_partitions, collectives)
+        return replay.watched(layer, mark)
+
     return outside, loop._replace(gather=gather_layer)
 
 

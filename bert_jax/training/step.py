@@ -149,15 +149,7 @@ def make_train_step(
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
     tx = optimizer_lib.make(optimizer, muon.over(partition, mesh))
-    param_specs, whole = sharding.specs(partition), PartitionSpec()
-    gradients = jax.shard_map(
-        functools.partial(gradients_lib.gradients, spec, partition),
-        mesh=mesh,
-        in_specs=(param_specs, whole, whole, mesh_lib.batch_spec(mesh), whole),
-        out_specs=(param_specs, whole),
-        axis_names=set(mesh_lib.batch_axes(mesh)),
-        check_vma=False,
-    )
+    gradients = _over_shards(spec, partition, (sharding.specs(partition), PartitionSpec()))
 
     def train_step(
         state: State, window: Metrics, batch: Batch, key: jax.Array, fixed: Any = None
@@ -180,6 +172,41 @@ def make_train_step(
     options = dict(usual.compiler_options) | dict(compiler_options)
     return jax.jit(
         train_step, donate_argnums=(0, 1), out_shardings=places, compiler_options=options or None
+    )
+
+
+@functools.lru_cache(maxsize=_KEPT_STEPS)
+def make_replay(
+    objective: Objective,
+    optimizer: Optimizer,
+    parallelism: Parallelism,
+    accumulation: int,
+    mesh: jax.sharding.Mesh,
+) -> Callable[..., jax.Array]:
+    """Compiles `(params, fixed, step, batch, phase key, other) -> replay.fingerprints`.
+
+    They are of what `make_train_step` computes; `other` is the batch as `replay.turned` gives it.
+    """
+    spec = gradients_lib.StepSpec(objective, optimizer, parallelism, accumulation, mesh)
+    state = abstract_state(objective, optimizer, parallelism, mesh)
+    partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
+    replay = _over_shards(spec, partition, PartitionSpec(), mesh_lib.batch_spec(mesh))
+    options = method_of(mesh_lib.device_kind(mesh)).compiler_options
+    return jax.jit(replay, compiler_options=dict(options) or None)
+
+
+def _over_shards(
+    spec: gradients_lib.StepSpec, partition: Any, out: Any, *other: PartitionSpec
+) -> Callable[..., Any]:
+    """Returns `gradients` of (params, fixed, step, batch, phase key, other) over all shards."""
+    given = sharding.specs(partition), PartitionSpec(), PartitionSpec()
+    return jax.shard_map(
+        functools.partial(gradients_lib.gradients, spec, partition),
+        mesh=spec.mesh,
+        in_specs=(*given, mesh_lib.batch_spec(spec.mesh), PartitionSpec(), *other),
+        out_specs=out,
+        axis_names=set(mesh_lib.batch_axes(spec.mesh)),
+        check_vma=False,
     )
 
 

@@ -1,0 +1,245 @@
+"""Devices that err and compute on: who is found by a replay, and what the run does then."""
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import samples
+from compare import assert_identical
+from jax import lax
+from small_run import OBJECTIVES, command, final_state, pretrain
+
+from bert_jax.config import Parallelism, Run
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.running import session
+from bert_jax.training import feed, replay, step
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.objective import Pretraining
+
+# What errs: the device of this number along DATA, with rows that begin with this one (-1: any),
+# in one bit of one number of one gradient: of the layer whose first query weight this is, or (not
+# a number) of what is in no layer.
+FAULT = {"device": -1, "rows": -1, "leaf": 0, "place": 0, "bit": 0, "layer": np.nan}
+
+
+@dataclasses.dataclass(frozen=True)
+class Faulty(Pretraining):
+    """Has `fixed` for a FAULT, before devices add anything up."""
+
+    def forward(self, params, fixed, batch, noise, loop):
+        errs = lax.axis_index(mesh_lib.axes_here()) == fixed["device"]
+        errs &= (fixed["rows"] < 0) | (fixed["rows"] == batch["rows"][0].astype(jnp.int32))
+
+        def gather(layer):
+            layer = loop.gather(layer)
+            is_it = layer.query.kernel[...].ravel()[0] == fixed["layer"]
+            return passing(layer, fixed, errs & is_it)
+
+        encoder = dict(params["encoder"])
+        layers = encoder.pop("layers")
+        outside = params | {"encoder": encoder}
+        params = passing(outside, fixed, errs & jnp.isnan(fixed["layer"]))
+        params["encoder"]["layers"] = layers
+        return super().forward(params, None, batch, noise, loop._replace(gather=gather))
+
+
+@jax.custom_vjp
+def passing(tree, fault, errs):
+    return tree
+
+
+def backward(kept, gradient):
+    fault, errs = kept
+    leaves, tree = jax.tree.flatten(gradient)
+    for number, leaf in enumerate(leaves):
+        bits = lax.bitcast_convert_type(leaf, jnp.uint32).ravel()
+        flip = (errs & (fault["leaf"] == number)) * (
+            jnp.uint32(1) << fault["bit"].astype(jnp.uint32)
+        )
+        flips = jnp.zeros_like(bits).at[fault["place"] % leaf.size].set(flip)
+        leaves[number] = lax.bitcast_convert_type((bits ^ flips).reshape(leaf.shape), jnp.float32)
+    return jax.tree.unflatten(tree, leaves), None, None
+
+
+passing.defvjp(lambda tree, fault, errs: (tree, (fault, errs)), backward)
+
+ROWS = 16  # of a batch
+SHAPE = dataclasses.replace(samples.SHAPE, batch_size=ROWS)
+PER_REPLICA = dataclasses.replace(samples.OPTIMIZER, clip="per_replica", reference_replicas=8)
+LAYOUTS = {
+    "zero3": (samples.OPTIMIZER, Parallelism(state="zero3", remat="dots")),
+    "zero1": (samples.OPTIMIZER, Parallelism(state="zero1")),
+    "replicated": (samples.OPTIMIZER, Parallelism(accumulation=2)),
+    "groups": (PER_REPLICA, Parallelism()),
+    "tensor": (samples.OPTIMIZER, Parallelism(state="zero3", tensor=2)),
+    "slices": (samples.OPTIMIZER, Parallelism(state="zero3", slices=2)),
+}
+
+
+def finder(devices, layout):
+    """The parameters, and what tells who errs, if it is sure and the last, by faults of replays."""
+    spec = Faulty(samples.MODEL), *LAYOUTS[layout]
+    mesh, rows = samples.mesh_of(devices, spec[-1]), np.arange(ROWS)
+    places = jax.tree.map(lambda leaf: leaf.sharding, step.abstract_state(*spec, mesh))
+    state = jax.device_put(step.init_state(*spec[:2], 0), places)
+    program = step.make_replay(*spec, spec[-1].accumulation_of(0), mesh)
+    batch = samples.train_batches(SHAPE).batch(0, rows)
+    batch = feed.place(batch, rows, ROWS, mesh_lib.batch_sharding(mesh))
+    given = state, None, batch, step.phase_key(samples.MODEL, 0, 0), None
+
+    def find(*faults):
+        left = [FAULT | fault for fault in faults]
+
+        def one(params, fixed, *rest):
+            return program(params, left.pop(0), *rest)
+
+        try:
+            return replay.Replay(mesh).before(lambda *args: "done", one)(*given)
+        except replay.Erred as erred:
+            return [device.id for device in erred.devices], erred.is_sure, erred.is_last
+
+    return state["params"], find
+
+
+def found(devices, layout, count):
+    """Of so many that err at random, how many are named: always erring, and once with some rows."""
+    rng, (params, find) = np.random.default_rng(0), finder(devices, layout)
+    assert find({}) == "done"
+    layers = params["encoder"]["layers"]
+    first = layers["query"]["kernel"][:, 0, 0].tolist()
+    inner, every = (len(jax.tree.leaves(tree)) for tree in (layers, params))
+    always = once = 0
+    for _ in range(count):
+        layer = rng.choice([np.nan, *first])
+        most = [devices, every - inner if np.isnan(layer) else inner, 2**20, 32, 2]
+        device, leaf, place, bit, shift = rng.integers(most).tolist()
+        fault = {"device": device, "leaf": leaf, "place": place, "bit": bit, "layer": float(layer)}
+        always += find(fault, fault) == ([device], True, True)
+        rows = (device - shift) % devices * (ROWS // devices)  # its own, or its neighbour's
+        once += find(fault | {"rows": rows}, {}) == ([device], True, False)
+    return always, once
+
+
+def test_a_device_that_errs_is_named():
+    assert found(4, "zero3", 6) == (6, 6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["zero3", "zero1", "replicated", "groups", "slices"])
+def test_each_of_a_hundred_is_named(layout, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    done = command(__file__, 8, layout, devices=8)
+    assert done.stdout == b"(100, 100)\n", done.stderr
+
+
+@pytest.mark.long
+def test_devices_that_share_rows_are_named_together():
+    assert finder(4, "tensor")[1]({"device": 1}, {}) == ([2, 3], True, False)
+
+
+def seen(devices, *wrong):
+    """What devices find: nothing but where (device, 0 for its own rows or 1 for others') errs."""
+    found = np.zeros((devices, 2, 4), np.float32)
+    for number, place in enumerate(wrong):
+        found[place] = number + 1
+    return found
+
+
+def test_who_errs_is_decided_by_a_third_device():
+    once, twice = seen(4, (2, 0)), seen(4, (0, 1), (2, 0))
+    assert replay.erring([(1, once), (2, seen(4))]) == ([{2}, set()], True)
+    assert replay.erring([(1, twice), (2, once)]) == ([{0, 2}, {2}], True)
+    # Of two devices one that erred once is found by the other; one that keeps erring is not.
+    one = seen(2, (1, 0))
+    assert replay.erring([(1, one), (1, seen(2))]) == ([{1}, set()], True)
+    assert replay.erring([(1, one), (1, one)]) == ([{0, 1}, {0, 1}], False)
+
+
+def test_a_device_named_twice_is_the_last():
+    """So is any that is named before a replay was clean again."""
+    replays, last = replay.Replay(samples.mesh_of(4)), []
+    for place, was_clean in ((1, True), (2, True), (3, False), (2, True)):
+        replays._was_clean = was_clean
+        last.append(replays._erred([{place}, set()], is_sure=True).is_last)
+    assert last == [False, False, True, True]
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+def sicken(monkeypatch, sick):
+    """Device 2 errs in replays before these steps, the steps too; `sick` may change meanwhile."""
+    make_train_step, make_replay = step.make_train_step, step.make_replay
+
+    def train_step(*args):
+        def one(state, *rest):
+            wrong = 0.01 * (int(state["step"]) in sick)
+            state, window = make_train_step(*args)(state, *rest)
+            return state | {"params": jax.tree.map(lambda x: x + wrong, state["params"])}, window
+
+        return one
+
+    def replays(objective, *args):
+        def one(params, fixed, number, *rest):
+            errs = {"device": 2 if int(number) in sick else -1}
+            if isinstance(sick, set) and errs["device"] == 2:
+                sick.clear()
+            program = make_replay(Faulty(objective.model, objective.learns), *args)
+            return program(params, FAULT | errs, number, *rest)
+
+        return one
+
+    monkeypatch.setattr(step, "make_train_step", train_step)
+    monkeypatch.setattr(step, "make_replay", replays)
+
+
+def test_a_run_goes_back_before_a_device_that_erred(copy_of_run, finished_run, monkeypatch):
+    """To step 4, since of step 8 nobody knows; and it is the run that nothing had disturbed."""
+    sicken(monkeypatch, {6, 7, 10})
+    outcome, shown = pretrain(copy_of_run / "small.py", copy_of_run / "w", "run.replay_every=5")
+    device = f"device 2 of process 0 ({socket.gethostname()})"
+    words = f"step 10: {device} came to another result of the same rows; going back to step 4"
+    assert outcome == "finished" and words in shown
+    assert_identical(final_state(copy_of_run / "w")[1], final_state(finished_run / "run")[1])
+    ours, theirs = (w / "metrics.jsonl" for w in (copy_of_run / "w", finished_run / "run"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    timings = map(json.loads, (copy_of_run / "w" / "timings.jsonl").read_text().splitlines())
+    backs = [x for x in timings if x["kind"] == "roll_back"]
+    assert [(x["step"], x["replayed"], x["erred"]) for x in backs] == [(4, 10, [2])]
+
+
+@pytest.mark.long
+def test_a_device_that_keeps_erring_ends_the_run(copy_of_run, finished_run, monkeypatch):
+    """What it did is gone: the next start, on another machine, goes on from before."""
+    settings = "run.replay_every=5", "run.checkpoint_every=2"
+    run = copy_of_run / "small.py", copy_of_run / "w", *settings
+    with monkeypatch.context() as patch:
+        sicken(patch, range(6, 99))
+        with pytest.raises(Unavailable, match=r"step 10: device 2 of .*; run again on another"):
+            pretrain(*run)
+    # Without what is kept for it those of 6, 8 and 10 alone were there.
+    assert [path.name for path in (copy_of_run / "w" / "checkpoints").iterdir()] == ["4"]
+    assert pretrain(*run)[0] == "finished"
+    assert_identical(final_state(copy_of_run / "w")[1], final_state(finished_run / "run")[1])
+
+
+@pytest.mark.long
+def test_rows_of_several_documents_are_compared_too(copy_of_run):
+    settings = *OBJECTIVES["causal"], "run.replay_every=2", "parallelism.state=zero3"
+    outcome, shown = pretrain(copy_of_run / "small.py", copy_of_run / "w", *settings)
+    assert outcome == "finished" and "another result" not in shown
+
+
+def test_it_takes_two_devices():
+    with pytest.raises(InputError, match=r"run.replay_every=5: takes two devices"):
+        session._require_checkable(Run(replay_every=5), samples.mesh_of(1))
+
+
+if __name__ == "__main__":
+    print(found(int(sys.argv[1]), sys.argv[2], 100))
