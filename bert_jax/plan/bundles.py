@@ -18,10 +18,10 @@ def reader(folder: str) -> Callable[[str], int | None]:
 
     It gives None where they are unknown. The compiler was asked to write to `folder`.
     """
-    found = {m[1]: path for path in pathlib.Path(folder).iterdir() if (m := _FILE.match(path.name))}
+    paths = {m[1]: path for path in pathlib.Path(folder).iterdir() if (m := _FILE.match(path.name))}
 
     def cycles(name: str) -> int | None:
-        return scheduled_cycles(found[name].read_text()) if name in found else None
+        return scheduled_cycles(paths[name].read_text()) if name in paths else None
 
     return cycles
 
