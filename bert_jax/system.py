@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import glob
 import os
+import re
 import signal
 
 _PR_SET_PDEATHSIG = 1
@@ -15,6 +17,15 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def devices_here() -> int:
+    """Returns how many devices jax will have on this machine, without starting them."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        flag = re.search(r"force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+        return int(flag[1]) if flag else 1
+    kinds = "/dev/accel[0-9]*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*"
+    return max(1, *(len(glob.glob(kind)) for kind in kinds))
 
 
 def die_with_parent() -> None:

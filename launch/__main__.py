@@ -136,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--processes", type=count, default=2, metavar="N", help="processes to start [2]")
     devices = "virtual CPU devices of each [1]"
     add("--devices-per-process", type=count, default=1, metavar="D", help=devices)
+    add("--slices", type=count, default=1, metavar="S", help="as which they are grouped [1]")
     arrive = "seconds that processes have to connect to each other [120]"
     add("--arrive-within", type=seconds, default=120.0, metavar="S", help=arrive)
     hang = (

@@ -97,8 +97,13 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
         annotations[key] = "cloud.google.com/gke-nodepool"
     failure = {"name": "failure", "action": "FailJobSet"}
     failure["onJobFailureReasons"] = ["PodFailurePolicy"]
-    template = {"spec": _job(spec, pods)}
-    hosts = {"name": GROUP, "replicas": _topology(spec).slices, "template": template}
+    template, slices = {"spec": _job(spec, pods)}, _topology(spec).slices
+    hosts = {"name": GROUP, "replicas": slices, "template": template}
+    # A pod that still saves holds the workdir. Of several slices each is started again by itself:
+    # the others do not wait for one that is away, nor end with one that is not needed.
+    strategy, action = "BlockingRecreate", "RestartJobSet"
+    if slices > 1:
+        strategy, action = "Recreate", "RestartJob"
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -106,10 +111,9 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": spec.name},
             "failurePolicy": {
-                "maxRestarts": spec.retries,
-                # A pod that still saves holds the workdir.
-                "restartStrategy": "BlockingRecreate",
-                "rules": [failure, {"name": "preemption", "action": "RestartJobSet"}],
+                "maxRestarts": spec.retries * slices,
+                "restartStrategy": strategy,
+                "rules": [failure, {"name": "preemption", "action": action}],
             },
             "replicatedJobs": [hosts],
         },
@@ -122,7 +126,7 @@ def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
         "parallelism": spec.hosts // _topology(spec).slices,
         "completions": spec.hosts // _topology(spec).slices,
         "completionMode": "Indexed",
-        # The others cannot go on without one: all start again, as a JobSet.
+        # The others of the slice cannot go on without one.
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": codes}]},
         "template": {
@@ -204,24 +208,25 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
     variables: list[dict[str, Any]] = [
         {"name": name, "value": _verbatim(value)} for name, value in sorted(given.items())
     ]
+    slices = _topology(spec).slices
     if spec.hosts > 1:
-        first = f"{spec.name}-{GROUP}-0-0.{spec.name}"
+        firsts = [f"{spec.name}-{GROUP}-{one}-0.{spec.name}" for one in range(slices)]
+        addresses = ",".join(f"{first}:{COORDINATOR_PORT}" for first in firsts)
         index = f"metadata.annotations['{INDEX}']"
         variables += [
-            # Process 0, as all pods of the JobSet can resolve it.
-            {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{first}:{COORDINATOR_PORT}"},
+            # The first process of each slice, as all pods of the JobSet can resolve it.
+            {"name": "JAX_COORDINATOR_ADDRESS", "value": addresses},
             {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             # On the address inside the cluster alone.
             {"name": "JAX_COORDINATOR_BIND_ADDRESS", "value": f"$(POD_IP):{COORDINATOR_PORT}"},
         ]
-    slices = _topology(spec).slices
     if slices > 1:
         label = f"metadata.labels['{SLICE}']"
         variables += [
             {"name": "MEGASCALE_NUM_SLICES", "value": str(slices)},
             {"name": "MEGASCALE_SLICE_ID", "valueFrom": {"fieldRef": {"fieldPath": label}}},
-            {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": first},
+            {"name": "MEGASCALE_COORDINATOR_ADDRESS", "value": firsts[0]},
         ]
     return variables
 

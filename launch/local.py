@@ -72,6 +72,7 @@ def _pod(command: Sequence[str], args: argparse.Namespace) -> pod.Ended:
         devices=args.devices_per_process,
         arrive_within=args.arrive_within,
         hang_after=args.hang_after,
+        slices=args.slices,
     )
 
 

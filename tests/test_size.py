@@ -12,10 +12,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_684,
+    ".": 1_695,
     "cli": 1_750,
     "compare": 1_256,
-    "config": 2_321,
+    "config": 2_324,
     "conformance": 1_152,
     "data": 3_717,
     "doctor": 757,
@@ -27,14 +27,14 @@ LINES = {
     "tasks": 4_274,
     "text": 2_991,
     "training": 2_283,
-    "running": 4_372,
+    "running": 4_794,
     "vectors": 1_269,
-    "verify": 983,
-    "launch": 1_325,
-    "benchmarks": 2_801,
+    "verify": 987,
+    "launch": 1_332,
+    "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_391,
+    "tests": 32_644,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -63,6 +63,7 @@ TOO_SHORT = {
 MODULES, NAMES = 17, 22
 TOO_MANY = {
     ".": 25,
+    "running": 18,
     "tasks": 18,
 }
 

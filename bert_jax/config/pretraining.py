@@ -187,6 +187,9 @@ class Run(Section, role="placement", label="run"):
     # The process prints its stacks and ends when no step was done for so many seconds; 0: never. An
     # evaluation counts as a step; what compiles may take twice as long.
     hang_after_seconds: Count = 1_800
+    # Of a run on several slices: seconds that a start waits for those that are missing. Then it
+    # takes the slices that are here, as many as the batches divide by.
+    wait_for_slices_seconds: PositiveCount = 300
     # Steps between those that TPU chips compute several times to check their arithmetic; 0: none.
     # On TPUs only. A chip that fails its check ends the run; run it again on another machine.
     check_every: Count = 0

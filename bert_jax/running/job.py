@@ -6,7 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from bert_jax.config import Optimizer
+from bert_jax import system
+from bert_jax.config import Experiment, Optimizer
+from bert_jax.running import slices
 from bert_jax.running.branch import Branch
 from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Clock, Progress
@@ -30,6 +32,7 @@ class Context:
     mirror: Mirror
     progress: Progress
     clock: Clock
+    booked: Any  # the experiment on all its slices, some of which may be missing
 
 
 class PhaseBatches(NamedTuple):
@@ -124,6 +127,16 @@ class Setup:
 
     how_to_go_on = "choose another --workdir"  # with a finished run, in words
     length = "keep"  # `extend` allows more steps than the run was started with
+
+    def placed(self, taken: int, booked: int, hosts: int) -> Any | None:
+        """Returns the experiment laid over some of its slices, of so many processes each.
+
+        None: it cannot be; a task's, on less than all. It is asked before devices start.
+        """
+        if not isinstance(self.experiment, Experiment):
+            return self.experiment if taken == booked else None
+        shards = hosts * system.devices_here() // self.experiment.parallelism.tensor
+        return slices.placed(self.experiment, taken, booked, shards)
 
     def read(self) -> None:
         """Reads what is there already, once jax knows how many processes it has."""

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -25,7 +25,7 @@ from etils import epath
 
 from bert_jax import errors
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.running import roll_call
+from bert_jax.running import roll_call, slices
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import write_atomic
 
@@ -52,8 +52,11 @@ _FEW = 4  # differences that are named
 class Peers:
     """This process among those of its run."""
 
-    def __init__(self, number: int, count: int, store: Any, limit: float):
+    def __init__(
+        self, number: int, count: int, store: Any, limit: float, met: roll_call.Met | None = None
+    ):
         self.number, self.count = number, count  # of processes
+        self.met = met  # of a run that is booked on several slices: those that train
         self._store, self._limit = store, limit
         self._me = f"process {number} ({socket.gethostname()})"
         self._failure: dict[str, Any] | None = None
@@ -123,6 +126,16 @@ class Peers:
         compiled = jax.jit(program).lower().compile()
         self.agree("devices", "")
         jax.block_until_ready(compiled())
+
+    def slices_due(self, lines: Callable[[], Sequence[Mapping[str, Any]]], left: int) -> str:
+        """Returns which slices the run is to stop for, on all processes; see `slices.is_due`."""
+        if self.met is None or len(self.met.slices) == self.met.terms.booked:
+            return ""
+        waiting = self.met.door.waiting() if self.met.door else []
+        numbers = len(self.met.slices), len(waiting)
+        if waiting and not slices.is_due(self.met.terms, *numbers, lines(), time.time(), left):
+            waiting = []
+        return self.first_error("slices", ", ".join(map(str, waiting)))
 
     def require_same(self, what: str, facts: Mapping[str, str], remedy: str) -> None:
         """Raises InputError on all processes if one has other facts than process 0."""
@@ -330,15 +343,21 @@ def named_fault(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[Peers]:
+def connected(
+    wait: float = 0.0, placed: Callable[[int, int, int], Any] = lambda taken, booked, hosts: taken
+) -> Iterator[Peers]:
     """Connects the processes of this run while entered, which must be before jax has devices.
+
+    Args:
+      wait: seconds to wait for slices that are missing.
+      placed: what a run is on some of its slices, of so many processes each; None: it cannot be.
 
     Raises:
       Unavailable: a process that does not arrive, or a device that fails.
     """
     peers = None
     try:
-        peers = _connect()
+        peers = _connect(wait, placed)
         yield peers
         peers.close()
     except BaseException as error:
@@ -350,24 +369,29 @@ def connected() -> Iterator[Peers]:
         raise named from error
 
 
-def _connect() -> Peers:
+def _connect(wait: float, placed: Callable[[int, int, int], Any]) -> Peers:
     limit = seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVE
-    place = roll_call.own_place()
+    place, met, bind = roll_call.own_place(), None, None
     # jax's notice of SIGTERM takes the signal over: only once there is something to save.
     jax.config.update("jax_enable_preemption_service", False)
     if place is not None:
-        roll_call.wait_for_all(place, limit)
+        if "," in place.address:
+            met = roll_call.meet(place, wait, limit, placed)
+            place, bind = met.place, met.bind
+        else:
+            roll_call.wait_for_all(place, limit)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             *(place.address, place.count, place.number),
             # Where jax finds SLURM by itself it takes one GPU a process, however many there are.
             cluster_detection_method="deactivate",
             initialization_timeout=round(limit),
+            coordinator_bind_address=bind,
         )
     elif not (_on_tpu_host() and _found_by_jax(limit)):
         return Peers(0, 1, None, limit)
     state = _state()  # to ask jax would start its devices
-    return Peers(state.process_id, state.num_processes, state.client, limit)
+    return Peers(state.process_id, state.num_processes, state.client, limit, met)
 
 
 def seconds(name: str) -> float | None:

@@ -21,7 +21,7 @@ from bert_jax.config import SKIPPED_STEPS
 from bert_jax.errors import Unavailable
 from bert_jax.model import losses
 from bert_jax.running import lines as lines_lib
-from bert_jax.running import start
+from bert_jax.running import slices, start
 from bert_jax.running.environment import environment
 from bert_jax.running.job import Context, Evaluator, Job, PhaseBatches, Result
 from bert_jax.running.lines import RunLines
@@ -78,6 +78,7 @@ class Trainer:
         self.under_way: collections.deque[jax.Array] = collections.deque()
         self.evaluation: dict[str, Any] = {}  # the last line with a held-out loss
         self.held_out: list[tuple[int, float]] = []  # (step, held-out loss) of all, with patience
+        self.stops_for = ""  # slices that wait
 
     # --- the order of operations ----------------------------------------------------------------
 
@@ -101,12 +102,13 @@ class Trainer:
             self._go_on_from(begun)
             del begun  # whose arrays are given away step by step
             # Only now: an experiment that was refused must not stand in the workdir.
-            start.write_experiment(self.experiment, self.context, self.origin)
+            start.write_experiment(self.context, self.origin)
             if self._is_whole:
                 return Result("finished", self.done)
             self.saves.require_space(self.state)
             branch = {} if self.job.branch is None else {"branch": str(self.job.branch)}
-            self._note("start", self._lap() | {"environment": environment()} | branch)
+            about = {"environment": environment()} | branch | self._slices()
+            self._note("start", self._lap() | about)
             if branch and self.done not in self.saves.checkpoints.steps:
                 self._save()  # from here on it is a run like any other
             try:
@@ -130,7 +132,8 @@ class Trainer:
             self.saves.skip(f"it has to go back over the steps {bad[0]} to {bad[-1]}")
         failed, whole = isinstance(wrong, Failed), self._is_whole and not self.saves.missing
         outcome = "failed" if failed else "finished" if whole else "stopped"
-        self._note("end", self._lap() | {"outcome": outcome})
+        asked = {"for_slices": self.stops_for} if self.stops_for else {}
+        self._note("end", self._lap() | {"outcome": outcome} | asked)
         return Result(outcome, self.done, str(wrong) if failed else self.saves.missing)
 
     def _train(self, stop: StopRequest) -> Failed | Diverged | None:
@@ -206,6 +209,7 @@ class Trainer:
                 self.watchdog.reset()
                 self.clock.count(batch["input_ids"].size, self.job.operations(batch))
                 self._after_step(phase.ends_line and self.done == last)
+                stop.requested |= bool(self.stops_for)
                 stop.after_step(self.done)
         self._write_pending()
 
@@ -228,6 +232,10 @@ class Trainer:
             with self.clock.waiting("checkpoint"):
                 self._save()
             self.watchdog.reset()
+            lines, left = self.lines.timings, self.job.total_steps - self.done
+            self.stops_for = self.context.peers.slices_due(lines.read, left)
+            if self.stops_for:
+                self.say(f"slices: {self.stops_for} can train as well; stopping to take them")
 
     def _roll_back(self, diverged: Diverged) -> None:
         """Goes on from the state before the bad steps, and leaves these out.
@@ -358,6 +366,14 @@ class Trainer:
             f"no finite loss or gradient in the {len(bad)} steps from {bad[0]} to {bad[-1]}, and "
             f"{more}; the checkpoints are of the time before"
         )
+
+    def _slices(self) -> dict[str, Any]:
+        if (met := self.context.peers.met) is None:
+            return {}
+        before, booked = self.lines.timings.read(), met.terms.booked
+        since = slices.missing_since(before, met.slices, booked, time.time())
+        self.say(slices.in_words(since, booked))
+        return {"slices": {"taken": met.slices, "missing_since": since}}
 
     def _lap(self) -> dict[str, float]:
         return self.clock.lap(self.clock.take_counts())

@@ -39,7 +39,11 @@ def run(setup: Setup, progress: Progress, origin: dict[str, Any] | None = None) 
     """
     experiment, workdir = setup.experiment, setup.workdir
     with contextlib.ExitStack() as stack:
-        peers = stack.enter_context(peers_lib.connected())
+        booked, wait = experiment, experiment.run.wait_for_slices_seconds
+        peers = stack.enter_context(peers_lib.connected(wait, setup.placed))
+        if peers.met is not None:
+            taken, terms = len(peers.met.slices), peers.met.terms
+            setup.experiment = experiment = setup.placed(taken, terms.booked, terms.hosts)
         if not peers.is_primary:
             progress.be_silent()
         stack.callback(setattr, retry, "say", retry.say)
@@ -75,7 +79,7 @@ def run(setup: Setup, progress: Progress, origin: dict[str, Any] | None = None) 
             with StopRequest.of(peers) as stop:
                 job = setup.open(mesh, peers)
                 clock.peak_flops = hardware.peak_flops(job.objective.model.compute_dtype)
-                context = Context(workdir, mesh, peers, watchdog, mirror, progress, clock)
+                context = Context(workdir, mesh, peers, watchdog, mirror, progress, clock, booked)
                 trainer = Trainer(job, context, origin)
                 names = experiment.run.trackers if peers.is_primary else ()
                 with trackers.following(names, workdir, experiment, progress.say):

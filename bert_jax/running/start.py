@@ -120,9 +120,9 @@ def named(erred: Erred, peers: Peers) -> str:
     return f"{either}{link.join(names)} came to another result of the same rows"
 
 
-def write_experiment(experiment: Any, context: Context, origin: dict[str, Any] | None) -> None:
+def write_experiment(context: Context, origin: dict[str, Any] | None) -> None:
     """Writes which experiment the run is of, and where it comes from; by one process for all."""
-    workdir = context.workdir
+    workdir, experiment = context.workdir, context.booked
     if not context.peers.is_primary:
         return
     write_atomic(workdir.experiment, config.to_json(experiment))

@@ -67,6 +67,7 @@ def run(
     devices: int,
     arrive_within: float,
     hang_after: float,
+    slices: int = 1,
 ) -> Ended:
     """Runs a command in several processes at once, until all have ended.
 
@@ -78,17 +79,20 @@ def run(
       devices: virtual devices of each.
       arrive_within: seconds in which all must have found each other.
       hang_after: seconds without a step after which a process ends itself.
+      slices: groups of processes, as large each, of which one or the other may come later.
     """
-    with socket.socket() as probe:  # for a port that is free
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with contextlib.ExitStack() as stack:  # for ports that are free
+        probes = [stack.enter_context(socket.socket()) for _ in range(slices)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        address = ",".join(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
     flag = "--xla_force_host_platform_device_count="
     others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag)]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join([*others, f"{flag}{devices}"]),
         "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_COORDINATOR_BIND_ADDRESS": address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address if slices == 1 else "127.0.0.1:",
         "JAX_NUM_PROCESSES": str(processes),
         "BERT_JAX_ARRIVE_WITHIN": str(arrive_within),
         "BERT_JAX_HANG_AFTER": str(hang_after),

@@ -148,8 +148,20 @@ def test_several_slices_are_a_job_each_and_number_their_pods_through(monkeypatch
             monkeypatch.setenv(name, value)
         assert int(said.stdout) == GkeTpuCluster.get_process_id() == number
         assert GkeTpuCluster.get_process_count() == int(variables["JAX_NUM_PROCESSES"]) == 8
-        leader = variables["JAX_COORDINATOR_ADDRESS"].partition(":")[0]
-        assert variables["MEGASCALE_COORDINATOR_ADDRESS"] == leader
+        firsts = [each.split(":")[0] for each in variables["JAX_COORDINATOR_ADDRESS"].split(",")]
+        assert variables["MEGASCALE_COORDINATOR_ADDRESS"] == firsts[0]
+        if number % 4 == 0:  # the first of its slice, as the cluster names it
+            assert variables["TPU_WORKER_HOSTNAMES"].split(",")[0] == firsts[number // 4]
+
+
+def test_of_several_slices_one_that_is_away_holds_up_none():
+    """None is created after another, deleted with another, or waits for another's pods to go."""
+    _, manifest = made(specified(slice_name="2*v5e:4x4", retries=3))
+    assert "startupPolicy" not in manifest["spec"]
+    policy = manifest["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 6 and policy["restartStrategy"] == "Recreate"
+    assert cluster.after(manifest, [75] * 4 + [0] * 4) == "RestartJob"
+    assert cluster.after(manifest, [1] * 8) == "FailJobSet"
 
 
 def test_one_host_is_one_process(monkeypatch):

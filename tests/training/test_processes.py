@@ -210,6 +210,31 @@ def test_a_stopped_pod_goes_on_with_fewer_processes(text):
     assert_same_metrics(folder / "fewer", folder / "one", 1e-5)
 
 
+@pytest.mark.long
+def test_a_run_goes_on_without_slice_0_and_takes_it_once_it_has_come(text):
+    """The same command is all it takes; no row is lost, and none is learned from twice."""
+    folder, file = text
+    run = ("pretrain", file, "--workdir", folder / "short", "--set", "parallelism.slices=2")
+    run += ("--set", "run.wait_for_slices_seconds=8")
+    code, lines = pod(folder, "short", 2, "0 3 late", *run, flags=("--slices", 2))
+    assert code == 74 and "slice 0 has ended" in said(lines, 0)[0]
+    assert any("1 of 2 train, 0 is missing since" in line for line in lines)
+    found = {"short": rows(folder, "short")}
+    at = max(found["short"]) + 1
+    assert 3 < at < STEPS and at % 4 == 0 and (folder / "short" / "checkpoints" / str(at)).is_dir()
+    code, lines = pod(folder, "both", 2, "none", *run, flags=("--slices", 2))
+    assert code == 0 and any("2 of 2 train" in line for line in lines)
+    found["both"] = rows(folder, "both")
+    assert sorted(found["both"]) == list(range(at, STEPS))
+    assert found["short"] | found["both"] == rows(folder, "one")
+    assert_same_metrics(folder / "short", folder / "one", 1e-5)
+    lines = [json.loads(line) for line in (folder / "short/timings.jsonl").read_text().splitlines()]
+    starts = [line["slices"] for line in lines if line["kind"] == "start"]
+    assert [start["taken"] for start in starts] == [[1], [0, 1]]
+    assert [*starts[0]["missing_since"]] == ["0"] and not starts[1]["missing_since"]
+    assert [line.get("for_slices") for line in lines if line["kind"] == "end"] == ["0", None]
+
+
 @pytest.mark.nightly
 def test_processes_roll_back_together(text):
     """The state is cut over both; the run is that of one process."""
