@@ -4,6 +4,7 @@ It starts what GKE would: the container of the manifest in FOLDER, with the vari
 Kubernetes, JobSet and GKE give that pod. Only what this machine does not have is replaced: its TPU,
 names of other hosts, and the folders of a container. The run's exit code goes to
 FOLDER/code-ATTEMPT-NUMBER; process WHO gets the signal WHAT before step STEP (`pod_member.py`).
+Hosts in FOLDER/away-ATTEMPT are not there: their pods are pending until the others have ended.
 """
 
 import json
@@ -11,9 +12,11 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import cluster
 
+from bert_jax import errors
 from launch import jobset
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -28,8 +31,8 @@ OURS = (
 def on_gke(folder: pathlib.Path, number: int, program: list[str]) -> int:
     """Runs the pod's container; returns its exit code."""
     config, manifest = cluster.read((folder / "manifest.yaml").read_text())
-    given = cluster.environment(manifest, number, "127.0.0.1")
-    assert given["JAX_PROCESS_ID"] == os.environ["JAX_PROCESS_ID"]
+    slice_, index = divmod(number, cluster.job(manifest)["completions"])
+    given = cluster.environment(manifest, index, "127.0.0.1", slice_)
     assert given["JAX_NUM_PROCESSES"] == os.environ["JAX_NUM_PROCESSES"]
     mounted = folder / f"pod-{number}"
     mounted.mkdir(exist_ok=True)
@@ -38,7 +41,7 @@ def on_gke(folder: pathlib.Path, number: int, program: list[str]) -> int:
     words = [
         word.replace(jobset.CONFIG_FOLDER, str(mounted)) for word in cluster.words(manifest, number)
     ]
-    assert words[0] == "bert-jax"
+    at = words.index("bert-jax")
     given |= {name: os.environ[name] for name in OURS}
     given["BERT_JAX_CACHE_DIR"] = str(mounted / "cache")
     doors = folder / "doors.json"
@@ -46,14 +49,22 @@ def on_gke(folder: pathlib.Path, number: int, program: list[str]) -> int:
         given |= json.loads(doors.read_text())[number]
         notes = folder / f"absorbed-{number}"
         program = [program[0], str(HERE / "rehearsed.py"), str(notes), *program[1:]]
-    return subprocess.run([*program, *words[1:]], env=os.environ | given, check=False).returncode
+    words[at : at + 1] = program
+    return subprocess.run(words, env=os.environ | given, check=False).returncode
 
 
 def main(folder: pathlib.Path, attempt: str, *deed: str) -> int:
     """Returns the run's exit code."""
     number = int(os.environ["JAX_PROCESS_ID"])
-    program = [sys.executable, str(MEMBER), str(folder / f"rows-{attempt}"), *deed]
-    code = on_gke(folder, number, program)
+    away = folder / f"away-{attempt}"
+    if away.exists() and number in (missing := json.loads(away.read_text())):
+        others = {*range(int(os.environ["JAX_NUM_PROCESSES"]))} - {*missing}
+        while not all((folder / f"code-{attempt}-{one}").exists() for one in others):
+            time.sleep(0.2)
+        code = errors.STOPPED
+    else:
+        program = [sys.executable, str(MEMBER), str(folder / f"rows-{attempt}"), *deed]
+        code = on_gke(folder, number, program)
     (folder / f"code-{attempt}-{number}").write_text(str(code))
     return code
 
