@@ -34,7 +34,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_644,
+    "tests": 32_720,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -45,6 +45,7 @@ TOO_LONG = {
     "bert_jax/report/figures.py": 467,
     "bert_jax/running/checkpoint.py": 513,
     "bert_jax/running/pretraining.py": 455,
+    "bert_jax/running/runner.py": 464,
     "bert_jax/serve.py": 545,
     "bert_jax/storage/mirror.py": 505,
     "bert_jax/storage/workdir.py": 467,
