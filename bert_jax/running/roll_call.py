@@ -233,12 +233,12 @@ def meet(place: Place, wait: float, limit: float, placed: Callable[[int, int, in
 
 def _met(place: Place, addresses: list[tuple[str, int]], terms: Terms) -> Met:
     began, mine = time.monotonic(), place.number // terms.hosts
-    said: queue.SimpleQueue[tuple[Connection, dict[str, Any] | None]] = queue.SimpleQueue()
+    words: queue.SimpleQueue[tuple[Connection, dict[str, Any] | None]] = queue.SimpleQueue()
     over, roll, door = threading.Event(), RollCall(terms, mine), None
 
     def report(line: Connection) -> None:
-        """Says who this is, and since when; said twice, it agrees to what was decided."""
-        with contextlib.suppress(OSError):  # whoever has left is missed soon
+        """Says who this is, and since when; the second time it agrees to what was decided."""
+        with contextlib.suppress(OSError):  # one that has left is missed soon
             line.send_bytes(json.dumps([place.number, time.monotonic() - began]).encode())
 
     def call(at: tuple[str, int]) -> None:
@@ -249,10 +249,10 @@ def _met(place: Place, addresses: list[tuple[str, int]], terms: Terms) -> Met:
                 report(line)
                 while not over.is_set():
                     if line.poll(_RETRY):
-                        said.put((line, json.loads(line.recv_bytes())))
+                        words.put((line, json.loads(line.recv_bytes())))
                         heard = True
         if heard:
-            said.put((line, None))
+            words.put((line, None))
 
     with contextlib.ExitStack() as stack:
         if place.number % terms.hosts == 0:
@@ -265,7 +265,7 @@ def _met(place: Place, addresses: list[tuple[str, int]], terms: Terms) -> Met:
         limit: float | None = terms.wait + terms.limit
         while agreed is None or what != "go":
             try:
-                line, word = said.get(timeout=limit)
+                line, word = words.get(timeout=limit)
             except queue.Empty:
                 missing = "" if door is None else f" ({door.missing()} did not arrive)"
                 raise Unavailable(

@@ -4,7 +4,7 @@ A run is booked on slices: groups of hosts, as many in each, of which one or the
 for hours. A start takes those that have come, as many as its batches divide by; slices that come
 later wait, and the run stops for them when more steps are won than lost.
 
-Nothing here waits, asks a clock or knows of sockets, as `running.roll_call` does: it is told who
+Nothing here waits, asks a clock or knows of sockets, as `running.roll_call` does: it is given who
 comes and when. Times are seconds of one clock, of any origin.
 """
 
@@ -68,7 +68,7 @@ class RollCall:
             return ()
         count = self.terms.most(len(whole))
         if len(whole) == self.terms.booked:
-            return tuple(whole)[: count or None]  # of none that fits it is said later why
+            return tuple(whole)[: count or None]  # why none fits is explained later
         if now - min(whole.values()) < self.terms.wait:
             return ()
         return tuple(whole)[:count]
