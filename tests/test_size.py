@@ -13,16 +13,16 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 1_695,
-    "cli": 1_750,
-    "compare": 1_256,
-    "config": 2_324,
+    "cli": 1_753,
+    "compare": 1_248,
+    "config": 2_336,
     "conformance": 1_152,
     "data": 3_717,
     "doctor": 757,
     "interop": 2_288,
     "model": 3_081,
     "plan": 2_097,
-    "report": 1_737,
+    "report": 1_739,
     "storage": 1_452,
     "tasks": 4_274,
     "text": 2_991,
@@ -34,7 +34,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_720,
+    "tests": 32_734,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

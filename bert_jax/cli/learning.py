@@ -1,8 +1,6 @@
 """The commands that make corpora and runs."""
 
 import argparse
-import pathlib
-import re
 import typing
 from typing import Any
 
@@ -98,7 +96,13 @@ def pretrain(args: argparse.Namespace) -> int:
 
     progress = Progress(LineConsole())
     if experiment is None:
-        experiment, origin = _dialled(args, progress)
+        from bert_jax.compare.budget import Stopped
+
+        try:
+            experiment, origin = _dialled(args, progress)
+        except Stopped as stopped:
+            progress.say("stopped while steps were timed; run the same command again")
+            return CODES[stopped.args[0]]
     workdir = workdir_of(args, experiment, "write")
     for note in config.notes(experiment):
         progress.say(note)
@@ -115,11 +119,10 @@ def _dialled(args: argparse.Namespace, progress: "Progress"):
     """
     from bert_jax.storage import mirror
 
-    stem = re.sub(r"[^\w.-]+", "-", pathlib.PurePath(args.text).name.partition(".")[0]).strip("-.")
-    args.workdir = args.workdir or f"runs/{stem or 'text'}"
+    args.workdir = args.workdir or f"runs/{config.name_of(args.text) or 'text'}"
     if mirror.opened(args.workdir).experiment.exists():
         experiment = saved_experiment(args, Experiment)
-        if not any(source.endswith(args.text) for source in experiment.corpus.sources):
+        if config.source_of_text(args.text) not in experiment.corpus.sources:
             read = " ".join(experiment.corpus.sources)
             raise InputError(f"--text {args.text}: the run in {args.workdir} reads {read}")
         progress.say(f"{args.workdir}: goes on as it was chosen")
@@ -138,7 +141,7 @@ def _pretraining(args: argparse.Namespace):
     None where `_dialled` is to choose.
     """
     if (args.text, args.hours, args.base) != (None, None, None):
-        if args.text is None or args.hours is None or not args.hours > 0:
+        if args.text is None or args.hours is None or not 0 < args.hours < float("inf"):
             raise InputError("--text, --hours: go together, hours above 0; --base is theirs")
         if args.experiment or args.decay_from or args.fork or args.extend:
             raise InputError("--text: chooses the experiment; leave out EXPERIMENT and other flags")

@@ -79,7 +79,8 @@ def laps(
         run=dataclasses.replace(
             experiment.run,
             **{"log_every": timed, "eval_every": never, "checkpoint_every": never},
-            **{"eval_batch_size": 8, "profile_steps": (), "check_every": 0, "probes": ()},
+            **{"eval_batch_size": 8, "profile_steps": (), "probes": ()},
+            **{"check_every": 0, "replay_every": 0},
         ),
     )
     workdir = Workdir(folder, short.run.corpus_dir)

@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import math
 import os
-import pathlib
 import re
 import time
 import unicodedata
@@ -22,6 +21,7 @@ from bert_jax import base as base_lib
 from bert_jax import config, hardware, system
 from bert_jax.compare import budget
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase
+from bert_jax.config.files import SHIPPED
 from bert_jax.data import corpus
 from bert_jax.errors import InputError, duration, quantity
 from bert_jax.running.progress import LineConsole, Progress
@@ -128,7 +128,7 @@ def chosen(
         kind = jax.devices()[0].device_kind
         raise InputError(f"--hours: how fast a {kind} is is not known; name an EXPERIMENT instead")
     operations = speed * hours * 3600
-    name = re.sub(r"[^\w.-]+", "-", pathlib.PurePath(os.fspath(workdir.named)).name).strip("-.")
+    name = config.name_of(os.fspath(workdir.named))
     experiment = _going_on(name, text, base) if base else _fresh(name, text, operations)
     experiment = config.override(experiment, settings)
     manifest = corpus.prepare(
@@ -145,12 +145,8 @@ def chosen(
 
 def look(path: str) -> Text:
     """Looks at a text: how much it is, and in which language, by a sample of it."""
-    word = pathlib.PurePath(re.sub(r"\.(gz|zst)$", "", path)).suffix[1:]
-    word = word if word in ("jsonl", "csv", "tsv", "parquet") else "text"
     try:
-        read = Corpus(
-            sources=(path if ":" in path else f"{word}:{path}",), encoding_errors="replace"
-        )
+        read = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
     except InputError as error:
         raise InputError(f"--text {path}: {error}") from error
     extents = list(documents.extents(read.sources[0]))
@@ -188,34 +184,29 @@ def _compute_type() -> str:
 
 
 def _fresh(name: str, text: Text, operations: float) -> Experiment:
-    """Returns the experiment of a fresh encoder; its steps are still to be set."""
+    """Returns the experiment of a fresh encoder, by the recipe of tiny.py.
+
+    Its rate, of all but matrices, falls with the width; its steps are still to be set.
+    """
     size = next(size for size in reversed(SIZES) if operations >= size.operations)
     pieces = min(size.pieces, max(1_000, text.bytes // _BYTES_A_PIECE // 1_000 * 1_000))
     latin = text.language in _WORDS
-    model = Model(
-        kind="modern",
+    recipe = config.load(os.fspath(SHIPPED / "tiny.py"))
+    model = dataclasses.replace(
+        recipe.model,
         vocab_size=pieces,
         hidden_size=size.width,
         num_hidden_layers=size.layers,
         num_attention_heads=size.width // _HEAD,
         intermediate_size=round(size.width * 8 / 3 / 8) * 8,
         max_position_embeddings=512,
-        global_every=1,
-        global_rotary_base=1_000.0,
-        initialization="scaled",
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
         compute_dtype=_compute_type(),
     )
     read = _corpus(text, case="uncased" if text.language == "en" or not latin else "cased")
     if text.language in ("ja", "th"):  # no blanks between words
         read = dataclasses.replace(read, tokenizer_kind="unigram", case="cased")
-    optimizer = Optimizer(
-        name="muon",
-        peak_learning_rate=4e-3 * 128 / size.width,
-        warmup_steps=1,
-        schedule="linear",
-    )
+    rate = recipe.optimizer.peak_learning_rate * recipe.model.hidden_size / size.width
+    optimizer = dataclasses.replace(recipe.optimizer, peak_learning_rate=rate, warmup_steps=1)
     return _experiment(name, "", model, read, size.rows, optimizer)
 
 

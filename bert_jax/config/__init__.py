@@ -5,7 +5,7 @@ An experiment file returns an `Experiment` or a `Finetuning`; it is saved with t
 
 from bert_jax.config.code import own
 from bert_jax.config.comparison import Row, Table
-from bert_jax.config.corpus import Corpus, named
+from bert_jax.config.corpus import Corpus, named, source_of_text
 from bert_jax.config.data import Data
 from bert_jax.config.fields import Section
 from bert_jax.config.files import (
@@ -18,6 +18,7 @@ from bert_jax.config.files import (
     load,
     load_table,
     load_with_origin,
+    name_of,
     notes,
     origin_of,
     override,

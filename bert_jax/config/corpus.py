@@ -1,6 +1,7 @@
 """The section of a pre-training that says what is read, and how text becomes ids."""
 
 import itertools
+import pathlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -50,6 +51,12 @@ def named(source: str) -> str:
     again.
     """
     return _FOLDER.sub("./", source, count=1)
+
+
+def source_of_text(path: str) -> str:
+    """Returns the source that a path of text is, by the end of its name; a source stays one."""
+    word = pathlib.PurePath(re.sub(r"\.(gz|zst)$", "", path)).suffix[1:]
+    return path if ":" in path else f"{word if word in TEXT_FILES else 'text'}:{path.rstrip('/')}"
 
 
 # Rows of which each source of a mixture has its share exactly.

@@ -85,10 +85,14 @@ def finetuning_of(
         validation=sources["--validation"],
         **{name: described[flag] for flag, name in columns.items() if flag in described},
     )
-    named = workdir or described["--train"][0].rpartition(":")[2]
-    name = re.sub(r"[^\w.-]+", "-", pathlib.PurePath(named).name.partition(".")[0]).strip("-.")
+    name = name_of(workdir or described["--train"][0].rpartition(":")[2])
     experiment = override(Finetuning(name=name or "task", task=task), settings)
     return experiment, origin_of("the command line", settings, experiment)
+
+
+def name_of(place: str) -> str:
+    """Returns a name for a run by the last part of a place; "" where that has no letters."""
+    return re.sub(r"[^\w.-]+", "-", pathlib.PurePath(place).name.partition(".")[0]).strip("-.")
 
 
 def source_of(flag: str, kind: str, file: str) -> str:

@@ -274,7 +274,9 @@ def _plan(plan: dict[str, Any]) -> Table:
                 seconds = seconds | {
                     "memory": seconds["copies"] + seconds["prefetch"],
                     "other": seconds["other"] + seconds["random_bits"],
-                    "links": seconds["issue"] + seconds["collectives"] + seconds["latency"],
+                    "links": sum(
+                        seconds[name] for name in ("issue", "collectives", "latency", "network")
+                    ),
                 }
                 cells = [
                     f"{peak:.2f} of {memory:g} GiB",

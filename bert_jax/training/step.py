@@ -191,8 +191,8 @@ def make_replay(
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
     replay = _over_shards(spec, partition, PartitionSpec(), mesh_lib.batch_spec(mesh))
-    options = method_of(mesh_lib.device_kind(mesh)).compiler_options
-    return jax.jit(replay, compiler_options=dict(options) or None)
+    method = method_of(mesh_lib.device_kind(mesh), mesh.shape.get(mesh_lib.SLICE, 1))
+    return jax.jit(replay, compiler_options=dict(method.compiler_options) or None)
 
 
 def _over_shards(

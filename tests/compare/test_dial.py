@@ -73,8 +73,17 @@ def test_a_run_is_chosen_once_and_then_goes_on_as_it_is(here, monkeypatch, capsy
     assert origin["experiment"] == "the command line"
 
     assert pretrain(*hours) == errors.FINISHED and len(asked) == 1
-    assert pretrain("--text", "other", "--hours", "1", "--workdir", "w") == errors.BAD_INPUT
-    assert "--text other" in capsys.readouterr().err
+    for other in ("other", "ext"):
+        assert pretrain("--text", other, "--hours", "1", "--workdir", "w") == errors.BAD_INPUT
+        assert f"--text {other}" in capsys.readouterr().err
+
+
+def test_a_request_to_stop_while_steps_are_timed_stops_the_run(here, monkeypatch, capsys):
+    monkeypatch.setattr(budget.pretraining, "pretrain", lambda *_, **__: "stopped")
+    args = ["--text", "text", "--hours", "1", "--workdir", "w"]
+    assert [pretrain(*args), pretrain(*args)] == [errors.STOPPED, errors.STOPPED]
+    assert "run the same command again" in capsys.readouterr().out
+    assert not pathlib.Path("w/experiment.json").exists()
 
 
 def test_more_operations_want_a_larger_encoder(here):
@@ -99,6 +108,8 @@ def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run):
         (["--text", "text"], "--hours"),
         (["--hours", "1"], "--text"),
         (["--text", "text", "--hours", "0"], "--hours"),
+        (["--text", "text", "--hours", "inf"], "--hours"),
+        (["--text", "text", "--hours", "nan"], "--hours"),
         (["--text", "nowhere", "--hours", "1"], "nowhere"),
         (["--text", "text", "--hours", "0.001"], "--hours 0.001"),
         (["--text", "text", "--hours", "1", "--base", "nowhere"], "nowhere"),
