@@ -21,7 +21,7 @@ LINES = {
     "doctor": 757,
     "interop": 2_288,
     "model": 3_081,
-    "plan": 2_097,
+    "plan": 2_118,
     "report": 1_739,
     "storage": 1_452,
     "tasks": 4_274,
@@ -34,7 +34,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_734,
+    "tests": 32_773,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

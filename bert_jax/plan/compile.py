@@ -17,6 +17,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -242,7 +243,7 @@ def key(job: Job) -> str:
     phase = experiment.phases[job.phase]
     parts = [
         *map(config.flatten, (experiment.model, experiment.optimizer, parallelism, phase)),
-        bool(experiment.run.check_every),  # then a second program is compiled
+        *map(bool, (experiment.run.check_every, experiment.run.replay_every)),  # further programs
         experiment.total_steps,
         job.topology.name,
         versions(),
@@ -303,12 +304,11 @@ def compile_step(
     program = schedule.read(module, bundles.reader(dump))
     memory = compiled.memory_analysis()
     peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
-    if experiment.run.check_every:
-        options = step.self_checks(mesh_lib.device_kind(mesh))
-        checked = lower_step(experiment, number, mesh, state, options).compile().memory_analysis()
-        # Both programs are loaded, and one of them runs.
-        peak = max(peak, checked.peak_memory_in_bytes)
-        code += checked.generated_code_size_in_bytes
+    # Further programs are loaded with it, and one of them runs.
+    for other, beside in _others(experiment, number, mesh, state):
+        needed = other.compile().memory_analysis()
+        peak = max(peak, needed.peak_memory_in_bytes + beside)
+        code += needed.generated_code_size_in_bytes
     whole_batch = hlo.whole_batch_arrays(module, experiment, number, mesh_lib.batch_shards(mesh))
     return Outcome(
         kind="compiled",
@@ -334,27 +334,48 @@ def lower_step(
     compiler_options: CompilerOptions = (),
 ) -> jax.stages.Lowered:
     """Traces the training step of a phase for a mesh and an abstract state."""
-    replicated = mesh_lib.replicated(mesh)
-    objective = objective_lib.of_phase(experiment, number)
-    measured = objective_lib.measured(experiment)
+    parallelism = experiment.parallelism
     train_step = step.make_train_step(
-        objective,
+        objective_lib.of_phase(experiment, number),
         experiment.optimizer,
-        experiment.parallelism,
-        experiment.parallelism.accumulation_of(number),
+        parallelism,
+        parallelism.accumulation_of(number),
         experiment.total_steps,
         mesh,
         compiler_options,
     )
-    phase_key = jax.eval_shape(lambda: step.phase_key(experiment.model, experiment.seed, number))
-    return train_step.lower(
-        state,
-        _placed(jax.eval_shape(lambda: step.empty_window(measured)), replicated),
-        _placed(
-            objective_lib.abstract_batch(experiment.phases[number], experiment.data_of(number)),
-            mesh_lib.batch_sharding(mesh),
-        ),
-        _placed(phase_key, replicated),
+    window = jax.eval_shape(lambda: step.empty_window(objective_lib.measured(experiment)))
+    window = _placed(window, mesh_lib.replicated(mesh))
+    return train_step.lower(state, window, *_batch_and_key(experiment, number, mesh))
+
+
+def _others(
+    experiment: Experiment, number: int, mesh: jax.sharding.Mesh, state: step.State
+) -> Iterator[tuple[jax.stages.Lowered, int]]:
+    """Yields what runs in place of a step or before it, and bytes of a device held meanwhile."""
+    run, parallelism = experiment.run, experiment.parallelism
+    if run.check_every:
+        options = step.self_checks(mesh_lib.device_kind(mesh))
+        yield lower_step(experiment, number, mesh, state, options), 0
+    if run.replay_every:
+        objective = objective_lib.of_phase(experiment, number)
+        micro_batches = parallelism.accumulation_of(number)
+        replay = step.make_replay(objective, experiment.optimizer, parallelism, micro_batches, mesh)
+        batch, key = _batch_and_key(experiment, number, mesh)
+        given = state["params"], None, state["step"], batch, key, batch
+        others = jax.tree.leaves({name: state[name] for name in state if name != "params"})
+        yield (
+            replay.lower(*given),
+            sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in others),
+        )
+
+
+def _batch_and_key(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
+    batch = objective_lib.abstract_batch(experiment.phases[number], experiment.data_of(number))
+    key = jax.eval_shape(lambda: step.phase_key(experiment.model, experiment.seed, number))
+    return (
+        _placed(batch, mesh_lib.batch_sharding(mesh)),
+        _placed(key, mesh_lib.replicated(mesh)),
     )
 
 

@@ -21,7 +21,7 @@ from bert_jax.plan import bundles, estimate, hlo, report, schedule, topology
 from bert_jax.plan import compile as compile_lib
 from bert_jax.plan.compile import Job, Outcome
 from bert_jax.plan.schedule import Kernel
-from bert_jax.training import collectives, step
+from bert_jax.training import collectives, objective, step
 from bert_jax.training.objective import Pretraining, abstract_batch
 
 POD = "experiments/bert_large_pod.py"
@@ -214,11 +214,28 @@ def test_bundles_of_a_kernel_are_found_by_its_instruction(tmp_path):
     assert (cycles("looped.1"), cycles("looped.2"), cycles("ooped.1")) == (2829, None, None)
 
 
-def test_a_second_program_with_checks_is_another_compilation(job):
-    checked = config.override(job.experiment, ["run.check_every=100"])
+@pytest.mark.parametrize("program", ["check", "replay"])
+def test_a_second_program_is_another_compilation(job, program):
+    plain = config.override(job.experiment, ["model.dropout_rng=threefry8"])
+    job = dataclasses.replace(job, experiment=plain)
+    checked = config.override(plain, [f"run.{program}_every=100"])
     assert compile_lib.key(dataclasses.replace(job, experiment=checked)) != compile_lib.key(job)
     other = config.override(job.experiment, ["run.log_every=7"])
     assert compile_lib.key(dataclasses.replace(job, experiment=other)) == compile_lib.key(job)
+
+
+def test_the_optimizer_s_moments_lie_beside_a_replay(job):
+    small = ("hidden_size=64", "num_hidden_layers=2", "intermediate_size=128", "vocab_size=512")
+    settings = [*(f"model.{field}" for field in small), "model.dropout_rng=threefry8"]
+    experiment = config.override(job.experiment, [*settings, "run.replay_every=5"])
+    mesh = samples.mesh_of(2, experiment.parallelism)
+    parts = (objective.of_phase(experiment, 0), experiment.optimizer)
+    state = step.abstract_state(*parts, experiment.parallelism, mesh)
+    ((replay, held),) = compile_lib._others(experiment, 0, mesh, state)
+    real = jax.device_put(step.init_state(*parts, 0), jax.tree.map(lambda x: x.sharding, state))
+    beside = jax.tree.leaves({name: real[name] for name in real if name != "params"})
+    assert held == sum(leaf.addressable_shards[0].data.nbytes for leaf in beside)
+    assert replay.out_info.shape == (2, 2, 4)
 
 
 def test_a_layout_that_is_refused_is_bad_input(job, monkeypatch):

@@ -2,7 +2,8 @@
 
 Before step STEP process WHO does WHAT: `hang`, or gets the signal of that name; `none` is
 nothing; `blinded` fails to read checkpoints; `poison` makes three steps from STEP on have no finite
-loss, on all processes; `late` begins only then, and is worth a stop. Each process writes a line
+loss, on all processes; `late` begins only then, and is worth a stop; `errs`: a device of WHO does,
+as `test_replay.sicken` has it. Each process writes a line
 (step, row, hash of all that the row holds) for each row of its devices to FOLDER. In ARGS
 $JAX_PROCESS_ID is the process's number, and `@chdir F` leads the command to run in F/NUMBER: as
 hosts have disks of their own.
@@ -17,6 +18,7 @@ import sys
 import time
 
 import jax
+import pytest
 
 from bert_jax import cli
 from bert_jax.cli.child import rows_of
@@ -26,6 +28,11 @@ from bert_jax.training import step
 
 FOLDER, WHO, STEP, WHAT = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 ME = int(os.environ.get("JAX_PROCESS_ID", "0"))
+if WHAT == "errs":
+    sys.path.append(str(pathlib.Path(__file__).parents[1]))
+    from test_replay import sicken
+
+    sicken(pytest.MonkeyPatch(), {STEP - 1, STEP}, WHO)
 make_train_step = step.make_train_step
 
 
@@ -36,11 +43,13 @@ def make_noting(*args):
         now = int(state["step"])
         if WHAT == "poison" and STEP <= now < STEP + 3:
             batch = batch | {"masked_lm_weights": batch["masked_lm_weights"] * float("nan")}
-        elif WHAT not in ("none", "poison", "blinded", "late") and now == STEP and ME == WHO:
+        elif (
+            WHAT not in ("none", "poison", "blinded", "late", "errs") and now == STEP and ME == WHO
+        ):
             if WHAT == "hang":
                 time.sleep(1000)
             os.kill(os.getpid(), getattr(signal, WHAT))
-        if WHAT != "none" and now >= STEP:
+        if WHAT not in ("none", "errs") and now >= STEP:
             time.sleep(0.2)  # jax takes a second to hear a signal
         with open(FOLDER / f"rows-{jax.process_count()}-{ME}.jsonl", "a") as file:
             for row, sha in rows_of(batch):

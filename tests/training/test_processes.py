@@ -250,6 +250,19 @@ def test_processes_roll_back_together(text):
     assert_same_metrics(folder / "back2", folder / "back1", 1e-5)
 
 
+@pytest.mark.long
+def test_a_device_of_another_process_that_errs_is_named_once(text):
+    """All go back before it, and the run is that of one process."""
+    folder, file = text
+    run = ("pretrain", file, "--set", "run.replay_every=5", "--set", "parallelism.state=zero3")
+    code, lines = pod(folder, "errs", 4, "2 10 errs", *run, "--workdir", folder / "errs")
+    assert code == 0
+    (named,) = [line for line in lines if "another result" in line]
+    assert named.startswith("[0] step 10: device ") and "back to step 4" in named
+    assert " of process 2 (" in named
+    assert_same_metrics(folder / "errs", folder / "one", 1e-5)
+
+
 CUT = ("--set", "parallelism.state=zero3", "--set", "run.checkpoint_every=2")
 
 

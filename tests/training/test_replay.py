@@ -173,8 +173,8 @@ def test_a_device_named_twice_is_the_last():
 # --- the run ------------------------------------------------------------------------------------
 
 
-def sicken(monkeypatch, sick):
-    """Device 2 errs in replays before these steps, the steps too; `sick` may change meanwhile."""
+def sicken(monkeypatch, sick, place=2):
+    """A device errs in replays before these steps, the steps too; `sick` may change meanwhile."""
     make_train_step, make_replay = step.make_train_step, step.make_replay
 
     def train_step(*args):
@@ -187,8 +187,8 @@ def sicken(monkeypatch, sick):
 
     def replays(objective, *args):
         def one(params, fixed, number, *rest):
-            errs = {"device": 2 if int(number) in sick else -1}
-            if isinstance(sick, set) and errs["device"] == 2:
+            errs = {"device": place if int(number) in sick else -1}
+            if isinstance(sick, set) and errs["device"] == place:
                 sick.clear()
             program = make_replay(Faulty(objective.model, objective.learns), *args)
             return program(params, FAULT | errs, number, *rest)
