@@ -28,7 +28,7 @@ from bert_jax.running import peers as peers_lib
 from bert_jax.running.job import Job
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.workdir import Workdir
-from bert_jax.tasks.job import FinetuningSetup, finetune
+from bert_jax.tasks.job import FinetuningJob, finetune
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer, step
 
@@ -61,10 +61,11 @@ def one(experiment: Finetuning, place: pathlib.Path, peer: measure.Ask) -> dict[
     base, workdir = Loaded.of(epath.Path(experiment.init_from)), Workdir(place / "run")
     huggingface.export_weights(base, "encoder", "float32", epath.Path(place / "base"))
     lines = lines_lib.Lines(workdir.metrics).read()
-    job = FinetuningSetup(experiment, workdir, lambda line: None)
+    job = FinetuningJob(experiment, workdir, lambda line: None)
     job.read()
     with peers_lib.connected() as peers:
-        rates = write(job.open(mesh_lib.one_device(), peers), place)
+        job.open(mesh_lib.one_device(), peers)
+        rates = write(job, place)
     for number, (_, batch) in enumerate(job.eval_batches):
         np.savez(place / f"held_out_{number:05}.npz", **batch)
     task = {name: getattr(job.objective, name) for name in ("reads", "rows_per_example")}

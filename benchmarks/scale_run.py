@@ -27,7 +27,7 @@ from bert_jax.config import Experiment, Parallelism
 from bert_jax.data import build, corpus, stream
 from bert_jax.data.batches import TrainBatches
 from bert_jax.running import peers as peers_lib
-from bert_jax.running.pretraining import Prepared, PretrainingSetup
+from bert_jax.running.pretraining import Prepared, PretrainingJob
 from bert_jax.storage.workdir import COMPLETE, Workdir, sealed
 from bert_jax.text import sources as text_sources
 from bert_jax.training import feed
@@ -160,10 +160,11 @@ def start(folder: pathlib.Path) -> dict[str, float]:
     """All that `pretrain` does with a corpus before its first step."""
     scaled = experiment(folder)
     workdir = Workdir(folder / "run", scaled.run.corpus_dir)
-    setup = PretrainingSetup(scaled, workdir, lambda line: None)
+    job = PretrainingJob(scaled, workdir, lambda line: None)
     with peers_lib.connected() as peers:
-        setup.prepare(peers.count)
-        phase = setup.open(mesh_lib.make_mesh(scaled.parallelism), peers).batches(0)
+        job.prepare(peers.count)
+        job.open(mesh_lib.make_mesh(scaled.parallelism), peers)
+        phase = job.batches(0)
         while not phase.ready(0):
             time.sleep(0.05)
         phase.batch(0, np.arange(phase.batch_size))

@@ -6,9 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from bert_jax import system
-from bert_jax.config import Experiment, Optimizer
-from bert_jax.running import slices
+from bert_jax.config import Optimizer
 from bert_jax.running.branch import Branch
 from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Clock, Progress
@@ -72,36 +70,94 @@ def every(steps: int, total: int) -> Callable[[int], bool]:
     return lambda done: done > 0 and (done % steps == 0 or done == total)
 
 
-@dataclasses.dataclass(frozen=True)
 class Job:
-    """An experiment with what it learns from, opened; it knows nothing of the loop."""
+    """An experiment in its workdir, and what the loop does of it.
 
-    experiment: Any  # what is kept with every checkpoint, an `Experiment` or the like
-    objective: Objective  # what is learned
-    measured: tuple[str, ...]  # names of what any of its steps measures
-    optimizer: Optimizer  # the update
-    total_steps: int  # of all phases; the schedule's length
-    batches: Callable[[int], PhaseBatches]  # (steps done) to the phase of the next step
-    # A fresh state to the one before the first step, and a hash of weights it was given.
-    initial_state: Callable[[step.State], tuple[step.State, str]]
-    evaluators: tuple[Evaluator, ...]  # in the order in which they are asked
-    data_sha256: str  # of what is learned from, which checkpoints keep as `corpus_sha256`
-    # Raises InputError unless a checkpoint with this metadata learned from the same.
-    require_same: Callable[[dict[str, Any]], None]
-    # Of a step with such a batch: what utilisation is reckoned by.
-    operations: Callable[[Batch], int]
-    how_to_see: Callable[[int], str]  # where the text of a step is to be seen, in words
-    # The newest line of the first evaluator ({}: not of this step) to what checkpoints keep as
-    # `notes` for those who ask the model later, as JSON.
-    notes: Callable[[dict[str, Any]], dict[str, Any]] = lambda evaluation: {}
-    # Raises InputError if what is learned from was changed since it was opened.
-    require_unchanged: Callable[[], None] = lambda: None
+    A run calls `read`, `require_runnable`, `require_start`, `differences`, `prepare`, `fetch` and
+    `open`, in this order; the loop, which comes then, asks for the rest. What has no body here is
+    for pre-training and tasks to say.
+    """
+
+    how_to_go_on = "choose another --workdir"  # with a finished run, in words
+    length = "keep"  # `extend` allows more steps than the run was started with
     # The checkpoint of another run that stands before the first of this one; None: none.
     branch: Branch | None = None
     # Arrays that the steps read and do not change, on the devices; None: there are none.
     fixed: Any = None
-    # Evaluations in a row without a lower `loss` after which the run ends; 0: it goes on.
-    patience: int = 0
+    patience = 0  # evaluations in a row without a lower `loss` that end the run; 0: it goes on
+
+    # Known once it is open, or before.
+    optimizer: Optimizer  # the update
+    total_steps: int  # of all phases; the schedule's length
+    objective: Objective  # what is learned
+    measured: tuple[str, ...]  # names of what any of its steps measures
+    evaluators: tuple[Evaluator, ...]  # in the order in which they are asked
+    data_sha256: str  # of what is learned from, which checkpoints keep as `corpus_sha256`
+
+    def __init__(self, experiment: Any, workdir: Workdir, say: Callable[[str], None]):
+        self.experiment = experiment  # an `Experiment` or the like, kept with every checkpoint
+        self.workdir, self.say = workdir, say  # of the run; shows a line
+
+    # --- before it is open ----------------------------------------------------------------------
+
+    def placed(self, taken: int, booked: int, hosts: int) -> Any | None:
+        """Returns the experiment laid over some of its slices, of so many processes each.
+
+        None: it cannot be, as a task's on less than all. It is asked before devices start.
+        """
+        del hosts
+        return self.experiment if taken == booked else None
+
+    def read(self) -> None:
+        """Reads what is there already, once jax knows how many processes it has."""
+
+    def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
+        """Raises InputError if the batches or the state cannot be laid over these devices."""
+
+    def require_start(self) -> None:
+        """Raises InputError if the weights it begins with are not there, or do not fit."""
+
+    def differences(self, saved: Any, metadata: dict[str, Any]) -> list[str]:
+        """Returns how the experiment differs from that of a checkpoint that is to go on, in words.
+
+        `metadata` is the checkpoint's, its `notes` and its `init_sha256` among it.
+        """
+
+    def prepare(self, processes: int) -> None:
+        """Makes what is learned from, or finds it; on one process for all."""
+
+    def fetch(self) -> None:
+        """Copies what was prepared to this machine, if need be; on all processes."""
+
+    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
+        """Opens what was prepared."""
+
+    # --- once it is open ------------------------------------------------------------------------
+
+    def batches(self, done: int) -> PhaseBatches:
+        """Returns the phase of the step after so many."""
+
+    def initial_state(self, fresh: step.State) -> tuple[step.State, str]:
+        """Returns the state before the first step, and a hash of weights that it was given."""
+
+    def require_same(self, metadata: dict[str, Any]) -> None:
+        """Raises InputError unless a checkpoint with this metadata learned from the same."""
+
+    def require_unchanged(self) -> None:
+        """Raises InputError if what is learned from was changed since it was opened."""
+
+    def operations(self, batch: Batch) -> int:
+        """Returns those of a step with such a batch: what utilisation is reckoned by."""
+
+    def how_to_see(self, step: int) -> str:
+        """Returns where the text of a step is to be seen, in words."""
+        return f"`bert-jax show --workdir {self.workdir.named} --step {step}`"
+
+    def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
+        """Returns what checkpoints keep as `notes` for those who ask the model later, as JSON.
+
+        `evaluation` is the newest line of the first evaluator; {}: it is not of this step.
+        """
 
     def steps_of(self, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[Callable, ...]:
         """Returns the step, that in which a TPU checks itself if there is one, and the replay."""
@@ -115,55 +171,6 @@ class Job:
             checks = step.self_checks(mesh_lib.device_kind(mesh))
             checked_step = step.make_train_step(*spec, self.total_steps, mesh, checks)
         return train_step, checked_step, step.make_replay(*spec, mesh)
-
-
-@dataclasses.dataclass
-class Setup:
-    """An experiment in its workdir, before its data are there; `open` makes the job of it."""
-
-    experiment: Any  # an `Experiment` or the like
-    workdir: Workdir  # of the run
-    say: Callable[[str], None]  # shows a line
-
-    how_to_go_on = "choose another --workdir"  # with a finished run, in words
-    length = "keep"  # `extend` allows more steps than the run was started with
-
-    def placed(self, taken: int, booked: int, hosts: int) -> Any | None:
-        """Returns the experiment laid over some of its slices, of so many processes each.
-
-        None: it cannot be; a task's, on less than all. It is asked before devices start.
-        """
-        if not isinstance(self.experiment, Experiment):
-            return self.experiment if taken == booked else None
-        shards = hosts * system.devices_here() // self.experiment.parallelism.tensor
-        return slices.placed(self.experiment, taken, booked, shards)
-
-    def read(self) -> None:
-        """Reads what is there already, once jax knows how many processes it has."""
-
-    def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
-        """Raises InputError if the batches or the state cannot be laid over these devices."""
-        raise NotImplementedError
-
-    def require_start(self) -> None:
-        """Raises InputError if the weights it begins with are not there, or do not fit."""
-
-    def differences(self, saved: Any, metadata: dict[str, Any]) -> list[str]:
-        """Returns how the experiment differs from that of a checkpoint that is to go on, in words.
-
-        `metadata` is the checkpoint's, its `notes` and its `init_sha256` among it.
-        """
-        raise NotImplementedError
-
-    def prepare(self, processes: int) -> None:
-        """Makes what is learned from, or finds it; on one process for all."""
-
-    def fetch(self) -> None:
-        """Copies what was prepared to this machine, if need be; on all processes."""
-
-    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
-        """Opens what was prepared."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

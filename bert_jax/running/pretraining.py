@@ -6,25 +6,25 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax import config
+from bert_jax import config, system
 from bert_jax.base import TextVectors
-from bert_jax.config import Experiment, Model, Parallelism
+from bert_jax.config import Experiment, Model
 from bert_jax.data import batches, corpus, mixture
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.plans import Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
-from bert_jax.running import evaluators, session
+from bert_jax.running import evaluators, session, slices
 from bert_jax.running.branch import Branch
-from bert_jax.running.job import Evaluator, Job, PhaseBatches, Setup, every
+from bert_jax.running.job import Evaluator, Job, PhaseBatches, every
 from bert_jax.running.lines import Lines
 from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Progress
@@ -156,30 +156,21 @@ def _stamp(path: epath.PathLike) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-class Probes(Protocol):
-    """The probes of the encoder, next to its own losses: `tasks.probes.Probes`."""
-
-    sha256: str  # of what is asked
-    open: Callable[[Model, Tokenizer, Parallelism, jax.sharding.Mesh, int, TextVectors], int]
-    describe: Callable[[], str]
-    ask: Callable[[Any], dict[str, dict[str, Any]]]
-
-
 def pretrain(
     experiment: Experiment,
     workdir: Workdir,
     length: Literal["keep", "extend"],
     progress: Progress,
     origin: dict[str, Any] | None = None,
-    probes: Probes | None = None,
+    probes: Any = None,
     branch: Branch | None = None,
 ) -> session.Outcome:
     """Runs the experiment in its workdir to its end, or until asked to stop.
 
-    For what it takes see `PretrainingSetup` and `session.run`.
+    For what it takes see `PretrainingJob` and `session.run`.
     """
-    setup = PretrainingSetup(experiment, workdir, progress.say, length, probes, branch)
-    return session.run(setup, progress, origin)
+    job = PretrainingJob(experiment, workdir, progress.say, length, probes, branch)
+    return session.run(job, progress, origin)
 
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
@@ -218,18 +209,38 @@ def _summary(experiment: Experiment, objective: Objective, mesh: jax.sharding.Me
     )
 
 
-@dataclasses.dataclass
-class PretrainingSetup(Setup):
-    """An experiment on its corpus."""
+class PretrainingJob(Job):
+    """An experiment on its corpus.
 
-    experiment: Experiment
-    length: Literal["keep", "extend"] = "keep"  # `extend`: the last phase may have more steps
-    probes: Probes | None = None  # to be asked at times
-    branch: Branch | None = None  # what a run begins with that is not there yet; None: its step 0
-    # What checkpoints keep for those who ask the model.
-    _notes: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
+    Args:
+      experiment: what is learned.
+      workdir: of the run.
+      say: shows a line.
+      length: `extend` lets the last phase have more steps.
+      probes: of the encoder, to be asked at times: a `tasks.probes.Probes`, or None.
+      branch: what a run begins with that is not there yet; None: its step 0.
+    """
 
     how_to_go_on = "choose another --workdir, to go on raise the last phase's steps with --extend"
+    experiment: Experiment
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        workdir: Workdir,
+        say: Callable[[str], None],
+        length: Literal["keep", "extend"] = "keep",
+        probes: Any = None,
+        branch: Branch | None = None,
+    ):
+        super().__init__(experiment, workdir, say)
+        self.length, self.probes, self.branch = length, probes, branch
+        self._notes: dict[str, Any] = {}  # what checkpoints keep for those who ask the model
+
+    def placed(self, taken: int, booked: int, hosts: int) -> Experiment | None:
+        """Returns the experiment laid over some of its slices; None: it cannot be."""
+        shards = hosts * system.devices_here() // self.experiment.parallelism.tensor
+        return slices.placed(self.experiment, taken, booked, shards)
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """Raises InputError if the batches or the state cannot be laid over these devices."""
@@ -237,10 +248,10 @@ class PretrainingSetup(Setup):
 
     def require_start(self) -> None:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
-        if self.branch is not None:
-            self.branch.require(self.experiment)
-        else:
+        if self.branch is None:
             base_lib.start_of(self.experiment)
+        else:
+            self.branch.require(self.experiment)
 
     def differences(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
         """Returns how the experiment differs from a saved one that is to go on."""
@@ -284,70 +295,67 @@ class PretrainingSetup(Setup):
         """Copies the corpus to this machine, if need be."""
         corpus.here(self.workdir.corpus, self.say)
 
-    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
+    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """Opens what was prepared."""
         experiment = self.experiment
-        model = experiment.model
-        objective = objective_lib.of(model, experiment.data)
-        prepared = Prepared.open(self.workdir.corpus)
+        self.optimizer, self.total_steps = experiment.optimizer, experiment.total_steps
+        self.objective = objective_lib.of(experiment.model, experiment.data)
+        self.measured = objective_lib.measured(experiment)
+        self._peers, self._prepared = peers, Prepared.open(self.workdir.corpus)
+        self.data_sha256 = self._prepared.sha256
         peers.require_same(
             "corpus",
-            {"corpus.manifest": prepared.sha256[:16]},
+            {"corpus.manifest": self.data_sha256[:16]},
             "give all of them the corpus that one of them prepared",
         )
-        asked = tuple(self._evaluators(prepared, mesh, peers))
-        self.say(_summary(experiment, objective, mesh))
+        self.evaluators = tuple(self._evaluators(mesh))
+        self.say(_summary(experiment, self.objective, mesh))
 
-        def require_same(metadata: dict[str, Any]) -> None:
-            prepared.require_same(metadata)
-            self._notes = metadata.get("notes", {})  # the checkpoint's that it goes on from
-
-        def batches(done: int) -> PhaseBatches:
-            number, first = experiment.phase_at(done)
-            both = range(number, min(number + 2, len(experiment.phases)))  # and the next, if any
-            phase = experiment.phases[number]
-            of = prepared.train_batches(experiment, number, peers.is_primary)
-            return PhaseBatches(
-                *(number, first, phase.steps, phase.batch_size, of.batch, of.ready, of.close),
-                objective=objective_lib.of_phase(experiment, number),
-                ends_line=len({experiment.data_of(n).objective for n in both}) > 1,
-            )
-
-        def operations(batch: Batch) -> int:
-            predictions = batch["masked_lm_positions"].shape[1]
-            return flops.train_step_flops(model, *batch["input_ids"].shape, predictions)
-
-        def how_to_see(step: int) -> str:
-            return f"`bert-jax show --workdir {self.workdir.named} --step {step}` shows its text"
-
-        return Job(
-            experiment=experiment,
-            objective=objective,
-            measured=objective_lib.measured(experiment),
-            optimizer=experiment.optimizer,
-            total_steps=experiment.total_steps,
-            batches=batches,
-            initial_state=lambda fresh: self._initial_state(fresh, prepared, peers),
-            evaluators=asked,
-            data_sha256=prepared.sha256,
-            require_same=require_same,
-            operations=operations,
-            how_to_see=how_to_see,
-            notes=lambda evaluation: self._notes,
-            require_unchanged=prepared.require_unchanged,
-            branch=self.branch,
+    def batches(self, done: int) -> PhaseBatches:
+        """Returns the phase of the step after so many."""
+        experiment = self.experiment
+        number, first = experiment.phase_at(done)
+        both = range(number, min(number + 2, len(experiment.phases)))  # and the next, if any
+        phase = experiment.phases[number]
+        of = self._prepared.train_batches(experiment, number, self._peers.is_primary)
+        return PhaseBatches(
+            *(number, first, phase.steps, phase.batch_size, of.batch, of.ready, of.close),
+            objective=objective_lib.of_phase(experiment, number),
+            ends_line=len({experiment.data_of(n).objective for n in both}) > 1,
         )
 
-    def _initial_state(
-        self, fresh: step_lib.State, prepared: Prepared, peers: Peers
-    ) -> tuple[step_lib.State, str]:
+    def require_same(self, metadata: dict[str, Any]) -> None:
+        """Raises InputError unless a checkpoint was trained on this corpus; keeps its notes."""
+        self._prepared.require_same(metadata)
+        self._notes = metadata.get("notes", {})
+
+    def require_unchanged(self) -> None:
+        """Raises InputError if the corpus was changed since it was opened."""
+        self._prepared.require_unchanged()
+
+    def operations(self, batch: Batch) -> int:
+        """Returns those of a step with such a batch."""
+        predictions = batch["masked_lm_positions"].shape[1]
+        model = self.experiment.model
+        return flops.train_step_flops(model, *batch["input_ids"].shape, predictions)
+
+    def how_to_see(self, step: int) -> str:
+        """Returns where the text of a step is to be seen, in words."""
+        return f"{super().how_to_see(step)} shows its text"
+
+    def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
+        """Returns what checkpoints keep: how a model that gives vectors was asked for them."""
+        del evaluation
+        return self._notes
+
+    def initial_state(self, fresh: step_lib.State) -> tuple[step_lib.State, str]:
         """Returns the fresh state, or with the weights of `init_from` if it names some."""
         base = base_lib.start_of(self.experiment)
         if base is None:
             return fresh, ""
         where = self.experiment.init_from
-        base_lib.require_same_tokenizer(base, prepared.tokenizer, where)
-        peers.require_same(
+        base_lib.require_same_tokenizer(base, self._prepared.tokenizer, where)
+        self._peers.require_same(
             "init_from", {"weights": base.sha256[:16]}, f"give all of them the same {where}"
         )
         random = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
@@ -367,11 +375,9 @@ class PretrainingSetup(Setup):
             state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *placed)
         return state, base.sha256
 
-    def _evaluators(
-        self, prepared: Prepared, mesh: jax.sharding.Mesh, peers: Peers
-    ) -> Iterator[Evaluator]:
+    def _evaluators(self, mesh: jax.sharding.Mesh) -> Iterator[Evaluator]:
         """Yields what is asked of each model: that of a phase may have rotary bases of its own."""
-        experiment, run = self.experiment, self.experiment.run
+        experiment, run, prepared = self.experiment, self.experiment.run, self._prepared
         often = every(run.eval_every, experiment.total_steps)
         held_out = prepared.held_out(experiment, mesh)
         stream = corpus.open_stream(prepared.folder, "validation")
@@ -384,7 +390,7 @@ class PretrainingSetup(Setup):
 
         models = [*dict.fromkeys(map(experiment.model_of, range(len(experiment.phases))))]
         if self.probes is not None:
-            peers.require_same(
+            self._peers.require_same(
                 "probes",
                 {"examples": self.probes.sha256[:16]},
                 "give all of them the same files of run.probes",

@@ -14,7 +14,7 @@ from bert_jax.running import peers as peers_lib
 from bert_jax.running import trackers
 from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.running.environment import code, keep_compiled_programs, versions
-from bert_jax.running.job import Context, Job, Result, Setup
+from bert_jax.running.job import Context, Job, Result
 from bert_jax.running.lines import EVALUATIONS
 from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Clock, Progress
@@ -29,29 +29,29 @@ from bert_jax.training import mesh as mesh_lib
 Outcome = Literal["finished", "stopped", "failed"]
 
 
-def run(setup: Setup, progress: Progress, origin: dict[str, Any] | None = None) -> Outcome:
+def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> Outcome:
     """Runs an experiment in its workdir to its end, or until asked to stop.
 
     Args:
-      setup: what is to be done; a run that is there already must be of the same.
+      job: what is to be done; a run that is there already must be of the same.
       progress: shows what happens.
       origin: where the experiment comes from, by config.load_with_origin; kept for the report.
     """
-    experiment, workdir = setup.experiment, setup.workdir
+    experiment, workdir = job.experiment, job.workdir
     with contextlib.ExitStack() as stack:
         booked, wait = experiment, experiment.run.wait_for_slices_seconds
-        peers = stack.enter_context(peers_lib.connected(wait, setup.placed))
+        peers = stack.enter_context(peers_lib.connected(wait, job.placed))
         if peers.met is not None:
             taken, terms = len(peers.met.slices), peers.met.terms
-            setup.experiment = experiment = setup.placed(taken, terms.booked, terms.hosts)
+            job.experiment = experiment = job.placed(taken, terms.booked, terms.hosts)
         if not peers.is_primary:
             progress.be_silent()
         stack.callback(setattr, retry, "say", retry.say)
         retry.say = progress.say if peers.is_primary else peers.say
-        setup.read()
+        job.read()
         facts = {name: repr(value) for name, value in config.flatten(experiment)} | versions()
         facts |= {"python": platform.python_version(), "code of bert_jax": code()}
-        facts |= {"length": setup.length}
+        facts |= {"length": job.length}
         peers.require_same("settings", facts, "start all of them with the same command")
         watchdog = Watchdog(
             experiment.run.hang_after_seconds, coordinates=peers.is_primary and peers.count > 1
@@ -59,25 +59,25 @@ def run(setup: Setup, progress: Progress, origin: dict[str, Any] | None = None) 
         stack.callback(watchdog.pause)  # the caller may live on
         watchdog.reset(times=2)
         mesh = mesh_lib.make_mesh(experiment.parallelism)
-        setup.require_runnable(mesh)
+        job.require_runnable(mesh)
         _require_checkable(experiment.run, mesh)
         trackers.require_installed(experiment.run.trackers)
         system.keep_freed_memory()
         keep_compiled_programs()
         peers.connect(mesh)
         clock = Clock()
-        with _held(setup, peers) as (mirror, forget):
+        with _held(job, peers) as (mirror, forget):
             _require_one_place(workdir, mirror, peers)
-            _require_going_on(setup)
+            _require_going_on(job)
             # A signal ends this at once: a corpus half made is made again.
             watchdog.pause()
             with clock.waiting("prepare"):
-                peers.on_primary("prepare", lambda: setup.prepare(peers.count))
-                setup.fetch()
+                peers.on_primary("prepare", lambda: job.prepare(peers.count))
+                job.fetch()
                 peers.meet("fetch")
             watchdog.reset(times=2)
             with StopRequest.of(peers) as stop:
-                job = setup.open(mesh, peers)
+                job.open(mesh, peers)
                 clock.peak_flops = hardware.peak_flops(job.objective.model.compute_dtype)
                 context = Context(workdir, mesh, peers, watchdog, mirror, progress, clock, booked)
                 trainer = Trainer(job, context, origin)
@@ -86,24 +86,24 @@ def run(setup: Setup, progress: Progress, origin: dict[str, Any] | None = None) 
                     result = trainer.run(stop, forget)
             watchdog.pause()
             mirror.flush()
-        _show(result, setup, job, trainer.lines.metrics.read())
+        _show(result, job, trainer.lines.metrics.read())
     return result.outcome
 
 
-def _show(result: Result, setup: Setup, job: Job, lines: list[dict[str, Any]]) -> None:
+def _show(result: Result, job: Job, lines: list[dict[str, Any]]) -> None:
     """Says how a run ended, and how to go on."""
     if result.outcome == "failed":
-        setup.say(f"failed: {result.why}")
+        job.say(f"failed: {result.why}")
     elif result.outcome == "stopped":
         where = result.why or "saved"
-        setup.say(f"stopped at step {result.done}, {where}; run the same command again")
+        job.say(f"stopped at step {result.done}, {where}; run the same command again")
     else:
         describe = {e.name: e.describe for e in job.evaluators}
         last = [line for line in lines if line["kind"] in EVALUATIONS][-1:]
         words = [describe[line["kind"]](line) for line in last]
-        setup.say("; ".join([f"finished: step {result.done}", *words]))
-        place = setup.workdir.named
-        setup.say(f"{place} holds the finished run; to start again {setup.how_to_go_on}")
+        job.say("; ".join([f"finished: step {result.done}", *words]))
+        place = job.workdir.named
+        job.say(f"{place} holds the finished run; to start again {job.how_to_go_on}")
 
 
 def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
@@ -121,12 +121,12 @@ def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
 
 
 @contextlib.contextmanager
-def _held(setup: Setup, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]:
+def _held(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]:
     """Holds the workdir by process 0 for all; gives what makes it forget a run hardly begun.
 
     A run that is refused before its first checkpoint leaves none of the files it began.
     """
-    workdir = setup.workdir
+    workdir = job.workdir
     mirror = Mirror(workdir, peers.number)
     if not peers.is_primary:
         with mirror:
@@ -134,7 +134,7 @@ def _held(setup: Setup, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], Non
         return
     workdir.require_ours()
     if not mirror_lib.names(workdir.checkpoints):
-        setup.require_start()  # before a corpus is made for weights that do not fit
+        job.require_start()  # before a corpus is made for weights that do not fit
     with lock(workdir.root, workdir.named):
         workdir.remove_unfinished()
         mirror.take()
@@ -172,9 +172,9 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
     )
 
 
-def _require_going_on(setup: Setup) -> None:
+def _require_going_on(job: Job) -> None:
     """Raises InputError if the newest checkpoint here belongs to another experiment."""
-    workdir, experiment = setup.workdir, setup.experiment
+    workdir, experiment = job.workdir, job.experiment
     if not mirror_lib.names(workdir.checkpoints):
         return
     with Checkpoints(workdir.checkpoints, experiment.run, "read") as checkpoints:
@@ -183,7 +183,7 @@ def _require_going_on(setup: Setup) -> None:
         newest = checkpoints.named("newest")
         saved = checkpoints.experiment(newest, type(experiment))
         metadata = checkpoints.metadata(newest)
-    if changed := setup.differences(saved, metadata):
+    if changed := job.differences(saved, metadata):
         phases, hint = getattr(saved, "phases", ()), ""
         is_last = len(changed) == 1 and changed[0].startswith(f"phases.{len(phases) - 1}.steps:")
         if is_last and experiment.total_steps > saved.total_steps:
@@ -193,4 +193,4 @@ def _require_going_on(setup: Setup) -> None:
             f"give it the old ones, or choose another --workdir{hint}"
         )
     for line in config.differences(saved, experiment, "placement"):
-        setup.say(f"resume: {line}")
+        job.say(f"resume: {line}")

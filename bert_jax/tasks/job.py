@@ -15,7 +15,7 @@ from bert_jax.config import SCORES, Finetuning
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
 from bert_jax.running import session
-from bert_jax.running.job import Evaluator, Job, PhaseBatches, Setup, every
+from bert_jax.running.job import Evaluator, Job, PhaseBatches, every
 from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
@@ -66,10 +66,10 @@ def finetune(
     if base is not None:
         experiment = dataclasses.replace(experiment, init_from=base)
     workdir = mirror.opened(place, access="write")
-    return session.run(FinetuningSetup(experiment, workdir, progress.say), progress, origin)
+    return session.run(FinetuningJob(experiment, workdir, progress.say), progress, origin)
 
 
-class FinetuningSetup(Setup):
+class FinetuningJob(Job):
     """A task and the base that is adapted to it."""
 
     experiment: Finetuning
@@ -99,7 +99,7 @@ class FinetuningSetup(Setup):
         )
         self.labels = examples_lib.labels_of(experiment.task, self._train)
         examples_lib.require_known(self.labels, self._held_out)
-        self.sha256 = examples_lib.sha256([*self._train, *self._held_out], self.labels)
+        self.data_sha256 = examples_lib.sha256([*self._train, *self._held_out], self.labels)
         self._kind = kind_of(experiment.task, self.labels, self._base.tokenizer)
         self._rows, self._eval_rows = map(self._kind.rows, (self._train, self._held_out))
         weights: tuple[float, ...] = ()
@@ -119,7 +119,7 @@ class FinetuningSetup(Setup):
         task = similar.asked_of(experiment.task)
         validation = self._blank["validation"]
         self._held_out = examples_lib.read(task, task.validation, "labelled", validation)
-        self.sha256 = examples_lib.sha256(self._held_out, (learned.sha256,))
+        self.data_sha256 = examples_lib.sha256(self._held_out, (learned.sha256,))
         self._kind = kind_of(task, (), base.tokenizer)
         self._train, self._rows = [], learned.rows
         self._eval_rows = self._kind.rows(self._held_out)
@@ -154,14 +154,14 @@ class FinetuningSetup(Setup):
                 "again with another --workdir"
             )
         if not changed:
-            self._require_same(metadata)  # before a state of other shapes is read
+            self.require_same(metadata)  # before a state of other shapes is read
         return changed
 
-    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> Job:
+    def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """Opens what was prepared."""
         peers.require_same(
             "examples",
-            {"examples": self.sha256[:16], "base": self._base.sha256[:16]},
+            {"examples": self.data_sha256[:16], "base": self._base.sha256[:16]},
             "give all of them the same files",
         )
         experiment, pad_id = self.experiment, self._base.tokenizer.pad_id
@@ -169,7 +169,8 @@ class FinetuningSetup(Setup):
         size = -(-experiment.run.eval_batch_size // shards) * shards
         size *= self._eval_rows.rows_per_example
         self.eval_batches = rows.eval_batches(self._eval_rows, pad_id, size)
-        self._fixed = self._base.fixed(self.objective, mesh)
+        self.measured, self.patience = self.objective.metrics, experiment.patience
+        self.fixed = self._base.fixed(self.objective, mesh)
         self._forward = forward_of(self.objective, experiment.parallelism, mesh)
         guess = mistakes.guess(experiment.task, self.labels, self._held_out)
         self._guessing = ""
@@ -194,24 +195,13 @@ class FinetuningSetup(Setup):
         if experiment.task.kind == "similar":
             together = size // (shards * experiment.parallelism.accumulation_of(0))
             make = functools.partial(_sharing, self._batches, together)
-        phase = PhaseBatches(0, 0, self.total_steps, size, make)
-        return Job(
-            experiment=experiment,
-            objective=self.objective,
-            measured=self.objective.metrics,
-            optimizer=self.optimizer,
-            total_steps=self.total_steps,
-            batches=lambda done: phase,
-            initial_state=self.initial_state,
-            evaluators=self._evaluators(about),
-            data_sha256=self.sha256,
-            require_same=self._require_same,
-            operations=self._operations,
-            how_to_see=lambda step: f"`bert-jax show --workdir {self.workdir.named} --step {step}`",
-            notes=self._notes,
-            fixed=self._fixed,
-            patience=experiment.patience,
-        )
+        self._phase = PhaseBatches(0, 0, self.total_steps, size, make)
+        self.evaluators = self._evaluators(about)
+
+    def batches(self, done: int) -> PhaseBatches:
+        """Returns the only phase."""
+        del done
+        return self._phase
 
     def _evaluators(self, about: dict[str, Any]) -> tuple[Evaluator, ...]:
         """Returns what asks for lines about the task, its scores, and at the end its mistakes."""
@@ -272,7 +262,8 @@ class FinetuningSetup(Setup):
         yield f"finetune: unknown pieces: {values}"
         yield from filter(None, (share.warning(name) for name, share in shares.items()))
 
-    def _operations(self, batch: dict[str, jax.Array]) -> int:
+    def operations(self, batch: dict[str, jax.Array]) -> int:
+        """Returns those of a step with such a batch."""
         # Of `full`, to which others come close, since gradients flow to the bottom.
         model, source = self.objective.model, batch["input_ids"].shape
         operations = flops.train_step_flops(model, *source, 0)
@@ -292,15 +283,15 @@ class FinetuningSetup(Setup):
             params["head"] = _laid_over(params["head"], head)
         return state | {"params": params}, self._base.sha256
 
-    def _require_same(self, metadata: dict[str, Any]) -> None:
+    def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata learned from these examples."""
-        if metadata["corpus_sha256"] != self.sha256:
+        if metadata["corpus_sha256"] != self.data_sha256:
             raise InputError(
                 f"{self.workdir.named}: the examples are not those that this run learned from; "
                 "put them back, or start again with another --workdir"
             )
 
-    def _notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
+    def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
         """Returns what tasks.predict and running.checkpoint read.
 
         The threshold is that of this very step: a resumed run keeps the same.
@@ -322,7 +313,7 @@ class FinetuningSetup(Setup):
 
     def _evaluate(self, params: Any) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
-        outputs, loss = self._forward(params, self._fixed, self.eval_batches, self._eval_rows)
+        outputs, loss = self._forward(params, self.fixed, self.eval_batches, self._eval_rows)
         by_name = self.scores(outputs)
         self._newest = outputs, by_name.get("no_answer_threshold")
         score = by_name[self.experiment.task.main_score]

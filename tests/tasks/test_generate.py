@@ -176,7 +176,7 @@ def here(folder, monkeypatch):
 
 def test_a_run_begins_with_the_base_in_both_halves_and_keeps_its_worst_texts(here):
     experiment = load_experiment(Workdir("run"), Finetuning)
-    setup = job.FinetuningSetup(experiment, Workdir("run"), lambda line: None)
+    setup = job.FinetuningJob(experiment, Workdir("run"), lambda line: None)
     setup.read()
     fresh = step.init_state(setup.objective, setup.optimizer, 0)
     begun, _ = setup.initial_state(fresh)

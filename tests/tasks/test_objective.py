@@ -22,7 +22,7 @@ from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective as objective_lib
 from bert_jax.tasks import rows
 from bert_jax.tasks.adapted import LoadedBase
-from bert_jax.tasks.job import FinetuningSetup
+from bert_jax.tasks.job import FinetuningJob
 from bert_jax.tasks.objective import TaskObjective
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import sharding
@@ -305,7 +305,7 @@ def test_a_task_of_the_same_kind_and_labels_begins_with_the_head_of_its_base(kin
         ("classify", "pair"), ("a", "b", "c"), np.arange(6.0).reshape(2, 3), np.arange(3.0)
     )
     base = LoadedBase(None, {}, (), None, "", held)
-    setup = FinetuningSetup.__new__(FinetuningSetup)
+    setup = FinetuningJob.__new__(FinetuningJob)
     setup._base, setup.labels = base, labels
     setup.experiment = Finetuning(name="x", task=kinds.task(kind), adapt=Adapt(how="frozen"))
     fresh = {"kernel": jnp.full((2, 3), 9.0), "bias": jnp.full(3, 9.0)}

@@ -22,7 +22,7 @@ from bert_jax.loaded import Loaded
 from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.running.lines import in_vain
 from bert_jax.storage.workdir import Workdir, load_experiment
-from bert_jax.tasks.job import FinetuningSetup
+from bert_jax.tasks.job import FinetuningJob
 from bert_jax.tasks.rows import TrainBatches
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
@@ -61,7 +61,7 @@ def lines(workdir, name="metrics"):
 
 def final_state(workdir):
     experiment = load_experiment(Workdir(workdir), Finetuning)
-    setup = FinetuningSetup(experiment, Workdir(workdir), lambda line: None)
+    setup = FinetuningJob(experiment, Workdir(workdir), lambda line: None)
     setup.read()
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     abstract = step.abstract_state(setup.objective, setup.optimizer, experiment.parallelism, mesh)

@@ -10,7 +10,7 @@ import tuned
 from bert_jax import cli, config
 from bert_jax.config import Finetuning
 from bert_jax.storage.workdir import Workdir
-from bert_jax.tasks.job import FinetuningSetup
+from bert_jax.tasks.job import FinetuningJob
 from bert_jax.tasks.rows import TrainBatches
 
 
@@ -26,7 +26,7 @@ def task(tmp_path, monkeypatch):
         experiment = dataclasses.replace(experiment, init_from="base")
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "experiment.json").write_text(config.to_json(experiment))
-        setup = FinetuningSetup(experiment, Workdir("run"), lambda line: None)
+        setup = FinetuningJob(experiment, Workdir("run"), lambda line: None)
         setup.read()
         return setup
 
