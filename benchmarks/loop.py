@@ -3,7 +3,7 @@
 `python -m benchmarks.loop`. Overhead: seconds a step of a real run (`pretrain`) of a very
 small model, less those of the bare compiled step on one batch, in the same process, in turns. Wall
 time is what the loop adds for real, CPU time counts what its data thread does next to it. Saving:
-the time `Checkpoints.save` keeps the loop, as a share of the time until the files are whole.
+the time `Saves.save` keeps the loop, as a share of the time until the files are whole.
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ import time
 
 import jax
 import numpy as np
-from etils import epath
 from rich.console import Console
 
 from benchmarks import measure, ours
 from bert_jax.config import Corpus, Data, Experiment, Parallelism, Phase, Run
 from bert_jax.running import pretraining
-from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.running.peers import Peers
 from bert_jax.running.pretraining import Prepared
 from bert_jax.running.progress import Progress
+from bert_jax.running.saves import Saves
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
 
@@ -92,7 +92,8 @@ def saving(folder: pathlib.Path, shape: ours.Shape, rounds: int) -> list[float]:
     state, _ = jax.block_until_ready(ours.first_state(ours.model_of(shape, "float32"), mesh))
     shares = []
     for number in range(rounds):
-        with Checkpoints(epath.Path(folder / f"saves{number}"), Run(), "write") as saved:
+        workdir, alone = Workdir(folder / f"saves{number}"), Peers(0, 1, None, 0.0)
+        with Saves(workdir, Run(), alone, print) as saved:
             start = time.perf_counter()
             saved.save(1, state, {})
             blocking = time.perf_counter() - start

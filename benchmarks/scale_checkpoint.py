@@ -18,13 +18,13 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from etils import epath
 
 from benchmarks import measure
 from bert_jax import config
 from bert_jax.config import Run
 from bert_jax.running import peers
-from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.running.saves import Saves
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.checksums import checksums
@@ -95,9 +95,9 @@ def member(folder: pathlib.Path, name: str) -> None:
 
         timed("compiling checksums", lambda: checksums(held))
         timed("checksums", lambda: checksums(held))
-        with Checkpoints(epath.Path(folder / "checkpoints"), Run(), "write") as saved:
+        with Saves(Workdir(folder), Run(), everyone, print) as saved:
             timed("blocking", lambda: saved.save(1, held["state"], {}))
-            timed("rest", saved.finish)
+            timed("rest", saved.wait)
             held.clear()
             timed("restore", restore)
         found["cpu"]["save"] = found["cpu"]["blocking"] + found["cpu"]["rest"]

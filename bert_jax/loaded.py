@@ -251,17 +251,15 @@ def _restored(
     """Returns parts of a checkpoint's state, whole on each device of the mesh: a run's own sharding
     is for the devices it had.
     """
-    with Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
-        of_newest = saved.experiment(saved.named("newest"))
-        if changed := config.differences(of_newest, experiment, "identity"):
-            raise InputError(
-                f"{workdir.named}: was trained with other settings ({'; '.join(changed)})"
-            )
-        learned = objective.of(experiment.model, experiment.data)
-        abstract = step.abstract_state(learned, experiment.optimizer, Parallelism(), mesh)
-        restored = saved.read(which, {name: abstract[name] for name in wanted})
-        prepared.require_same(restored.metadata)
-        return restored
+    saved = Checkpoints(workdir.checkpoints)
+    of_newest = saved.experiment(saved.named("newest"))
+    if changed := config.differences(of_newest, experiment, "identity"):
+        raise InputError(f"{workdir.named}: was trained with other settings ({'; '.join(changed)})")
+    learned = objective.of(experiment.model, experiment.data)
+    abstract = step.abstract_state(learned, experiment.optimizer, Parallelism(), mesh)
+    restored = saved.read(which, {name: abstract[name] for name in wanted})
+    prepared.require_same(restored.metadata)
+    return restored
 
 
 def line_of(workdir: Workdir, kind: str, step: int) -> dict[str, Any] | None:

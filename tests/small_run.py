@@ -138,6 +138,16 @@ def pretrain(
     return outcome, console.export_text()
 
 
+def saves_in(workdir: pathlib.Path, run: object = None) -> object:
+    """What writes a run's checkpoints, as of one process."""
+    from bert_jax.config import Run
+    from bert_jax.running.peers import Peers
+    from bert_jax.running.saves import Saves
+    from bert_jax.storage.workdir import Workdir
+
+    return Saves(Workdir(workdir), run or Run(), Peers(0, 1, None, 1.0), print)
+
+
 def final_state(workdir: pathlib.Path, step: int | None = None) -> tuple[int, dict]:
     """The newest checkpoint of a run, or that of a step: its step and its whole state."""
     import jax
@@ -156,6 +166,6 @@ def final_state(workdir: pathlib.Path, step: int | None = None) -> tuple[int, di
         experiment.parallelism,
         mesh_lib.make_mesh(experiment.parallelism),
     )
-    with Checkpoints(epath.Path(workdir / "checkpoints"), experiment.run, "read") as saved:
-        step = step or max(saved.steps)
-        return step, jax.device_get(saved.restore(step, abstract).state)
+    saved = Checkpoints(epath.Path(workdir / "checkpoints"))
+    step = step or max(saved.steps)
+    return step, jax.device_get(saved.restore(step, abstract).state)

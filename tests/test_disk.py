@@ -15,10 +15,10 @@ from small_run import pretrain
 
 from bert_jax.errors import DiskFull
 from bert_jax.running import lines as lines_lib
-from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.running.profile import Profile
 from bert_jax.running.progress import Clock
 from bert_jax.running.runner import Trainer
+from bert_jax.running.saves import Saves
 from bert_jax.storage import copies
 
 
@@ -103,7 +103,7 @@ def test_a_run_may_go_on_where_its_checkpoints_do_not_fit(disk, copy_of_run):
                 pass
 
     saved = []
-    save = Checkpoints.save
+    save = Saves.save
 
     def watched(self, step, *args):
         saved.append(step)
@@ -115,7 +115,7 @@ def test_a_run_may_go_on_where_its_checkpoints_do_not_fit(disk, copy_of_run):
 
     settings = ("run.checkpoint_every=3", "run.when_disk_is_full=go_on")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoints, "save", watched)
+        patch.setattr(Saves, "save", watched)
         outcome, shown = pretrain("small.py", disk.folder / "w", *settings)
     assert outcome == "finished"
     assert saved == [3, 6, 9, 12, 15, 18, 21, 22]

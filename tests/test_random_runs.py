@@ -101,8 +101,8 @@ def checkpoints(run):
     experiment = load_experiment(workdir.Workdir("run"))
     one = mesh_lib.one_device()
     whole = abstract_state(Pretraining(experiment.model), experiment.optimizer, Parallelism(), one)
-    with Checkpoints(epath.Path("run/checkpoints"), experiment.run, "read") as saved:
-        return experiment, whole, {step: saved.restore(step, whole) for step in saved.steps}
+    saved = Checkpoints(epath.Path("run/checkpoints"))
+    return experiment, whole, {step: saved.restore(step, whole) for step in saved.steps}
 
 
 @pytest.mark.parametrize("names", ["_CHECKPOINT_METADATA", "state/**/*"])
@@ -114,10 +114,8 @@ def test_a_checkpoint_is_what_was_saved_or_the_one_before_is_used(run, checkpoin
     files = sorted(p for p in folder.glob(names) if p.is_file() and p.stat().st_size)
     file = data.draw(st.sampled_from(files))
     kind = "d/*" if file.parent.name == "d" else file.name
-    with (
-        damage(file, data, f"checkpoint/{kind}"),
-        Checkpoints(epath.Path(folder.parent), experiment.run, "read") as opened,
-    ):
+    with damage(file, data, f"checkpoint/{kind}"):
+        opened = Checkpoints(epath.Path(folder.parent))
         found = result(lambda: opened.newest(whole), folder)
         claim = result(lambda: opened.experiment(opened.named("newest")), folder)
     if found is not REFUSED:

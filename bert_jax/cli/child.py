@@ -20,7 +20,7 @@ from bert_jax import cli, system
 from bert_jax.data import corpus
 from bert_jax.running import evaluators, start
 from bert_jax.running import lines as lines_lib
-from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.running.saves import Saves
 from bert_jax.training import step
 from bert_jax.verify.faults import Fault, Plan, files_below
 
@@ -56,7 +56,7 @@ class _Child:
             (step, "make_train_step", self._make_train_step),
             (step, "make_eval_step", self._make_eval_step),
             (evaluators.Watched, "predict", self._predict),
-            (Checkpoints, "save", self._save),
+            (Saves, "save", self._save),
             (start, "_start", self._restore),
             (lines_lib.Lines, "forget_after", self._open),
             (corpus, "prepare", self._prepare),
@@ -113,11 +113,11 @@ class _Child:
         self._parts += 1
         return forget_after(*args)
 
-    def _save(self, save: Callable, checkpoints: Checkpoints, at: int, *args: Any) -> None:
+    def _save(self, save: Callable, saves: Saves, at: int, *args: Any) -> None:
         if self._due("save"):
-            self._in_a_thread(self._die_in_save, pathlib.Path(checkpoints._folder), at)
+            self._in_a_thread(self._die_in_save, pathlib.Path(saves._folder), at)
         self._at("roll_back")
-        save(checkpoints, at, *args)
+        save(saves, at, *args)
 
     def _restore(self, function: Callable[..., start.Start], *args: Any) -> start.Start:
         restored = function(*args)

@@ -324,38 +324,38 @@ def checkpoints(args: argparse.Namespace) -> int:
     experiment = load_experiment(workdir, kind)
     if not mirror.names(workdir.checkpoints):
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
-    with checkpoint.Checkpoints(workdir.checkpoints, experiment.run, "read") as saved:
-        damaged = saved.unreadable()
-        metadata = {n: saved.metadata(n) for n in saved.steps if n not in damaged}
-        losses = {n: m["held_out_loss"] for n, m in metadata.items()}
-        known = [(loss, n) for n, loss in losses.items() if loss is not None]
-        best = min(known)[1] if known else None
-        if not saved.steps:
-            say(f"{workdir.checkpoints}: no checkpoint yet")
-        else:
-            if fork := fork_of(workdir):
-                say(f"forked from {fork['checkpoint']} (sha256 {fork['sha256'][:12]})")
-            say(f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss")
-        for row, number in enumerate(saved.steps):
-            place = workdir.checkpoints / str(number)
-            saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().mtime))
-            words = ["-" if losses.get(number) is None else f"{losses[number]:.3f}"]
-            words += ["newest"] * (row == 0) + ["best"] * (number == best)
-            words += ["damaged"] * (number in damaged)
-            say(f"{number:>10}  {saved_at}  {_megabytes(place):>9.1f}  {', '.join(words)}")
-        for place in sorted(workdir.checkpoints.glob(f"{checkpoint.ASIDE}*")):
-            say(f"{place.name}: was found damaged and put aside, {_megabytes(place):.1f} MB")
-        if saved.steps and _is_finished(experiment, metadata.get(saved.steps[0])):
-            say("the run is finished")
-        broken = 0
-        place = mesh_lib.replicated(mesh_lib.one_device()) if args.verify else None
-        for number in saved.steps if args.verify else ():
-            try:
-                saved.restore(number, saved.abstract_state(number, place))
-                say(f"step {number}: every array is what was saved")
-            except checkpoint.Damaged as error:
-                say(str(error))
-                broken += 1
+    saved = checkpoint.Checkpoints(workdir.checkpoints)
+    damaged = saved.unreadable()
+    metadata = {n: saved.metadata(n) for n in saved.steps if n not in damaged}
+    losses = {n: m["held_out_loss"] for n, m in metadata.items()}
+    known = [(loss, n) for n, loss in losses.items() if loss is not None]
+    best = min(known)[1] if known else None
+    if not saved.steps:
+        say(f"{workdir.checkpoints}: no checkpoint yet")
+    else:
+        if fork := fork_of(workdir):
+            say(f"forked from {fork['checkpoint']} (sha256 {fork['sha256'][:12]})")
+        say(f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss")
+    for row, number in enumerate(saved.steps):
+        place = workdir.checkpoints / str(number)
+        saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().mtime))
+        words = ["-" if losses.get(number) is None else f"{losses[number]:.3f}"]
+        words += ["newest"] * (row == 0) + ["best"] * (number == best)
+        words += ["damaged"] * (number in damaged)
+        say(f"{number:>10}  {saved_at}  {_megabytes(place):>9.1f}  {', '.join(words)}")
+    for place in sorted(workdir.checkpoints.glob(f"{checkpoint.ASIDE}*")):
+        say(f"{place.name}: was found damaged and put aside, {_megabytes(place):.1f} MB")
+    if saved.steps and _is_finished(experiment, metadata.get(saved.steps[0])):
+        say("the run is finished")
+    broken = 0
+    place = mesh_lib.replicated(mesh_lib.one_device()) if args.verify else None
+    for number in saved.steps if args.verify else ():
+        try:
+            saved.restore(number, saved.abstract_state(number, place))
+            say(f"step {number}: every array is what was saved")
+        except checkpoint.Damaged as error:
+            say(str(error))
+            broken += 1
     return FAILED if broken else FINISHED
 
 

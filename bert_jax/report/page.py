@@ -66,8 +66,8 @@ def _require_whole(record: Record) -> None:
     workdir, metadata = record.workdir, dict[str, Any]()
     with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
         if mirror.names(workdir.checkpoints):
-            with Checkpoints(workdir.checkpoints, record.experiment.run, "read") as saved:
-                metadata = saved.metadata(saved.named("newest"))
+            saved = Checkpoints(workdir.checkpoints)
+            metadata = saved.metadata(saved.named("newest"))
     for name, written in metadata.get("lines", {}).items():
         if damage := Lines(workdir.root / name).damage(metadata["step"], written):
             raise InputError(

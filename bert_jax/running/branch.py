@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from etils import epath
 
 from bert_jax import config
-from bert_jax.config import Experiment, Run
+from bert_jax.config import Experiment
 from bert_jax.data import corpus
 from bert_jax.errors import InputError
 from bert_jax.running.checkpoint import Checkpoints, sha256_of
@@ -49,11 +49,11 @@ class Branch(NamedTuple):
 
     def saved(self) -> tuple[Experiment, str]:
         """Returns the experiment of the checkpoint, and its checksum; InputError: not there."""
-        with Checkpoints(self.workdir.checkpoints, Run(), "read") as checkpoints:
-            if self.step not in checkpoints.steps:
-                there = ", ".join(map(str, checkpoints.steps)) or "none"
-                raise InputError(f"{self.flag} {self}: no such checkpoint; there are {there}")
-            return checkpoints.experiment(self.step), sha256_of(checkpoints.metadata(self.step))
+        checkpoints = Checkpoints(self.workdir.checkpoints)
+        if self.step not in checkpoints.steps:
+            there = ", ".join(map(str, checkpoints.steps)) or "none"
+            raise InputError(f"{self.flag} {self}: no such checkpoint; there are {there}")
+        return checkpoints.experiment(self.step), sha256_of(checkpoints.metadata(self.step))
 
     def require(self, experiment: Experiment) -> None:
         """Raises InputError unless the checkpoint is there, and this experiment may begin with it.
@@ -181,8 +181,8 @@ def begun(workdir: Workdir) -> Branch | None:
 
 def _has_saved(workdir: Workdir) -> bool:
     """Returns whether there is a checkpoint, not only one that a kill has cut off."""
-    with Checkpoints(workdir.checkpoints, Run(), "read") as own:
-        return bool(own.steps)
+    own = Checkpoints(workdir.checkpoints)
+    return bool(own.steps)
 
 
 def _named(flag: Literal["--decay-from", "--fork"], checkpoint: str) -> Branch:

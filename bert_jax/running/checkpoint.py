@@ -1,4 +1,4 @@
-"""The state on disk, by Orbax; nothing else imports it.
+"""The state on disk, by Orbax: how it is read. Only `running.saves`, which writes, imports it, too.
 
 A checkpoint is the state of training.step and a little JSON next to it: what the run is, what it
 ran on, and the metrics summed since the last line was written, so that the lines of a resumed run
@@ -10,28 +10,24 @@ reason that is no network's or machine's (storage.retry): those say nothing abou
 tried again for ten minutes.
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import logging
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 from absl import logging as absl_logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.multihost import multihost
 from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import config
-from bert_jax.config import Experiment, Run
+from bert_jax.config import Experiment
 from bert_jax.config.fields import Section
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import mirror, retry
@@ -45,10 +41,6 @@ FORMAT_VERSION = 2
 _UNSEALED_VERSION = 1  # had no checksums
 # Prefix of the folders of damaged checkpoints, before their step.
 ASIDE = "damaged-"
-# Orbax's, in a whole checkpoint; in a bucket one without it is not whole.
-_COMMITTED = "commit_success.txt"
-# Orbax's, after the step of one that is not whole; it removes them before it saves.
-_UNFINISHED = ".orbax-checkpoint-tmp"
 
 # Orbax would ask for the bucket itself, which rights on objects do not allow. Where a bucket has
 # folders, those of removed checkpoints stay, empty.
@@ -70,36 +62,15 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run, to be read: nothing is touched, the run may be saving meanwhile.
 
-    Saving is asynchronous: the state is copied, written behind the next steps, and counts only
-    once it is whole. Opened to `read`, nothing is touched: a run may be saving meanwhile.
+    `running.saves` writes them.
     """
 
-    def __init__(self, folder: epath.Path, run: Run, access: Literal["read", "write"]):
+    def __init__(self, folder: epath.Path):
         _quiet_orbax_logs()
-        self._folder, self._access = folder, access
-        self.has_failed = False  # the save under way, in this process: `finish` will raise why
-        self._kept = Kept(run)
+        self._folder = folder
         self._was_allowed = False
-        self._opened: ocp.training.Checkpointer | None = None
-        self._remove_unfinished()  # by writers of a failed save that outlived its end
-
-    @property
-    def _checkpointer(self) -> ocp.training.Checkpointer:
-        """Orbax's own, to write. It cannot be opened where one checkpoint is not readable."""
-        if self._opened is None:
-            for step in self.steps:
-                self._kept.losses[step] = self.metadata(step)["held_out_loss"]
-            barriers = _Barriers()
-            barriers.fail = lambda: setattr(self, "has_failed", True)
-            self._opened = ocp.training.Checkpointer(
-                absolute(self._folder),
-                context=_context(async_options=barriers),
-                preservation_policy=self._kept,
-                cleanup_tmp_directories=True,
-            )
-        return self._opened
 
     @property
     def steps(self) -> list[int]:
@@ -111,47 +82,6 @@ class Checkpoints:
             return sorted(checkpoint_steps(absolute(self._folder)), reverse=True)
 
         return self._again(listed)
-
-    def has_ended(self, step: int) -> bool | None:
-        """Returns whether the save of a step came to a whole one; None while it is on its way."""
-        if self._opened is None or self._opened.is_saving_in_progress():
-            return None
-        with contextlib.suppress(Exception):  # of a bucket that is away, which is not waited for
-            return step in checkpoint_steps(absolute(self._folder))
-        return False
-
-    def finish(self) -> None:
-        """Waits until what is being saved is on disk; a save that fails leaves nothing.
-
-        Raises:
-          Unavailable: it could not be written for now; the next save begins afresh.
-        """
-        self.has_failed = False
-        with self._writing():
-            if self._opened is not None:
-                self._opened.wait()
-
-    def save(
-        self, step: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
-    ) -> None:
-        """Begins to save the state of training.step and the JSON; an earlier save must be finished.
-
-        The lowest held-out losses, of masked LM or of a task, are the best; None if it was not
-        evaluated at this step.
-
-        Raises as `finish`.
-        """
-        metadata = {
-            "format_version": FORMAT_VERSION,
-            "step": step,
-            "checksums": checksums(state),
-            "held_out_loss": held_out_loss,
-            **metadata,
-        }
-        self._kept.losses[step] = held_out_loss
-        sealed = metadata | {"sha256": sha256_of(metadata)}
-        with self._writing():
-            self._checkpointer.save_async(step, state, force=True, custom_metadata=sealed)
 
     def metadata(self, step: int) -> dict[str, Any]:
         """Returns the JSON that was saved with the state; raises as `restore`."""
@@ -302,49 +232,6 @@ class Checkpoints:
                 damaged[step] = str(error)
         return damaged
 
-    def set_aside(self, step: int) -> str:
-        """Renames a damaged checkpoint, so that it is no longer counted; by one process for all.
-
-        Returns its new name; "" if nothing of it is there.
-        """
-        folder = self._folder / str(step)
-
-        def rename() -> str:
-            if not folder.exists():
-                return ""
-            # In a bucket it may have been moved in part, before a fault: the rest goes next to it.
-            ends = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
-            places = (self._folder / f"{ASIDE}{step}{end}" for end in ends)
-            aside = next(place for place in places if not place.exists())
-            folder.rename(aside)
-            if mirror.is_bucket(aside):  # where Orbax removes what has none as unfinished
-                (aside / _COMMITTED).write_text("")
-            return aside.name
-
-        return self._again(rename)
-
-    def look_again(self) -> None:
-        """Lists checkpoints again: else steps of removed ones cannot be saved again."""
-        if self._opened is not None:
-            self._again(self._opened.reload)
-
-    def forget_after(self, step: int) -> None:
-        """Removes newer checkpoints: of steps that will be done again, otherwise.
-
-        By one process for all, which `look_again` then.
-        """
-
-        def remove(folder: epath.Path) -> None:
-            # Half removed under its own name it would be a damaged one, perhaps the last.
-            gone = self._folder / f"{folder.name}{_UNFINISHED}"
-            gone.rmtree(missing_ok=True)
-            if folder.exists():
-                folder.rename(gone)
-                gone.rmtree()
-
-        for newer in [number for number in self.steps if number > step]:
-            self._again(lambda number=newer: remove(self._folder / str(number)))
-
     def _again(self, work: Callable[[], T]) -> T:
         """Does what can be repeated with the folder, again after each passing fault."""
         with named_errors(self._folder):
@@ -378,47 +265,9 @@ class Checkpoints:
     def _damage(self, step: int, reason: str) -> str:
         return f"{self._folder / str(step)}: damaged, cannot be restored ({reason})"
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Names errors of a save; one that failed leaves nothing, and the next begins afresh."""
-        try:
-            with named_errors(self._folder):
-                yield
-        except Exception:
-            # What Orbax remembers of its checkpoints may be wrong now.
-            opened, self._opened = self._opened, None
-            with contextlib.suppress(Exception):
-                if opened is not None:
-                    opened.close()
-            self._remove_unfinished()
-            raise
 
-    def close(self) -> None:
-        """Finishes what is being saved; a save that failed leaves nothing."""
-        try:
-            if self._opened is not None:
-                with self._writing():
-                    self._opened.close()
-        finally:
-            self._remove_unfinished()
-
-    def _remove_unfinished(self) -> None:
-        """Removes what is unfinished, once nothing is being saved, lest a full disk stay full."""
-        if self._access == "read" or jax.process_index():
-            return
-        with contextlib.suppress(Exception):  # Orbax does the same where it begins to save
-            for path in self._folder.glob(f"*{_UNFINISHED}"):
-                path.rmtree()
-            self._folder.rmdir()
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _context(**options: Any) -> ocp.Context:
+def context(**options: Any) -> ocp.Context:
+    """Returns Orbax's settings, with these next to ours."""
     # Its store of shapes repeats what the arrays say, and nothing would notice a flipped bit there.
     saving = ocp.options.ArrayOptions.Saving(use_compression=False, array_metadata_store=None)
     loading = ocp.options.PyTreeOptions.Loading(partial_load=True)
@@ -429,35 +278,15 @@ def _context(**options: Any) -> ocp.Context:
     )
 
 
-class _Barriers(ocp.options.AsyncOptions):
-    """Orbax's options, with barriers that a thread of a save does not come to once it has failed.
-
-    The others wait for its part at another one, and would not learn of the failure.
-    """
-
-    fail: Callable[[], None]  # is called then
-
-    def v0(self) -> Any:
-        """Returns them as Orbax's older interface, below, takes them."""
-        return dataclasses.replace(super().v0(), barrier_sync_fn=self._meet)
-
-    def _meet(self, *, key: str, timeout_ms: int) -> None:
-        error = sys.exception()
-        if error is not None and threading.current_thread() is not threading.main_thread():
-            self.fail()
-            raise error
-        multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-
 def _alone() -> ocp.Context:
     """Returns a context in which a process reads for itself: one that fails leaves none waiting."""
     me = jax.process_index()
     if jax.process_count() == 1:
-        return _context()
+        return context()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
     )
-    return _context(multiprocessing_options=alone)
+    return context(multiprocessing_options=alone)
 
 
 def _require_open(folder: epath.Path) -> None:
@@ -476,28 +305,6 @@ def _require_open(folder: epath.Path) -> None:
 def sha256_of(metadata: dict[str, Any]) -> str:
     """Returns the checksum of a checkpoint: of its metadata, and so of its arrays' checksums."""
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
-
-
-class Kept:
-    """Orbax's question which checkpoints to keep, answered by the losses in their metadata.
-
-    Not its `best_fn` with `max_to_keep`, which removes the newest; nor its metrics, files without
-    which it cannot be opened.
-    """
-
-    def __init__(self, run: Run):
-        self.losses: dict[int, float | None] = {}
-        self._run = run
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Decides whether to keep each checkpoint, the oldest first."""
-        del context
-        run, steps = self._run, [checkpoint.step for checkpoint in checkpoints]
-        known = sorted((self.losses[s], s) for s in steps if self.losses.get(s) is not None)
-        kept = {*steps[-run.keep_checkpoints :], *(step for _, step in known[: run.keep_best])}
-        replayed = (steps[-1] - 1) // run.replay_every * run.replay_every if run.replay_every else 0
-        kept.update([step for step in steps if step <= replayed][-1:])
-        return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]
 
 
 def _quiet_orbax_logs() -> None:

@@ -21,13 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
-from etils import epath
 
 from bert_jax import errors
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import roll_call, slices
 from bert_jax.storage import retry
-from bert_jax.storage.workdir import write_atomic
 
 # Seconds to wait for the others at the start, unless BERT_JAX_ARRIVE_WITHIN says otherwise.
 _ARRIVE = 300.0
@@ -56,9 +54,10 @@ class Peers:
         self, number: int, count: int, store: Any, limit: float, met: roll_call.Met | None = None
     ):
         self.number, self.count = number, count  # of processes
-        self.met = met  # of a run that is booked on several slices: those that train
-        self._store, self._limit = store, limit
-        self._me = f"process {number} ({socket.gethostname()})"
+        self.met = met  # which slices train; None: a process alone, or jax knows its host's place
+        self._store = store
+        self.limit = limit  # seconds to wait for the others
+        self.me = f"process {number} ({socket.gethostname()})"
         self._failure: dict[str, Any] | None = None
         self._agreed: BaseException | None = None  # what all processes raise alike
         self._unwind = _UNWIND
@@ -76,12 +75,12 @@ class Peers:
 
     def say(self, line: str) -> None:
         """Shows a line about this process, of whichever number."""
-        print(f"bert-jax: {self._me}: {line}", file=sys.stderr, flush=True)
+        print(f"bert-jax: {self.me}: {line}", file=sys.stderr, flush=True)
 
     def owner(self, device: jax.Device) -> str:
         """Returns the process of a device, and its host; all processes ask together."""
         is_mine = device.process_index == self.number
-        return self.first_error(f"owner of device {device.id}", self._me * is_mine)
+        return self.first_error(f"owner of device {device.id}", self.me * is_mine)
 
     def first_error(self, what: str, error: str, patience: float = 0.0) -> str:
         """Returns the error of the first process that has one, on all, once all have come here.
@@ -92,7 +91,7 @@ class Peers:
         Raises:
           Unavailable: one has not come in time.
         """
-        limit = self._limit + patience
+        limit = self.limit + patience
         return self._gather(
             what, error, limit, lambda all_errors: next(filter(None, all_errors), "")
         )
@@ -159,31 +158,11 @@ class Peers:
                     return f"{name} differs from {leader}: {few}{more}; {remedy}"
             return ""
 
-        return self._gather(what, json.dumps([self._me, dict(facts)]), self._limit, compared)
+        return self._gather(what, json.dumps([self.me, dict(facts)]), self.limit, compared)
 
-    def require_shared(self, folder: epath.Path) -> None:
-        """Raises InputError on all processes if one does not see this folder of process 0."""
-        if self.count == 1:
-            return
-        drawn = os.urandom(8).hex()
-        drawn = self._gather("token", drawn, self._limit, lambda brought: brought[0])
-        token, error = folder / f".token.{drawn}.tmp", ""
-        try:
-            if self.is_primary:
-                write_atomic(token, "")
-            deadline = time.monotonic() + self._limit
-            while not token.exists():  # a shared disk may show new files late
-                if time.monotonic() > deadline:
-                    error = (
-                        f"{self._me} does not see what process 0 writes in {folder}; name a "
-                        "--workdir on a disk that all of them share"
-                    )
-                    break
-                time.sleep(0.1)
-            self.agree("workdir", error)
-        finally:
-            if self.is_primary:
-                token.unlink(missing_ok=True)
+    def from_primary(self, what: str, value: str) -> str:
+        """Returns process 0's value, on all processes."""
+        return self._gather(what, value, self.limit, lambda brought: brought[0])
 
     def on_primary(self, what: str, work: Callable[[], None]) -> None:
         """Runs the work on process 0 while the others wait, as long as it takes."""
@@ -225,7 +204,7 @@ class Peers:
         elif code == errors.FAILED and self._failure is None:
             traceback.print_exception(error)
         if error is not self._agreed:
-            line = line.replace("bert-jax: ", f"bert-jax: {self._me}: ", 1)
+            line = line.replace("bert-jax: ", f"bert-jax: {self.me}: ", 1)
         failure = {"line": line, "code": code}
         try:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first
@@ -371,22 +350,18 @@ def connected(
 
 def _connect(wait: float, placed: Callable[[int, int, int], Any]) -> Peers:
     limit = seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVE
-    place, met, bind = roll_call.own_place(), None, None
+    place, met = roll_call.own_place(), None
     # jax's notice of SIGTERM takes the signal over: only once there is something to save.
     jax.config.update("jax_enable_preemption_service", False)
     if place is not None:
-        if "," in place.address:
-            met = roll_call.meet(place, wait, limit, placed)
-            place, bind = met.place, met.bind
-        else:
-            roll_call.wait_for_all(place, limit)
+        met = roll_call.meet(place, wait, limit, placed)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            *(place.address, place.count, place.number),
+            *(met.place.address, met.place.count, met.place.number),
             # Where jax finds SLURM by itself it takes one GPU a process, however many there are.
             cluster_detection_method="deactivate",
             initialization_timeout=round(limit),
-            coordinator_bind_address=bind,
+            coordinator_bind_address=met.bind,
         )
     elif not (_on_tpu_host() and _found_by_jax(limit)):
         return Peers(0, 1, None, limit)

@@ -59,7 +59,7 @@ class Trainer:
         self.mesh, self.watchdog, self.clock = context.mesh, context.watchdog, context.clock
         run, workdir, peers = self.experiment.run, context.workdir, context.peers
         self.lines = RunLines(workdir, run.when_disk_is_full, writes=peers.is_primary)
-        self.saves = Saves(context, run)
+        self.saves = Saves(workdir, run, peers, self.say)
         self.replay = Replay(self.mesh)
         self.empty_window = step.make_empty_window(job.measured, self.mesh)
         self.profile = Profile(
@@ -91,14 +91,14 @@ class Trainer:
         """
         total = self.job.total_steps
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.saves.checkpoints)
+            stack.enter_context(self.saves)
             stack.enter_context(self.context.peers.abort_together(forget))
             stack.enter_context(mesh_lib.named_memory())
             # Times of lost steps are kept; a line cut off by a kill is not.
             if self.context.peers.is_primary:
                 self.lines.timings.forget_after(total)
             with self.clock.waiting("restore"):
-                begun = start.begin(self.job, self.context, self.saves.checkpoints)
+                begun = start.begin(self.job, self.context, self.saves)
             self._go_on_from(begun)
             del begun  # whose arrays are given away step by step
             # Only now: an experiment that was refused must not stand in the workdir.
@@ -109,7 +109,7 @@ class Trainer:
             branch = {} if self.job.branch is None else {"branch": str(self.job.branch)}
             about = {"environment": environment()} | branch | self._slices()
             self._note("start", self._lap() | about)
-            if branch and self.done not in self.saves.checkpoints.steps:
+            if branch and self.done not in self.saves.steps:
                 self._save()  # from here on it is a run like any other
             try:
                 with self.context.progress.bar(self.done, total):
@@ -279,7 +279,7 @@ class Trainer:
         self.state, self.window = {}, {}  # two states may be more than there is room for
         self.watchdog.reset(times=2)
         with self.clock.waiting("restore"):
-            return start.before(error, first, self.job, self.context, self.saves.checkpoints)
+            return start.before(error, first, self.job, self.context, self.saves)
 
     # --- where to begin -------------------------------------------------------------------------
 
@@ -368,9 +368,9 @@ class Trainer:
         )
 
     def _slices(self) -> dict[str, Any]:
-        if (met := self.context.peers.met) is None:
+        if (met := self.context.peers.met) is None or (booked := met.terms.booked) == 1:
             return {}
-        before, booked = self.lines.timings.read(), met.terms.booked
+        before = self.lines.timings.read()
         since = slices.missing_since(before, met.slices, booked, time.time())
         self.say(slices.in_words(since, booked))
         return {"slices": {"taken": met.slices, "missing_since": since}}

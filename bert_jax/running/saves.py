@@ -1,88 +1,146 @@
-"""What a run does about its checkpoints: which one is whole, full disks and faults that pass.
+"""The checkpoints that a run writes, by Orbax, and what becomes of a save that does not succeed.
 
-`running.checkpoint` reads and writes them. A save that is lost to a passing fault costs a run of
-one process nothing but time; of several, all end and start again.
+Saving is asynchronous: the state is copied, written behind the next steps, and counts only once it
+is whole. A save that is lost to a passing fault costs a run of one process nothing but time; of
+several, all end and start again.
 """
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.multihost import multihost
+from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax.config import Run
 from bert_jax.errors import DiskFull, Unavailable
-from bert_jax.running.checkpoint import Checkpoints
-from bert_jax.running.job import Context
-from bert_jax.storage import retry
-from bert_jax.storage.workdir import sealed, write_atomic
+from bert_jax.running.checkpoint import ASIDE, FORMAT_VERSION, Checkpoints, context, sha256_of
+from bert_jax.running.peers import Peers
+from bert_jax.storage import mirror, retry
+from bert_jax.storage.workdir import Workdir, absolute, named_errors, sealed, write_atomic
+from bert_jax.training.checksums import checksums
+
+# Orbax's, in a whole checkpoint; in a bucket one without it is not whole.
+_COMMITTED = "commit_success.txt"
+# Orbax's, after the step of one that is not whole; it removes them before it saves.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
-class Saves:
-    """The saves of one run; `step` is that of the newest, perhaps still on its way."""
+class Saves(Checkpoints):
+    """The checkpoints of one run as it writes them; entered while it does.
 
-    def __init__(self, context: Context, run: Run):
-        self.checkpoints = Checkpoints(context.workdir.checkpoints, run, "write")
-        self.step = 0
+    What of it is by one process for all, the others learn by `look_again`.
+    """
+
+    def __init__(self, workdir: Workdir, run: Run, peers: Peers, say: Callable[[str], None]):
+        super().__init__(workdir.checkpoints)
+        self.step = 0  # of the newest checkpoint, perhaps still on its way
         self.missing = ""  # why the last steps are in no checkpoint; "" if they are
-        self._workdir, self._peers, self._run = context.workdir, context.peers, run
-        self._say = context.progress.say
+        self._workdir, self._run, self._peers, self._say = workdir, run, peers, say
+        self._kept = Kept(run)
+        self._opened: ocp.training.Checkpointer | None = None
         self._is_saving = False
+        self._has_failed = False  # the save under way, in this process: `wait` will raise why
+        self._remove_unfinished()  # by writers of a failed save that outlived its end
 
-    def go_on_from(self, done: int) -> None:
-        """Begins with the checkpoint of this step, or with none."""
-        self.step, self.missing = done, ""
-        self._record()
+    # --- to save --------------------------------------------------------------------------------
+
+    def save(
+        self, done: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
+    ) -> None:
+        """Begins to save the state of training.step and the JSON; an earlier save must have ended.
+
+        The lowest held-out losses, of masked LM or of a task, are the best; None if it was not
+        evaluated at this step.
+
+        Raises:
+          Unavailable: passing faults lasted too long, or there are several processes.
+        """
+        metadata = {
+            "format_version": FORMAT_VERSION,
+            "step": done,
+            "checksums": checksums(state),
+            "held_out_loss": held_out_loss,
+            **metadata,
+        }
+        whole = metadata | {"sha256": sha256_of(metadata)}
+        self._kept.losses[done] = held_out_loss
+
+        def begin() -> None:
+            with self._writing():
+                self._checkpointer.save_async(done, state, force=True, custom_metadata=whole)
+
+        self._outlast(begin)
+        self.step, self.missing, self._is_saving = done, "", True
+
+    def has_ended(self, step: int) -> bool | None:
+        """Returns whether the save of a step came to a whole one; None while it is on its way."""
+        if self._opened is None or self._opened.is_saving_in_progress():
+            return None
+        with contextlib.suppress(Exception):  # of a bucket that is away, which is not waited for
+            return step in checkpoint_steps(absolute(self._folder))
+        return False
 
     def look(self, done: int) -> None:
         """Notices that the save under way has failed, or has become a whole checkpoint."""
-        if self.checkpoints.has_failed:
+        if self._has_failed:
             self.end(done)  # now: the others wait for it, inside Orbax
-        if self._is_saving and (ended := self.checkpoints.has_ended(self.step)) is not None:
+        if self._is_saving and (ended := self.has_ended(self.step)) is not None:
             self._is_saving = False
             if ended:
                 self._record(self.step)
 
-    def skip(self, why: str) -> None:
-        """Notes why the last steps are not saved."""
-        self.missing = f"not saved, since {why}; the newest checkpoint is of step {self.step}"
+    def wait(self) -> None:
+        """Waits until what is being saved is on disk; a save that fails leaves nothing.
+
+        Raises:
+          Unavailable: it could not be written for now; the next save begins afresh.
+        """
+        self._has_failed = False
+        with self._writing():
+            if self._opened is not None:
+                self._opened.wait()
 
     def end(self, done: int) -> None:
         """Waits for the save before the one that is due, which takes the place of a lost one."""
         with self.unless_full(done):  # what it took is free again
             try:
-                self.checkpoints.finish()
+                self.wait()
             except DiskFull:
                 raise
             except Unavailable as error:
                 self._lost(done, error)
 
-    def save(
-        self, done: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None
-    ) -> None:
-        """Begins to save, again after each passing fault; see `Checkpoints.save`."""
-        self._outlast(lambda: self.checkpoints.save(done, state, metadata, held_out_loss))
-        self.step, self.missing, self._is_saving = done, "", True
-
     def finish(self, done: int, save: Callable[[], None] | None) -> None:
         """Waits for the last save; one that was lost to a passing fault is made again by `save`."""
         try:
-            self.checkpoints.finish()
+            self.wait()
         except Unavailable as error:
             self._lost(done, error)
             if save is None:
                 raise
 
             def again() -> None:
-                if done not in self.checkpoints.steps:  # removing an old one may have failed
+                if done not in self.steps:  # removing an old one may have failed
                     save()
-                    self.checkpoints.finish()
+                    self.wait()
 
             self._outlast(again)
         self._record()
+
+    def skip(self, why: str) -> None:
+        """Notes why the last steps are not saved."""
+        self.missing = f"not saved, since {why}; the newest checkpoint is of step {self.step}"
 
     @contextlib.contextmanager
     def unless_full(self, done: int) -> Iterator[None]:
@@ -102,9 +160,9 @@ class Saves:
         run, one = self._run, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(self._workdir.root).free
         # One more than are kept: an old one goes once the next is whole.
-        more = max(run.keep_checkpoints + run.keep_best + 1 - len(self.checkpoints.steps), 1)
+        more = max(run.keep_checkpoints + run.keep_best + 1 - len(self.steps), 1)
         words = (
-            f"{self._workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and {more} more "
+            f"{self._folder}: its disk has {free / 1e6:,.1f} MB free, and {more} more "
             f"checkpoints take {one / 1e6:,.1f} MB each; free some space"
         )
         # What no memory holds, either, the first step names: no larger disk would help.
@@ -114,10 +172,113 @@ class Saves:
         if free < more * one:
             self._say(words)
 
+    # --- to go on -------------------------------------------------------------------------------
+
+    def go_on_from(self, done: int) -> None:
+        """Begins with the checkpoint of this step, or with none."""
+        self.step, self.missing = done, ""
+        self._record()
+
+    def set_aside(self, step: int) -> str:
+        """Renames a damaged checkpoint, so that it is no longer counted; by one process for all.
+
+        Returns its new name; "" if nothing of it is there.
+        """
+        folder = self._folder / str(step)
+
+        def rename() -> str:
+            if not folder.exists():
+                return ""
+            # In a bucket it may have been moved in part, before a fault: the rest goes next to it.
+            ends = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
+            places = (self._folder / f"{ASIDE}{step}{end}" for end in ends)
+            aside = next(place for place in places if not place.exists())
+            folder.rename(aside)
+            if mirror.is_bucket(aside):  # where Orbax removes what has none as unfinished
+                (aside / _COMMITTED).write_text("")
+            return aside.name
+
+        return self._again(rename)
+
+    def look_again(self) -> None:
+        """Lists checkpoints again: else steps of removed ones cannot be saved again."""
+        if self._opened is not None:
+            self._again(self._opened.reload)
+
+    def forget_after(self, step: int) -> None:
+        """Removes newer checkpoints: of steps that will be done again, otherwise.
+
+        By one process for all.
+        """
+
+        def remove(folder: epath.Path) -> None:
+            # Half removed under its own name it would be a damaged one, perhaps the last.
+            gone = self._folder / f"{folder.name}{_UNFINISHED}"
+            gone.rmtree(missing_ok=True)
+            if folder.exists():
+                folder.rename(gone)
+                gone.rmtree()
+
+        for newer in [number for number in self.steps if number > step]:
+            self._again(lambda number=newer: remove(self._folder / str(number)))
+
+    def __enter__(self) -> "Saves":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._opened is not None:
+                with self._writing():
+                    self._opened.close()
+        finally:
+            self._remove_unfinished()
+
+    # --- how ------------------------------------------------------------------------------------
+
+    @property
+    def _checkpointer(self) -> ocp.training.Checkpointer:
+        """Orbax's own. It cannot be opened where one checkpoint is not readable."""
+        if self._opened is None:
+            for step in self.steps:
+                self._kept.losses[step] = self.metadata(step)["held_out_loss"]
+            barriers = _Barriers()
+            barriers.fail = lambda: setattr(self, "_has_failed", True)
+            self._opened = ocp.training.Checkpointer(
+                absolute(self._folder),
+                context=context(async_options=barriers),
+                preservation_policy=self._kept,
+                cleanup_tmp_directories=True,
+            )
+        return self._opened
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Names errors of a save; one that failed leaves nothing, and the next begins afresh."""
+        try:
+            with named_errors(self._folder):
+                yield
+        except Exception:
+            # What Orbax remembers of its checkpoints may be wrong now.
+            opened, self._opened = self._opened, None
+            with contextlib.suppress(Exception):
+                if opened is not None:
+                    opened.close()
+            self._remove_unfinished()
+            raise
+
+    def _remove_unfinished(self) -> None:
+        """Removes what is unfinished, once nothing is being saved, lest a full disk stay full."""
+        if not self._peers.is_primary:
+            return
+        with contextlib.suppress(Exception):  # Orbax does the same where it begins to save
+            for path in self._folder.glob(f"*{_UNFINISHED}"):
+                path.rmtree()
+            self._folder.rmdir()
+
     def _record(self, step: int | None = None) -> None:
         """Writes down which checkpoint is whole: a start that misses it must not begin again."""
         if self._peers.is_primary:
-            step = max(self.checkpoints.steps, default=0) if step is None else step
+            step = max(self.steps, default=0) if step is None else step
             record = json.dumps(sealed({"format_version": 1, "step": step}))
             with contextlib.suppress(DiskFull):
                 write_atomic(self._workdir.saved, record + "\n")
@@ -133,4 +294,46 @@ class Saves:
         if self._peers.count > 1:
             work()
         else:
-            retry.again(work, f"{self._workdir.checkpoints}")
+            retry.again(work, f"{self._folder}")
+
+
+class _Barriers(ocp.options.AsyncOptions):
+    """Orbax's options, with barriers that a thread of a save does not come to once it has failed.
+
+    The others wait for its part at another one, and would not learn of the failure.
+    """
+
+    fail: Callable[[], None]  # is called then
+
+    def v0(self) -> Any:
+        """Returns them as Orbax's older interface, below, takes them."""
+        return dataclasses.replace(super().v0(), barrier_sync_fn=self._meet)
+
+    def _meet(self, *, key: str, timeout_ms: int) -> None:
+        error = sys.exception()
+        if error is not None and threading.current_thread() is not threading.main_thread():
+            self.fail()
+            raise error
+        multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+
+class Kept:
+    """Orbax's question which checkpoints to keep, answered by the losses in their metadata.
+
+    Not its `best_fn` with `max_to_keep`, which removes the newest; nor its metrics, files without
+    which it cannot be opened.
+    """
+
+    def __init__(self, run: Run):
+        self.losses: dict[int, float | None] = {}
+        self._run = run
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Decides whether to keep each checkpoint, the oldest first."""
+        del context
+        run, steps = self._run, [checkpoint.step for checkpoint in checkpoints]
+        known = sorted((self.losses[s], s) for s in steps if self.losses.get(s) is not None)
+        kept = {*steps[-run.keep_checkpoints :], *(step for _, step in known[: run.keep_best])}
+        replayed = (steps[-1] - 1) // run.replay_every * run.replay_every if run.replay_every else 0
+        kept.update([step for step in steps if step <= replayed][-1:])
+        return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]

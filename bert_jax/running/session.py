@@ -2,6 +2,7 @@
 
 import contextlib
 import platform
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -27,6 +28,9 @@ from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
 from bert_jax.training import mesh as mesh_lib
 
 Outcome = Literal["finished", "stopped", "failed"]
+
+# Seconds between two looks at who holds a workdir.
+_LOOK = 0.2
 
 
 def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> Outcome:
@@ -135,9 +139,9 @@ def _held(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]
     workdir.require_ours()
     if not mirror_lib.names(workdir.checkpoints):
         job.require_start()  # before a corpus is made for weights that do not fit
-    with lock(workdir.root, workdir.named):
+    with lock(workdir.root, workdir.named) as me:
         workdir.remove_unfinished()
-        mirror.take()
+        mirror.take(me)
         begun = [name for name in RUN_FILES if not (workdir.root / name).exists()]
 
         def forget() -> None:
@@ -158,18 +162,21 @@ def _held(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]
 
 
 def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
-    """Raises InputError on all processes if one sees another workdir than process 0."""
-    if workdir.remote is None:
-        peers.require_shared(workdir.root)
+    """Raises InputError on all processes if one does not see who holds the workdir: process 0."""
+    if peers.count == 1:
         return
-    peers.on_primary("owner", lambda: None)  # which process 0 has become by now
-    if not peers.is_primary:
-        mirror.join()
-    peers.require_same(
-        "workdir",
-        {f"{workdir.named}/{mirror_lib.OWNER}": mirror.token[:12]},
-        "start all of them with the same bucket, and once",
-    )
+    mirror.token = peers.from_primary("holder", mirror.token)
+    deadline, error = time.monotonic() + peers.limit, ""
+    # A shared disk may show new files late.
+    while (holder := mirror_lib.holder(workdir)) is None or holder.token != mirror.token:
+        if time.monotonic() > deadline:
+            error = (
+                f"{peers.me} does not see what process 0 writes in {workdir.named}; name a "
+                "--workdir that all of them share, on a disk or in a bucket, and start them once"
+            )
+            break
+        time.sleep(_LOOK)
+    peers.agree("workdir", error)
 
 
 def _require_going_on(job: Job) -> None:
@@ -177,12 +184,12 @@ def _require_going_on(job: Job) -> None:
     workdir, experiment = job.workdir, job.experiment
     if not mirror_lib.names(workdir.checkpoints):
         return
-    with Checkpoints(workdir.checkpoints, experiment.run, "read") as checkpoints:
-        if not checkpoints.steps:
-            return
-        newest = checkpoints.named("newest")
-        saved = checkpoints.experiment(newest, type(experiment))
-        metadata = checkpoints.metadata(newest)
+    checkpoints = Checkpoints(workdir.checkpoints)
+    if not checkpoints.steps:
+        return
+    newest = checkpoints.named("newest")
+    saved = checkpoints.experiment(newest, type(experiment))
+    metadata = checkpoints.metadata(newest)
     if changed := job.differences(saved, metadata):
         phases, hint = getattr(saved, "phases", ()), ""
         is_last = len(changed) == 1 and changed[0].startswith(f"phases.{len(phases) - 1}.steps:")

@@ -28,6 +28,7 @@ from bert_jax.running.checkpoint import Checkpoints, Restored
 from bert_jax.running.environment import changes
 from bert_jax.running.job import Context, Job
 from bert_jax.running.peers import Peers
+from bert_jax.running.saves import Saves
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import read_json, sealed, write_atomic
 from bert_jax.training import feed, step
@@ -70,7 +71,7 @@ class Start:
     held_out: list[tuple[int, float]]
 
 
-def begin(job: Job, context: Context, saved: Checkpoints) -> Start:
+def begin(job: Job, context: Context, saved: Saves) -> Start:
     """Returns where to start, the same on all processes; damaged checkpoints are put aside.
 
     Raises:
@@ -82,9 +83,7 @@ def begin(job: Job, context: Context, saved: Checkpoints) -> Start:
     return _start(job, context, saved, None)
 
 
-def before(
-    error: Diverged | Erred, first: int, job: Job, context: Context, saved: Checkpoints
-) -> Start:
+def before(error: Diverged | Erred, first: int, job: Job, context: Context, saved: Saves) -> Start:
     """Returns where to start again, a step up to `first`; newer checkpoints are removed.
 
     Where devices erred it is the oldest if none is as old, as in a run that branched off.
@@ -94,7 +93,7 @@ def before(
     """
     peers = context.peers
     try:
-        saved.finish()
+        saved.wait()
     except Unavailable:
         if peers.count > 1:
             raise  # the others wait for it, inside Orbax; one process goes back past it
@@ -132,7 +131,7 @@ def write_experiment(context: Context, origin: dict[str, Any] | None) -> None:
         write_atomic(workdir.origin, json.dumps(sealed(origin), indent=2) + "\n")
 
 
-def _start(job: Job, context: Context, saved: Checkpoints, at_most: int | None) -> Start:
+def _start(job: Job, context: Context, saved: Saves, at_most: int | None) -> Start:
     """Decides as above, with a checkpoint up to this step, once all processes see the same."""
     mesh, parallelism = context.mesh, job.experiment.parallelism
     abstract = step.abstract_state(job.objective, job.optimizer, parallelism, mesh)
@@ -174,10 +173,10 @@ def _of_branch(
 ) -> Restored:
     """Reads the checkpoint that a run branches off; another optimizer than its begins afresh."""
     experiment, say = job.experiment, context.progress.say
-    with Checkpoints(branch.workdir.checkpoints, experiment.run, "read") as others:
-        theirs, ours = others.experiment(branch.step).optimizer, job.optimizer
-        there = step.abstract_state(job.objective, theirs, experiment.parallelism, context.mesh)
-        restored = others.newest(there, branch.step, agreed)
+    others = Checkpoints(branch.workdir.checkpoints)
+    theirs, ours = others.experiment(branch.step).optimizer, job.optimizer
+    there = step.abstract_state(job.objective, theirs, experiment.parallelism, context.mesh)
+    restored = others.newest(there, branch.step, agreed)
     if restored is None or restored.step != branch.step:
         raise InputError(f"{branch.flag} {branch}: damaged, or not there any more")
     is_other = "; it is not the run that its settings give from step 0" * (branch.flag == "--fork")
@@ -195,7 +194,7 @@ def _of_branch(
     return restored
 
 
-def _agree_on_steps(peers: Peers, saved: Checkpoints) -> None:
+def _agree_on_steps(peers: Peers, saved: Saves) -> None:
     """Waits until all processes see the same checkpoints; raises Unavailable if they do not."""
     # Until then the first process may be saving one.
     peers.agree("last save", "")
@@ -213,7 +212,7 @@ def _agree_on_steps(peers: Peers, saved: Checkpoints) -> None:
         time.sleep(_LOOKS[look])
 
 
-def _put_aside(context: Context, saved: Checkpoints, restored: Restored) -> None:
+def _put_aside(context: Context, saved: Saves, restored: Restored) -> None:
     """Renames damaged checkpoints newer than the restored one, and unreadable older ones."""
 
     def rename() -> None:
@@ -225,7 +224,7 @@ def _put_aside(context: Context, saved: Checkpoints, restored: Restored) -> None
     saved.look_again()
 
 
-def _set_aside_if_lost(context: Context, saved: Checkpoints) -> None:
+def _set_aside_if_lost(context: Context, saved: Saves) -> None:
     """Puts the newest that was seen whole aside, and says so, if it is whole no more."""
     path, mend = context.workdir.saved, "remove it to go on"
     step = read_json(path, 1, mend, mend)["step"] if path.exists() else 0

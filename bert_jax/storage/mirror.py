@@ -333,8 +333,8 @@ def is_going_on(workdir: Workdir) -> bool:
         return in_use(workdir.root)
     started, last, kind = 0.0, 0.0, ""
     with contextlib.suppress(FileNotFoundError):
-        if holder := Holder.parse((workdir.root / OWNER).read_bytes()):
-            started = holder.since
+        if owner := Holder.parse((workdir.root / OWNER).read_bytes()):
+            started = owner.since
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, IndexError):
         line = json.loads(workdir.timings.read_bytes().split(b"\n")[-2])
         last, kind = line["time"], line["kind"]
@@ -342,10 +342,11 @@ def is_going_on(workdir: Workdir) -> bool:
     return not has_ended and time.time() - max(started, last) < _LATELY
 
 
-def owner(remote: epath.Path, seconds: float | None = None) -> Holder | None:
-    """Returns who has started the run in a bucket last; None if nobody has, as far as is known."""
+def holder(workdir: Workdir, seconds: float | None = None) -> Holder | None:
+    """Returns who holds a run, or has started one in a bucket last; None: nobody that is known."""
+    place = workdir.root / "lock" if workdir.remote is None else workdir.remote / OWNER
     try:
-        return Holder.parse(read(remote / OWNER, seconds=seconds))
+        return Holder.parse(read(place, seconds=seconds))
     except FileNotFoundError:
         return None
 
@@ -381,9 +382,9 @@ class Mirror:
     """
 
     def __init__(self, workdir: Workdir, number: int = 0):
-        self._local, self._remote, self._number = workdir.root, workdir.remote, number
-        # Of the start that the run belongs to; "" of a local run, and before `take` or `join`.
-        self.token = ""
+        self._workdir, self._number = workdir, number
+        self._local, self._remote = workdir.root, workdir.remote
+        self.token = ""  # of the start that the run belongs to
         self._is_first = False  # nobody had started the run before
         self._sent: dict[str, tuple[int, int]] = {}  # (bytes, time) of files that were sent
         self._pushing = threading.Lock()
@@ -391,15 +392,15 @@ class Mirror:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._push_again, name="mirror", daemon=True)
 
-    def take(self) -> None:
+    def take(self, me: Holder) -> None:
         """Makes this start the run's owner, and the local files those to go on with."""
+        self.token = me.token
         if self._remote is None:
             return
-        before, ours = owner(self._remote), self._owned()
+        before, ours = holder(self._workdir), self._owned()
         self._is_first = before is None
         if before is None or before.token not in ours:
             _refresh(self._remote, self._local, RUN_FILES)
-        me = Holder.me()
         kept = [before.token] if before is not None and before.token in ours else []
         # Before the bucket's: a kill between the two leaves the local files the owner's still.
         tokens = json.dumps({"format_version": 1, "tokens": [*kept, me.token]})
@@ -407,13 +408,6 @@ class Mirror:
         if self._is_first:
             put(self._remote / OWNER, b"")
         put(self._remote / OWNER, me.text().encode(), right="replace")
-        self.token = me.token
-
-    def join(self) -> None:
-        """Reads who owns the run, as process 0 has written it; for the other processes."""
-        if self._remote is not None:
-            holder = owner(self._remote)
-            self.token = "" if holder is None else holder.token
 
     def check(self) -> None:
         """Raises InputError if a push has seen that the run belongs to another start."""
@@ -427,7 +421,7 @@ class Mirror:
 
     def forget(self, files: Iterable[str]) -> None:
         """Removes what a start has sent that is to leave nothing; as far as that can be done."""
-        if self._remote is None or not self.token:
+        if self._remote is None:
             return
         self._stop.set()
         with contextlib.suppress(Exception), self._pushing:
@@ -457,11 +451,10 @@ class Mirror:
 
     def _require_own(self, seconds: float) -> None:
         """Raises InputError if OWNER is another's; one that cannot be read is not."""
-        assert self._remote is not None
-        holder = owner(self._remote, seconds)
-        if holder is not None and holder.token != self.token:
+        now = holder(self._workdir, seconds)
+        if now is not None and now.token != self.token:
             self._taken = InputError(
-                f"{self._remote}: now belongs to {holder}, which has started the run after this "
+                f"{self._remote}: now belongs to {now}, which has started the run after this "
                 "one; this one ends here"
             )
             raise self._taken

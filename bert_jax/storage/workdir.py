@@ -59,7 +59,7 @@ RUN_FILES = (
 _OURS = {*RUN_FILES, "corpus", "checkpoints", "profile", "lock"}
 _OURS |= {"plan.json", "layers.json", "layers.html", "launch.json"}
 # What a process leaves of them that is killed while it writes.
-_UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))}|token)\.\w+\.tmp")
+_UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))})\.\w+\.tmp")
 
 # Of a record, its checksum.
 _CHECKSUM = "checksum"
@@ -368,8 +368,10 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lock(folder: epath.Path, named: epath.PathLike | None = None) -> Iterator[None]:
+def lock(folder: epath.Path, named: epath.PathLike | None = None) -> Iterator[Holder]:
     """Holds the folder, made if need be, for this process; the system frees it when it dies.
+
+    Gives what `FOLDER/lock` says of this process meanwhile.
 
     If what is done meanwhile fails and leaves nothing, the lock and the folder go too, where they
     were not there before. `named` is what users call the folder; None: the same.
@@ -382,10 +384,12 @@ def lock(folder: epath.Path, named: epath.PathLike | None = None) -> Iterator[No
             file = _held(path, named or folder)
         with file:
             try:
+                me = Holder.me()
                 with named_errors(path):
                     file.truncate(0)
-                    file.write(Holder.me().text().encode())
-                yield
+                    file.write(me.text().encode())
+                    os.fsync(file)  # where a disk is shared, others see it from here on
+                yield me
                 file.truncate(0)
             except BaseException:
                 with contextlib.suppress(OSError):

@@ -59,32 +59,32 @@ class TaskModel:
         parallelism = Parallelism()  # the run's own is for the devices it had
         mesh = mesh_lib.make_mesh(parallelism)
         newest = load_experiment(workdir, Finetuning)
-        with Checkpoints(workdir.checkpoints, newest.run, "read") as saved:
-            number = saved.named(which)
-            metadata = saved.metadata(number)
-            # Of the run.
-            self.experiment = dataclasses.replace(
-                saved.experiment(number, Finetuning), init_from=base or newest.init_from
+        saved = Checkpoints(workdir.checkpoints)
+        number = saved.named(which)
+        metadata = saved.metadata(number)
+        # Of the run.
+        self.experiment = dataclasses.replace(
+            saved.experiment(number, Finetuning), init_from=base or newest.init_from
+        )
+        loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
+        task = self.experiment.task
+        if beams is not None and task.kind != "generate":
+            raise InputError(
+                f"--beam: {folder} has learned task.kind={task.kind}, which writes no texts; "
+                "leave it out"
             )
-            loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
-            task = self.experiment.task
-            if beams is not None and task.kind != "generate":
-                raise InputError(
-                    f"--beam: {folder} has learned task.kind={task.kind}, which writes no texts; "
-                    "leave it out"
-                )
-            # In the order of the head's outputs; empty of regressions and spans.
-            self.labels = tuple(metadata["notes"]["labels"])
-            self._vectors = base_lib.vectors_of(metadata["notes"]) or loaded.vectors
-            led = led_by(task, self._vectors) if task.kind == "similar" else task
-            self._kind = kind_of(led, self.labels, loaded.tokenizer)
-            # Runs of the time before there were any have none.
-            weights = metadata["notes"].get("class_weights", ())
-            if task.kind == "similar":
-                self._kind.outputs = metadata["notes"]["teacher_width"]
-            objective = loaded.objective(self.experiment, self._kind, weights)
-            abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
-            restored = saved.read(which, {"params": abstract["params"]})
+        # In the order of the head's outputs; empty of regressions and spans.
+        self.labels = tuple(metadata["notes"]["labels"])
+        self._vectors = base_lib.vectors_of(metadata["notes"]) or loaded.vectors
+        led = led_by(task, self._vectors) if task.kind == "similar" else task
+        self._kind = kind_of(led, self.labels, loaded.tokenizer)
+        # Runs of the time before there were any have none.
+        weights = metadata["notes"].get("class_weights", ())
+        if task.kind == "similar":
+            self._kind.outputs = metadata["notes"]["teacher_width"]
+        objective = loaded.objective(self.experiment, self._kind, weights)
+        abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
+        restored = saved.read(which, {"params": abstract["params"]})
         # Those that learned, on the devices.
         self.step, self.params = restored.step, restored.state["params"]  # of the checkpoint
         # Of the base, with the dropout and the type of the run.

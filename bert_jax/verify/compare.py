@@ -140,8 +140,8 @@ def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[st
     abstract = step.abstract_state(
         objective.of(experiment.model, experiment.data), experiment.optimizer, Parallelism(), here
     )
-    with Checkpoints(Workdir(root).checkpoints, experiment.run, "read") as saved:
-        restored = saved.restore(experiment.total_steps, abstract)
+    saved = Checkpoints(Workdir(root).checkpoints)
+    restored = saved.restore(experiment.total_steps, abstract)
     return jax.device_get(restored.state), restored.metadata
 
 

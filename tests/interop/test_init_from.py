@@ -43,9 +43,9 @@ def restored(workdir: str, step: int) -> tuple[dict, dict]:
     abstract = abstract_state(
         Pretraining(experiment.model), experiment.optimizer, experiment.parallelism, mesh
     )
-    with Checkpoints(epath.Path(workdir, "checkpoints"), experiment.run, "read") as saved:
-        found = saved.restore(step, abstract)
-        return jax.device_get(found.state), found.metadata
+    saved = Checkpoints(epath.Path(workdir, "checkpoints"))
+    found = saved.restore(step, abstract)
+    return jax.device_get(found.state), found.metadata
 
 
 def test_a_run_begins_with_the_weights_of_its_base_and_keeps_how_vectors_are_made(copy_of_run):

@@ -245,25 +245,17 @@ def differences(of: Rehearsal, name: str, other: str) -> list[str]:
         differing.append(f"rows: {len(rows[0] ^ rows[1])} of {len(rows[1])}")
     code = (
         "import sys; from etils import epath; import jax\n"
-        "from bert_jax import config\n"
         "from bert_jax.training import mesh\n"
         "from bert_jax.running.checkpoint import Checkpoints\n"
-        "e = config.load(sys.argv[1])\n"
-        "with Checkpoints(epath.Path(sys.argv[2]), e.run, 'read') as saved:\n"
-        "    step = max(saved.steps)\n"
-        "    tree = saved.abstract_state(step, mesh.replicated(mesh.one_device()))\n"
-        "    state = saved.restore(step, tree).state\n"
-        "    print(step, *sorted(saved.metadata(step)['checksums'].items()))\n"
+        "saved = Checkpoints(epath.Path(sys.argv[1]))\n"
+        "step = max(saved.steps)\n"
+        "tree = saved.abstract_state(step, mesh.replicated(mesh.one_device()))\n"
+        "state = saved.restore(step, tree).state\n"
+        "print(step, *sorted(saved.metadata(step)['checksums'].items()))\n"
     )
     states = [
         subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                code,
-                of.folder / f"{one}.json",
-                f"gs://bucket/{one}/run/checkpoints",
-            ],
+            [sys.executable, "-c", code, f"gs://bucket/{one}/run/checkpoints"],
             env=environment(of.doors[HOSTS]) | settings(1) | {"JAX_COMPILATION_CACHE_DIR": ""},
             capture_output=True,
             text=True,

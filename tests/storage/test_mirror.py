@@ -43,7 +43,7 @@ def opened(on="here"):
 def started(workdir):
     run = Mirror(workdir)
     workdir.root.mkdir(parents=True, exist_ok=True)
-    run.take()
+    run.take(Holder.me())
     return run
 
 
@@ -190,7 +190,7 @@ def test_a_thread_sends_without_being_asked_and_a_failing_network_keeps_nothing_
 def test_a_run_of_this_machine_is_left_alone(tmp_path):
     run = Mirror(Workdir(tmp_path / "run"))
     with run:
-        run.take()
+        run.take(Holder.me())
         run.flush()
         run.forget(["metrics.jsonl"])
     assert not (tmp_path / "run").exists()
@@ -231,7 +231,7 @@ def test_other_processes_know_the_owner_and_send_their_traces(objects):
     started(opened("first"))
     workdir = opened("second")
     other = Mirror(workdir, 1)
-    other.join()
+    other.token = mirror.holder(workdir).token
     (workdir.profile).mkdir(parents=True)
     (workdir.profile / "process_1.x").write_text("")
     workdir.metrics.write_text("left by another start")

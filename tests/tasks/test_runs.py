@@ -65,9 +65,9 @@ def final_state(workdir):
     setup.read()
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     abstract = step.abstract_state(setup.objective, setup.optimizer, experiment.parallelism, mesh)
-    with Checkpoints(epath.Path(workdir, "checkpoints"), experiment.run, "read") as saved:
-        number = max(saved.steps)
-        return setup, jax.device_get(saved.restore(number, abstract).state)
+    saved = Checkpoints(epath.Path(workdir, "checkpoints"))
+    number = max(saved.steps)
+    return setup, jax.device_get(saved.restore(number, abstract).state)
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +157,8 @@ def test_a_checkpoint_holds_what_learns_alone(lora):
     begun = setup.objective.init_params(jax.random.key(setup.experiment.seed))
     assert np.abs(state["params"]["head"]["kernel"] - begun["head"]["kernel"]).max() > 1e-3
     assert set(state["params"]) == {"head", "lora"}
-    with Checkpoints(epath.Path(lora, "checkpoints"), setup.experiment.run, "read") as saved:
-        names = set(saved.metadata(max(saved.steps))["checksums"])
+    saved = Checkpoints(epath.Path(lora, "checkpoints"))
+    names = set(saved.metadata(max(saved.steps))["checksums"])
     assert names and not [name for name in names if "encoder" in name or "pooler" in name]
 
 

@@ -21,13 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.path import atomicity
-from small_run import final_state, pretrain
+from small_run import final_state, pretrain, saves_in
 
 from bert_jax import cli, loaded
 from bert_jax.config import Run
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import checkpoint
 from bert_jax.running.checkpoint import Checkpoints, Damaged
+from bert_jax.running.saves import Saves
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.training import mesh as mesh_lib
@@ -161,7 +162,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(run):
 def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
     """So that a kill in between leaves the step of the newest."""
     seen = {}
-    save, has_ended = Checkpoints.save, Checkpoints.has_ended
+    save, has_ended = Saves.save, Saves.has_ended
 
     def watched(self, step, *args):
         seen[step] = json.loads((copy_of_run / "other" / "saved.json").read_text())["step"]
@@ -171,14 +172,14 @@ def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
         self._opened.wait()
         return has_ended(self, step)
 
-    monkeypatch.setattr(Checkpoints, "save", watched)
-    monkeypatch.setattr(Checkpoints, "has_ended", late)
+    monkeypatch.setattr(Saves, "save", watched)
+    monkeypatch.setattr(Saves, "has_ended", late)
     pretrain(pathlib.Path("small.py"), copy_of_run / "other", "run.checkpoint_every=10")
     assert seen == {10: 0, 20: 10, 22: 20}
 
 
 def test_of_two_damaged_ones_of_a_step_both_are_kept(run):
-    with Checkpoints(epath.Path(run / "checkpoints"), Run(), "write") as saved:
+    with saves_in(run) as saved:
         assert saved.set_aside(22) == "damaged-22"
         (run / "checkpoints" / "22").mkdir()
         assert saved.set_aside(22) == "damaged-22-1"
@@ -194,10 +195,10 @@ def test_a_kill_while_newer_ones_are_removed_leaves_no_half_one(run, monkeypatch
             raise KeyboardInterrupt
 
     monkeypatch.setattr(type(folder), "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt), Checkpoints(folder, Run(), "write") as saved:
+    with pytest.raises(KeyboardInterrupt), saves_in(run) as saved:
         saved.forget_after(0)
     monkeypatch.undo()
-    with Checkpoints(folder, Run(), "write") as saved:
+    with saves_in(run) as saved:
         assert saved.steps == [20, 16] and not saved.unreadable()
         saved.forget_after(0)
         assert not saved.steps
@@ -372,8 +373,8 @@ def newest(run: pathlib.Path, *agreed, folder=None) -> checkpoint.Restored:
     abstract = abstract_state(
         Pretraining(experiment.model), experiment.optimizer, experiment.parallelism, mesh
     )
-    with Checkpoints(folder or epath.Path(run / "checkpoints"), Run(), "read") as saved:
-        return saved.newest(abstract, None, *agreed)
+    saved = Checkpoints(folder or epath.Path(run / "checkpoints"))
+    return saved.newest(abstract, None, *agreed)
 
 
 def test_checkpoints_are_listed_and_verified(run, capsys):
@@ -397,13 +398,13 @@ def test_checkpoints_are_listed_and_verified(run, capsys):
 
 def test_saved_are_the_newest_the_best_and_every_so_many(tmp_path):
     """The best by their losses when they were saved, also after another start."""
-    folder, run = epath.Path(tmp_path / "saved"), Run(keep_checkpoints=2, keep_best=1, keep_every=9)
+    run = Run(keep_checkpoints=2, keep_best=1, keep_every=9)
     state = {"x": jnp.zeros(3)}
     for steps in ({3: 9.0, 6: 3.0, 9: None}, {12: 4.0, 15: None, 18: 5.0, 20: None, 21: 3.5}):
-        with Checkpoints(folder, run, "write") as saved:
+        with saves_in(tmp_path, run) as saved:
             for step, loss in steps.items():
                 saved.save(step, state, {}, loss)
-                saved.finish()
+                saved.wait()
     assert saved.steps == [21, 20, 18, 9, 6]
 
 
@@ -415,16 +416,16 @@ def test_reading_leaves_a_save_under_way_alone(run):
     assert newest(run).step == 22
     time.sleep(1.0)
     assert (under_way / "half").exists()
-    with Checkpoints(epath.Path(run / "checkpoints"), Run(), "write"):
+    with saves_in(run):
         assert not under_way.exists()
 
 
 def test_an_older_checkpoint_may_be_asked_for(run):
-    with Checkpoints(epath.Path(run / "checkpoints"), Run(), "read") as saved:
-        assert [saved.named(which) for which in ("20", "16", "best")] == [20, 16, 22]
-        for which in ("17", "x"):
-            with pytest.raises(InputError, match="there are 22, 20, 16"):
-                saved.named(which)
+    saved = Checkpoints(epath.Path(run / "checkpoints"))
+    assert [saved.named(which) for which in ("20", "16", "best")] == [20, 16, 22]
+    for which in ("17", "x"):
+        with pytest.raises(InputError, match="there are 22, 20, 16"):
+            saved.named(which)
 
 
 # --- checksums ----------------------------------------------------------------------------------

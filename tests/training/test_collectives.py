@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import samples
 from compare import assert_identical
-from etils import epath
 from jax.sharding import PartitionSpec
+from small_run import saves_in
 
-from bert_jax.config import Model, Parallelism, Run
+from bert_jax.config import Model, Parallelism
 from bert_jax.model import heads
-from bert_jax.running import checkpoint
 from bert_jax.training import collectives, sharding, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.collectives import Collectives, Method
@@ -175,9 +174,9 @@ def test_a_checkpoint_is_restored_in_another_order_of_axes(slices, torus, tmp_pa
     places = [jax.tree.map(lambda leaf: leaf.sharding, one) for one in abstract]
     assert places[0] != places[1]
     state = jax.device_put(step.init_state(objective, samples.OPTIMIZER, 0), places[0])
-    with checkpoint.Checkpoints(epath.Path(tmp_path / "saved"), Run(), "write") as saved:
+    with saves_in(tmp_path) as saved:
         saved.save(7, state, {})
-        saved.finish()
+        saved.wait()
         restored = saved.restore(7, abstract[1])
     assert jax.tree.map(lambda leaf: leaf.sharding, restored.state) == places[1]
     assert_identical(jax.device_get(restored.state), jax.device_get(state))

@@ -9,11 +9,12 @@ import time
 
 import jax
 import pytest
-from etils import epath
 
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.running import peers, roll_call
+from bert_jax.running import peers, roll_call, session
 from bert_jax.running.roll_call import Place
+from bert_jax.storage.mirror import Mirror
+from bert_jax.storage.workdir import Workdir, lock
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def call(*places: Place, limit: float = 20.0) -> list[str]:
 
     def one(place: Place) -> str:
         try:
-            roll_call.wait_for_all(place, limit)
+            roll_call.meet(place, 0.0, limit, lambda *of: True)
         except (InputError, Unavailable) as error:
             kinds.add(type(error))
             return str(error)
@@ -176,13 +177,15 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path):
     """Each host has a folder of its own at the same path."""
 
     def work(us):
-        folder = epath.Path(tmp_path / str(us.number % 2))
-        folder.mkdir(exist_ok=True)
-        us.require_shared(folder)
+        workdir = Workdir(tmp_path / str(us.number % 2))
+        one = Mirror(workdir, us.number)
+        with contextlib.ExitStack() as stack:
+            if us.is_primary:
+                one.take(stack.enter_context(lock(workdir.root)))
+            session._require_one_place(workdir, one, us)
 
     assert "process 1 (" in (line := same_error(together(work, 2, 0.5), InputError))
     assert "does not see what process 0 writes" in line
-    assert not list(tmp_path.glob("*/.token*"))
 
 
 def test_one_that_does_not_come_is_named():

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from etils import epath
 from rich.console import Console
-from small_run import pretrain
+from small_run import pretrain, saves_in
 
-from bert_jax.config import Run
 from bert_jax.data import batches, plan_files, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
@@ -86,8 +85,8 @@ def test_a_checkpoint_s_loss_is_that_of_masked_lm(text, undisturbed):
     """Of pairs it would decide by the noise of a few documents."""
     lines = [json.loads(line) for line in (undisturbed / "metrics.jsonl").open()]
     (scored,) = (x for x in lines if x["kind"] == "evaluation" and x["step"] == 22)
-    with Checkpoints(epath.Path(undisturbed / "checkpoints"), Run(), "read") as saved:
-        losses = {step: saved.metadata(step)["held_out_loss"] for step in saved.steps}
+    saved = Checkpoints(epath.Path(undisturbed / "checkpoints"))
+    losses = {step: saved.metadata(step)["held_out_loss"] for step in saved.steps}
     assert losses == {22: scored["masked_lm_loss"], 20: None, 16: None}
     right = scored["next_sentence_accuracy"]
     error = (right * (1 - right) / scored["rows"]) ** 0.5
@@ -179,10 +178,9 @@ def test_a_finished_run_without_its_lines_is_still_finished(text, finished):
 
 def test_a_full_disk_under_a_checkpoint_is_named(text, tmp_path, monkeypatch):
     """As tensorstore reports it, a ValueError from below Orbax."""
-    folder = tmp_path / "checkpoints"
     with (
         pytest.raises(Unavailable, match="the disk is full"),
-        Checkpoints(epath.Path(folder), Run(), "write") as saved,
+        saves_in(tmp_path) as saved,
     ):
 
         def full(*_, **__):

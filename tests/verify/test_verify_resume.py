@@ -13,10 +13,9 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
-from small_run import OBJECTIVES, bert_jax, pretrain, settings, write_text
+from small_run import OBJECTIVES, bert_jax, pretrain, saves_in, settings, write_text
 
 from bert_jax import cli, config
-from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.verify import compare, resume
 
 HERE = pathlib.Path(__file__).parent
@@ -132,7 +131,7 @@ def test_a_flipped_bit_of_a_parameter_is_named(alike, tmp_path):
     words["embedding"] = table
     state = jax.device_put(state)
     (checkpoints / "22").rmtree()
-    with Checkpoints(checkpoints, experiment.run, "write") as saved:
+    with saves_in(tmp_path / "killed", experiment.run) as saved:
         loss = metadata.pop("held_out_loss")
         del metadata["checksums"]
         saved.save(22, state, metadata, loss)
