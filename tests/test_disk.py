@@ -15,8 +15,7 @@ from small_run import pretrain
 
 from bert_jax.errors import DiskFull
 from bert_jax.running import lines as lines_lib
-from bert_jax.running.profile import Profile
-from bert_jax.running.progress import Clock
+from bert_jax.running.progress import Clock, Profile
 from bert_jax.running.runner import Trainer
 from bert_jax.running.saves import Saves
 from bert_jax.storage import copies

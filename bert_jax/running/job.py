@@ -57,9 +57,10 @@ class Evaluator:
     # Whether it is asked after so many steps; 0: before the first. A function of the experiment
     # alone.
     is_due: Callable[[int], bool]
-    # Parameters to what its line holds next to `step` and `kind`; empty: no line. A run whose
-    # `loss` is not finite has failed, and of checkpoints the one of the lowest is the best.
-    ask: Callable[[Any], dict[str, Any]]
+    # (parameters, steps done) to what its line holds next to `step` and `kind`; empty: no line. A
+    # run whose `loss` is not finite has failed, and of checkpoints the one of the lowest is the
+    # best.
+    ask: Callable[[Any, int], dict[str, Any]]
     describe: Callable[[dict[str, Any]], str]  # a line in words; "": nothing is shown
     file: Literal["metrics", "predictions"] = "metrics"  # which of the run's files its lines go to
     wait: Literal["evaluation", "probes"] = "evaluation"  # by what name its time is counted
@@ -105,7 +106,6 @@ class Job:
 
         None: it cannot be, as a task's on less than all. It is asked before devices start.
         """
-        del hosts
         return self.experiment if taken == booked else None
 
     def read(self) -> None:

@@ -213,9 +213,6 @@ class PretrainingJob(Job):
     """An experiment on its corpus.
 
     Args:
-      experiment: what is learned.
-      workdir: of the run.
-      say: shows a line.
       length: `extend` lets the last phase have more steps.
       probes: of the encoder, to be asked at times: a `tasks.probes.Probes`, or None.
       branch: what a run begins with that is not there yet; None: its step 0.
@@ -336,8 +333,8 @@ class PretrainingJob(Job):
     def operations(self, batch: Batch) -> int:
         """Returns those of a step with such a batch."""
         predictions = batch["masked_lm_positions"].shape[1]
-        model = self.experiment.model
-        return flops.train_step_flops(model, *batch["input_ids"].shape, predictions)
+        shape = batch["input_ids"].shape
+        return flops.train_step_flops(self.experiment.model, *shape, predictions)
 
     def how_to_see(self, step: int) -> str:
         """Returns where the text of a step is to be seen, in words."""
@@ -345,7 +342,6 @@ class PretrainingJob(Job):
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
         """Returns what checkpoints keep: how a model that gives vectors was asked for them."""
-        del evaluation
         return self._notes
 
     def initial_state(self, fresh: step_lib.State) -> tuple[step_lib.State, str]:
@@ -376,11 +372,32 @@ class PretrainingJob(Job):
         return state, base.sha256
 
     def _evaluators(self, mesh: jax.sharding.Mesh) -> Iterator[Evaluator]:
-        """Yields what is asked of each model: that of a phase may have rotary bases of its own."""
+        """Yields what is asked of the model, which in another phase may be another one."""
         experiment, run, prepared = self.experiment, self.experiment.run, self._prepared
         often = every(run.eval_every, experiment.total_steps)
         held_out = prepared.held_out(experiment, mesh)
         stream = corpus.open_stream(prepared.folder, "validation")
+        scored, eval_steps, watched = {}, {}, {}
+        for model in dict.fromkeys(map(experiment.model_of, range(len(experiment.phases)))):
+            # Held-out rows are scored alike in all phases, so that their curve is one.
+            alike = dataclasses.replace(model, direction=experiment.model.direction)
+            objective = scored[model] = objective_lib.of(alike, experiment.data)
+            eval_steps[model] = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
+            if model.direction == "both":
+                watched[model] = evaluators.Watched(run.watch, model, prepared.tokenizer, stream)
+
+        def score(params: Any, done: int) -> dict[str, float]:
+            model = experiment.model_after(done)
+            return evaluators.evaluate(held_out, params, scored[model], eval_steps[model], mesh)
+
+        def watch(params: Any, done: int) -> dict[str, Any]:
+            model = experiment.model_after(done)
+            return watched[model].ask(params, mesh) if model in watched else {}
+
+        yield Evaluator("evaluation", often, score, evaluators.summary)
+        yield Evaluator("predictions", often, watch, lambda line: "", "predictions")
+        if self.probes is None:
+            return
         more = prepared.tokenizer, experiment.parallelism, mesh, run.eval_batch_size
         opened: list[Any] = []  # for which model and notes the probes are open
 
@@ -388,53 +405,26 @@ class PretrainingJob(Job):
             opened[:] = model, self._notes
             return self.probes.open(model, *more, base_lib.vectors_of(self._notes) or TextVectors())
 
-        models = [*dict.fromkeys(map(experiment.model_of, range(len(experiment.phases))))]
-        if self.probes is not None:
-            self._peers.require_same(
-                "probes",
-                {"examples": self.probes.sha256[:16]},
-                "give all of them the same files of run.probes",
-            )
-            seldom = self._when_probed(open_probes(models[0]))
-            self.say(f"probes: {self.probes.describe()}")
+        def probe(params: Any, done: int) -> dict[str, Any]:
+            if opened != [model := experiment.model_after(done), self._notes]:
+                open_probes(model)
+            return self.probes.ask(params)
 
-        def evaluators_of(model: Model) -> Iterator[Evaluator]:
-            # Held-out rows are scored alike in all phases, so that their curve is one.
-            scored = dataclasses.replace(model, direction=experiment.model.direction)
-            objective = objective_lib.of(scored, experiment.data)
-            eval_step = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
-            watched = evaluators.Watched(run.watch, model, prepared.tokenizer, stream)
+        self._peers.require_same(
+            "probes",
+            {"examples": self.probes.sha256[:16]},
+            "give all of them the same files of run.probes",
+        )
+        seldom = self._when_probed(open_probes(experiment.model_of(0)))
+        self.say(f"probes: {self.probes.describe()}")
+        yield Evaluator("probes", seldom, probe, self._describe_probes, wait="probes")
 
-            def due(when: Callable[[int], bool]) -> Callable[[int], bool]:
-                return lambda done: when(done) and experiment.model_after(done) == model
-
-            def score(params: Any) -> dict[str, float]:
-                return evaluators.evaluate(held_out, params, objective, eval_step, mesh)
-
-            def watch(params: Any) -> dict[str, Any]:
-                return watched.ask(params, mesh)
-
-            def probe(params: Any) -> dict[str, Any]:
-                if opened != [model, self._notes]:
-                    open_probes(model)
-                return self.probes.ask(params)
-
-            def describe(line: dict[str, Any]) -> str:
-                scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
-                lost = ""
-                if experiment.init_from and "similar" in line and line["step"]:
-                    before = Lines(self.workdir.metrics).read()
-                    lost = evaluators.vectors_lost(line, before, experiment.init_from)
-                return f"probes: {', '.join(scores)}{lost}"
-
-            yield Evaluator("evaluation", due(often), score, evaluators.summary)
-            if model.direction == "both":
-                yield Evaluator("predictions", due(often), watch, lambda line: "", "predictions")
-            if self.probes is not None:
-                yield Evaluator("probes", due(seldom), probe, describe, wait="probes")
-
-        for model in models:
-            yield from evaluators_of(model)
+    def _describe_probes(self, line: dict[str, Any]) -> str:
+        scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
+        lost, base = "", self.experiment.init_from
+        if base and "similar" in line and line["step"]:
+            lost = evaluators.vectors_lost(line, Lines(self.workdir.metrics).read(), base)
+        return f"probes: {', '.join(scores)}{lost}"
 
     def _when_probed(self, operations: int) -> Callable[[int], bool]:
         """Returns when probes that take so many operations are due.

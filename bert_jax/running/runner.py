@@ -25,8 +25,7 @@ from bert_jax.running import slices, start
 from bert_jax.running.environment import environment
 from bert_jax.running.job import Context, Evaluator, Job, PhaseBatches, Result
 from bert_jax.running.lines import RunLines
-from bert_jax.running.profile import Profile
-from bert_jax.running.progress import Counts
+from bert_jax.running.progress import Counts, Profile
 from bert_jax.running.saves import Saves
 from bert_jax.running.start import Diverged, Failed
 from bert_jax.running.watchdog import StopRequest
@@ -401,7 +400,7 @@ class Trainer:
         for evaluator in evaluators:
             self._write_pending()
             with self.clock.waiting(evaluator.wait):
-                values = evaluator.ask(self.state["params"])
+                values = evaluator.ask(self.state["params"], self.done)
             if not math.isfinite(values.get("loss", 0.0)):
                 if jax.device_get(self.state["bad_in_a_row"]):  # the steps will show it
                     return

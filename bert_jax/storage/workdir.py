@@ -14,7 +14,7 @@ bucket is written here, too: `mirror` sends it there.
     W/saved.json            the step of the newest checkpoint that was seen whole
     W/origin.json           which experiment file and --set strings the last start was given, and
                             which checkpoint a fork began with
-    W/profile/              traces of some steps (see running.profile)
+    W/profile/              traces of some steps (see running.progress)
     W/plan.json             what it would take on TPUs (see plan.report)
     W/layers.json           what each layer knows (see tasks.layers), and a page of it
     W/launch.json           what was rented for the run, by a version before this

@@ -200,7 +200,6 @@ class FinetuningJob(Job):
 
     def batches(self, done: int) -> PhaseBatches:
         """Returns the only phase."""
-        del done
         return self._phase
 
     def _evaluators(self, about: dict[str, Any]) -> tuple[Evaluator, ...]:
@@ -208,7 +207,7 @@ class FinetuningJob(Job):
 
         def once(kind: str, when: int, ask: Callable[[], dict[str, Any]]) -> Evaluator:
             return Evaluator(
-                kind, lambda done: done == when, lambda _: ask(), lambda line: "", "predictions"
+                kind, lambda done: done == when, lambda *of: ask(), lambda line: "", "predictions"
             )
 
         wrong = [once("mistakes", self.total_steps, self._mistakes)] * bool(self._train)
@@ -311,7 +310,7 @@ class FinetuningJob(Job):
         """Returns all scores of what a head gives for each validation row."""
         return self._kind.scores(outputs, self._eval_rows, self._held_out)
 
-    def _evaluate(self, params: Any) -> dict[str, Any]:
+    def _evaluate(self, params: Any, done: int) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
         outputs, loss = self._forward(params, self.fixed, self.eval_batches, self._eval_rows)
         by_name = self.scores(outputs)

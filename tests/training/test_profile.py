@@ -14,8 +14,7 @@ from compare import assert_identical
 from etils import epath
 from small_run import final_state, pretrain
 
-from bert_jax.running.profile import Profile
-from bert_jax.running.progress import Clock
+from bert_jax.running.progress import Clock, Profile
 from bert_jax.training import step as step_lib
 
 

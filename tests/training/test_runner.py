@@ -311,7 +311,7 @@ def test_a_state_that_stands_still_over_bad_steps_is_no_reason_to_end(bad, in_va
     trainer.pending = None
     trainer.held_out, said = [(10, 1.0)], []
     trainer.say = said.append
-    asked = Evaluator("scores", lambda done: True, lambda params: {"loss": 1.0}, lambda line: "")
+    asked = Evaluator("scores", lambda done: True, lambda *of: {"loss": 1.0}, lambda line: "")
     for trainer.done in (20, 30):
         trainer._evaluate([asked])
     assert len(metrics) == 2
