@@ -26,11 +26,11 @@ from safetensors.numpy import save
 from bert_jax import config
 from bert_jax.config import Experiment, Model
 from bert_jax.errors import InputError, reading
+from bert_jax.storage.copies import new_folder
 from bert_jax.storage.workdir import (
     is_complete,
     mark_complete,
     named_errors,
-    new_folder,
     read_json,
     sealed,
     write_atomic,

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 
 from bert_jax.errors import InputError, printable
-from bert_jax.storage import mirror
+from bert_jax.storage import buckets, mirror
 from bert_jax.storage.workdir import COMPLETE
 
 from .spec import Spec, say
@@ -101,7 +101,7 @@ def workdir_is_writable(spec: Spec) -> None:
     if place and not place.startswith("gs://"):
         raise InputError(f"run.corpus_dir={place}: rented machines do not see it; name a bucket")
     workdir = mirror.opened(spec.workdir, place, "write")
-    mirror.require_writable(workdir.named)
+    buckets.require_writable(workdir.named)
 
 
 def corpus_is_healthy(spec: Spec) -> None:
@@ -110,7 +110,7 @@ def corpus_is_healthy(spec: Spec) -> None:
     from bert_jax.doctor import corpus as corpus_lib
 
     corpus = mirror.opened(spec.workdir, spec.experiment.run.corpus_dir, "write").corpus
-    if not mirror.exists(corpus / COMPLETE):
+    if not buckets.exists(corpus / COMPLETE):
         raise InputError(
             f"{corpus}: no prepared corpus, which machines that cost by the hour would make first; "
             f"run `bert-jax prepare` with --workdir {spec.workdir} on another machine"

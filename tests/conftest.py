@@ -133,7 +133,7 @@ def objects(bucket_server, tmp_path, monkeypatch):
     import math
     import types
 
-    from bert_jax.storage import mirror, retry  # which sets gcsfs up
+    from bert_jax.storage import buckets, retry  # which sets gcsfs up
 
     import gcsfs.retry  # isort: skip
 
@@ -143,7 +143,7 @@ def objects(bucket_server, tmp_path, monkeypatch):
     # This process has read that part of its environment before.
     monkeypatch.setitem(config.setdefault("gs", {}), "token", "anon")
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(mirror, "_granted", set())
+    monkeypatch.setattr(buckets, "_granted", set())
     monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(retry, "LONGEST_WAIT", 0.05)
     monkeypatch.setattr(retry, "latest", math.inf)

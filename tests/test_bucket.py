@@ -18,7 +18,7 @@ from bert_jax import config
 from bert_jax.data import corpus, plan_files, plans
 from bert_jax.running import runner
 from bert_jax.running.pretraining import Prepared
-from bert_jax.storage import mirror, retry
+from bert_jax.storage import buckets, mirror, retry
 from bert_jax.storage.workdir import Holder
 
 pytestmark = pytest.mark.skipif(
@@ -231,7 +231,7 @@ def test_rights_on_objects_suffice_to_save_and_to_remove_old_checkpoints(
     folder = "run/profile/plugins/profile/steps_2_to_2/"
     names = {name.removeprefix(folder) for name in objects.files("run/profile/")}
     assert {name.split(".", 2)[2] for name in names} == {"trace.json.gz", "xplane.pb"}
-    mirror.write(FOLDER / "plan.json", "{}")
+    buckets.write(FOLDER / "plan.json", "{}")
     assert mirror.opened(FOLDER).plan.read_text() == "{}"
 
 
@@ -260,7 +260,7 @@ def test_a_bucket_that_may_not_be_used_is_named_in_one_line(objects, copy_of_run
         objects.exists = False
         refused(words, f"{FOLDER}: there is no bucket bucket")
         objects.exists = True
-        mirror._granted.clear()
+        buckets._granted.clear()
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     refused(READERS[0], "bert-jax[gcs]")
 

@@ -174,10 +174,10 @@ def require_run(place: str) -> None:
 
 def require_corpus(workdir: "Workdir") -> None:
     """Raises InputError if a run has no prepared corpus, before jax is loaded to read its rows."""
-    from bert_jax.storage import mirror
+    from bert_jax.storage import buckets
     from bert_jax.storage.workdir import COMPLETE
 
-    if not mirror.exists(workdir.corpus / COMPLETE):
+    if not buckets.exists(workdir.corpus / COMPLETE):
         raise InputError(f"{workdir.corpus}: no prepared corpus here; run `bert-jax prepare` first")
 
 

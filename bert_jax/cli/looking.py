@@ -315,14 +315,14 @@ def checkpoints(args: argparse.Namespace) -> int:
     from etils import epath
 
     from bert_jax.running import checkpoint
-    from bert_jax.storage import mirror
+    from bert_jax.storage import buckets, mirror
     from bert_jax.storage.workdir import fork_of, holds_finetuning, load_experiment
     from bert_jax.training import mesh as mesh_lib
 
     workdir = mirror.opened(epath.Path(args.run))
     kind = Finetuning if holds_finetuning(workdir) else Experiment
     experiment = load_experiment(workdir, kind)
-    if not mirror.names(workdir.checkpoints):
+    if not buckets.names(workdir.checkpoints):
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     saved = checkpoint.Checkpoints(workdir.checkpoints)
     damaged = saved.unreadable()

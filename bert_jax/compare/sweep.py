@@ -22,7 +22,7 @@ from bert_jax.report.render import Table
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import session
 from bert_jax.running.progress import Progress
-from bert_jax.storage import mirror
+from bert_jax.storage import buckets, mirror
 from bert_jax.tasks import job
 
 FORMAT_VERSION = 1
@@ -90,7 +90,7 @@ def run(
     runs, None runs/NAME-sweep.
     """
     folder = epath.Path(root or f"runs/{of[0].experiment.name}-sweep")
-    there = mirror.names(folder)
+    there = buckets.names(folder)
     if there and not there & {"sweep.json", *(member.folder for member in of)}:
         raise InputError(
             f"{folder}: holds a run or other files and no sweep; choose another folder with "
@@ -107,7 +107,7 @@ def run(
         scored = [line for line in lines if line["kind"] == "scores"]
         member.last = scored[-1] if scored else None
         member.best = max(scored, key=lambda line: line["score"], default=None)
-        mirror.write(folder / "sweep.json", json.dumps(_record(of), indent=2) + "\n")
+        buckets.write(folder / "sweep.json", json.dumps(_record(of), indent=2) + "\n")
         if member.outcome == "stopped":
             return "stopped"
     for line in table(of):

@@ -18,7 +18,7 @@ from etils import epath
 
 from bert_jax.data import workers
 from bert_jax.errors import InputError
-from bert_jax.storage import mirror
+from bert_jax.storage import buckets
 from bert_jax.storage.retry import again
 
 
@@ -40,7 +40,7 @@ def run(tasks: Sequence[workers.Task], options: str) -> list[dict[str, Any]]:
 def shared_place(options: str) -> str:
     """Returns a folder in the bucket of --temp_location, if there is one; else empty."""
     place = _parsed(options).get_all_options().get("temp_location") or ""
-    return f"{place.rstrip('/')}/bert_jax" if "://" in place and mirror.is_bucket(place) else ""
+    return f"{place.rstrip('/')}/bert_jax" if "://" in place and buckets.is_bucket(place) else ""
 
 
 def _run_pipeline(tasks: Sequence[workers.Task], options: str) -> None:

@@ -26,7 +26,7 @@ from etils import epath
 from bert_jax.config import Corpus, Experiment, named
 from bert_jax.data import build, dataset, pairs, plans, sentences, stream
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.storage import copies, mirror
+from bert_jax.storage import buckets, copies, mirror
 from bert_jax.storage.workdir import (
     COMPLETE,
     Holder,
@@ -83,10 +83,10 @@ def prepare(
       Unavailable: a bucket or a worker failed; run again to go on.
     """
     run = build.Run(workers, beam)
-    if mirror.is_bucket(folder):
+    if buckets.is_bucket(folder):
         return _prepare_there(corpus, vocab_size, folder, run, say)
     with named_errors(folder):
-        _require_ours(folder, mirror.names(folder))
+        _require_ours(folder, buckets.names(folder))
         if is_complete(folder):  # without its lock: runs may share a folder they cannot write
             return _found(corpus, vocab_size, folder, say)
         with lock(folder):
@@ -121,7 +121,7 @@ def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
     Raises:
       Unavailable: the bucket is out of reach, or the disk full; what was copied stays.
     """
-    if not mirror.is_bucket(folder):
+    if not buckets.is_bucket(folder):
         return folder
     manifest = open_manifest(folder)
     text, listed = json.dumps(manifest, indent=2) + "\n", manifest["files"]
@@ -153,7 +153,7 @@ def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
 def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
     manifest = open_manifest(folder)
     _require_same(manifest, corpus, vocab_size, folder, say)
-    if not mirror.is_bucket(folder):
+    if not buckets.is_bucket(folder):
         shutil.rmtree(folder / build.PARTS, ignore_errors=True)  # of one killed at its very end
     return manifest
 
@@ -161,10 +161,10 @@ def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
 def open_manifest(folder: epath.Path) -> dict[str, Any]:
     """Returns the manifest of a complete corpus, here or in a bucket."""
     path = folder / "manifest.json"
-    if not (mirror.exists(folder / COMPLETE) and mirror.exists(path)):
+    if not (buckets.exists(folder / COMPLETE) and buckets.exists(path)):
         raise InputError(f"{folder}: no prepared corpus here; run `bert-jax prepare` first")
     manifest = parse_json(
-        mirror.read(path),
+        buckets.read(path),
         path,
         FORMAT_VERSION,
         "go on with the bert-jax that wrote it; for new runs choose another folder, or remove "
@@ -247,7 +247,7 @@ def _damage(path: epath.PathLike, entry: list[Any], depth: Literal["cheap", "ful
         return "is missing"
     if os.path.getsize(path) != size:
         return f"has {os.path.getsize(path)} bytes, not {size}"
-    if (depth == "full" or size <= _SMALL) and mirror.sha256(path) != sha256:
+    if (depth == "full" or size <= _SMALL) and buckets.sha256(path) != sha256:
         return "was changed since it was made"
     return ""
 
@@ -306,7 +306,7 @@ def _require_same(
 
 def is_made_of(folder: epath.Path, corpus: Corpus) -> bool:
     """Returns whether a corpus was made of what sources hold, file by file, wherever it lay."""
-    return mirror.exists(folder / COMPLETE) and _holds(open_manifest(folder), corpus)
+    return buckets.exists(folder / COMPLETE) and _holds(open_manifest(folder), corpus)
 
 
 def _holds(manifest: dict[str, Any], corpus: Corpus) -> bool:
@@ -399,14 +399,14 @@ def _prepare_there(
 
     What was made or sent before a break is neither made nor sent again.
     """
-    there = mirror.names(folder)
+    there = buckets.names(folder)
     if mirror.OWNER not in there:
         _require_ours(folder, there)
     if COMPLETE in there:
         return _found(corpus, vocab_size, folder, say)
-    mirror.require_writable(folder)  # before the text is read, which may take hours
+    buckets.require_writable(folder)  # before the text is read, which may take hours
     with copies.copy_of(folder) as copy:
-        if mirror.exists(folder / COMPLETE):  # by now
+        if buckets.exists(folder / COMPLETE):  # by now
             return _found(corpus, vocab_size, folder, say)
         made = copy.parent / f"{copy.name}.made"
         if is_complete(made):  # as a `prepare` that ended while sending leaves it
@@ -417,16 +417,16 @@ def _prepare_there(
                 made.rmtree()
         manifest = prepare(corpus, vocab_size, made, say, run.workers, run.beam)
         say(f"prepare: sending the corpus to {folder}")
-        mirror.write(folder / mirror.OWNER, Holder.me().text())
+        buckets.write(folder / mirror.OWNER, Holder.me().text())
         copies.send_all(made, folder, manifest["files"], say)
-        mirror.remove(
+        buckets.remove(
             folder / name  # of another `prepare`, which did not end
-            for name in mirror.listing(folder)
+            for name in buckets.listing(folder)
             if name.split("/")[0] in ("tokenizer", "dataset", "stream", COUNTS)
             and name not in manifest["files"]
         )
-        mirror.write(folder / "manifest.json", (made / "manifest.json").read_text())
-        mirror.write(folder / COMPLETE, "")
+        buckets.write(folder / "manifest.json", (made / "manifest.json").read_text())
+        buckets.write(folder / COMPLETE, "")
         (made / "dataset").rmtree()  # only now that there is another
         copy.rmtree(missing_ok=True)
         made.rename(copy)

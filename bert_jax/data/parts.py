@@ -27,7 +27,7 @@ from bert_jax.config import Corpus
 from bert_jax.data import dataset
 from bert_jax.data.workers import Tick
 from bert_jax.errors import InputError
-from bert_jax.storage import copies, mirror
+from bert_jax.storage import buckets, copies
 from bert_jax.text import documents, sentences, tokenizer, words
 from bert_jax.text import lines as text_lines
 from bert_jax.text import sources as text_sources
@@ -402,7 +402,7 @@ def _ticking(pieces: Iterable[str], tick: Tick) -> Iterator[str]:
 @functools.lru_cache(maxsize=1)
 def _tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
     """Loads the tokenizer in a folder, once in a process."""
-    files = [epath.Path(folder) / name for name in sorted(mirror.names(epath.Path(folder)))]
+    files = [epath.Path(folder) / name for name in sorted(buckets.names(epath.Path(folder)))]
     with copies.here(*files) as here:
         return tokenizer.load(here[0].parent)
 

@@ -19,7 +19,7 @@ from bert_jax.data import draws
 from bert_jax.data.plan_files import Maker, Recipe, Units, read
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.storage import mirror
+from bert_jax.storage import buckets
 from bert_jax.storage.workdir import cache_folder, named_errors, parse_json, sealed
 
 # Of the file of counts, and of plans: of the rules by which they are drawn, and of their files.
@@ -176,7 +176,7 @@ def read_counts(path: epath.Path) -> dict[str, int]:
       Unavailable: the bucket is out of reach.
     """
     try:
-        content = mirror.read(path, seconds=_SECONDS)
+        content = buckets.read(path, seconds=_SECONDS)
         return parse_json(content, path, COUNTS_VERSION, "", "", seal="required")["rows"]
     except (FileNotFoundError, InputError):
         return {}
@@ -191,4 +191,4 @@ def add_counts(path: epath.Path, rows: dict[str, int]) -> None:
         known = read_counts(path)
         if not rows.items() <= known.items():
             record = sealed({"format_version": COUNTS_VERSION, "rows": known | rows})
-            mirror.write(path, json.dumps(record, indent=2) + "\n", seconds=_SECONDS)
+            buckets.write(path, json.dumps(record, indent=2) + "\n", seconds=_SECONDS)

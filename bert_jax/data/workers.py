@@ -21,7 +21,7 @@ from etils import epath
 from rich import progress as rich_progress
 
 from bert_jax.errors import Unavailable, duration
-from bert_jax.storage import copies, mirror
+from bert_jax.storage import buckets, copies
 from bert_jax.storage.workdir import named_errors
 from bert_jax.system import die_with_parent
 
@@ -67,7 +67,7 @@ def record_of(task: Task) -> dict[str, Any] | None:
     """Returns the record of a task's folder; None if it is not done."""
     path = epath.Path(task.place) / task.name / _RECORD
     with contextlib.suppress(FileNotFoundError):
-        return json.loads(mirror.read(path))
+        return json.loads(buckets.read(path))
     return None
 
 

@@ -14,7 +14,7 @@ from bert_jax.config import Corpus
 from bert_jax.doctor import corpus, text
 from bert_jax.doctor.finding import Finding
 from bert_jax.errors import InputError, printable, quantity
-from bert_jax.storage import mirror
+from bert_jax.storage import buckets, mirror
 from bert_jax.storage.workdir import COMPLETE, Workdir, holds_finetuning, load_experiment
 from bert_jax.text import sources as text_sources
 
@@ -43,7 +43,7 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
     if workdir.experiment.exists():
         return _of_run(workdir)
     for folder in (workdir.named, workdir.corpus):
-        if mirror.exists(folder / COMPLETE):
+        if buckets.exists(folder / COMPLETE):
             return corpus.examine(folder)
     return text.examine(Corpus(sources=_sources(path)))
 
@@ -57,7 +57,7 @@ def _of_run(workdir: Workdir) -> list[Finding]:
         )
     experiment = load_experiment(workdir)
     folder = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote).corpus
-    if not mirror.exists(folder / COMPLETE):
+    if not buckets.exists(folder / COMPLETE):
         raise InputError(f"{folder}: no prepared corpus of this run; name another PATH")
     lengths = tuple(sorted({phase.sequence_length for phase in experiment.phases}))
     return corpus.examine(folder, lengths)

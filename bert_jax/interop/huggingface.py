@@ -16,7 +16,7 @@ from bert_jax.interop import card, configs, names, sentence_transformers, vocabu
 from bert_jax.interop.names import Naming, Say
 from bert_jax.interop.vocabularies import read_object
 from bert_jax.loaded import Loaded
-from bert_jax.storage.workdir import new_folder
+from bert_jax.storage.copies import new_folder
 
 # By `names.family`, and by what is wanted.
 ARCHITECTURES = {

@@ -22,7 +22,7 @@ from bert_jax.plan import estimate
 from bert_jax.plan.compile import Job, Outcome
 from bert_jax.plan.schedule import Program
 from bert_jax.plan.topology import Layout, Topology, layout_of, shards_of, with_layout
-from bert_jax.storage import mirror
+from bert_jax.storage import buckets
 from bert_jax.storage.workdir import require_plain, sealed
 from bert_jax.training.collectives import method_of
 
@@ -61,7 +61,7 @@ def plan_and_write(
     for line in lines(plan):
         log(line)
     if path is not None:
-        mirror.write(path, json.dumps(sealed(plan), indent=2) + "\n")
+        buckets.write(path, json.dumps(sealed(plan), indent=2) + "\n")
         log(f"plan: {path}")
 
 

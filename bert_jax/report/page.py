@@ -21,7 +21,7 @@ from bert_jax.report.render import Table, page, percent
 from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.running.lines import Lines
 from bert_jax.running.pretraining import Prepared
-from bert_jax.storage import mirror
+from bert_jax.storage import buckets
 from bert_jax.storage.workdir import Workdir
 
 # Evaluations that stand in the tables, spread over the run.
@@ -65,7 +65,7 @@ def _require_whole(record: Record) -> None:
     """Refuses lines that are not those that the newest checkpoint was saved with."""
     workdir, metadata = record.workdir, dict[str, Any]()
     with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
-        if mirror.names(workdir.checkpoints):
+        if buckets.names(workdir.checkpoints):
             saved = Checkpoints(workdir.checkpoints)
             metadata = saved.metadata(saved.named("newest"))
     for name, written in metadata.get("lines", {}).items():
@@ -82,7 +82,7 @@ def _write_page(
     """Writes the page; returns the seconds after which it renews itself, if it does."""
     goes_on = any(record.state == "running" for record in records)
     refresh = every if goes_on else None
-    mirror.write(path, render(records, refresh, price_per_chip_hour))
+    buckets.write(path, render(records, refresh, price_per_chip_hour))
     return refresh
 
 

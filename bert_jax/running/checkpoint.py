@@ -30,7 +30,7 @@ from bert_jax import config
 from bert_jax.config import Experiment
 from bert_jax.config.fields import Section
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.storage import mirror, retry
+from bert_jax.storage import buckets, retry
 from bert_jax.storage.workdir import absolute, named_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums, path_of
@@ -237,7 +237,7 @@ class Checkpoints:
         with named_errors(self._folder):
             denied = "wait" if self._was_allowed else "refuse"
             done = retry.again(work, str(self._folder), denied=denied)
-        self._was_allowed = mirror.is_bucket(self._folder)  # whose tokens expire
+        self._was_allowed = buckets.is_bucket(self._folder)  # whose tokens expire
         return done
 
     def _read(self, step: int, read: Callable[[], T]) -> T:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -125,6 +125,16 @@ class Peers:
         compiled = jax.jit(program).lower().compile()
         self.agree("devices", "")
         jax.block_until_ready(compiled())
+
+    def slices_here(
+        self, lines: Iterable[Mapping[str, Any]], say: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Says who is missing, by timings.jsonl, and returns it; {} where there is one slice."""
+        if self.met is None or (booked := self.met.terms.booked) == 1:
+            return {}
+        since = slices.missing_since(lines, self.met.slices, booked, time.time())
+        say(slices.in_words(since, booked))
+        return {"slices": {"taken": self.met.slices, "missing_since": since}}
 
     def slices_due(self, lines: Callable[[], Sequence[Mapping[str, Any]]], left: int) -> str:
         """Returns which slices the run is to stop for, on all processes; see `slices.is_due`."""

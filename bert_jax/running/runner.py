@@ -21,7 +21,7 @@ from bert_jax.config import SKIPPED_STEPS
 from bert_jax.errors import Unavailable
 from bert_jax.model import losses
 from bert_jax.running import lines as lines_lib
-from bert_jax.running import slices, start
+from bert_jax.running import start
 from bert_jax.running.environment import environment
 from bert_jax.running.job import Context, Evaluator, Job, PhaseBatches, Result
 from bert_jax.running.lines import RunLines
@@ -106,7 +106,8 @@ class Trainer:
                 return Result("finished", self.done)
             self.saves.require_space(self.state)
             branch = {} if self.job.branch is None else {"branch": str(self.job.branch)}
-            about = {"environment": environment()} | branch | self._slices()
+            about = {"environment": environment()} | branch
+            about |= self.context.peers.slices_here(self.lines.timings.read(), self.say)
             self._note("start", self._lap() | about)
             if branch and self.done not in self.saves.steps:
                 self._save()  # from here on it is a run like any other
@@ -144,13 +145,11 @@ class Trainer:
             while not (stop.requested or self._is_whole):
                 try:
                     self._phase(stop)
-                except Diverged as error:
+                except (Diverged, Erred) as error:
                     error = error.with_traceback(None)  # whose frames hold a batch, and a state
-                    if stop.requested:
+                    if isinstance(error, Diverged) and stop.requested:
                         return error
-                    self._roll_back(error)
-                except Erred as error:
-                    self._go_back(error.with_traceback(None))
+                    self._go_back(error)
         except Failed as error:
             return error.with_traceback(None)
         return None
@@ -236,49 +235,42 @@ class Trainer:
             if self.stops_for:
                 self.say(f"slices: {self.stops_for} can train as well; stopping to take them")
 
-    def _roll_back(self, diverged: Diverged) -> None:
-        """Goes on from the state before the bad steps, and leaves these out.
+    def _go_back(self, error: Diverged | Erred) -> None:
+        """Goes on from a state before bad steps, leaving these out, or before devices erred.
 
         Nothing of this needs to be remembered: a run that goes on from a checkpoint before the bad
         steps comes to the same bad steps, and here.
 
         Raises:
           Failed: no checkpoint is old enough; none is removed.
-        """
-        skipped, first = start.left_out(self.skipped, diverged.bad)
-        begun = self._restored_before(diverged, first)
-        where = "" if begun.done else " to step 0, since there is no earlier checkpoint"
-        self.say(
-            f"{diverged}; going back{where}, and leaving out these and the one before "
-            f"({self.job.how_to_see(first)})"
-        )
-        begun.state, begun.skipped = start.with_skipped(begun.state, skipped), skipped
-        self._go_on_from(begun)
-        bad = [diverged.bad[0], diverged.bad[-1]]
-        self._note("roll_back", self._lap() | {"bad": bad, "skipped": list(skipped)})
-
-    def _go_back(self, erred: Erred) -> None:
-        """Goes on from the newest checkpoint of the time up to the last clean replay.
-
-        Raises:
           Unavailable: devices erred again; the next start goes on from there.
         """
-        replayed, peers = self.done, self.context.peers
-        words = f"step {replayed}: {start.named(erred, peers)}"
-        begun = self._restored_before(erred, replayed - self.experiment.run.replay_every)
-        self.say(f"{words}; going back to step {begun.done}")
-        self._go_on_from(begun)
-        devices = [device.id for device in erred.devices]
-        self._note("roll_back", self._lap() | {"replayed": replayed, "erred": devices})
-        if erred.is_last:
-            peers.agree("devices", f"{words}, again; run again on another machine", Unavailable)
-
-    def _restored_before(self, error: Diverged | Erred, first: int) -> start.Start:
+        peers, skipped = self.context.peers, self.skipped
+        if isinstance(error, Diverged):
+            skipped, first = start.left_out(self.skipped, error.bad)
+            about = {"bad": [error.bad[0], error.bad[-1]], "skipped": list(skipped)}
+        else:
+            first = self.done - self.experiment.run.replay_every
+            about = {"replayed": self.done, "erred": [device.id for device in error.devices]}
+            words = f"step {self.done}: {start.named(error, peers)}"
         self.pending = None
         self.state, self.window = {}, {}  # two states may be more than there is room for
         self.watchdog.reset(times=2)
         with self.clock.waiting("restore"):
-            return start.before(error, first, self.job, self.context, self.saves)
+            begun = start.before(error, first, self.job, self.context, self.saves)
+        if isinstance(error, Diverged):
+            where = "" if begun.done else " to step 0, since there is no earlier checkpoint"
+            self.say(
+                f"{error}; going back{where}, and leaving out these and the one before "
+                f"({self.job.how_to_see(first)})"
+            )
+            begun.state, begun.skipped = start.with_skipped(begun.state, skipped), skipped
+        else:
+            self.say(f"{words}; going back to step {begun.done}")
+        self._go_on_from(begun)
+        self._note("roll_back", self._lap() | about)
+        if isinstance(error, Erred) and error.is_last:
+            peers.agree("devices", f"{words}, again; run again on another machine", Unavailable)
 
     # --- where to begin -------------------------------------------------------------------------
 
@@ -365,14 +357,6 @@ class Trainer:
             f"no finite loss or gradient in the {len(bad)} steps from {bad[0]} to {bad[-1]}, and "
             f"{more}; the checkpoints are of the time before"
         )
-
-    def _slices(self) -> dict[str, Any]:
-        if (met := self.context.peers.met) is None or (booked := met.terms.booked) == 1:
-            return {}
-        before = self.lines.timings.read()
-        since = slices.missing_since(before, met.slices, booked, time.time())
-        self.say(slices.in_words(since, booked))
-        return {"slices": {"taken": met.slices, "missing_since": since}}
 
     def _lap(self) -> dict[str, float]:
         return self.clock.lap(self.clock.take_counts())

@@ -26,7 +26,7 @@ from bert_jax.config import Run
 from bert_jax.errors import DiskFull, Unavailable
 from bert_jax.running.checkpoint import ASIDE, FORMAT_VERSION, Checkpoints, context, sha256_of
 from bert_jax.running.peers import Peers
-from bert_jax.storage import mirror, retry
+from bert_jax.storage import buckets, retry
 from bert_jax.storage.workdir import Workdir, absolute, named_errors, sealed, write_atomic
 from bert_jax.training.checksums import checksums
 
@@ -194,7 +194,7 @@ class Saves(Checkpoints):
             places = (self._folder / f"{ASIDE}{step}{end}" for end in ends)
             aside = next(place for place in places if not place.exists())
             folder.rename(aside)
-            if mirror.is_bucket(aside):  # where Orbax removes what has none as unfinished
+            if buckets.is_bucket(aside):  # where Orbax removes what has none as unfinished
                 (aside / _COMMITTED).write_text("")
             return aside.name
 

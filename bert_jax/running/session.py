@@ -21,8 +21,8 @@ from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Clock, Progress
 from bert_jax.running.runner import Trainer
 from bert_jax.running.watchdog import StopRequest, Watchdog
+from bert_jax.storage import buckets, retry
 from bert_jax.storage import mirror as mirror_lib
-from bert_jax.storage import retry
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
 from bert_jax.training import mesh as mesh_lib
@@ -137,7 +137,7 @@ def _held(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]
             yield mirror, lambda: None
         return
     workdir.require_ours()
-    if not mirror_lib.names(workdir.checkpoints):
+    if not buckets.names(workdir.checkpoints):
         job.require_start()  # before a corpus is made for weights that do not fit
     with lock(workdir.root, workdir.named) as me:
         workdir.remove_unfinished()
@@ -148,7 +148,7 @@ def _held(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]
             if workdir.remote is None:
                 with contextlib.suppress(OSError, ValueError):  # epath's word for one not empty
                     workdir.checkpoints.rmdir()
-            if not mirror_lib.names(workdir.checkpoints):
+            if not buckets.names(workdir.checkpoints):
                 for name in begun:
                     (workdir.root / name).unlink(missing_ok=True)
                 mirror.forget(begun)
@@ -182,7 +182,7 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
 def _require_going_on(job: Job) -> None:
     """Raises InputError if the newest checkpoint here belongs to another experiment."""
     workdir, experiment = job.workdir, job.experiment
-    if not mirror_lib.names(workdir.checkpoints):
+    if not buckets.names(workdir.checkpoints):
         return
     checkpoints = Checkpoints(workdir.checkpoints)
     if not checkpoints.steps:

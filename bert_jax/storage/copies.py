@@ -1,4 +1,6 @@
-"""Copies between this machine and buckets: several streams, each file checked, continued.
+"""Folders that are whole or not there, and copies between this machine and buckets.
+
+Copies take several streams; each file is checked, and copies are continued.
 
 A corpus is mapped into memory, so it must lie on a local disk. Files that were copied before a
 break, or before a disk was full, are not copied again; there is no limit of time while bytes
@@ -22,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from etils import epath
 
 from bert_jax.errors import InputError, duration
-from bert_jax.storage import mirror
-from bert_jax.storage.workdir import cache_folder, named_errors, new_file
+from bert_jax.storage import buckets, mirror
+from bert_jax.storage.workdir import cache_folder, made, named_errors, new_file, require_local
 
 Say = Callable[[str], None]
 
@@ -57,7 +59,7 @@ def here(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[e
         machine, and they go at the end.
     """
     there = [epath.Path(path) for path in paths]
-    if not any(map(mirror.is_bucket, there)):
+    if not any(map(buckets.is_bucket, there)):
         yield there
         return
     with contextlib.ExitStack() as stack:
@@ -73,18 +75,38 @@ def here(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[e
 
 
 @contextlib.contextmanager
+def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
+    """Gives a folder to fill that takes its place, whole, at the end; a failure leaves nothing."""
+    require_local(folder)
+    folder = folder.absolute()  # else "." would have no folder above it
+    with named_errors(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(f"{folder}: is there already; choose another folder")
+    temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    with made(folder.parent), named_errors(folder):
+        try:
+            temporary.mkdir()
+            yield temporary
+            temporary.replace(folder)  # also over an empty one
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.rmtree(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
 def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
     """Gives a local folder to fill, which lies at `target`, here or in a bucket, at the end.
 
     There it is whole as soon as it holds the file `last`, or not at all.
     """
-    if mirror.is_bucket(target):
+    if buckets.is_bucket(target):
         with tempfile.TemporaryDirectory() as scratch:
             folder = pathlib.Path(scratch)
             yield folder
             names = sorted(path.name for path in folder.iterdir() if path.name != last)
             send_all(epath.Path(folder), target, names)
-            mirror.write(target / last, (folder / last).read_text())
+            buckets.write(target / last, (folder / last).read_text())
         return
     folder = pathlib.Path(target).parent / f".{target.name}.{os.getpid()}.tmp"
     shutil.rmtree(folder, ignore_errors=True)
@@ -111,13 +133,13 @@ def is_copy(folder: epath.Path) -> bool:
 
 def fetch(path: epath.Path, folder: epath.Path) -> None:
     """Copies one object into a local folder; see `fetch_all`."""
-    listed = mirror.about(path)
+    listed = buckets.about(path)
     if listed is None:
         raise InputError(f"{path}: is missing")
 
     def damage(name: str, file: epath.Path) -> str:
         del name
-        return "" if mirror.is_same(file, listed) else "was changed on its way"
+        return "" if buckets.is_same(file, listed) else "was changed on its way"
 
     fetch_all(path.parent, folder, {path.name: listed.size}, damage, "copy it again")
 
@@ -147,7 +169,7 @@ def fetch_all(
     def fetch_piece(name: str, file: epath.Path, first: int) -> int:
         length = min(PIECE, sizes[name] - first)
         try:
-            data = mirror.read(source / name, first, first + length)
+            data = buckets.read(source / name, first, first + length)
         except FileNotFoundError as error:
             raise InputError(f"{source / name}: is missing; {mend}") from error
         if len(data) != length:
@@ -184,12 +206,12 @@ def send_all(
     """
 
     def wanted() -> list[str]:
-        there = mirror.listing(target)
-        return [f for f in files if f not in there or not mirror.is_same(source / f, there[f])]
+        there = buckets.listing(target)
+        return [f for f in files if f not in there or not buckets.is_same(source / f, there[f])]
 
     def send(name: str) -> int:
         with named_errors(source / name):
-            mirror.send(source / name, target / name)
+            buckets.send(source / name, target / name)
             return os.stat(source / name).st_size
 
     files = list(files)

@@ -1,6 +1,6 @@
 """gcsfs, whose answers are checked; and as Orbax and jax reach buckets through epath.
 
-Imported on the first use of a bucket; by fsspec, for paths gs:// (see `mirror`).
+Imported on the first use of a bucket; by fsspec, for paths gs:// (see `buckets`).
 """
 
 import asyncio

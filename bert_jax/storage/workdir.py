@@ -258,11 +258,6 @@ def sealed(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, _CHECKSUM: _checksum(record)}
 
 
-def is_sealed(record: dict[str, Any]) -> bool:
-    """Returns whether a record that was read carries a checksum; those of older versions do not."""
-    return _CHECKSUM in record
-
-
 def _checksum(record: dict[str, Any]) -> str:
     held = {name: value for name, value in record.items() if name != _CHECKSUM}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
@@ -309,7 +304,7 @@ def parse_json(
             f"{path}: format_version {value.get('format_version')!r}, "
             f"this version reads {format_version}; {mend}"
         )
-    if (seal == "required" or is_sealed(value)) and value.get(_CHECKSUM) != _checksum(value):
+    if (seal == "required" or _CHECKSUM in value) and value.get(_CHECKSUM) != _checksum(value):
         raise InputError(f"{path}: damaged, was changed since it was written; {restore}")
     return value
 
@@ -413,26 +408,6 @@ def made(folder: epath.Path) -> Iterator[None]:
             with contextlib.suppress(OSError, ValueError):  # epath's word for one not empty
                 path.rmdir()
         raise
-
-
-@contextlib.contextmanager
-def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
-    """Gives a folder to fill that takes its place, whole, at the end; a failure leaves nothing."""
-    require_local(folder)
-    folder = folder.absolute()  # else "." would have no folder above it
-    with named_errors(folder):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise InputError(f"{folder}: is there already; choose another folder")
-    temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
-    with made(folder.parent), named_errors(folder):
-        try:
-            temporary.mkdir()
-            yield temporary
-            temporary.replace(folder)  # also over an empty one
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.rmtree(missing_ok=True)
-            raise
 
 
 def _held(path: epath.Path, named: epath.PathLike) -> IO[bytes]:

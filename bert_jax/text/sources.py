@@ -7,7 +7,7 @@ from typing import Any
 
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError
-from bert_jax.storage import mirror
+from bert_jax.storage import buckets
 from bert_jax.text import lines as text_lines
 from bert_jax.text import tfds_files
 
@@ -93,7 +93,7 @@ def state(path: str) -> dict[str, int]:
             # Not every place keeps dates; what it says of the file changes with it.
             size, date = system.info(name)["size"], int(system.ukey(name)[:15], 16)
         else:
-            size, date = mirror.state(path)
+            size, date = buckets.state(path)
     except OSError as error:
         raise InputError(f"corpus.sources: {path}: {error.strerror or error}") from error
     return {"bytes": size, "mtime_ns": date}
@@ -105,6 +105,6 @@ def sha256(path: str) -> str:
         if "://" in path and path.endswith(_ALL_SUFFIXES):
             with text_lines.packed(path) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
-        return mirror.sha256(path)
+        return buckets.sha256(path)
     except OSError as error:
         raise InputError(f"corpus.sources: {path}: {error.strerror or 'is missing'}") from error

@@ -16,7 +16,7 @@ from array_record.python.array_record_data_source import ArrayRecordDataSource
 from etils import epath, epy
 
 from bert_jax.errors import InputError
-from bert_jax.storage import copies, mirror
+from bert_jax.storage import buckets, copies
 
 with epy.lazy_imports():  # it takes a third of a second, and most text lies in files
     import tensorflow_datasets as tfds
@@ -47,11 +47,11 @@ def find(name: str) -> epath.Path:
     if version:
         versions = [version]
     else:
-        names = mirror.names(folder)
+        names = buckets.names(folder)
         versions = sorted(
             filter(_VERSION.fullmatch, names), key=lambda v: [*map(int, v.split("."))]
         )
-    if not versions or not mirror.exists(folder / versions[-1] / "dataset_info.json"):
+    if not versions or not buckets.exists(folder / versions[-1] / "dataset_info.json"):
         raise InputError(
             f"tfds:{name}: no prepared dataset in {folder}; set TFDS_DATA_DIR to the folder that "
             "holds it (the public bucket needs the [gcs] extra), or prepare it with TFDS"
@@ -64,7 +64,7 @@ def open_folder(folder: epath.PathLike) -> "tfds.core.DatasetBuilder":
     folder = epath.Path(folder)
     try:
         texts = {
-            name: mirror.read(folder / name).decode()
+            name: buckets.read(folder / name).decode()
             for name in ("features.json", "dataset_info.json")
         }
         tree = json.loads(texts["features.json"])
@@ -83,7 +83,7 @@ def open_folder(folder: epath.PathLike) -> "tfds.core.DatasetBuilder":
     try:
         with contextlib.ExitStack() as stack:
             here = folder
-            if mirror.is_bucket(folder):  # TFDS would ask the bucket about every file
+            if buckets.is_bucket(folder):  # TFDS would ask the bucket about every file
                 here = epath.Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 for name, text in texts.items():
                     (here / name).write_text(text)
@@ -126,7 +126,7 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
             f"{folder / 'dataset_info.json'}: lists no file of split {split!r}; put the whole "
             "file back"
         )
-    is_there = mirror.is_bucket(folder)
+    is_there = buckets.is_bucket(folder)
     files = [(folder / path.name if is_there else path, count) for path, count in files]
     total = max(sum(count for _, count in files), 1)
     can_be_cut = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not is_there

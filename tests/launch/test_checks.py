@@ -11,7 +11,7 @@ from bert_jax.doctor import corpus as corpus_lib
 from bert_jax.doctor.finding import Rule
 from bert_jax.errors import InputError
 from bert_jax.plan import report, topology
-from bert_jax.storage import mirror
+from bert_jax.storage import buckets
 from bert_jax.storage.workdir import mark_complete
 from launch import checks, spec
 
@@ -61,7 +61,7 @@ def test_a_workdir_in_a_bucket_that_may_be_written(monkeypatch):
         epath.Path("gs://b/other/novel.txt").write_text("x")
         with pytest.raises(InputError, match=r"gs://b/other: holds other files .*--force workdir"):
             check("gs://b/other", "workdir")
-        monkeypatch.setattr(mirror, "_granted", set())
+        monkeypatch.setattr(buckets, "_granted", set())
         monkeypatch.setattr(
             bucket, "fault", lambda *of: fake_gcs.Fault(403) if of[2] == "write" else None
         )

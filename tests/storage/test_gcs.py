@@ -10,7 +10,7 @@ from etils import epath
 from fake_gcs import Fault
 
 from bert_jax.errors import Unavailable
-from bert_jax.storage import mirror, retry  # mirror registers the client
+from bert_jax.storage import buckets, retry  # buckets registers the client
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"
@@ -33,7 +33,7 @@ def test_a_request_outlasts_ten_minutes_of_faults(status, monkeypatch):
         gcsfs.retry.validate_response(status, b"away", "b/x")
 
     files = fsspec.get_filesystem_class("gcs")
-    assert files is gcs.PatientFileSystem and mirror
+    assert files is gcs.PatientFileSystem and buckets
     monkeypatch.setattr(gcs.asyncio, "sleep", sleep)
     monkeypatch.setattr(retry, "time", types.SimpleNamespace(monotonic=lambda: sum(waited)))
     monkeypatch.setattr(files, "_set_session", away)  # what a request does first
