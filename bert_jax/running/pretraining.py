@@ -196,13 +196,12 @@ def _summary(experiment: Experiment, objective: Objective, mesh: jax.sharding.Me
     args = experiment.optimizer, experiment.parallelism, mesh
     shapes = step_lib.abstract_state(objective, *args)["params"]
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    kind = mesh.devices.flat[0].device_kind
     phases = ", then ".join(
         f"{quantity(phase.steps, 'step')} of {phase.batch_size} x {phase.sequence_length} tokens"
         f"{phase.objective and f' ({phase.objective})'}"
         for phase in experiment.phases
     )
-    devices = quantity(mesh.size, f"{kind} device")
+    devices = quantity(mesh.size, f"{mesh.devices.flat[0].device_kind} device")
     return (
         f"{experiment.name}: {count / 1e6:.1f}M parameters, {experiment.model.compute_dtype}, on "
         f"{devices}; {phases}; the first step is compiled before it runs"

@@ -83,22 +83,15 @@ class Saves(Checkpoints):
         self._outlast(begin)
         self.step, self.missing, self._is_saving = done, "", True
 
-    def has_ended(self, step: int) -> bool | None:
-        """Returns whether the save of a step came to a whole one; None while it is on its way."""
-        if self._opened is None or self._opened.is_saving_in_progress():
-            return None
-        with contextlib.suppress(Exception):  # of a bucket that is away, which is not waited for
-            return step in checkpoint_steps(absolute(self._folder))
-        return False
-
     def look(self, done: int) -> None:
         """Notices that the save under way has failed, or has become a whole checkpoint."""
         if self._has_failed:
             self.end(done)  # now: the others wait for it, inside Orbax
-        if self._is_saving and (ended := self.has_ended(self.step)) is not None:
+        if self._is_saving and self._opened and not self._opened.is_saving_in_progress():
             self._is_saving = False
-            if ended:
-                self._record(self.step)
+            with contextlib.suppress(Exception):  # of a bucket that is away, and not waited for
+                if self.step in checkpoint_steps(absolute(self._folder)):
+                    self._record(self.step)
 
     def wait(self) -> None:
         """Waits until what is being saved is on disk; a save that fails leaves nothing.
