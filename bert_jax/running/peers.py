@@ -54,7 +54,7 @@ class Peers:
         self, number: int, count: int, store: Any, limit: float, met: roll_call.Met | None = None
     ):
         self.number, self.count = number, count  # of processes
-        self.met = met  # which slices train; None: a process alone, or jax knows its host's place
+        self.met = met  # of a run that is booked on several slices: those that train
         self._store = store
         self.limit = limit  # seconds to wait for the others
         self.me = f"process {number} ({socket.gethostname()})"
@@ -130,8 +130,9 @@ class Peers:
         self, lines: Iterable[Mapping[str, Any]], say: Callable[[str], None]
     ) -> dict[str, Any]:
         """Says who is missing, by timings.jsonl, and returns it; {} where there is one slice."""
-        if self.met is None or (booked := self.met.terms.booked) == 1:
+        if self.met is None:
             return {}
+        booked = self.met.terms.booked
         since = slices.missing_since(lines, self.met.slices, booked, time.time())
         say(slices.in_words(since, booked))
         return {"slices": {"taken": self.met.slices, "missing_since": since}}
@@ -360,11 +361,12 @@ def connected(
 
 def _connect(wait: float, placed: Callable[[int, int, int], Any]) -> Peers:
     limit = seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVE
-    place, met = roll_call.own_place(), None
+    place, of_several = roll_call.own_place(), None
     # jax's notice of SIGTERM takes the signal over: only once there is something to save.
     jax.config.update("jax_enable_preemption_service", False)
     if place is not None:
         met = roll_call.meet(place, wait, limit, placed)
+        of_several = met if met.terms.booked > 1 else None
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             *(met.place.address, met.place.count, met.place.number),
@@ -376,7 +378,7 @@ def _connect(wait: float, placed: Callable[[int, int, int], Any]) -> Peers:
     elif not (_on_tpu_host() and _found_by_jax(limit)):
         return Peers(0, 1, None, limit)
     state = _state()  # to ask jax would start its devices
-    return Peers(state.process_id, state.num_processes, state.client, limit, met)
+    return Peers(state.process_id, state.num_processes, state.client, limit, of_several)
 
 
 def seconds(name: str) -> float | None:

@@ -116,7 +116,7 @@ def meet(place: Place, wait: float, limit: float, placed: Callable[[int, int, in
         )
     fits = functools.cache(lambda taken: placed(taken, many, hosts) is not None)
     met = _met(place, addresses, Terms(many, hosts, wait if many > 1 else 0.0, limit, fits))
-    if os.environ.pop("MEGASCALE_NUM_SLICES", "") and len(met.slices) > 1:
+    if many > 1 and os.environ.pop("MEGASCALE_NUM_SLICES", "") and len(met.slices) > 1:
         os.environ["MEGASCALE_NUM_SLICES"] = str(len(met.slices))
         os.environ["MEGASCALE_SLICE_ID"] = str(met.place.number // hosts)
         os.environ["MEGASCALE_COORDINATOR_ADDRESS"] = met.place.address.rpartition(":")[0]
