@@ -162,7 +162,7 @@ def start(folder: pathlib.Path) -> dict[str, float]:
     workdir = Workdir(folder / "run", scaled.run.corpus_dir)
     job = PretrainingJob(scaled, workdir, lambda line: None)
     with peers_lib.connected() as peers:
-        job.prepare(peers.count)
+        job.prepare(peers)
         job.open(mesh_lib.make_mesh(scaled.parallelism), peers)
         phase = job.batches(0)
         while not phase.ready(0):

@@ -55,7 +55,7 @@ class _Child:
         for owner, name, around in (
             (step, "make_train_step", self._make_train_step),
             (step, "make_eval_step", self._make_eval_step),
-            (evaluators.Watched, "predict", self._predict),
+            (evaluators.Watched, "ask", self._watch),
             (Saves, "save", self._save),
             (start, "_start", self._restore),
             (lines_lib.Lines, "forget_after", self._open),
@@ -104,9 +104,9 @@ class _Child:
 
         return counted
 
-    def _predict(self, predict: Callable, *args: Any) -> Any:
+    def _watch(self, ask: Callable, *args: Any) -> Any:
         self._at("evaluation")  # after all batches, with the line of the evaluation written
-        return predict(*args)
+        return ask(*args)
 
     def _open(self, forget_after: Callable, *args: Any) -> Any:
         self._at("start", self._parts)

@@ -254,14 +254,18 @@ class Watched:
         if not texts and model.direction == "both":
             self._sentences = held_out_sentences(validation, tokenizer, longest)
 
-    def predict(self, params: Any) -> list[dict[str, Any]]:
-        """Predicts the masked pieces of each sentence, with parameters on one device.
+    def ask(self, params: Any, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+        """Predicts the masked pieces with the parameters of a run, on process 0.
 
         Returns:
-          For each: `text`; `masks`, the likeliest pieces of each [MASK]; and if it is known what
-          stood there, `truth`, that piece, and `truth_probability`.
+          `sentences`, if there are any, for each `text`; `masks`, the likeliest pieces of each
+          [MASK]; and if it is known what stood there, `truth`, that piece, and `truth_probability`.
         """
-        predicted = []
+        if "masked_lm" not in params:  # learned by code that has no use for it
+            return {}
+        params, predicted = on_one_device(params, mesh), []
+        if params is None:
+            return {}
         for sentence in self._sentences:
             probs, _ = self._predictor.probabilities(params, sentence.ids, None)
             masks = [self._predictor.likeliest(p, _TOP) for p in probs]
@@ -270,15 +274,7 @@ class Watched:
                 line["truth"] = self._tokenizer.piece(sentence.truth)
                 line["truth_probability"] = float(probs[0, sentence.truth])
             predicted.append(line)
-        return predicted
-
-    def ask(self, params: Any, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-        """Predicts with the parameters of a run, on process 0; returns what its line holds."""
-        if "masked_lm" not in params:  # learned by code that has no use for it
-            return {}
-        params = on_one_device(params, mesh)
-        sentences = [] if params is None else self.predict(params)
-        return {"sentences": sentences} if sentences else {}
+        return {"sentences": predicted} if predicted else {}
 
 
 def on_one_device(params: Any, mesh: jax.sharding.Mesh) -> Any:
@@ -294,11 +290,16 @@ def on_one_device(params: Any, mesh: jax.sharding.Mesh) -> Any:
     def gather(leaf: jax.Array) -> jax.Array | None:
         if not leaf.is_fully_replicated:
             # Waits, since memory of results is taken when a program is handed over.
-            leaf = jax.block_until_ready(jax.jit(jnp.copy, out_shardings=whole)(leaf))
+            leaf = jax.block_until_ready(jax.jit(_same, out_shardings=whole)(leaf))
         return None if jax.process_index() else leaf.addressable_data(0)
 
     gathered = jax.tree.map(gather, params)
     return None if jax.process_index() else gathered
+
+
+def _same(leaf: jax.Array) -> jax.Array:
+    """Returns the leaf: one function, so that jax finds what it has compiled for it."""
+    return leaf
 
 
 def held_out_sentences(validation: Stream, tokenizer: Tokenizer, longest: int) -> list[Sentence]:

@@ -31,6 +31,7 @@ class Context:
     progress: Progress
     clock: Clock
     booked: Any  # the experiment on all its slices, some of which may be missing
+    origin: dict[str, Any] | None  # where it comes from, see `session.run`
 
 
 class PhaseBatches(NamedTuple):
@@ -74,9 +75,9 @@ def every(steps: int, total: int) -> Callable[[int], bool]:
 class Job:
     """An experiment in its workdir, and what the loop does of it.
 
-    A run calls `read`, `require_runnable`, `require_start`, `differences`, `prepare`, `fetch` and
-    `open`, in this order; the loop, which comes then, asks for the rest. What has no body here is
-    for pre-training and tasks to say.
+    A run calls `read`, `require_runnable`, `require_start`, `differences`, `prepare` and `open`,
+    in this order; the loop, which comes then, asks for the rest. What has no body here is for
+    pre-training and tasks to say.
     """
 
     how_to_go_on = "choose another --workdir"  # with a finished run, in words
@@ -123,11 +124,8 @@ class Job:
         `metadata` is the checkpoint's, its `notes` and its `init_sha256` among it.
         """
 
-    def prepare(self, processes: int) -> None:
-        """Makes what is learned from, or finds it; on one process for all."""
-
-    def fetch(self) -> None:
-        """Copies what was prepared to this machine, if need be; on all processes."""
+    def prepare(self, peers: Peers) -> None:
+        """Makes what is learned from, or finds it, by one process for all; lays it on each host."""
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """Opens what was prepared."""

@@ -275,21 +275,19 @@ class PretrainingJob(Job):
                 )
         return changed
 
-    def prepare(self, processes: int) -> None:
-        """Makes the corpus, or finds it, with the streams that all processes would make at once."""
+    def prepare(self, peers: Peers) -> None:
+        """Makes the corpus, or finds it; copies it to this machine, if need be."""
         experiment, folder = self.experiment, self.workdir.corpus
-        corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self.say)
-        if self.branch is not None:
-            self.branch.begin(self.workdir)
-        if processes == 1:
-            return
-        prepared = Prepared.open(folder)
-        for split in SPLITS:
-            corpus.open_stream(prepared.folder, split)
 
-    def fetch(self) -> None:
-        """Copies the corpus to this machine, if need be."""
-        corpus.here(self.workdir.corpus, self.say)
+        def make() -> None:
+            corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self.say)
+            if self.branch is not None:
+                self.branch.begin(self.workdir)
+            for split in SPLITS if peers.count > 1 else ():  # which all would make at once
+                corpus.open_stream(corpus.here(folder), split)
+
+        peers.on_primary("made", make)
+        corpus.here(folder, self.say)
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """Opens what was prepared."""

@@ -52,8 +52,8 @@ class Trainer:
     primary one writes and speaks.
     """
 
-    def __init__(self, job: Job, context: Context, origin: dict[str, Any] | None):
-        self.job, self.experiment, self.origin = job, job.experiment, origin
+    def __init__(self, job: Job, context: Context):
+        self.job, self.experiment = job, job.experiment
         self.context, self.say = context, context.progress.say
         self.mesh, self.watchdog, self.clock = context.mesh, context.watchdog, context.clock
         run, workdir, peers = self.experiment.run, context.workdir, context.peers
@@ -101,7 +101,7 @@ class Trainer:
             self._go_on_from(begun)
             del begun  # whose arrays are given away step by step
             # Only now: an experiment that was refused must not stand in the workdir.
-            start.write_experiment(self.context, self.origin)
+            start.write_experiment(self.context)
             if self._is_whole:
                 return Result("finished", self.done)
             self.saves.require_space(self.state)

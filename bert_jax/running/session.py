@@ -76,15 +76,14 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
             # A signal ends this at once: a corpus half made is made again.
             watchdog.pause()
             with clock.waiting("prepare"):
-                peers.on_primary("prepare", lambda: job.prepare(peers.count))
-                job.fetch()
-                peers.meet("fetch")
+                job.prepare(peers)
+                peers.meet("prepare")
             watchdog.reset(times=2)
             with StopRequest.of(peers) as stop:
                 job.open(mesh, peers)
                 clock.peak_flops = hardware.peak_flops(job.objective.model.compute_dtype)
-                context = Context(workdir, mesh, peers, watchdog, mirror, progress, clock, booked)
-                trainer = Trainer(job, context, origin)
+                around = workdir, mesh, peers, watchdog, mirror, progress, clock, booked, origin
+                trainer = Trainer(job, Context(*around))
                 names = experiment.run.trackers if peers.is_primary else ()
                 with trackers.following(names, workdir, experiment, progress.say):
                     result = trainer.run(stop, forget)

@@ -119,7 +119,7 @@ def named(erred: Erred, peers: Peers) -> str:
     return f"{either}{link.join(names)} came to another result of the same rows"
 
 
-def write_experiment(context: Context, origin: dict[str, Any] | None) -> None:
+def write_experiment(context: Context) -> None:
     """Writes which experiment the run is of, and where it comes from; by one process for all."""
     workdir, experiment = context.workdir, context.booked
     if not context.peers.is_primary:
@@ -127,8 +127,8 @@ def write_experiment(context: Context, origin: dict[str, Any] | None) -> None:
     write_atomic(workdir.experiment, config.to_json(experiment))
     for name, source in code.files(experiment).items():
         write_atomic(workdir.root / name, source)
-    if origin is not None:
-        write_atomic(workdir.origin, json.dumps(sealed(origin), indent=2) + "\n")
+    if context.origin is not None:
+        write_atomic(workdir.origin, json.dumps(sealed(context.origin), indent=2) + "\n")
 
 
 def _start(job: Job, context: Context, saved: Saves, at_most: int | None) -> Start:

@@ -95,10 +95,9 @@ def is_going_on(workdir: Workdir) -> bool:
 def holder(workdir: Workdir, seconds: float | None = None) -> Holder | None:
     """Returns who holds a run, or has started one in a bucket last; None: nobody that is known."""
     place = workdir.root / "lock" if workdir.remote is None else workdir.remote / OWNER
-    try:
+    with named_errors(place), contextlib.suppress(FileNotFoundError):
         return Holder.parse(buckets.read(place, seconds=seconds))
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def _refresh(remote: epath.Path, local: epath.Path, files: Iterable[str]) -> None:
