@@ -25,7 +25,6 @@ from bert_jax.interop import huggingface
 from bert_jax.loaded import Loaded
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import peers as peers_lib
-from bert_jax.running.job import Job
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.job import FinetuningJob, finetune
@@ -85,7 +84,7 @@ def one(experiment: Finetuning, place: pathlib.Path, peer: measure.Ask) -> dict[
     }
 
 
-def write(job: Job, place: pathlib.Path) -> list[float]:
+def write(job: FinetuningJob, place: pathlib.Path) -> list[float]:
     """Every batch, and the head before the first step; returns the learning rates."""
     state = step.init_state(job.objective, job.optimizer, job.experiment.seed)
     np.save(place / "head.npy", state["params"]["head"]["kernel"])

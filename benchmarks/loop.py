@@ -92,8 +92,7 @@ def saving(folder: pathlib.Path, shape: ours.Shape, rounds: int) -> list[float]:
     state, _ = jax.block_until_ready(ours.first_state(ours.model_of(shape, "float32"), mesh))
     shares = []
     for number in range(rounds):
-        workdir, alone = Workdir(folder / f"saves{number}"), Peers(0, 1, None, 0.0)
-        with Saves(workdir, Run(), alone, print) as saved:
+        with Saves(Workdir(folder / f"{number}"), Run(), Peers(0, 1, None, 0.0), print) as saved:
             start = time.perf_counter()
             saved.save(1, state, {})
             blocking = time.perf_counter() - start

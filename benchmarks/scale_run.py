@@ -159,8 +159,7 @@ def cold_start(folder: pathlib.Path) -> dict[str, float]:
 def start(folder: pathlib.Path) -> dict[str, float]:
     """All that `pretrain` does with a corpus before its first step."""
     scaled = experiment(folder)
-    workdir = Workdir(folder / "run", scaled.run.corpus_dir)
-    job = PretrainingJob(scaled, workdir, lambda line: None)
+    job = PretrainingJob(scaled, Workdir(folder / "run", scaled.run.corpus_dir), lambda line: None)
     with peers_lib.connected() as peers:
         job.prepare(peers)
         job.open(mesh_lib.make_mesh(scaled.parallelism), peers)

@@ -15,7 +15,6 @@ import fcntl
 import functools
 import os
 import pathlib
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -85,6 +84,7 @@ def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
     temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
     with made(folder.parent), named_errors(folder):
         try:
+            temporary.rmtree(missing_ok=True)  # of one that was killed
             temporary.mkdir()
             yield temporary
             temporary.replace(folder)  # also over an empty one
@@ -108,22 +108,15 @@ def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
             send_all(epath.Path(folder), target, names)
             buckets.write(target / last, (folder / last).read_text())
         return
-    folder = pathlib.Path(target).parent / f".{target.name}.{os.getpid()}.tmp"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     try:
-        yield folder
-        for path in folder.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        try:
-            folder.rename(target)
-        except OSError:
-            if not (target / last).exists():
-                raise
-            # Another worker of Beam was given the same task.
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with new_folder(target) as folder:
+            yield pathlib.Path(folder)
+            for path in folder.iterdir():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+    except Exception:
+        if not (target / last).exists():  # else another worker of Beam was given the same task
+            raise
 
 
 def is_copy(folder: epath.Path) -> bool:

@@ -139,6 +139,6 @@ def test_a_part_whose_place_is_taken_by_something_else_is_an_error(tmp_path):
     target = epath.Path(tmp_path / "part")
     target.mkdir()
     (target / "other").write_text("not a part")
-    with pytest.raises(OSError), copies.new_part(target, "record.json") as folder:
+    with pytest.raises(InputError), copies.new_part(target, "record.json") as folder:
         (folder / "record.json").write_text("ours")
     assert files(tmp_path) == {"part/other": b"not a part"}

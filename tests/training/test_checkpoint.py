@@ -188,14 +188,12 @@ def test_of_two_damaged_ones_of_a_step_both_are_kept(run):
 
 
 def test_a_kill_while_newer_ones_are_removed_leaves_no_half_one(run, monkeypatch):
-    folder = epath.Path(run / "checkpoints")
-
     def killed(path, missing_ok=False):
         if path.exists():
             next(f for f in pathlib.Path(path).rglob("*") if f.is_file()).unlink()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(folder), "rmtree", killed)
+    monkeypatch.setattr(type(epath.Path(run)), "rmtree", killed)
     with pytest.raises(KeyboardInterrupt), saves_in(run) as saved:
         saved.forget_after(0)
     monkeypatch.undo()
