@@ -172,8 +172,8 @@ class Peers:
         return self._gather(what, json.dumps([self.me, dict(facts)]), self.limit, compared)
 
     def from_primary(self, what: str, value: str) -> str:
-        """Returns process 0's value, on all processes."""
-        return self._gather(what, value, self.limit, lambda brought: brought[0])
+        """Returns process 0's value, on all processes, as long as that takes."""
+        return self._gather(what, value, None, lambda brought: brought[0])
 
     def on_primary(self, what: str, work: Callable[[], None]) -> None:
         """Runs the work on process 0 while the others wait, as long as it takes."""

@@ -125,9 +125,10 @@ def meet(place: Place, wait: float, limit: float, placed: Callable[[int, int, in
 
 def _met(place: Place, addresses: list[tuple[str, int]], terms: Terms) -> Met:
     began, (mine, within) = time.monotonic(), divmod(place.number, terms.hosts)
+    first = place.number - within  # the first process of this slice
     words: queue.SimpleQueue[tuple[Connection, dict[str, Any] | None]] = queue.SimpleQueue()
     over, roll, door = threading.Event(), RollCall(terms, mine), None
-    refused = ""  # why the first process of this slice does not answer
+    refused = ""  # why that does not answer
 
     def report(line: Connection) -> None:
         """Says who this is, and since when; the second time it agrees to what was decided."""
@@ -144,7 +145,7 @@ def _met(place: Place, addresses: list[tuple[str, int]], terms: Terms) -> Met:
                 with _dial(addresses[number]) as line:
                     report(line)
                     if number == mine:  # is missed from now on, even if it never says a word
-                        heard = True
+                        heard, refused = True, ""
                         words.put((line, {"what": "hears"}))
                     while not over.is_set():
                         if line.poll(_RETRY):
@@ -169,21 +170,20 @@ def _met(place: Place, addresses: list[tuple[str, int]], terms: Terms) -> Met:
                 line, word = words.get(timeout=limit)
             except queue.Empty:
                 raise Unavailable(
-                    f"JAX_COORDINATOR_ADDRESS={place.address}: process {place.number - within} did "
-                    f"not {'let all agree' if own else 'answer'} there within {limit:g} seconds"
-                    f"{f' ({refused})' * (not own)}; is it running, and can process {place.number} "
-                    f"({socket.gethostname()}) reach it?"
+                    f"JAX_COORDINATOR_ADDRESS={place.address}: process {first} did not answer "
+                    f"there within {limit:g} seconds{f' ({refused})' * bool(refused)}; is it "
+                    f"running, and can process {place.number} ({socket.gethostname()}) reach it?"
                 ) from None
             if agreed not in (None, line):
                 continue  # another has decided as well, and too late
-            if word is None and line is own and what:
-                continue  # of which nothing more is needed
             if word is None:
+                if line is own and what:
+                    continue  # of which nothing more is needed
                 raise Unavailable(
-                    f"process {place.number - within} left {place.address} before all had arrived; "
-                    "see why in its own output"
-                    if not what or agreed
-                    else f"the run that went on without slice {mine} has ended; run again to go on"
+                    f"the run that went on without slice {mine} has ended; run again to go on"
+                    if what and agreed is None
+                    else f"process {first} left {place.address} before all had arrived; see why in "
+                    "its own output"
                 )
             if word["what"] == "hears":
                 own = line
@@ -199,11 +199,11 @@ def _met(place: Place, addresses: list[tuple[str, int]], terms: Terms) -> Met:
                         agreed, limit = line, _AGREE
                         report(line)
         number = taken.index(mine) * terms.hosts + within
-        if number == 0 and terms.booked > 1:
+        if stays := number == 0 and terms.booked > 1:
             over.set()
             stack.pop_all()  # its door stays open
     here = Place(word["address"], number, len(taken) * terms.hosts)
-    return Met(here, taken, terms, door if number == 0 and terms.booked > 1 else None)
+    return Met(here, taken, terms, door if stays else None)
 
 
 class Door:

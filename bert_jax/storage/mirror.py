@@ -44,7 +44,7 @@ from bert_jax.storage.workdir import (
 
 OWNER = "OWNER"
 _OWNED = ".owner.json"  # in the local folder of a run: tokens of starts that wrote there
-_VIEW_FILES = (*RUN_FILES, "plan.json", "launch.json", OWNER)
+_VIEW_FILES = (*RUN_FILES, "plan.json", "launch.json")
 
 # Seconds between two pushes of what a run has written, and which share of the time they may take.
 _SECONDS, _SHARE = 30.0, 0.05
@@ -81,10 +81,8 @@ def is_going_on(workdir: Workdir) -> bool:
     """
     if workdir.remote is None:
         return in_use(workdir.root)
-    started, last, kind = 0.0, 0.0, ""
-    with contextlib.suppress(FileNotFoundError):
-        if owner := Holder.parse((workdir.root / OWNER).read_bytes()):
-            started = owner.since
+    owner, last, kind = holder(workdir), 0.0, ""
+    started = owner.since if owner else 0.0
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, IndexError):
         line = json.loads(workdir.timings.read_bytes().split(b"\n")[-2])
         last, kind = line["time"], line["kind"]
