@@ -27,6 +27,8 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import roll_call, slices
 from bert_jax.storage import retry
 
+Kind = type[InputError | Unavailable]
+
 # Seconds to wait for the others at the start, unless BERT_JAX_ARRIVE_WITHIN says otherwise.
 _ARRIVE = 300.0
 # Seconds that a process which could clean up is given to, and that process 0 waits for the others
@@ -45,6 +47,7 @@ _BROKEN = re.compile(
 _CORRUPT = re.compile(r"\bsdc\b|silent data corruption", re.IGNORECASE)
 _COMPILER = re.compile(r"[Cc]ompil|Mosaic|lower")  # which refuses the same program every time
 _FEW = 4  # differences that are named
+_LOOKS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds between looks at what all are to see
 
 
 class Peers:
@@ -54,10 +57,9 @@ class Peers:
         self, number: int, count: int, store: Any, limit: float, met: roll_call.Met | None = None
     ):
         self.number, self.count = number, count  # of processes
-        self.met = met  # of a run that is booked on several slices: those that train
-        self._store = store
-        self.limit = limit  # seconds to wait for the others
-        self.me = f"process {number} ({socket.gethostname()})"
+        self._met = met  # of a run that is booked on several slices: those that train
+        self._store, self._limit = store, limit
+        self._me = f"process {number} ({socket.gethostname()})"
         self._failure: dict[str, Any] | None = None
         self._agreed: BaseException | None = None  # what all processes raise alike
         self._unwind = _UNWIND
@@ -75,12 +77,12 @@ class Peers:
 
     def say(self, line: str) -> None:
         """Shows a line about this process, of whichever number."""
-        print(f"bert-jax: {self.me}: {line}", file=sys.stderr, flush=True)
+        print(f"bert-jax: {self._me}: {line}", file=sys.stderr, flush=True)
 
     def owner(self, device: jax.Device) -> str:
         """Returns the process of a device, and its host; all processes ask together."""
         is_mine = device.process_index == self.number
-        return self.first_error(f"owner of device {device.id}", self.me * is_mine)
+        return self.first_error(f"owner of device {device.id}", self._me * is_mine)
 
     def first_error(self, what: str, error: str, patience: float = 0.0) -> str:
         """Returns the error of the first process that has one, on all, once all have come here.
@@ -91,14 +93,12 @@ class Peers:
         Raises:
           Unavailable: one has not come in time.
         """
-        limit = self.limit + patience
+        limit = self._limit + patience
         return self._gather(
             what, error, limit, lambda all_errors: next(filter(None, all_errors), "")
         )
 
-    def agree(
-        self, what: str, error: str, kind: type[InputError | Unavailable] = InputError
-    ) -> None:
+    def agree(self, what: str, error: str, kind: Kind = InputError) -> None:
         """Raises the error of the first process that has one, on all; see `first_error`."""
         verdict = self.first_error(what, error)
         if verdict:
@@ -130,20 +130,20 @@ class Peers:
         self, lines: Iterable[Mapping[str, Any]], say: Callable[[str], None]
     ) -> dict[str, Any]:
         """Says who is missing, by timings.jsonl, and returns it; {} where there is one slice."""
-        if self.met is None:
+        if self._met is None:
             return {}
-        booked = self.met.terms.booked
-        since = slices.missing_since(lines, self.met.slices, booked, time.time())
+        booked = self._met.terms.booked
+        since = slices.missing_since(lines, self._met.slices, booked, time.time())
         say(slices.in_words(since, booked))
-        return {"slices": {"taken": self.met.slices, "missing_since": since}}
+        return {"slices": {"taken": self._met.slices, "missing_since": since}}
 
     def slices_due(self, lines: Callable[[], Sequence[Mapping[str, Any]]], left: int) -> str:
         """Returns which slices the run is to stop for, on all processes; see `slices.is_due`."""
-        if self.met is None or len(self.met.slices) == self.met.terms.booked:
+        if self._met is None or len(self._met.slices) == self._met.terms.booked:
             return ""
-        waiting = self.met.door.waiting() if self.met.door else []
-        numbers = len(self.met.slices), len(waiting)
-        if waiting and not slices.is_due(self.met.terms, *numbers, lines(), time.time(), left):
+        waiting = self._met.door.waiting() if self._met.door else []
+        numbers = len(self._met.slices), len(waiting)
+        if waiting and not slices.is_due(self._met.terms, *numbers, lines(), time.time(), left):
             waiting = []
         return self.first_error("slices", ", ".join(map(str, waiting)))
 
@@ -169,11 +169,19 @@ class Peers:
                     return f"{name} differs from {leader}: {few}{more}; {remedy}"
             return ""
 
-        return self._gather(what, json.dumps([self.me, dict(facts)]), self.limit, compared)
+        return self._gather(what, json.dumps([self._me, dict(facts)]), self._limit, compared)
 
-    def from_primary(self, what: str, value: str) -> str:
-        """Returns process 0's value, on all processes, as long as that takes."""
-        return self._gather(what, value, None, lambda brought: brought[0])
+    def await_same(self, what: str, look: Callable[[], str], remedy: str, kind: Kind) -> None:
+        """Waits until all see the same, as on a disk that may show what is old for a while.
+
+        Raises an error of this kind on all of them if they do not within a minute.
+        """
+        for pause in (0.0, *_LOOKS):
+            time.sleep(pause)
+            difference = self.difference(what, {what: look()}, remedy)
+            if not difference:
+                return
+        self.agree(f"{what}, at last", difference, kind)
 
     def on_primary(self, what: str, work: Callable[[], None]) -> None:
         """Runs the work on process 0 while the others wait, as long as it takes."""
@@ -215,7 +223,7 @@ class Peers:
         elif code == errors.FAILED and self._failure is None:
             traceback.print_exception(error)
         if error is not self._agreed:
-            line = line.replace("bert-jax: ", f"bert-jax: {self.me}: ", 1)
+            line = line.replace("bert-jax: ", f"bert-jax: {self._me}: ", 1)
         failure = {"line": line, "code": code}
         try:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was first

@@ -2,7 +2,6 @@
 
 import contextlib
 import platform
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -28,9 +27,6 @@ from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
 from bert_jax.training import mesh as mesh_lib
 
 Outcome = Literal["finished", "stopped", "failed"]
-
-# Seconds between two looks at who holds a workdir.
-_LOOK = 0.2
 
 
 def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> Outcome:
@@ -164,18 +160,15 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
     """Raises InputError on all processes if one does not see who holds the workdir: process 0."""
     if peers.count == 1:
         return
-    mirror.token = peers.from_primary("holder", mirror.token)
-    deadline, error = time.monotonic() + peers.limit, ""
-    # A shared disk may show new files late.
-    while (holder := mirror_lib.holder(workdir)) is None or holder.token != mirror.token:
-        if time.monotonic() > deadline:
-            error = (
-                f"{peers.me} does not see what process 0 writes in {workdir.named}; name a "
-                "--workdir that all of them share, on a disk or in a bucket, and start them once"
-            )
-            break
-        time.sleep(_LOOK)
-    peers.agree("workdir", error)
+
+    def look() -> str:
+        holder = mirror_lib.holder(workdir)
+        return "" if holder is None else holder.token
+
+    peers.meet("lock")
+    mend = f"name a --workdir that all of them share, not {workdir.named}, and start them once"
+    peers.await_same("holder of the workdir", look, mend, InputError)
+    mirror.token = look()
 
 
 def _require_going_on(job: Job) -> None:

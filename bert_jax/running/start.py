@@ -11,9 +11,7 @@ then the run starts again from a checkpoint before them, and leaves these steps 
 """
 
 import dataclasses
-import itertools
 import json
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,9 +33,6 @@ from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.replay import Erred
-
-# Seconds between looks at a disk that processes share: its clients may show old listings a while.
-_LOOKS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 
 class Failed(Exception):
@@ -196,20 +191,13 @@ def _of_branch(
 
 def _agree_on_steps(peers: Peers, saved: Saves) -> None:
     """Waits until all processes see the same checkpoints; raises Unavailable if they do not."""
-    # Until then the first process may be saving one.
-    peers.agree("last save", "")
-    for look in itertools.count():
+
+    def look() -> str:
         saved.look_again()
-        difference = peers.difference(
-            "checkpoints",
-            {"checkpoints": ", ".join(map(str, saved.steps))},
-            "run again once all see the same files",
-        )
-        if not difference:
-            return
-        if look == len(_LOOKS):
-            peers.agree("view", difference, Unavailable)
-        time.sleep(_LOOKS[look])
+        return ", ".join(map(str, saved.steps))
+
+    peers.agree("last save", "")  # until then the first process may be saving one
+    peers.await_same("checkpoints", look, "run again once all see the same files", Unavailable)
 
 
 def _put_aside(context: Context, saved: Saves, restored: Restored) -> None:

@@ -173,7 +173,13 @@ def test_other_facts_on_one_end_all_with_the_same_line():
     )
 
 
-def test_a_folder_that_is_not_shared_is_named(tmp_path):
+@pytest.fixture
+def no_pauses(monkeypatch):
+    assert sum(peers._LOOKS) > 60
+    monkeypatch.setattr(peers, "_LOOKS", (0.0,) * 7)
+
+
+def test_a_folder_that_is_not_shared_is_named(tmp_path, no_pauses):
     """Each host has a folder of its own at the same path."""
 
     def work(us):
@@ -184,8 +190,18 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path):
                 one.take(stack.enter_context(lock(workdir.root)))
             session._require_one_place(workdir, one, us)
 
-    assert "process 1 (" in (line := same_error(together(work, 2, 0.5), InputError))
-    assert "does not see what process 0 writes" in line
+    line = same_error(together(work, 2), InputError)
+    assert line.startswith("process 1 (") and "holder of " in line and "share" in line
+
+
+def test_what_a_shared_disk_shows_late_is_waited_for(no_pauses):
+    views = [iter("bbbbbb"), iter("aaabbb")]
+
+    def work(us):
+        us.await_same("files", lambda: next(views[us.number]), "run again", Unavailable)
+
+    together(work, 2)
+    assert [[*view] for view in views] == [["b", "b"], ["b", "b"]]
 
 
 def test_one_that_does_not_come_is_named():
