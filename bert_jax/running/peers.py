@@ -57,7 +57,7 @@ class Peers:
         self, number: int, count: int, store: Any, limit: float, met: roll_call.Met | None = None
     ):
         self.number, self.count = number, count  # of processes
-        self._met = met  # of a run that is booked on several slices: those that train
+        self.met = met  # of a run that is booked on several slices: those that train
         self._store, self._limit = store, limit
         self._me = f"process {number} ({socket.gethostname()})"
         self._failure: dict[str, Any] | None = None
@@ -130,20 +130,20 @@ class Peers:
         self, lines: Iterable[Mapping[str, Any]], say: Callable[[str], None]
     ) -> dict[str, Any]:
         """Says who is missing, by timings.jsonl, and returns it; {} where there is one slice."""
-        if self._met is None:
+        if self.met is None:
             return {}
-        booked = self._met.terms.booked
-        since = slices.missing_since(lines, self._met.slices, booked, time.time())
+        booked = self.met.terms.booked
+        since = slices.missing_since(lines, self.met.slices, booked, time.time())
         say(slices.in_words(since, booked))
-        return {"slices": {"taken": self._met.slices, "missing_since": since}}
+        return {"slices": {"taken": self.met.slices, "missing_since": since}}
 
     def slices_due(self, lines: Callable[[], Sequence[Mapping[str, Any]]], left: int) -> str:
         """Returns which slices the run is to stop for, on all processes; see `slices.is_due`."""
-        if self._met is None or len(self._met.slices) == self._met.terms.booked:
+        if self.met is None or len(self.met.slices) == self.met.terms.booked:
             return ""
-        waiting = self._met.door.waiting() if self._met.door else []
-        numbers = len(self._met.slices), len(waiting)
-        if waiting and not slices.is_due(self._met.terms, *numbers, lines(), time.time(), left):
+        waiting = self.met.door.waiting() if self.met.door else []
+        numbers = len(self.met.slices), len(waiting)
+        if waiting and not slices.is_due(self.met.terms, *numbers, lines(), time.time(), left):
             waiting = []
         return self.first_error("slices", ", ".join(map(str, waiting)))
 

@@ -87,7 +87,7 @@ def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
             temporary.rmtree(missing_ok=True)  # of one that was killed
             temporary.mkdir()
             yield temporary
-            temporary.replace(folder)  # also over an empty one
+            os.rename(temporary, folder)  # also over an empty one
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.rmtree(missing_ok=True)
