@@ -142,3 +142,12 @@ def test_a_part_whose_place_is_taken_by_something_else_is_an_error(tmp_path):
     with pytest.raises(InputError), copies.new_part(target, "record.json") as folder:
         (folder / "record.json").write_text("ours")
     assert files(tmp_path) == {"part/other": b"not a part"}
+
+
+def test_a_new_folder_takes_the_place_of_an_empty_one_alone(tmp_path):
+    (tmp_path / "new").mkdir()
+    with copies.new_folder(epath.Path(tmp_path / "new")) as folder:
+        (folder / "file").write_text("x")
+    assert files(tmp_path) == {"new/file": b"x"}
+    with pytest.raises(InputError, match="is there already"):
+        copies.new_folder(epath.Path(tmp_path / "new")).__enter__()

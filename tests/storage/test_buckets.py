@@ -1,0 +1,109 @@
+"""Buckets: rights, and networks that fail."""
+
+import pytest
+from etils import epath
+from fake_gcs import Fault
+
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.storage import buckets, retry
+
+RUN = epath.Path("gs://bucket/run")
+OPERATIONS = {
+    "list": lambda: buckets.names(RUN),
+    "read": lambda: buckets.read(RUN / "there"),
+    "write": lambda: buckets.write(RUN / "new", "text"),
+    "delete": lambda: buckets.remove([RUN / "there"]),
+}
+
+
+def only(kind, fault, times=10**9):
+    """Faults of the first requests of a kind."""
+    left = iter(range(times))
+    return lambda method, name, what: (
+        fault if what == kind and next(left, None) is not None else None
+    )
+
+
+@pytest.mark.parametrize("kind", OPERATIONS)
+def test_a_fault_that_passes_costs_nothing(kind, objects):
+    """See test_retry for all of them."""
+    for right in ("list", "read", "write"):
+        buckets._granted.add(("bucket", right))  # as once a run has begun
+    for fault in (Fault(401), Fault(429), Fault(503), Fault(0)):
+        objects.put("run/there", b"text", {})
+        objects.fault = only(kind, fault, times=8)  # more than the client's own tries
+        OPERATIONS[kind]()
+        wanted = {"write": {"run/there", "run/new"}, "delete": set()}
+        assert objects.files().keys() == wanted.get(kind, {"run/there"})
+
+
+def test_a_write_whose_answer_is_lost_is_done(objects):
+    objects.fault = only("write", Fault(0, is_done=True), times=1)
+    buckets.write(RUN / "new", "text")
+    assert objects.files() == {"run/new": b"text"}
+
+
+def test_a_large_file_is_sent_over_faults_and_told_from_a_changed_one(objects, tmp_path):
+    data = bytes(range(256)) * 24_000  # 6 MB: gcsfs sends so much in a session
+    (tmp_path / "large").write_bytes(data)
+    buckets._granted.add(("bucket", "write"))
+    objects.fault = only("write", Fault(503), times=8)  # more than the client's own tries
+    buckets.send(tmp_path / "large", RUN / "large")
+    assert objects.files() == {"run/large": data}
+    sent = buckets.about(RUN / "large")
+    assert sent is not None and buckets.is_same(tmp_path / "large", sent)
+    for other in (data[:-1], data[:-1] + b"x"):
+        (tmp_path / "large").write_bytes(other)
+        assert not buckets.is_same(tmp_path / "large", sent)
+
+
+def test_a_bucket_that_is_away_for_long_ends_with_what_is_tried_again(objects, monkeypatch):
+    monkeypatch.setattr(retry, "GIVE_UP", 0.3)
+    objects.fault = lambda *_: Fault(503)
+    with pytest.raises(Unavailable, match=r"gs://bucket/run/new: out of reach .* run again"):
+        buckets.write(RUN / "new", "text")
+
+
+def test_a_token_or_a_role_that_is_refused_at_first_is_named(objects):
+    for right in ("list", "read", "write"):
+        objects.fault = only(right, Fault(401))
+        with pytest.raises(InputError, match=rf"may not {right} objects of the bucket bucket"):
+            buckets.require_writable(RUN)
+        buckets._granted.clear()
+    objects.reset()
+    for role, right in {
+        "objectCreator": "list",
+        "objectViewer": "create",
+        "legacyBucketWriter": "get",
+        "objectViewer,objectCreator": "delete",
+    }.items():
+        objects.role = role
+        with pytest.raises(InputError, match=rf"storage\.objects\.{right}\b"):
+            buckets.require_writable(RUN)
+        buckets._granted.clear()
+    objects.role = "objectUser"
+    buckets.require_writable(RUN)
+
+
+def test_a_list_that_is_cut_short_passes(objects):
+    objects.put("run/there", b"text", {})
+    objects.fault = only("list", Fault(200), times=2)  # with half an answer
+    assert buckets.names(RUN) == {"there"}
+
+
+def test_what_a_server_does_not_know_is_named_at_once(objects):
+    objects.put("run/there", b"text", {})
+    objects.fault = only("write", Fault(501))
+    with pytest.raises(InputError, match=r"/bucket/.*501"):
+        OPERATIONS["write"]()
+    assert len([kind for _, kind in objects.requests if kind == "write"]) <= 6  # gcsfs's own tries
+
+
+def test_what_a_killed_question_for_rights_left_is_nobodys_and_goes(objects):
+    objects.fault = only("read", Fault(403))
+    with pytest.raises(InputError):
+        buckets.require_writable(RUN)
+    assert objects.files() and not buckets.names(RUN)
+    objects.reset_faults()
+    buckets.require_writable(RUN)
+    assert not objects.files()
