@@ -305,9 +305,9 @@ def compile_step(
     memory = compiled.memory_analysis()
     peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
     # Further programs are loaded with it, and one of them runs.
-    for other, beside in _others(experiment, number, mesh, state):
+    for other, held in _others(experiment, number, mesh, state):
         needed = other.compile().memory_analysis()
-        peak = max(peak, needed.peak_memory_in_bytes + beside)
+        peak = max(peak, needed.peak_memory_in_bytes + held)
         code += needed.generated_code_size_in_bytes
     whole_batch = hlo.whole_batch_arrays(module, experiment, number, mesh_lib.batch_shards(mesh))
     return Outcome(
