@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 1_695,
-    "cli": 1_753,
+    "cli": 1_568,
     "compare": 1_248,
     "config": 2_336,
     "conformance": 1_152,
