@@ -21,8 +21,8 @@ LINES = {
     "doctor": 757,
     "interop": 2_288,
     "model": 3_081,
-    "plan": 2_118,
-    "report": 1_739,
+    "plan": 2_097,
+    "report": 1_640,
     "storage": 1_452,
     "tasks": 4_274,
     "text": 2_991,
@@ -34,7 +34,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_773,
+    "tests": 32_739,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -42,7 +42,6 @@ SLACK = 30
 # A file is 60 to 450 lines; what is longer, and by how much at most, until it is cut.
 SHORTEST, LONGEST = 60, 450
 TOO_LONG = {
-    "bert_jax/report/figures.py": 467,
     "bert_jax/running/checkpoint.py": 513,
     "bert_jax/running/pretraining.py": 455,
     "bert_jax/running/runner.py": 464,

@@ -4,7 +4,7 @@ import math
 
 from bert_jax import config
 from bert_jax.compare.results import Column, Results
-from bert_jax.report import comparison, figures
+from bert_jax.report import comparison, curves, figures
 from bert_jax.report.figures import Figure
 from bert_jax.report.records import Record
 from bert_jax.report.render import Table, page
@@ -92,9 +92,9 @@ def _curves(results: Results) -> list[Figure]:
         if Workdir(member.folder).metrics.exists():
             records.append(Record.read(str(member.folder)))
             records[-1].label = member.row
-    plots = []
-    for axis in comparison.AXES:
-        spent = [axis.of(record) for record in records]
-        if axis.name in ("steps", "CPU seconds") and None not in spent:
-            plots += comparison.plots_of_learning(records, spent, axis.name)[:1]
+    plots = [
+        curves.of_learning(records, axis)[0]
+        for axis in comparison.AXES
+        if axis.name in ("steps", "CPU seconds") and all(axis.of(record) for record in records)
+    ]
     return figures.drawn(plots, (), "curve")

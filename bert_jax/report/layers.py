@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from bert_jax.report import figures
+from bert_jax.report import curves, figures
 from bert_jax.report.figures import Figure
 from bert_jax.report.render import Table, page
 from bert_jax.storage.workdir import write_atomic
@@ -24,8 +24,8 @@ def write(
     """
     tasks, pictures, maps = record.get("tasks", []), [], None
     if tasks:
-        plot = figures.of_layers(tasks)
-        pictures.append(Figure(plot.title, figures.LAYERS, figures.draw(plot, "layers")))
+        plot = curves.of_layers(tasks)
+        pictures.append(Figure(plot.title, curves.LAYERS, figures.draw(plot, "layers")))
     if attention is not None:
         maps = {"pieces": attention[0], "svg": figures.draw_maps(attention[1], "attention")}
     text = page(

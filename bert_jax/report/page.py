@@ -14,7 +14,7 @@ from etils import epath
 from bert_jax import config
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import InputError, reading
-from bert_jax.report import comparison, figures, times, tuned
+from bert_jax.report import comparison, curves, figures, times
 from bert_jax.report.figures import Figure
 from bert_jax.report.records import Line, Record, corpus_statistics
 from bert_jax.report.render import Table, page, percent
@@ -139,8 +139,8 @@ def render(
                 ],
                 table=comparison.table(records) if several else None,
                 notes=comparison.notes(records) if several else [],
-                learning=comparison.of_learning(records) if several else _curves(records[0]),
-                steps=figures.drawn(figures.of_steps(*records), ()) if several else [],
+                learning=_learning(records),
+                steps=figures.drawn(curves.of_steps(*records)) if several else [],
                 differing=_differing(records) if several else [],
                 detail=None if several else _detail(records[0], price_per_chip_hour),
             )
@@ -148,11 +148,22 @@ def render(
             raise LookupError(error.message) from error
 
 
-def _curves(record: Record) -> list[tuple[str, list[Figure]]]:
-    """Returns a run's pictures, over steps."""
-    tuned_run = isinstance(record.experiment, Finetuning)
-    pictures = tuned.of_run(record) if tuned_run else figures.of_run(record)
-    return [("steps", pictures)] if pictures else []
+def _learning(records: list[Record]) -> list[tuple[str, list[Figure]]]:
+    """Returns pictures of what was learned, by the axis that they are over.
+
+    Several runs are drawn over each axis that all of them have; a run alone over steps, with how
+    these went.
+    """
+    if len(records) == 1:
+        plots = [*curves.of_learning(records), *curves.of_steps(*records)]
+        by_axis = {"steps": figures.drawn(plots, curves.phase_starts(records[0]))}
+    else:
+        by_axis = {
+            axis.name: figures.drawn(curves.of_learning(records, axis), (), f"axis{number}")
+            for number, axis in enumerate(comparison.AXES)
+            if all(axis.of(record) for record in records)
+        }
+    return [(axis, pictures) for axis, pictures in by_axis.items() if pictures]
 
 
 def _summary(record: Record) -> dict[str, Any]:
@@ -221,7 +232,7 @@ def _evaluations(record: Record) -> Table | None:
     """Returns a line for some of the evaluations; None before there is one."""
     lines = _spread(record.evaluation, _ROWS)
     if isinstance(record.experiment, Finetuning):
-        names = [*tuned.score_names(record), "loss"]
+        names = [*curves.score_names(record), "loss"]
         cells = [{name: f"{line[name]:.4f}" for name in names} for line in lines]
     else:
         cells = [comparison.said_by(record, line) for line in lines]
@@ -242,7 +253,7 @@ def _of_pretraining(record: Record, experiment: Experiment) -> dict[str, Any]:
         "predictions": _predictions(record),
         "statistics": statistics,
         "no_statistics": why,
-        "corpus_figures": figures.of_corpus(statistics) if statistics else [],
+        "corpus_figures": curves.of_corpus(statistics) if statistics else [],
         "phases": experiment.phases,
         "plan": _plan(record.plan) if record.plan.get("slices") else None,
         "libtpu": record.plan.get("versions", {}).get("libtpu"),

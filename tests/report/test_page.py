@@ -173,7 +173,7 @@ def test_several_runs_are_compared_on_one_page(run, undrawn):
     named(run.with_name("other"), seed=5)
     assert cli.main(["report", str(run), "other"]) == 0
     text = run.with_name("comparison.html").read_text()
-    assert "What differs" in text and "Held-out masked LM loss" in text
+    assert "What differs" in text and "Masked LM loss, nat" in text
     assert re.search(r">seed</td>\s*<td[^>]*>0</td>\s*<td[^>]*>5</td>", text)
 
 
