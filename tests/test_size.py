@@ -15,7 +15,7 @@ LINES = {
     ".": 1_695,
     "cli": 1_568,
     "compare": 1_248,
-    "config": 2_336,
+    "config": 2_282,
     "conformance": 1_152,
     "data": 3_717,
     "doctor": 757,

@@ -35,6 +35,13 @@ class Rule(NamedTuple):
     why: str
 
 
+class Only(NamedTuple):
+    """Says, in a field's type, that it means something with some values of another field alone."""
+
+    field: str
+    values: tuple[str, ...]
+
+
 # A field, and why its value cannot be.
 Wrong = tuple[str, str]
 
@@ -90,7 +97,12 @@ class Section:
             object.__setattr__(self, name, value)
             _check_type(f"{self.label}.{name}", value, hint)
             for rule in rules:
-                if not rule.holds(value):
+                if isinstance(rule, Only):
+                    other = getattr(self, rule.field)
+                    if other not in rule.values and not self._is_default(name):
+                        where = f"{self.label}.{rule.field}={other}"
+                        self._refuse(name, f"has no meaning with {where}; leave it out")
+                elif not rule.holds(value):
                     self._refuse(name, rule.why)
         for name, why in self._wrong():
             self._refuse(name, why)

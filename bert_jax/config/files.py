@@ -143,7 +143,7 @@ def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
         _require_kind(type(experiment), kind, path)
         return typing.cast(T, _placed(experiment, file.parent.resolve())), parent
     if file.suffix == ".json":
-        return from_json(decode(file.read_bytes(), path), path, kind), None
+        return from_json(file.read_bytes(), path, kind), None
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
 
 
@@ -218,20 +218,11 @@ def _differences_from_defaults(experiment: Section) -> list[str]:
     return lines
 
 
-def decode(content: bytes, where: str) -> str:
-    """Decodes UTF-8; `where` names the file in errors."""
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{where}: byte {error.start} is not UTF-8; put the whole file back"
-        ) from error
-
-
 def override(experiment: T, settings: Sequence[str]) -> T:
     """Applies `--set` strings like `model.hidden_size=128` or `phases.0.steps=10`, all at once."""
-    tree = _plain(experiment)
-    places = dict(_places(type(experiment), tree))
+    tree = json.loads(to_json(experiment))
+    del tree["format_version"]
+    hints = {path: hint for path, _, hint, _ in _leaves(experiment, "")}
     for setting in settings:
         path, equals, text = setting.partition("=")
         path = path.strip()
@@ -240,26 +231,15 @@ def override(experiment: T, settings: Sequence[str]) -> T:
                 f"--set {setting}: write it as FIELD=VALUE, e.g. model.hidden_size=128; "
                 "`bert-jax config --explain` says what fields there are"
             )
-        if path not in places:
-            below = next((place for place in places if place.startswith(f"{path}.")), "")
-            near = f"set one of its fields, as {below}" if below else suggestion(path, places)
+        if path not in hints:
+            below = next((other for other in hints if other.startswith(f"{path}.")), "")
+            near = f"set one of its fields, as {below}" if below else suggestion(path, hints)
             raise InputError(f"--set {setting}: {path} is no field; {near}")
-        node, key, hint_ = places[path]
-        node[key] = _parse(text, hint_, setting)
+        node, (*parents, key) = tree, path.split(".")
+        for parent in parents:
+            node = node[int(parent) if isinstance(node, list) else parent]
+        node[key] = _parse(text, hints[path], setting)
     return _build(type(experiment), tree, "")
-
-
-def _places(section: Any, tree: dict, path: str = "") -> Iterator[tuple[str, tuple]]:
-    """Yields the path of every field, and where its value stands: an object, the key, the type."""
-    for key, hint in _field_types(section).items():
-        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
-        if not dataclasses.is_dataclass(inner):
-            yield f"{path}{key}", (tree, key, hint)
-        elif inner is hint:
-            yield from _places(inner, tree[key], f"{path}{key}.")
-        else:
-            for number, item in enumerate(tree[key]):
-                yield from _places(inner, item, f"{path}{key}.{number}.")
 
 
 def _parse(text: str, hint: Any, setting: str) -> object:
@@ -282,10 +262,13 @@ def _number(text: str, kind: type[int] | type[float]) -> int | float:
 
 def to_json(experiment: Section) -> str:
     """Returns the resolved experiment as readable JSON, with its format version."""
-    return json.dumps({"format_version": FORMAT_VERSION, **_plain(experiment)}, indent=2) + "\n"
+    return (
+        json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(experiment)}, indent=2)
+        + "\n"
+    )
 
 
-def from_json(text: str, where: str, kind: type[T] = Experiment) -> T:
+def from_json(text: str | bytes, where: str, kind: type[T] = Experiment) -> T:
     """Reads what `to_json` wrote. `where` names the file in errors."""
     tree = parse_object(text, where)
     version = tree.pop("format_version", None)
@@ -308,7 +291,7 @@ def kind_of(tree: dict[str, Any]) -> type[Section]:
     return Finetuning if "task" in tree else Experiment
 
 
-def parse_object(text: str, where: str) -> dict[str, Any]:
+def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
     """Parses a JSON object; `where` names the file in errors."""
     try:
         tree = json.loads(text)
@@ -364,22 +347,30 @@ def notes(experiment: Section) -> list[str]:
     return lines
 
 
-def flatten(section: Any, role: str = "all", path: str = "") -> list[tuple[str, object]]:
+def flatten(section: Section, role: str = "all") -> list[tuple[str, object]]:
     """Lists (path, value) of every field, in order; `role` keeps identity or placement alone.
 
     Sources are as `named` has them.
     """
-    rows: list[tuple[str, object]] = []
-    for f in dataclasses.fields(section):
+    return [
+        (path, tuple(map(named, value)) if path.rpartition(".")[2] in _SOURCES else value)
+        for path, value, _, of in _leaves(section, "")
+        if role in ("all", of)
+    ]
+
+
+def _leaves(section: Section, path: str) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yields path, value, type and role of each field that is no section itself, in order."""
+    hints = get_type_hints(type(section))
+    for f in dataclasses.fields(typing.cast(Any, section)):
         value, where = getattr(section, f.name), f"{path}{f.name}"
         if isinstance(value, Section):
-            rows += flatten(value, role, where + ".")
+            yield from _leaves(value, f"{where}.")
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
-            for i, item in enumerate(value):
-                rows += flatten(item, role, f"{where}.{i}.")
-        elif role in ("all", section.role):
-            rows.append((where, tuple(map(named, value)) if f.name in _SOURCES else value))
-    return rows
+            for number, item in enumerate(value):
+                yield from _leaves(item, f"{where}.{number}.")
+        else:
+            yield where, value, hints[f.name], section.role
 
 
 def section(kind: type[T], value: Any, where: str) -> T:
@@ -390,34 +381,24 @@ def section(kind: type[T], value: Any, where: str) -> T:
         raise InputError(f"{where}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    """Dataclasses as dicts, tuples as lists: what JSON holds."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
 def _build(hint: Any, value: Any, where: str) -> Any:
-    """Inverts `_plain`, checking as it goes."""
+    """Returns what JSON holds as the value of a field, checking as it goes."""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise InputError(f"{where or 'experiment'}: expected an object")
-        hints = _field_types(hint)
+        hints, known = get_type_hints(hint), {f.name: f for f in dataclasses.fields(hint)}
         prefix = f"{where}." if where else ""
         value = {key: v for key, v in value.items() if not _is_gone(f"{prefix}{key}", v)}
         for key in value:
-            if key not in hints:
-                near = suggestion(key, hints)
+            if key not in known:
+                near = suggestion(key, known)
                 raise InputError(f"{where or 'experiment'} has no field {key!r}; {near}")
-        for f in dataclasses.fields(hint):
-            required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-            if required and f.name not in value:
-                raise InputError(f"{prefix}{f.name}: missing")
-        fields = {k: _build(hints[k], v, prefix + k) for k, v in value.items()}
+        for name, f in known.items():
+            required = f.default is f.default_factory is dataclasses.MISSING
+            if required and name not in value:
+                raise InputError(f"{prefix}{name}: missing")
         try:
-            return hint(**fields)
+            return hint(**{key: _build(hints[key], v, prefix + key) for key, v in value.items()})
         except InputError as error:
             # One of several sections, a phase, does not know its number.
             name, dot, rest = str(error).partition(".")
@@ -441,8 +422,3 @@ def _is_gone(path: str, value: object) -> bool:
 def _field(path: str) -> str:
     """Returns the path of a field with N for the numbers of phases."""
     return re.sub(r"\.\d+\.", ".N.", path)
-
-
-def _field_types(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(typing.cast(Any, cls))}
