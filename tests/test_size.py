@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_695,
+    ".": 1_150,
     "cli": 1_568,
     "compare": 1_248,
     "config": 2_282,
@@ -28,6 +28,7 @@ LINES = {
     "text": 2_991,
     "training": 2_283,
     "running": 4_794,
+    "serve": 529,
     "vectors": 1_269,
     "verify": 987,
     "launch": 1_332,
@@ -45,7 +46,6 @@ TOO_LONG = {
     "bert_jax/running/checkpoint.py": 513,
     "bert_jax/running/pretraining.py": 455,
     "bert_jax/running/runner.py": 464,
-    "bert_jax/serve.py": 545,
     "bert_jax/storage/mirror.py": 505,
     "bert_jax/storage/workdir.py": 467,
     "tests/data/test_corpus.py": 578,

@@ -207,22 +207,22 @@ def serve(args: argparse.Namespace) -> int:
     from bert_jax.tasks.predict import TaskModel
 
     try:
-        from bert_jax import serve as serve_lib
+        from bert_jax.serve import served, service
     except ModuleNotFoundError as error:
         raise InputError(
             f"serve: {error.name} is not installed: pip install 'bert-jax[serve]'"
         ) from error
 
     limits = args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows
-    with serve_lib.listening(args.host, args.port) as bound:
+    with service.listening(args.host, args.port) as bound:
         keep_compiled_programs()
         model = TaskModel(args.workdir, args.base, args.checkpoint) if tuned else None
         if model is not None and model.experiment.task.kind != "similar":
-            served: Any = serve_lib.Answers(model)
+            of: Any = served.Answers(model)
         else:
             trained, embedder = _embedder(args, args.normalize)
-            served = serve_lib.Vectors(trained.name, embedder)
-        serve_lib.serve(served, bound, serve_lib.Limits(*limits), say)
+            of = served.Vectors(trained.name, embedder)
+        service.serve(of, bound, served.Limits(*limits), say)
     return FINISHED
 
 
