@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 1_150,
-    "cli": 1_568,
+    "cli": 1_570,
     "compare": 1_248,
     "config": 2_282,
     "conformance": 1_152,
@@ -22,8 +22,8 @@ LINES = {
     "interop": 2_288,
     "model": 3_081,
     "plan": 2_097,
-    "report": 1_640,
-    "storage": 1_452,
+    "report": 1_597,
+    "storage": 1_451,
     "tasks": 4_274,
     "text": 2_991,
     "training": 2_283,

@@ -58,13 +58,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         what = command.summary[0].lower() + command.summary[1:].removesuffix(".")
         commands.add_argument(name, nargs="?", help=what)
     whole.parse_args(words[:first])
+    if first == len(words):
+        whole.error("name a COMMAND")
     if words[first : first + 2] == ["conformance", "instances"]:
         words[first : first + 2] = ["conformance instances"]
-    name, rest = (words[first:] or [""])[0], words[first + 1 :]
+    name, rest = words[first], words[first + 1 :]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-        raise InputError(f"{name or 'COMMAND'}: no such command; {hint}")
+        raise InputError(f"{name}: no such command; {hint}")
     command = COMMANDS[name]
     known = argparse.Namespace(command=command.function)
     if name == "launch":  # which has a parser of its own

@@ -58,7 +58,7 @@ def write(
         refresh = _write_page(path, records, every, price_per_chip_hour)
     for record in records:
         which = f"{record.label}: " if len(records) > 1 else ""
-        log(which + times.goodput(record.timings).line(price_per_chip_hour))
+        log(which + record.goodput.line(price_per_chip_hour))
 
 
 def _require_whole(record: Record) -> None:
@@ -132,17 +132,9 @@ def render(
                 "page.html",
                 title=" · ".join(record.label for record in records),
                 refresh=refresh_seconds,
-                runs=[
-                    _summary(record)
-                    | {"tiles": [] if several else _tiles(record, price_per_chip_hour)}
-                    for record in records
-                ],
-                table=comparison.table(records) if several else None,
-                notes=comparison.notes(records) if several else [],
+                runs=records,
                 learning=_learning(records),
-                steps=figures.drawn(curves.of_steps(*records)) if several else [],
-                differing=_differing(records) if several else [],
-                detail=None if several else _detail(records[0], price_per_chip_hour),
+                **_of_several(records) if several else _of_one(records[0], price_per_chip_hour),
             )
         except jinja2.UndefinedError as error:
             raise LookupError(error.message) from error
@@ -166,16 +158,37 @@ def _learning(records: list[Record]) -> list[tuple[str, list[Figure]]]:
     return [(axis, pictures) for axis, pictures in by_axis.items() if pictures]
 
 
-def _summary(record: Record) -> dict[str, Any]:
-    """Returns what stands at the top about each run."""
+def _of_several(records: list[Record]) -> dict[str, Any]:
+    """Returns what stands on the page of several runs alone."""
     return {
-        "label": record.label,
-        "name": record.experiment.name,
-        "state": record.state,
-        "done": record.done,
-        "total": record.total_steps,
-        "left": record.seconds_left,
-        "seconds": times.goodput(record.timings).seconds,
+        "table": comparison.table(records),
+        "notes": comparison.notes(records),
+        "steps": figures.drawn(curves.of_steps(*records)),
+        "differing": _differing(records),
+    }
+
+
+def _of_one(record: Record, price: float | None) -> dict[str, Any]:
+    """Returns what stands on the page of a single run alone."""
+    of_one = {
+        "record": record,
+        "tiles": _tiles(record, price),
+        "parts": [(times.PARTS[name], x) for name, x in record.goodput.parts.items() if x],
+        "goodput": record.goodput.line(price),
+        "evaluations": _evaluations(record),
+        "config": [(path, _text(value)) for path, value in config.flatten(record.experiment)],
+        "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
+    }
+    if isinstance(record.experiment, Finetuning):
+        return of_one | {"own": "tuned.html"}
+    statistics, why = _statistics(record.workdir, record.experiment)
+    return of_one | {
+        "own": "pretraining.html",
+        "predictions": _spread(record.predictions, _PREDICTIONS),
+        "statistics": statistics,
+        "no_statistics": why,
+        "corpus_figures": curves.of_corpus(statistics) if statistics else [],
+        "plan": _plan(record.plan) if record.plan.get("slices") else None,
     }
 
 
@@ -198,34 +211,12 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
     if used is not None:
         more = "" if real is None else f"; {percent(real)} without padding"
         yield percent(used), f"utilisation of the devices{more}"
-    goodput = times.goodput(record.timings)
+    goodput = record.goodput
     if goodput.share is not None:
         yield percent(goodput.share), "goodput: of all time, in steps that counted"
     cost = None if price is None else goodput.cost(price)
     if cost is not None:
         yield f"{cost:,.2f}", f"cost so far, of {goodput.chip_hours:,.2f} chip-hours"
-
-
-def _detail(record: Record, price: float | None) -> dict[str, Any]:
-    """Returns what stands below the curves of a single run."""
-    goodput = times.goodput(record.timings)
-    if isinstance(record.experiment, Finetuning):
-        of_its_own = _of_tuning(record)
-    else:
-        of_its_own = _of_pretraining(record, record.experiment)
-    return {
-        "parts": [
-            {"what": times.PARTS[name], "seconds": seconds, "share": seconds / goodput.seconds}
-            for name, seconds in goodput.parts.items()
-            if seconds
-        ],
-        "starts": sum(line.get("kind") == "start" for line in record.timings),
-        "goodput": goodput.line(price),
-        "evaluations": _evaluations(record),
-        "origin": record.origin,
-        "config": [(path, _text(value)) for path, value in config.flatten(record.experiment)],
-        "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
-    } | of_its_own
 
 
 def _evaluations(record: Record) -> Table | None:
@@ -246,54 +237,29 @@ def _evaluations(record: Record) -> Table | None:
     return Table(["step", *columns], rows, 0)
 
 
-def _of_pretraining(record: Record, experiment: Experiment) -> dict[str, Any]:
-    statistics, why = _statistics(record.workdir, experiment)
-    return {
-        "own": "pretraining.html",
-        "predictions": _predictions(record),
-        "statistics": statistics,
-        "no_statistics": why,
-        "corpus_figures": curves.of_corpus(statistics) if statistics else [],
-        "phases": experiment.phases,
-        "plan": _plan(record.plan) if record.plan.get("slices") else None,
-        "libtpu": record.plan.get("versions", {}).get("libtpu"),
-    }
-
-
-def _of_tuning(record: Record) -> dict[str, Any]:
-    return {
-        "own": "tuned.html",
-        "guess": record.written("task").get("guess"),
-        "mistakes": record.written("mistakes"),
-    }
-
-
 def _plan(plan: dict[str, Any]) -> Table:
     """Returns a row for each phase on each slice of a plan (plan.report)."""
-    terms = ("total", "products", "kernels", "memory", "other", "links")
-    titles = ["step" if name == "total" else name.replace("_", " ") for name in terms]
-    columns = ["slice", "chips", "phase", "memory of a device", *titles, "utilisation", "hours"]
+    # What of `phase["seconds"]` each column of times adds up.
+    terms = {
+        "step": ("total",),
+        "products": ("products",),
+        "kernels": ("kernels",),
+        "memory": ("copies", "prefetch"),
+        "other": ("other", "random_bits"),
+        "links": ("issue", "collectives", "latency", "network"),
+    }
+    columns = ["slice", "chips", "phase", "memory of a device", *terms, "utilisation", "hours"]
     rows = []
     for entry in plan["slices"]:
         for phase in entry["phases"]:
             cells = [phase["outcome"], *[""] * (len(terms) + 2)]
             if phase["outcome"] == "compiled":
-                peak, memory = (
-                    size / 2**30 for size in (phase["memory"]["peak"], entry["device_memory"])
-                )
-                seconds = phase["seconds"]
-                seconds = seconds | {
-                    "memory": seconds["copies"] + seconds["prefetch"],
-                    "other": seconds["other"] + seconds["random_bits"],
-                    "links": sum(
-                        seconds[name] for name in ("issue", "collectives", "latency", "network")
-                    ),
-                }
+                sizes = phase["memory"]["peak"] / 2**30, entry["device_memory"] / 2**30
+                sums = [sum(map(phase["seconds"].__getitem__, names)) for names in terms.values()]
                 cells = [
-                    f"{peak:.2f} of {memory:g} GiB",
-                    *(f"{1000 * seconds[name]:.1f} ms" for name in terms),
-                    percent(phase["utilisation"]),
-                    f"{phase['hours']:,.1f}",
+                    "{:.2f} of {:g} GiB".format(*sizes),
+                    *(f"{1000 * seconds:.1f} ms" for seconds in sums),
+                    *(percent(phase["utilisation"]), f"{phase['hours']:,.1f}"),
                 ]
             rows.append([entry["topology"], f"{entry['chips']:,}", str(phase["phase"]), *cells])
     return Table(columns, rows)
@@ -310,24 +276,6 @@ def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[dict[str, Any
         return _opened(workdir.corpus, config.to_json(experiment)), ""
     except InputError as error:
         return None, str(error)
-
-
-def _predictions(record: Record) -> list[dict[str, Any]]:
-    """Returns for each sentence its text, the truth, and predictions of some evaluations."""
-    lines = _spread(record.predictions, _PREDICTIONS)
-    return [
-        {
-            "text": sentence["text"],
-            "truth": sentence.get("truth"),
-            "predicted": [
-                {"step": line["step"], **same}
-                for line in lines
-                for same in line["sentences"]
-                if same["text"] == sentence["text"]
-            ],
-        }
-        for sentence in (lines[-1]["sentences"] if lines else [])
-    ]
 
 
 def _differing(records: list[Record]) -> list[tuple[str, list[str]]]:

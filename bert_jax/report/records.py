@@ -18,6 +18,7 @@ from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
 from bert_jax.library import LABELS, Piece, row_pieces
 from bert_jax.plan import report as plan_report
+from bert_jax.report import times
 from bert_jax.running.lines import EVALUATIONS, Lines
 from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import mirror
@@ -115,11 +116,20 @@ class Record:
         by_step = {line["step"]: line for line in self.timings if line.get("kind") == "train"}
         return [by_step[step] for step in sorted(by_step)]
 
+    @functools.cached_property
+    def starts(self) -> list[Line]:
+        """Timings of starts."""
+        return [line for line in self.timings if line.get("kind") == "start"]
+
     @property
     def environment(self) -> dict[str, Any]:
         """Returns what the newest start ran on."""
-        starts = [line for line in self.timings if line.get("kind") == "start"]
-        return starts[-1].get("environment", {}) if starts else {}
+        return self.starts[-1].get("environment", {}) if self.starts else {}
+
+    @functools.cached_property
+    def goodput(self) -> times.Goodput:
+        """How much of its time was worth something."""
+        return times.goodput(self.timings)
 
     def recent(self, name: str) -> float | None:
         """Returns the median of a number over the newest laps; None if there is none."""
@@ -129,10 +139,9 @@ class Record:
     @property
     def seconds_left(self) -> float | None:
         """Seconds to the end at the pace since the newest start, all included; None if unknown."""
-        starts = [i for i, line in enumerate(self.timings) if line.get("kind") == "start"]
-        if self.state != "running" or not starts or self.timings[-1].get("kind") == "end":
+        if self.state != "running" or not self.starts or self.timings[-1].get("kind") == "end":
             return None
-        start, newest = self.timings[starts[-1]], self.timings[-1]
+        start, newest = self.starts[-1], self.timings[-1]
         steps, total = newest["step"] - start["step"], self.total_steps
         if steps <= 0 or total is None:
             return None
