@@ -15,7 +15,7 @@ LINES = {
     ".": 1_150,
     "cli": 1_570,
     "compare": 1_248,
-    "config": 2_282,
+    "config": 2_279,
     "conformance": 1_152,
     "data": 3_717,
     "doctor": 757,

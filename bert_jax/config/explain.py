@@ -8,9 +8,9 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from bert_jax.config.fields import Section
+from bert_jax.config.fields import Section, fields_of
 from bert_jax.config.finetuning import Finetuning
 from bert_jax.config.pretraining import Experiment
 from bert_jax.errors import InputError
@@ -51,9 +51,9 @@ def settings(root: type[Section]) -> tuple[Setting, ...]:
 
 
 def _settings(section: type[Section], path: str, example: Section | None) -> Iterator[Setting]:
-    hints, comments = get_type_hints(section), _comments(section)
+    comments = _comments(section)
     for field in dataclasses.fields(section):
-        hint, where, default = hints[field.name], path + field.name, field.default
+        hint, where, default = fields_of(section)[field.name][0], path + field.name, field.default
         if example is not None:
             default = getattr(example, field.name)
         elif field.default_factory is not dataclasses.MISSING:

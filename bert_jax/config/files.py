@@ -7,14 +7,13 @@ import pathlib
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from bert_jax.config.code import run_file
 from bert_jax.config.comparison import Table
 from bert_jax.config.corpus import Corpus, named
 from bert_jax.config.explain import TYPES, suggestion
-from bert_jax.config.explain import settings as settings_of
-from bert_jax.config.fields import Section
+from bert_jax.config.fields import Only, Section, fields_of
 from bert_jax.config.finetuning import SOURCES, Finetuning, Task
 from bert_jax.config.pretraining import Experiment
 from bert_jax.errors import InputError
@@ -173,18 +172,17 @@ def _placed(experiment: Section, folder: pathlib.Path) -> Section:
     What lies before `/./` is where this machine has it, and no part of what a source is called.
     """
 
-    def placed(section: Section, *names: str) -> Any:
-        sources = {name: tuple(map(place, getattr(section, name))) for name in names}
-        return dataclasses.replace(section, **sources)
-
     def place(source: str) -> str:
         word, colon, path = source.partition(":")
         here = path.startswith(("./", "../"))
         return f"{word}{colon}{folder}/./{path.removeprefix('./')}" if here else source
 
-    if isinstance(experiment, Experiment):
-        return dataclasses.replace(experiment, corpus=placed(experiment.corpus, "sources"))
-    return dataclasses.replace(experiment, task=placed(experiment.task, "train", "validation"))
+    part = "corpus" if isinstance(experiment, Experiment) else "task"
+    section = getattr(experiment, part)
+    names = [name for name in _SOURCES if hasattr(section, name)]
+    sources = {name: tuple(map(place, getattr(section, name))) for name in names}
+    section = dataclasses.replace(section, **sources)
+    return dataclasses.replace(experiment, **{part: section})
 
 
 # Fields that hold sources.
@@ -222,7 +220,8 @@ def override(experiment: T, settings: Sequence[str]) -> T:
     """Applies `--set` strings like `model.hidden_size=128` or `phases.0.steps=10`, all at once."""
     tree = json.loads(to_json(experiment))
     del tree["format_version"]
-    hints = {path: hint for path, _, hint, _ in _leaves(experiment, "")}
+    leaves = _leaves(experiment, "")
+    hints = {path: fields_of(type(section))[name][0] for path, section, name in leaves}
     for setting in settings:
         path, equals, text = setting.partition("=")
         path = path.strip()
@@ -320,30 +319,17 @@ _GONE = {
     "phases.N.examples_per_row": None,
     "phases.N.predictions_per_row": None,
 }
-# Settings that change nothing but with another one.
-_ONLY_WITH = {
-    "model.global_every": "model.kind=modern",
-    "model.local_window": "model.kind=modern",
-    "model.global_rotary_base": "model.kind=modern",
-    "model.local_rotary_base": "model.kind=modern",
-    "model.global_rotary_scaling": "model.kind=modern",
-    "model.local_rotary_scaling": "model.kind=modern",
-    "phases.N.global_rotary_base": "model.kind=modern",
-    "optimizer.decay_steps": "optimizer.schedule=wsd",
-    "optimizer.reference_replicas": "optimizer.clip=per_replica",
-}
 
 
 def notes(experiment: Section) -> list[str]:
     """Returns a line for each setting that was given and changes nothing."""
-    given = dict(flatten(experiment))
-    usual = {setting.path: setting.default for setting in settings_of(type(experiment))}
-    lines = []
-    for path, value in given.items():
-        field = _field(path)
-        name, _, wanted = _ONLY_WITH.get(field, "").partition("=")
-        if name and given[name] != wanted and str(value) != usual[field]:
-            lines.append(f"note: {path}={value} has a meaning with {name}={wanted} only")
+    given, lines = dict(flatten(experiment)), []
+    for path, section, name in _leaves(experiment, ""):
+        for rule in fields_of(type(section))[name][1]:
+            is_noted = isinstance(rule, Only) and "." in rule.field
+            if is_noted and given[rule.field] not in rule.values and not section.is_default(name):
+                wanted = f"{rule.field}={' or '.join(rule.values)}"
+                lines.append(f"note: {path}={given[path]} has a meaning with {wanted} only")
     return lines
 
 
@@ -352,25 +338,25 @@ def flatten(section: Section, role: str = "all") -> list[tuple[str, object]]:
 
     Sources are as `named` has them.
     """
-    return [
-        (path, tuple(map(named, value)) if path.rpartition(".")[2] in _SOURCES else value)
-        for path, value, _, of in _leaves(section, "")
-        if role in ("all", of)
-    ]
+    rows = []
+    for path, of, name in _leaves(section, ""):
+        value = getattr(of, name)
+        if role in ("all", of.role):
+            rows.append((path, tuple(map(named, value)) if name in _SOURCES else value))
+    return rows
 
 
-def _leaves(section: Section, path: str) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yields path, value, type and role of each field that is no section itself, in order."""
-    hints = get_type_hints(type(section))
-    for f in dataclasses.fields(typing.cast(Any, section)):
-        value, where = getattr(section, f.name), f"{path}{f.name}"
+def _leaves(section: Section, path: str) -> Iterator[tuple[str, Section, str]]:
+    """Yields path, section and name of each field that is no section itself, in order."""
+    for name in fields_of(type(section)):
+        value, where = getattr(section, name), f"{path}{name}"
         if isinstance(value, Section):
             yield from _leaves(value, f"{where}.")
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
             for number, item in enumerate(value):
                 yield from _leaves(item, f"{where}.{number}.")
         else:
-            yield where, value, hints[f.name], section.role
+            yield where, section, name
 
 
 def section(kind: type[T], value: Any, where: str) -> T:
@@ -386,7 +372,7 @@ def _build(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise InputError(f"{where or 'experiment'}: expected an object")
-        hints, known = get_type_hints(hint), {f.name: f for f in dataclasses.fields(hint)}
+        known = {f.name: f for f in dataclasses.fields(hint)}
         prefix = f"{where}." if where else ""
         value = {key: v for key, v in value.items() if not _is_gone(f"{prefix}{key}", v)}
         for key in value:
@@ -398,6 +384,7 @@ def _build(hint: Any, value: Any, where: str) -> Any:
             if required and name not in value:
                 raise InputError(f"{prefix}{name}: missing")
         try:
+            hints = {key: fields_of(hint)[key][0] for key in value}
             return hint(**{key: _build(hints[key], v, prefix + key) for key, v in value.items()})
         except InputError as error:
             # One of several sections, a phase, does not know its number.

@@ -29,6 +29,7 @@ _Scaling = Annotated[
 ]
 
 _OF_BERT, _OF_MODERN = Only("kind", ("bert",)), Only("kind", ("modern",))
+_NOTED = Only("model.kind", ("modern",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +70,20 @@ class Model(Section, role="identity", label="model"):
     layer_norm_eps: Annotated[Positive, _OF_BERT] = 1e-12
     # For kind=modern: the first layer and then every so many attend to whole rows; the others to a
     # window around each token.
-    global_every: PositiveCount = 3
+    global_every: Annotated[PositiveCount, _NOTED] = 3
     # For kind=modern: width of that window in tokens, half on each side of the token (of an odd
     # one the token itself is the rest).
-    local_window: int = 128
+    local_window: Annotated[int, _NOTED] = 128
     # Base of the rotary positions of layers that attend to whole rows.
-    global_rotary_base: _Base = 160_000.0
+    global_rotary_base: Annotated[_Base, _NOTED] = 160_000.0
     # Base of the rotary positions of layers with a window.
-    local_rotary_base: _Base = 10_000.0
+    local_rotary_base: Annotated[_Base, _NOTED] = 10_000.0
     # How the rotary positions of layers that attend to whole rows are stretched for rows longer
     # than those they were learned on: linear:FACTOR, or yarn:POSITIONS:FACTOR, the first being the
     # length of those (Peng et al. 2023); empty: not at all.
-    global_rotary_scaling: _Scaling = ""
+    global_rotary_scaling: Annotated[_Scaling, _NOTED] = ""
     # The same of layers with a window.
-    local_rotary_scaling: _Scaling = ""
+    local_rotary_scaling: Annotated[_Scaling, _NOTED] = ""
     # For kind=modern: whether the output's weights are the word embeddings, or a table of its own.
     output_table: Annotated[Literal["tied", "own"], _OF_MODERN] = "tied"
     # Activation of the feed-forward part; gelu_tanh is the approximation by tanh.
@@ -121,7 +122,7 @@ class Model(Section, role="identity", label="model"):
             yield "num_attention_heads", f"heads are {width} wide, and must be even"
         if every == 1:
             for name in ("local_window", "local_rotary_base", "local_rotary_scaling"):
-                if not self._is_default(name):
+                if not self.is_default(name):
                     yield name, "has no meaning with model.global_every=1"
         elif window < 2:
             yield "local_window", "must be at least 2, half of it on each side"
