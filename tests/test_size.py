@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LINES = {
     ".": 1_150,
     "cli": 1_570,
-    "compare": 1_248,
+    "compare": 1_242,
     "config": 2_279,
     "conformance": 1_152,
     "data": 3_717,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_739,
+    "tests": 32_740,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
