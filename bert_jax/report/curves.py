@@ -110,12 +110,14 @@ def _of_tuning(records: Sequence[Record], plot: Callable[..., Noted]) -> list[No
     note = comparison.no_scores(records)
     if levels and not note:
         note = "Dashed, the score of the best answer that reads no text."
-    others = [name for record in tuned[:1] for name in score_names(record)[1:]]
-    return [
+    plots = [
         plot(f"Validation score: {main}", "score", note, of=Finetuning, levels=levels),
         plot("Loss", "loss", _TOO_SURE, of=Finetuning),
-        *(plot(name.replace("_", " "), name, of=Finetuning) for name in others),
     ]
+    for name in [name for record in tuned[:1] for name in score_names(record)[1:]]:
+        scale, title = "percent" if name == "accuracy" else "linear", name.replace("_", " ")
+        plots.append(plot(title.capitalize(), name, of=Finetuning, scale=scale))
+    return plots
 
 
 def _of_probes(records: Sequence[Record], plot: Callable[..., Noted]) -> list[Noted]:
