@@ -13,9 +13,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 1_150,
-    "cli": 1_570,
+    "cli": 1_569,
     "compare": 1_242,
-    "config": 2_279,
+    "config": 2_271,
     "conformance": 1_152,
     "data": 3_717,
     "doctor": 757,

@@ -198,15 +198,14 @@ def _finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | 
 
     Of a run that goes on the record of that stays, and None is returned.
     """
-    names = ("kind", "train", "validation", "text", "second", "label")
-    described = {f"--{name}": getattr(args, name) for name in names}
-    described = {flag: value for flag, value in described.items() if value not in (None, [])}
-    if args.taskfile is not None and described:
-        raise InputError(
-            f"{next(iter(described))}: {args.taskfile} sets this already; change it with --set"
-        )
+    columns = {name: f"{name}_column" for name in ("text", "second", "label")}
+    fields = {name: name for name in ("kind", "train", "validation")} | columns
+    given = [flag for flag in fields if getattr(args, flag) not in (None, [])]
+    if args.taskfile is not None and given:
+        raise InputError(f"--{given[0]}: {args.taskfile} sets this already; change it with --set")
     if args.taskfile is not None:
         return config.load_with_origin(args.taskfile, args.set, Finetuning)
-    if described or not args.workdir:
-        return config.finetuning_of(described, args.workdir, args.set)
+    if given or not args.workdir:
+        task = {fields[flag]: getattr(args, flag) for flag in given}
+        return config.finetuning_of(task, args.workdir, args.set)
     return saved_experiment(args, Finetuning), None

@@ -62,30 +62,22 @@ def load_with_origin(
 
 
 def finetuning_of(
-    described: Mapping[str, Any], workdir: str | None, settings: Sequence[str]
+    task: Mapping[str, Any], workdir: str | None, settings: Sequence[str]
 ) -> tuple[Finetuning, dict[str, Any]]:
-    """Makes a fine-tuning of the flags that describe a task, as `load_with_origin` does of a file.
+    """Makes a fine-tuning of fields of its task, as `load_with_origin` does of a file.
 
-    The last part of `workdir` names it, or the first file to learn from does.
+    Sources are given as files. The last part of `workdir` names it, or the first file to learn from
+    does.
     """
-    for flag in ("--kind", "--train", "--validation"):
-        if flag not in described:
-            raise InputError(f"{flag}: name a TASKFILE, or all of --kind, --train and --validation")
-    sources = {
-        flag: tuple(source_of(flag, described["--kind"], file) for file in described[flag])
-        for flag in ("--train", "--validation")
-    }
-    columns = {"--text": "text_column", "--second": "second_column", "--label": "label_column"}
-    longest = {"max_sequence_length": 384} if described["--kind"] == "span" else {}  # as usual
-    task = Task(
-        kind=described["--kind"],
-        **longest,
-        train=sources["--train"],
-        validation=sources["--validation"],
-        **{name: described[flag] for flag, name in columns.items() if flag in described},
-    )
-    name = name_of(workdir or described["--train"][0].rpartition(":")[2])
-    experiment = override(Finetuning(name=name or "task", task=task), settings)
+    for name in ("kind", "train", "validation"):
+        if name not in task:
+            raise InputError(f"--{name}: name a TASKFILE, or all of --kind, --train, --validation")
+    kind, name = task["kind"], name_of(workdir or task["train"][0].rpartition(":")[2])
+    fields = {"max_sequence_length": 384} if kind == "span" else {}  # as usual
+    for part in ("train", "validation"):
+        fields[part] = tuple(source_of(f"--{part}", kind, file) for file in task[part])
+    made = Finetuning(name=name or "task", task=Task(**{**task, **fields}))
+    experiment = override(made, settings)
     return experiment, origin_of("the command line", settings, experiment)
 
 

@@ -128,7 +128,7 @@ class Record:
 
     @functools.cached_property
     def goodput(self) -> times.Goodput:
-        """How much of its time was worth something."""
+        """Parts of its time so far, and what was paid for."""
         return times.goodput(self.timings)
 
     def recent(self, name: str) -> float | None:
