@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.model import losses
 from bert_jax.report import comparison, figures
 from bert_jax.report.comparison import AXES, Axis
 from bert_jax.report.figures import Curve, Figure, Plot
-from bert_jax.report.records import Histogram, Line, Record
+from bert_jax.report.records import Line, Record
 
 # A plot, and what is to be known of it in words.
 Noted = tuple[Plot, str]
@@ -222,10 +224,10 @@ def of_corpus(statistics: dict[str, Any]) -> list[Figure]:
     """Returns the pictures of a corpus: how long sentences and documents are."""
     pictures = []
     for what in ("sentence", "document"):
-        lengths: Histogram = statistics[f"{what}_lengths"]
-        most = f"Half have at most {lengths.median:,.0f} pieces; the longest has "
+        lengths = statistics[f"{what}_lengths"]
+        median, longest = np.median(lengths), lengths.max()
+        note = f"Half have at most {median:,.0f} pieces; the longest has {longest:,}."
         svg = figures.draw_histogram(lengths, "pieces", f"lengths-{what}")
-        note = f"{most}{lengths.largest:,}."
         pictures.append(Figure(f"{what.capitalize()} length", note, svg))
     return pictures
 

@@ -18,12 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from bert_jax.report.records import Histogram
-
-# --- drawing ---
 
 # Points a curve is thinned out to; each is the mean of those it stands for.
 _POINTS = 400
+_BINS = 24  # of a histogram, which grow by a constant factor
 _SIZE = (4.0, 2.6)  # inches, at 96 dots
 # Stand-ins that Matplotlib can draw with, and the variables that the page defines.
 _INK, _FAINT = "#010101", "#020202"
@@ -121,10 +119,13 @@ def draw(plot: Plot, name: str, marks: Sequence[int] = ()) -> str:
         return _svg(axes, name)
 
 
-def draw_histogram(histogram: Histogram, x_label: str, name: str) -> str:
-    """Returns the histogram as an <svg> element; x is logarithmic."""
+def draw_histogram(lengths: np.ndarray, x_label: str, name: str) -> str:
+    """Returns the shares of lengths, int64 [N] from 1 on, as an <svg> element; x is logarithmic."""
     with _axes(name, grid="y") as axes:
-        axes.stairs(histogram.shares, histogram.edges, fill=True, color=COLOURS[0])
+        bins, shares = np.geomspace(1, lengths.max() + 1, _BINS + 1), np.full(len(lengths), 1.0)
+        axes.hist(
+            lengths, bins, weights=shares / len(lengths), color=COLOURS[0], histtype="stepfilled"
+        )
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(_NUMBER)
         axes.yaxis.set_major_formatter(_PERCENT)

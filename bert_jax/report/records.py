@@ -159,17 +159,6 @@ _ROWS = 20_000
 
 _TOP_PIECES = 40
 _EXAMPLES = 3
-_BINS = 24
-
-
-@dataclasses.dataclass(frozen=True)
-class Histogram:
-    """Shares between edges that grow by a constant factor."""
-
-    edges: list[float]
-    shares: list[float]
-    median: float
-    largest: float
 
 
 def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, Any]:
@@ -181,15 +170,16 @@ def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, A
     rows = [_plan(stream, experiment, n, phase.sequence_length) for n, phase in phases]
     planned = [_planned(stream, rows[n], experiment.data_of(n), phase) for n, phase in phases]
     commonest = np.argsort(-counts, kind="stable")[:_TOP_PIECES]
+    # The first offsets, read in order: the rest of a large file stays on disk.
     starts = stream.sentence_offsets
-    documents = _first(stream.document_offsets, _SENTENCES)
+    sentences_of, documents = starts[: _SENTENCES + 1], stream.document_offsets[: _SENTENCES + 1]
     return {
         "splits": prepared.manifest["splits"],  # counts of each
         "mixture": _mixture(experiment, prepared, stream, planned),
         "repeated": prepared.manifest["documents_repeated"],  # whose whole text stood before
         "unknown": train["unknown_tokens"] / train["tokens"],  # share of [UNK]
-        "sentence_lengths": _histogram(np.diff(_first(starts, _SENTENCES))),  # in pieces
-        "document_lengths": _histogram(np.diff(starts[documents])),
+        "sentence_lengths": np.diff(sentences_of).astype(np.int64),  # in pieces
+        "document_lengths": np.diff(starts[np.asarray(documents)]).astype(np.int64),
         "top_pieces": [  # with their shares
             (printable(prepared.tokenizer.piece(int(i))), float(counts[i] / counts.sum()))
             for i in commonest
@@ -202,25 +192,10 @@ def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, A
     }
 
 
-def _first(offsets: np.ndarray, most: int) -> np.ndarray:
-    """Returns the first offsets, read in order: the rest of a large file stays on disk."""
-    return np.asarray(offsets[: most + 1])
-
-
 def _no_specials(tokenizer: Tokenizer) -> np.ndarray:
     """Returns the ids that text may yield."""
     specials = (tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id)
     return np.setdiff1d(np.arange(tokenizer.size), [*specials, tokenizer.mask_id])
-
-
-def _histogram(lengths: np.ndarray) -> Histogram:
-    lengths = lengths.astype(np.int64)
-    largest = int(lengths.max())
-    edges = np.geomspace(1, largest + 1, _BINS + 1)
-    counts, _ = np.histogram(lengths, edges)
-    return Histogram(
-        edges.tolist(), (counts / len(lengths)).tolist(), float(np.median(lengths)), largest
-    )
 
 
 def _mixture(
