@@ -18,7 +18,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-
 # Points a curve is thinned out to; each is the mean of those it stands for.
 _POINTS = 400
 _BINS = 24  # of a histogram, which grow by a constant factor
