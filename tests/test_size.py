@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LINES = {
     ".": 1_150,
     "cli": 1_569,
-    "compare": 1_242,
+    "compare": 1_224,
     "config": 2_271,
     "conformance": 1_152,
     "data": 3_717,
@@ -22,7 +22,7 @@ LINES = {
     "interop": 2_288,
     "model": 3_081,
     "plan": 2_097,
-    "report": 1_576,
+    "report": 1_575,
     "storage": 1_451,
     "tasks": 4_274,
     "text": 2_991,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_740,
+    "tests": 32_756,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -51,7 +51,6 @@ def _html(results: Results) -> str:
         budget = f"{table.cpu_seconds:,.0f} seconds of CPU a run"
     return page(
         "table.html",
-        "bert_jax.compare",
         title=table.name,
         budget=budget,
         seeds=", ".join(map(str, table.seeds)),
