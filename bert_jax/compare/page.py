@@ -34,9 +34,8 @@ def _csv(results: Results) -> str:
 
 
 def _html(results: Results) -> str:
-    table = results.table
     rows, before = [], None
-    for row in table.rows:
+    for row in results.table.rows:
         changed = [] if before is None else config.differences(before, row.experiment, "all")
         changed = [line for line in changed if not line.startswith("name: ")]
         of_row = [one for column in results.columns for one in results.of_row(row.name, column)]
@@ -44,20 +43,12 @@ def _html(results: Results) -> str:
         origin |= {f"measured by bert-jax {version}" for _, version, _ in of_row}
         rows.append({"name": row.name, "changed": changed, "origin": origin})
         before = row.experiment
-    budget = "each run does the steps of its experiment"
-    if table.steps:
-        budget = f"{table.steps:,} steps a run"
-    elif table.cpu_seconds:
-        budget = f"{table.cpu_seconds:,.0f} seconds of CPU a run"
     return page(
         "table.html",
-        title=table.name,
-        budget=budget,
-        seeds=", ".join(map(str, table.seeds)),
-        columns=results.columns,
+        title=results.table.name,
+        results=results,
         table=results.shown([column.title for column in results.columns]),
         rows=rows,
-        again=results.again,
         figures=[*_dots(results), *_curves(results)],
     )
 
