@@ -1,5 +1,6 @@
 """A table as people and tools read it: text, CSV, and a page with plots that needs nothing else."""
 
+import dataclasses
 import math
 
 from bert_jax import config
@@ -80,11 +81,12 @@ def _curves(results: Results) -> list[Figure]:
     records = []
     for member in results.members:
         if Workdir(member.folder).metrics.exists():
-            records.append(Record.read(str(member.folder)))
-            records[-1].label = member.row
-    plots = [
-        curves.of_learning(records, axis)[0]
-        for axis in comparison.AXES
-        if axis.name in ("steps", "CPU seconds") and all(axis.of(record) for record in records)
-    ]
+            record = Record.read(str(member.folder))
+            # Of so many runs lines of training would hide what is held out.
+            records.append(dataclasses.replace(record, label=member.row, train=[]))
+    plots = []
+    for axis in comparison.AXES:
+        if axis.name in ("steps", "CPU seconds") and all(axis.of(record) for record in records):
+            # The first is of held-out losses, of what is learned of pieces.
+            plots += [one for one in curves.of_learning(records, axis) if not one[0].empty][:1]
     return figures.drawn(plots, (), "curve")

@@ -56,7 +56,6 @@ def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Noted]:
     colours = {label: i for i, label in enumerate(dict.fromkeys(r.label for r in records))}
     why = comparison.no_nats(records)
     trains = not why and not comparison.other_masks(records)
-
     held_out, spent = map(_held_out, records), [axis.of(record) for record in records]
     read = [*zip(records, held_out, spent, strict=True)]
 
