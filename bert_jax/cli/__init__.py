@@ -68,13 +68,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise InputError(f"{name}: no such command; {hint}")
     command = COMMANDS[name]
-    known = argparse.Namespace(command=command.function)
+    known = argparse.Namespace(command=command.function, words=rest)
     if name == "launch":  # which has a parser of its own
-        return argparse.Namespace(words=rest, **vars(known))
+        return known
     own = _Parser(f"bert-jax {name}", command.summary, command.codes)
     own.fields = command.fields
     add_arguments(own, command.arguments)
-    return own.parse_intermixed_args(rest, known)
+    # Words may stand on both sides of flags, or behind a --, which argparse takes as one of two.
+    read = own.parse_args if "--" in rest else own.parse_intermixed_args
+    return read(rest, known)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
