@@ -13,8 +13,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 1_150,
-    "cli": 1_569,
-    "compare": 1_224,
+    "cli": 1_571,
+    "compare": 1_217,
     "config": 2_271,
     "conformance": 1_152,
     "data": 3_717,
@@ -22,7 +22,7 @@ LINES = {
     "interop": 2_288,
     "model": 3_081,
     "plan": 2_097,
-    "report": 1_575,
+    "report": 1_560,
     "storage": 1_451,
     "tasks": 4_274,
     "text": 2_991,
@@ -55,7 +55,6 @@ TOO_LONG = {
 TOO_SHORT = {
     "bert_jax/cli/__main__.py",
     "bert_jax/model/flops.py",
-    "bert_jax/report/layers.py",
     "bert_jax/system.py",
     "bert_jax/text/unknown.py",
 }

@@ -116,7 +116,7 @@ def layers(args: argparse.Namespace) -> int:
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
     require_run(args.workdir)
-    from bert_jax.report import layers as page
+    from bert_jax.report import page
     from bert_jax.tasks import layers as layers_lib
 
     trained = trained_of(args)
@@ -131,13 +131,13 @@ def layers(args: argparse.Namespace) -> int:
     if args.tasks:
         known = layers_lib.ask(args.tasks, trained, say)
         record = layers_lib.record_of(trained, known)
-        for line in page.table(record).lines():
+        for line in page.table_of_layers(record).lines():
             print(line)
     elif place.layers.exists():
         record = read_json(place.layers, layers_lib.FORMAT_VERSION)
     if args.tasks:
         write_atomic(place.layers, json.dumps(sealed(record), indent=2) + "\n")
-    page.write(place.root / "layers.html", trained.name, record, attention)
+    page.write_layers(place.root / "layers.html", trained.name, record, attention)
     say(f"layers: {place.root / 'layers.html'}")
     return FINISHED
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jinja2
+import numpy as np
 from etils import epath
 
 from bert_jax import config
@@ -22,7 +23,7 @@ from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.running.lines import Lines
 from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir
+from bert_jax.storage.workdir import Workdir, write_atomic
 
 # Evaluations that stand in the tables, spread over the run.
 _ROWS = 8
@@ -302,3 +303,39 @@ def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, default=list, ensure_ascii=False)
+
+
+# --- the page of layers ---
+
+
+def write_layers(
+    path: epath.Path,
+    name: str,
+    record: dict[str, Any],
+    attention: tuple[list[str], np.ndarray] | None,
+) -> None:
+    """Writes W/layers.html: what each layer knows, and where heads look in a text.
+
+    `record` is as `tasks.layers.record_of` makes it, empty if the layers were not asked;
+    `attention` the pieces of a text, and float [L, H, S, S], where each of them looks.
+    """
+    tasks, pictures, maps = record.get("tasks", []), [], None
+    if tasks:
+        pictures = figures.drawn([(curves.of_layers(tasks), curves.LAYERS)])
+    if attention is not None:
+        maps = {"pieces": attention[0], "svg": figures.draw_maps(attention[1], "attention")}
+    table = table_of_layers(record) if tasks else None
+    step, title = record.get("step"), f"{name}: layers"
+    values = {"name": name, "step": step, "table": table, "figures": pictures, "maps": maps}
+    write_atomic(path, page("layers.html", title=title, **values))
+
+
+def table_of_layers(record: dict[str, Any]) -> Table:
+    """Returns a line a task; see `write_layers`."""
+    tasks = record["tasks"]
+    rows = []
+    for one in tasks:
+        scores = [f"{value:.3f}" for value in (*one["scores"], one["guess"])]
+        rows.append([one["name"], one["score"], *scores, str(one["best"]), f"{one['centre']:.2f}"])
+    layers = map(str, range(len(tasks[0]["scores"])))
+    return Table(["task", "score", *layers, "guess", "best", "centre"], rows, 2)
