@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_756,
+    "tests": 32_764,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -49,7 +49,6 @@ TOO_LONG = {
     "bert_jax/storage/mirror.py": 505,
     "bert_jax/storage/workdir.py": 467,
     "tests/data/test_corpus.py": 578,
-    "tests/tasks/test_serve.py": 512,
     "tests/training/test_checkpoint.py": 471,
 }
 TOO_SHORT = {
