@@ -125,7 +125,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 _TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "numbers": _numbers}
 
 
-def _type(kind: str) -> Callable[[str], Any] | None:
+def _type(kind: str, flag: str) -> Callable[[str], Any] | None:
     """Returns what makes a value of a word: `int`, `int from 1`, `int from 1 to 64`; None: text."""
     name, _, bounds = kind.partition(" from ")
     least, _, most = bounds.partition(" to ")
@@ -135,7 +135,7 @@ def _type(kind: str) -> Callable[[str], Any] | None:
     def within(text: str) -> Any:
         value = _TYPES[name](text)
         if not float(least) <= value <= float(most or sys.float_info.max):
-            raise argparse.ArgumentTypeError(f"{text}: must be {kind.removeprefix(name).strip()}")
+            raise InputError(f"{flag} {text}: must be {kind.removeprefix(name).strip()}")
         return value
 
     within.__name__ = name  # which argparse shows for what is no number
@@ -168,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser, manual: str) -> None:
         elif metavar is None and not kind:
             options["action"] = "store_true"
         else:
-            options |= {"metavar": metavar, "default": default, "type": _type(kind or "")}
+            options |= {"metavar": metavar, "default": default, "type": _type(kind or "", name)}
             if match["many"]:
                 options |= {"action": "append", "default": []}
             if (metavar or "").startswith("["):
