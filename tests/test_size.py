@@ -21,7 +21,7 @@ LINES = {
     "doctor": 757,
     "interop": 2_288,
     "model": 3_081,
-    "plan": 2_097,
+    "plan": 2_118,
     "report": 1_560,
     "storage": 1_451,
     "tasks": 4_274,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_764,
+    "tests": 32_803,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
