@@ -57,6 +57,23 @@ def test_help_shows_the_exit_codes_of_the_command(capsys):
         assert ("\n  75 " in codes) == runs and "\n  2 " in codes and own in codes
 
 
+def test_arguments_are_what_the_manual_says():
+    """Words may stand on both sides of flags; numbers have bounds."""
+    args = cli.parse(shlex.split("--debug predict a --workdir run b --top 3"))
+    assert (args.text, args.top, args.beam) == (["a", "b"], 3, None)
+    assert cli.parse(shlex.split("predict --workdir run -- -x y")).text == ["-x", "y"]
+    args = cli.parse(shlex.split("embed --workdir w --out a --layers -4,-3 f --no-normalize"))
+    assert (args.layers, args.text_file, args.normalize) == ((-4, -3), ["f"], False)
+    for words, why in (
+        ("predict --workdir run --top 0", "--top 0: must be from 1"),
+        ("serve --workdir run --port 65536", "--port 65536: must be from 0 to 65535"),
+        ("serve --workdir run --port x", "--port: invalid int value"),
+        ("serve --workdir run --timeout nan", "--timeout nan: must be from 1 to 3600"),
+    ):
+        code, _, err = call(words)
+        assert code == 2 and why in err
+
+
 def test_an_answer_without_a_model_is_given_without_jax():
     """Help, slips and what is not there take a third of a second of CPU."""
     code = (

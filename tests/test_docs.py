@@ -62,7 +62,7 @@ def test_a_command_that_is_shown_is_taken(page, line, monkeypatch):
     if words[0] == "bert-jax" and len(words) == 2:
         assert words[1] in cli.COMMANDS  # the name of a command
     elif words[0] == "bert-jax":
-        args = cli.parser().parse_args(cli._words(words[1:]))
+        args = cli.parse(words[1:])
         if words[-1].endswith(".py") or "--set" in words:
             kind = config.Finetuning if words[1] == "finetune" else config.Experiment
             file = getattr(args, "experiment", None) or getattr(args, "taskfile", None)
@@ -104,7 +104,7 @@ def test_a_manifest_of_the_guides_is_yaml_whose_commands_are_ours(block):
     assert manifests and all(isinstance(one, dict) for one in manifests)
     for line in re.findall(r"bert-jax (?:pretrain|prepare) .*", block):
         words = shlex.split(re.sub(r"\$\{?\w+\}?", "x", line))
-        cli.parser().parse_args(words[1:])
+        cli.parse(words[1:])
 
 
 def test_a_script_for_slurm_is_bash_and_starts_a_run_in_each_task():

@@ -67,13 +67,13 @@ def test_columns_without_names_are_numbers():
     assert task(source="jsonl:x", header="none")
 
 
-def test_a_task_is_described_by_flags_alone():
+def test_a_task_is_described_by_fields_of_it_alone():
     described = {
-        "--kind": "pair",
-        "--train": ["data/my pairs.csv", "jsonl:more"],
-        "--validation": ["dev.TSV"],
-        "--text": "premise",
-        "--second": "hypothesis",
+        "kind": "pair",
+        "train": ["data/my pairs.csv", "jsonl:more"],
+        "validation": ["dev.TSV"],
+        "text_column": "premise",
+        "second_column": "hypothesis",
     }
     made, origin = config.finetuning_of(described, None, ["epochs=1"])
     assert made.name == "my-pairs" and made.epochs == 1.0
@@ -85,16 +85,16 @@ def test_a_task_is_described_by_flags_alone():
         second_column="hypothesis",
     )
     assert origin["experiment"] == "the command line" and origin["settings"] == ["epochs=1"]
-    span = {"--kind": "span", "--train": ["a.json"], "--validation": ["b.json"]}
+    span = {"kind": "span", "train": ["a.json"], "validation": ["b.json"]}
     made, _ = config.finetuning_of(span, "runs/squad.1", [])
     assert made.name == "squad" and made.task.train == ("squad:a.json",)
     for changed, words in (
-        ({"--kind": None}, "--kind: name a TASKFILE"),
-        ({"--validation": None}, "--validation: name a TASKFILE"),
-        ({"--train": ["a.txt"]}, "--train a.txt: the name does not say which format"),
-        ({"--kind": "classify"}, "task.second_column"),
+        ({"kind": None}, "--kind: name a TASKFILE"),
+        ({"validation": None}, "--validation: name a TASKFILE"),
+        ({"train": ["a.txt"]}, "--train a.txt: the name does not say which format"),
+        ({"kind": "classify"}, "task.second_column"),
     ):
-        wrong = {flag: value for flag, value in (described | changed).items() if value}
+        wrong = {name: value for name, value in (described | changed).items() if value}
         with pytest.raises(InputError, match=words):
             config.finetuning_of(wrong, None, [])
 

@@ -12,29 +12,30 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_695,
-    "cli": 1_753,
-    "compare": 1_248,
-    "config": 2_336,
+    ".": 1_148,
+    "cli": 1_571,
+    "compare": 1_217,
+    "config": 2_271,
     "conformance": 1_152,
     "data": 3_717,
     "doctor": 757,
     "interop": 2_288,
     "model": 3_081,
     "plan": 2_118,
-    "report": 1_739,
-    "storage": 1_447,
-    "tasks": 4_274,
+    "report": 1_560,
+    "storage": 1_446,
+    "tasks": 4_264,
     "text": 2_991,
     "training": 2_283,
     "running": 4_714,
+    "serve": 529,
     "vectors": 1_269,
     "verify": 987,
     "launch": 1_332,
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_743,
+    "tests": 32_773,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -42,16 +43,12 @@ SLACK = 30
 # A file is 60 to 450 lines; what is longer, and by how much at most, until it is cut.
 SHORTEST, LONGEST = 60, 450
 TOO_LONG = {
-    "bert_jax/report/figures.py": 467,
-    "bert_jax/serve.py": 545,
     "tests/data/test_corpus.py": 578,
-    "tests/tasks/test_serve.py": 512,
     "tests/training/test_checkpoint.py": 471,
 }
 TOO_SHORT = {
     "bert_jax/cli/__main__.py",
     "bert_jax/model/flops.py",
-    "bert_jax/report/layers.py",
     "bert_jax/system.py",
     "bert_jax/text/unknown.py",
 }

@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from bert_jax import __version__, errors
@@ -23,25 +23,22 @@ from bert_jax.cli import learning, looking, asking, checking  # noqa: F401
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line, and whose help ends with the fields of `--set`."""
+    """A parser whose complaints are InputErrors, and whose help ends with the fields of `--set`."""
 
-    fields: type[Section] | None = None
+    def __init__(self, prog: str, what: str, codes: Mapping[int, str]):
+        super().__init__(
+            prog=prog,
+            description=what,
+            epilog=errors.exit_codes(codes),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self._negative_number_matcher = re.compile(r"-[\d.,-]+")  # a list of them is a value, too
+        self.add_argument("--debug", action="store_true", help="show the tracebacks of errors")
+        self.fields: type[Section] | None = None
 
     def error(self, message: str) -> NoReturn:
-        """Leaves with exit code 2."""
-        self.exit(errors.BAD_INPUT, f"bert-jax: {printable(message)}; see {self.prog} --help\n")
-
-    def parse_known_args(self, args=None, namespace=None):
-        """Takes words behind a flag, too, where a command takes any number of words.
-
-        argparse itself gives such words none, where another stands before the flag.
-        """
-        known, unknown = super().parse_known_args(args, namespace)
-        words = [it.dest for it in self._actions if it.nargs == "*" and not it.option_strings]
-        if words and not any(word.startswith("-") for word in unknown):
-            setattr(known, words[0], [*getattr(known, words[0]), *unknown])
-            unknown = []
-        return known, unknown
+        """Raises InputError."""
+        raise InputError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def format_help(self) -> str:
         """Returns the help; the fields are read from their source only where it is asked for."""
@@ -49,67 +46,46 @@ class _Parser(argparse.ArgumentParser):
         return text if self.fields is None else f"{text}\n{explain.fields(self.fields)}\n"
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands; each sets `command`, its function, and `usage_error`."""
-    whole = _Parser(
-        prog="bert-jax",
-        description="Plain text in, a pre-trained BERT out.",
-        epilog=errors.exit_codes(errors.CODES_OF_RUNS),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    whole.add_argument("--debug", action="store_true", help="show the tracebacks of errors")
-    whole.add_argument("--version", action="version", version=f"bert-jax {__version__}")
-    subparsers = whole.add_subparsers(metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        what = (command.function.__doc__ or "").split("\n")[0]
-        sub = subparsers.add_parser(
-            name,
-            help=what[0].lower() + what[1:].removesuffix("."),
-            description=what,
-            epilog=errors.exit_codes(command.codes),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.fields = command.fields
-        sub.set_defaults(command=command.function, usage_error=sub.error)
-        sub.add_argument(
-            "--debug",
-            action="store_true",
-            default=argparse.SUPPRESS,  # else it would take back one given before the command
-            help="show the tracebacks of errors",
-        )
-        sub._negative_number_matcher = re.compile(r"-[\d.,-]+")  # a list of them is a value, too
-        for argument in command.arguments:
-            add_arguments(sub, argument)
-    return whole
-
-
-def _words(argv: Sequence[str]) -> list[str]:
-    """Returns the words, `conformance instances` as one; answers a mistyped command."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the arguments of a command, with `command`, which is its function."""
     words = list(argv)
     first = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
+    whole = _Parser("bert-jax", "Plain text in, a pre-trained BERT out.", errors.CODES_OF_RUNS)
+    whole.usage = "bert-jax [--debug] COMMAND ..."
+    whole.add_argument("--version", action="version", version=f"bert-jax {__version__}")
+    commands = whole.add_argument_group("commands")
+    for name, command in COMMANDS.items():
+        what = command.summary[0].lower() + command.summary[1:].removesuffix(".")
+        commands.add_argument(name, nargs="?", help=what)
+    whole.parse_args(words[:first])
+    if first == len(words):
+        whole.error("name a COMMAND")
     if words[first : first + 2] == ["conformance", "instances"]:
         words[first : first + 2] = ["conformance instances"]
-    for word in words[first : first + 1]:
-        if word not in COMMANDS:
-            near = difflib.get_close_matches(word, COMMANDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-            raise InputError(f"{word}: no such command; {hint}")
-    return words
+    name, rest = words[first], words[first + 1 :]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        raise InputError(f"{name}: no such command; {hint}")
+    command = COMMANDS[name]
+    known = argparse.Namespace(command=command.function, words=rest)
+    if name == "launch":  # which has a parser of its own
+        return known
+    own = _Parser(f"bert-jax {name}", command.summary, command.codes)
+    own.fields = command.fields
+    add_arguments(own, command.arguments)
+    # Words may stand on both sides of flags, or behind a --, which argparse takes as one of two.
+    read = own.parse_args if "--" in rest else own.parse_intermixed_args
+    return read(rest, known)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code; a usage error leaves by SystemExit."""
+    """Runs a command and returns its exit code; `--help` leaves by SystemExit."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal speaks UTF-8
-    debug = False
+    words = sys.argv[1:] if argv is None else argv
     try:
-        words = _words(sys.argv[1:] if argv is None else argv)
-        if words[:1] == ["launch"]:  # which has a parser of its own
-            return checking.launch(argparse.Namespace(words=words[1:]))
-        args, unknown = parser().parse_known_args(words)
-        if unknown:
-            args.usage_error(f"unrecognized arguments: {' '.join(unknown)}")
-        debug = args.debug
+        args = parse(words)
         if getattr(args, "cache_dir", None):
             # For this process and those it starts: where things lie here is no part of a config.
             os.environ["BERT_JAX_CACHE_DIR"] = os.path.abspath(args.cache_dir)
@@ -127,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
-        if debug and isinstance(error, Exception):
+        if "--debug" in words and isinstance(error, Exception):
             raise
         return _report(error)
 

@@ -4,54 +4,40 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from bert_jax.cli.command import (
-    CACHE,
-    CHECKPOINT,
-    CODE,
-    TUNED_BASE,
-    asked_lines,
-    command,
-    input_lines,
-    is_finetuned,
-    require_run,
-    say,
-    trained_of,
-)
+from etils import epath
+
+from bert_jax.cli.command import command, input_lines, is_finetuned, require_run, say, trained_of
 from bert_jax.config import Parallelism
 from bert_jax.errors import FINISHED, InputError, printable
 
-# Of a search: all are computed at once, and more than a few bring nothing.
-_MOST_BEAMS = 64
 _SHOWN = 200  # characters of a text that was searched for
 
 
-@command(
-    CODE,
-    "--workdir W (required): a run",
-    CACHE,
-    """
+@command()
+def predict(args: argparse.Namespace) -> int:
+    """Do the task of a fine-tuned run; else fill [MASK], and say whether B follows A.
+
+    CODE CACHE
+    --workdir W (required): a run
     [TEXT...]: a text with [MASK]; of a fine-tuned run all texts of an example, e.g. QUESTION
         CONTEXT; left out: lines of standard input, texts separated by tabs
     --next B: a second text; says whether it follows TEXT
-    --top K (int): how many pieces are shown for each [MASK] [5]
+    --top K (int from 1): how many pieces are shown for each [MASK] [5]
     --source SOURCE...: of a fine-tuned run: answer the examples of a file, written as in
         task.train, e.g. tsv:FILE; may be repeated
     --score: of a fine-tuned run: print scores instead of answers; on task.validation if there is
         no --source
     --input FILE: of a fine-tuned run: a .csv, .tsv or .jsonl to answer; its rows go to --out with
         two more columns, `predicted` and `probability`
-    --beam N (int): of a run of task.kind=generate: width of the beam search, 1 takes the likeliest
-        piece each time [1]
+    --beam N (int from 1 to 64): of a run of task.kind=generate: width of the beam search, 1 takes
+        the likeliest piece each time [1]
     --out FILE: of a fine-tuned run: file to write answers to, as JSON lines [standard output]; with
         --input a .csv, .tsv or .jsonl
-    """,
-    CHECKPOINT,
-    TUNED_BASE,
-)
-def predict(args: argparse.Namespace) -> int:
-    """Do the task of a fine-tuned run; else fill [MASK], and say whether B follows A."""
+    CHECKPOINT TUNED_BASE
+    """
     tuned = ("source", "score", "input", "out", "beam", "base")
     return _do_task(args) if is_finetuned(args, "next", "top", tuned=tuned) else _fill_masks(args)
 
@@ -60,8 +46,6 @@ def _do_task(args: argparse.Namespace) -> int:
     from bert_jax.running.environment import keep_compiled_programs
     from bert_jax.tasks import predict as predict_lib
 
-    if args.beam is not None and not 1 <= args.beam <= _MOST_BEAMS:
-        raise InputError(f"--beam {args.beam}: must be from 1 to {_MOST_BEAMS}")
     if args.text and (args.source or args.score):
         raise InputError("TEXT: --source and --score read examples elsewhere; leave it out")
     if args.input is not None and (args.text or args.source or args.score or args.out is None):
@@ -79,11 +63,8 @@ def _do_task(args: argparse.Namespace) -> int:
 
 
 def _fill_masks(args: argparse.Namespace) -> int:
-    top = 5 if args.top is None else args.top
     if args.next is not None and len(args.text) != 1:
         raise InputError("--next: give exactly one TEXT with it")
-    if top < 1:
-        raise InputError(f"--top {top}: must be at least 1")
     trained = trained_of(args)
     from bert_jax.running.evaluators import Predictor
     from bert_jax.text.unknown import Share
@@ -96,9 +77,9 @@ def _fill_masks(args: argparse.Namespace) -> int:
     predictor = Predictor(trained.model, trained.tokenizer)
     share = Share(trained.tokenizer)
     asked = [("TEXT", text, args.next) for text in args.text]
-    for where, a, b in asked or asked_lines():
+    for where, a, b in asked or _asked_lines():
         try:
-            answer = predictor.predict(trained.params, a, b, top)
+            answer = predictor.predict(trained.params, a, b, args.top or 5)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
         for text in (a,) if b is None else (a, b):
@@ -116,25 +97,19 @@ def _fill_masks(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-# Which vectors `embed`, `serve` and `search` give.
-_FEATURES = """
---layers N,N (numbers = -1): layers whose vectors are taken: 0 the embeddings, 1 the first, -1
-    the last
---combine (concat | mean = concat): how vectors of several layers become one
---max-length N (int = 0): most tokens of a text, longer texts are cut; 0: as the run or base says,
-    else all positions of the model
---batch-tokens N (int = 0): tokens that a device works on at a time; 0: 512 on a CPU, 16384
-    elsewhere
---dimensions N (int = 0): keep the first N numbers of each vector alone; 0: all
-"""
-_NORMALIZE = "--normalize (yes or no): scale each vector to length 1 [as the run or base says]"
+def _asked_lines() -> Iterator[tuple[str, str, str | None]]:
+    """Yields (where, A, B) of the lines of standard input that hold something."""
+    for where, line in input_lines():
+        a, tab, b = line.partition("\t")
+        if line.strip():
+            yield where, a, b if tab else None
 
 
-@command(
-    CODE,
-    "--workdir W (required): a run or a base",
-    CACHE,
-    """
+@command()
+def embed(args: argparse.Namespace) -> int:
+    """Write vectors of texts: of each text, or of each of its pieces.
+
+    CODE RUN_OR_BASE CACHE
     [TEXT_FILE...]: files with a text on each line, also .gz and .zst; left out: standard input. An
         empty line is a text
     --out FILE (required): file to write, a row for each text: .npz, .parquet or .jsonl
@@ -144,17 +119,9 @@ _NORMALIZE = "--normalize (yes or no): scale each vector to length 1 [as the run
     --role (text | query = text): what the encoder knows texts by, if it puts something before them
     --quantize (none | int8 | binary = none): write a byte a number, or a bit; a line says what is
         lost by it
-    """,
-    _FEATURES,
-    _NORMALIZE,
-    CHECKPOINT,
-    TUNED_BASE,
-)
-def embed(args: argparse.Namespace) -> int:
-    """Write vectors of texts: of each text, or of each of its pieces."""
+    FEATURES NORMALIZE CHECKPOINT TUNED_BASE
+    """
     require_run(args.workdir)
-    from etils import epath
-
     from bert_jax.text import lines
     from bert_jax.vectors import embed
 
@@ -182,31 +149,22 @@ def _embedder(args: argparse.Namespace, normalize: bool | None):
     return trained, embed.Embedder(trained, features, mesh, args.max_length, args.batch_tokens)
 
 
-@command(
-    CODE,
-    "--workdir W (required): a run or a base",
-    CACHE,
-    """
+@command()
+def search(args: argparse.Namespace) -> int:
+    """Find the texts of a file that are nearest to a question, by the cosine of their vectors.
+
+    CODE RUN_OR_BASE CACHE
     TEXTS: a file with a text on each line, also .gz and .zst; empty lines are no texts
     [QUESTION...]: left out: lines of standard input
     --queries FILE: ask each line of this file instead; needs --out
     --out FILE: with --queries: file to write, a line of JSON for each query
-    --top K (int = 10): how many texts are shown
+    --top K (int from 1 = 10): how many texts are shown
     --long (beginning | passages = beginning): a text that is longer than the encoder reads: its
         beginning stands for it, or it falls into passages, each of which is a text
     --vectors FOLDER: where the vectors of TEXTS are kept, so that they are made once
         [TEXTS.vectors]
-    --pooling (mean | cls | last): a text's vector: mean of its tokens, or that of [CLS], or of the
-        last token [as the run or base says, else mean]
-    """,
-    _FEATURES,
-    CHECKPOINT,
-    TUNED_BASE,
-)
-def search(args: argparse.Namespace) -> int:
-    """Find the texts of a file that are nearest to a question, by the cosine of their vectors."""
-    if args.top < 1:
-        raise InputError(f"--top {args.top}: must be at least 1")
+    POOLING FEATURES CHECKPOINT TUNED_BASE
+    """
     if (args.queries is None) != (args.out is None):
         raise InputError("--queries and --out: give both or neither")
     if args.queries is not None and args.question:
@@ -214,8 +172,6 @@ def search(args: argparse.Namespace) -> int:
     if "://" in args.texts and args.vectors is None:
         raise InputError(f"{args.texts}: name a folder of this machine for its --vectors")
     require_run(args.workdir)
-    from etils import epath
-
     from bert_jax.vectors import search as search_lib
 
     folder = epath.Path(args.vectors or f"{args.texts}.vectors")
@@ -230,59 +186,51 @@ def search(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-@command(
-    CODE,
-    "--workdir W (required): a run, a base or a fine-tuned run",
-    CACHE,
-    """
-    --host H (= 127.0.0.1): the address to listen on; 0.0.0.0 for all, without any password
-    --port P (int = 8000): port to listen on; 0: any that is free
-    --pooling (mean | cls | last): a text's vector: mean of its tokens, or that of [CLS], or of the
-        last token [as the run or base says, else mean]
-    """,
-    _FEATURES,
-    _NORMALIZE,
-    CHECKPOINT,
-    TUNED_BASE,
-    """
-    --queue N (int = 256): most requests under way at once; further ones are answered 503
-    --max-texts N (int = 2048): most texts of a request
-    --max-bytes N (int = 2097152): most bytes of a request
-    --max-rows N (int = 128): most windows of a context
-    --timeout S (float = 30): most seconds for an answer
-    """,
-)
+@command()
 def serve(args: argparse.Namespace) -> int:
-    """Answer over HTTP: vectors as OpenAI's clients ask for them, or a fine-tuned run's task."""
+    """Answer over HTTP: vectors as OpenAI's clients ask for them, or a fine-tuned run's task.
+
+    CODE CACHE
+    --workdir W (required): a run, a base or a fine-tuned run
+    --host H (= 127.0.0.1): the address to listen on; 0.0.0.0 for all, without any password
+    --port P (int from 0 to 65535 = 8000): port to listen on; 0: any that is free
+    POOLING FEATURES NORMALIZE CHECKPOINT TUNED_BASE
+    --queue N (int from 64 to 65536 = 256): most requests under way at once; further ones are
+        answered 503
+    --max-texts N (int from 1 to 65536 = 2048): most texts of a request
+    --max-bytes N (int from 1024 to 1073741824 = 2097152): most bytes of a request
+    --max-rows N (int from 1 to 65536 = 128): most windows of a context
+    --timeout S (float from 1 to 3600 = 30): most seconds for an answer
+    """
     tuned = is_finetuned(args)
     from bert_jax.running.environment import keep_compiled_programs
     from bert_jax.tasks.predict import TaskModel
 
     try:
-        from bert_jax import serve as serve_lib
+        from bert_jax.serve import served, service
     except ModuleNotFoundError as error:
         raise InputError(
             f"serve: {error.name} is not installed: pip install 'bert-jax[serve]'"
         ) from error
 
-    limits = serve_lib.Limits(
-        args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows
-    )
-    with serve_lib.listening(args.host, args.port) as bound:
+    limits = args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows
+    with service.listening(args.host, args.port) as bound:
         keep_compiled_programs()
         model = TaskModel(args.workdir, args.base, args.checkpoint) if tuned else None
         if model is not None and model.experiment.task.kind != "similar":
-            served: Any = serve_lib.Answers(model)
+            of: Any = served.Answers(model)
         else:
             trained, embedder = _embedder(args, args.normalize)
-            served = serve_lib.Vectors(trained.name, embedder)
-        serve_lib.serve(served, bound, limits, say)
+            of = served.Vectors(trained.name, embedder)
+        service.serve(of, bound, served.Limits(*limits), say)
     return FINISHED
 
 
-@command(
-    CODE,
-    """
+@command()
+def import_(args: argparse.Namespace) -> int:
+    """Make a base, to start from, of another library's checkpoint or of a run.
+
+    CODE
     SOURCE: a folder as save_pretrained writes it, a TensorFlow 1 checkpoint (its folder, or the
         prefix of its files) with bert_config.json and vocab.txt, or a run's workdir
     --workdir W (required): folder to write the base to
@@ -294,10 +242,7 @@ def serve(args: argparse.Namespace) -> int:
     --add FILE: words, one a line, that become pieces
     --with-optimizer: import bert_adam's moments of a run, too: a run with init_from=B then begins
         with them, at step 0 of its own schedule
-    """,
-)
-def import_(args: argparse.Namespace) -> int:
-    """Make a base, to start from, of another library's checkpoint or of a run."""
+    """
     what = "with_moments" if args.with_optimizer else "params"
     text = args.vocabulary or ""
     if args.keep and not text:
@@ -305,8 +250,6 @@ def import_(args: argparse.Namespace) -> int:
     if args.tokenizer and (text or args.add):
         raise InputError("--tokenizer: brings pieces of its own; leave out --vocabulary and --add")
     _require_source(args.source)
-    from etils import epath
-
     from bert_jax.interop import importing
 
     source, target = epath.Path(args.source), epath.Path(args.workdir)
@@ -329,11 +272,11 @@ def _require_source(source: str) -> None:
     )
 
 
-@command(
-    CODE,
-    "--workdir W (required): a run or a base",
-    CACHE,
-    """
+@command()
+def export(args: argparse.Namespace) -> int:
+    """Write a run, a fine-tuned run or a base for transformers.
+
+    CODE RUN_OR_BASE CACHE
     --as (pretraining | masked_lm | encoder | causal_lm | task | adapter): for BertForPreTraining,
         BertForMaskedLM, or BertModel and sentence-transformers; of model.kind=modern for
         ModernBertForMaskedLM or ModernBertModel; of data.objective=causal for BertLMHeadModel or
@@ -341,17 +284,10 @@ def _require_source(source: str) -> None:
         and the like [task], adapter, what adapt.how=lora learned, for PEFT, or encoder
     --out FOLDER (required): folder to write
     --dtype (float32 | bfloat16 = float32): type of the weights written; float32 loses nothing
-    """,
-    CHECKPOINT,
-    TUNED_BASE,
-)
-def export(args: argparse.Namespace) -> int:
-    """Write a run, a fine-tuned run or a base for transformers."""
+    CHECKPOINT TUNED_BASE
+    """
     tuned = is_finetuned(args)
-    from etils import epath
-
     from bert_jax.interop import finetuned, huggingface
-    from bert_jax.loaded import Loaded
     from bert_jax.tasks.predict import TaskModel
 
     form = args.kind
@@ -371,10 +307,7 @@ def export(args: argparse.Namespace) -> int:
         if form == "adapter":
             architecture = f"adapter over {architecture}"
     else:
-        if tuned:
-            trained = model.encoder()
-        else:
-            trained = Loaded.of(epath.Path(args.workdir), which=args.checkpoint)
+        trained = model.encoder() if tuned else trained_of(args)
         there = huggingface.forms_of(trained.model)  # none of an encoder that they do not have
         if there and form not in ("pretraining", "masked_lm", "encoder", "causal_lm"):
             given = ":" if form is None else f" {form}: {args.workdir} is not fine-tuned;"

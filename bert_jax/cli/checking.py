@@ -3,33 +3,23 @@
 import argparse
 import os
 
+from etils import epath
+
 from bert_jax import config
-from bert_jax.cli.command import (
-    CACHE,
-    EXPERIMENT,
-    SAVED_EXPERIMENT,
-    SET,
-    SETTINGS,
-    WORKDIR,
-    command,
-    experiment_of,
-    input_lines,
-    say,
-)
+from bert_jax.cli.command import command, experiment_of, input_lines, say
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
 
 
-@command(
-    """
+@command(codes={FAILED: "a problem was found, or failure"})
+def doctor(args: argparse.Namespace) -> int:
+    """Look for what is wrong with text or a prepared corpus.
+
     PATH: a corpus folder, a pre-training's workdir, whose corpus is looked at, a file or folder of
         .txt or .jsonl, or an EXPERIMENT, whose sources are looked at
-    """,
-    SET.format("EXPERIMENT", "corpus.sources=text:my_folder"),
-    CACHE,
-    codes={FAILED: "a problem was found, or failure"},
-)
-def doctor(args: argparse.Namespace) -> int:
-    """Look for what is wrong with text or a prepared corpus."""
+    --set FIELD=VALUE...: change a field of the EXPERIMENT, e.g. corpus.sources=text:my_folder; may
+        be repeated
+    CACHE
+    """
     there = "://" in args.path or os.path.exists(args.path)
     if not there and not config.is_shipped(args.path):
         raise InputError(f"{args.path}: no such file, folder or experiment")
@@ -39,23 +29,18 @@ def doctor(args: argparse.Namespace) -> int:
     return FAILED if problems else FINISHED
 
 
-@command(
-    EXPERIMENT,
-    """
+@command(codes={FAILED: "a run that was killed differs from one that was not, or failure"})
+def verify_resume(args: argparse.Namespace) -> int:
+    """Kill the run at random moments and prove that it goes on as if nothing had happened.
+
+    EXPERIMENT
     --workdir W: folder of its runs; those of an earlier verify-resume are removed
         [runs/NAME-verify]
     --rounds N (int = 20): how many kills
     --seed S (int = 0): seed of the random steps at which the kills come
-    """,
-    SETTINGS,
-    CACHE,
-    codes={FAILED: "a run that was killed differs from one that was not, or failure"},
-)
-def verify_resume(args: argparse.Namespace) -> int:
-    """Kill the run at random moments and prove that it goes on as if nothing had happened."""
+    SETTINGS CACHE
+    """
     experiment = config.override(config.load(args.experiment), args.set)
-    from etils import epath
-
     from bert_jax.verify import command
 
     root = epath.Path(args.workdir or f"runs/{experiment.name}-verify")
@@ -63,14 +48,12 @@ def verify_resume(args: argparse.Namespace) -> int:
     return FAILED if differences else FINISHED
 
 
-@command(
-    SAVED_EXPERIMENT,
-    WORKDIR,
-    SETTINGS,
-    codes={FAILED: "a rule of the reference is broken, or failure"},
-)
+@command(codes={FAILED: "a rule of the reference is broken, or failure"})
 def conformance(args: argparse.Namespace) -> int:
-    """Check the rules of google-research/bert; list where an EXPERIMENT differs."""
+    """Check the rules of google-research/bert; list where an EXPERIMENT differs.
+
+    SAVED_EXPERIMENT WORKDIR SETTINGS
+    """
     named = args.experiment or args.workdir or args.set
     experiment = experiment_of(args)[0] if named else None
     from bert_jax.conformance import command
@@ -78,8 +61,10 @@ def conformance(args: argparse.Namespace) -> int:
     return FINISHED if command.print_rules(experiment) else FAILED
 
 
-@command(
-    """
+@command(name="conformance instances")
+def conformance_instances(args: argparse.Namespace) -> int:
+    """Write the instances that the reference would write.
+
     TEXT...: sentences by line, a blank line between documents
     --vocab FILE (required): a vocab.txt
     --out FILE (required): the JSON lines to write
@@ -91,11 +76,7 @@ def conformance(args: argparse.Namespace) -> int:
     --random-seed N (int = 12345): of all draws
     --whole-word: mask whole words
     --cased: do not lower-case
-    """,
-    name="conformance instances",
-)
-def conformance_instances(args: argparse.Namespace) -> int:
-    """Write the instances that the reference would write."""
+    """
     from bert_jax.conformance import instances
 
     settings = instances.Settings(
@@ -113,14 +94,13 @@ def conformance_instances(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-@command(
-    """
+@command()
+def tokenize(args: argparse.Namespace) -> int:
+    """Lines of text from standard input to lines of ids.
+
     --tokenizer FILE_OR_FOLDER (required): vocab.txt, .model or folder
     --cased: if --tokenizer is a file: do not lower-case
     """
-)
-def tokenize(args: argparse.Namespace) -> int:
-    """Lines of text from standard input to lines of ids."""
     from bert_jax.text import tokenizer
 
     tok = tokenizer.load(args.tokenizer, "cased" if args.cased else "uncased")
@@ -129,9 +109,12 @@ def tokenize(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-@command("[NAME...]: see bert-jax launch --help")
+@command()
 def launch(args: argparse.Namespace) -> int:
-    """Start a run in several processes, here or on rented machines."""
+    """Start a run in several processes, here or on rented machines.
+
+    [NAME...]: see bert-jax launch --help
+    """
     from bert_jax.launch.__main__ import main as launch_main
 
     return launch_main(args.words)

@@ -1,4 +1,4 @@
-"""What a command is, and the arguments and steps that several share."""
+"""What a command is: a function whose docstring is its manual; and steps that several share."""
 
 import argparse
 import dataclasses
@@ -11,27 +11,28 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+from etils import epath
+
 from bert_jax import config
 from bert_jax.config import Experiment, Section
 from bert_jax.errors import FAILED, FINISHED, STOPPED, InputError
+from bert_jax.storage import buckets, mirror
+from bert_jax.storage.workdir import COMPLETE, Workdir, holds_finetuning, load_experiment
 
 # Exit codes of runs, by how they ended.
 CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
 
-if typing.TYPE_CHECKING:
-    from bert_jax.storage.workdir import Workdir
-
 T = typing.TypeVar("T", bound=Section)
-# What adds arguments to a command's parser, or declares them; see `add_arguments`.
-Argument = str | Callable[[argparse.ArgumentParser], None]
+Function = Callable[[argparse.Namespace], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command: its function, its arguments as they are declared, what else its help shows."""
+    """A command: its function, what it does, its arguments, what else its help shows."""
 
-    function: Callable[[argparse.Namespace], int]
-    arguments: tuple[Argument, ...]
+    function: Function
+    summary: str  # the first line of its docstring
+    arguments: str  # the rest, as `add_arguments` reads them
     fields: type[Section] | None  # whose settings the help lists
     codes: Mapping[int, str]  # exit codes that mean something of this command's own
 
@@ -40,25 +41,78 @@ COMMANDS: dict[str, Command] = {}
 
 
 def command(
-    *arguments: Argument,
     name: str | None = None,
     fields: type[Section] | None = None,
     codes: Mapping[int, str] = types.MappingProxyType({}),
-) -> Callable[[Callable[[argparse.Namespace], int]], Callable[[argparse.Namespace], int]]:
-    """Makes a function a command, which is called as the function is and takes these arguments."""
+) -> Callable[[Function], Function]:
+    """Makes a function a command, which is called as the function is."""
 
-    def register(function: Callable[[argparse.Namespace], int]):
+    def register(function: Function) -> Function:
         called = name or function.__name__.strip("_").replace("_", "-")
-        COMMANDS[called] = Command(function, arguments, fields, codes)
+        summary, _, arguments = (function.__doc__ or "").partition("\n")
+        COMMANDS[called] = Command(function, summary, arguments, fields, codes)
         return function
 
     return register
 
 
+# Arguments of several commands, by the words that stand for them in a manual.
+SHARED = {
+    "EXPERIMENT": """
+        EXPERIMENT: a .py file that defines experiment(), the name of one that is shipped (tiny,
+            bert_base), or a resolved config as .json
+        """,
+    "SAVED_EXPERIMENT": """
+        [EXPERIMENT]: a .py file that defines experiment(), the name of one that is shipped (tiny,
+            bert_base), or a resolved config as .json; left out: the config saved in --workdir
+        """,
+    "WORKDIR": "--workdir W: where the run lives [runs/NAME]",
+    "RUN_OR_BASE": "--workdir W (required): a run or a base",
+    "SETTINGS": """
+        --set FIELD=VALUE...: change a field of the experiment, e.g. phases.0.steps=100; may be
+            repeated
+        """,
+    "CACHE": """
+        --cache-dir D: this machine's folder for compiled programs and for copies of corpora in
+            buckets [$BERT_JAX_CACHE_DIR, or bert_jax in the user's cache folder]
+        """,
+    "CODE": """
+        --code FILE: the .py file of an experiment's own objective or encoder; it is run only if its
+            hash is the one that the config names
+        """,
+    "CHECKPOINT": """
+        --checkpoint STEP (= newest): of a run: newest, best (by held-out loss), or a step
+        """,
+    "TUNED_BASE": "--from BASE: of a fine-tuned run: the folder of its base, if it was moved",
+    "PRICE": """
+        --price-per-chip-hour X (float from 0): price of one chip for an hour, in any currency, to
+            show costs
+        """,
+    "POOLING": """
+        --pooling (mean | cls | last): a text's vector: mean of its tokens, or that of [CLS], or of
+            the last token [as the run or base says, else mean]
+        """,
+    # Which vectors `embed`, `serve` and `search` give.
+    "FEATURES": """
+        --layers N,N (numbers = -1): layers whose vectors are taken: 0 the embeddings, 1 the first,
+            -1 the last
+        --combine (concat | mean = concat): how vectors of several layers become one
+        --max-length N (int = 0): most tokens of a text, longer texts are cut; 0: as the run or base
+            says, else all positions of the model
+        --batch-tokens N (int = 0): tokens that a device works on at a time; 0: 512 on a CPU, 16384
+            elsewhere
+        --dimensions N (int = 0): keep the first N numbers of each vector alone; 0: all
+        """,
+    "NORMALIZE": """
+        --normalize (yes or no): scale each vector to length 1 [as the run or base says]
+        """,
+}
+
 _DECLARED = re.compile(
     r"(?P<open>\[)?(?P<name>[\w-]+)(?: (?P<metavar>'[^']+'|[^\s(]\S*?))?(?P<many>\.{3})?\]?"
     r"(?: \((?P<kind>[^)=]*?)(?: ?= (?P<default>[^)]*))?\))?: (?P<help>.*)"
 )
+_CHOICES = {"Kind": typing.get_args(config.Kind)}
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -71,16 +125,36 @@ def _numbers(text: str) -> tuple[int, ...]:
 _TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "numbers": _numbers}
 
 
-def add_arguments(parser: argparse.ArgumentParser, declared: Argument) -> None:
-    """Adds arguments, each declared as it would stand in a manual.
+def _type(kind: str, flag: str) -> Callable[[str], Any] | None:
+    """Returns what makes a value of a word: `int`, `int from 1`, `int from 1 to 64`; None: text."""
+    name, _, bounds = kind.partition(" from ")
+    least, _, most = bounds.partition(" to ")
+    if not bounds:
+        return _TYPES.get(name)
+
+    def within(text: str) -> Any:
+        value = _TYPES[name](text)
+        if not float(least) <= value <= float(most or sys.float_info.max):
+            raise InputError(f"{flag} {text}: must be {kind.removeprefix(name).strip()}")
+        return value
+
+    within.__name__ = name  # which argparse shows for what is no number
+    return within
+
+
+def add_arguments(parser: argparse.ArgumentParser, manual: str) -> None:
+    """Adds the arguments of a manual.
 
     `NAME: help` is a word, `[NAME]` one that may be left out, `--flag: help` a flag that is given
     or not, `--flag VALUE: help` one with a value. `...` after it says that it may be repeated. In
-    parentheses follow a type, words to choose from, `required` or `several`; and `= DEFAULT`.
+    parentheses follow a type, words to choose from, `required` or `several`; and `= DEFAULT`. Words
+    of SHARED alone on a line stand for what these have.
     """
-    if not isinstance(declared, str):
-        return declared(parser)
-    for text in re.split(r"\n(?=\S)", textwrap.dedent(declared).strip()):
+    for text in re.split(r"\n(?=\S)", textwrap.dedent(manual).strip()):
+        if ":" not in text:
+            for word in text.split():
+                add_arguments(parser, SHARED[word])
+            continue
         match = _DECLARED.fullmatch(" ".join(text.split()))
         assert match is not None, text
         name, metavar, kind, default = match.group("name", "metavar", "kind", "default")
@@ -94,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser, declared: Argument) -> None:
         elif metavar is None and not kind:
             options["action"] = "store_true"
         else:
-            options |= {"metavar": metavar, "default": default, "type": _TYPES.get(kind or "")}
+            options |= {"metavar": metavar, "default": default, "type": _type(kind or "", name)}
             if match["many"]:
                 options |= {"action": "append", "default": []}
             if (metavar or "").startswith("["):
@@ -105,30 +179,9 @@ def add_arguments(parser: argparse.ArgumentParser, declared: Argument) -> None:
             options["required"] = True
         elif kind == "several":
             options |= {"nargs": "+", "default": []}
-        elif kind and "|" in kind:
-            options["choices"] = kind.split(" | ")
+        elif kind in _CHOICES or "|" in (kind or ""):
+            options["choices"] = _CHOICES.get(kind) or kind.split(" | ")
         parser.add_argument(name, **options)
-
-
-SET = "--set FIELD=VALUE...: change a field of the {}, e.g. {}; may be repeated"
-SETTINGS = SET.format("experiment", "phases.0.steps=100")
-EXPERIMENT = """
-EXPERIMENT: a .py file that defines experiment(), the name of one that is shipped (tiny, bert_base),
-    or a resolved config as .json"""
-SAVED_EXPERIMENT = """
-[EXPERIMENT]: a .py file that defines experiment(), the name of one that is shipped (tiny,
-    bert_base), or a resolved config as .json; left out: the config saved in --workdir"""
-WORKDIR = "--workdir W: where the run lives [runs/NAME]"
-CACHE = """
---cache-dir D: this machine's folder for compiled programs and for copies of corpora in buckets
-    [$BERT_JAX_CACHE_DIR, or bert_jax in the user's cache folder]"""
-CODE = """
---code FILE: the .py file of an experiment's own objective or encoder; it is run only if its hash is
-    the one that the config names"""
-CHECKPOINT = "--checkpoint STEP (= newest): of a run: newest, best (by held-out loss), or a step"
-TUNED_BASE = "--from BASE: of a fine-tuned run: the folder of its base, if it was moved"
-PRICE = """
---price-per-chip-hour X (float): price of one chip for an hour, in any currency, to show costs"""
 
 
 # --- what commands share ---
@@ -145,9 +198,6 @@ def experiment_of(args: argparse.Namespace, access: Literal["read", "write"] = "
 
 def saved_experiment(args: argparse.Namespace, kind: type[T]) -> T:
     """Returns the experiment of the run in --workdir, and what --set says of it."""
-    from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import load_experiment
-
     if not args.workdir:
         raise InputError("name an EXPERIMENT, or the --workdir of a run")
     return config.override(load_experiment(mirror.opened(args.workdir), kind), args.set)
@@ -155,28 +205,20 @@ def saved_experiment(args: argparse.Namespace, kind: type[T]) -> T:
 
 def workdir_of(args: argparse.Namespace, experiment: Experiment, access: Literal["read", "write"]):
     """Returns the workdir that the arguments name, or the experiment's own; see mirror.opened."""
-    from bert_jax.storage import mirror
-
     root = args.workdir or f"runs/{experiment.name}"
     return mirror.opened(root, experiment.run.corpus_dir, access)
 
 
 def require_run(place: str) -> None:
     """Raises InputError if no run and no base lies in a folder, before jax is loaded to read it."""
-    from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import holds_finetuning, load_experiment
-
     if "://" not in place:  # a bucket is asked once
         run = mirror.opened(place)
         if not (run.root / "base.json").exists() and not holds_finetuning(run):
             load_experiment(run)
 
 
-def require_corpus(workdir: "Workdir") -> None:
+def require_corpus(workdir: Workdir) -> None:
     """Raises InputError if a run has no prepared corpus, before jax is loaded to read its rows."""
-    from bert_jax.storage import buckets
-    from bert_jax.storage.workdir import COMPLETE
-
     if not buckets.exists(workdir.corpus / COMPLETE):
         raise InputError(f"{workdir.corpus}: no prepared corpus here; run `bert-jax prepare` first")
 
@@ -189,9 +231,6 @@ def is_finetuned(args: argparse.Namespace, *others: str, tuned: tuple[str, ...] 
       others: flags that no fine-tuned run takes.
       tuned: those that only such a run takes.
     """
-    from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import holds_finetuning
-
     require_run(args.workdir)
     is_tuned = holds_finetuning(mirror.opened(args.workdir))
     for name in others if is_tuned else tuned:
@@ -209,12 +248,8 @@ def trained_of(args: argparse.Namespace):
     Of a fine-tuned run it is the encoder as it was adapted.
     """
     require_run(args.workdir)
-    from etils import epath
-
     from bert_jax.loaded import Loaded
     from bert_jax.running.environment import keep_compiled_programs
-    from bert_jax.storage import mirror
-    from bert_jax.storage.workdir import holds_finetuning
 
     keep_compiled_programs()
     if "base" in args and holds_finetuning(mirror.opened(args.workdir)):
@@ -229,14 +264,6 @@ def input_lines() -> Iterator[tuple[str, str]]:
     from bert_jax.text import lines
 
     return lines.decoded(sys.stdin.buffer, "standard input")
-
-
-def asked_lines() -> Iterator[tuple[str, str, str | None]]:
-    """Yields (where, A, B) of the lines of standard input that hold something."""
-    for where, line in input_lines():
-        a, tab, b = line.partition("\t")
-        if line.strip():
-            yield where, a, b if tab else None
 
 
 def say(line: str) -> None:

@@ -5,57 +5,33 @@ import typing
 from typing import Any
 
 from bert_jax import config, errors, system
-from bert_jax.cli.command import (
-    CACHE,
-    CODE,
-    CODES,
-    EXPERIMENT,
-    SAVED_EXPERIMENT,
-    SET,
-    SETTINGS,
-    WORKDIR,
-    command,
-    experiment_of,
-    saved_experiment,
-    say,
-    workdir_of,
-)
-from bert_jax.config import Experiment, Finetuning, Kind
+from bert_jax.cli.command import CODES, command, experiment_of, saved_experiment, say, workdir_of
+from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import FINISHED, InputError
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import lock
 
 if typing.TYPE_CHECKING:
     from bert_jax.running.progress import Progress
 
 
-@command(
-    EXPERIMENT,
-    WORKDIR,
-    SETTINGS,
-    CACHE,
-    """
+@command()
+def prepare(args: argparse.Namespace) -> int:
+    """Make the corpus: tokenizer, ids, splits.
+
+    EXPERIMENT WORKDIR SETTINGS CACHE
     --verify: check every file of the prepared corpus against its hash
-    --workers N (int): processes that do the work; any number makes the same corpus [all cores]
+    --workers N (int from 1): processes that do the work; any number makes the same corpus [all
+        cores]
     --beam 'RUNNER OPTIONS': do the work with Apache Beam, e.g. 'DataflowRunner --project=P
         --region=R --temp_location=gs://B/tmp' (the [beam] extra)
-    """,
-)
-def prepare(args: argparse.Namespace) -> int:
-    """Make the corpus: tokenizer, ids, splits."""
+    """
     experiment, workdir = experiment_of(args, "write")
     from bert_jax.data import corpus
 
     workdir.require_ours()
-    workers = system.cores() if args.workers is None else args.workers
-    if workers < 1:
-        raise InputError(f"--workers {args.workers}: must be at least 1")
-    manifest = corpus.prepare(
-        experiment.corpus,
-        experiment.model.vocab_size,
-        workdir.corpus,
-        say,
-        workers,
-        args.beam,
-    )
+    size, workers = experiment.model.vocab_size, args.workers or system.cores()
+    manifest = corpus.prepare(experiment.corpus, size, workdir.corpus, say, workers, args.beam)
     corpus.require_rows(workdir.corpus, experiment)
     if args.verify:
         corpus.verify(workdir.corpus)
@@ -65,13 +41,11 @@ def prepare(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-@command(
-    CODE,
-    SAVED_EXPERIMENT,
-    WORKDIR,
-    SETTINGS,
-    CACHE,
-    """
+@command(fields=Experiment, codes=errors.CODES_OF_RUNS)
+def pretrain(args: argparse.Namespace) -> int:
+    """Pre-train; run again to go on where it stopped.
+
+    CODE SAVED_EXPERIMENT WORKDIR SETTINGS CACHE
     --extend: go on beyond the end, with more phases.N.steps in the last phase; the learning-rate
         schedule changes
     --decay-from RUN/checkpoints/STEP: begin with this checkpoint of another run
@@ -82,12 +56,7 @@ def prepare(args: argparse.Namespace) -> int:
         has it; encoder, vocabulary, batch and steps are chosen for it, this machine and --hours
     --hours H (float): of --text, how long the run may take on this machine, from now on
     --base B: of --text, go on with the encoder of this base instead of a fresh one
-    """,
-    fields=Experiment,
-    codes=errors.CODES_OF_RUNS,
-)
-def pretrain(args: argparse.Namespace) -> int:
-    """Pre-train; run again to go on where it stopped."""
+    """
     system.use_one_memory_pool()
     experiment, origin, branch = _pretraining(args)
     from bert_jax.running import pretraining
@@ -117,8 +86,6 @@ def _dialled(args: argparse.Namespace, progress: "Progress"):
 
     Of a run that is there it is the saved one, and nothing is measured.
     """
-    from bert_jax.storage import mirror
-
     args.workdir = args.workdir or f"runs/{config.name_of(args.text) or 'text'}"
     if mirror.opened(args.workdir).experiment.exists():
         experiment = saved_experiment(args, Experiment)
@@ -153,7 +120,6 @@ def _pretraining(args: argparse.Namespace):
         return *config.load_with_origin(args.experiment, args.set), None
     experiment = None if others else saved_experiment(args, Experiment)
     from bert_jax.running import branch
-    from bert_jax.storage import mirror
 
     if args.decay_from is not None:
         experiment, begins = branch.decayed(args.decay_from, args.experiment, args.set)
@@ -163,22 +129,19 @@ def _pretraining(args: argparse.Namespace):
     return experiment, None, branch.begun(mirror.opened(args.workdir))
 
 
-@command(
-    """
+@command(codes=errors.CODES_OF_RUNS)
+def compare(args: argparse.Namespace) -> int:
+    """Run what a table names at equal budgets, and compare; run again to go on where it stopped.
+
     TABLE: a .py file that defines table()
     --workdir W: where its runs and results live [runs/NAME]
-    """,
-    CACHE,
-    codes=errors.CODES_OF_RUNS,
-)
-def compare(args: argparse.Namespace) -> int:
-    """Run what a table names at equal budgets, and compare; run again to go on where it stopped."""
+    CACHE
+    """
     system.use_one_memory_pool()
     table = config.load_table(args.table)
     from bert_jax.compare.results import Results
     from bert_jax.compare.runs import Comparison
     from bert_jax.running.progress import LineConsole, Progress
-    from bert_jax.storage.workdir import lock
 
     progress = Progress(LineConsole())
     results = Results.read(table, args.workdir or f"runs/{table.name}")
@@ -191,12 +154,14 @@ def compare(args: argparse.Namespace) -> int:
     return CODES[outcome]
 
 
-@command(
-    CODE,
-    f"""
+@command(fields=Finetuning, codes=errors.CODES_OF_RUNS)
+def finetune(args: argparse.Namespace) -> int:
+    """Adapt the encoder of a base or a run to a task; run again to go on where it stopped.
+
+    CODE
     [TASKFILE]: a .py file whose experiment() gives a Finetuning, or a resolved config as .json;
         left out: the task that --kind, --train and the flags after them describe
-    --kind ({" | ".join(typing.get_args(Kind))}): instead of a TASKFILE: kind of task
+    --kind (Kind): instead of a TASKFILE: kind of task
     --train FILE...: examples to learn from: .csv, .tsv, .jsonl, .conll, SQuAD's .json, or a source
         as task.train has it; may be repeated
     --validation FILE...: examples to score on
@@ -207,14 +172,10 @@ def compare(args: argparse.Namespace) -> int:
     --workdir W: where the run lives [runs/NAME], or those of a sweep [runs/NAME-sweep]
     --sweep FIELD=V1,V2...: do a run for each value, e.g. seed=1,2,3, one after the other; repeated,
         for each combination of values; prints means over seeds
-    """,
-    SET.format("TASKFILE", "optimizer.peak_learning_rate=2e-5"),
-    CACHE,
-    fields=Finetuning,
-    codes=errors.CODES_OF_RUNS,
-)
-def finetune(args: argparse.Namespace) -> int:
-    """Adapt the encoder of a base or a run to a task; run again to go on where it stopped."""
+    --set FIELD=VALUE...: change a field of the TASKFILE, e.g. optimizer.peak_learning_rate=2e-5;
+        may be repeated
+    CACHE
+    """
     system.use_one_memory_pool()
     if args.sweep and args.taskfile is None:
         raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
@@ -237,15 +198,14 @@ def _finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | 
 
     Of a run that goes on the record of that stays, and None is returned.
     """
-    names = ("kind", "train", "validation", "text", "second", "label")
-    described = {f"--{name}": getattr(args, name) for name in names}
-    described = {flag: value for flag, value in described.items() if value not in (None, [])}
-    if args.taskfile is not None and described:
-        raise InputError(
-            f"{next(iter(described))}: {args.taskfile} sets this already; change it with --set"
-        )
+    columns = {name: f"{name}_column" for name in ("text", "second", "label")}
+    fields = {name: name for name in ("kind", "train", "validation")} | columns
+    given = [flag for flag in fields if getattr(args, flag) not in (None, [])]
+    if args.taskfile is not None and given:
+        raise InputError(f"--{given[0]}: {args.taskfile} sets this already; change it with --set")
     if args.taskfile is not None:
         return config.load_with_origin(args.taskfile, args.set, Finetuning)
-    if described or not args.workdir:
-        return config.finetuning_of(described, args.workdir, args.set)
+    if given or not args.workdir:
+        task = {fields[flag]: getattr(args, flag) for flag in given}
+        return config.finetuning_of(task, args.workdir, args.set)
     return saved_experiment(args, Finetuning), None

@@ -3,21 +3,14 @@
 import argparse
 import itertools
 import json
-import math
 import time
 from collections.abc import Iterator
 from typing import Any
 
+from etils import epath
+
 from bert_jax import config
 from bert_jax.cli.command import (
-    CACHE,
-    CHECKPOINT,
-    CODE,
-    PRICE,
-    SAVED_EXPERIMENT,
-    SETTINGS,
-    TUNED_BASE,
-    WORKDIR,
     command,
     experiment_of,
     require_corpus,
@@ -28,25 +21,29 @@ from bert_jax.cli.command import (
 )
 from bert_jax.config import Experiment, Finetuning, Parallelism, explain
 from bert_jax.errors import FAILED, FINISHED, InputError
+from bert_jax.storage import buckets, mirror
+from bert_jax.storage.workdir import (
+    Workdir,
+    fork_of,
+    holds_finetuning,
+    load_experiment,
+    read_json,
+    sealed,
+    write_atomic,
+)
 
 
-@command(
-    CODE,
-    SAVED_EXPERIMENT,
-    WORKDIR,
-    SETTINGS,
-    CACHE,
-    CHECKPOINT,
-    """
+@command()
+def evaluate(args: argparse.Namespace) -> int:
+    """Score a checkpoint on held-out text, or on minimal pairs and other tasks.
+
+    CODE SAVED_EXPERIMENT WORKDIR SETTINGS CACHE CHECKPOINT
     --task TASKFILE...: instead score the run or base in --workdir on this task: on minimal pairs as
         it is, on similar texts by the cosine of its vectors, on others with a linear layer trained
         on them; may be repeated
     --also W (several): with --task: score these runs and bases, too
-    """,
-    TUNED_BASE,
-)
-def evaluate(args: argparse.Namespace) -> int:
-    """Score a checkpoint on held-out text, or on minimal pairs and other tasks."""
+    TUNED_BASE
+    """
     if args.task:
         return _evaluate_tasks(args)
     if args.also:
@@ -67,13 +64,9 @@ def evaluate(args: argparse.Namespace) -> int:
     mesh = mesh_lib.make_mesh(parallelism)
     params, done = load_params(experiment, workdir, prepared, mesh, args.checkpoint)
     objective = objective_lib.of(experiment.model_scored(done), experiment.data)
-    metrics = evaluators.evaluate(
-        prepared.held_out(experiment, mesh),
-        params,
-        objective,
-        step.make_eval_step(objective, parallelism, mesh),
-        mesh,
-    )
+    rows, eval_step = prepared.held_out(experiment, mesh), step.make_eval_step
+    one = eval_step(objective, parallelism, mesh)
+    metrics = evaluators.evaluate(rows, params, objective, one, mesh)
     print(f"step {done}: {evaluators.summary(metrics)}")
     print(json.dumps({"step": done, **metrics}))
     return FINISHED
@@ -109,26 +102,21 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-@command(
-    "--workdir W (required): a run or a base",
-    CACHE,
-    CHECKPOINT,
-    CODE,
-    """
+@command()
+def layers(args: argparse.Namespace) -> int:
+    """Show what each layer knows of some tasks, and where its heads look; writes W/layers.html.
+
+    RUN_OR_BASE CACHE CHECKPOINT CODE
     --tasks TASKFILE (several): tasks to score each layer on: labels of texts, pairs or words with a
         linear layer trained on its vectors, similarities by their cosine
     --attention TEXT: draw where each head looks in this text
-    """,
-)
-def layers(args: argparse.Namespace) -> int:
-    """Show what each layer knows of some tasks, and where its heads look; writes W/layers.html."""
+    """
     if not args.tasks and args.attention is None:
         raise InputError("layers: name --tasks, --attention, or both")
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
     require_run(args.workdir)
-    from bert_jax.report import layers as page
-    from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
+    from bert_jax.report import page
     from bert_jax.tasks import layers as layers_lib
 
     trained = trained_of(args)
@@ -143,31 +131,25 @@ def layers(args: argparse.Namespace) -> int:
     if args.tasks:
         known = layers_lib.ask(args.tasks, trained, say)
         record = layers_lib.record_of(trained, known)
-        for line in page.table(record).lines():
+        for line in page.table_of_layers(record).lines():
             print(line)
     elif place.layers.exists():
         record = read_json(place.layers, layers_lib.FORMAT_VERSION)
     if args.tasks:
         write_atomic(place.layers, json.dumps(sealed(record), indent=2) + "\n")
-    page.write(place.root / "layers.html", trained.name, record, attention)
+    page.write_layers(place.root / "layers.html", trained.name, record, attention)
     say(f"layers: {place.root / 'layers.html'}")
     return FINISHED
 
 
-@command(
-    SAVED_EXPERIMENT,
-    WORKDIR,
-    SETTINGS,
-    CACHE,
-    """
-    --step N (int = 0): show the batch that comes after N steps
-    --rows K (int = 4): rows to show
-    """,
-)
+@command()
 def show(args: argparse.Namespace) -> int:
-    """Decode the batch of a step: text, masks, labels."""
-    if args.rows < 1:
-        raise InputError(f"--rows {args.rows}: must be at least 1")
+    """Decode the batch of a step: text, masks, labels.
+
+    SAVED_EXPERIMENT WORKDIR SETTINGS CACHE
+    --step N (int = 0): show the batch that comes after N steps
+    --rows K (int from 1 = 4): rows to show
+    """
     from rich.console import Console
 
     console = Console()
@@ -178,21 +160,16 @@ def show(args: argparse.Namespace) -> int:
 
 def _shown(args: argparse.Namespace) -> Iterator[Any]:
     """Lines about a step of a pre-training, or of the fine-tuned run in --workdir."""
-    if args.experiment is None and args.workdir:
-        from bert_jax.storage import mirror
-        from bert_jax.storage.workdir import holds_finetuning
+    saved = args.experiment is None and args.workdir
+    if saved and holds_finetuning(mirror.opened(args.workdir)):
+        from bert_jax.tasks import shown
 
-        if holds_finetuning(mirror.opened(args.workdir)):
-            from bert_jax.tasks import shown
-
-            tuned = saved_experiment(args, Finetuning)
-            lines = shown.show(tuned, args.step, args.rows)
-            return itertools.chain(config.notes(tuned), lines)
+        tuned = saved_experiment(args, Finetuning)
+        return itertools.chain(config.notes(tuned), shown.show(tuned, args.step, args.rows))
     experiment, workdir = experiment_of(args)
     require_corpus(workdir)
     from bert_jax import library
     from bert_jax.running.pretraining import Prepared
-    from bert_jax.storage.workdir import fork_of, load_experiment
 
     saved = load_experiment(workdir) if workdir.experiment.exists() else experiment
     if changed := config.differences(saved, experiment, "identity"):
@@ -207,18 +184,14 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
     return itertools.chain(config.notes(experiment), shown)
 
 
-@command(
-    SAVED_EXPERIMENT,
-    WORKDIR,
-    SETTINGS,
-    """
+@command(name="config")
+def config_(args: argparse.Namespace) -> int:
+    """Print the resolved experiment as JSON, or explain its fields.
+
+    SAVED_EXPERIMENT WORKDIR SETTINGS
     --explain [FIELD]: instead explain a field, a section, or all of them: type, default, choices,
         meaning
-    """,
-    name="config",
-)
-def config_(args: argparse.Namespace) -> int:
-    """Print the resolved experiment as JSON, or explain its fields."""
+    """
     if args.explain is not None:
         # `config --explain FIELD` needs no experiment.
         print(explain.explain(args.explain))
@@ -227,23 +200,17 @@ def config_(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-@command(
-    CODE,
-    SAVED_EXPERIMENT,
-    WORKDIR,
-    SETTINGS,
-    CACHE,
-    """
+@command()
+def plan(args: argparse.Namespace) -> int:
+    """Compile the steps for TPU pods nobody has booked: what fits, how fast, at what cost.
+
+    CODE SAVED_EXPERIMENT WORKDIR SETTINGS CACHE
     --topology SLICES (required): TPU slices to plan for, separated by commas: v5e:8x8,4*v5e:8x8
     --out FILE: file to write the plan to, as JSON [W/plan.json if --workdir is given]
     --search: also try settings of sharding, remat and accumulation on each slice, and rank them
-    """,
-    PRICE,
-)
-def plan(args: argparse.Namespace) -> int:
-    """Compile the steps for TPU pods nobody has booked: what fits, how fast, at what cost."""
+    PRICE
+    """
     experiment, workdir = experiment_of(args, "write")
-    price = _price(args)
     if args.workdir and args.out:
         raise InputError("--out: the plan goes into --workdir; name one of the two")
     if args.workdir:
@@ -251,72 +218,44 @@ def plan(args: argparse.Namespace) -> int:
     from bert_jax.plan import topology
 
     slices = topology.parse_list(args.topology)
-    from etils import epath
-
     from bert_jax.plan import report
 
-    report.plan_and_write(
-        experiment,
-        slices,
-        "search" if args.search else "plan",
-        price,
-        workdir.named / "plan.json" if args.workdir else epath.Path(args.out) if args.out else None,
-        say,
-    )
+    mode, path = "search" if args.search else "plan", epath.Path(args.out) if args.out else None
+    if args.workdir:
+        path = workdir.named / "plan.json"
+    report.plan_and_write(experiment, slices, mode, args.price_per_chip_hour, path, say)
     return FINISHED
 
 
-@command(
-    "RUN...: the workdir of a run; several are compared",
-    CACHE,
-    """
+@command()
+def report(args: argparse.Namespace) -> int:
+    """Write one HTML page about a run, or about several compared.
+
+    RUN...: the workdir of a run; several are compared
+    CACHE
     --out FILE: the page to write [W/report.html; of several runs comparison.html]
     --follow: write the page again and again while a run goes on
-    --every S (int = 20): with --follow: seconds between writes
-    """,
-    PRICE,
-)
-def report(args: argparse.Namespace) -> int:
-    """Write one HTML page about a run, or about several compared."""
-    if args.every < 1:
-        raise InputError(f"--every {args.every}: must be at least 1")
+    --every S (int from 1 = 20): with --follow: seconds between writes
+    PRICE
+    """
     for run in args.run:
         require_run(run)
     from bert_jax.report import page
 
-    page.write(
-        args.run,
-        args.out,
-        args.every if args.follow else None,
-        say,
-        _price(args),
-    )
+    every = args.every if args.follow else None
+    page.write(args.run, args.out, every, say, args.price_per_chip_hour)
     return FINISHED
 
 
-def _price(args: argparse.Namespace) -> float | None:
-    """The price of a chip-hour, if one was given."""
-    price = args.price_per_chip_hour
-    if price is not None and not 0 <= price < math.inf:
-        raise InputError(f"--price-per-chip-hour {price:g}: must be a number from 0 on")
-    return price
+@command(codes={FAILED: "failure; with --verify, a checkpoint is damaged"})
+def checkpoints(args: argparse.Namespace) -> int:
+    """List a run's checkpoints: steps, sizes, held-out losses.
 
-
-@command(
-    """
     RUN: the workdir of a run
     --verify: read them all, and compare them with their checksums
-    """,
-    codes={FAILED: "failure; with --verify, a checkpoint is damaged"},
-)
-def checkpoints(args: argparse.Namespace) -> int:
-    """List a run's checkpoints: steps, sizes, held-out losses."""
+    """
     require_run(args.run)
-    from etils import epath
-
     from bert_jax.running import checkpoint
-    from bert_jax.storage import buckets, mirror
-    from bert_jax.storage.workdir import fork_of, holds_finetuning, load_experiment
     from bert_jax.training import mesh as mesh_lib
 
     workdir = mirror.opened(epath.Path(args.run))

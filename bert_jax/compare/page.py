@@ -1,10 +1,11 @@
 """A table as people and tools read it: text, CSV, and a page with plots that needs nothing else."""
 
+import dataclasses
 import math
 
 from bert_jax import config
 from bert_jax.compare.results import Column, Results
-from bert_jax.report import comparison, figures
+from bert_jax.report import comparison, curves, figures
 from bert_jax.report.figures import Figure
 from bert_jax.report.records import Record
 from bert_jax.report.render import Table, page
@@ -34,9 +35,8 @@ def _csv(results: Results) -> str:
 
 
 def _html(results: Results) -> str:
-    table = results.table
     rows, before = [], None
-    for row in table.rows:
+    for row in results.table.rows:
         changed = [] if before is None else config.differences(before, row.experiment, "all")
         changed = [line for line in changed if not line.startswith("name: ")]
         of_row = [one for column in results.columns for one in results.of_row(row.name, column)]
@@ -44,21 +44,12 @@ def _html(results: Results) -> str:
         origin |= {f"measured by bert-jax {version}" for _, version, _ in of_row}
         rows.append({"name": row.name, "changed": changed, "origin": origin})
         before = row.experiment
-    budget = "each run does the steps of its experiment"
-    if table.steps:
-        budget = f"{table.steps:,} steps a run"
-    elif table.cpu_seconds:
-        budget = f"{table.cpu_seconds:,.0f} seconds of CPU a run"
     return page(
         "table.html",
-        "bert_jax.compare",
-        title=table.name,
-        budget=budget,
-        seeds=", ".join(map(str, table.seeds)),
-        columns=results.columns,
+        title=results.table.name,
+        results=results,
         table=results.shown([column.title for column in results.columns]),
         rows=rows,
-        again=results.again,
         figures=[*_dots(results), *_curves(results)],
     )
 
@@ -90,11 +81,12 @@ def _curves(results: Results) -> list[Figure]:
     records = []
     for member in results.members:
         if Workdir(member.folder).metrics.exists():
-            records.append(Record.read(str(member.folder)))
-            records[-1].label = member.row
+            record = Record.read(str(member.folder))
+            # Of so many runs lines of training would hide what is held out.
+            records.append(dataclasses.replace(record, label=member.row, train=[]))
     plots = []
     for axis in comparison.AXES:
-        spent = [axis.of(record) for record in records]
-        if axis.name in ("steps", "CPU seconds") and None not in spent:
-            plots += comparison.plots_of_learning(records, spent, axis.name)[:1]
+        if axis.name in ("steps", "CPU seconds") and all(axis.of(record) for record in records):
+            # The first is of held-out losses, of what is learned of pieces.
+            plots += [one for one in curves.of_learning(records, axis) if not one[0].empty][:1]
     return figures.drawn(plots, (), "curve")

@@ -11,8 +11,6 @@ Their names end in hashes: where settings, text or examples change, there are ot
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,8 +26,8 @@ from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
 from bert_jax.model import losses
 from bert_jax.report import times
+from bert_jax.report.records import Record
 from bert_jax.running import pretraining, session
-from bert_jax.running.lines import Lines
 from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import job
@@ -166,11 +164,12 @@ class Comparison:
         outcome = pretraining.pretrain(experiment, workdir, "keep", self._progress, probes=probes)
         if outcome != "finished":
             return outcome
+        record = Record.read(os.fspath(member.folder))
         for column in self._missing(member):
             if reach := REACH.fullmatch(column.name):
-                value = _reached(float(reach[1]), workdir)
+                value = _reached(float(reach[1]), record)
             elif column.name in COLUMNS:
-                value = _measured(column.name, workdir, experiment)
+                value = _measured(column.name, record)
             elif column.name.startswith("probe:"):
                 value = _probed(column, workdir)
             else:
@@ -191,8 +190,9 @@ class Comparison:
         folder = self._root / "tasks" / member.folder.name / name
         base = os.fspath(member.folder)
         outcome = job.finetune(task, base, os.fspath(folder), self._progress)
-        lines = [x for x in Lines(Workdir(folder).metrics).read() if x["kind"] == "scores"]
-        return outcome, lines[-1]["score"] if lines else None
+        if outcome != "finished":
+            return outcome, None
+        return outcome, Record.read(os.fspath(folder)).evaluation[-1]["score"]
 
     def _missing(self, member: Member) -> list[Column]:
         columns = self._results.columns
@@ -203,18 +203,17 @@ class Comparison:
         page.write(self._results)
 
 
-def _measured(name: str, workdir: Workdir, experiment: Experiment) -> float | None:
+def _measured(name: str, record: Record) -> float | None:
     """Returns what a finished run has written down itself; None for what it does not learn."""
     if name == "steps":
-        return float(experiment.total_steps)
+        return float(record.total_steps)
     if name == "cpu_seconds":
-        return times.cpu_seconds(Lines(workdir.timings).read())
-    lines = Lines(workdir.metrics).read()
+        return times.cpu_seconds(record.timings)
     if name == "real_tokens":
-        return _real_tokens(experiment, lines)
-    last = [line for line in lines if line["kind"] == "evaluation"][-1]
+        return _real_tokens(record)
+    last = record.evaluation[-1]
     if name == "below_unigrams":
-        return last["unigram_loss"] - last[f"{losses.learned(last, losses.PIECES)}_loss"]
+        return last["unigram_loss"] - losses.of_pieces(last)[0]
     tasks, what = _OF_LINE[name]
     return last.get(f"{losses.learned(last, tasks)}_{what}")
 
@@ -227,39 +226,34 @@ _OF_LINE = {
 }
 
 
-def _reached(nat: float, workdir: Workdir) -> float | None:
+def _reached(nat: float, record: Record) -> float | None:
     """Returns seconds of CPU until a run was so far below the unigram line; None: it never was.
 
     Between evaluations it falls in a straight line.
     """
-    laps = {x["step"]: x for x in Lines(workdir.timings).read() if x["kind"] == "train"}
-    in_order = [laps[step] for step in sorted(laps)]
-    spent = times.totals(in_order, lambda lap: lap["cpu_seconds"] / max(lap["steps"], 1))
+    spent = times.totals(record.laps, lambda lap: lap["cpu_seconds"] / max(lap["steps"], 1))
     before = (0, 0.0)
-    for line in Lines(workdir.metrics).read():
-        if line["kind"] != "evaluation" or not line["step"]:
-            continue
+    for line in record.evaluation:
         below = line["unigram_loss"] - losses.of_pieces(line)[0]
-        if below >= nat:
+        if line["step"] and below >= nat:
             steps = np.interp(nat, (before[1], below), (before[0], line["step"]))
             return float(np.interp(steps, *spent))
-        before = line["step"], below
+        before = (line["step"], below) if line["step"] else before
     return None
 
 
-def _real_tokens(experiment: Experiment, lines: Sequence[dict[str, Any]]) -> float:
+def _real_tokens(record: Record) -> float:
     """Returns how many positions of all steps held no padding."""
-    total, before = 0.0, 0
-    for line in lines:
-        if line["kind"] == "train":
-            positions, first = 0, 0
-            for phase in experiment.phases:
-                last = first + phase.steps
-                steps = min(last, line["step"]) - max(first, before)
-                positions += max(steps, 0) * phase.batch_size * phase.sequence_length
-                first = last
-            total += positions * line["filled"]
-            before = line["step"]
+    total, before, phases = 0.0, 0, record.experiment.phases
+    for line in record.train:
+        positions, first = 0, 0
+        for phase in phases:
+            last = first + phase.steps
+            steps = min(last, line["step"]) - max(first, before)
+            positions += max(steps, 0) * phase.batch_size * phase.sequence_length
+            first = last
+        total += positions * line["filled"]
+        before = line["step"]
     return total
 
 

@@ -4,14 +4,13 @@ Small sets give scores that depend on the seed (Devlin et al. 2018, appendix A.3
 on the validation examples; Dodge et al. 2020 count what seeds make): hence means over seeds.
 """
 
-import dataclasses
 import itertools
 import json
 import os
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -30,19 +29,13 @@ FORMAT_VERSION = 1
 _ODD = re.compile(r"[^A-Za-z0-9.+-]")
 
 
-@dataclasses.dataclass
-class Member:
+class Member(NamedTuple):
     """One of the runs."""
 
     folder: str  # its name
     settings: dict[str, str]  # {field: value}, as they were written
     experiment: Finetuning  # with them
     origin: dict[str, Any]  # see session.run
-    outcome: str = ""  # how it ended; "" if it did not yet
-    # Lines of metrics.jsonl: of the last evaluation, and of that with the highest score; None
-    # before there is one.
-    last: dict[str, Any] | None = None
-    best: dict[str, Any] | None = None
 
 
 def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Member]:
@@ -96,48 +89,38 @@ def run(
             f"{folder}: holds a run or other files and no sweep; choose another folder with "
             "--workdir"
         )
-    for number, member in enumerate(of, 1):
+    # Of each how it ended, "" if it did not yet, and lines of metrics.jsonl: of its last evaluation
+    # and of that with the highest score; None before there is one.
+    ends: dict[str, Any] = {"outcome": "", "last": None, "best": None}
+    runs = [{"folder": one.folder, "settings": one.settings, **ends} for one in of]
+    score = ", ".join(sorted({member.experiment.task.main_score for member in of}))
+    record = {"format_version": FORMAT_VERSION, "name": of[0].experiment.name, "score": score}
+    for number, (member, one) in enumerate(zip(of, runs, strict=True), 1):
         place = folder / member.folder
         progress.say(f"sweep {number} of {len(of)}: {member.folder}")
         # A finished run ends at once, unless its base or its examples are others now.
-        member.outcome = job.finetune(
-            member.experiment, base, os.fspath(place), progress, member.origin
-        )
+        outcome = job.finetune(member.experiment, base, os.fspath(place), progress, member.origin)
         lines = lines_lib.Lines(mirror.opened(place).metrics).read()
         scored = [line for line in lines if line["kind"] == "scores"]
-        member.last = scored[-1] if scored else None
-        member.best = max(scored, key=lambda line: line["score"], default=None)
-        buckets.write(folder / "sweep.json", json.dumps(_record(of), indent=2) + "\n")
-        if member.outcome == "stopped":
+        best = max(scored, key=lambda line: line["score"], default=None)
+        one |= {"outcome": outcome, "last": scored[-1] if scored else None, "best": best}
+        record |= {"runs": runs, "groups": _groups(runs)}
+        buckets.write(folder / "sweep.json", json.dumps(record, indent=2) + "\n")
+        if outcome == "stopped":
             return "stopped"
-    for line in table(of):
+    for line in table(record):
         progress.say(line)
-    return "failed" if any(member.outcome == "failed" for member in of) else "finished"
+    return "failed" if any(one["outcome"] == "failed" for one in runs) else "finished"
 
 
-def _record(of: list[Member]) -> dict[str, Any]:
-    names = ("folder", "settings", "outcome", "last", "best")
-    return {
-        "format_version": FORMAT_VERSION,
-        "name": of[0].experiment.name,
-        "score": _score(of),
-        "runs": [{name: getattr(member, name) for name in names} for member in of],
-        "groups": _groups(of),
-    }
-
-
-def _score(of: list[Member]) -> str:
-    return ", ".join(sorted({member.experiment.task.main_score for member in of}))
-
-
-def _groups(of: list[Member]) -> list[dict[str, Any]]:
+def _groups(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns means over the finished runs that differ by the seed alone."""
     by_group: dict[tuple, list[float]] = {}
-    for member in of:
-        settings = tuple((f, value) for f, value in member.settings.items() if f != "seed")
+    for one in runs:
+        settings = tuple((f, value) for f, value in one["settings"].items() if f != "seed")
         scores = by_group.setdefault(settings, [])
-        if member.last and member.outcome == "finished":
-            scores.append(member.last["score"])
+        if one["last"] and one["outcome"] == "finished":
+            scores.append(one["last"]["score"])
     return [
         {
             "settings": dict(settings),
@@ -149,18 +132,18 @@ def _groups(of: list[Member]) -> list[dict[str, Any]]:
     ]
 
 
-def table(of: list[Member]) -> Iterator[str]:
+def table(record: dict[str, Any]) -> Iterator[str]:
     """Yields lines with every run's scores, and their means over the seeds."""
+    runs, groups = record["runs"], record["groups"]
     rows = []
-    for member in of:
-        cells = [member.outcome, "-", "-", "-"]
-        if member.outcome == "finished" and member.last and member.best:
-            last, best = member.last, member.best
+    for one in runs:
+        cells = [one["outcome"], "-", "-", "-"]
+        if one["outcome"] == "finished" and one["last"]:
+            last, best = one["last"], one["best"]
             cells = [last["step"], _four(last["score"]), _four(best["score"]), best["step"]]
-        rows.append([*member.settings.values(), *map(str, cells)])
-    yield f"{_score(of)} on the validation examples, of the last evaluation and of the best:"
-    yield from Table([*of[0].settings, "step", "last", "best", "of step"], rows, 0).lines()
-    groups = _groups(of)
+        rows.append([*one["settings"].values(), *map(str, cells)])
+    yield f"{record['score']} on the validation examples, of the last evaluation and of the best:"
+    yield from Table([*runs[0]["settings"], "step", "last", "best", "of step"], rows, 0).lines()
     rows = [
         [*one["settings"].values(), str(one["runs"]), _four(one["mean"]), _four(one["deviation"])]
         for one in groups

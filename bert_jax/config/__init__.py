@@ -35,6 +35,7 @@ from bert_jax.config.finetuning import (
     Finetuning,
     Kind,
     Task,
+    Vectors,
 )
 from bert_jax.config.model import Model
 from bert_jax.config.pretraining import (
@@ -45,4 +46,3 @@ from bert_jax.config.pretraining import (
     Phase,
     Run,
 )
-from bert_jax.config.vectors import Vectors

@@ -1,16 +1,16 @@
 """The fields of an experiment, explained: read from the sections, for help, docs and errors."""
 
-import ast
 import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from bert_jax.config.fields import Section
+from bert_jax.config.fields import Section, fields_of
 from bert_jax.config.finetuning import Finetuning
 from bert_jax.config.pretraining import Experiment
 from bert_jax.errors import InputError
@@ -51,9 +51,9 @@ def settings(root: type[Section]) -> tuple[Setting, ...]:
 
 
 def _settings(section: type[Section], path: str, example: Section | None) -> Iterator[Setting]:
-    hints, comments = get_type_hints(section), _comments(section)
+    comments = _comments(section)
     for field in dataclasses.fields(section):
-        hint, where, default = hints[field.name], path + field.name, field.default
+        hint, where, default = fields_of(section)[field.name][0], path + field.name, field.default
         if example is not None:
             default = getattr(example, field.name)
         elif field.default_factory is not dataclasses.MISSING:
@@ -70,26 +70,14 @@ def _settings(section: type[Section], path: str, example: Section | None) -> Ite
         yield Setting(where, word, choices, given, comments[field.name], section.role)
 
 
+@functools.cache
 def _comments(section: type[Section]) -> dict[str, str]:
     """Reads the comment lines above each field, from the source of the section."""
-    lines, classes = _source(section.__module__)
-    comments = {}
-    for node in classes[section.__name__].body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            first = node.lineno - 1
-            while lines[first - 1].startswith("#"):
-                first -= 1
-            words = (line.removeprefix("#").strip() for line in lines[first : node.lineno - 1])
-            comments[node.target.id] = " ".join(words)
-    return comments
-
-
-@functools.cache
-def _source(module: str) -> tuple[list[str], dict[str, ast.ClassDef]]:
-    """Returns the lines of a module, without indentation, and its classes."""
-    text = inspect.getsource(sys.modules[module])
-    classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
-    return [line.strip() for line in text.splitlines()], classes
+    _, _, body = inspect.getsource(sys.modules[section.__module__]).partition(
+        f"\nclass {section.__name__}("
+    )
+    above = re.findall(r"((?:^    # .*\n)+)    (\w+): ", body.partition("\nclass ")[0], re.M)
+    return {name: " ".join(re.findall(r"# (.*)", lines)) for lines, name in above}
 
 
 def sections(root: type[Section]) -> dict[str, list[Setting]]:

@@ -1,5 +1,6 @@
 """Sections of configuration: dataclasses whose fields are checked where they are built."""
 
+import functools
 import math
 import os
 import re
@@ -33,6 +34,17 @@ class Rule(NamedTuple):
 
     holds: Callable[[Any], bool]
     why: str
+
+
+class Only(NamedTuple):
+    """Says, in a field's type, that it means something with some values of another field alone.
+
+    Else it is refused, unless the other is named by its path in the experiment: then a note says
+    that it changes nothing (`files.notes`).
+    """
+
+    field: str
+    values: tuple[str, ...]
 
 
 # A field, and why its value cannot be.
@@ -72,6 +84,16 @@ Code = Annotated[
 ]
 
 
+@functools.cache
+def fields_of(section: type["Section"]) -> dict[str, tuple[Any, list[Any]]]:
+    """Returns of each field of a section its type and its rules."""
+    hints, parts = get_type_hints(section, include_extras=True), {}
+    for name in section.__dataclass_fields__:  # type: ignore[attr-defined]
+        is_plain = get_origin(hints[name]) is not Annotated
+        parts[name] = (hints[name],) if is_plain else get_args(hints[name])
+    return {name: (hint, rules) for name, (hint, *rules) in parts.items()}
+
+
 class Section:
     """Base of the sections: a field is checked by its type and rule, then all by `_wrong`."""
 
@@ -82,16 +104,18 @@ class Section:
         cls.role, cls.label = role, label
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            if get_origin(hint) is ClassVar:
-                continue
-            hint, *rules = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        for name, (hint, rules) in fields_of(type(self)).items():
             value = _converted(getattr(self, name), hint)
             object.__setattr__(self, name, value)
             _check_type(f"{self.label}.{name}", value, hint)
             for rule in rules:
-                if not rule.holds(value):
+                if isinstance(rule, Rule) and not rule.holds(value):
                     self._refuse(name, rule.why)
+                if isinstance(rule, Only) and "." not in rule.field:
+                    other = getattr(self, rule.field)
+                    if other not in rule.values and not self.is_default(name):
+                        where = f"{self.label}.{rule.field}={other}"
+                        self._refuse(name, f"has no meaning with {where}; leave it out")
         for name, why in self._wrong():
             self._refuse(name, why)
 
@@ -100,13 +124,17 @@ class Section:
         yield from ()
 
     def _refuse(self, name: str, why: str) -> NoReturn:
-        value: Any = self
-        for key in name.split("."):
-            value = value[int(key)] if key.isdecimal() else getattr(value, key)
         where = name if "." in name else f"{self.label}.{name}"
-        raise InputError(f"{where}={value!r}: {why}")
+        raise InputError(f"{where}={self._value_of(name)!r}: {why}")
 
-    def _is_default(self, name: str) -> bool:
+    def _value_of(self, path: str) -> Any:
+        value: Any = self
+        for key in path.split("."):
+            value = value[int(key)] if key.isdecimal() else getattr(value, key)
+        return value
+
+    def is_default(self, name: str) -> bool:
+        """Tells whether a field has the value that it has where it is left out."""
         return getattr(self, name) == type(self).__dataclass_fields__[name].default  # type: ignore
 
 

@@ -7,14 +7,13 @@ import pathlib
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from bert_jax.config.code import run_file
 from bert_jax.config.comparison import Table
 from bert_jax.config.corpus import Corpus, named
 from bert_jax.config.explain import TYPES, suggestion
-from bert_jax.config.explain import settings as settings_of
-from bert_jax.config.fields import Section
+from bert_jax.config.fields import Only, Section, fields_of
 from bert_jax.config.finetuning import SOURCES, Finetuning, Task
 from bert_jax.config.pretraining import Experiment
 from bert_jax.errors import InputError
@@ -63,30 +62,22 @@ def load_with_origin(
 
 
 def finetuning_of(
-    described: Mapping[str, Any], workdir: str | None, settings: Sequence[str]
+    task: Mapping[str, Any], workdir: str | None, settings: Sequence[str]
 ) -> tuple[Finetuning, dict[str, Any]]:
-    """Makes a fine-tuning of the flags that describe a task, as `load_with_origin` does of a file.
+    """Makes a fine-tuning of fields of its task, as `load_with_origin` does of a file.
 
-    The last part of `workdir` names it, or the first file to learn from does.
+    Sources are given as files. The last part of `workdir` names it, or the first file to learn from
+    does.
     """
-    for flag in ("--kind", "--train", "--validation"):
-        if flag not in described:
-            raise InputError(f"{flag}: name a TASKFILE, or all of --kind, --train and --validation")
-    sources = {
-        flag: tuple(source_of(flag, described["--kind"], file) for file in described[flag])
-        for flag in ("--train", "--validation")
-    }
-    columns = {"--text": "text_column", "--second": "second_column", "--label": "label_column"}
-    longest = {"max_sequence_length": 384} if described["--kind"] == "span" else {}  # as usual
-    task = Task(
-        kind=described["--kind"],
-        **longest,
-        train=sources["--train"],
-        validation=sources["--validation"],
-        **{name: described[flag] for flag, name in columns.items() if flag in described},
-    )
-    name = name_of(workdir or described["--train"][0].rpartition(":")[2])
-    experiment = override(Finetuning(name=name or "task", task=task), settings)
+    for name in ("kind", "train", "validation"):
+        if name not in task:
+            raise InputError(f"--{name}: name a TASKFILE, or all of --kind, --train, --validation")
+    kind, name = task["kind"], name_of(workdir or task["train"][0].rpartition(":")[2])
+    fields = {"max_sequence_length": 384} if kind == "span" else {}  # as usual
+    for part in ("train", "validation"):
+        fields[part] = tuple(source_of(f"--{part}", kind, file) for file in task[part])
+    made = Finetuning(name=name or "task", task=Task(**{**task, **fields}))
+    experiment = override(made, settings)
     return experiment, origin_of("the command line", settings, experiment)
 
 
@@ -143,7 +134,7 @@ def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
         _require_kind(type(experiment), kind, path)
         return typing.cast(T, _placed(experiment, file.parent.resolve())), parent
     if file.suffix == ".json":
-        return from_json(decode(file.read_bytes(), path), path, kind), None
+        return from_json(file.read_bytes(), path, kind), None
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
 
 
@@ -173,18 +164,17 @@ def _placed(experiment: Section, folder: pathlib.Path) -> Section:
     What lies before `/./` is where this machine has it, and no part of what a source is called.
     """
 
-    def placed(section: Section, *names: str) -> Any:
-        sources = {name: tuple(map(place, getattr(section, name))) for name in names}
-        return dataclasses.replace(section, **sources)
-
     def place(source: str) -> str:
         word, colon, path = source.partition(":")
         here = path.startswith(("./", "../"))
         return f"{word}{colon}{folder}/./{path.removeprefix('./')}" if here else source
 
-    if isinstance(experiment, Experiment):
-        return dataclasses.replace(experiment, corpus=placed(experiment.corpus, "sources"))
-    return dataclasses.replace(experiment, task=placed(experiment.task, "train", "validation"))
+    part = "corpus" if isinstance(experiment, Experiment) else "task"
+    section = getattr(experiment, part)
+    names = [name for name in _SOURCES if hasattr(section, name)]
+    sources = {name: tuple(map(place, getattr(section, name))) for name in names}
+    section = dataclasses.replace(section, **sources)
+    return dataclasses.replace(experiment, **{part: section})
 
 
 # Fields that hold sources.
@@ -218,20 +208,12 @@ def _differences_from_defaults(experiment: Section) -> list[str]:
     return lines
 
 
-def decode(content: bytes, where: str) -> str:
-    """Decodes UTF-8; `where` names the file in errors."""
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{where}: byte {error.start} is not UTF-8; put the whole file back"
-        ) from error
-
-
 def override(experiment: T, settings: Sequence[str]) -> T:
     """Applies `--set` strings like `model.hidden_size=128` or `phases.0.steps=10`, all at once."""
-    tree = _plain(experiment)
-    places = dict(_places(type(experiment), tree))
+    tree = json.loads(to_json(experiment))
+    del tree["format_version"]
+    leaves = _leaves(experiment, "")
+    hints = {path: fields_of(type(section))[name][0] for path, section, name in leaves}
     for setting in settings:
         path, equals, text = setting.partition("=")
         path = path.strip()
@@ -240,26 +222,15 @@ def override(experiment: T, settings: Sequence[str]) -> T:
                 f"--set {setting}: write it as FIELD=VALUE, e.g. model.hidden_size=128; "
                 "`bert-jax config --explain` says what fields there are"
             )
-        if path not in places:
-            below = next((place for place in places if place.startswith(f"{path}.")), "")
-            near = f"set one of its fields, as {below}" if below else suggestion(path, places)
+        if path not in hints:
+            below = next((other for other in hints if other.startswith(f"{path}.")), "")
+            near = f"set one of its fields, as {below}" if below else suggestion(path, hints)
             raise InputError(f"--set {setting}: {path} is no field; {near}")
-        node, key, hint_ = places[path]
-        node[key] = _parse(text, hint_, setting)
+        node, (*parents, key) = tree, path.split(".")
+        for parent in parents:
+            node = node[int(parent) if isinstance(node, list) else parent]
+        node[key] = _parse(text, hints[path], setting)
     return _build(type(experiment), tree, "")
-
-
-def _places(section: Any, tree: dict, path: str = "") -> Iterator[tuple[str, tuple]]:
-    """Yields the path of every field, and where its value stands: an object, the key, the type."""
-    for key, hint in _field_types(section).items():
-        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
-        if not dataclasses.is_dataclass(inner):
-            yield f"{path}{key}", (tree, key, hint)
-        elif inner is hint:
-            yield from _places(inner, tree[key], f"{path}{key}.")
-        else:
-            for number, item in enumerate(tree[key]):
-                yield from _places(inner, item, f"{path}{key}.{number}.")
 
 
 def _parse(text: str, hint: Any, setting: str) -> object:
@@ -282,10 +253,13 @@ def _number(text: str, kind: type[int] | type[float]) -> int | float:
 
 def to_json(experiment: Section) -> str:
     """Returns the resolved experiment as readable JSON, with its format version."""
-    return json.dumps({"format_version": FORMAT_VERSION, **_plain(experiment)}, indent=2) + "\n"
+    return (
+        json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(experiment)}, indent=2)
+        + "\n"
+    )
 
 
-def from_json(text: str, where: str, kind: type[T] = Experiment) -> T:
+def from_json(text: str | bytes, where: str, kind: type[T] = Experiment) -> T:
     """Reads what `to_json` wrote. `where` names the file in errors."""
     tree = parse_object(text, where)
     version = tree.pop("format_version", None)
@@ -308,7 +282,7 @@ def kind_of(tree: dict[str, Any]) -> type[Section]:
     return Finetuning if "task" in tree else Experiment
 
 
-def parse_object(text: str, where: str) -> dict[str, Any]:
+def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
     """Parses a JSON object; `where` names the file in errors."""
     try:
         tree = json.loads(text)
@@ -337,49 +311,44 @@ _GONE = {
     "phases.N.examples_per_row": None,
     "phases.N.predictions_per_row": None,
 }
-# Settings that change nothing but with another one.
-_ONLY_WITH = {
-    "model.global_every": "model.kind=modern",
-    "model.local_window": "model.kind=modern",
-    "model.global_rotary_base": "model.kind=modern",
-    "model.local_rotary_base": "model.kind=modern",
-    "model.global_rotary_scaling": "model.kind=modern",
-    "model.local_rotary_scaling": "model.kind=modern",
-    "phases.N.global_rotary_base": "model.kind=modern",
-    "optimizer.decay_steps": "optimizer.schedule=wsd",
-    "optimizer.reference_replicas": "optimizer.clip=per_replica",
-}
 
 
 def notes(experiment: Section) -> list[str]:
     """Returns a line for each setting that was given and changes nothing."""
-    given = dict(flatten(experiment))
-    usual = {setting.path: setting.default for setting in settings_of(type(experiment))}
-    lines = []
-    for path, value in given.items():
-        field = _field(path)
-        name, _, wanted = _ONLY_WITH.get(field, "").partition("=")
-        if name and given[name] != wanted and str(value) != usual[field]:
-            lines.append(f"note: {path}={value} has a meaning with {name}={wanted} only")
+    given, lines = dict(flatten(experiment)), []
+    for path, section, name in _leaves(experiment, ""):
+        for rule in fields_of(type(section))[name][1]:
+            is_noted = isinstance(rule, Only) and "." in rule.field
+            if is_noted and given[rule.field] not in rule.values and not section.is_default(name):
+                wanted = f"{rule.field}={' or '.join(rule.values)}"
+                lines.append(f"note: {path}={given[path]} has a meaning with {wanted} only")
     return lines
 
 
-def flatten(section: Any, role: str = "all", path: str = "") -> list[tuple[str, object]]:
+def flatten(section: Section, role: str = "all") -> list[tuple[str, object]]:
     """Lists (path, value) of every field, in order; `role` keeps identity or placement alone.
 
     Sources are as `named` has them.
     """
-    rows: list[tuple[str, object]] = []
-    for f in dataclasses.fields(section):
-        value, where = getattr(section, f.name), f"{path}{f.name}"
-        if isinstance(value, Section):
-            rows += flatten(value, role, where + ".")
-        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
-            for i, item in enumerate(value):
-                rows += flatten(item, role, f"{where}.{i}.")
-        elif role in ("all", section.role):
-            rows.append((where, tuple(map(named, value)) if f.name in _SOURCES else value))
+    rows = []
+    for path, of, name in _leaves(section, ""):
+        value = getattr(of, name)
+        if role in ("all", of.role):
+            rows.append((path, tuple(map(named, value)) if name in _SOURCES else value))
     return rows
+
+
+def _leaves(section: Section, path: str) -> Iterator[tuple[str, Section, str]]:
+    """Yields path, section and name of each field that is no section itself, in order."""
+    for name in fields_of(type(section)):
+        value, where = getattr(section, name), f"{path}{name}"
+        if isinstance(value, Section):
+            yield from _leaves(value, f"{where}.")
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            for number, item in enumerate(value):
+                yield from _leaves(item, f"{where}.{number}.")
+        else:
+            yield where, section, name
 
 
 def section(kind: type[T], value: Any, where: str) -> T:
@@ -390,34 +359,25 @@ def section(kind: type[T], value: Any, where: str) -> T:
         raise InputError(f"{where}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    """Dataclasses as dicts, tuples as lists: what JSON holds."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
 def _build(hint: Any, value: Any, where: str) -> Any:
-    """Inverts `_plain`, checking as it goes."""
+    """Returns what JSON holds as the value of a field, checking as it goes."""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise InputError(f"{where or 'experiment'}: expected an object")
-        hints = _field_types(hint)
+        known = {f.name: f for f in dataclasses.fields(hint)}
         prefix = f"{where}." if where else ""
         value = {key: v for key, v in value.items() if not _is_gone(f"{prefix}{key}", v)}
         for key in value:
-            if key not in hints:
-                near = suggestion(key, hints)
+            if key not in known:
+                near = suggestion(key, known)
                 raise InputError(f"{where or 'experiment'} has no field {key!r}; {near}")
-        for f in dataclasses.fields(hint):
-            required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-            if required and f.name not in value:
-                raise InputError(f"{prefix}{f.name}: missing")
-        fields = {k: _build(hints[k], v, prefix + k) for k, v in value.items()}
+        for name, f in known.items():
+            required = f.default is f.default_factory is dataclasses.MISSING
+            if required and name not in value:
+                raise InputError(f"{prefix}{name}: missing")
         try:
-            return hint(**fields)
+            hints = {key: fields_of(hint)[key][0] for key in value}
+            return hint(**{key: _build(hints[key], v, prefix + key) for key, v in value.items()})
         except InputError as error:
             # One of several sections, a phase, does not know its number.
             name, dot, rest = str(error).partition(".")
@@ -441,8 +401,3 @@ def _is_gone(path: str, value: object) -> bool:
 def _field(path: str) -> str:
     """Returns the path of a field with N for the numbers of phases."""
     return re.sub(r"\.\d+\.", ".N.", path)
-
-
-def _field_types(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(typing.cast(Any, cls))}

@@ -1,4 +1,4 @@
-"""The sections of a fine-tuning: a task, and how a base is adapted to it.
+"""The sections of a fine-tuning: a task, how a base is adapted to it, and which vectors it learns.
 
 Fine-tuning is section 3.2 and appendix A.3 of Devlin et al. 2018; `lora` is Hu et al. 2021, the
 decay of the learning rate by layer Howard and Ruder 2018 and Clark et al. 2020.
@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from bert_jax.config.fields import (
     Count,
     FolderName,
+    Only,
     Positive,
     PositiveCount,
     RowLength,
@@ -21,7 +22,6 @@ from bert_jax.config.fields import (
     Wrong,
 )
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
-from bert_jax.config.vectors import Vectors
 from bert_jax.errors import InputError
 
 Kind = Literal[
@@ -60,18 +60,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
 _ENDS = {"tfds": "NAME:SPLIT", "corpus": "WORKDIR:HOW", "beir": "FOLDER:SPLIT"}
 
 _OF_TWO_TEXTS = ("pair", "regress", "minimal_pairs")
-# Fields that are left as they are but in tasks of these kinds.
-_ONLY_OF = {
-    "train": tuple(kind for kind in SCORES if kind != "minimal_pairs"),
-    "second_column": (*_OF_TWO_TEXTS, "similar"),
-    "negative_column": ("similar",),
-    "query_prefix": ("similar",),
-    "text_prefix": ("similar",),
-    "choice_columns": ("choice",),
-    "field_column": ("minimal_pairs",),
-    "labels": ("classify", "pair", "choice", "tag"),
-    "blank_cells": tuple(kind for kind in SCORES if kind != "span"),
-}
+_OF_LABELS = ("classify", "pair", "choice", "tag")
+_OF_SIMILAR = Annotated[str, Only("kind", ("similar",))]
+
+
+def _all_but(kind: str) -> Only:
+    return Only("kind", tuple(other for other in SCORES if other != kind))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,35 +93,35 @@ class Task(Section, role="identity", label="task"):
     kind: Kind
     # Sources of examples to learn from: tsv:FILE, csv:FILE, jsonl:FILE, conll:FILE, squad:FILE or
     # tfds:NAME:SPLIT; of minimal pairs none.
-    train: tuple[str, ...] = ()
+    train: Annotated[tuple[str, ...], _all_but("minimal_pairs")] = ()
     # Sources of examples to score on.
     validation: tuple[str, ...]
     # Whether an example with a blank text or label is an error, or left out.
-    blank_cells: Literal["stop", "skip"] = "stop"
+    blank_cells: Annotated[Literal["stop", "skip"], _all_but("span")] = "stop"
     # Whether a TSV or CSV file's first line names its columns.
     header: Literal["first_line", "none"] = "first_line"
     # The text, or the first of two; of minimal pairs the acceptable one.
     text_column: str = "sentence"
     # The second text of a pair, and of a regression, which is over pairs; of minimal pairs the one
     # that is not acceptable.
-    second_column: str = ""
+    second_column: Annotated[str, Only("kind", (*_OF_TWO_TEXTS, "similar"))] = ""
     # For similar: a text that is near, and no answer; empty: none.
-    negative_column: str = ""
+    negative_column: _OF_SIMILAR = ""
     # For similar: what is put before a text that asks: the first of two, and a query.
-    query_prefix: str = ""
+    query_prefix: _OF_SIMILAR = ""
     # For similar: what is put before all other texts.
-    text_prefix: str = ""
+    text_prefix: _OF_SIMILAR = ""
     # The texts to choose from, each a column; the first is answer 0.
-    choice_columns: tuple[str, ...] = ()
+    choice_columns: Annotated[tuple[str, ...], Only("kind", ("choice",))] = ()
     # The answer; of generate the text that is to be written; of minimal pairs the paradigm that
     # they belong to.
     label_column: str = "label"
     # For minimal pairs: the column with the field of several paradigms, such as syntax; empty:
     # none.
-    field_column: str = ""
+    field_column: Annotated[str, Only("kind", ("minimal_pairs",))] = ""
     # All labels, in order; label 1 is the positive one of `f1`; empty: those of the training
     # examples, sorted. For a choice, names of the answers; empty: 0, 1, and so on.
-    labels: tuple[str, ...] = ()
+    labels: Annotated[tuple[str, ...], Only("kind", _OF_LABELS)] = ()
     # The score that runs are compared by; empty: the usual one of the kind.
     score: str = ""
     # The most tokens in a row; longer texts are cut, or read in windows.
@@ -159,7 +153,7 @@ class Task(Section, role="identity", label="task"):
     @property
     def has_labels(self) -> bool:
         """Returns whether one of several labels is predicted."""
-        return self.kind in _ONLY_OF["labels"]
+        return self.kind in _OF_LABELS
 
     @property
     def text_columns(self) -> tuple[str, ...]:
@@ -194,13 +188,11 @@ class Task(Section, role="identity", label="task"):
 
     def _wrong(self) -> Iterator[Wrong]:
         kind = f"task.kind={self.kind}"
-        for name, kinds in _ONLY_OF.items():
-            if self.kind not in kinds and not self._is_default(name):
-                yield name, f"has no meaning with {kind}; leave it out"
         yield from self._wrong_columns()
         yield from self._wrong_labels()
         for name in ("train", "validation"):
-            if self.kind in _ONLY_OF.get(name, SCORES) and not getattr(self, name):
+            learns = self.kind != "minimal_pairs" or name == "validation"
+            if learns and not getattr(self, name):
                 yield name, "name at least one source"
             self.require_readable(f"task.{name}", getattr(self, name))
         for name, word in (("train", "beir"), ("validation", "corpus")):
@@ -286,6 +278,56 @@ class Adapt(Section, role="identity", label="adapt"):
     head_dropout_prob: Share = 0.1
     # Type of activations and matrix products.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+_Dimensions = Annotated[
+    tuple[int, ...],
+    Rule(lambda sizes: list(sizes) == sorted({*sizes}), "must grow, none twice"),
+    Rule(lambda sizes: all(size > 0 for size in sizes), "each must be at least 1"),
+]
+_Weight = Annotated[float, Rule(lambda value: value >= 0, "must be at least 0")]
+_CONTRASTIVE, _COSINE, _DISTIL = (Only("loss", (x,)) for x in ("contrastive", "cosine", "distil"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vectors(Section, role="identity", label="vectors"):
+    """The vectors that a `similar` task learns, one a text (Reimers and Gurevych 2019).
+
+    `contrastive` tells the text of `second_column`, or what a corpus says belongs to the first,
+    from all other texts of the step, in both directions. `cosine` learns a number for two texts,
+    `distil` a teacher's vectors.
+    """
+
+    # The mean of all pieces, or the vector of the first or the last piece; empty: as the base says
+    # of itself, else mean.
+    pooling: Literal["", "mean", "cls", "last"] = ""
+    # What is learned of the vectors.
+    loss: Literal["contrastive", "cosine", "distil"] = "contrastive"
+    # For contrastive: by which cosines are divided.
+    temperature: Annotated[Positive, _CONTRASTIVE] = 0.05
+    # For contrastive: whether the temperature learns, too.
+    temperature_is: Annotated[Literal["fixed", "learned"], _CONTRASTIVE] = "fixed"
+    # Matryoshka (Kusupati et al. 2022): the loss is the sum over vectors cut to so many numbers;
+    # empty: whole ones.
+    dimensions: Annotated[_Dimensions, Only("loss", ("contrastive", "cosine"))] = ()
+    # For cosine: the lowest and the highest score, which stand for cosines of 0 and 1.
+    score_range: Annotated[tuple[float, ...], _COSINE] = (0.0, 1.0)
+    # For distil: a base or run whose vectors are learned, or a .npz file with one for each training
+    # example, as `embed` writes it.
+    teacher: Annotated[str, _DISTIL] = ""
+    # For distil: a linear layer between vectors and the teacher's, thrown away in the end: where
+    # their widths differ.
+    projection: Annotated[Literal["none", "linear"], _DISTIL] = "none"
+    # For distil: the weight of the cosines between all texts of a step, which should be the
+    # teacher's.
+    geometry: Annotated[_Weight, _DISTIL] = 0.0
+
+    def _wrong(self) -> Iterator[Wrong]:
+        low_high = self.score_range
+        if len(low_high) != 2 or low_high[0] >= low_high[1]:
+            yield "score_range", "give the lowest and the highest score, (0, 5) say"
+        if self.loss == "distil" and not self.teacher:
+            yield "teacher", "vectors.loss=distil: name a base, a run or a .npz file of vectors"
 
 
 def _usual_update() -> Optimizer:

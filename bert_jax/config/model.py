@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from bert_jax.config.fields import (
     Code,
     Count,
+    Only,
     Positive,
     PositiveCount,
     Rule,
@@ -27,11 +28,8 @@ _Scaling = Annotated[
     ),
 ]
 
-# What is left as it is, by `model.kind`.
-_WITHOUT_MEANING = {
-    "bert": ("output_table",),
-    "modern": ("type_vocab_size", "position_offset", "layer_norm_eps"),
-}
+_OF_BERT, _OF_MODERN = Only("kind", ("bert",)), Only("kind", ("modern",))
+_NOTED = Only("model.kind", ("modern",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,29 +63,29 @@ class Model(Section, role="identity", label="model"):
     max_position_embeddings: Annotated[Side, at_least(8)] = 512
     # Number of segments, A and B; RoBERTa's is 1, DistilBERT's 0, which has no segment embeddings,
     # and so has none kind=modern.
-    type_vocab_size: Count = 2
+    type_vocab_size: Annotated[Count, _OF_BERT] = 2
     # For kind=bert: rows of the position table before that of the first position; RoBERTa's is 2.
-    position_offset: Count = 0
+    position_offset: Annotated[Count, _OF_BERT] = 0
     # For kind=bert: what layer norms add to the variance; RoBERTa's is 1e-5.
-    layer_norm_eps: Positive = 1e-12
+    layer_norm_eps: Annotated[Positive, _OF_BERT] = 1e-12
     # For kind=modern: the first layer and then every so many attend to whole rows; the others to a
     # window around each token.
-    global_every: PositiveCount = 3
+    global_every: Annotated[PositiveCount, _NOTED] = 3
     # For kind=modern: width of that window in tokens, half on each side of the token (of an odd
     # one the token itself is the rest).
-    local_window: int = 128
+    local_window: Annotated[int, _NOTED] = 128
     # Base of the rotary positions of layers that attend to whole rows.
-    global_rotary_base: _Base = 160_000.0
+    global_rotary_base: Annotated[_Base, _NOTED] = 160_000.0
     # Base of the rotary positions of layers with a window.
-    local_rotary_base: _Base = 10_000.0
+    local_rotary_base: Annotated[_Base, _NOTED] = 10_000.0
     # How the rotary positions of layers that attend to whole rows are stretched for rows longer
     # than those they were learned on: linear:FACTOR, or yarn:POSITIONS:FACTOR, the first being the
     # length of those (Peng et al. 2023); empty: not at all.
-    global_rotary_scaling: _Scaling = ""
+    global_rotary_scaling: Annotated[_Scaling, _NOTED] = ""
     # The same of layers with a window.
-    local_rotary_scaling: _Scaling = ""
+    local_rotary_scaling: Annotated[_Scaling, _NOTED] = ""
     # For kind=modern: whether the output's weights are the word embeddings, or a table of its own.
-    output_table: Literal["tied", "own"] = "tied"
+    output_table: Annotated[Literal["tied", "own"], _OF_MODERN] = "tied"
     # Activation of the feed-forward part; gelu_tanh is the approximation by tanh.
     hidden_act: Literal["gelu", "gelu_tanh"] = "gelu"
     # Dropout of embeddings and of what each layer adds.
@@ -114,9 +112,6 @@ class Model(Section, role="identity", label="model"):
             share = getattr(self, name)
             if share > 0 and not 0 < round(share * steps) < steps:
                 yield name, f"model.dropout_rng={self.dropout_rng} draws in steps of 1/{steps}"
-        for name in _WITHOUT_MEANING[self.kind]:
-            if not self._is_default(name):
-                yield name, f"has no meaning with model.kind={self.kind}; leave it out"
         if self.kind == "modern":
             yield from self._wrong_of_modern()
 
@@ -127,7 +122,7 @@ class Model(Section, role="identity", label="model"):
             yield "num_attention_heads", f"heads are {width} wide, and must be even"
         if every == 1:
             for name in ("local_window", "local_rotary_base", "local_rotary_scaling"):
-                if not self._is_default(name):
+                if not self.is_default(name):
                     yield name, "has no meaning with model.global_every=1"
         elif window < 2:
             yield "local_window", "must be at least 2, half of it on each side"

@@ -14,6 +14,7 @@ from bert_jax.config.data import OBJECTIVES, Data
 from bert_jax.config.fields import (
     Count,
     FolderName,
+    Only,
     Positive,
     PositiveCount,
     PositiveShare,
@@ -73,7 +74,7 @@ class Phase(Section, role="identity", label="phases"):
     masked_lm_prob: Share = 0.0
     # Of kind=modern: in this phase, the base of the rotary positions of layers that attend to whole
     # rows; 0: model.global_rotary_base.
-    global_rotary_base: _OwnBase = 0.0
+    global_rotary_base: Annotated[_OwnBase, Only("model.kind", ("modern",))] = 0.0
     # Added to the numbers of the phase's rows. `pretrain --fork` sets it, so that another batch
     # size goes on at the first row that was not seen.
     row_offset: int = 0
@@ -104,7 +105,7 @@ class Optimizer(Section, role="identity", label="optimizer"):
     # wsd: warm-up, a stable stretch at the peak, and a decay in the last decay_steps.
     schedule: Literal["paper", "linear", "cosine", "wsd"] = "paper"
     # Of schedule=wsd, the last steps, in which the rate falls to 0; 0: it never does.
-    decay_steps: Count = 0
+    decay_steps: Annotated[Count, Only("optimizer.schedule", ("wsd",))] = 0
     # Of schedule=wsd, how it falls: in even steps, or as 1 - sqrt of the share of them done.
     decay_shape: Literal["one_minus_sqrt", "linear"] = "one_minus_sqrt"
     # Of name=muon, the highest rate of layers' matrices, by the same schedule.
@@ -126,7 +127,7 @@ class Optimizer(Section, role="identity", label="optimizer"):
     clip_norm: Positive = 1.0
     # With clip=per_replica: groups of rows in a batch, each of whose gradients is clipped by
     # itself.
-    reference_replicas: PositiveCount = 1
+    reference_replicas: Annotated[PositiveCount, Only("optimizer.clip", ("per_replica",))] = 1
     # Type in which devices add up their gradients.
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"
     # Each layer learns by so much slower than the one above it, the embeddings slowest of all.
@@ -282,21 +283,15 @@ class Experiment(Section, role="identity", label="experiment"):
     def _wrong(self) -> Iterator[Wrong]:
         if not self.phases:
             yield "phases", "name at least one phase"
+        yield from self._wrong_rows("data.eval_", self.data, self.data.eval_sequence_length)
         yield from self._wrong_objective()
         yield from self._wrong_parallelism()
         yield from self._wrong_schedule()
-        lengths = {"data.eval_sequence_length": self.data.eval_sequence_length}
-        lengths |= {
-            f"phases.{i}.sequence_length": x.sequence_length for i, x in enumerate(self.phases)
-        }
-        most = self.model.max_position_embeddings
-        for name, length in lengths.items():
-            if length > most:
-                why = f"longer than the position table, model.max_position_embeddings={most}"
-                yield name, why
         for number, phase in enumerate(self.phases):
             for name, why in self._wrong_phase(number, phase):
                 yield f"phases.{number}.{name}", why
+            data = self.data_of(number)
+            yield from self._wrong_rows(f"phases.{number}.", data, phase.sequence_length)
         longest = max(phase.sequence_length for phase in self.phases)
         windowed = self.model.kind == "modern" and self.model.global_every > 1
         # Weights that were there before bring their window along.
@@ -304,24 +299,26 @@ class Experiment(Section, role="identity", label="experiment"):
             why = f"is over the longest row, of {longest}; set it lower, or model.global_every=1"
             yield "model.local_window", why
 
+    def _wrong_rows(self, prefix: str, data: Data, length: int) -> Iterator[Wrong]:
+        """Yields what cannot be of held-out rows, or of a phase's, whose fields have a prefix."""
+        table = self.model.max_position_embeddings
+        if length > table:
+            why = f"longer than the position table, model.max_position_embeddings={table}"
+            yield f"{prefix}sequence_length", why
+        most, whole = f"{prefix}max_predictions_per_seq", length - data.unpredicted
+        if data.unpredicted and self._value_of(most) != whole:
+            yield most, f"objective={data.objective} predicts all pieces; set it to {whole}"
+
     def _wrong_phase(self, number: int, phase: Phase) -> Iterator[Wrong]:
         yield from self._wrong_objective_of(number)
-        data, length, most = (
-            self.data_of(number),
-            phase.sequence_length,
-            phase.max_predictions_per_seq,
-        )
-        share, whole = data.largest_masked_share, length - data.unpredicted
+        share, length = self.data_of(number).largest_masked_share, phase.sequence_length
         # The paper's share is cut off by a narrow table, as in the reference.
-        if share > _PAPERS_SHARE and round(share * length) > most:
+        if share > _PAPERS_SHARE and round(share * length) > phase.max_predictions_per_seq:
             asks = "data.masked_lm_prob and data.final_masked_lm_prob ask"
             if phase.masked_lm_prob:
                 asks = f"phases.{number}.masked_lm_prob asks"
             why = f"{asks} for {share:g} of {length}"
             yield "max_predictions_per_seq", f"{why}; set it to {round(share * length)}"
-        if data.unpredicted and most != whole:
-            why = f"objective={data.objective} predicts all pieces; set it to {whole}"
-            yield "max_predictions_per_seq", why
         parts = {"parallelism.accumulation": self.parallelism.accumulation_of(number)}
         if self.optimizer.clip == "per_replica":
             parts["optimizer.reference_replicas"] = self.optimizer.reference_replicas
@@ -334,10 +331,6 @@ class Experiment(Section, role="identity", label="experiment"):
     def _wrong_objective(self) -> Iterator[Wrong]:
         data, model, run = self.data, self.model, self.run
         wanted, given = OBJECTIVES[data.objective], f"data.objective={data.objective}"
-        whole = data.eval_sequence_length - data.unpredicted
-        if data.unpredicted and data.eval_max_predictions_per_seq != whole:
-            why = f"{given} predicts all pieces; set it to {whole}"
-            yield "data.eval_max_predictions_per_seq", why
         if model.direction != wanted.direction:
             yield "model.direction", f"{given}: set model.direction={wanted.direction}"
         learned = {phase.objective or data.objective for phase in self.phases}

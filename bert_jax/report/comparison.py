@@ -1,4 +1,4 @@
-"""Several runs on one page: a table of where each has come to, and their curves over one axis.
+"""Several runs on one page: what of them compares, and a table of where each has come to.
 
 What cannot be compared is not drawn as if it could: losses in nats are of the same held-out pieces
 alone, and where those differ each run is shown against its own unigram line.
@@ -15,7 +15,6 @@ from bert_jax.config import Experiment, Finetuning
 from bert_jax.config.comparison import of_held_out
 from bert_jax.model import flops, losses
 from bert_jax.report import figures, times
-from bert_jax.report.figures import COIN, GUESSING, Curve, Figure, Plot, curve
 from bert_jax.report.records import Line, Record
 from bert_jax.report.render import Table, percent
 
@@ -107,7 +106,7 @@ def _several(fields: Sequence[dict[str, Any]], name: str) -> bool:
     return any(of_run[name] != fields[0][name] for of_run in fields)
 
 
-def _no_scores(records: Sequence[Record]) -> str:
+def no_scores(records: Sequence[Record]) -> str:
     """Returns why scores of these fine-tunings do not compare, in words; "" where they do."""
     tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
     names = ("kind", "validation", "label_column", "main_score")
@@ -116,6 +115,17 @@ def _no_scores(records: Sequence[Record]) -> str:
         return ""
     differing = ["score" if name == "main_score" else name for name in differing]
     return f"Scores are not of the same task ({', '.join(f'task.{n}' for n in differing)} differ)."
+
+
+def other_masks(records: Sequence[Record]) -> bool:
+    """Tells whether pre-trainings mask their training text in several ways."""
+    names = ("masked_lm_prob", "final_masked_lm_prob", "mask_share", "random_share", "masking")
+    of_runs = {
+        tuple(getattr(record.experiment.data, name) for name in names)
+        for record in records
+        if isinstance(record.experiment, Experiment)
+    }
+    return len(of_runs) > 1
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -134,7 +144,7 @@ def table(records: Sequence[Record]) -> Table:
 
 def notes(records: Sequence[Record]) -> list[str]:
     """Returns what of these runs does not compare, and why."""
-    return [note for note in (no_nats(records), _no_scores(records)) if note]
+    return [note for note in (no_nats(records), no_scores(records)) if note]
 
 
 def _spent_by(record: Record) -> dict[str, str]:
@@ -167,109 +177,3 @@ def said_by(record: Record, line: Line) -> dict[str, str]:
         texts[losses.PAIRS[pairs]] = f"{100 * accuracy:.1f} ± {100 * error:.1f} %"
         texts["majority"] = percent(line[f"{pairs}_majority"])
     return texts
-
-
-# --- curves -------------------------------------------------------------------------------------
-
-
-def of_learning(records: Sequence[Record]) -> list[tuple[str, list[Figure]]]:
-    """Returns for each axis that all runs have its name, and what was learned over it."""
-    drawn = []
-    for number, axis in enumerate(AXES):
-        spent = [axis.of(record) for record in records]
-        known = [one for one in spent if one is not None]
-        if len(known) == len(records):
-            plots = plots_of_learning(records, known, axis.name)
-            pictures = figures.drawn(plots, (), f"axis{number}")
-            if pictures:
-                drawn.append((axis.name, pictures))
-    return drawn
-
-
-def plots_of_learning(
-    records: Sequence[Record], spent: Sequence[_Spent], x_label: str
-) -> list[tuple[Plot, str]]:
-    """Returns what was learned over one axis, with a note each; some plots may be empty."""
-
-    lines = [_lines_by_kind(record) for record in records]
-    # Runs of one label are of one colour.
-    labels = dict.fromkeys(record.label for record in records)
-    colours = {label: number for number, label in enumerate(labels)}
-
-    def plot(
-        title: str, kind: str, name: str, note: str = "", style: str = "points", **options: Any
-    ) -> tuple[Plot, str]:
-        curves: list[Curve] = []
-        named: set[str] = set()
-        for record, of_run, x in zip(records, lines, spent, strict=True):
-            colour = colours[record.label]
-            look = style if colour < len(figures.COLOURS) else "dashes"
-            label = "" if record.label in named else record.label
-            one = curve(of_run[kind], name, label, colour, look, x=x)
-            if len(one.x):
-                curves.append(one)
-                named.add(record.label)
-        return Plot(title, curves, x_label=x_label, **options), note
-
-    newest = [of_run["held out"][-1] for of_run in lines if of_run["held out"]]
-    task = losses.learned(newest[0], losses.PIECES) if newest else ""
-    task = task or "masked_lm"
-    words, nats = losses.PIECES[task], f"{task}_loss"
-    pairs = [t for t in losses.PAIRS if any(losses.learned(x, losses.PAIRS) == t for x in newest)]
-    why, percent = no_nats(records), {"scale": "percent"}
-    held_out_nats = plot(f"Held-out {words} loss, nat", "held out", nats)
-    title = f"{words[0].upper()}{words[1:]} loss in training, nat"
-    in_training = [plot(title, "training", nats, style="line")]
-    if why:
-        note = "Held-out rows differ, so that losses in nat do not compare: see above."
-        held_out_nats = plot("Nats below its own unigram line", "held out", "below", note)
-    if why or _other_masks(records):
-        in_training = []
-    of_pairs = []
-    for name in pairs:
-        title = f"Held-out {losses.PAIRS[name].replace(' ', '-')}"
-        of_pairs += [
-            plot(f"{title} accuracy", "held out", f"{name}_accuracy", **percent),
-            plot(f"{title} loss, nat", "held out", f"{name}_loss", GUESSING, levels=COIN),
-        ]
-    return [
-        held_out_nats,
-        plot(f"Held-out {'piece' if why else words} accuracy", "held out", "right", **percent),
-        *of_pairs,
-        plot("Score on validation examples", "scores", "score", _no_scores(records)),
-        plot("Loss on validation examples", "scores", "loss"),
-        *(
-            plot(f"Probe {name}", "probes", name)
-            for name in dict.fromkeys(
-                x for r in records for line in r.probes for x in line["scores"]
-            )
-        ),
-        *in_training,
-        plot("Loss in training", "tuning", "loss", style="line"),
-    ]
-
-
-def _lines_by_kind(record: Record) -> dict[str, list[Line]]:
-    """Returns a run's lines by what they are of; those that it has none of are empty."""
-    kinds: dict[str, list[Line]] = {"held out": [], "training": [], "scores": [], "tuning": []}
-    kinds["probes"] = [{"step": line["step"]} | line["scores"] for line in record.probes]
-    if isinstance(record.experiment, Finetuning):
-        return kinds | {"scores": record.evaluation, "tuning": record.train}
-    for line in record.evaluation:
-        more = {}
-        if losses.learned(line, losses.PIECES):
-            nats, right = losses.of_pieces(line)
-            more = {"below": line["unigram_loss"] - nats, "right": right}
-        kinds["held out"].append(line | more)
-    return kinds | {"training": record.train}
-
-
-def _other_masks(records: Sequence[Record]) -> bool:
-    """Tells whether pre-trainings mask their training text in several ways."""
-    names = ("masked_lm_prob", "final_masked_lm_prob", "mask_share", "random_share", "masking")
-    of_runs = {
-        tuple(getattr(record.experiment.data, name) for name in names)
-        for record in records
-        if isinstance(record.experiment, Experiment)
-    }
-    return len(of_runs) > 1

@@ -1,4 +1,4 @@
-"""The curves of a report: which ones, and Matplotlib's drawings of them as inline SVG.
+"""The curves of a report as Matplotlib draws them, as inline SVG.
 
 Matplotlib because its SVG needs no script: a page of it opens anywhere, in a mail too, under a
 Content-Security-Policy that lets nothing run. Colours are written as CSS variables, so that one
@@ -7,11 +7,10 @@ picture serves a light and a dark page.
 
 import contextlib
 import io
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import matplotlib
 import numpy as np
@@ -19,18 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from bert_jax.model import losses
-from bert_jax.report.records import Histogram, Line, Record
-
-# --- drawing ---
-
 # Points a curve is thinned out to; each is the mean of those it stands for.
 _POINTS = 400
-# Of what utilisation is a share, below its picture.
-ON_A_CPU = (
-    "on a CPU, of a large product timed as the run began. Other work on the machine slows that: "
-    "then the shares are too high, over 100 % even."
-)
+_BINS = 24  # of a histogram, which grow by a constant factor
 _SIZE = (4.0, 2.6)  # inches, at 96 dots
 # Stand-ins that Matplotlib can draw with, and the variables that the page defines.
 _INK, _FAINT = "#010101", "#020202"
@@ -128,10 +118,13 @@ def draw(plot: Plot, name: str, marks: Sequence[int] = ()) -> str:
         return _svg(axes, name)
 
 
-def draw_histogram(histogram: Histogram, x_label: str, name: str) -> str:
-    """Returns the histogram as an <svg> element; x is logarithmic."""
+def draw_histogram(lengths: np.ndarray, x_label: str, name: str) -> str:
+    """Returns the shares of lengths, int64 [N] from 1 on, as an <svg> element; x is logarithmic."""
     with _axes(name, grid="y") as axes:
-        axes.stairs(histogram.shares, histogram.edges, fill=True, color=COLOURS[0])
+        bins, shares = np.geomspace(1, lengths.max() + 1, _BINS + 1), np.full(len(lengths), 1.0)
+        axes.hist(
+            lengths, bins, weights=shares / len(lengths), color=COLOURS[0], histtype="stepfilled"
+        )
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(_NUMBER)
         axes.yaxis.set_major_formatter(_PERCENT)
@@ -219,214 +212,6 @@ def _svg(axes: Axes, name: str) -> str:
     return re.sub(r' (width|height)="[^"]*pt"', "", text, count=2)
 
 
-# --- which curves ---
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A picture on the page: what it shows, in words and as an <svg> element."""
-
-    title: str
-    note: str
-    svg: str
-
-
-# Of two labels that are as common, guessing has this loss.
-COIN = [(math.log(2), "ln 2")]
-LAYERS = (
-    "Of what a linear layer reads off the best layer, beyond a guess, the share that it reads off "
-    "each; 0 is the embeddings."
-)
-GUESSING = (
-    "At ln 2 = 0.693, dashed, a model says no more than that both answers are as likely; it stays "
-    "there until it has learned what follows, which is late."
-)
-
-
-def of_run(record: Record) -> list[Figure]:
-    """Returns the pictures of one run."""
-    newest = record.evaluation[-1] if record.evaluation else {}
-    unigram = _level(newest, "unigram_loss", "unigrams")
-    pieces = losses.learned(newest, losses.PIECES) or "masked_lm"
-    pairs = losses.learned(newest, losses.PAIRS) or "next_sentence"
-    of_pieces, of_pairs = losses.PIECES[pieces].capitalize(), losses.PAIRS[pairs].capitalize()
-    of_pieces, of_pairs = of_pieces.replace(" lm", " LM"), of_pairs.replace(" ", "-")
-    majority = _level(newest, f"{pairs}_majority", "majority")
-
-    def both(
-        title: str, name: str, note: str = "", levels: list = (), error: str = "", **options: str
-    ) -> tuple[Plot, str]:
-        return Plot(title, train_and_held_out(record, name, error), [*levels], **options), note
-
-    # Of phases that learn something else than held-out rows are scored by.
-    others = [
-        (task, words.capitalize())
-        for task, words in (losses.PIECES | losses.PAIRS).items()
-        if f"{task}_loss" not in newest and any(f"{task}_loss" in line for line in record.train)
-    ]
-    percent = {"scale": "percent"}
-    beyond = "Below the dashed line the model knows more than how often each piece occurs."
-    errors = (
-        "Bars are one standard error if held-out pairs were independent; dashed, always saying the "
-        "commoner label."
-    )
-    plots = [
-        both(f"{of_pieces} loss, nat", f"{pieces}_loss", beyond, unigram),
-        both(f"{of_pieces} accuracy", f"{pieces}_accuracy", **percent),
-        both(
-            *(f"{of_pairs} accuracy", f"{pairs}_accuracy", errors, majority, f"{pairs}_error"),
-            **percent,
-        ),
-        both(f"{of_pairs} loss, nat", f"{pairs}_loss", GUESSING, COIN),
-        *(both(f"{words} loss, nat", f"{task}_loss") for task, words in others),
-        *(both(f"{words} accuracy", f"{task}_accuracy", **percent) for task, words in others),
-        *(both(name.replace("_", " "), name) for name in _own(newest)),
-        (
-            _probes(record),
-            "What a linear layer reads off the encoder as it is; dashed, without it.",
-        ),
-        *_minimal_pairs(record),
-        *((of_layers(one["tasks"]), LAYERS) for one in (record.layers,) if one),
-        *of_steps(record),
-    ]
-    return drawn(plots, _phase_starts(record))
-
-
-def of_steps(*records: Record) -> list[tuple[Plot, str]]:
-    """Returns plots of how steps went, with a note each: of what is learned nothing.
-
-    A run by itself shows how much of it is padding, too.
-    """
-    alone = len(records) == 1
-    clip = records[0].experiment.optimizer
-    clipped = [(clip.clip_norm, "clip")] if alone and clip.clip == "global" else []
-
-    def each(lines: Literal["train", "laps"], name: str, padded: str = "") -> list[Curve]:
-        curves = [
-            curve(getattr(record, lines), name, "" if alone else record.label, number)
-            for number, record in enumerate(records)
-        ]
-        if not (alone and padded):
-            return curves
-        both = ((name, "without padding"), (padded, "with padding"))
-        return [curve(getattr(records[0], lines), *one, i) for i, one in enumerate(both)]
-
-    tokens = each("laps", "real_tokens_per_second", "tokens_per_second")
-    used = each("laps", "real_utilisation", "utilisation")
-    return [
-        (Plot("Learning rate", each("train", "learning_rate")), ""),
-        (
-            Plot("Gradient norm", each("train", "gradient_norm"), clipped, scale="log"),
-            "Mean of the steps' norms before the clip.",
-        ),
-        (Plot("Tokens a second", tokens), "Over training steps and their waits for data."),
-        (
-            Plot("Utilisation", used, scale="percent"),
-            "Useful matrix operations, of what the devices can do; " + ON_A_CPU,
-        ),
-    ]
-
-
-def of_corpus(statistics: dict[str, Any]) -> list[Figure]:
-    """Returns the pictures of a corpus: how long sentences and documents are."""
-    pictures = []
-    for what in ("sentence", "document"):
-        lengths: Histogram = statistics[f"{what}_lengths"]
-        note = (
-            f"Half have at most {lengths.median:,.0f} pieces; the longest has {lengths.largest:,}."
-        )
-        svg = draw_histogram(lengths, "pieces", f"lengths-{what}")
-        pictures.append(Figure(f"{what.capitalize()} length", note, svg))
-    return pictures
-
-
-def drawn(
-    plots: Sequence[tuple[Plot, str]], marks: Sequence[int], name: str = "plot"
-) -> list[Figure]:
-    """Draws those plots that are not empty, with their notes; see `draw`."""
-    return [
-        Figure(plot.title, note, draw(plot, f"{name}-{number}", marks))
-        for number, (plot, note) in enumerate(plots)
-        if not plot.empty
-    ]
-
-
-def curve(
-    lines: list[Line],
-    name: str,
-    label: str,
-    colour: int = 0,
-    style: str = "line",
-    error: str = "",
-    x: Callable[[list[int]], Sequence[float]] = lambda steps: steps,
-) -> Curve:
-    """Returns the values of a name in those lines that hold it, over what `x` makes of steps."""
-    there = [line for line in lines if name in line]
-    return Curve(
-        x([line["step"] for line in there]),
-        [line[name] for line in there],
-        label,
-        colour,
-        style,
-        [line[error] for line in there] if error else (),
-    )
-
-
-def train_and_held_out(record: Record, name: str, error: str = "") -> list[Curve]:
-    """Returns curves of a name in training and on held-out text."""
-    return [
-        curve(record.train, name, "training"),
-        curve(record.evaluation, name, "held-out", 1, "points", error),
-    ]
-
-
-def _own(line: Line) -> list[str]:
-    """Returns what of an evaluation an objective of the experiment's own has brought."""
-    known = ("step", "kind", "unigram_loss", "perplexity", "rows")
-    names = [name for name in line if name not in known and not losses.is_known(name)]
-    return names if len(names) > 1 else []  # the loss alone is that of the others
-
-
-def _probes(record: Record) -> Plot:
-    """Returns a plot of the scores of all probes of a run."""
-    newest = record.probes[-1] if record.probes else {"scores": {}, "majority": {}}
-    lines = [{"step": line["step"]} | line["scores"] for line in record.probes]
-    curves = [
-        curve(lines, name, name, number, "points") for number, name in enumerate(newest["scores"])
-    ]
-    levels = [(value, f"{name}: commonest") for name, value in newest["majority"].items()]
-    return Plot("Probes", curves, levels)
-
-
-def _minimal_pairs(record: Record) -> list[tuple[Plot, str]]:
-    """Returns a plot for each task of minimal pairs: all of them, and its fields."""
-    lines = [line for line in record.probes if "minimal_pairs" in line]
-    tasks = dict.fromkeys(task for line in lines for task in line["minimal_pairs"])
-    plots = []
-    for task in tasks:
-        there = [line for line in lines if task in line["minimal_pairs"]]
-        answers = [{"step": x["step"]} | x["minimal_pairs"][task] for x in there]
-        fields = dict.fromkeys(name for answer in answers for name in answer["fields"])
-        curves = [curve(answers, "accuracy", "all" if fields else "", 0, "points", "error")]
-        for colour, name in enumerate(fields, 1):
-            ours = [{"step": a["step"]} | a["fields"].get(name, {}) for a in answers]
-            curves.append(curve(ours, "accuracy", name, colour, "points", "error"))
-        plot = Plot(f"Minimal pairs {task}", curves, [(0.5, "chance")], "percent")
-        plots.append((plot, "How often the acceptable text is the likelier one; bars are errors."))
-    return plots
-
-
-def of_layers(tasks: Sequence[dict[str, Any]]) -> Plot:
-    """Returns a plot of what layers know; see `tasks.layers.record_of`."""
-    curves = []
-    for number, task in enumerate(tasks):
-        scores, guess = task["scores"], task["guess"]
-        most = max(*scores, guess) - guess
-        shares = [(score - guess) / most if most else 0.0 for score in scores]
-        curves.append(Curve(range(len(shares)), shares, task["name"], number, "points"))
-    return Plot("What each layer knows", curves, scale="percent", x_label="layer")
-
-
 def draw_maps(maps: np.ndarray, name: str) -> str:
     """Returns where heads look as an <svg> element: a line of squares a layer, the first on top.
 
@@ -453,15 +238,21 @@ def draw_maps(maps: np.ndarray, name: str) -> str:
         return _svg(axes, name)
 
 
-def _level(line: Line, name: str, label: str) -> list[tuple[float, str]]:
-    return [(line[name], label)] if name in line else []
+@dataclass(frozen=True)
+class Figure:
+    """A picture on the page: what it shows, in words and as an <svg> element."""
+
+    title: str
+    note: str
+    svg: str
 
 
-def _phase_starts(record: Record) -> list[int]:
-    """Returns steps at which a phase after the first begins, as far as the run has come."""
-    starts, first = [], 0
-    for phase in record.experiment.phases[:-1]:
-        first += phase.steps
-        if first < record.done:
-            starts.append(first)
-    return starts
+def drawn(
+    plots: Sequence[tuple[Plot, str]], marks: Sequence[int] = (), name: str = "plot"
+) -> list[Figure]:
+    """Draws those plots that are not empty, with their notes; see `draw`."""
+    return [
+        Figure(plot.title, note, draw(plot, f"{name}-{number}", marks))
+        for number, (plot, note) in enumerate(plots)
+        if not plot.empty
+    ]

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jinja2
+import numpy as np
 from etils import epath
 
 from bert_jax import config
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import InputError, reading
-from bert_jax.report import comparison, figures, times, tuned
+from bert_jax.report import comparison, curves, figures, times
 from bert_jax.report.figures import Figure
 from bert_jax.report.records import Line, Record, corpus_statistics
 from bert_jax.report.render import Table, page, percent
@@ -22,7 +23,7 @@ from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.running.lines import Lines
 from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import buckets
-from bert_jax.storage.workdir import Workdir
+from bert_jax.storage.workdir import Workdir, write_atomic
 
 # Evaluations that stand in the tables, spread over the run.
 _ROWS = 8
@@ -58,7 +59,7 @@ def write(
         refresh = _write_page(path, records, every, price_per_chip_hour)
     for record in records:
         which = f"{record.label}: " if len(records) > 1 else ""
-        log(which + times.goodput(record.timings).line(price_per_chip_hour))
+        log(which + record.goodput.line(price_per_chip_hour))
 
 
 def _require_whole(record: Record) -> None:
@@ -132,39 +133,63 @@ def render(
                 "page.html",
                 title=" · ".join(record.label for record in records),
                 refresh=refresh_seconds,
-                runs=[
-                    _summary(record)
-                    | {"tiles": [] if several else _tiles(record, price_per_chip_hour)}
-                    for record in records
-                ],
-                table=comparison.table(records) if several else None,
-                notes=comparison.notes(records) if several else [],
-                learning=comparison.of_learning(records) if several else _curves(records[0]),
-                steps=figures.drawn(figures.of_steps(*records), ()) if several else [],
-                differing=_differing(records) if several else [],
-                detail=None if several else _detail(records[0], price_per_chip_hour),
+                runs=records,
+                learning=_learning(records),
+                **_of_several(records) if several else _of_one(records[0], price_per_chip_hour),
             )
         except jinja2.UndefinedError as error:
             raise LookupError(error.message) from error
 
 
-def _curves(record: Record) -> list[tuple[str, list[Figure]]]:
-    """Returns a run's pictures, over steps."""
-    tuned_run = isinstance(record.experiment, Finetuning)
-    pictures = tuned.of_run(record) if tuned_run else figures.of_run(record)
-    return [("steps", pictures)] if pictures else []
+def _learning(records: list[Record]) -> list[tuple[str, list[Figure]]]:
+    """Returns pictures of what was learned, by the axis that they are over.
+
+    Several runs are drawn over each axis that all of them have; a run alone over steps, with how
+    these went.
+    """
+    if len(records) == 1:
+        plots = [*curves.of_learning(records), *curves.of_steps(*records)]
+        by_axis = {"steps": figures.drawn(plots, curves.phase_starts(records[0]))}
+    else:
+        by_axis = {
+            axis.name: figures.drawn(curves.of_learning(records, axis), (), f"axis{number}")
+            for number, axis in enumerate(comparison.AXES)
+            if all(axis.of(record) for record in records)
+        }
+    return [(axis, pictures) for axis, pictures in by_axis.items() if pictures]
 
 
-def _summary(record: Record) -> dict[str, Any]:
-    """Returns what stands at the top about each run."""
+def _of_several(records: list[Record]) -> dict[str, Any]:
+    """Returns what stands on the page of several runs alone."""
     return {
-        "label": record.label,
-        "name": record.experiment.name,
-        "state": record.state,
-        "done": record.done,
-        "total": record.total_steps,
-        "left": record.seconds_left,
-        "seconds": times.goodput(record.timings).seconds,
+        "table": comparison.table(records),
+        "notes": comparison.notes(records),
+        "steps": figures.drawn(curves.of_steps(*records)),
+        "differing": _differing(records),
+    }
+
+
+def _of_one(record: Record, price: float | None) -> dict[str, Any]:
+    """Returns what stands on the page of a single run alone."""
+    of_one = {
+        "record": record,
+        "tiles": _tiles(record, price),
+        "parts": [(times.PARTS[name], x) for name, x in record.goodput.parts.items() if x],
+        "goodput": record.goodput.line(price),
+        "evaluations": _evaluations(record),
+        "config": [(path, _text(value)) for path, value in config.flatten(record.experiment)],
+        "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
+    }
+    if isinstance(record.experiment, Finetuning):
+        return of_one | {"own": "tuned.html"}
+    statistics, why = _statistics(record.workdir, record.experiment)
+    return of_one | {
+        "own": "pretraining.html",
+        "predictions": _spread(record.predictions, _PREDICTIONS),
+        "statistics": statistics,
+        "no_statistics": why,
+        "corpus_figures": curves.of_corpus(statistics) if statistics else [],
+        "plan": _plan(record.plan) if record.plan.get("slices") else None,
     }
 
 
@@ -187,7 +212,7 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
     if used is not None:
         more = "" if real is None else f"; {percent(real)} without padding"
         yield percent(used), f"utilisation of the devices{more}"
-    goodput = times.goodput(record.timings)
+    goodput = record.goodput
     if goodput.share is not None:
         yield percent(goodput.share), "goodput: of all time, in steps that counted"
     cost = None if price is None else goodput.cost(price)
@@ -195,33 +220,11 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
         yield f"{cost:,.2f}", f"cost so far, of {goodput.chip_hours:,.2f} chip-hours"
 
 
-def _detail(record: Record, price: float | None) -> dict[str, Any]:
-    """Returns what stands below the curves of a single run."""
-    goodput = times.goodput(record.timings)
-    if isinstance(record.experiment, Finetuning):
-        of_its_own = _of_tuning(record)
-    else:
-        of_its_own = _of_pretraining(record, record.experiment)
-    return {
-        "parts": [
-            {"what": times.PARTS[name], "seconds": seconds, "share": seconds / goodput.seconds}
-            for name, seconds in goodput.parts.items()
-            if seconds
-        ],
-        "starts": sum(line.get("kind") == "start" for line in record.timings),
-        "goodput": goodput.line(price),
-        "evaluations": _evaluations(record),
-        "origin": record.origin,
-        "config": [(path, _text(value)) for path, value in config.flatten(record.experiment)],
-        "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
-    } | of_its_own
-
-
 def _evaluations(record: Record) -> Table | None:
     """Returns a line for some of the evaluations; None before there is one."""
     lines = _spread(record.evaluation, _ROWS)
     if isinstance(record.experiment, Finetuning):
-        names = [*tuned.score_names(record), "loss"]
+        names = [*curves.score_names(record), "loss"]
         cells = [{name: f"{line[name]:.4f}" for name in names} for line in lines]
     else:
         cells = [comparison.said_by(record, line) for line in lines]
@@ -235,54 +238,29 @@ def _evaluations(record: Record) -> Table | None:
     return Table(["step", *columns], rows, 0)
 
 
-def _of_pretraining(record: Record, experiment: Experiment) -> dict[str, Any]:
-    statistics, why = _statistics(record.workdir, experiment)
-    return {
-        "own": "pretraining.html",
-        "predictions": _predictions(record),
-        "statistics": statistics,
-        "no_statistics": why,
-        "corpus_figures": figures.of_corpus(statistics) if statistics else [],
-        "phases": experiment.phases,
-        "plan": _plan(record.plan) if record.plan.get("slices") else None,
-        "libtpu": record.plan.get("versions", {}).get("libtpu"),
-    }
-
-
-def _of_tuning(record: Record) -> dict[str, Any]:
-    return {
-        "own": "tuned.html",
-        "guess": record.written("task").get("guess"),
-        "mistakes": record.written("mistakes"),
-    }
-
-
 def _plan(plan: dict[str, Any]) -> Table:
     """Returns a row for each phase on each slice of a plan (plan.report)."""
-    terms = ("total", "products", "kernels", "memory", "other", "links")
-    titles = ["step" if name == "total" else name.replace("_", " ") for name in terms]
-    columns = ["slice", "chips", "phase", "memory of a device", *titles, "utilisation", "hours"]
+    # What of `phase["seconds"]` each column of times adds up.
+    terms = {
+        "step": ("total",),
+        "products": ("products",),
+        "kernels": ("kernels",),
+        "memory": ("copies", "prefetch"),
+        "other": ("other", "random_bits"),
+        "links": ("issue", "collectives", "latency", "network"),
+    }
+    columns = ["slice", "chips", "phase", "memory of a device", *terms, "utilisation", "hours"]
     rows = []
     for entry in plan["slices"]:
         for phase in entry["phases"]:
             cells = [phase["outcome"], *[""] * (len(terms) + 2)]
             if phase["outcome"] == "compiled":
-                peak, memory = (
-                    size / 2**30 for size in (phase["memory"]["peak"], entry["device_memory"])
-                )
-                seconds = phase["seconds"]
-                seconds = seconds | {
-                    "memory": seconds["copies"] + seconds["prefetch"],
-                    "other": seconds["other"] + seconds["random_bits"],
-                    "links": sum(
-                        seconds[name] for name in ("issue", "collectives", "latency", "network")
-                    ),
-                }
+                sizes = phase["memory"]["peak"] / 2**30, entry["device_memory"] / 2**30
+                sums = [sum(map(phase["seconds"].__getitem__, names)) for names in terms.values()]
                 cells = [
-                    f"{peak:.2f} of {memory:g} GiB",
-                    *(f"{1000 * seconds[name]:.1f} ms" for name in terms),
-                    percent(phase["utilisation"]),
-                    f"{phase['hours']:,.1f}",
+                    "{:.2f} of {:g} GiB".format(*sizes),
+                    *(f"{1000 * seconds:.1f} ms" for seconds in sums),
+                    *(percent(phase["utilisation"]), f"{phase['hours']:,.1f}"),
                 ]
             rows.append([entry["topology"], f"{entry['chips']:,}", str(phase["phase"]), *cells])
     return Table(columns, rows)
@@ -299,24 +277,6 @@ def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[dict[str, Any
         return _opened(workdir.corpus, config.to_json(experiment)), ""
     except InputError as error:
         return None, str(error)
-
-
-def _predictions(record: Record) -> list[dict[str, Any]]:
-    """Returns for each sentence its text, the truth, and predictions of some evaluations."""
-    lines = _spread(record.predictions, _PREDICTIONS)
-    return [
-        {
-            "text": sentence["text"],
-            "truth": sentence.get("truth"),
-            "predicted": [
-                {"step": line["step"], **same}
-                for line in lines
-                for same in line["sentences"]
-                if same["text"] == sentence["text"]
-            ],
-        }
-        for sentence in (lines[-1]["sentences"] if lines else [])
-    ]
 
 
 def _differing(records: list[Record]) -> list[tuple[str, list[str]]]:
@@ -343,3 +303,39 @@ def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, default=list, ensure_ascii=False)
+
+
+# --- the page of layers ---
+
+
+def write_layers(
+    path: epath.Path,
+    name: str,
+    record: dict[str, Any],
+    attention: tuple[list[str], np.ndarray] | None,
+) -> None:
+    """Writes W/layers.html: what each layer knows, and where heads look in a text.
+
+    `record` is as `tasks.layers.record_of` makes it, empty if the layers were not asked;
+    `attention` the pieces of a text, and float [L, H, S, S], where each of them looks.
+    """
+    tasks, pictures, maps = record.get("tasks", []), [], None
+    if tasks:
+        pictures = figures.drawn([(curves.of_layers(tasks), curves.LAYERS)])
+    if attention is not None:
+        maps = {"pieces": attention[0], "svg": figures.draw_maps(attention[1], "attention")}
+    table = table_of_layers(record) if tasks else None
+    step, title = record.get("step"), f"{name}: layers"
+    values = {"name": name, "step": step, "table": table, "figures": pictures, "maps": maps}
+    write_atomic(path, page("layers.html", title=title, **values))
+
+
+def table_of_layers(record: dict[str, Any]) -> Table:
+    """Returns a line a task; see `write_layers`."""
+    tasks = record["tasks"]
+    rows = []
+    for one in tasks:
+        scores = [f"{value:.3f}" for value in (*one["scores"], one["guess"])]
+        rows.append([one["name"], one["score"], *scores, str(one["best"]), f"{one['centre']:.2f}"])
+    layers = map(str, range(len(tasks[0]["scores"])))
+    return Table(["task", "score", *layers, "guess", "best", "centre"], rows, 2)

@@ -18,6 +18,7 @@ from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
 from bert_jax.library import LABELS, Piece, row_pieces
 from bert_jax.plan import report as plan_report
+from bert_jax.report import times
 from bert_jax.running.lines import EVALUATIONS, Lines
 from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import mirror
@@ -115,11 +116,20 @@ class Record:
         by_step = {line["step"]: line for line in self.timings if line.get("kind") == "train"}
         return [by_step[step] for step in sorted(by_step)]
 
+    @functools.cached_property
+    def starts(self) -> list[Line]:
+        """Timings of starts."""
+        return [line for line in self.timings if line.get("kind") == "start"]
+
     @property
     def environment(self) -> dict[str, Any]:
         """Returns what the newest start ran on."""
-        starts = [line for line in self.timings if line.get("kind") == "start"]
-        return starts[-1].get("environment", {}) if starts else {}
+        return self.starts[-1].get("environment", {}) if self.starts else {}
+
+    @functools.cached_property
+    def goodput(self) -> times.Goodput:
+        """Parts of its time so far, and what was paid for."""
+        return times.goodput(self.timings)
 
     def recent(self, name: str) -> float | None:
         """Returns the median of a number over the newest laps; None if there is none."""
@@ -129,10 +139,9 @@ class Record:
     @property
     def seconds_left(self) -> float | None:
         """Seconds to the end at the pace since the newest start, all included; None if unknown."""
-        starts = [i for i, line in enumerate(self.timings) if line.get("kind") == "start"]
-        if self.state != "running" or not starts or self.timings[-1].get("kind") == "end":
+        if self.state != "running" or not self.starts or self.timings[-1].get("kind") == "end":
             return None
-        start, newest = self.timings[starts[-1]], self.timings[-1]
+        start, newest = self.starts[-1], self.timings[-1]
         steps, total = newest["step"] - start["step"], self.total_steps
         if steps <= 0 or total is None:
             return None
@@ -150,17 +159,6 @@ _ROWS = 20_000
 
 _TOP_PIECES = 40
 _EXAMPLES = 3
-_BINS = 24
-
-
-@dataclasses.dataclass(frozen=True)
-class Histogram:
-    """Shares between edges that grow by a constant factor."""
-
-    edges: list[float]
-    shares: list[float]
-    median: float
-    largest: float
 
 
 def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, Any]:
@@ -172,15 +170,16 @@ def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, A
     rows = [_plan(stream, experiment, n, phase.sequence_length) for n, phase in phases]
     planned = [_planned(stream, rows[n], experiment.data_of(n), phase) for n, phase in phases]
     commonest = np.argsort(-counts, kind="stable")[:_TOP_PIECES]
+    # The first offsets, read in order: the rest of a large file stays on disk.
     starts = stream.sentence_offsets
-    documents = _first(stream.document_offsets, _SENTENCES)
+    sentences_of, documents = starts[: _SENTENCES + 1], stream.document_offsets[: _SENTENCES + 1]
     return {
         "splits": prepared.manifest["splits"],  # counts of each
         "mixture": _mixture(experiment, prepared, stream, planned),
         "repeated": prepared.manifest["documents_repeated"],  # whose whole text stood before
         "unknown": train["unknown_tokens"] / train["tokens"],  # share of [UNK]
-        "sentence_lengths": _histogram(np.diff(_first(starts, _SENTENCES))),  # in pieces
-        "document_lengths": _histogram(np.diff(starts[documents])),
+        "sentence_lengths": np.diff(sentences_of).astype(np.int64),  # in pieces
+        "document_lengths": np.diff(starts[np.asarray(documents)]).astype(np.int64),
         "top_pieces": [  # with their shares
             (printable(prepared.tokenizer.piece(int(i))), float(counts[i] / counts.sum()))
             for i in commonest
@@ -193,25 +192,10 @@ def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, A
     }
 
 
-def _first(offsets: np.ndarray, most: int) -> np.ndarray:
-    """Returns the first offsets, read in order: the rest of a large file stays on disk."""
-    return np.asarray(offsets[: most + 1])
-
-
 def _no_specials(tokenizer: Tokenizer) -> np.ndarray:
     """Returns the ids that text may yield."""
     specials = (tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id)
     return np.setdiff1d(np.arange(tokenizer.size), [*specials, tokenizer.mask_id])
-
-
-def _histogram(lengths: np.ndarray) -> Histogram:
-    lengths = lengths.astype(np.int64)
-    largest = int(lengths.max())
-    edges = np.geomspace(1, largest + 1, _BINS + 1)
-    counts, _ = np.histogram(lengths, edges)
-    return Histogram(
-        edges.tolist(), (counts / len(lengths)).tolist(), float(np.median(lengths)), largest
-    )
 
 
 def _mixture(

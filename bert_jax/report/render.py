@@ -49,17 +49,16 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def page(template: str, package: str = "bert_jax.report", **values: Any) -> str:
-    """Returns a page, written from a template of a package, which extends `base.html`."""
+def page(template: str, **values: Any) -> str:
+    """Returns a page, written from a template, which extends `base.html`."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return _environment(package).get_template(template).render(now=now, **values)
+    return _environment().get_template(template).render(now=now, **values)
 
 
 @functools.cache
-def _environment(package: str) -> jinja2.Environment:
-    packages = dict.fromkeys((package, "bert_jax.report"))
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(one, ".") for one in packages]),
+        loader=jinja2.PackageLoader("bert_jax.report", "."),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

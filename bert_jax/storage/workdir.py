@@ -142,10 +142,9 @@ def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
     return files.from_json(*_experiment_text(workdir), kind)
 
 
-def _experiment_text(workdir: Workdir) -> tuple[str, str]:
-    """Returns the saved experiment as text, and where it lies."""
-    where = str(workdir.named / workdir.experiment.name)
-    return files.decode(workdir.experiment.read_bytes(), where), where
+def _experiment_text(workdir: Workdir) -> tuple[bytes, str]:
+    """Returns the saved experiment as its file has it, and where it lies."""
+    return workdir.experiment.read_bytes(), str(workdir.named / workdir.experiment.name)
 
 
 def fork_of(workdir: Workdir) -> dict[str, Any]:

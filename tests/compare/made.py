@@ -76,7 +76,13 @@ def fake_runs(monkeypatch, ends=None):
         lines = [
             {"step": 2, "kind": "train", "filled": 0.5},
             {"step": steps, "kind": "train", "filled": 0.75},
-            {"step": steps, "kind": "evaluation", "next_sentence_accuracy": 0.5} | evaluation,
+            {
+                "step": steps,
+                "kind": "evaluation",
+                "next_sentence_accuracy": 0.5,
+                "next_sentence_error": 0.1,
+            }
+            | evaluation,
         ]
         timings = [{"step": steps, "kind": "train", "steps": steps, "cpu_seconds": 2.5}]
         for path, found in ((workdir.metrics, lines), (workdir.timings, timings)):

@@ -157,6 +157,7 @@ def fake_tasks(monkeypatch):
             {"step": n, "kind": "scores", "score": score} for n, score in ((1, 0.1), (2, share))
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        (folder / "experiment.json").write_text(config.to_json(experiment))
         return "finished"
 
     monkeypatch.setattr(runs.job, "finetune", finetune)

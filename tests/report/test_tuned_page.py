@@ -8,7 +8,7 @@ from test_page import HOSTILE, Tags, assert_inert
 from tuned_lines import SCORES, Run
 
 from bert_jax import cli
-from bert_jax.report import comparison, figures, page
+from bert_jax.report import comparison, curves, figures, page
 from bert_jax.report.records import Record
 
 
@@ -69,17 +69,19 @@ def several(finished_run, tmp_path):
     return make
 
 
-def titles_of(records):
-    """Of the plots that have a curve."""
-    plots = comparison.plots_of_learning(records, [list] * len(records), "steps")
-    return [plot.title for plot, _ in plots if not plot.empty]
+def curves_of(records):
+    """The curves of each plot that has one, by its title."""
+    plots = curves.of_learning(records)
+    return {plot.title: plot.curves for plot, _ in plots if not plot.empty}
 
 
 def test_runs_of_the_same_held_out_rows_are_compared_in_nats(several):
     records = several({}, {"optimizer.peak_learning_rate": 1e-3})
     assert comparison.notes(records) == []
-    titles = titles_of(records)
-    assert "Held-out masked LM loss, nat" in titles and "Masked LM loss in training, nat" in titles
+    drawn = curves_of(records)["Masked LM loss, nat"]
+    assert [one.style for one in drawn] == ["line", "points"] * 2
+    assert [one.colour for one in drawn] == [0, 0, 1, 1]
+    assert [one.label for one in drawn] == ["run0", "", "run1", ""]
 
 
 @pytest.mark.parametrize(
@@ -89,12 +91,11 @@ def test_runs_of_other_held_out_rows_are_compared_with_their_unigrams(change, se
     records = several({}, change)
     (note,) = comparison.notes(records)
     assert f"Held-out rows differ ({next(iter(change))})" in note
-    plots = comparison.plots_of_learning(records, [list] * len(records), "steps")
-    (below,) = (plot for plot, _ in plots if plot.title == "Nats below its own unigram line")
-    last = records[0].evaluation[-1]
-    assert below.curves[0].y[-1] == last["unigram_loss"] - last["masked_lm_loss"]
-    titles = titles_of(records)
-    assert not any("loss in training" in title or "masked LM loss" in title for title in titles)
+    drawn, last = curves_of(records), records[0].evaluation[-1]
+    below = drawn["Nats below its own unigram line"]
+    assert below[0].y[-1] == last["unigram_loss"] - last["masked_lm_loss"]
+    assert not any("Masked LM" in title for title in drawn)
+    assert {one.style for of_plot in drawn.values() for one in of_plot} == {"points"}
 
 
 def test_text_that_changed_under_the_same_settings_is_seen(several):
@@ -106,9 +107,8 @@ def test_text_that_changed_under_the_same_settings_is_seen(several):
 
 def test_training_losses_under_other_masks_are_not_compared(several):
     records = several({}, {"data.masking": "whole_word"})
-    titles = titles_of(records)
-    assert "Held-out masked LM loss, nat" in titles
-    assert "Masked LM loss in training, nat" not in titles
+    drawn = curves_of(records)["Masked LM loss, nat"]
+    assert [one.style for one in drawn] == ["points"] * 2
 
 
 def test_what_a_run_has_spent_is_added_up(several):

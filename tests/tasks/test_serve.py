@@ -23,10 +23,9 @@ import tuned
 from broken import call
 from etils import epath
 
-from bert_jax import serve
-from bert_jax.config import Task
 from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
+from bert_jax.serve import served, service
 from bert_jax.vectors import embed
 
 TEXTS = ["wa wb", "", "xa " * 90, "wc ? xd", "\u65e5\x00 wa"]
@@ -45,7 +44,7 @@ def embedder(trained):
 
 @pytest.fixture(scope="module")
 def vectors(embedder):
-    return serve.Vectors("base", embedder)
+    return served.Vectors("base", embedder)
 
 
 class Gate:
@@ -66,19 +65,19 @@ class Gate:
 
 
 @contextlib.contextmanager
-def running(served, limits=None):
+def running(answers, limits=None):
     """Yields the port of a service that ends afterwards."""
-    limits = limits or serve.Limits()
-    bound = serve.listening("127.0.0.1", 0)
+    limits = limits or served.Limits()
+    bound = service.listening("127.0.0.1", 0)
     bound.listen(2048)
-    server = serve.server_of(serve.Service(served, limits), limits.seconds)
+    server = service.server_of(service.Service(answers, limits), limits.seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:
         yield bound.getsockname()[1]
     finally:
-        if isinstance(served, Gate):
-            served.open.set()  # if a test has failed before
+        if isinstance(answers, Gate):
+            answers.open.set()  # if a test has failed before
         server.should_exit = True
         thread.join()
 
@@ -155,17 +154,6 @@ def test_vectors_are_those_of_embed_as_numbers_and_as_bytes(port, embedder):
     np.testing.assert_allclose(body["data"][0]["embedding"], cut, rtol=1e-6)
 
 
-def test_numbers_come_back_as_they_were_whether_read_as_float32_or_as_float64():
-    """The first is the one whose shortest form in float32 rounds to its neighbour in float64."""
-    hard = np.array([0x15AE43FD, 0x80000000, 1, 0x007FFFFF, 0x7F7FFFFF, 0x3F800000], np.uint32)
-    bits = np.concatenate([hard, np.random.default_rng(0).integers(0, 2**32, 50_000, np.uint32)])
-    numbers = bits.view(np.float32)
-    numbers = numbers[np.isfinite(numbers)]
-    text = serve._written(numbers, "float")
-    for found in (np.array(json.loads(text), np.float32), np.array(text[1:-1].split(","), "f4")):
-        np.testing.assert_array_equal(found.view(np.uint32), numbers.view(np.uint32))
-
-
 def test_no_text_needs_a_program_that_was_not_compiled_at_the_start(vectors, embedder):
     embedder.warm()  # what was compiled before may have been given back
     programs = embedder._run._cache_size()
@@ -207,54 +195,8 @@ def test_a_turn_is_of_so_many_rows_whatever_an_item_has(vectors):
         assert large.result()[0] == small.result()[0] == 200
         until(lambda: metrics(port)["bert_jax_rows_under_way"] == 0)
     assert gate.sizes == [3, 3, 3, 2]
-    found = vectors.items({"input": ["wa", "wa " * 2**15]}, serve.Limits())
+    found = vectors.items({"input": ["wa", "wa " * 2**15]}, served.Limits())
     assert [rows for _, rows in found] == [1, 13]
-
-
-class Task_:
-    """Answers with what it is asked."""
-
-    def __init__(self, **task):
-        task = Task(train=("jsonl:x",), validation=("jsonl:x",), **task)
-        self.experiment = type("Experiment", (), {"name": "run", "task": task})
-
-    def warm(self, sizes):
-        pass
-
-    def rows_of(self, example, most):
-        return 1
-
-    def predict(self, examples):
-        return [{"texts": list(getattr(e, "texts", None) or e.words)} for e in examples]
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "expected"),
-    [
-        ("classify", "a b", [["a b"]]),
-        ("classify", ["a", "b"], [["a"], ["b"]]),
-        ("tag", ["a b", "c"], [["a", "b"], ["c"]]),
-        ("pair", ["a", "b"], [["a", "b"]]),
-        ("pair", [["a", "b"], ["c", "d"]], [["a", "b"], ["c", "d"]]),
-        ("classify", ["a", " "], "input[1]: "),
-        ("classify", [["a", "b"]], "input[0]: "),
-        ("pair", [["a", "b"], "c"], "input[1]: "),
-        ("pair", [["a", 1]], "input[0]: "),
-        ("pair", {"a": 1}, "input: "),
-    ],
-)
-def test_examples_of_a_task(kind, given, expected):
-    more = {"pair": {"second_column": "b"}, "tag": {"text_column": "0", "label_column": "1"}}
-    served = serve.Answers(Task_(kind=kind, **more.get(kind, {})))
-    if isinstance(expected, str):
-        with pytest.raises(serve.Refused) as caught:
-            served.items({"input": given}, serve.Limits())
-        assert caught.value.status == 400 and expected in str(caught.value)
-    else:
-        items = served.items({"input": given}, serve.Limits())
-        results = served.compute([asked for asked, _ in items])
-        answer = json.loads("".join(served.answer({"model": "m"}, results)))
-        assert answer["model"] == "m" and [one["texts"] for one in answer["data"]] == expected
 
 
 # --- clients that are no good -------------------------------------------------------------------
@@ -338,7 +280,7 @@ def test_a_client_that_does_not_read_is_under_way_until_it_is_cut_off(vectors):
     gate.answer = answer
     gate.open.set()
 
-    with running(gate, serve.Limits(seconds=3)) as port:
+    with running(gate, served.Limits(seconds=3)) as port:
         with socket.socket() as slow, socket.socket() as never:
             for client, name in ((slow, "slow"), (never, "never")):
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
@@ -357,7 +299,7 @@ def test_a_client_that_does_not_read_is_under_way_until_it_is_cut_off(vectors):
 
 
 def test_connections_are_limited_and_one_that_ends_makes_room(vectors):
-    with running(vectors, serve.Limits(requests=64)) as port, contextlib.ExitStack() as stack:
+    with running(vectors, served.Limits(requests=64)) as port, contextlib.ExitStack() as stack:
         taken = []
         for _ in range(128):
             taken.append(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
@@ -367,7 +309,7 @@ def test_connections_are_limited_and_one_that_ends_makes_room(vectors):
 
 
 def test_what_all_requests_hold_is_bounded(monkeypatch, vectors):
-    monkeypatch.setattr(serve, "_ROWS", 300)
+    monkeypatch.setattr(service, "_ROWS", 300)
     gate = Gate(vectors)
     with running(gate) as port, ThreadPoolExecutor(1) as clients:
         first = clients.submit(ask, port, {"input": ["wa"] * 200})
@@ -382,7 +324,7 @@ def test_what_all_requests_hold_is_bounded(monkeypatch, vectors):
 
 def test_more_than_the_queue_holds_is_refused_and_counted_and_nothing_is_lost(vectors):
     gate = Gate(vectors)
-    with running(gate, serve.Limits(requests=64)) as port, ThreadPoolExecutor(64) as clients:
+    with running(gate, served.Limits(requests=64)) as port, ThreadPoolExecutor(64) as clients:
         answers = [clients.submit(ask, port, {"input": "wa"}) for _ in range(64)]
         until(lambda: metrics(port)["bert_jax_requests_under_way"] == 64)
         refused = ask(port, {"input": "wa"})
@@ -397,7 +339,7 @@ def test_more_than_the_queue_holds_is_refused_and_counted_and_nothing_is_lost(ve
 def test_time_is_limited_for_answers_bodies_and_silence(vectors):
     gate = Gate(vectors)
     asked = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
-    with running(gate, serve.Limits(seconds=1)) as port, ThreadPoolExecutor(3) as clients:
+    with running(gate, served.Limits(seconds=1)) as port, ThreadPoolExecutor(3) as clients:
         waits = clients.submit(ask, port, {"input": "wa"})
         halfway, silent = (clients.submit(exchange, port, data) for data in (asked, b""))
         assert "no answer within 1 s" in is_error(waits.result(), 503)["message"]
@@ -427,13 +369,13 @@ def test_what_the_model_cannot_compute_is_an_error_of_its_request_alone(vectors,
 
 
 def test_where_nothing_can_be_computed_any_more_the_service_ends(monkeypatch, vectors):
-    service = serve.Service(Gate(vectors), serve.Limits())
-    monkeypatch.setattr(service, "_turn", lambda: 1 // 0)
-    with serve.listening("127.0.0.1", 0) as bound, ThreadPoolExecutor(1) as clients:
+    broken = service.Service(Gate(vectors), served.Limits())
+    monkeypatch.setattr(broken, "_turn", lambda: 1 // 0)
+    with service.listening("127.0.0.1", 0) as bound, ThreadPoolExecutor(1) as clients:
         bound.listen()
         clients.submit(exchange, bound.getsockname()[1], post({"input": "wa"}))
         with pytest.raises(SystemExit, match="ZeroDivisionError"):
-            serve.server_of(service, 1.0).run(sockets=[bound])
+            service.server_of(broken, 1.0).run(sockets=[bound])
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -456,18 +398,10 @@ def test_a_start_that_cannot_be_is_one_line(port, tmp_path, monkeypatch):
         assert (code, err.count("\n")) == (2, 1), err
         assert all(word in err for word in words), err
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "bert_jax.serve")
-    monkeypatch.delattr("bert_jax.serve")
+    monkeypatch.delitem(sys.modules, "bert_jax.serve.service")
+    monkeypatch.delattr("bert_jax.serve.service")
     code, err = call("serve --workdir base")
     assert code == 2 and "uvicorn is not installed: pip install 'bert-jax[serve]'" in err
-
-
-def test_connections_are_tcp_to_asyncio_which_then_sends_at_once():
-    """Of any other socket it leaves Nagle's algorithm on: an answer's second part waits 40 ms."""
-    with serve.listening("127.0.0.1", 0) as bound:
-        bound.listen()
-        with socket.create_connection(bound.getsockname()), bound.accept()[0] as accepted:
-            assert accepted.proto == socket.IPPROTO_TCP
 
 
 @contextlib.contextmanager

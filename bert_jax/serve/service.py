@@ -13,21 +13,18 @@ answers are written as they are read.
 """
 
 import asyncio
-import base64
 import bisect
 import collections
 import contextlib
-import dataclasses
 import itertools
 import json
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -37,203 +34,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from bert_jax.errors import InputError, of_error, quantity
-from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks.predict import TaskModel
-from bert_jax.vectors.embed import Embedder
+from bert_jax.errors import InputError, of_error
+from bert_jax.serve.served import Answers, Item, Limits, Refused, Vectors
 
-# What is asked about, a text or an example, and how many rows it is as much work as: its own, and
-# one for so many characters that are cut into pieces.
-Item = tuple[Any, int]
-_CHARACTERS = 2**13
-# Rows and bytes of all requests under way; results of an answer that are written at once.
-_ROWS, _BYTES, _WRITTEN = 2**16, 2**27, 16
-# Examples of a batch of a fine-tuned run: of what waits alone, and of what waits together.
-_BATCHES = (1, 8)
-_RETRY_SECONDS, _BACKLOG = 1, 2048
+# Rows and bytes of all requests under way.
+_ROWS, _BYTES = 2**16, 2**27
+_BACKLOG = 2048
 # Upper ends of the histogram of answers' seconds.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """The most that clients may ask."""
-
-    requests: int = 256  # under way at once; one more is answered 503
-    texts: int = 2048  # of a request, or examples
-    bytes: int = 2**21  # of its body
-    # Until it is answered, its body arriving among them, and that a connection may be silent, or
-    # read nothing of what it is sent.
-    seconds: float = 30.0
-    # Of a turn, and of an example: of 512 tokens each, seconds of a small model on a CPU.
-    rows: int = 128
-
-    def __post_init__(self) -> None:
-        for flag, value, least, most in (
-            ("queue", self.requests, 64, 2**16),
-            ("max-texts", self.texts, 1, 2**16),
-            ("max-bytes", self.bytes, 2**10, 2**30),
-            ("timeout", self.seconds, 1, 3600),
-            ("max-rows", self.rows, 1, 2**16),
-        ):
-            if not least <= value <= most:
-                raise InputError(f"--{flag} {value:g}: must be from {least} to {most}")
-
-
-class Refused(Exception):
-    """An error that a client is answered, and which field of its request is at fault."""
-
-    def __init__(self, status: int, message: str, param: str | None = None):
-        super().__init__(message)
-        self.status, self.param = status, param
-
-    def response(self) -> Response:
-        """Returns it in OpenAI's form; what may succeed later names when."""
-        headers = {"Retry-After": str(_RETRY_SECONDS)} if self.status == 503 else {}
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": None}
-        return JSONResponse({"error": error}, self.status, headers)
-
-
-# --- what is served -------------------------------------------------------------------------------
-
-
-class Vectors:
-    """Vectors of texts, in OpenAI's form; every program that they need is compiled first."""
-
-    path = "/v1/embeddings"
-
-    def __init__(self, name: str, embedder: Embedder):
-        self.name, self._embedder = name, embedder
-        self.about = f"{embedder.width} numbers a vector"
-        embedder.warm()
-
-    def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
-        """Returns the texts."""
-        if body.get("encoding_format") not in (None, "float", "base64"):
-            raise Refused(400, "encoding_format: must be float or base64", "encoding_format")
-        size, width = body.get("dimensions"), self._embedder.width
-        if size is not None and not (type(size) is int and 1 <= size <= width):
-            raise Refused(400, f"dimensions: vectors have {width} numbers", "dimensions")
-        given = body.get("input")
-        texts = _listed([given] if isinstance(given, str) else given, limits.texts)
-        texts = [_text(text, f"input[{i}]") for i, text in enumerate(texts)]
-        return [(text, 1 + len(text) // _CHARACTERS) for text in texts]
-
-    def compute(self, items: list[str]) -> list[tuple[np.ndarray, int]]:
-        """Returns of each text its vector, float32 [W], and how many tokens were read."""
-        parts = list(self._embedder.embed(items))
-        vectors = np.concatenate([part.vectors for part in parts])
-        lengths = np.concatenate([part.lengths for part in parts])
-        return list(zip(vectors, lengths.tolist(), strict=True))
-
-    def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
-        """Yields JSON: an `embedding` a text, as numbers or their bytes, and the tokens used.
-
-        With `dimensions` they are the first numbers, of length 1 if the whole vector is.
-        """
-        form, size = body.get("encoding_format"), body.get("dimensions")
-        if size is not None:
-            results = [(self._cut(vector[:size]), length) for vector, length in results]
-        tokens = sum(length for _, length in results)
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        data = (
-            f'{{"object": "embedding", "index": {number}, "embedding": {_written(vector, form)}}}'
-            for number, (vector, _) in enumerate(results)
-        )
-        return _listing({"model": body["model"], "usage": usage}, data)
-
-    def _cut(self, vector: np.ndarray) -> np.ndarray:
-        if self._embedder.features.length == "as_is":
-            return vector
-        return vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)
-
-
-class Answers:
-    """Answers of a fine-tuned run, as `predict` gives them; programs are compiled first."""
-
-    path = "/predict"
-
-    def __init__(self, model: TaskModel):
-        self.name, self._model = model.experiment.name, model
-        self._task = model.experiment.task
-        self._texts = examples_lib.texts_of_example(self._task)
-        self.about = f"{quantity(self._texts, 'text')} an example"
-        model.warm(_BATCHES)
-
-    def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
-        """Returns the examples."""
-        given, needed = body.get("input"), quantity(self._texts, "text")
-        alone = given if self._texts > 1 and isinstance(given, list) else [given]
-        if alone and all(isinstance(text, str) for text in alone):
-            given = [given]
-        examples = []
-        for number, texts in enumerate(_listed(given, limits.texts)):
-            where = f"input[{number}]"
-            texts = [texts] if isinstance(texts, str) else texts
-            if not isinstance(texts, list) or len(texts) != self._texts:
-                raise Refused(400, f"{where}: an example of this task has {needed}", "input")
-            texts = [_text(text, where) for text in texts]
-            try:
-                (example,) = examples_lib.parse_arguments(self._task, texts)
-            except InputError as error:
-                raise Refused(400, f"{where}: {error}", "input") from error
-            rows = self._model.rows_of(example, limits.rows)
-            if rows > limits.rows:
-                message = f"{where}: more than --max-rows {limits.rows} windows; send it in parts"
-                raise Refused(413, message, "input")
-            examples.append((example, rows + sum(map(len, texts)) // _CHARACTERS))
-        return examples
-
-    def compute(self, items: list[examples_lib.Example]) -> list[dict[str, Any]]:
-        """Returns an answer an example."""
-        return list(self._model.predict(items))
-
-    def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
-        """Yields JSON: the answers in the examples' order."""
-        return _listing({"model": body["model"]}, map(json.dumps, results))
-
-
-def _listing(fields: dict[str, Any], data: Iterator[str]) -> Iterator[str]:
-    """Yields a list of JSON values, in OpenAI's form, in parts."""
-    before = json.dumps({"object": "list"} | fields)[:-1] + ', "data": ['
-    while part := ", ".join(itertools.islice(data, _WRITTEN)):
-        yield before + part
-        before = ", "
-    yield "]}"
-
-
-def _written(vector: np.ndarray, form: str | None) -> str:
-    """Returns JSON of float32 [W]: its bytes, or a list of numbers in nine digits, which are the
-    same bits again, read as float32 or rounded from float64 (IEEE 754-2008, section 5.12.2).
-    """
-    if form == "base64":
-        return f'"{base64.b64encode(vector.astype("<f4")).decode()}"'
-    text = "%.9g," * len(vector) % tuple(vector.tolist())
-    return f"[{text.replace('-0,', '-0.0,')[:-1]}]"  # -0 would be an integer, without its sign
-
-
-def _listed(given: Any, most: int) -> list[Any]:
-    if not isinstance(given, list) or not given:
-        raise Refused(400, "input: a text is needed, or a list that is not empty", "input")
-    if len(given) > most:
-        raise Refused(413, f"input: {len(given)} texts; at most {most} a request", "input")
-    return given
-
-
-def _text(given: Any, where: str) -> str:
-    if not isinstance(given, str):
-        raise Refused(400, f"{where}: must be a text; ids of pieces are not taken", "input")
-    try:
-        given.encode()
-    except UnicodeEncodeError as error:
-        raise Refused(400, f"{where}: is not text: half of a surrogate pair", "input") from error
-    return given
-
-
-# --- the service ----------------------------------------------------------------------------------
-
-
 # What is asked, how many rows it is as much work as, and who waits for its result.
 _Waiting = tuple[Any, int, asyncio.Future]
 
@@ -248,8 +56,7 @@ class Service:
         # What all requests under way hold, and may hold.
         self._held = collections.Counter[str]()
         self._most = {"requests": limits.requests, "rows": _ROWS, "bytes": limits.bytes + _BYTES}
-        # Requests, by HTTP's status.
-        self.answered: collections.Counter[int] = collections.Counter()
+        self.answered = collections.Counter[int]()  # requests, by HTTP's status
         self._counts = dict.fromkeys(("left", "refused", "turns", "texts"), 0)
         self._in_bucket, self._seconds = [0] * (len(_SECONDS) + 1), 0.0
         # To be run by an ASGI server.
@@ -288,7 +95,6 @@ class Service:
         """Adds to what a request holds, unless all together would hold too much."""
         most = self._most[what]
         if self._held[what] + count > most:
-            self._counts["refused"] += 1
             message = f"{self._held[what]} {what} are under way, of {most} at most; ask again later"
             raise Refused(503 if count <= most else 413, message)
         self._held[what] += count
@@ -296,8 +102,7 @@ class Service:
 
     async def _response(self, request: Request, mine: collections.Counter[str]) -> Response:
         """Answers a request, or says why not; raises for clients that have left alone."""
-        began = time.monotonic()
-        body = None
+        began, body = time.monotonic(), None
         try:
             self._hold(mine, "requests", 1)
             async with asyncio.timeout(self.limits.seconds):
@@ -305,21 +110,22 @@ class Service:
                 items = await asyncio.to_thread(self._served.items, body, self.limits)
                 self._hold(mine, "rows", sum(rows for _, rows in items))
                 results = await self._results(request, items)
-        except Refused as refused:
-            return refused.response()
+            seconds = time.monotonic() - began
+            self._seconds += seconds
+            self._in_bucket[bisect.bisect_left(_SECONDS, seconds)] += 1
+            answer = self._served.answer(body, results)
+            return StreamingResponse(answer, media_type="application/json")
         except InputError as error:  # the model gives no numbers, or has too much to do at once
-            return Refused(500, str(error)).response()
+            refused = Refused(500, str(error))
         except TimeoutError:
-            if body is None:
-                return Refused(408, "the body did not arrive in time").response()
-            self._counts["refused"] += 1
-            message = f"no answer within {self.limits.seconds:g} s; ask again later"
-            return Refused(503, message).response()
-        seconds = time.monotonic() - began
-        self._seconds += seconds
-        self._in_bucket[bisect.bisect_left(_SECONDS, seconds)] += 1
-        answer = self._served.answer(body, results)
-        return StreamingResponse(answer, media_type="application/json")
+            refused = Refused(408, "the body did not arrive in time")
+            if body is not None:
+                again = "ask again later"
+                refused = Refused(503, f"no answer within {self.limits.seconds:g} s; {again}")
+        except Refused as error:
+            refused = error
+        self._counts["refused"] += refused.status == 503
+        return refused.response()
 
     async def _fields(self, request: Request, mine: collections.Counter[str]) -> dict[str, Any]:
         """Returns what a request says, with a `model`."""
@@ -375,12 +181,9 @@ class Service:
                 self._counts["turns"] += 1
                 self._counts["texts"] += len(turn)
                 for (_, future), result in zip(turn, results, strict=True):
-                    if future.done():  # its client has left, or another item of it failed
-                        continue
-                    if isinstance(result, Exception):
-                        future.set_exception(result)
-                    else:
-                        future.set_result(result)
+                    if not future.done():  # its client is there, and no other item of it failed
+                        failed = isinstance(result, Exception)
+                        (future.set_exception if failed else future.set_result)(result)
         except Exception as error:
             raise SystemExit(of_error(error)[0]) from error
 
@@ -409,33 +212,31 @@ class Service:
         return JSONResponse({"status": "ready", "model": self._served.name})
 
     async def _metrics(self, _: Request) -> Response:
-        lines = ["# TYPE bert_jax_requests_total counter"]
-        for status, count in sorted(self.answered.items()):
-            lines.append(f'bert_jax_requests_total{{code="{status}"}} {count}')
-        values = {f"{name}_total": ("counter", count) for name, count in self._counts.items()}
+        of_codes = {f'{{code="{status}"}}': n for status, n in sorted(self.answered.items())}
+        values = {"requests_total": ("counter", of_codes)}
+        values |= {f"{name}_total": ("counter", {"": n}) for name, n in self._counts.items()}
         for what, most in self._most.items():
-            values[f"{what}_under_way"] = "gauge", self._held[what]
-            values[f"{what}_limit"] = "gauge", most
-        for name, (kind, value) in values.items():
-            lines += [f"# TYPE bert_jax_{name} {kind}", f"bert_jax_{name} {value}"]
-        lines.append("# TYPE bert_jax_answer_seconds histogram")
-        sums = itertools.accumulate(self._in_bucket)
-        for end, total in zip((*map(str, _SECONDS), "+Inf"), sums, strict=True):
-            lines.append(f'bert_jax_answer_seconds_bucket{{le="{end}"}} {total}')
-        lines.append(f"bert_jax_answer_seconds_sum {self._seconds:.6f}")
-        lines.append(f"bert_jax_answer_seconds_count {sum(self._in_bucket)}\n")
-        return PlainTextResponse("\n".join(lines), media_type="text/plain; version=0.0.4")
+            values[f"{what}_under_way"] = "gauge", {"": self._held[what]}
+            values[f"{what}_limit"] = "gauge", {"": most}
+        ends, sums = (*map(str, _SECONDS), "+Inf"), itertools.accumulate(self._in_bucket)
+        answers = {f'_bucket{{le="{end}"}}': n for end, n in zip(ends, sums, strict=True)}
+        answers |= {"_sum": round(self._seconds, 6), "_count": sum(self._in_bucket)}
+        lines = []
+        for name, (kind, numbers) in (values | {"answer_seconds": ("histogram", answers)}).items():
+            lines.append(f"# TYPE bert_jax_{name} {kind}")
+            lines += [f"bert_jax_{name}{which} {number}" for which, number in numbers.items()]
+        return PlainTextResponse("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
 
     async def _misplaced(self, _: Request, error: Exception) -> Response:
         """Answers what is asked elsewhere, or by another method, or meets a bug of ours."""
-        refused, headers = Refused(500, f"internal error: {type(error).__name__}"), None
+        refused, headers = Refused(500, f"internal error: {type(error).__name__}"), {}
         if isinstance(error, HTTPException):
             known = f"there are POST {self._served.path}, GET /health and /metrics"
             refused = Refused(error.status_code, f"{error.detail}: {known}")
-            headers = error.headers
+            headers = error.headers or {}
         self.answered[refused.status] += 1
         response = refused.response()
-        response.headers.update(headers or {})
+        response.headers.update(headers)
         return response
 
 
@@ -483,8 +284,6 @@ class _Connection(H11Protocol):
 
 def listening(host: str, port: int) -> socket.socket:
     """Returns a socket that is bound, and does not listen yet."""
-    if not 0 <= port < 2**16:
-        raise InputError(f"--port {port}: must be from 0, any that is free, to {2**16 - 1}")
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         family, kind, protocol, _, address = info

@@ -1,0 +1,1 @@
+"""Vectors and answers over HTTP."""
