@@ -174,13 +174,8 @@ class Examples:
 class TrainBatches:
     """Training batches of one phase. May be pickled.
 
-    Args:
-      plans: of the phase.
-      ids: specials and vocabulary.
-      data: how examples are made.
-      shape: widths of the batches.
-      rows_per_epoch: R; None: the rows in the first plan.
-      first_step, total_steps: of the phase, counted in the run, and of the run.
+    `rows_per_epoch` is R; None: the rows in the first plan. The phase's first step is counted in
+    the run, whose steps are `total_steps`.
     """
 
     def __init__(

@@ -73,16 +73,14 @@ def mask(
 ) -> Masked:
     """Masks rows: pairs, or sentences of one document after another.
 
+    Random replacements are below `vocab_size`; `mask_id` is [MASK].
+
     Args:
       input_ids: int32 [B, S]; not changed.
       text: bool [B, S], what may be predicted: neither specials nor padding, and as many stretches
         as there are texts.
       length: int64 [B], specials counted.
-      draws: the random choices.
-      policy: how much, and what it becomes.
       max_predictions: P.
-      mask_id: the id of [MASK].
-      vocab_size: random replacements are below it.
       continues: bool [vocabulary], pieces that go on a word.
     """
     count = np.count_nonzero(text, axis=1)

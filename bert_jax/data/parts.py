@@ -118,9 +118,7 @@ def plan(corpus: Corpus) -> list[Part]:
 
 
 @dataclasses.dataclass(frozen=True)
-class CountStretches:
-    """Counts what stands between blanks in a part, to train SentencePiece."""
-
+class _OfPart:
     place: str
     corpus: Corpus
     part: Part
@@ -129,6 +127,10 @@ class CountStretches:
     def bytes(self) -> int:
         """The bytes of its text, roughly."""
         return self.part.bytes
+
+
+class CountStretches(_OfPart):
+    """Counts what stands between blanks in a part, to train SentencePiece."""
 
     @property
     def name(self) -> str:
@@ -152,19 +154,11 @@ class CountStretches:
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
+class Read(_OfPart):
     """Makes the documents of a part into words or, by SentencePiece, into ids."""
 
-    place: str
-    corpus: Corpus
-    part: Part
     tokenizer: str = ""  # a folder; empty: words
     sha256: str = ""  # of the tokenizer
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of its text, roughly."""
-        return self.part.bytes
 
     @property
     def name(self) -> str:
@@ -409,12 +403,8 @@ def _tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
 
 def _reading(corpus: Corpus) -> list[Any]:
     """Returns the settings that decide which documents there are, and of what words."""
-    plain = Corpus(sources=corpus.sources)
-    names = ("document_starts", "cut_documents", "encoding_errors", "unknown_word")
-    # Those that came later, where they are set: parts made before them stay what they are.
-    later = [[name, getattr(corpus, name)] for name in names]
-    set_ = [[name, value] for name, value in later if value != getattr(plain, name)]
-    return [corpus.layout, corpus.text_field, corpus.encoding, *set_]
+    names = ("layout", "text_field", "encoding", "document_starts", "cut_documents")
+    return [getattr(corpus, name) for name in (*names, "encoding_errors", "unknown_word")]
 
 
 def _bytes(text: str) -> bytes:

@@ -187,11 +187,7 @@ def head_of(
 ) -> Head | None:
     """Returns the head of one of their classes for tasks; None: we have no such kind of task.
 
-    Args:
-      path: of config.json.
-      architecture: the class, one of `names.HEADS`.
-      tensors: float32, by canonical names.
-      width: of the encoder.
+    The architecture is one of `names.HEADS`; tensors are float32, by canonical names.
     """
     fields, name = vocabularies.read_object(path), HEADS[architecture][1]
     weight, bias = (tensors.get(f"{name}.{part}", np.empty(0)) for part in ("weight", "bias"))

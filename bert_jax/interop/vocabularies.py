@@ -173,37 +173,31 @@ def write(
     tok: tokenizer_lib.Tokenizer, longest: int, inputs: Sequence[str], folder: epath.Path
 ) -> None:
     """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
+    own: dict[str, Any] = {}
     if isinstance(tok, library.Library):
         tok.save(folder)
-        more = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": longest,
-            "model_input_names": list(inputs),
-        }
-        write_json(folder / "tokenizer_config.json", {**more, **tok.named})
-        write_json(folder / "special_tokens_map.json", tok.named)
-        return
-    if not isinstance(tok, tokenizer_lib.WordPiece):
+        named = tok.named
+    elif isinstance(tok, tokenizer_lib.WordPiece):
+        (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
+        _fast(tok).save(str(folder / "tokenizer.json"))
+        named, own = vocabulary.NAMED, {"do_lower_case": tok.case == "uncased"}
+    else:
         raise InputError(
             f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported; train one of "
             "wordpiece, byte_bpe or unigram (a corpus prepared now); `bert-jax embed` and "
             "`bert_jax.load` take the run as it is"
         )
-    (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
-    _fast(tok).save(str(folder / "tokenizer.json"))
-    roles = dict(zip(("pad", "unk", "cls", "sep", "mask"), vocabulary.SPECIALS, strict=True))
-    specials = {f"{role}_token": piece for role, piece in roles.items()}
     says = {
         # The class that takes tokenizer.json as it is; BertTokenizer makes its own from vocab.txt,
         # in which words of over 100 characters are unknown.
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "do_lower_case": tok.case == "uncased",
+        **own,
         "model_max_length": longest,
         "model_input_names": list(inputs),
-        **specials,
+        **named,
     }
     write_json(folder / "tokenizer_config.json", says)
-    write_json(folder / "special_tokens_map.json", specials)
+    write_json(folder / "special_tokens_map.json", named)
 
 
 def _fast(tok: tokenizer_lib.WordPiece) -> tokenizers.Tokenizer:

@@ -160,7 +160,7 @@ class Probes(Protocol):
     """The probes of the encoder, next to its own losses: `tasks.probes.Probes`."""
 
     sha256: str  # of what is asked
-    open: Callable[[Model, Tokenizer, Parallelism, jax.sharding.Mesh, int, TextVectors], int]
+    open: Callable[[Model, Tokenizer, Parallelism, jax.sharding.Mesh, int, TextVectors | None], int]
     describe: Callable[[], str]
     ask: Callable[[Any], dict[str, dict[str, Any]]]
 
@@ -380,7 +380,7 @@ class PretrainingSetup(Setup):
 
         def open_probes(model: Model) -> int:
             opened[:] = model, self._notes
-            return self.probes.open(model, *more, base_lib.vectors_of(self._notes) or TextVectors())
+            return self.probes.open(model, *more, base_lib.vectors_of(self._notes))
 
         models = [*dict.fromkeys(map(experiment.model_of, range(len(experiment.phases))))]
         if self.probes is not None:

@@ -14,11 +14,12 @@ from bert_jax import base as base_lib
 from bert_jax.config import Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
+from bert_jax.model import flops
 from bert_jax.tasks import tagger
 from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective
 from bert_jax.tasks.labels import Choices, Numbers, Sentences, Tags
 from bert_jax.tasks.objective import TaskObjective, below_head
-from bert_jax.tasks.rows import Batch, Rows, TaskKind
+from bert_jax.tasks.rows import Batch, Rows, TaskKind, eval_batches
 from bert_jax.tasks.similar import Similar, SimilarObjective, require_comparable
 from bert_jax.tasks.spans import Spans
 from bert_jax.text.tokenizer import Tokenizer
@@ -168,11 +169,35 @@ class Reader:
     parallelism: Parallelism
     mesh: jax.sharding.Mesh
     size: int  # rows of a batch, over all devices
+    vectors: base_lib.TextVectors | None = None  # how it makes them of texts; None: as usual
 
     def program(self, of_rows: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Returns `of_rows`, see `training.step.make_rows_step`, compiled for the devices."""
         objective = Pretraining(self.model)
         return step.make_rows_step(objective, of_rows, self.parallelism, self.mesh)
+
+    def fitted(self, task: Task) -> Task:
+        """Returns a task whose rows are no longer than the model reads."""
+        length = min(task.max_sequence_length, self.model.max_position_embeddings)
+        return dataclasses.replace(task, max_sequence_length=length)
+
+    def batches(self, rows: Rows) -> list[tuple[np.ndarray, Batch]]:
+        """Returns what `tasks.rows.eval_batches` does."""
+        size = self.size - self.size % rows.rows_per_example
+        return eval_batches(rows, self.tokenizer.pad_id, size)
+
+    def operations(self, batches: list[tuple[np.ndarray, Batch]]) -> int:
+        """Counts those of asking once."""
+        shapes = (batch["input_ids"].shape for _, batch in batches)
+        return sum(flops.forward_flops(self.model, *shape, 0) for shape in shapes)
+
+
+def require_finite(name: str, outputs: Sequence[np.ndarray]) -> None:
+    """Raises InputError, which names a task, if a model gives what are no numbers."""
+    if not all(np.isfinite(values).all() for values in outputs):
+        raise InputError(
+            f"{name}: the model gives numbers that are not finite; begin with other weights"
+        )
 
 
 def run_rows(
@@ -183,14 +208,8 @@ def run_rows(
 ) -> list[np.ndarray]:
     """Returns what a program gives for each row, in the order of the rows.
 
-    Args:
-      run: takes a batch on the devices and gives float32 [B, O] or [B, S, O].
-      batches: of `rows`, as tasks.rows.eval_batches gives them.
-      rows: all of them.
-      mesh: the devices.
-
-    Returns:
-      float32 [O], or [n, O] for a row of n ids.
+    `run` takes one of their batches on the devices and gives float32 [B, O] or [B, S, O]; a row of
+    n ids has float32 [O], or [n, O].
     """
     outputs: list[Any] = [None] * len(rows.ids)
     placed = feed.place_all([batch for _, batch in batches], mesh_lib.batch_sharding(mesh))

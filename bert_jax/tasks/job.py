@@ -46,12 +46,8 @@ def finetune(
 ) -> session.Outcome:
     """Adapts a base to a task, or goes on with it.
 
-    Args:
-      experiment: the task, and how.
-      base: a base or a run; None: the one that the experiment or the run here names.
-      root: the workdir; None: runs/NAME.
-      progress: shows what happens.
-      origin: see session.run.
+    Without a base it is the one that the experiment or the run here names; the workdir is `root`,
+    or runs/NAME. For `origin` see session.run.
     """
     if experiment.task.kind == "minimal_pairs":
         raise InputError(

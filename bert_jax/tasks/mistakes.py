@@ -47,11 +47,6 @@ def guess(task: Task, labels: Sequence[str], examples: Sequence[Any]) -> tuple[s
 
     One label or tag for all examples, or no answer to any question; None where that scores
     nothing: of numbers, of entities, of texts, and where each question has an answer.
-
-    Args:
-      task: whose examples they are.
-      labels: of the task, in their order.
-      examples: labelled.
     """
     if task.kind == "span" and task.no_answer == "possible":
         nothing = {example.id: "" for example in examples}

@@ -132,11 +132,7 @@ class TrainBatches:
         self._orders: dict[int, np.ndarray] = {}
 
     def batch(self, step: int, indices: np.ndarray) -> Batch:
-        """Returns rows of a step, any subset in any order.
-
-        Args:
-          step: from 0.
-          indices: of the rows among all of the step, int [B].
+        """Returns rows of a step, from 0, any subset in any order: `indices`, int [B].
 
         Returns:
           What `Rows.batch` does, `rows` uint32 [B], numbered through the run, and `row_weights`
@@ -177,11 +173,7 @@ class TrainBatches:
 
 def eval_batches(rows: Rows, pad_id: int, size: int) -> list[tuple[np.ndarray, Batch]]:
     """Returns all rows once, those of like lengths together, so that little is padded.
-
-    Args:
-      rows: of the examples.
-      pad_id: of the tokenizer.
-      size: rows a batch, a multiple of `rows.rows_per_example`.
+    A batch has `size` rows, a multiple of `rows.rows_per_example`.
 
     Returns:
       For each batch, which rows its first ones are, and its arrays as `TrainBatches.batch` gives
@@ -205,11 +197,7 @@ def balanced_weights(rows: Rows, labels: int) -> tuple[float, ...]:
     """Returns for each label how much one of it weighs if all labels weigh the same together.
 
     That is examples / (labels that occur * examples of this label), 1 on average over all examples;
-    a label that does not occur weighs 1.
-
-    Args:
-      rows: with targets that are labels: of each row, or of the words in it.
-      labels: how many there are.
+    a label that does not occur weighs 1. Targets are the labels of rows, or of the words in them.
     """
     if "targets" in rows.numbers:
         targets = rows.numbers["targets"]

@@ -245,13 +245,9 @@ def read(
     blank: list[str],
     teacher: Literal["asked", "left_out"] = "asked",
 ) -> Learned:
-    """Reads what an experiment learns vectors from.
+    """Reads what an experiment learns vectors from; a teacher's take a while.
 
-    Args:
-      experiment: of `similar`.
-      model, tokenizer: of the base.
-      blank: is given the places of examples that are left out by `task.blank_cells`.
-      teacher: whether its vectors are wanted, which takes a while.
+    `blank` is given the places of examples that are left out by `task.blank_cells`.
     """
     task, how = experiment.task, experiment.vectors
     word, _, place = task.train[0].partition(":")

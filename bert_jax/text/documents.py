@@ -356,7 +356,7 @@ def _record_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
         return _json_texts(extent, corpus)
     if extent.kind == "parquet":
         return records.parquet(path, field, extent.start, extent.stop)
-    return records.column_of(path, _lines(extent, corpus), extent.kind, field)
+    return records.column_of(records.table(extent.kind, _lines(extent, corpus), path), field, path)
 
 
 def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
@@ -365,18 +365,17 @@ def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            text = json.loads(line)[corpus.text_field]
+            text = "" if text is None else text  # as a table's
+            wrong = "" if isinstance(text, str) else "no text"
         except (ValueError, RecursionError) as error:
-            line_number = number + _lines_before(extent)
-            raise InputError(f"{path}:{line_number}: not JSON ({error})") from error
-        text = record.get(corpus.text_field) if isinstance(record, dict) else None
-        if text is None and isinstance(record, dict) and corpus.text_field in record:
-            text = ""  # as a table's
-        if not isinstance(text, str):
-            raise InputError(
-                f"{path}:{number + _lines_before(extent)}: no text in field "
-                f"{corpus.text_field!r}; name it with --set corpus.text_field=..."
-            )
+            wrong = f"not JSON ({error})"
+        except (LookupError, TypeError):
+            wrong = "no text"
+        if wrong == "no text":
+            wrong += f" in field {corpus.text_field!r}; name it with --set corpus.text_field=..."
+        if wrong:
+            raise InputError(f"{path}:{number + _lines_before(extent)}: {wrong}")
         yield f"{path}:{number}", records.encodable(text)
 
 

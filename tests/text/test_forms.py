@@ -276,13 +276,6 @@ def test_wrong_bytes_are_replaced_by_choice(tmp_path, layout):
     assert document.text == "caf\ufffd one."
 
 
-def test_parts_made_before_a_setting_came_keep_their_names():
-    plain = Corpus(sources=("text:a",))
-    assert parts._reading(plain) == ["per_file", "text", "utf-8"]
-    changed = Corpus(sources=("text:a",), cut_documents=5)
-    assert parts._reading(changed) != parts._reading(plain)
-
-
 @pytest.mark.parametrize("kind", ["wordpiece", pytest.param("unigram", marks=pytest.mark.long)])
 def test_a_text_too_small_for_the_vocabulary_leaves_pieces_unused(tmp_path, kind):
     """As in the vocabularies of BERT itself; what is there is what the exact size gives."""
