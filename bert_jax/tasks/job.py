@@ -21,7 +21,7 @@ from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import load_experiment
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import mistakes, rows, scores, similar
+from bert_jax.tasks import rows, scores, similar
 from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.generate import TargetRows
@@ -167,7 +167,7 @@ class FinetuningSetup(Setup):
         self.eval_batches = rows.eval_batches(self._eval_rows, pad_id, size)
         self._fixed = self._base.fixed(self.objective, mesh)
         self._forward = forward_of(self.objective, experiment.parallelism, mesh)
-        guess = mistakes.guess(experiment.task, self.labels, self._held_out)
+        guess = scores.guess(experiment.task, self.labels, self._held_out)
         self._guessing = ""
         if guess is not None:
             self._guessing = f"; {guess[0]}: {experiment.task.main_score} {guess[1]:.4f}"
@@ -333,7 +333,7 @@ class FinetuningSetup(Setup):
         if threshold is not None:
             kind = kind_of(self.experiment.task, self.labels, self._base.tokenizer, threshold)
         answers = kind.answers(outputs, self._eval_rows, self._held_out)
-        return mistakes.of_answers(kind, self.labels, answers, self._held_out)
+        return scores.mistakes(kind, self.labels, answers, self._held_out)
 
 
 def _laid_over(fresh: Any, tree: Any) -> Any:
