@@ -174,8 +174,7 @@ class Examples:
 class TrainBatches:
     """Training batches of one phase. May be pickled.
 
-    `rows_per_epoch` is R; None: the rows in the first plan. The phase's first step is counted in
-    the run, whose steps are `total_steps`.
+    The phase's first step is counted in the run, whose steps are `total_steps`.
     """
 
     def __init__(
@@ -184,7 +183,6 @@ class TrainBatches:
         ids: Ids,
         data: Data,
         shape: Shape,
-        rows_per_epoch: int | None = None,
         first_step: int = 0,
         total_steps: int = 1,
     ):
@@ -192,20 +190,14 @@ class TrainBatches:
         widths = shape.sequence_length, shape.max_predictions
         self._made = Examples(plans.stream, ids, data, *widths)
         self._first_step, self._total_steps = first_step, total_steps
-        self._rows = rows_per_epoch
         self._key = draws.key_of(*plans.names)
 
     @property
     def rows_per_epoch(self) -> int:
         """Returns R; waits where nobody has counted them yet."""
-        while (rows := self._rows_if_known()) is None:
+        while (rows := self.plans.counted()) is None:
             self.plans.pause()
         return rows
-
-    def _rows_if_known(self) -> int | None:
-        if self._rows is None:
-            self._rows = self.plans.counted()
-        return self._rows
 
     def ready(self, step: int) -> bool:
         """Returns whether a step's batch can be made at once; else what it waits for is under way.
@@ -220,7 +212,7 @@ class TrainBatches:
 
     def ready_for(self, first_row: int, last_row: int) -> bool:
         """Returns what `ready` does, of rows of the phase, the last one included."""
-        rows = self._rows_if_known()
+        rows = self.plans.counted()
         if rows is None:
             return False
         first, last = first_row // rows, last_row // rows

@@ -131,7 +131,11 @@ def build(
             chosen = _train(corpus, vocab_size, counting, counts_, scratch, say)
         shared = _share(chosen, folder, place)
         tasks = [parts.Read(place, corpus, part, shared, chosen.sha256) for part in planned]
-    _drop_others(scratch, [*counting, *tasks], say)
+    wanted = {task.name for task in [*counting, *tasks]}
+    for path in scratch.iterdir():
+        # What an earlier `prepare` made of other text or settings.
+        if path.name not in wanted and not path.name.startswith("shards-"):
+            shutil.rmtree(path)
     records = run(what, tasks, say)
     tables = [
         np.fromfile(parts.here(place, task.name, "documents.bin", scratch), parts.DOCUMENT)
@@ -168,7 +172,7 @@ def build(
     counts, written = _write_dataset(writing, scratch, folder, chosen.size, run, say)
     mixed = _mixed(corpus, written, [len(own) for own in by_source])
     for split in SPLITS:
-        if not counts[split].tokens:
+        if not counts[split]["tokens"]:
             raise InputError(
                 f"corpus.sources: no text is left for the {split} split: no document there of "
                 f"{', '.join(corpus.sources)} holds a character that the tokenizer keeps"
@@ -186,7 +190,7 @@ def build(
         "documents_repeated": repeated,
         "documents_empty": empty,
         "layouts": dict(layouts),
-        "splits": {split: dataclasses.asdict(counts[split]) for split in SPLITS},
+        "splits": counts,
         **mixed,
         "files": listed(folder),
         "versions": {
@@ -245,18 +249,17 @@ def _write_dataset(
     vocab_size: int,
     run: "Run",
     say: Say,
-) -> tuple[dict[str, dataset.SplitCounts], list[int]]:
+) -> tuple[dict[str, dict[str, int]], list[int]]:
     """Writes the dataset; returns its counts, and each part's documents in the training split."""
     written = []
-    counts = {split: dataset.SplitCounts() for split in SPLITS}
-    shards: dict[str, list[dataset.Shard]] = {split: [] for split in SPLITS}
+    counts = {split: dict.fromkeys(dataset.COUNTED, 0) for split in SPLITS}
+    shards: dict[str, list[tuple[pathlib.Path, dict[str, int]]]] = {split: [] for split in SPLITS}
     for task, record in zip(tasks, run("writing the dataset", tasks, say), strict=True):
         written.append(record.get("train", {"documents": 0})["documents"])
         for split, counted in record.items():
-            size = counted.pop("num_bytes")
-            counts[split].add(dataset.SplitCounts(**counted))
-            path = parts.here(task.place, task.name, split, scratch)
-            shards[split].append(dataset.Shard(path, counted["documents"], size))
+            for name in dataset.COUNTED:
+                counts[split][name] += counted[name]
+            shards[split].append((parts.here(task.place, task.name, split, scratch), counted))
     if all(shards.values()):
         id_dtype = "uint16" if vocab_size <= 2**16 else "uint32"
         dataset.assemble(dataset.folder_of(folder), shards, id_dtype)
@@ -294,24 +297,6 @@ def _train(
             f"vocabulary are [unused]; model.vocab_size={vocab_size - lacking} has none of them"
         )
     return made
-
-
-def _drop_others(scratch: pathlib.Path, tasks: Sequence[Task], say: Say) -> None:
-    """Removes what an earlier `prepare` made of other text or settings, or left half made."""
-    wanted = {task.name for task in tasks}
-    others = [
-        path
-        for path in scratch.iterdir()
-        if path.name not in wanted and not path.name.startswith("shards-")
-    ]
-    whole = sum(not path.name.startswith(".") for path in others)
-    if whole:
-        say(
-            f"prepare: text or settings have changed since an earlier `prepare` here: {whole} of "
-            "its parts are made again"
-        )
-    for path in others:
-        shutil.rmtree(path)
 
 
 @dataclasses.dataclass(frozen=True)

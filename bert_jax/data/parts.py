@@ -330,8 +330,7 @@ class WriteShards:
         record = {}
         for split, writer in sorted(writers.items()):
             writer.close()
-            counted = dataclasses.asdict(writer.counts)
-            record[dataset.SPLITS[split]] = {**counted, "num_bytes": writer.num_bytes}
+            record[dataset.SPLITS[split]] = writer.counts
         return record
 
     def _documents(

@@ -71,7 +71,9 @@ def export(
             (folder / "base").mkdir()
             _write_model(model, stated, params, architecture, dtype, folder / "base")
             _write_adapter(model, architecture, dtype, target, folder)
-        _write_tokenizer(model, folder)
+        # What is longer was cut when this was learned.
+        longest = model.experiment.task.max_sequence_length
+        vocabularies.write(model.tokenizer, longest, INPUTS[names.family(model.model)], folder)
         text = card.write(
             *(stated, architecture, dtype, target.name),
             form="adapter" if form == "adapter" else "model",
@@ -119,12 +121,6 @@ def _write_model(
     vocabularies.write_json(folder / "config.json", fields)
     tensors = weights.to_theirs(jax.device_get(params), model.model, architecture)
     write_tensors(folder / "model.safetensors", tensors, dtype)
-
-
-def _write_tokenizer(model: TaskModel, folder: epath.Path) -> None:
-    # What is longer was cut when this was learned.
-    longest = model.experiment.task.max_sequence_length
-    vocabularies.write(model.tokenizer, longest, INPUTS[names.family(model.model)], folder)
 
 
 # --- adapters -------------------------------------------------------------------------------------

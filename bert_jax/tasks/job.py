@@ -312,14 +312,10 @@ class FinetuningSetup(Setup):
             "class_weights": list(self.objective.class_weights),
         }
 
-    def scores(self, outputs: list[np.ndarray]) -> dict[str, float]:
-        """Returns all scores of what a head gives for each validation row."""
-        return self._kind.scores(outputs, self._eval_rows, self._held_out)
-
     def _evaluate(self, params: Any) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
         outputs, loss = self._forward(params, self._fixed, self.eval_batches, self._eval_rows)
-        by_name = self.scores(outputs)
+        by_name = self._kind.scores(outputs, self._eval_rows, self._held_out)
         self._newest = outputs, by_name.get("no_answer_threshold")
         score = by_name[self.experiment.task.main_score]
         if math.isnan(loss) and not self._train:  # of vectors no loss is asked but this

@@ -30,7 +30,7 @@ from bert_jax.model.encoder import Loop, filled
 from bert_jax.model.kinds import encode, encoder_of, of_text
 from bert_jax.model.similarity import pooled, unit
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import rows, similar
+from bert_jax.tasks import similar
 from bert_jax.tasks.adapted import Reader, kind_of, require_finite, run_rows
 from bert_jax.tasks.examples import Example
 from bert_jax.tasks.minimal_pairs import MinimalPairs
@@ -70,7 +70,7 @@ class Probe:
         kind = self._kind = kind_of(reader.fitted(self.task), self.labels, reader.tokenizer)
         self._sides = [kind.rows(self.train), kind.rows(self.validation)]
         self._batches = [reader.batches(side) for side in self._sides]
-        counts = np.bincount(_classes(self._sides[0]), minlength=len(self.labels))
+        counts = np.bincount(self._sides[0].labels(), minlength=len(self.labels))
         always = counts.astype(np.float32)
         predicted = [
             always if kind.reads == "pooled" else np.tile(always, (n, 1))
@@ -95,9 +95,9 @@ class Probe:
         )
         require_finite(self.name, learned)
         count = reader.model.num_hidden_layers + 1 if outputs == "all" else 1
-        stacked = np.split(_labelled(learned, self._sides[0]), count, axis=-1)
+        stacked = np.split(self._sides[0].labelled(learned), count, axis=-1)
         of_layers = zip(*(np.split(values, count, axis=-1) for values in asked), strict=True)
-        classes, each = _classes(self._sides[0]), []
+        classes, each = self._sides[0].labels(), []
         for features, held_out in zip(stacked, of_layers, strict=True):
             weights, bias = ridge(features, classes, self._kind.outputs)
             each.append(self._score([values @ weights + bias for values in held_out]))
@@ -337,16 +337,3 @@ def drawn(task: Task, part: Literal["train", "validation"]) -> list[Example]:
     there = examples_lib.read(task, getattr(task, part), "labelled")
     order = draws.permutation(draws.key_of(0, "probe"), 0, len(there))
     return [there[i] for i in np.sort(order[:_MOST])]
-
-
-def _classes(its_rows: rows.Rows) -> np.ndarray:
-    """Returns the class of each row, or of each word, int [N]."""
-    targets = its_rows.numbers.get("targets")
-    return _labelled(its_rows.tokens["targets"] if targets is None else list(targets), its_rows)
-
-
-def _labelled(values: list[np.ndarray], its_rows: rows.Rows) -> np.ndarray:
-    """Returns values of rows, or of their pieces, [n, ...] each, where labels are: [N, ...]."""
-    if "targets" in its_rows.numbers:
-        return np.stack(values)
-    return np.concatenate([one[at] for one, (_, at) in zip(values, its_rows.notes, strict=True)])

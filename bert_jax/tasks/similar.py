@@ -42,16 +42,18 @@ _SCALE_RULE = sharding.Rule("head/scale")
 
 
 class Similar(TaskKind):
-    """The kind of `similar`: a row for each text, and of each row a vector."""
+    """The kind of `similar`: a row for each text, and of each row a vector.
+
+    `outputs` is the teacher's width where a projection learns, else 0.
+    """
 
     reads = "vectors"
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
-        del labels
-        self._tokenizer, self._limit = tokenizer, task.max_sequence_length
+        super().__init__(task, labels, tokenizer)
+        self._limit = task.max_sequence_length
         self.prefixes = tokenizer.encode(task.query_prefix), tokenizer.encode(task.text_prefix)
         self.rows_per_example = len(task.text_columns)
-        self.outputs = 0  # of a projection, the teacher's width
 
     def rows(self, examples: Sequence[Sentence | Passage]) -> Rows:
         """Returns a row of each text, behind its prefix; what is too long is cut at its end."""

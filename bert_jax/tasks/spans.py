@@ -55,8 +55,7 @@ class Spans(TaskKind):
         tokenizer: Tokenizer,
         no_answer_threshold: float | None = None,
     ):
-        del labels
-        self._task, self._tokenizer = task, tokenizer
+        super().__init__(task, labels, tokenizer)
         self._threshold = no_answer_threshold
 
     def rows(self, examples: Sequence[Question]) -> Rows:

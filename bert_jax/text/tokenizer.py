@@ -298,7 +298,7 @@ def units(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
     """
     start = 0
     for place, char in enumerate(text):
-        kind = _kind(char, tokenizer.case) if tokenizer.kind == "wordpiece" else _plain(char)
+        kind = _kind(char, tokenizer.case if tokenizer.kind == "wordpiece" else None)
         if kind == "of a word":
             continue
         if start < place:
@@ -311,14 +311,12 @@ def units(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
 
 
 @functools.cache
-def _kind(char: str, case: Case) -> str:
-    """Returns what the tokenizer does at a character between two letters."""
+def _kind(char: str, case: Case | None) -> str:
+    """Returns what WordPiece does at a character between two letters; without a case, others."""
+    if case is None:
+        return "blank" if char.isspace() else "of a word"
     words = len(basic_tokens(f"a{char}a", case))
     return {1: "of a word", 2: "blank"}.get(words, "alone")
-
-
-def _plain(char: str) -> str:
-    return "blank" if char.isspace() else "of a word"
 
 
 class Splitter:
@@ -333,30 +331,22 @@ class Splitter:
     def words(self, sentences: Iterable[str]) -> list[str]:
         """Returns the words of sentences without line feeds, a line feed after each sentence."""
         split: list[str] = []
-        plain: list[str] = []  # sentences in ASCII, cut together
         for sentence in sentences:
-            if sentence.isascii() and sentence.isprintable():
-                plain.append(sentence)
-                continue
-            if plain:
-                split += self._ascii_words(plain)
-                plain.clear()
-            if any(char in sentence for char in _BLANK_CONTROLS):
-                sentence = sentence.translate(_CLEAN)
-            split += itertools.chain.from_iterable(map(self._chunks.__getitem__, sentence.split()))
+            if sentence.isascii():
+                split += basic_tokens(sentence, self._case)
+            else:
+                if any(char in sentence for char in _BLANK_CONTROLS):
+                    sentence = sentence.translate(_CLEAN)
+                chunks = map(self._chunks.__getitem__, sentence.split())
+                split += itertools.chain.from_iterable(chunks)
             split.append("\n")
-        return split + self._ascii_words(plain) if plain else split
-
-    def _ascii_words(self, sentences: list[str]) -> list[str]:
-        text = "\n".join([*sentences, ""])
-        return _ASCII_WORD_OR_END.findall(text.lower() if self._case == "uncased" else text)
+        return split
 
 
 # `basic_tokens` drops these, and `str.split` would cut at them.
 _BLANK_CONTROLS = "\x0b\x0c\x1c\x1d\x1e\x1f\x85"
 _ASCII_CONTROLS = {code: None for code in [*range(32), 127] if chr(code) not in "\t\n\r"}
 _ASCII_TOKEN = re.compile(f"[0-9A-Za-z]+|[{re.escape(string.punctuation)}]")
-_ASCII_WORD_OR_END = re.compile(f"[0-9A-Za-z]+|[{re.escape(string.punctuation)}\n]")
 
 
 class _Table(dict):

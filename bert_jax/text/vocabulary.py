@@ -73,7 +73,11 @@ def read_vocab(path: epath.PathLike) -> list[str]:
     if lines and not lines[-1]:
         lines.pop()
     vocab = [line.strip() for line in lines]
-    require_specials(vocab, str(path))
+    if missing := [name for name in SPECIALS if name not in vocab]:
+        raise InputError(
+            f"{path}: no {' '.join(missing)} among its {len(vocab)} lines; a BERT vocabulary has a "
+            "piece a line, and these among them"
+        )
     lines_of: dict[str, int] = {}
     for number, piece in enumerate(vocab, 1):
         first = lines_of.setdefault(piece, number)
@@ -83,17 +87,6 @@ def read_vocab(path: epath.PathLike) -> list[str]:
                 f"{path}:{number}: the piece {piece!r} stands on line {first} already; a line is "
                 "an id, so put a piece of its own there, e.g. [unused1]"
             )
-    return vocab
-
-
-def require_specials(vocab: list[str], where: str) -> list[str]:
-    """Returns the vocabulary, if it is one of BERT's; `where` begins the complaint."""
-    missing = [name for name in SPECIALS if name not in vocab]
-    if missing:
-        raise InputError(
-            f"{where}: no {' '.join(missing)} among its {len(vocab)} lines; a BERT vocabulary has "
-            "a piece a line, and these among them"
-        )
     return vocab
 
 
