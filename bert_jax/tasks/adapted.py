@@ -48,16 +48,13 @@ def kind_of(
 
 
 @dataclasses.dataclass
-class LoadedBase:
-    """The weights of a base that a task's head can read."""
+class LoadedBase(base_lib.Base):
+    """The weights of a base that a task's head can read.
 
-    model: Model  # of the base, with the dropout and the type of `adapt`
-    params: dict[str, Any]  # `encoder`, and what a head reads or what scores pieces, on the host
-    fresh_parts: tuple[str, ...]  # of these, those that never learned
-    tokenizer: Tokenizer  # of the base
-    sha256: str  # of the weights and the tokenizer: what trained parameters belong to
-    head: base_lib.Head | None = None  # of the task that the base was fine-tuned for
-    vectors: base_lib.TextVectors | None = None  # as the base makes them; None: it does not say
+    The model has the dropout and the type of `adapt`; parameters, on the host, are `encoder`, and
+    what a head reads or what scores pieces. The hash, of them and the tokenizer, is what trained
+    parameters belong to.
+    """
 
     @classmethod
     def of(cls, experiment: Finetuning) -> "LoadedBase":
@@ -90,8 +87,8 @@ class LoadedBase:
             attention_probs_dropout_prob=0.0 if frozen else adapt.attention_probs_dropout_prob,
             compute_dtype=adapt.compute_dtype,
         )
-        known = trained.head, trained.vectors
-        return cls(model, params, fresh, trained.tokenizer, digest.hexdigest(), *known)
+        known = {"head": trained.head, "vectors": trained.vectors, "fresh": fresh}
+        return cls(model, params, trained.tokenizer, sha256=digest.hexdigest(), **known)
 
     def objective(
         self, experiment: Finetuning, kind: TaskKind, class_weights: Sequence[float] = ()
@@ -99,7 +96,7 @@ class LoadedBase:
         """Returns the loss of the experiment's task over this base."""
         args = (
             *(self.model, kind.learns, kind.reads, kind.outputs, kind.rows_per_example),
-            *(experiment.adapt, self.fresh_parts, tuple(class_weights)),
+            *(experiment.adapt, self.fresh, tuple(class_weights)),
         )
         if kind.reads == "vectors":
             known = self.vectors or base_lib.TextVectors()

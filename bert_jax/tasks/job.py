@@ -282,7 +282,7 @@ class FinetuningSetup(Setup):
         params = dict(state["params"])
         if self.experiment.adapt.how == "full":
             for name, tree in self._base.read_by(self.objective).items():
-                if name not in self._base.fresh_parts:
+                if name not in self._base.fresh:
                     params[name] = _laid_over(params[name], tree)
         if (head := self._base.head_for(self.experiment, self.labels)) is not None:
             params["head"] = _laid_over(params["head"], head)
