@@ -17,36 +17,12 @@ import numpy as np
 
 from bert_jax.config import Data
 from bert_jax.data import draws, masking, pairs, sentences
+from bert_jax.data.masking import Ids
 from bert_jax.data.plans import Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
-from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ids:
-    """The ids of a vocabulary that building an example needs, and how many there are."""
-
-    pad: int
-    cls: int
-    sep: int
-    mask: int
-    vocab_size: int
-    continues: np.ndarray  # bool [vocab_size]
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "Ids":
-        """Returns the ids of a tokenizer."""
-        return cls(
-            tokenizer.pad_id,
-            tokenizer.cls_id,
-            tokenizer.sep_id,
-            tokenizer.mask_id,
-            tokenizer.size,
-            tokenizer.continues,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,10 +129,8 @@ class Examples:
             lengths,
             array_draws,
             policy,
-            max_predictions=self.max_predictions,
-            mask_id=self.ids.mask,
-            vocab_size=self.ids.vocab_size,
-            continues=self.ids.continues,
+            self.max_predictions,
+            self.ids,
         )
         return {
             "input_ids": masked.input_ids,

@@ -109,7 +109,7 @@ def build(
         )
     # A field that is not there is refused before anything is read of another source.
     for one in corpus.alone():
-        extents = () if one.sources[0].startswith("text:") else documents.extents(one.sources[0])
+        extents = () if one.sources[0].startswith("text:") else documents.extents(one)
         for extent in itertools.islice(extents, 1):
             next(documents.read_extent(extent, one), None)
     # Of a corpus that is mixed, the parts of each source by itself.

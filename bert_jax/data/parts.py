@@ -105,12 +105,12 @@ def plan(corpus: Corpus) -> list[Part]:
         size = 0
 
     for one in corpus.alone():
-        for extent in documents.extents(one.sources[0], one, PART_BYTES):
+        for extent in documents.extents(one, PART_BYTES):
             is_packed = extent.kind == "tfds" or extent.path.endswith((".gz", ".zst"))
             more = extent.bytes * (_PACKED if is_packed else 1)
             if extents and size + more > PART_BYTES:
                 end()
-            extents.append(dataclasses.replace(extent, field=one.text_field))
+            extents.append(extent)
             size += more
     if extents:
         end()

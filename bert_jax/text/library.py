@@ -77,12 +77,11 @@ class Library:
         if sorted(ids.values()) != list(range(self.size)):
             raise InputError(f"{where}: the ids of its {self.size} pieces are not 0 to the last")
         self._pieces = sorted(ids, key=ids.__getitem__)
-        self.cls_id, self.between_ids, self.sep_id, self.second_segment = _around(
-            self._library, where
-        )
         self.pad_id, self.unk_id, self.mask_id = (
             self._special(f"{role}_token", ids, where) for role in ("pad", "unk", "mask")
         )
+        around = _around(self._library, where)
+        self.cls_id, self.between_ids, self.sep_id, self.second_segment = around
         special = {token["id"] for token in parts["added_tokens"] if token["special"]}
         self._special_ids = special - {self.unk_id}
         self.continues = self._continuing()
@@ -257,7 +256,10 @@ def _around(of: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...],
       The ids of `cls`, `between` and `sep`, and the segment of B and of what ends it: 0 or 1.
     """
     texts = ("a", *of.get_vocab())
-    text = next(t for t in texts if of.encode(t, add_special_tokens=False).ids)
+    try:
+        text = next(t for t in texts if of.encode(t, add_special_tokens=False).ids)
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(f"{where}: the tokenizers library cuts no text by it ({error})") from error
     one, two = of.encode(text), of.encode(text, text)
     size, gap = one.sequence_ids.count(0), two.sequence_ids.count(None) - 2
     shape = [None, *[0] * size, *[None] * gap, *[1] * size, None]

@@ -285,11 +285,11 @@ REFUSED = {
     ),
     "added tokens": (
         lambda: edit("hf/tokenizer.json", **ADDED),
-        ["tokenizer.json", "post_processor"],
+        ["tokenizer.json", "tokenizers library"],
     ),
     "a piece of two lines": (
         lambda: (edit("hf/tokenizer.json", **fast(None)), renamed_piece("a\nb")),
-        ["tokenizer.json", "post_processor"],
+        ["tokenizer.json", "tokenizers library"],
     ),
     "another end of words": (
         lambda: edit("hf/tokenizer.json", **fast(None) | {"pre_tokenizer": {"type": "Split"}}),

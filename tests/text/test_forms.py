@@ -230,7 +230,7 @@ def test_a_large_parquet_file_is_read_in_parts(tmp_path):
         pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=10
     )
     settings = Corpus(sources=(f"parquet:{tmp_path}",))
-    extents = list(documents.extents(settings.sources[0], settings, 9_000))
+    extents = list(documents.extents(settings, 9_000))
     assert len(extents) == len(records.parts(extents[0].path, "text", 9_000)) > 2
     found = [d for extent in extents for d in documents.read_extent(extent, settings)]
     assert [d.text for d in found] == [text.strip() for text in texts]
