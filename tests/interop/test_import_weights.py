@@ -203,14 +203,6 @@ def edit(file: str, **fields) -> None:
     path.write_text(json.dumps(known | fields))
 
 
-def renamed_piece(piece: str) -> None:
-    """The last one's name, in tokenizer.json alone."""
-    pathlib.Path("hf/vocab.txt").unlink()
-    model = fast(None)["model"]
-    del model["vocab"][VOCAB[-1]]
-    edit("hf/tokenizer.json", model=model | {"vocab": model["vocab"] | {piece: PIECES - 1}})
-
-
 def tensors_are(tensors: dict[str, np.ndarray]):
     return lambda: save_file(tensors, "hf/model.safetensors")
 
@@ -241,7 +233,6 @@ QUERY = "bert.encoder.layer.1.attention.self.query.weight"
 ROUNDED = TENSORS | {"cls.predictions.decoder.weight": TENSORS[WORD] + 1e-3}
 WIDER = TENSORS | {QUERY: np.zeros((64, 65), np.float32)}
 TWICE = TENSORS | {"embeddings.LayerNorm.gamma": np.ones(64, np.float32)}
-ADDED = {"model": {"type": "WordPiece", "vocab": {"[PAD]": 0}}, "added_tokens": [{"content": "x"}]}
 
 REFUSED = {
     "a missing tensor": (tensors_are(without(QUERY)), [QUERY, "[64, 64]", "missing"]),
@@ -281,14 +272,6 @@ REFUSED = {
     "sentencepiece": (sentencepiece, ["spiece.model", "tokenizer.json"]),
     "another tokenizer": (
         lambda: edit("hf/tokenizer.json", model={"type": "BPE", "vocab": {}}),
-        ["tokenizer.json", "tokenizers library"],
-    ),
-    "added tokens": (
-        lambda: edit("hf/tokenizer.json", **ADDED),
-        ["tokenizer.json", "tokenizers library"],
-    ),
-    "a piece of two lines": (
-        lambda: (edit("hf/tokenizer.json", **fast(None)), renamed_piece("a\nb")),
         ["tokenizer.json", "tokenizers library"],
     ),
     "another end of words": (
