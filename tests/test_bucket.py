@@ -15,7 +15,7 @@ from fake_gcs import Fault
 from small_run import bert_jax, killed, write_text
 
 from bert_jax import config
-from bert_jax.data import corpus, plan_files, plans
+from bert_jax.data import corpus, plans
 from bert_jax.running import runner
 from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import buckets, mirror, retry
@@ -341,7 +341,7 @@ def test_a_fresh_host_that_resumes_in_a_later_epoch_plans_no_first_one(
     counted = rows(sends_counts=True)
     assert counted == {*plans.read_counts(epath.Path("gs://bucket/corpus/plans.json")).values()}
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "another machine"))
-    monkeypatch.setattr(plan_files.pairs, "plan", None)
+    monkeypatch.setattr(plans.pairs, "plan", None)
     assert rows(sends_counts=False) == counted
 
 

@@ -16,26 +16,26 @@ LINES = {
     "cli": 1_571,
     "compare": 1_217,
     "config": 2_271,
-    "conformance": 1_152,
-    "data": 3_717,
+    "conformance": 1_150,
+    "data": 3_570,
     "doctor": 757,
-    "interop": 2_288,
+    "interop": 2_223,
     "model": 3_081,
     "plan": 2_118,
     "report": 1_560,
     "storage": 1_446,
-    "tasks": 4_264,
-    "text": 2_991,
+    "tasks": 4_118,
+    "text": 2_923,
     "training": 2_283,
-    "running": 4_714,
+    "running": 4_713,
     "serve": 529,
-    "vectors": 1_269,
+    "vectors": 1_258,
     "verify": 987,
     "launch": 1_332,
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_773,
+    "tests": 32_768,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -56,7 +56,6 @@ TOO_SHORT = {
 MODULES, NAMES = 17, 22
 TOO_MANY = {
     ".": 25,
-    "tasks": 18,
 }
 
 

@@ -149,7 +149,7 @@ def look(path: str) -> Text:
         read = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
     except InputError as error:
         raise InputError(f"--text {path}: {error}") from error
-    extents = list(documents.extents(read.sources[0]))
+    extents = list(documents.extents(read))
     sample = ""
     for extent in extents[:: max(1, len(extents) // _PARTS)]:
         most = len(sample) + _SAMPLE // _PARTS

@@ -215,10 +215,8 @@ def _mask(
         lengths,
         counter,
         masking.Policy.of(Data(masking=units), 0, 1),
-        max_predictions=most,
-        mask_id=1,
-        vocab_size=6,
-        continues=continues,
+        most,
+        masking.Ids(pad=0, cls=2, sep=3, mask=1, vocab_size=6, continues=continues),
     )
 
 

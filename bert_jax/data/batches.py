@@ -17,36 +17,12 @@ import numpy as np
 
 from bert_jax.config import Data
 from bert_jax.data import draws, masking, pairs, sentences
+from bert_jax.data.masking import Ids
 from bert_jax.data.plans import Plans
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
-from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ids:
-    """The ids of a vocabulary that building an example needs, and how many there are."""
-
-    pad: int
-    cls: int
-    sep: int
-    mask: int
-    vocab_size: int
-    continues: np.ndarray  # bool [vocab_size]
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "Ids":
-        """Returns the ids of a tokenizer."""
-        return cls(
-            tokenizer.pad_id,
-            tokenizer.cls_id,
-            tokenizer.sep_id,
-            tokenizer.mask_id,
-            tokenizer.size,
-            tokenizer.continues,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,10 +129,8 @@ class Examples:
             lengths,
             array_draws,
             policy,
-            max_predictions=self.max_predictions,
-            mask_id=self.ids.mask,
-            vocab_size=self.ids.vocab_size,
-            continues=self.ids.continues,
+            self.max_predictions,
+            self.ids,
         )
         return {
             "input_ids": masked.input_ids,
@@ -174,13 +148,7 @@ class Examples:
 class TrainBatches:
     """Training batches of one phase. May be pickled.
 
-    Args:
-      plans: of the phase.
-      ids: specials and vocabulary.
-      data: how examples are made.
-      shape: widths of the batches.
-      rows_per_epoch: R; None: the rows in the first plan.
-      first_step, total_steps: of the phase, counted in the run, and of the run.
+    The phase's first step is counted in the run, whose steps are `total_steps`.
     """
 
     def __init__(
@@ -189,7 +157,6 @@ class TrainBatches:
         ids: Ids,
         data: Data,
         shape: Shape,
-        rows_per_epoch: int | None = None,
         first_step: int = 0,
         total_steps: int = 1,
     ):
@@ -197,20 +164,14 @@ class TrainBatches:
         widths = shape.sequence_length, shape.max_predictions
         self._made = Examples(plans.stream, ids, data, *widths)
         self._first_step, self._total_steps = first_step, total_steps
-        self._rows = rows_per_epoch
         self._key = draws.key_of(*plans.names)
 
     @property
     def rows_per_epoch(self) -> int:
         """Returns R; waits where nobody has counted them yet."""
-        while (rows := self._rows_if_known()) is None:
+        while (rows := self.plans.counted()) is None:
             self.plans.pause()
         return rows
-
-    def _rows_if_known(self) -> int | None:
-        if self._rows is None:
-            self._rows = self.plans.counted()
-        return self._rows
 
     def ready(self, step: int) -> bool:
         """Returns whether a step's batch can be made at once; else what it waits for is under way.
@@ -225,7 +186,7 @@ class TrainBatches:
 
     def ready_for(self, first_row: int, last_row: int) -> bool:
         """Returns what `ready` does, of rows of the phase, the last one included."""
-        rows = self._rows_if_known()
+        rows = self.plans.counted()
         if rows is None:
             return False
         first, last = first_row // rows, last_row // rows

@@ -50,57 +50,35 @@ _NO_ENDS = ("th", "lo", "km", "bo", "dz")
 PARTS = "parts"
 
 
-@dataclasses.dataclass
-class Survey:
-    """The documents of a corpus that repeat, and those that are held out; all of them, in order.
+def survey(hashes: np.ndarray, corpus: Corpus) -> tuple[int, np.ndarray]:
+    """Decides by the hashes of all texts, uint64 [documents], where each goes.
 
     A document goes to validation if the hash of its text is among the smallest
     `Corpus.validation_share`; so equal texts share a split, and a split does not depend on order.
+
+    Returns:
+      How many documents have a text that stood before, and uint8 [documents]: 0 train, 1
+      validation, 2 nowhere.
     """
-
-    first: np.ndarray  # bool [documents], no earlier document has the same text
-    held_out: np.ndarray  # bool [documents], goes to validation
-
-    @property
-    def count(self) -> int:
-        """The number of documents, repeats included."""
-        return len(self.first)
-
-    @property
-    def repeated(self) -> int:
-        """The number of documents whose text stood before."""
-        return int(self.count - self.first.sum())
-
-    @classmethod
-    def of(cls, hashes: np.ndarray, corpus: Corpus) -> "Survey":
-        """Decides by the hashes of all texts, uint64 [documents]."""
-        if not len(hashes):
-            raise InputError(
-                f"corpus.sources: no text in any document of {', '.join(corpus.sources)}"
-            )
-        unique, first_index = np.unique(hashes, return_index=True)
-        first = np.zeros(len(hashes), bool)
-        first[first_index] = True
-        wanted = max(LEAST_VALIDATION_DOCUMENTS, round(corpus.validation_share * len(unique)))
-        if len(unique) < 2 * LEAST_VALIDATION_DOCUMENTS:
-            raise InputError(
-                f"corpus.sources: {quantity(len(unique), 'different document')}, but "
-                f"{2 * LEAST_VALIDATION_DOCUMENTS} are needed, to hold out "
-                f"{LEAST_VALIDATION_DOCUMENTS}. {ONE_FILE}"
-            )
-        if wanted > len(unique) // 2:
-            raise InputError(
-                f"corpus.validation_share={corpus.validation_share}: would hold out {wanted} of "
-                f"{len(unique)} documents"
-            )
-        return cls(first, hashes <= unique[wanted - 1])
-
-    def splits(self, corpus: Corpus) -> np.ndarray:
-        """Returns where each document goes, uint8 [documents]: 0 train, 1 validation, 2 nowhere."""
-        splits = self.held_out.astype(np.uint8)
-        if corpus.repeated_documents == "drop":
-            splits[~self.first] = 2
-        return splits
+    if not len(hashes):
+        raise InputError(f"corpus.sources: no text in any document of {', '.join(corpus.sources)}")
+    unique, first = np.unique(hashes, return_index=True)
+    wanted = max(LEAST_VALIDATION_DOCUMENTS, round(corpus.validation_share * len(unique)))
+    if len(unique) < 2 * LEAST_VALIDATION_DOCUMENTS:
+        raise InputError(
+            f"corpus.sources: {quantity(len(unique), 'different document')}, but "
+            f"{2 * LEAST_VALIDATION_DOCUMENTS} are needed, to hold out "
+            f"{LEAST_VALIDATION_DOCUMENTS}. {ONE_FILE}"
+        )
+    if wanted > len(unique) // 2:
+        raise InputError(
+            f"corpus.validation_share={corpus.validation_share}: would hold out {wanted} of "
+            f"{len(unique)} documents"
+        )
+    splits = (hashes <= unique[wanted - 1]).astype(np.uint8)
+    if corpus.repeated_documents == "drop":
+        splits[np.delete(np.arange(len(hashes)), first)] = 2
+    return len(hashes) - len(unique), splits
 
 
 def build(
@@ -131,7 +109,7 @@ def build(
         )
     # A field that is not there is refused before anything is read of another source.
     for one in corpus.alone():
-        extents = () if one.sources[0].startswith("text:") else documents.extents(one.sources[0])
+        extents = () if one.sources[0].startswith("text:") else documents.extents(one)
         for extent in itertools.islice(extents, 1):
             next(documents.read_extent(extent, one), None)
     # Of a corpus that is mixed, the parts of each source by itself.
@@ -149,17 +127,21 @@ def build(
         if chosen is None:
             counts_ = run("counting words", counting, say)
             if not corpus.cut_documents:  # before training: there are no more than these
-                Survey.of(np.arange(sum(counted["documents"] for counted in counts_)), corpus)
-            chosen = _train(corpus, vocab_size, _counted(counting, counts_, place, scratch), say)
+                survey(np.arange(sum(counted["documents"] for counted in counts_)), corpus)
+            chosen = _train(corpus, vocab_size, counting, counts_, scratch, say)
         shared = _share(chosen, folder, place)
         tasks = [parts.Read(place, corpus, part, shared, chosen.sha256) for part in planned]
-    _drop_others(scratch, [*counting, *tasks], say)
+    wanted = {task.name for task in [*counting, *tasks]}
+    for path in scratch.iterdir():
+        # What an earlier `prepare` made of other text or settings.
+        if path.name not in wanted and not path.name.startswith("shards-"):
+            shutil.rmtree(path)
     records = run(what, tasks, say)
     tables = [
         np.fromfile(parts.here(place, task.name, "documents.bin", scratch), parts.DOCUMENT)
         for task in tasks
     ]
-    survey = Survey.of(np.concatenate([table["hash"] for table in tables]), corpus)
+    repeated, splits = survey(np.concatenate([table["hash"] for table in tables]), corpus)
     if of_words:
         if long_words := sum(record["long_words"] for record in records):
             untrained = "" if given else " and train no vocabulary"
@@ -168,16 +150,13 @@ def build(
                 f"prepare: {quantity(long_words, 'word')} of over {tokenizer.MAX_WORD} characters: "
                 f"[UNK]{untrained}; `bert-jax doctor EXPERIMENT` looks at the text"
             )
-        chosen = given or _train(corpus, vocab_size, _counted(tasks, records, place, scratch), say)
+        chosen = given or _train(corpus, vocab_size, tasks, records, scratch, say)
         shared = _share(chosen, folder, place)
     layouts = collections.Counter[str]()
     for record in records:
         layouts.update(record["layouts"])
     read_as = ", ".join(f"{name} ({count})" for name, count in layouts.items())
-    say(
-        f"prepare: {quantity(survey.count, 'document')}, {survey.repeated:,} repeated; read as "
-        f"{read_as}"
-    )
+    say(f"prepare: {quantity(len(splits), 'document')}, {repeated:,} repeated; read as {read_as}")
     if replaced := sum(record["replaced"] for record in records):
         say(
             f"prepare: {quantity(replaced, 'replacement character')} where bytes are not "
@@ -185,15 +164,15 @@ def build(
         )
     if empty := sum(record["empty"] for record in records):
         say(f"prepare: {quantity(empty, 'document')} without any text left out")
-    splits = np.split(survey.splits(corpus), np.cumsum([len(table) for table in tables])[:-1])
+    of_parts = np.split(splits, np.cumsum([len(table) for table in tables])[:-1])
     writing = [
         parts.WriteShards(place, task.name, shared, chosen.sha256, split.tobytes(), task.bytes)
-        for task, split in zip(tasks, splits, strict=True)
+        for task, split in zip(tasks, of_parts, strict=True)
     ]
     counts, written = _write_dataset(writing, scratch, folder, chosen.size, run, say)
     mixed = _mixed(corpus, written, [len(own) for own in by_source])
     for split in SPLITS:
-        if not counts[split].tokens:
+        if not counts[split]["tokens"]:
             raise InputError(
                 f"corpus.sources: no text is left for the {split} split: no document there of "
                 f"{', '.join(corpus.sources)} holds a character that the tokenizer keeps"
@@ -208,10 +187,10 @@ def build(
         "settings": {**settings_of(corpus), "vocab_size": vocab_size},
         "sources": sources,
         "tokenizer": {"kind": chosen.kind, "case": chosen.case, "sha256": chosen.sha256},
-        "documents_repeated": survey.repeated,
+        "documents_repeated": repeated,
         "documents_empty": empty,
         "layouts": dict(layouts),
-        "splits": {split: dataclasses.asdict(counts[split]) for split in SPLITS},
+        "splits": counts,
         **mixed,
         "files": listed(folder),
         "versions": {
@@ -252,20 +231,6 @@ def listed(folder: epath.Path) -> dict[str, list[Any]]:
     return {p.relative_to(root).as_posix(): [p.stat().st_size, buckets.sha256(p)] for p in paths}
 
 
-def _counted(
-    tasks: Sequence[Task],
-    records: Sequence[dict[str, Any]],
-    place: str,
-    scratch: pathlib.Path,
-) -> words.Counted:
-    return words.count(
-        [
-            (parts.here(place, task.name, "counts.json", scratch), record["offsets"])
-            for task, record in zip(tasks, records, strict=True)
-        ]
-    )
-
-
 def _share(chosen: tokenizer.Tokenizer, folder: epath.Path, place: str) -> str:
     """Saves the tokenizer; returns a folder of it that all who work see."""
     chosen.save(folder / "tokenizer")
@@ -284,18 +249,17 @@ def _write_dataset(
     vocab_size: int,
     run: "Run",
     say: Say,
-) -> tuple[dict[str, dataset.SplitCounts], list[int]]:
+) -> tuple[dict[str, dict[str, int]], list[int]]:
     """Writes the dataset; returns its counts, and each part's documents in the training split."""
     written = []
-    counts = {split: dataset.SplitCounts() for split in SPLITS}
-    shards: dict[str, list[dataset.Shard]] = {split: [] for split in SPLITS}
+    counts = {split: dict.fromkeys(dataset.COUNTED, 0) for split in SPLITS}
+    shards: dict[str, list[tuple[pathlib.Path, dict[str, int]]]] = {split: [] for split in SPLITS}
     for task, record in zip(tasks, run("writing the dataset", tasks, say), strict=True):
         written.append(record.get("train", {"documents": 0})["documents"])
         for split, counted in record.items():
-            size = counted.pop("num_bytes")
-            counts[split].add(dataset.SplitCounts(**counted))
-            path = parts.here(task.place, task.name, split, scratch)
-            shards[split].append(dataset.Shard(path, counted["documents"], size))
+            for name in dataset.COUNTED:
+                counts[split][name] += counted[name]
+            shards[split].append((parts.here(task.place, task.name, split, scratch), counted))
     if all(shards.values()):
         id_dtype = "uint16" if vocab_size <= 2**16 else "uint32"
         dataset.assemble(dataset.folder_of(folder), shards, id_dtype)
@@ -303,8 +267,19 @@ def _write_dataset(
 
 
 def _train(
-    corpus: Corpus, vocab_size: int, counted: words.Counted, say: Say
+    corpus: Corpus,
+    vocab_size: int,
+    tasks: Sequence[Task],
+    records: Sequence[dict[str, Any]],
+    scratch: pathlib.Path,
+    say: Say,
 ) -> tokenizer.Tokenizer:
+    """Trains a tokenizer on the words that tasks have counted."""
+    counts = [
+        (parts.here(task.place, task.name, "counts.json", scratch), record["offsets"])
+        for task, record in zip(tasks, records, strict=True)
+    ]
+    counted = words.count(counts)
     used = "all of them"
     if len(counted.words) < counted.different:
         used = f"the {len(counted.words):,} commonest"
@@ -322,24 +297,6 @@ def _train(
             f"vocabulary are [unused]; model.vocab_size={vocab_size - lacking} has none of them"
         )
     return made
-
-
-def _drop_others(scratch: pathlib.Path, tasks: Sequence[Task], say: Say) -> None:
-    """Removes what an earlier `prepare` made of other text or settings, or left half made."""
-    wanted = {task.name for task in tasks}
-    others = [
-        path
-        for path in scratch.iterdir()
-        if path.name not in wanted and not path.name.startswith("shards-")
-    ]
-    whole = sum(not path.name.startswith(".") for path in others)
-    if whole:
-        say(
-            f"prepare: text or settings have changed since an earlier `prepare` here: {whole} of "
-            "its parts are made again"
-        )
-    for path in others:
-        shutil.rmtree(path)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,13 +71,8 @@ def prepare(
     The same bytes are made, no matter which processes do the work. What is whole of an earlier
     `prepare` that was killed or failed is used.
 
-    Args:
-      corpus: what to read and how.
-      vocab_size: ids the model has rows for; the tokenizer must have exactly as many.
-      folder: here or in a bucket.
-      say: is given a line now and then.
-      workers: processes that do the work.
-      beam: a runner of Apache Beam and its options, in place of them.
+    The tokenizer must have `vocab_size` ids. `beam` is a runner of Apache Beam and its options, in
+    place of so many processes, `workers`, of this machine.
 
     Raises:
       Unavailable: a bucket or a worker failed; run again to go on.
@@ -107,10 +102,9 @@ def verify(folder: epath.Path) -> None:
     """Reads all files of a corpus; of one in a bucket, those of this host's copy."""
     folder = here(folder)
     manifest = open_manifest(folder)
-    for below, mend in _mends(folder).items():
-        # A copy has no dataset.
-        if below != "dataset/" or (folder / "dataset").exists():
-            _require(folder, manifest["files"], below, "full", mend)
+    # A copy has no dataset.
+    for below in ("tokenizer/", "stream/", *["dataset/"] * (folder / "dataset").exists()):
+        _require(folder, manifest["files"], below, "full")
 
 
 def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
@@ -180,18 +174,17 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
 
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:
     """Returns the tokenizer the corpus was made with."""
-    mend = _mends(folder)["tokenizer/"]
     # First: what is wrong with a damaged vocabulary is no fault of its author.
-    _require(folder, manifest["files"], "tokenizer/", "cheap", mend)
+    _require(folder, manifest["files"], "tokenizer/", "cheap")
     loaded = tokenizer.load(folder / "tokenizer")
     if loaded.sha256 != manifest["tokenizer"].get("sha256"):
-        raise InputError(f"{folder / 'tokenizer'}: {mend}")
+        raise InputError(f"{folder / 'tokenizer'}: {_mend(folder, 'tokenizer')}")
     return loaded
 
 
 def open_stream(folder: epath.Path, split: str) -> stream.Stream:
     """Returns a split as flat ids, made from the dataset if it was removed."""
-    manifest, target, mends = open_manifest(folder), folder / "stream" / split, _mends(folder)
+    manifest, target = open_manifest(folder), folder / "stream" / split
     depth = "cheap"
     if not is_complete(target):
         with lock(folder):
@@ -200,10 +193,10 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
                     if os.path.islink(place):  # what lies where it leads would be removed
                         raise InputError(f"{place}: is a link; remove it, it is made again")
                 depth = "full"
-                _require(folder, manifest["files"], "dataset/", depth, mends["dataset/"])
+                _require(folder, manifest["files"], "dataset/", depth)
                 vocab_size = manifest["settings"]["vocab_size"]
                 stream.write(dataset.folder_of(folder), split, target, vocab_size)
-    _require(folder, manifest["files"], f"stream/{split}/", depth, mends["stream/"])
+    _require(folder, manifest["files"], f"stream/{split}/", depth)
     return stream.Stream.open(target)
 
 
@@ -221,23 +214,20 @@ def require_rows(folder: epath.Path, experiment: Experiment) -> None:
 
 
 def _require(
-    folder: epath.Path,
-    files: dict[str, list[Any]],
-    below: str,
-    depth: Literal["cheap", "full"],
-    mend: str,
+    folder: epath.Path, files: dict[str, list[Any]], below: str, depth: Literal["cheap", "full"]
 ) -> None:
     """Raises InputError for a file of the manifest that is not as it was made.
 
     Large files are looked at twice: at every opening for their size, and in full once they are
     made, copied, or asked for (`prepare --verify`), at about a gigabyte a second. All that is
-    smaller is read in full at every opening. `below` is how the paths that are looked at begin,
-    `mend` what to do, in words.
+    smaller is read in full at every opening. `below` is how the paths that are looked at begin.
     """
     for name, entry in files.items():
         wrong = _damage(folder / name, entry, depth) if name.startswith(below) else ""
         if wrong:
-            raise InputError(f"{folder / name}: missing or damaged ({wrong}); {mend}")
+            raise InputError(
+                f"{folder / name}: missing or damaged ({wrong}); {_mend(folder, name)}"
+            )
 
 
 def _damage(path: epath.PathLike, entry: list[Any], depth: Literal["cheap", "full"]) -> str:
@@ -252,17 +242,16 @@ def _damage(path: epath.PathLike, entry: list[Any], depth: Literal["cheap", "ful
     return ""
 
 
-def _mends(folder: epath.Path) -> dict[str, str]:
-    """Returns what to do where files are damaged, by how their paths begin."""
+def _mend(folder: epath.Path, name: str) -> str:
+    """Returns what to do where a file of a corpus is damaged."""
     if copies.is_copy(folder):
-        again = f"remove {folder} and run again, it is copied again"
-        return dict.fromkeys(("tokenizer/", "dataset/", "stream/"), again)
+        return f"remove {folder} and run again, it is copied again"
     return {
-        "tokenizer/": "not the tokenizer this corpus was made with; put that one back, or remove "
+        "tokenizer": "not the tokenizer this corpus was made with; put that one back, or remove "
         f"{folder} to prepare it again",
-        "dataset/": f"put the whole file back, or remove {folder} to prepare it again",
-        "stream/": f"remove {folder / 'stream'} and run again, it is made again from the dataset",
-    }
+        "dataset": f"put the whole file back, or remove {folder} to prepare it again",
+        "stream": f"remove {folder / 'stream'} and run again, it is made again from the dataset",
+    }[name.partition("/")[0]]
 
 
 def _require_same(
@@ -412,7 +401,7 @@ def _prepare_there(
         if is_complete(made):  # as a `prepare` that ended while sending leaves it
             try:
                 manifest = _found(corpus, vocab_size, made, say)
-                _require(made, manifest["files"], "", "full", "made again")
+                _require(made, manifest["files"], "", "full")
             except InputError:
                 made.rmtree()
         manifest = prepare(corpus, vocab_size, made, say, run.workers, run.beam)

@@ -4,7 +4,6 @@ Written without TFDS's own writer, which shuffles, and holds a split in memory. 
 other: `tfds.builder_from_directory(FOLDER).as_data_source("train")`.
 """
 
-import dataclasses
 import os
 import pathlib
 import shutil
@@ -21,20 +20,8 @@ _NAME, _VERSION = "bert_corpus", "1.0.0"
 _MANY = 1 << 18
 
 
-@dataclasses.dataclass
-class SplitCounts:
-    """The contents of a split in numbers, gathered while it is written."""
-
-    documents: int = 0
-    sentences: int = 0
-    tokens: int = 0
-    unknown_tokens: int = 0
-
-    def add(self, other: "SplitCounts") -> None:
-        """Adds the counts of a part of the split."""
-        for field in dataclasses.fields(self):
-            name = field.name
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+# What is counted of a split.
+COUNTED = ("documents", "sentences", "tokens", "unknown_tokens")
 
 
 def folder_of(corpus: epath.Path) -> epath.Path:
@@ -46,8 +33,8 @@ class ShardWriter:
     """Writes documents to an ArrayRecord file, and counts them."""
 
     def __init__(self, path: pathlib.Path, unk_id: int):
-        self.counts = SplitCounts()  # of what was written
-        self.num_bytes = 0  # of the examples
+        # Of what was written; `num_bytes` of the examples.
+        self.counts = dict.fromkeys((*COUNTED, "num_bytes"), 0)
         self._unk_id = unk_id
         # Random access to each document; as TFDS writes it.
         self._writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
@@ -56,11 +43,10 @@ class ShardWriter:
         """Writes a document: its ids, and how many each sentence has, none of them 0."""
         record = example(ids, sentence_lengths)
         self._writer.write(record)
-        self.num_bytes += len(record)
-        self.counts.documents += 1
-        self.counts.sentences += len(sentence_lengths)
-        self.counts.tokens += len(ids)
-        self.counts.unknown_tokens += int(np.count_nonzero(ids == self._unk_id))
+        unknown = int(np.count_nonzero(ids == self._unk_id))
+        more = 1, len(sentence_lengths), len(ids), unknown, len(record)
+        for name, count in zip(self.counts, more, strict=True):
+            self.counts[name] += count
 
     def close(self) -> None:
         """Ends the file; it is not whole before."""
@@ -92,19 +78,15 @@ def _varints(values: np.ndarray) -> bytes:
     return b"".join(chunks)
 
 
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """A file of a split: where it lies, its documents, and the bytes of their examples."""
-
-    path: pathlib.Path
-    documents: int
-    num_bytes: int
-
-
-def assemble(folder: epath.Path, shards: dict[str, Sequence[Shard]], id_dtype: str) -> None:
+def assemble(
+    folder: epath.Path,
+    shards: dict[str, Sequence[tuple[pathlib.Path, dict[str, int]]]],
+    id_dtype: str,
+) -> None:
     """Makes a dataset of finished files, which stay where they are, too, and TFDS's metadata.
 
-    Shards are those of each split, in order; `id_dtype` is uint16 or uint32.
+    Shards are those of each split, in order, with what `ShardWriter` counted in them; `id_dtype` is
+    uint16 or uint32.
     """
     import tensorflow_datasets as tfds  # not above: it takes a third of a second
 
@@ -132,14 +114,14 @@ def assemble(folder: epath.Path, shards: dict[str, Sequence[Shard]], id_dtype: s
             split=split,
             filetype_suffix=tfds.core.FileFormat.ARRAY_RECORD.file_suffix,
         )
-        for number, shard in enumerate(files):
+        for number, (path, _) in enumerate(files):
             name = template.sharded_filepath(shard_index=number, num_shards=len(files))
-            _link(shard.path, pathlib.Path(name))
+            _link(path, pathlib.Path(name))
         splits.append(
             tfds.core.SplitInfo(
                 name=split,
-                shard_lengths=[shard.documents for shard in files],
-                num_bytes=sum(shard.num_bytes for shard in files),
+                shard_lengths=[counts["documents"] for _, counts in files],
+                num_bytes=sum(counts["num_bytes"] for _, counts in files),
                 filename_template=template,
             )
         )

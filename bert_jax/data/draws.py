@@ -322,6 +322,27 @@ def permutation(key: tuple[int, int], epoch: int, count: int) -> np.ndarray:
     return order.view(np.int64)
 
 
+class Shuffled:
+    """Numbers below `total`, epoch after epoch, each in a random order of its own."""
+
+    def __init__(self, key: tuple[int, int], total: int):
+        self._key, self._total = key, total
+        self._orders: dict[int, np.ndarray] = {}  # of the epochs asked for last
+
+    def __getitem__(self, places: np.ndarray) -> np.ndarray:
+        """Returns what stands at places counted from the first epoch's first, int64."""
+        epochs, slots = np.divmod(places, self._total)
+        numbers = np.empty(len(places), np.int64)
+        for epoch in np.unique(epochs).tolist():
+            if epoch not in self._orders:
+                if len(self._orders) > 1:
+                    del self._orders[min(self._orders)]
+                self._orders[epoch] = permutation(self._key, epoch, self._total)
+            here = epochs == epoch
+            numbers[here] = self._orders[epoch][slots[here]]
+        return numbers
+
+
 def key_of(*names: object) -> tuple[int, int]:
     """Returns a Philox key from names: the first 64 bits of their SHA-256, as two 32-bit words."""
     digest = hashlib.sha256("/".join(map(str, names)).encode()).digest()

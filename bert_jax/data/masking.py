@@ -10,6 +10,7 @@ Shape letters: B rows, S sequence, P predictions, N candidates, G groups (whole 
 the longest span.
 """
 
+import dataclasses
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +18,31 @@ import numpy as np
 from bert_jax.config import Data
 from bert_jax.data import draws as draws_lib
 from bert_jax.data.draws import Draws
+from bert_jax.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Ids:
+    """The ids of a vocabulary that building an example needs, and how many there are."""
+
+    pad: int
+    cls: int
+    sep: int
+    mask: int
+    vocab_size: int
+    continues: np.ndarray  # bool [vocab_size]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Ids":
+        """Returns the ids of a tokenizer."""
+        return cls(
+            tokenizer.pad_id,
+            tokenizer.cls_id,
+            tokenizer.sep_id,
+            tokenizer.mask_id,
+            tokenizer.size,
+            tokenizer.continues,
+        )
 
 
 class Policy(NamedTuple):
@@ -65,11 +91,8 @@ def mask(
     length: np.ndarray,
     draws: Draws,
     policy: Policy,
-    *,
     max_predictions: int,
-    mask_id: int,
-    vocab_size: int,
-    continues: np.ndarray,
+    ids: Ids,
 ) -> Masked:
     """Masks rows: pairs, or sentences of one document after another.
 
@@ -78,12 +101,7 @@ def mask(
       text: bool [B, S], what may be predicted: neither specials nor padding, and as many stretches
         as there are texts.
       length: int64 [B], specials counted.
-      draws: the random choices.
-      policy: how much, and what it becomes.
       max_predictions: P.
-      mask_id: the id of [MASK].
-      vocab_size: random replacements are below it.
-      continues: bool [vocabulary], pieces that go on a word.
     """
     count = np.count_nonzero(text, axis=1)
     wanted = number_to_predict(length, policy.share, max_predictions)
@@ -97,7 +115,7 @@ def mask(
         chosen = order[row, slot].astype(np.int64)
         like = slot
     else:
-        words = _words(input_ids, text, count, continues)
+        words = _words(input_ids, text, count, ids.continues)
         if policy.units == "whole_word":
             row, chosen = _whole_words(words, wanted, draws)
         else:
@@ -105,13 +123,15 @@ def mask(
         num = np.bincount(row, minlength=len(count))
         row, slot = _entries(num)
         like = slot if policy.units == "whole_word" else first
-    kinds, random_ids = draws.replacements(num, vocab_size, policy.mask_share, policy.random_share)
+    kinds, random_ids = draws.replacements(
+        num, ids.vocab_size, policy.mask_share, policy.random_share
+    )
     kind, random_id = kinds[row, like], random_ids[row, slot]
     row_start = row * input_ids.shape[1]
     # In all rows one after another.
     place = np.flatnonzero(text)[(np.cumsum(count) - count)[row] + chosen]
     original = input_ids.ravel()
-    new = np.where(kind == draws_lib.MASK, mask_id, original[place])
+    new = np.where(kind == draws_lib.MASK, ids.mask, original[place])
     new = np.where(kind == draws_lib.RANDOM, random_id, new)
 
     masked = input_ids.copy()

@@ -20,9 +20,7 @@ from bert_jax.data.batches import Batch, TrainBatches
 class Order:
     """The sources of a phase's rows. May be pickled.
 
-    Args:
-      weights: of the sources, each of which has a row in `BLOCK` at least.
-      names: (seed, split, phase), which key the draws.
+    By its weight each has a row in `BLOCK` at least; `names`, (seed, split, phase), key the draws.
     """
 
     def __init__(self, weights: Sequence[float], names: tuple[object, ...]):

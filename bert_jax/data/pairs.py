@@ -166,17 +166,22 @@ def _chunks(
     here = np.arange(len(sentence))
     of_a, of_b = _cut(offsets, here, document_end, target, Counter(key, sentence), units)
     # The sentences that a random B displaces are put back.
-    following = (here + of_a + of_b).tolist()
-    met = []
-    while begin < len(following):
-        met.append(begin)
-        begin = following[begin]
+    met, begin = walk((here + of_a + of_b).tolist(), begin)
     chunks = np.empty(len(met), chunk_dtype(stream))
     chunks["sentence"], chunks["target"] = sentence[met], target[met]
     chunks["of_a"], chunks["of_b"] = of_a[met], of_b[met]
     if units == "swapped_pairs":
         chunks = chunks[chunks["of_b"] > 0]
     return chunks, begin
+
+
+def walk(following: list[int], begin: int) -> tuple[list[int], int]:
+    """Returns what is met on the way from `begin`, and what follows behind the last."""
+    met = []
+    while begin < len(following):
+        met.append(begin)
+        begin = following[begin]
+    return met, begin
 
 
 def _cut(
@@ -244,8 +249,7 @@ def _random_runs(
     each; `asked`, bool [B], says where a run is needed.
     """
     bounds, offsets = np.asarray(stream.document_offsets), np.asarray(stream.sentence_offsets)
-    this = np.searchsorted(bounds, sentence.astype(np.uint64), "right") - 1
-    other = draws.other_document(len(bounds) - 1, this, asked)
+    other = draws.other_document(len(bounds) - 1, stream.documents_of(sentence), asked)
     first, last = bounds[other].astype(np.int64), bounds[other + 1].astype(np.int64)
     first += draws.start(last - first, asked)
     # The last sentence that begins before the reach, by halves: a sentence has a token at least.

@@ -105,12 +105,12 @@ def plan(corpus: Corpus) -> list[Part]:
         size = 0
 
     for one in corpus.alone():
-        for extent in documents.extents(one.sources[0], one, PART_BYTES):
+        for extent in documents.extents(one, PART_BYTES):
             is_packed = extent.kind == "tfds" or extent.path.endswith((".gz", ".zst"))
             more = extent.bytes * (_PACKED if is_packed else 1)
             if extents and size + more > PART_BYTES:
                 end()
-            extents.append(dataclasses.replace(extent, field=one.text_field))
+            extents.append(extent)
             size += more
     if extents:
         end()
@@ -118,9 +118,7 @@ def plan(corpus: Corpus) -> list[Part]:
 
 
 @dataclasses.dataclass(frozen=True)
-class CountStretches:
-    """Counts what stands between blanks in a part, to train SentencePiece."""
-
+class _OfPart:
     place: str
     corpus: Corpus
     part: Part
@@ -129,6 +127,10 @@ class CountStretches:
     def bytes(self) -> int:
         """The bytes of its text, roughly."""
         return self.part.bytes
+
+
+class CountStretches(_OfPart):
+    """Counts what stands between blanks in a part, to train SentencePiece."""
 
     @property
     def name(self) -> str:
@@ -152,19 +154,11 @@ class CountStretches:
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
+class Read(_OfPart):
     """Makes the documents of a part into words or, by SentencePiece, into ids."""
 
-    place: str
-    corpus: Corpus
-    part: Part
     tokenizer: str = ""  # a folder; empty: words
     sha256: str = ""  # of the tokenizer
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of its text, roughly."""
-        return self.part.bytes
 
     @property
     def name(self) -> str:
@@ -336,8 +330,7 @@ class WriteShards:
         record = {}
         for split, writer in sorted(writers.items()):
             writer.close()
-            counted = dataclasses.asdict(writer.counts)
-            record[dataset.SPLITS[split]] = {**counted, "num_bytes": writer.num_bytes}
+            record[dataset.SPLITS[split]] = writer.counts
         return record
 
     def _documents(
@@ -409,12 +402,8 @@ def _tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
 
 def _reading(corpus: Corpus) -> list[Any]:
     """Returns the settings that decide which documents there are, and of what words."""
-    plain = Corpus(sources=corpus.sources)
-    names = ("document_starts", "cut_documents", "encoding_errors", "unknown_word")
-    # Those that came later, where they are set: parts made before them stay what they are.
-    later = [[name, getattr(corpus, name)] for name in names]
-    set_ = [[name, value] for name, value in later if value != getattr(plain, name)]
-    return [corpus.layout, corpus.text_field, corpus.encoding, *set_]
+    names = ("layout", "text_field", "encoding", "document_starts", "cut_documents")
+    return [getattr(corpus, name) for name in (*names, "encoding_errors", "unknown_word")]
 
 
 def _bytes(text: str) -> bytes:

@@ -59,7 +59,7 @@ def plan(
         stop = min(start + _BLOCK, total)
         # A sentence has a token at least, so that a row ends in what is seen.
         offsets = stream.sentence_offsets[start : stop + most + 1].astype(np.int64)
-        document = _documents(stream, np.arange(start, start + len(offsets) - 1))
+        document = stream.documents_of(np.arange(start, start + len(offsets) - 1))
         # The tokens from here to a sentence's end, with a [SEP] for every document that ended
         # before it; and the same to its start.
         ends, starts = offsets[1:] + document, offsets[:-1] + document
@@ -67,10 +67,7 @@ def plan(
         room = np.where(here + start == 0, row_first, most)
         following = np.searchsorted(ends, starts[here] + room, "right")
         following = np.minimum(np.maximum(following, here + 1), len(ends)).tolist()
-        met = []
-        while begin < len(following):
-            met.append(begin)
-            begin = following[begin]
+        met, begin = pairs.walk(following, begin)
         chunks = np.zeros(len(met), pairs.chunk_dtype(stream))
         chunks["sentence"] = np.array(met) + start
         chunks["of_a"] = np.array(following)[met] - met
@@ -89,15 +86,9 @@ def sizes(
     first = chunks["sentence"].astype(np.int64)
     after = first + chunks["of_a"]
     tokens = np.asarray(stream.sentence_offsets).astype(np.int64)
-    borders = _documents(stream, after - 1) - _documents(stream, first)
+    borders = stream.documents_of(after - 1) - stream.documents_of(first)
     wanted = tokens[after] - tokens[first] + borders
     return np.minimum(wanted, sequence_length - SPECIAL_TOKENS), wanted
-
-
-def _documents(stream: Stream, sentence: np.ndarray) -> np.ndarray:
-    """Returns the documents of sentences, int64."""
-    bounds = np.asarray(stream.document_offsets)
-    return np.searchsorted(bounds, sentence.astype(bounds.dtype), "right") - 1
 
 
 def rows(
@@ -109,8 +100,8 @@ def rows(
     first = chunks["sentence"].astype(np.int64)
     after = first + chunks["of_a"]
     start, end = offsets[first].astype(np.int64), offsets[after].astype(np.int64)
-    document = _documents(stream, first)
-    borders = _documents(stream, after - 1) - document
+    document = stream.documents_of(first)
+    borders = stream.documents_of(after - 1) - document
     length = np.minimum(end - start + borders, most)
     # A [SEP] for each document that ends within the row: (row, which of its borders).
     row = np.repeat(np.arange(len(chunks)), borders)

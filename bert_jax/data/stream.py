@@ -46,11 +46,7 @@ class Stream:
         arrays = read_json(path, FORMAT_VERSION, _remedy(folder), _remedy(folder))
         with reading(path, _remedy(folder)):
             for name, (dtype, count) in arrays["arrays"].items():
-                path, expected = folder / f"{name}.bin", np.dtype(dtype).itemsize * count
-                if not path.exists() or path.stat().length != expected:
-                    raise InputError(
-                        f"{path}: missing or damaged ({expected} bytes expected); {_remedy(folder)}"
-                    )
+                path = folder / f"{name}.bin"
                 maps[name] = np.memmap(path, np.dtype(dtype), "r", shape=(count,))
             whole = cls(**maps, folder=str(folder))
             return whole if documents is None else whole.part(*documents)
@@ -70,6 +66,11 @@ class Stream:
     def tokens(self) -> int:
         """Returns how many ids its documents have."""
         return int(self.sentence_offsets[-1]) - int(self.sentence_offsets[0])
+
+    def documents_of(self, sentence: np.ndarray) -> np.ndarray:
+        """Returns the documents of sentences, int64; both are counted from the first."""
+        bounds = np.asarray(self.document_offsets)
+        return np.searchsorted(bounds, sentence.astype(bounds.dtype), "right") - 1
 
     def damaged(self, name: str) -> InputError:
         """Returns what to raise when an array holds what `write` cannot have written."""

@@ -41,14 +41,8 @@ def write(
 ) -> str:
     """Returns the text of README.md; names of files and runs are code: no markup is read there.
 
-    Args:
-      trained: what is exported.
-      architecture: the class that reads it.
-      dtype: of its weights.
-      folder: its name.
-      form: `adapter` is PEFT's, over a base in the folder.
-      tuned: the fine-tuning that made it, if one has.
-      labels: of its task.
+    The architecture is the class that reads it; the form `adapter` is PEFT's, over a base in the
+    folder; a fine-tuning, if one has made it, has labels.
     """
     task = next(task for end, task in _TASKS.items() if architecture.endswith(end))
     name = FAMILIES[family(trained.model)].words

@@ -1,6 +1,7 @@
 """config.json as transformers writes it, of either kind of model, and our Model section."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -187,11 +188,7 @@ def head_of(
 ) -> Head | None:
     """Returns the head of one of their classes for tasks; None: we have no such kind of task.
 
-    Args:
-      path: of config.json.
-      architecture: the class, one of `names.HEADS`.
-      tensors: float32, by canonical names.
-      width: of the encoder.
+    The architecture is one of `names.HEADS`; tensors are float32, by canonical names.
     """
     fields, name = vocabularies.read_object(path), HEADS[architecture][1]
     weight, bias = (tensors.get(f"{name}.{part}", np.empty(0)) for part in ("weight", "bias"))
@@ -217,15 +214,9 @@ def head_of(
 def _architectures(fields: dict[str, Any]) -> list[Any]:
     """Returns the names of classes, RoBERTa's for those of its arithmetic."""
     named = fields.get("architectures") or []
-    return [_plain(name) for name in (named if isinstance(named, list) else [named])]
-
-
-def _plain(name: Any) -> Any:
-    """Returns RoBERTa's name of a class."""
-    for beginning in _ROBERTAS.values():
-        if isinstance(name, str) and name.startswith(beginning):
-            return "Roberta" + name.removeprefix(beginning)
-    return name
+    named = named if isinstance(named, list) else [named]
+    begins = f"^({'|'.join(_ROBERTAS.values())})"
+    return [re.sub(begins, "Roberta", it) if isinstance(it, str) else it for it in named]
 
 
 def _roberta(path: epath.Path, fields: dict[str, Any]) -> Model:

@@ -48,6 +48,14 @@ def export(
     """
     architecture = architecture_of(model)
     adapt = model.experiment.adapt
+    stated = Loaded(  # all but its parameters
+        model.model,
+        {},
+        model.tokenizer,
+        name=model.experiment.name,
+        step=model.step,
+        evaluation=model.evaluation,
+    )
     if form == "adapter" and adapt.how != "lora":
         raise InputError(
             f"--as adapter: {model.experiment.name} learned with adapt.how={adapt.how}, and only "
@@ -56,16 +64,18 @@ def export(
     with new_folder(target) as folder:
         if form == "task":
             params = merged_params(adapt, model.params, model.fixed)
-            _write_model(model, params, architecture, dtype, folder)
+            _write_model(model, stated, params, architecture, dtype, folder)
         else:
             fresh = {name: tree for name, tree in model.params.items() if name != "lora"}
             params = {**fresh, **model.fixed, "head": jax.tree.map(np.zeros_like, fresh["head"])}
             (folder / "base").mkdir()
-            _write_model(model, params, architecture, dtype, folder / "base")
+            _write_model(model, stated, params, architecture, dtype, folder / "base")
             _write_adapter(model, architecture, dtype, target, folder)
-        _write_tokenizer(model, folder)
+        # What is longer was cut when this was learned.
+        longest = model.experiment.task.max_sequence_length
+        vocabularies.write(model.tokenizer, longest, INPUTS[names.family(model.model)], folder)
         text = card.write(
-            *(_as_trained(model, {}), architecture, dtype, target.name),
+            *(stated, architecture, dtype, target.name),
             form="adapter" if form == "adapter" else "model",
             tuned=model.experiment,
             labels=model.labels,
@@ -92,23 +102,17 @@ def architecture_of(model: TaskModel) -> str:
     return ARCHITECTURES[names.family(model.model)][model.experiment.task.kind]
 
 
-def _as_trained(model: TaskModel, params: dict[str, Any]) -> Loaded:
-    return Loaded(
-        model.model,
-        params,
-        model.tokenizer,
-        name=model.experiment.name,
-        step=model.step,
-        evaluation=model.evaluation,
-    )
-
-
 def _write_model(
-    model: TaskModel, params: dict[str, Any], architecture: str, dtype: str, folder: epath.Path
+    model: TaskModel,
+    stated: Loaded,
+    params: dict[str, Any],
+    architecture: str,
+    dtype: str,
+    folder: epath.Path,
 ) -> None:
     """Writes config.json and weights."""
     task, adapt = model.experiment.task, model.experiment.adapt
-    fields = configs.fields_of(_as_trained(model, params), architecture, dtype)
+    fields = configs.fields_of(stated, architecture, dtype)
     fields |= configs.task_fields(
         task.kind, model.labels, task.label_column, adapt.head_dropout_prob
     )
@@ -117,12 +121,6 @@ def _write_model(
     vocabularies.write_json(folder / "config.json", fields)
     tensors = weights.to_theirs(jax.device_get(params), model.model, architecture)
     write_tensors(folder / "model.safetensors", tensors, dtype)
-
-
-def _write_tokenizer(model: TaskModel, folder: epath.Path) -> None:
-    # What is longer was cut when this was learned.
-    longest = model.experiment.task.max_sequence_length
-    vocabularies.write(model.tokenizer, longest, INPUTS[names.family(model.model)], folder)
 
 
 # --- adapters -------------------------------------------------------------------------------------
@@ -145,9 +143,8 @@ def saved_modules(architecture: str, family: str, learned: Collection[str]) -> l
 def rank_patterns(thin: Mapping[str, np.ndarray], adapt: Adapt) -> dict[str, dict[str, float]]:
     """Returns what PEFT scales otherwise: tensors of theirs that hold several kernels of ours.
 
-    Args:
-      thin: lora_A, float32 [rank, inputs], and lora_B by their names.
-      adapt: the rank and the alpha of one kernel.
+    `thin` has lora_A, float32 [rank, inputs], and lora_B by their names, `adapt` the rank and the
+    alpha of one kernel.
     """
     ranks = {
         name.split(".", 3)[-1].removesuffix(".lora_A.weight"): len(value)

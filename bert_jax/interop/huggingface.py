@@ -139,12 +139,10 @@ def _read_shards(index: epath.Path) -> dict[str, np.ndarray]:
             raise InputError(f"{shard}: no such file, and {index.name} lists it; put it there")
         held = base_lib.read_tensors(shard)
         expected = {name for name, where in listed.items() if where == file}
-        for name in sorted(expected ^ held.keys()):
-            lists = "lists" if name in expected else "does not list"
-            holds = "does not hold" if name in expected else "holds"
+        if other := expected ^ held.keys():
             raise InputError(
-                f"{shard}: {holds} tensor {name!r}, which {index.name} {lists} there; put the "
-                "files there that belong together"
+                f"{shard}: holds other tensors than {index.name} lists there ({min(other)!r}); put "
+                "the files there that belong together"
             )
         tensors |= held
     return tensors

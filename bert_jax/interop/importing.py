@@ -38,8 +38,7 @@ def import_weights(
       source: a folder as `save_pretrained` writes it, a TensorFlow 1 checkpoint (see `interop.tf1`)
         or a run.
       target: where the base goes; nothing may be there.
-      vocabulary: a vocab.txt or a tokenizer folder whose pieces take the place of the source's;
-        None keeps those.
+      vocabulary: a vocab.txt or a tokenizer folder whose pieces take the place of the source's.
       say: is given a line about what was made, and one about what is not as in the source.
       what: `with_moments` takes what `bert_adam` keeps of a run, too.
       text: a source of text; pieces that it does not use are left out.
@@ -114,12 +113,7 @@ def with_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:
 def fitted(base: Base, text: str, most: int, asked: Sequence[int], say: Say) -> Base:
     """Returns the base with those pieces alone that a text uses, and with some that are asked for.
 
-    Args:
-      base: with a tokenizer that `fitting` knows to cut.
-      text: a source of text as in `corpus.sources`.
-      most: pieces that are kept; 0: all that the text uses.
-      asked: ids that are kept in any case.
-      say: is given a line about what stays.
+    The text is a source as in `corpus.sources`; `most` are kept, 0: all that it uses.
     """
 
     def rows(tokenizer: Tokenizer) -> Iterator[list[int]]:
@@ -141,13 +135,9 @@ def fitted(base: Base, text: str, most: int, asked: Sequence[int], say: Say) -> 
 def with_rows(base: Base, tokenizer: Tokenizer, begins: Sequence[tuple[int, ...]]) -> Base:
     """Returns the base with another vocabulary.
 
-    A piece's word embedding and its output bias begin with the mean of those of old pieces.
-
-    Args:
-      base: with a tokenizer whose ids `begins` holds.
-      tokenizer: the other one.
-      begins: a tuple of old ids for each of its ids; () for the mean of all. Moments of a piece
-        that is not one old one begin with zero.
+    A piece's word embedding and its output bias begin with the mean of those of old pieces, of
+    which `begins` has a tuple for each new id; () for the mean of all. Moments of a piece that is
+    not one old one begin with zero.
     """
     cfg = dataclasses.replace(base.model, vocab_size=tokenizer.size)
     copied = np.array([ids[0] if len(ids) == 1 else -1 for ids in begins])

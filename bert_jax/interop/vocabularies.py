@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 from etils import epath
 
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, reading
 from bert_jax.interop.names import Say
 from bert_jax.text import library, vocabulary
 from bert_jax.text import tokenizer as tokenizer_lib
@@ -17,10 +17,10 @@ _ALWAYS = ("handle_chinese_chars", "tokenize_chinese_chars", "clean_text", "do_b
 _OTHERS = ("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "vocab.json")
 _OURS = ("vocab.txt", "tokenizer.json")
 _CUT_BY = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
-_LONGEST_WORD = 200  # of the reference
-# Theirs unless tokenizer.json says otherwise. It is taken: such words are links and worse.
-_THEIR_LONGEST_WORD = 100
-_CUTTER = "BertPreTokenizer"
+# Characters of a word at most: the reference's, and theirs unless tokenizer.json says otherwise.
+# It is taken: such words are links and worse.
+_LONGEST_WORD, _THEIR_LONGEST_WORD = 200, 100
+_CUTTER, _NORMALIZER = "BertPreTokenizer", "BertNormalizer"
 
 
 def read_object(path: epath.Path) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def require(path: epath.Path, name: str, value: Any, allowed: Iterable[Any]) -> 
 
 
 def read(folder: epath.Path) -> tokenizer_lib.Tokenizer:
-    """Reads the tokenizer of a checkpoint folder: WordPiece as ours, any other by its library."""
+    """Reads the tokenizer of a checkpoint folder: BERT's as ours, any other by its library."""
     for name in _OTHERS:
         if (folder / name).exists() and not any((folder / it).exists() for it in _OURS):
             raise InputError(f"{folder / name}: not read; {library.CONVERT}")
@@ -60,22 +60,24 @@ def read(folder: epath.Path) -> tokenizer_lib.Tokenizer:
     says = read_object(settings) if settings.exists() else {}
     for name, ours in _CUT_BY.items():  # of Japanese models: by another program
         require(settings, name, says.get(name, ours), [ours])
-    model = parts.get("model")
-    if isinstance(model, dict) and model.get("type") != "WordPiece":
+    with reading(fast):
+        kind, vocab = parts.get("model", {}).get("type", "WordPiece"), _pieces(parts)
+    if kind != "WordPiece":
         return library.read(fast)
-    pieces = _pieces(fast, parts) if parts else None
+    case = _case(folder, parts, says)
+    if parts and vocab is None:
+        return library.read(fast)
     if (folder / "vocab.txt").exists():
-        vocab = vocabulary.read_vocab(folder / "vocab.txt")
-        if pieces is not None and pieces != vocab:
+        listed = vocabulary.read_vocab(folder / "vocab.txt")
+        if vocab not in (None, listed):
             raise InputError(
-                f"{folder}: vocab.txt ({len(vocab)} pieces) and tokenizer.json ({len(pieces)}) "
+                f"{folder}: vocab.txt ({len(listed)} pieces) and tokenizer.json ({len(vocab)}) "
                 "differ; remove the one that the weights were not trained with"
             )
-    elif pieces is not None:
-        vocab = vocabulary.require_specials(pieces, str(fast))
-    else:
+        vocab = listed
+    if vocab is None:
         raise InputError(f"{folder}: no vocab.txt and no tokenizer.json; put the vocabulary there")
-    return tokenizer_lib.WordPiece(vocab, _case(folder, parts, says))
+    return tokenizer_lib.WordPiece(vocab, case)
 
 
 def read_plain(folder: epath.Path, say: Say) -> tokenizer_lib.WordPiece:
@@ -94,59 +96,33 @@ def read_plain(folder: epath.Path, say: Say) -> tokenizer_lib.WordPiece:
     return tokenizer_lib.WordPiece(vocab, case)
 
 
-def _pieces(path: epath.Path, parts: dict[str, Any]) -> list[str]:
-    """Returns the vocabulary in a tokenizer.json, by id."""
-    model = parts.get("model")
-    kind = model.get("type") if isinstance(model, dict) else None
-    ids = model.get("vocab") if isinstance(model, dict) else None
-    require(path, "its model", kind, ["WordPiece"])
-    if not isinstance(ids, dict) or not all(type(number) is int for number in ids.values()):
-        raise InputError(f"{path}: damaged, an id of its vocabulary is no whole number")
-    _require_ours(path, parts, model)
-    by_id = {number: piece for piece, number in ids.items()}
-    if sorted(by_id) != list(range(len(ids))):
-        raise InputError(f"{path}: the ids of its {len(ids)} pieces are not 0 to {len(ids) - 1}")
-    for piece in ids:
-        if piece != piece.strip() or "\n" in piece:
-            raise InputError(
-                f"{path}: the piece {piece!r} holds blanks, which a line of a vocab.txt cannot; "
-                "such are not imported"
-            )
-    for piece in _added(parts.get("added_tokens")):
-        if piece not in ids:
-            raise InputError(
-                f"{path}: the added token {piece!r} is not in the vocabulary; such are not imported"
-            )
-    return [by_id[number] for number in range(len(ids))]
-
-
-def _require_ours(path: epath.Path, parts: dict[str, Any], model: dict[str, Any]) -> None:
-    """Raises InputError if text would be cut into other pieces than ours are."""
-    settings = {
-        "continuing_subword_prefix": ["##"],
-        "unk_token": [vocabulary.UNK],
-        "max_input_chars_per_word": [_THEIR_LONGEST_WORD, _LONGEST_WORD],
-    }
-    for name, ours in settings.items():
-        require(path, name, model.get(name, ours[0]), ours)
-    before = parts.get("pre_tokenizer") or {"type": _CUTTER}
-    cutter = before.get("type") if isinstance(before, dict) else before
-    require(path, "pre_tokenizer", cutter, [_CUTTER])
-
-
-def _added(tokens: Any) -> list[str]:
-    """Returns the texts of a list of added tokens; of anything else, what it is."""
-    if not isinstance(tokens, list):
-        return [] if tokens is None else [str(tokens)]
-    return [str(token.get("content") if isinstance(token, dict) else token) for token in tokens]
+def _pieces(parts: dict[str, Any]) -> list[str] | None:
+    """Returns the vocabulary of a tokenizer.json, by id; None unless ours cuts any text so, too."""
+    model, ids = parts.get("model", {}), parts.get("model", {}).get("vocab", {})
+    cutter = parts.get("pre_tokenizer") or {"type": _CUTTER}
+    normalizer = parts.get("normalizer") or {"type": _NORMALIZER}
+    uncased = normalizer.get("lowercase", True)
+    added = {token["content"] for token in parts.get("added_tokens") or ()}
+    is_ours = (
+        (model.get("type"), cutter["type"]) == ("WordPiece", _CUTTER)
+        and normalizer["type"] == _NORMALIZER
+        and normalizer.get("strip_accents") in (None, uncased)
+        and all(normalizer.get(name, True) for name in _ALWAYS)
+        and model.get("continuing_subword_prefix", "##") == "##"
+        and model.get("unk_token", vocabulary.UNK) == vocabulary.UNK
+        and model.get("max_input_chars_per_word", _THEIR_LONGEST_WORD)
+        in (_THEIR_LONGEST_WORD, _LONGEST_WORD)
+        and ids.keys() >= {*added, *vocabulary.SPECIALS}
+        and sorted(ids.values()) == list(range(len(ids)))
+        # Lines of a vocab.txt.
+        and all(piece == piece.strip() and "\n" not in piece for piece in ids)
+    )
+    return sorted(ids, key=ids.__getitem__) if is_ours else None
 
 
 def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> tokenizer_lib.Case:
     """Returns whether text is lower-cased: what the files say, which must agree."""
     normalizer = parts.get("normalizer") or {}
-    kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
-    if normalizer and (kind != "BertNormalizer" or not isinstance(normalizer, dict)):
-        require(folder / "tokenizer.json", "normalizer", normalizer, [{"type": "BertNormalizer"}])
     lowers = {
         "tokenizer.json: normalizer.lowercase": normalizer.get("lowercase"),
         "tokenizer_config.json: do_lower_case": says.get("do_lower_case"),
@@ -157,15 +133,14 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
     if any(value is not uncased for value in values):
         shown = ", ".join(f"{where} {value!r}" for where, value in lowers.items())
         raise InputError(f"{folder}: {shown}: must be the same, true or false")
-    for where, values in (("tokenizer.json", normalizer), ("tokenizer_config.json", says)):
-        strips = values.get("strip_accents")
-        if strips is not None and strips != uncased:
-            raise InputError(
-                f"{folder / where}: strip_accents={strips} with lower-casing {uncased}: "
-                "bert-jax strips accents of uncased text, and of no other"
-            )
-        for name in _ALWAYS:
-            require(folder / where, name, values.get(name, True), [True])
+    strips, settings = says.get("strip_accents"), folder / "tokenizer_config.json"
+    if strips is not None and strips != uncased:
+        raise InputError(
+            f"{settings}: strip_accents={strips} with lower-casing {uncased}: bert-jax strips "
+            "accents of uncased text, and of no other"
+        )
+    for name in _ALWAYS:
+        require(settings, name, says.get(name, True), [True])
     return "uncased" if uncased else "cased"
 
 
@@ -173,37 +148,31 @@ def write(
     tok: tokenizer_lib.Tokenizer, longest: int, inputs: Sequence[str], folder: epath.Path
 ) -> None:
     """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
+    own: dict[str, Any] = {}
     if isinstance(tok, library.Library):
         tok.save(folder)
-        more = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": longest,
-            "model_input_names": list(inputs),
-        }
-        write_json(folder / "tokenizer_config.json", {**more, **tok.named})
-        write_json(folder / "special_tokens_map.json", tok.named)
-        return
-    if not isinstance(tok, tokenizer_lib.WordPiece):
+        named = tok.named
+    elif isinstance(tok, tokenizer_lib.WordPiece):
+        (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
+        _fast(tok).save(str(folder / "tokenizer.json"))
+        named, own = vocabulary.NAMED, {"do_lower_case": tok.case == "uncased"}
+    else:
         raise InputError(
             f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported; train one of "
             "wordpiece, byte_bpe or unigram (a corpus prepared now); `bert-jax embed` and "
             "`bert_jax.load` take the run as it is"
         )
-    (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
-    _fast(tok).save(str(folder / "tokenizer.json"))
-    roles = dict(zip(("pad", "unk", "cls", "sep", "mask"), vocabulary.SPECIALS, strict=True))
-    specials = {f"{role}_token": piece for role, piece in roles.items()}
     says = {
         # The class that takes tokenizer.json as it is; BertTokenizer makes its own from vocab.txt,
         # in which words of over 100 characters are unknown.
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "do_lower_case": tok.case == "uncased",
+        **own,
         "model_max_length": longest,
         "model_input_names": list(inputs),
-        **specials,
+        **named,
     }
     write_json(folder / "tokenizer_config.json", says)
-    write_json(folder / "special_tokens_map.json", specials)
+    write_json(folder / "special_tokens_map.json", named)
 
 
 def _fast(tok: tokenizer_lib.WordPiece) -> tokenizers.Tokenizer:

@@ -173,9 +173,8 @@ def without_head(
 def thin_to_theirs(thin: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]:
     """Returns thin matrices next to kernels as PEFT names them next to theirs, lora_A and lora_B.
 
-    Args:
-      thin: by the name of the kernel, `down` float32 [L, inputs, rank] and `up` [L, rank, outputs].
-      cfg: the shape.
+    Of each kernel, by its name, `thin` has `down`, float32 [L, inputs, rank], and `up`, [L, rank,
+    outputs].
 
     Returns:
       float32 [n rank, inputs] and [outputs, n rank], n being how many of these kernels lie in the
@@ -214,10 +213,7 @@ def fitted(
 
     Args:
       tensors: float32 by the names of `naming`, without copies.
-      naming: whose names they are.
       stated: their shape as the configuration next to them has it, padding included.
-      tokenizer: whose ids their rows are.
-      file: where they were read.
       source: in words, where they come from.
       say: is given rows left out and parts freshly initialised.
     """

@@ -92,7 +92,7 @@ class Record:
     def written(self, kind: str) -> Line:
         """Returns the newest line of predictions.jsonl of a kind; empty if there is none.
 
-        A fine-tuning has a `task`, and at its end `mistakes`; see tasks.job and tasks.mistakes.
+        A fine-tuning has a `task`, and at its end `mistakes`; see tasks.job and tasks.scores.
         """
         lines = [line for line in self.predictions if line.get("kind") == kind]
         return lines[-1] if lines else {}

@@ -14,7 +14,6 @@ from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax import config, system
-from bert_jax.base import TextVectors
 from bert_jax.config import Experiment, Model
 from bert_jax.data import batches, corpus, mixture
 from bert_jax.data.dataset import SPLITS
@@ -400,7 +399,7 @@ class PretrainingJob(Job):
 
         def open_probes(model: Model) -> int:
             opened[:] = model, self._notes
-            return self.probes.open(model, *more, base_lib.vectors_of(self._notes) or TextVectors())
+            return self.probes.open(model, *more, base_lib.vectors_of(self._notes))
 
         def probe(params: Any, done: int) -> dict[str, Any]:
             if opened != [model := experiment.model_after(done), self._notes]:

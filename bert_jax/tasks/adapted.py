@@ -14,11 +14,12 @@ from bert_jax import base as base_lib
 from bert_jax.config import Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
+from bert_jax.model import flops
 from bert_jax.tasks import tagger
 from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective
 from bert_jax.tasks.labels import Choices, Numbers, Sentences, Tags
 from bert_jax.tasks.objective import TaskObjective, below_head
-from bert_jax.tasks.rows import Batch, Rows, TaskKind
+from bert_jax.tasks.rows import Batch, Rows, TaskKind, eval_batches
 from bert_jax.tasks.similar import Similar, SimilarObjective, require_comparable
 from bert_jax.tasks.spans import Spans
 from bert_jax.text.tokenizer import Tokenizer
@@ -47,16 +48,13 @@ def kind_of(
 
 
 @dataclasses.dataclass
-class LoadedBase:
-    """The weights of a base that a task's head can read."""
+class LoadedBase(base_lib.Base):
+    """The weights of a base that a task's head can read.
 
-    model: Model  # of the base, with the dropout and the type of `adapt`
-    params: dict[str, Any]  # `encoder`, and what a head reads or what scores pieces, on the host
-    fresh_parts: tuple[str, ...]  # of these, those that never learned
-    tokenizer: Tokenizer  # of the base
-    sha256: str  # of the weights and the tokenizer: what trained parameters belong to
-    head: base_lib.Head | None = None  # of the task that the base was fine-tuned for
-    vectors: base_lib.TextVectors | None = None  # as the base makes them; None: it does not say
+    The model has the dropout and the type of `adapt`; parameters, on the host, are `encoder`, and
+    what a head reads or what scores pieces. The hash, of them and the tokenizer, is what trained
+    parameters belong to.
+    """
 
     @classmethod
     def of(cls, experiment: Finetuning) -> "LoadedBase":
@@ -89,8 +87,8 @@ class LoadedBase:
             attention_probs_dropout_prob=0.0 if frozen else adapt.attention_probs_dropout_prob,
             compute_dtype=adapt.compute_dtype,
         )
-        known = trained.head, trained.vectors
-        return cls(model, params, fresh, trained.tokenizer, digest.hexdigest(), *known)
+        known = {"head": trained.head, "vectors": trained.vectors, "fresh": fresh}
+        return cls(model, params, trained.tokenizer, sha256=digest.hexdigest(), **known)
 
     def objective(
         self, experiment: Finetuning, kind: TaskKind, class_weights: Sequence[float] = ()
@@ -98,7 +96,7 @@ class LoadedBase:
         """Returns the loss of the experiment's task over this base."""
         args = (
             *(self.model, kind.learns, kind.reads, kind.outputs, kind.rows_per_example),
-            *(experiment.adapt, self.fresh_parts, tuple(class_weights)),
+            *(experiment.adapt, self.fresh, tuple(class_weights)),
         )
         if kind.reads == "vectors":
             known = self.vectors or base_lib.TextVectors()
@@ -168,11 +166,35 @@ class Reader:
     parallelism: Parallelism
     mesh: jax.sharding.Mesh
     size: int  # rows of a batch, over all devices
+    vectors: base_lib.TextVectors | None = None  # how it makes them of texts; None: as usual
 
     def program(self, of_rows: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Returns `of_rows`, see `training.step.make_rows_step`, compiled for the devices."""
         objective = Pretraining(self.model)
         return step.make_rows_step(objective, of_rows, self.parallelism, self.mesh)
+
+    def fitted(self, task: Task) -> Task:
+        """Returns a task whose rows are no longer than the model reads."""
+        length = min(task.max_sequence_length, self.model.max_position_embeddings)
+        return dataclasses.replace(task, max_sequence_length=length)
+
+    def batches(self, rows: Rows) -> list[tuple[np.ndarray, Batch]]:
+        """Returns what `tasks.rows.eval_batches` does."""
+        size = self.size - self.size % rows.rows_per_example
+        return eval_batches(rows, self.tokenizer.pad_id, size)
+
+    def operations(self, batches: list[tuple[np.ndarray, Batch]]) -> int:
+        """Counts those of asking once."""
+        shapes = (batch["input_ids"].shape for _, batch in batches)
+        return sum(flops.forward_flops(self.model, *shape, 0) for shape in shapes)
+
+
+def require_finite(name: str, outputs: Sequence[np.ndarray]) -> None:
+    """Raises InputError, which names a task, if a model gives what are no numbers."""
+    if not all(np.isfinite(values).all() for values in outputs):
+        raise InputError(
+            f"{name}: the model gives numbers that are not finite; begin with other weights"
+        )
 
 
 def run_rows(
@@ -183,14 +205,8 @@ def run_rows(
 ) -> list[np.ndarray]:
     """Returns what a program gives for each row, in the order of the rows.
 
-    Args:
-      run: takes a batch on the devices and gives float32 [B, O] or [B, S, O].
-      batches: of `rows`, as tasks.rows.eval_batches gives them.
-      rows: all of them.
-      mesh: the devices.
-
-    Returns:
-      float32 [O], or [n, O] for a row of n ids.
+    `run` takes one of their batches on the devices and gives float32 [B, O] or [B, S, O]; a row of
+    n ids has float32 [O], or [n, O].
     """
     outputs: list[Any] = [None] * len(rows.ids)
     placed = feed.place_all([batch for _, batch in batches], mesh_lib.batch_sharding(mesh))

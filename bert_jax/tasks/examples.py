@@ -122,12 +122,8 @@ def each(
 ) -> Iterator[Example]:
     """Yields the examples of all sources in order, as `FORMS` has them.
 
-    Args:
-      task: its kind, and the names of its columns.
-      sources: as `Task` has them.
-      labelled: whether every example must have a label, or labels are not read and their column
-        may be missing.
-      blank: is given the places of those that are left out by `task.blank_cells`.
+    Where labels are not read their column may be missing. `blank` is given the places of examples
+    that are left out by `task.blank_cells`.
     """
     task.require_readable("source", sources)
     places: dict[str, str] = {}  # of questions, by id

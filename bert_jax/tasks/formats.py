@@ -31,19 +31,14 @@ _QUOTED_CHARACTERS, _LISTED_NAMES = 60, 20
 # What JSON calls a type.
 _TYPE_NAMES = {list: "a list", str: "a text", bool: "a boolean", int: "an integer"}
 
-# The place of an example, the names of its columns, and their values.
-Named = tuple[str, list[str], list[Any]]
 Record = tuple[str, dict[str, Any]]
 
 
 def rows(source: str, header: str, columns: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
-    """Yields the place and the values of some columns, example after example.
+    """Yields the place and the values of some columns, example after example, but not of `squad`.
 
-    Args:
-      source: of any format but `squad`.
-      header: `first_line` if the first line of a TSV or CSV file names its columns; if `none`, they
-        are called 0, 1 and so on, as those of CoNLL files are.
-      columns: their names.
+    With the header `none` columns of TSV and CSV files are called 0, 1 and so on, as those of CoNLL
+    files are.
 
     Yields:
       For TSV and CSV texts, for JSON and TFDS what stands there, for CoNLL a list of texts, a line
@@ -56,7 +51,7 @@ def rows(source: str, header: str, columns: Sequence[str]) -> Iterator[tuple[str
         yield place, [values[i] for i in which]
 
 
-def records(source: str, header: str, blank_lines: bool = False) -> Iterator[Named]:
+def records(source: str, header: str, blank_lines: bool = False) -> Iterator[text_records.Named]:
     """Yields all of each example; arguments as of `rows`.
 
     With `blank_lines` those before another row are rows with a blank cell, in a table that has a
@@ -64,7 +59,8 @@ def records(source: str, header: str, blank_lines: bool = False) -> Iterator[Nam
     """
     word, _, path = source.partition(":")
     if word in ("tsv", "csv"):
-        return _table(word, path, header, blank_lines)
+        lines = (f"{line}\n" for line in _lines(path))
+        return text_records.table(word, lines, path, header, blank_lines)
     if word == "conll":
         return _conll(path)
     each = _json_lines(path) if word == "jsonl" else _dataset(source)
@@ -88,24 +84,7 @@ def _lines(path: str) -> Iterator[str]:
     return (line.removesuffix("\r") for _, line in text_lines.of_file(path))
 
 
-def _table(word: str, path: str, header: str, blank_lines: bool) -> Iterator[Named]:
-    names: list[str] = []
-    first = before = 0
-    for number, cells in text_records.rows(word, (f"{line}\n" for line in _lines(path)), path):
-        place = f"{path}:{number}"
-        if not names:
-            first = before = number
-            names = cells if header == "first_line" else [str(i) for i in range(len(cells))]
-            if header == "first_line":
-                continue
-        if blank_lines and len(names) == 1:
-            yield from ((f"{path}:{blank}", names, [""]) for blank in range(before + 1, number))
-            before = number + cells[0].count("\n")
-        _require_as_many(cells, len(names), place, first)
-        yield place, names, cells
-
-
-def _conll(path: str) -> Iterator[Named]:
+def _conll(path: str) -> Iterator[text_records.Named]:
     first, start, names = 0, 0, list[str]()
     words: list[list[str]] = []
     # The file's end ends a sentence, too.
@@ -115,20 +94,12 @@ def _conll(path: str) -> Iterator[Named]:
         if cells and cells[0] != "-DOCSTART-":
             if not names:
                 first, names = number, [str(i) for i in range(len(cells))]
-            _require_as_many(cells, len(names), f"{path}:{number}", first)
+            text_records.require_as_many(cells, len(names), f"{path}:{number}", first)
             start = start if words else number
             words.append(cells)
         elif words:
             yield f"{path}:{start}", names, [list(column) for column in zip(*words, strict=True)]
             words = []
-
-
-def _require_as_many(cells: list[str], count: int, place: str, first: int) -> None:
-    if len(cells) != count:
-        raise InputError(
-            f"{place}: {len(cells)} columns, but line {first} has {count}; mend the line, or leave "
-            "it out"
-        )
 
 
 def _json_lines(path: str) -> Iterator[Record]:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax.config import Task
 from bert_jax.model import decoder, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import scores
@@ -19,7 +18,7 @@ from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.objective import Batch, TaskObjective, Tree
 from bert_jax.tasks.rows import LENGTH_STEP, Answer, Judged, Outputs, Rows, Scores, TaskKind, padded
 from bert_jax.tasks.rows import Batch as HostBatch
-from bert_jax.text.tokenizer import Tokenizer, joined
+from bert_jax.text.tokenizer import joined
 from bert_jax.training import sharding
 
 # What of a batch is read before anything is written.
@@ -58,11 +57,7 @@ class TargetRows(Rows):
 class Generate(TaskKind):
     """The kind of `generate`; there are no labels, and outputs are ids."""
 
-    reads, outputs, column = "decoder", 0, "generated"
-
-    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
-        del labels
-        self._task, self._tokenizer = task, tokenizer
+    reads, column = "decoder", "generated"
 
     def rows(self, examples: Sequence[Sentence]) -> TargetRows:
         """Returns a row of each source, and its target; both lose what is too long at the end."""

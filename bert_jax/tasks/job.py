@@ -21,7 +21,7 @@ from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import load_experiment
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import mistakes, rows, scores, similar
+from bert_jax.tasks import rows, scores, similar
 from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.generate import TargetRows
@@ -46,12 +46,8 @@ def finetune(
 ) -> session.Outcome:
     """Adapts a base to a task, or goes on with it.
 
-    Args:
-      experiment: the task, and how.
-      base: a base or a run; None: the one that the experiment or the run here names.
-      root: the workdir; None: runs/NAME.
-      progress: shows what happens.
-      origin: see session.run.
+    Without a base it is the one that the experiment or the run here names; the workdir is `root`,
+    or runs/NAME. For `origin` see session.run.
     """
     if experiment.task.kind == "minimal_pairs":
         raise InputError(
@@ -172,7 +168,7 @@ class FinetuningJob(Job):
         self.measured, self.patience = self.objective.metrics, experiment.patience
         self.fixed = self._base.fixed(self.objective, mesh)
         self._forward = forward_of(self.objective, experiment.parallelism, mesh)
-        guess = mistakes.guess(experiment.task, self.labels, self._held_out)
+        guess = scores.guess(experiment.task, self.labels, self._held_out)
         self._guessing = ""
         if guess is not None:
             self._guessing = f"; {guess[0]}: {experiment.task.main_score} {guess[1]:.4f}"
@@ -276,7 +272,7 @@ class FinetuningJob(Job):
         params = dict(state["params"])
         if self.experiment.adapt.how == "full":
             for name, tree in self._base.read_by(self.objective).items():
-                if name not in self._base.fresh_parts:
+                if name not in self._base.fresh:
                     params[name] = _laid_over(params[name], tree)
         if (head := self._base.head_for(self.experiment, self.labels)) is not None:
             params["head"] = _laid_over(params["head"], head)
@@ -327,7 +323,7 @@ class FinetuningJob(Job):
         if threshold is not None:
             kind = kind_of(self.experiment.task, self.labels, self._base.tokenizer, threshold)
         answers = kind.answers(outputs, self._eval_rows, self._held_out)
-        return mistakes.of_answers(kind, self.labels, answers, self._held_out)
+        return scores.mistakes(kind, self.labels, answers, self._held_out)
 
 
 def _laid_over(fresh: Any, tree: Any) -> Any:

@@ -19,10 +19,6 @@ from bert_jax.text.tokenizer import Tokenizer, around, joined, of_first_segment
 class Sentences(TaskKind):
     """The kind of one label an example, of a text or a pair: `classify` and `pair`."""
 
-    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
-        self._task, self._labels, self._tokenizer = task, labels, tokenizer
-        self.outputs = len(labels)
-
     def rows(self, examples: Sequence[Sentence]) -> Rows:
         """Returns one row for each text, pair or choice.
 
@@ -93,19 +89,17 @@ class Sentences(TaskKind):
 class Choices(Sentences):
     """The kind of `choice`: each text is read with the first, the highest of their scores wins."""
 
+    outputs = 1
+
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         super().__init__(task, labels, tokenizer)
-        self.outputs, self.rows_per_example = 1, len(labels)
+        self.rows_per_example = len(labels)
 
 
 class Numbers(Sentences):
     """The kind of a number a pair: `regress`."""
 
-    learns, column = "numbers", "value"
-
-    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
-        super().__init__(task, labels, tokenizer)
-        self.outputs = 1
+    learns, column, outputs = "numbers", "value", 1
 
     def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Sentence]) -> list[Answer]:
         """Returns the `value` of each example."""
@@ -132,14 +126,10 @@ class Tags(TaskKind):
 
     reads, column = "tokens", "tags"
 
-    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
-        self._task, self._labels, self._tokenizer = task, labels, tokenizer
-        self._number = {label: i for i, label in enumerate(labels)}
-        self.outputs = len(labels)
-
     def rows(self, examples: Sequence[Tagged]) -> Rows:
         """Returns one row or more of each sentence; a word that is longer than a row is cut."""
         ids, tags, weights, notes = [], [], [], []
+        number_of = {label: i for i, label in enumerate(self._labels)}
         for number, example in enumerate(examples):
             for pieces, begins, words in self._cut(example.words):
                 row, _ = joined(self._tokenizer, pieces, None)
@@ -147,7 +137,7 @@ class Tags(TaskKind):
                 at[begins] = 1.0
                 tag = np.zeros(len(row), np.int32)
                 if example.tags is not None:
-                    tag[begins] = [self._number[example.tags[word]] for word in words]
+                    tag[begins] = [number_of[example.tags[word]] for word in words]
                 ids.append(row)
                 tags.append(tag)
                 weights.append(at)

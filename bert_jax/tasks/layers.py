@@ -57,13 +57,8 @@ class Knowledge:
 def ask(paths: Sequence[str], trained: Loaded, say: Callable[[str], None]) -> list[Knowledge]:
     """Reads tasks off each layer of a run's checkpoint or a base, on all devices.
 
-    Args:
-      paths: task files, or experiments of fine-tunings as JSON; of them the task alone is read.
-      trained: whose encoder.
-      say: is given each task when it is done.
-
-    Returns:
-      The length of texts, then the tasks.
+    Of the experiments in the files the task alone is read. Returns the length of texts, then the
+    tasks.
     """
     tasks = [(name, task) for _, name, task in probes_lib.tasks_of(paths, _KINDS, _WHERE)]
     if _LENGTH in dict(tasks):

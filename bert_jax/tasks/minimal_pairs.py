@@ -24,7 +24,7 @@ from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks.adapted import Reader
+from bert_jax.tasks.adapted import Reader, require_finite
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.formats import quoted
 from bert_jax.tasks.rows import padded
@@ -39,10 +39,10 @@ _LENGTH_STEP = 8
 class MinimalPairs:
     """The pairs of a task, and a model to ask.
 
-    Args:
-      most: how many are drawn of those that there are, as many of each paradigm, the same in every
-        run; None: all.
+    At `most` so many are drawn, as many of each paradigm, the same in every run; None: all.
     """
+
+    majority = 0.5
 
     def __init__(self, name: str, task: Task, most: int | None):
         self.name, self.task = name, task  # where they are
@@ -88,11 +88,7 @@ class MinimalPairs:
           `pairs`; the same of each of `fields` and `paradigms`, by name.
         """
         likelihoods = self._log_likelihoods(params)
-        if not np.isfinite(likelihoods).all():
-            raise InputError(
-                f"{self.name}: the model gives numbers that are not finite; begin with other "
-                "weights"
-            )
+        require_finite(self.name, [likelihoods])
         good, bad = likelihoods[self._of_pairs].T
         right = np.where(good == bad, 0.5, good > bad)
         fields = [pair.field for pair in self.pairs if pair.field]

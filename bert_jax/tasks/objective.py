@@ -165,12 +165,8 @@ class TaskObjective:
     ) -> jax.Array:
         """Returns scores of the head: float32 [B, O] of what [CLS] comes to, or [B, S, O].
 
-        Args:
-          params: those that learn.
-          fixed: those of the base that do not; None if all do.
-          batch: `input_ids`, `segment_ids` and `input_mask`, int32 [B, S].
-          noise: what is drawn; None: nothing.
-          loop: how layers are run.
+        Parameters of the base that do not learn are `fixed`, None if all do; of a batch are read
+        `input_ids`, `segment_ids` and `input_mask`, int32 [B, S].
         """
         cfg, features, rate = self.model, self.adapt.features, self.adapt.head_dropout_prob
         tuned = filled(merged_params(self.adapt, params, fixed), Tuned, *self._shape)

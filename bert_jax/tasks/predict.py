@@ -42,7 +42,6 @@ class TaskModel:
     """A checkpoint of a fine-tuned run over its base, on all devices of this process.
 
     Args:
-      folder: of the run.
       base: where the run's base lies now; None: where it lay then.
       which: of the run's checkpoints: `newest`, `best` (by held-out loss), or a step.
       beams: with which texts are searched for; None: one, as while it was trained.
@@ -232,10 +231,8 @@ def predict(
     """Yields lines of JSON: a fine-tuned run's answers, or its scores.
 
     Args:
-      model: of the run.
       texts: texts given one by one, or (place, line), if there is neither a source nor scores.
       sources: of examples; with `score` none are the run's validation examples.
-      what: is wanted.
       out: a file for the answers; None: they are yielded.
     """
     task = model.experiment.task
@@ -309,7 +306,7 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
 
 def _predicted_rows(
     model: TaskModel, source: str, counts: collections.Counter[str], blank: list[str]
-) -> Iterator[formats.Named]:
+) -> Iterator[text_records.Named]:
     """Yields place, names and values of each row, with the predicted ones; counts labels."""
     task, column = model.experiment.task, model.column
     records = formats.records(source, task.header, blank_lines=True)
@@ -338,7 +335,7 @@ def _predicted_rows(
         raise InputError(f"{source}: holds no examples")
 
 
-def _written(rows_: Iterable[formats.Named], ending: str, header: str) -> Iterator[str]:
+def _written(rows_: Iterable[text_records.Named], ending: str, header: str) -> Iterator[str]:
     """Yields lines of a file that ends so; .csv and .tsv begin with names if `header` says so."""
     first: list[str] = []
     text = io.StringIO()

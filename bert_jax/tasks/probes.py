@@ -25,13 +25,13 @@ from bert_jax.config import Finetuning, Model, Parallelism, Run, Task
 from bert_jax.data import draws
 from bert_jax.errors import InputError
 from bert_jax.loaded import Loaded
-from bert_jax.model import flops, heads
+from bert_jax.model import heads
 from bert_jax.model.encoder import Loop, filled
 from bert_jax.model.kinds import encode, encoder_of, of_text
-from bert_jax.model.similarity import Pooling, pooled, unit
+from bert_jax.model.similarity import pooled, unit
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import rows, similar
-from bert_jax.tasks.adapted import Reader, kind_of, run_rows
+from bert_jax.tasks import similar
+from bert_jax.tasks.adapted import Reader, kind_of, require_finite, run_rows
 from bert_jax.tasks.examples import Example
 from bert_jax.tasks.minimal_pairs import MinimalPairs
 from bert_jax.tasks.rows import Reads
@@ -67,24 +67,21 @@ class Probe:
     def open(self, reader: Reader) -> int:
         """Makes rows of the examples; returns the operations of scoring them once."""
         self._reader = reader
-        length = min(self.task.max_sequence_length, reader.model.max_position_embeddings)
-        task = dataclasses.replace(self.task, max_sequence_length=length)
-        kind = self._kind = kind_of(task, self.labels, reader.tokenizer)
+        kind = self._kind = kind_of(reader.fitted(self.task), self.labels, reader.tokenizer)
         self._sides = [kind.rows(self.train), kind.rows(self.validation)]
-        pad_id = reader.tokenizer.pad_id
-        self._batches = [rows.eval_batches(side, pad_id, reader.size) for side in self._sides]
-        counts = np.bincount(_classes(self._sides[0]), minlength=len(self.labels))
+        self._batches = [reader.batches(side) for side in self._sides]
+        counts = np.bincount(self._sides[0].labels(), minlength=len(self.labels))
         always = counts.astype(np.float32)
         predicted = [
             always if kind.reads == "pooled" else np.tile(always, (n, 1))
             for n in self._sides[1].lengths
         ]
         self.majority = self._score(predicted)  # of always predicting the commonest label
-        return sum(
-            flops.forward_flops(reader.model, *batch["input_ids"].shape, 0)
-            for batches in self._batches
-            for _, batch in batches
-        )
+        return sum(map(reader.operations, self._batches))
+
+    def ask(self, params: Any) -> dict[str, float]:
+        """Returns the score from the last layer, by its name."""
+        return dict.fromkeys([self.task.main_score], *self.scores(params, "last"))
 
     def scores(self, params: Any, outputs: Outputs) -> list[float]:
         """Returns the score from each layer that is read, the lowest first."""
@@ -96,15 +93,11 @@ class Probe:
             run_rows(run, batches, side, reader.mesh)
             for batches, side in zip(self._batches, self._sides, strict=True)
         )
-        if not all(np.isfinite(values).all() for values in learned):
-            raise InputError(
-                f"{self.name}: the encoder gives numbers that are not finite; begin with other "
-                "weights"
-            )
+        require_finite(self.name, learned)
         count = reader.model.num_hidden_layers + 1 if outputs == "all" else 1
-        stacked = np.split(_stacked(learned, self._sides[0]), count, axis=-1)
+        stacked = np.split(self._sides[0].labelled(learned), count, axis=-1)
         of_layers = zip(*(np.split(values, count, axis=-1) for values in asked), strict=True)
-        classes, each = _classes(self._sides[0]), []
+        classes, each = self._sides[0].labels(), []
         for features, held_out in zip(stacked, of_layers, strict=True):
             weights, bias = ridge(features, classes, self._kind.outputs)
             each.append(self._score([values @ weights + bias for values in held_out]))
@@ -138,12 +131,9 @@ def features_of(reader: Reader, reads: Reads, outputs: Outputs) -> Callable[...,
 
 
 class Compared:
-    """Validation examples of a task, and an encoder that is asked as it is.
+    """Validation examples of a task, and an encoder that is asked as it is."""
 
-    Args:
-      name: of the task's file.
-      task: whose validation examples are read.
-    """
+    majority = 0.0
 
     def __init__(self, name: str, task: Task):
         self.name, self.task = name, similar.asked_of(task)
@@ -153,34 +143,26 @@ class Compared:
         """Returns it in words."""
         return f"{self.name} ({self.task.main_score}; {len(self.examples)} examples to score)"
 
-    def open(self, reader: Reader, how: TextVectors) -> int:
+    def open(self, reader: Reader) -> int:
         """Makes rows of the examples; returns the operations of scoring them once."""
-        self._reader, model = reader, reader.model
-        length = min(self.task.max_sequence_length, model.max_position_embeddings)
-        task = dataclasses.replace(similar.led_by(self.task, how), max_sequence_length=length)
-        self._kind = similar.Similar(task, (), reader.tokenizer)
+        self._reader, task = reader, similar.led_by(self.task, reader.vectors)
+        self._kind = similar.Similar(reader.fitted(task), (), reader.tokenizer)
         self._rows = self._kind.rows(self.examples)
-        size = reader.size - reader.size % self._rows.rows_per_example
-        self._batches = rows.eval_batches(self._rows, reader.tokenizer.pad_id, size)
-        self._program = vectors_of(reader, how.pooling)
-        shapes = [batch["input_ids"].shape for _, batch in self._batches]
-        return sum(flops.forward_flops(model, *shape, 0) for shape in shapes)
+        self._batches = reader.batches(self._rows)
+        return reader.operations(self._batches)
 
     def ask(self, params: Any) -> dict[str, float]:
         """Returns all scores of the encoder's vectors."""
-        run = functools.partial(self._program, params, None)
+        run = functools.partial(vectors_of(self._reader), params, None)
         vectors = run_rows(run, self._batches, self._rows, self._reader.mesh)
-        if not np.isfinite(vectors).all():
-            raise InputError(
-                f"{self.name}: the encoder gives numbers that are not finite; begin with other "
-                "weights"
-            )
+        require_finite(self.name, vectors)
         return self._kind.scores(vectors, self._rows, self.examples)
 
 
 @functools.lru_cache(maxsize=8)
-def vectors_of(reader: Reader, pooling: Pooling) -> Callable[..., jax.Array]:
+def vectors_of(reader: Reader) -> Callable[..., jax.Array]:
     """Returns what gives the vectors of a batch's rows, compiled for the devices."""
+    pooling = (reader.vectors or TextVectors()).pooling
 
     def of_rows(params: Any, _: Any, batch: Any, noise: Any, loop: Loop) -> jax.Array:
         ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
@@ -192,20 +174,12 @@ def vectors_of(reader: Reader, pooling: Pooling) -> Callable[..., jax.Array]:
 
 
 class Probes:
-    """The tasks of `run.probes`, or of `--task`.
+    """The tasks of `run.probes`, or of `--task`: of the experiments in their files the task alone.
 
-    Args:
-      paths: task files, or experiments of fine-tunings as JSON; of them the task alone is read.
-      pairs: how many minimal pairs are drawn at most; None: all are asked.
-      where: what names the files, for messages.
+    Of minimal pairs `pairs` are drawn at most; None: all are asked.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        pairs: int | None = _MOST,
-        where: str = "run.probes",
-    ):
+    def __init__(self, paths: Sequence[str], pairs: int | None = _MOST, where: str = "run.probes"):
         self._where = where
         self.probes: list[Probe | MinimalPairs | Compared] = []  # in the order of the files
         digest = hashlib.sha256()
@@ -235,27 +209,17 @@ class Probes:
         parallelism: Parallelism,
         mesh: jax.sharding.Mesh,
         size: int,
-        vectors: TextVectors = TextVectors(),  # noqa: B008
+        vectors: TextVectors | None = None,
     ) -> int:
         """Makes rows of the examples, for an encoder and the devices it lies on.
 
-        Args:
-          model: whose encoder it is.
-          tokenizer: that made the ids it learns from.
-          parallelism: how its parameters lie on the devices.
-          mesh: the devices.
-          size: rows of a batch, before it is made a multiple of the devices.
-          vectors: how the encoder makes them of texts.
-
-        Returns:
-          Operations of scoring all probes once.
+        `size` is of a batch in rows, before it is made a multiple of the devices. Returns the
+        operations of scoring all probes once.
         """
         shards = mesh_lib.batch_shards(mesh)
-        reader = Reader(model, tokenizer, parallelism, mesh, -(-size // shards) * shards)
-        return sum(
-            probe.open(reader, vectors) if isinstance(probe, Compared) else probe.open(reader)
-            for probe in self.probes
-        )
+        size = -(-size // shards) * shards
+        reader = Reader(model, tokenizer, parallelism, mesh, size, vectors)
+        return sum(probe.open(reader) for probe in self.probes)
 
     def describe(self) -> str:
         """Returns the probes in words."""
@@ -270,22 +234,17 @@ class Probes:
           `minimal_pairs`, what `MinimalPairs.ask` returns, by name; if vectors are compared,
           `similar`, all of their scores, by name.
         """
-        scores, majority, answers, compared = {}, {}, {}, {}
+        line: dict[str, Any] = {"scores": {}, "majority": {}}
         for probe in self.probes:
-            name = probe.name
-            if isinstance(probe, MinimalPairs):
-                answers[name] = probe.ask(params)
-                scores[name], majority[name] = answers[name]["accuracy"], 0.5
-            elif isinstance(probe, Compared):
-                compared[name] = probe.ask(params)
-                scores[name], majority[name] = compared[name][probe.task.main_score], 0.0
-            else:
-                try:
-                    (scores[name],), majority[name] = probe.scores(params, "last"), probe.majority
-                except InputError as error:
-                    raise InputError(f"{self._where}: {error}") from error
-        more = {"minimal_pairs": answers, "similar": compared}
-        return {"scores": scores, "majority": majority} | {k: v for k, v in more.items() if v}
+            try:
+                answer = probe.ask(params)
+            except InputError as error:
+                raise InputError(f"{self._where}: {error}") from error
+            line["scores"][probe.name] = answer[probe.task.main_score]
+            line["majority"][probe.name] = probe.majority
+            if probe.task.kind in ("minimal_pairs", "similar"):
+                line.setdefault(probe.task.kind, {})[probe.name] = answer
+        return line
 
 
 def of_trained(probes: Probes, trained: Loaded) -> dict[str, dict[str, Any]]:
@@ -302,8 +261,8 @@ def of_trained(probes: Probes, trained: Loaded) -> dict[str, dict[str, Any]]:
 def opened(probes: Probes, trained: Loaded) -> Any:
     """Opens probes for a run's checkpoint or a base; returns its parameters, on all devices."""
     mesh = mesh_lib.make_mesh(Parallelism())
-    size, known = Run().eval_batch_size, trained.vectors or TextVectors()
-    probes.open(trained.model, trained.tokenizer, Parallelism(), mesh, size, known)
+    how = Parallelism(), mesh, Run().eval_batch_size, trained.vectors
+    probes.open(trained.model, trained.tokenizer, *how)
     return jax.device_put(trained.params, mesh_lib.replicated(mesh))
 
 
@@ -378,18 +337,3 @@ def drawn(task: Task, part: Literal["train", "validation"]) -> list[Example]:
     there = examples_lib.read(task, getattr(task, part), "labelled")
     order = draws.permutation(draws.key_of(0, "probe"), 0, len(there))
     return [there[i] for i in np.sort(order[:_MOST])]
-
-
-def _classes(its_rows: rows.Rows) -> np.ndarray:
-    """Returns the class of each row, or of each word, int [N]."""
-    if "targets" in its_rows.numbers:
-        return its_rows.numbers["targets"]
-    targets = its_rows.tokens["targets"]
-    return np.concatenate([tags[at] for tags, (_, at) in zip(targets, its_rows.notes, strict=True)])
-
-
-def _stacked(features: list[np.ndarray], its_rows: rows.Rows) -> np.ndarray:
-    """Returns the features of each row, or of each word, [N, F]."""
-    if "targets" in its_rows.numbers:
-        return np.stack(features)
-    return np.concatenate([f[at] for f, (_, at) in zip(features, its_rows.notes, strict=True)])

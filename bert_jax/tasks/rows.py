@@ -11,7 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from bert_jax.config import Task
 from bert_jax.data import draws
+from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
 # What the head of a task reads: what [CLS] comes to, every piece, or as a decoder does; `vectors`:
@@ -61,6 +63,18 @@ class Rows:
             batch[name] = padded([arrays[i] for i in which], length, 0, arrays[0].dtype)
         return batch
 
+    def labelled(self, values: list[np.ndarray]) -> np.ndarray:
+        """Returns values of rows, or of their pieces, [n, ...] each, where labels are: [N, ...]."""
+        if "targets" in self.numbers:
+            return np.stack(values)
+        weights = self.tokens["target_weights"]
+        return np.concatenate([one[at > 0] for one, at in zip(values, weights, strict=True)])
+
+    def labels(self) -> np.ndarray:
+        """Returns the labels of rows, or of the words in them, by number, int32 [N]."""
+        targets = self.numbers.get("targets")
+        return self.labelled(self.tokens["targets"]) if targets is None else targets
+
     def batch_like(self, which: np.ndarray, like: np.ndarray, pad_id: int) -> Batch:
         """Returns some rows as `batch` does, padded as all of `like` need it."""
         return self.batch(which, self.padded_length(like), pad_id)
@@ -95,11 +109,15 @@ class TaskKind:
     """
 
     reads: Reads = "pooled"  # what the head reads
-    outputs: int  # how many scores it gives
+    outputs = 0  # how many scores it gives; 0: one for each label
     learns: Learns = "labels"  # what the loss is of, see `tasks.objective`
     rows_per_example = 1  # rows, one after the other, that are answered together
     # What of an answer a table shows; "": the label, and its probability.
     column = ""
+
+    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
+        self._task, self._labels, self._tokenizer = task, labels, tokenizer
+        self.outputs = self.outputs or len(labels)
 
     def rows(self, examples: Sequence[Any]) -> Rows:
         """Returns the examples as the encoder reads them; with targets if they have labels."""
@@ -128,15 +146,11 @@ class TrainBatches:
 
     def __init__(self, rows: Rows, pad_id: int, examples: int, seed: int):
         self._rows, self._pad_id, self._examples = rows, pad_id, examples
-        self._key = draws.key_of(seed, "finetune")
-        self._orders: dict[int, np.ndarray] = {}
+        total = len(rows.ids) // rows.rows_per_example
+        self._shuffled = draws.Shuffled(draws.key_of(seed, "finetune"), total)
 
     def batch(self, step: int, indices: np.ndarray) -> Batch:
-        """Returns rows of a step, any subset in any order.
-
-        Args:
-          step: from 0.
-          indices: of the rows among all of the step, int [B].
+        """Returns rows of a step, from 0, any subset in any order: `indices`, int [B].
 
         Returns:
           What `Rows.batch` does, `rows` uint32 [B], numbered through the run, and `row_weights`
@@ -158,30 +172,13 @@ class TrainBatches:
     def of_step(self, step: int) -> np.ndarray:
         """Returns the numbers of all rows of a step."""
         per_example = self._rows.rows_per_example
-        total = len(self._rows.ids) // per_example
-        place = step * self._examples + np.arange(self._examples)
-        epochs, slots = np.divmod(place, total)
-        examples = np.empty(len(place), np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            examples[here] = self._order(int(epoch), total)[slots[here]]
+        examples = self._shuffled[step * self._examples + np.arange(self._examples)]
         return (examples[:, None] * per_example + np.arange(per_example)).reshape(-1)
-
-    def _order(self, epoch: int, total: int) -> np.ndarray:
-        if epoch not in self._orders:
-            if len(self._orders) > 1:
-                del self._orders[min(self._orders)]
-            self._orders[epoch] = draws.permutation(self._key, epoch, total)
-        return self._orders[epoch]
 
 
 def eval_batches(rows: Rows, pad_id: int, size: int) -> list[tuple[np.ndarray, Batch]]:
     """Returns all rows once, those of like lengths together, so that little is padded.
-
-    Args:
-      rows: of the examples.
-      pad_id: of the tokenizer.
-      size: rows a batch, a multiple of `rows.rows_per_example`.
+    A batch has `size` rows, a multiple of `rows.rows_per_example`.
 
     Returns:
       For each batch, which rows its first ones are, and its arrays as `TrainBatches.batch` gives
@@ -205,17 +202,9 @@ def balanced_weights(rows: Rows, labels: int) -> tuple[float, ...]:
     """Returns for each label how much one of it weighs if all labels weigh the same together.
 
     That is examples / (labels that occur * examples of this label), 1 on average over all examples;
-    a label that does not occur weighs 1.
-
-    Args:
-      rows: with targets that are labels: of each row, or of the words in it.
-      labels: how many there are.
+    a label that does not occur weighs 1. Targets are the labels of rows, or of the words in them.
     """
-    if "targets" in rows.numbers:
-        targets = rows.numbers["targets"]
-    else:
-        there = zip(rows.tokens["targets"], rows.tokens["target_weights"], strict=True)
-        targets = np.concatenate([values[weights > 0] for values, weights in there])
+    targets = rows.labels()
     counts = np.bincount(targets, minlength=labels)
     shares = len(targets) / (np.count_nonzero(counts) * np.maximum(counts, 1))
     return tuple(np.where(counts > 0, shares, 1.0).tolist())

@@ -13,7 +13,8 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
 from bert_jax.tasks.adapted import LoadedBase, kind_of
 from bert_jax.tasks.generate import TargetRows
-from bert_jax.tasks.rows import Rows, TrainBatches
+from bert_jax.tasks.rows import Batch, Rows, TrainBatches
+from bert_jax.text.tokenizer import Tokenizer
 
 
 def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
@@ -22,61 +23,51 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     A piece with a tag, and the first and the last of an answer, are written {piece|what it is};
     behind `->` stands a text that is to be generated.
     """
-    task = experiment.task
-    if task.kind == "similar":
-        yield from _similar(experiment, done, most)
-        return
-    train = examples_lib.read(task, task.train, "labelled")
-    labels = examples_lib.labels_of(task, train)
-    total = _steps(experiment, len(train), done)
-    tokenizer = LoadedBase.of(experiment).tokenizer
-    rows = kind_of(task, labels, tokenizer).rows(train)
-    batches = TrainBatches(rows, tokenizer.pad_id, experiment.batch_size, experiment.seed)
-    which = batches.of_step(done)
-    length = rows.padded_length(which)
-    filled = rows.lengths[which].sum() / (len(which) * length)
-    epoch = done * experiment.batch_size * rows.rows_per_example // len(rows.ids)
+    base, is_similar = LoadedBase.of(experiment), experiment.task.kind == "similar"
+    if is_similar:
+        task = similar.led_by(experiment.task, base.vectors)
+        experiment = dataclasses.replace(experiment, task=task)
+        learned = similar.read(experiment, base.model, base.tokenizer, [], teacher="left_out")
+        batches, examples, each = learned.batches, learned.examples, learned.rows_per_example
+        in_all = examples * each
+    else:
+        train = examples_lib.read(experiment.task, experiment.task.train, "labelled")
+        labels = examples_lib.labels_of(experiment.task, train)
+        rows = kind_of(experiment.task, labels, base.tokenizer).rows(train)
+        batches = TrainBatches(rows, base.tokenizer.pad_id, experiment.batch_size, experiment.seed)
+        examples, each, in_all = len(train), rows.rows_per_example, len(rows.ids)
+    total = math.ceil(experiment.epochs * examples / experiment.batch_size)
+    if not 0 <= done < total:
+        raise InputError(f"--step {done}: the run has steps 0 to {total - 1}")
+    count = experiment.batch_size * each
+    batch = batches.batch(done, np.arange(count))
+    filled, length = batch["input_mask"].mean(), batch["input_ids"].shape[1]
     yield Text(
-        f"step {done} of {total}, epoch {epoch}: {len(which)} rows of {length}, {filled:.0%} filled"
+        f"step {done} of {total}, epoch {done * count // in_all}: {count} rows of {length}, "
+        f"{filled:.0%} filled"
     )
-    for row in which[:most]:
+    if is_similar:
+        yield from _compared(batch, base.tokenizer, each, most)
+        return
+    for row in batches.of_step(done)[:most]:
         example = train[_example(rows, int(row))]
         yield Text(f"\n{printable(example.place)}{_answer(rows, int(row), labels)}")
-        pieces = [printable(tokenizer.piece(int(i))) for i in rows.ids[row]]
+        pieces = [printable(base.tokenizer.piece(int(i))) for i in rows.ids[row]]
         text = _marked(pieces, dict(_marks(rows, int(row), labels)))
         if isinstance(rows, TargetRows):
-            target = (printable(tokenizer.piece(int(i))) for i in rows.targets[row])
+            target = (printable(base.tokenizer.piece(int(i))) for i in rows.targets[row])
             text.append(f"-> {' '.join(target)}")
         yield text
 
 
-def _steps(experiment: Finetuning, examples: int, done: int) -> int:
-    """Returns how many steps a run of so many examples has, if it has the one after `done`."""
-    total = math.ceil(experiment.epochs * examples / experiment.batch_size)
-    if not 0 <= done < total:
-        raise InputError(f"--step {done}: the run has steps 0 to {total - 1}")
-    return total
-
-
-def _similar(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
-    """Yields what `show` does of texts that are compared, the ones of an example together."""
-    base = LoadedBase.of(experiment)
-    experiment = dataclasses.replace(experiment, task=similar.led_by(experiment.task, base.vectors))
-    learned = similar.read(experiment, base.model, base.tokenizer, [], teacher="left_out")
-    total, each = _steps(experiment, learned.examples, done), learned.rows_per_example
-    count = experiment.batch_size * each
-    batch = learned.batches.batch(done, np.arange(count))
-    filled, length = batch["input_mask"].mean(), batch["input_ids"].shape[1]
-    epoch = done * experiment.batch_size // learned.examples
-    yield Text(
-        f"step {done} of {total}, epoch {epoch}: {count} rows of {length}, {filled:.0%} filled"
-    )
+def _compared(batch: Batch, tokenizer: Tokenizer, each: int, most: int) -> Iterator[Text]:
+    """Yields texts that are compared, the ones of an example together."""
     for row, ids in enumerate(batch["input_ids"][: most * each]):
         if row % each == 0:
             score = f", to be {batch['scores'][row]:g}" if "scores" in batch else ""
             yield Text(f"\nexample {row // each} of the step{score}")
         pieces = ids[batch["input_mask"][row] > 0]
-        yield _marked([printable(base.tokenizer.piece(int(i))) for i in pieces], {})
+        yield _marked([printable(tokenizer.piece(int(i))) for i in pieces], {})
 
 
 def _example(rows: Rows, row: int) -> int:

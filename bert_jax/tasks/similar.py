@@ -42,16 +42,18 @@ _SCALE_RULE = sharding.Rule("head/scale")
 
 
 class Similar(TaskKind):
-    """The kind of `similar`: a row for each text, and of each row a vector."""
+    """The kind of `similar`: a row for each text, and of each row a vector.
+
+    `outputs` is the teacher's width where a projection learns, else 0.
+    """
 
     reads = "vectors"
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
-        del labels
-        self._tokenizer, self._limit = tokenizer, task.max_sequence_length
+        super().__init__(task, labels, tokenizer)
+        self._limit = task.max_sequence_length
         self.prefixes = tokenizer.encode(task.query_prefix), tokenizer.encode(task.text_prefix)
         self.rows_per_example = len(task.text_columns)
-        self.outputs = 0  # of a projection, the teacher's width
 
     def rows(self, examples: Sequence[Sentence | Passage]) -> Rows:
         """Returns a row of each text, behind its prefix; what is too long is cut at its end."""
@@ -245,13 +247,9 @@ def read(
     blank: list[str],
     teacher: Literal["asked", "left_out"] = "asked",
 ) -> Learned:
-    """Reads what an experiment learns vectors from.
+    """Reads what an experiment learns vectors from; a teacher's take a while.
 
-    Args:
-      experiment: of `similar`.
-      model, tokenizer: of the base.
-      blank: is given the places of examples that are left out by `task.blank_cells`.
-      teacher: whether its vectors are wanted, which takes a while.
+    `blank` is given the places of examples that are left out by `task.blank_cells`.
     """
     task, how = experiment.task, experiment.vectors
     word, _, place = task.train[0].partition(":")

@@ -42,11 +42,8 @@ class _Predicted(NamedTuple):
 class Spans(TaskKind):
     """The kind of `span`.
 
-    Args:
-      task: the task.
-      tokenizer: of the base.
-      no_answer_threshold: where there may be no answer, none is given if it is better by more than
-        this; None: the best answer is always given, and `scores` searches for the best threshold.
+    Where there may be no answer, none is given if it is better by more than the threshold; without
+    one the best answer is always given, and `scores` searches for the best threshold.
     """
 
     reads, learns, outputs = "tokens", "places", 2
@@ -58,8 +55,7 @@ class Spans(TaskKind):
         tokenizer: Tokenizer,
         no_answer_threshold: float | None = None,
     ):
-        del labels
-        self._task, self._tokenizer = task, tokenizer
+        super().__init__(task, labels, tokenizer)
         self._threshold = no_answer_threshold
 
     def rows(self, examples: Sequence[Question]) -> Rows:

@@ -105,58 +105,55 @@ class Extent:
 
     kind: str  # the word of a source
     path: str  # the file
+    field: str  # that holds the text of its records
     folder: str = ""  # of a TFDS dataset, where its metadata lies
     start: int = 0  # of its bytes, records or, of a Parquet file, row groups
     stop: int = -1  # of the same; -1: all that follow
     count: int = 0  # records of this shard
     before: int = 0  # records of the dataset before it
     bytes: int = 0  # how much there is to read, roughly
-    field: str = ""  # that holds the text; empty: `Corpus.text_field`
 
 
 def read(corpus: Corpus) -> Iterator[Document]:
     """Yields the documents of all sources in order; those without any text are passed over."""
     for one in corpus.alone():
-        for extent in extents(one.sources[0]):
+        for extent in extents(one):
             for document in read_extent(extent, one):
                 if pieces := tuple(document.pieces):
                     yield dataclasses.replace(document, pieces=pieces)
 
 
-def extents(source: str, corpus: Corpus | None = None, most: int = 0) -> Iterator[Extent]:
-    """Yields what is read of a source, in order.
+def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
+    """Yields what is read of the one source of a corpus, in order.
 
-    With a corpus, which says how it is read, files are cut from `most` bytes on, where they can be:
-    between lines of JSON, at blank lines of sentences_by_line, between records of an ArrayRecord
-    file and row groups of a Parquet file. A compressed file, a TFRecord file, a CSV file, one at an
-    address, and a text in any other layout stay whole.
+    Files are cut from `most` bytes on, where they can be: between lines of JSON, at blank lines of
+    sentences_by_line, between records of an ArrayRecord file and row groups of a Parquet file. A
+    compressed file, a TFRecord file, a CSV file, one at an address, and a text in any other layout
+    stay whole; 0: all do.
     """
+    (source,), field = corpus.sources, corpus.text_field
     word, _, place = source.partition(":")
     if word in ("tfds", "tfds_dir"):
         folder = tfds_files.find(place) if word == "tfds" else place
         before = 0
         for path, count, size, can_be_cut in tfds_files.shards(folder):
-            parts = max(1, min(count, round(size / most))) if corpus and can_be_cut else 1
+            parts = max(1, min(count, round(size / most))) if most and can_be_cut else 1
             bounds = [0, *(count * part // parts for part in range(1, parts)), -1]
+            of = "tfds", str(path), field, str(folder)
             for start, stop in itertools.pairwise(bounds):
-                yield Extent(
-                    *("tfds", str(path), str(folder), start, stop),
-                    *(count, before, size // parts),
-                )
+                yield Extent(*of, start, stop, count, before, size // parts)
             before += count
         return
     for path in sources.files(source):
         size = sources.state(path)["bytes"]
-        if word == "parquet" and corpus:
-            yield from (
-                Extent(word, path, "", start, stop, 0, 0, text)
-                for start, stop, text in records.parts(path, corpus.text_field, most)
-            )
+        if word == "parquet" and most:
+            for start, stop, text in records.parts(path, field, most):
+                yield Extent(word, path, field, start=start, stop=stop, bytes=text)
             continue
-        cuts = _cuts(path, word, corpus, most) if corpus and size > most else []
-        bounds = [0, *cuts, size] if cuts else [0, -1]
-        for start, stop in itertools.pairwise(bounds):
-            yield Extent(word, path, "", start, stop, 0, 0, (size if stop < 0 else stop) - start)
+        cuts = _cuts(path, word, corpus, most) if size > most > 0 else []
+        for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
+            length = (size if stop < 0 else stop) - start
+            yield Extent(word, path, field, start=start, stop=stop, bytes=length)
 
 
 def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
@@ -187,14 +184,13 @@ def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
 
 def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
     """Yields the documents of an extent in order; those without any text have no pieces."""
-    if extent.field:
-        corpus = dataclasses.replace(
-            corpus, sources=corpus.sources[:1], mixture=(), text_field=extent.field
-        )
-    texts_of: Iterator[tuple[str, int, _Text]] = (
+    texts_of: Iterable[tuple[str, int, _Text]] = (
         _file_texts(extent, corpus)
         if extent.kind == "text"
-        else itertools.starmap(_record, _record_texts(extent, corpus))
+        else (
+            (name, 0, functools.partial(iter, [_with_plain_ends(text)]))
+            for name, text in _record_texts(extent, corpus)
+        )
     )
     for name, line, text in texts_of:
         layout = decide_layout(_lines_of(text())) if corpus.layout == "per_file" else corpus.layout
@@ -349,14 +345,14 @@ def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> No
 
 def _record_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
     """Yields the place and the text of each record."""
-    path, field = extent.path, corpus.text_field
+    path, field = extent.path, extent.field
     if extent.kind == "tfds":
-        return _dataset_texts(extent, field)
+        return _dataset_texts(extent)
     if extent.kind == "jsonl":
         return _json_texts(extent, corpus)
     if extent.kind == "parquet":
         return records.parquet(path, field, extent.start, extent.stop)
-    return records.column_of(path, _lines(extent, corpus), extent.kind, field)
+    return records.column_of(records.table(extent.kind, _lines(extent, corpus), path), field, path)
 
 
 def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
@@ -365,18 +361,17 @@ def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            text = json.loads(line)[extent.field]
+            text = "" if text is None else text  # as a table's
+            wrong = "" if isinstance(text, str) else "no text"
         except (ValueError, RecursionError) as error:
-            line_number = number + _lines_before(extent)
-            raise InputError(f"{path}:{line_number}: not JSON ({error})") from error
-        text = record.get(corpus.text_field) if isinstance(record, dict) else None
-        if text is None and isinstance(record, dict) and corpus.text_field in record:
-            text = ""  # as a table's
-        if not isinstance(text, str):
-            raise InputError(
-                f"{path}:{number + _lines_before(extent)}: no text in field "
-                f"{corpus.text_field!r}; name it with --set corpus.text_field=..."
-            )
+            wrong = f"not JSON ({error})"
+        except (LookupError, TypeError):
+            wrong = "no text"
+        if wrong == "no text":
+            wrong += f" in field {extent.field!r}; name it with --set corpus.text_field=..."
+        if wrong:
+            raise InputError(f"{path}:{number + _lines_before(extent)}: {wrong}")
         yield f"{path}:{number}", records.encodable(text)
 
 
@@ -388,8 +383,8 @@ def _lines_before(extent: Extent) -> int:
         ).count(b"\n")
 
 
-def _dataset_texts(extent: Extent, field: str) -> Iterator[tuple[str, str]]:
-    folder = extent.folder
+def _dataset_texts(extent: Extent) -> Iterator[tuple[str, str]]:
+    folder, field = extent.folder, extent.field
     shard = tfds_files.shard_records(folder, extent.path, extent.count, extent.start, extent.stop)
     for number, record in enumerate(shard, extent.before + extent.start):
         value = record.get(field)
@@ -444,6 +439,5 @@ def _first_bad_byte(path: str, encoding: str) -> int:
     return 0  # a mark is missing: read as a stream UTF-16 must begin with one
 
 
-def _record(name: str, text: str) -> tuple[str, int, _Text]:
-    text = text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")
-    return name, 0, lambda: (text,)
+def _with_plain_ends(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")

@@ -9,7 +9,7 @@ match. Other texts are cut into more and smaller pieces.
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,12 +47,8 @@ def cut(
 ) -> tuple[Tokenizer, Begins]:
     """Returns the tokenizer with the pieces that were counted, and the old id of each new one.
 
-    Args:
-      tokenizer: WordPiece, or a tokenizer.json with byte-pair encoding or Unigram.
-      counted: see `counts`.
-      most: pieces that are kept, the commonest; 0: all that were counted.
-      where: the flag that limits them, for errors.
-      asked: ids that are kept whatever was counted.
+    At `most` so many are kept, the commonest, which the flag `where` says; 0: all that were
+    counted. Ids that are asked for are kept in any case.
     """
     form = _form(tokenizer)
     ids = {piece: number for number, piece in enumerate(form.pieces)}
@@ -138,16 +134,8 @@ class _OfWordPiece:
 
     def extended(self, new: dict[str, tuple[int, ...]]) -> tuple[WordPiece, Begins]:
         """Returns the tokenizer with pieces more, and what its ids begin with."""
-        pieces, begins = list(self.pieces), [(i,) for i in range(len(self.pieces))]
-        slots = (i for i, piece in enumerate(self.pieces) if _UNUSED.fullmatch(piece))
-        for piece, begin in new.items():
-            slot = next(slots, None)
-            if slot is None:
-                pieces.append(piece)
-                begins.append(begin)
-            else:
-                pieces[slot], begins[slot] = piece, begin
-        return WordPiece(pieces, self._case), begins
+        pieces, begins, more = _in_slots(self.pieces, new, len(self.pieces))
+        return WordPiece([*pieces, *more], self._case), [*begins, *map(new.__getitem__, more)]
 
 
 class _OfLibrary:
@@ -225,17 +213,8 @@ class _OfLibrary:
     def extended(self, new: dict[str, tuple[int, ...]]) -> tuple[Library, Begins]:
         """Returns the tokenizer with pieces more, and what its ids begin with."""
         # Added tokens may be pieces of byte-pair encoding, which no merge makes.
-        pieces, inside = list(self.pieces), self._inside
-        if self.kind == "BPE":
-            inside = len(pieces)
-        begins, more = [(i,) for i in range(len(pieces))], []
-        slots = (i for i, piece in enumerate(pieces[:inside]) if _UNUSED.fullmatch(piece))
-        for piece, begin in new.items():
-            slot = next(slots, None)
-            if slot is None:
-                more.append(piece)
-            else:
-                pieces[slot], begins[slot] = piece, begin
+        inside = len(self.pieces) if self.kind == "BPE" else self._inside
+        pieces, begins, more = _in_slots(self.pieces, new, inside)
         pieces[inside:inside] = more
         begins[inside:inside] = [new[piece] for piece in more]
         return self._built(pieces, inside + len(more), new), begins
@@ -274,17 +253,25 @@ def _renumber(processor: dict[str, Any], ids: dict[str, int]) -> None:
             token["ids"] = [ids[piece] for piece in token["tokens"]]
 
 
-_FORMS: dict[type, Callable[[Any], _OfWordPiece | _OfLibrary]] = {
-    WordPiece: _OfWordPiece,
-    Library: _OfLibrary,
-}
+def _in_slots(
+    old: Sequence[str], new: dict[str, tuple[int, ...]], inside: int
+) -> tuple[list[str], Begins, list[str]]:
+    """Returns pieces, new ones in slots among the first that are unused; what ids begin with; the
+    new ones that found no slot.
+    """
+    pieces, begins = list(old), [(i,) for i in range(len(old))]
+    slots = [i for i, piece in enumerate(pieces[:inside]) if _UNUSED.fullmatch(piece)]
+    for slot, piece in zip(slots, new, strict=False):
+        pieces[slot], begins[slot] = piece, new[piece]
+    return pieces, begins, list(new)[len(slots) :]
 
 
 def _form(tokenizer: Tokenizer) -> _OfWordPiece | _OfLibrary:
-    form = _FORMS.get(type(tokenizer))
-    if form is None:
+    if isinstance(tokenizer, WordPiece):
+        return _OfWordPiece(tokenizer)
+    if not isinstance(tokenizer, Library):
         raise InputError(
             f"a {tokenizer.kind} model: its pieces are neither cut nor added to; only those of "
             "WordPiece and of a tokenizer.json are"
         )
-    return form(tokenizer)
+    return _OfLibrary(tokenizer)

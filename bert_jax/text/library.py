@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -55,15 +55,6 @@ class Cache(dict):
         return made
 
 
-class Around(NamedTuple):
-    """The tokens around one text and around two: `cls A sep`, `cls A between B sep`."""
-
-    cls_id: int
-    between_ids: tuple[int, ...]
-    sep_id: int
-    second_segment: int  # of the second text and of what ends it: 0 or 1
-
-
 class Library:
     """A tokenizer.json and what names its specials.
 
@@ -86,11 +77,11 @@ class Library:
         if sorted(ids.values()) != list(range(self.size)):
             raise InputError(f"{where}: the ids of its {self.size} pieces are not 0 to the last")
         self._pieces = sorted(ids, key=ids.__getitem__)
-        around = _around(parts.get("post_processor"), where)
-        self.cls_id, self.between_ids, self.sep_id, self.second_segment = around
         self.pad_id, self.unk_id, self.mask_id = (
             self._special(f"{role}_token", ids, where) for role in ("pad", "unk", "mask")
         )
+        around = _around(self._library, where)
+        self.cls_id, self.between_ids, self.sep_id, self.second_segment = around
         special = {token["id"] for token in parts["added_tokens"] if token["special"]}
         self._special_ids = special - {self.unk_id}
         self.continues = self._continuing()
@@ -258,52 +249,34 @@ def _opened(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tok
     return library
 
 
-def _around(given: Any, where: str) -> Around:
-    """Returns what a post-processor puts around texts."""
-    for one in _each(given, "processors"):
-        kind = one.get("type")
-        if kind in ("BertProcessing", "RobertaProcessing"):
-            cls, sep = one["cls"][1], one["sep"][1]
-            is_bert = kind == "BertProcessing"
-            return Around(cls, (sep,) if is_bert else (sep, sep), sep, int(is_bert))
-        if kind == "TemplateProcessing":
-            return _of_template(one, where)
-    raise InputError(
-        f"{where}: post_processor: puts nothing before and after a text, and an encoder needs a "
-        "token to begin and one to end it; give it a TemplateProcessing"
-    )
+def _around(of: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...], int, int]:
+    """Returns what the library puts around one text and two, `cls A sep` and `cls A between B sep`.
 
-
-def _of_template(parts: dict[str, Any], where: str) -> Around:
-    def flat(form: str) -> list[tuple[int | str, int]]:
-        """Lists ids, A and B, and the segment of each."""
-        items = []
-        for ((kind, value),) in map(dict.items, parts[form]):
-            ids = parts["special_tokens"][value["id"]]["ids"] if kind == "SpecialToken" else ()
-            items += [(one, value["type_id"]) for one in ids or (value["id"],)]
-        return items
-
-    single, pair = flat("single"), flat("pair")
-    names, segments = zip(*pair, strict=True)
-    cls, sep, between = names[0], names[-1], names[2:-2]
-    expected = (cls, "A", *between, "B", sep)
-    whole = names == expected and between and not {"A", "B"} & {cls, sep, *between}
-    if not whole or [name for name, _ in single] != [cls, "A", sep]:
+    Returns:
+      The ids of `cls`, `between` and `sep`, and the segment of B and of what ends it: 0 or 1.
+    """
+    texts = ("a", *of.get_vocab())
+    try:
+        text = next(t for t in texts if of.encode(t, add_special_tokens=False).ids)
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(f"{where}: the tokenizers library cuts no text by it ({error})") from error
+    one, two = of.encode(text), of.encode(text, text)
+    size, gap = one.sequence_ids.count(0), two.sequence_ids.count(None) - 2
+    shape = [None, *[0] * size, *[None] * gap, *[1] * size, None]
+    cls, sep, between = two.ids[0], two.ids[-1], two.ids[1 + size :][:gap]
+    ends = one.sequence_ids == [*shape[: 1 + size], None] and one.ids[:: size + 1] == [cls, sep]
+    if two.sequence_ids != shape or gap < 1 or not ends:
         raise InputError(
             f"{where}: post_processor: a text must stand between one token before it and one "
             "after it, and a pair be text A, one token or more, and text B, between the same two"
         )
-    second = segments[-1]
-    at = len(between) + 2
-    if (
-        segments != (0,) * at + (second, second)
-        or second not in (0, 1)
-        or any(segment for _, segment in single)
-    ):
+    second = two.type_ids[-1]
+    segments = [0] * (1 + size + gap) + [second] * (size + 1)
+    if two.type_ids != segments or second not in (0, 1) or any(one.type_ids):
         raise InputError(
             f"{where}: post_processor: type_id must be 0 before text B, and 0 or 1 from there on"
         )
-    return Around(cls, between, sep, second)
+    return cls, tuple(between), sep, second
 
 
 def _each(part: Any, inside: str) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ import pyarrow.parquet
 from bert_jax.errors import InputError
 from bert_jax.text import lines as text_lines
 
-Row = tuple[int, list[str]]
+# The place of an example, the names of its columns, and their values.
+Named = tuple[str, list[str], list[Any]]
 
 # Characters of a CSV cell; Python's own limit is 131,072.
 _LONGEST_CELL = 2**31 - 1
@@ -28,18 +29,50 @@ _ROWS = 1_000
 _HALF = re.compile("[\ud800-\udfff]")
 
 
-def rows(kind: str, lines: Iterable[str], path: str) -> Iterator[Row]:
-    """Yields line number from 1 and cells of each row of a `csv` or `tsv` file's decoded lines."""
-    return _csv(lines, path) if kind == "csv" else _tsv(lines)
+def table(
+    kind: Literal["csv", "tsv"],
+    lines: Iterable[str],
+    path: str,
+    header: str = "first_line",
+    blank_lines: bool = False,
+) -> Iterator[Named]:
+    """Yields FILE:LINE, names and cells of each row of a file's decoded lines.
+
+    The names are those of the first line; without such a `header` they are 0, 1 and so on. With
+    `blank_lines` those before another row are rows with a blank cell, where there is one column.
+    """
+    names: list[str] = []
+    first = before = 0
+    for number, cells in _csv(lines, path) if kind == "csv" else _tsv(lines):
+        place = f"{path}:{number}"
+        if not names:
+            first = before = number
+            names = cells if header == "first_line" else [str(i) for i in range(len(cells))]
+            if header == "first_line":
+                continue
+        if blank_lines and len(names) == 1:
+            yield from ((f"{path}:{blank}", names, [""]) for blank in range(before + 1, number))
+            before = number + cells[0].count("\n")
+        require_as_many(cells, len(names), place, first)
+        yield place, names, cells
 
 
-def _tsv(lines: Iterable[str]) -> Iterator[Row]:
+def require_as_many(cells: list[str], count: int, place: str, first: int) -> None:
+    """Raises InputError unless a row has as many cells as the line `first` of its file."""
+    if len(cells) != count:
+        raise InputError(
+            f"{place}: {len(cells)} columns, but line {first} has {count}; mend the line, or leave "
+            "it out"
+        )
+
+
+def _tsv(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
     for number, line in enumerate(lines, 1):
         if row := line.removesuffix("\n").removesuffix("\r"):
             yield number, row.split("\t")
 
 
-def _csv(lines: Iterable[str], path: str) -> Iterator[Row]:
+def _csv(lines: Iterable[str], path: str) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(_LONGEST_CELL)
     # Strict: a quotation mark that is never closed would take in the rest of the file.
     reader = csv.reader(lines, strict=True)
@@ -81,25 +114,13 @@ def encodable(text: str) -> str:
     return text
 
 
-def column_of(
-    path: str, lines: Iterable[str], kind: Literal["csv", "tsv"], column: str
-) -> Iterator[tuple[str, str]]:
-    """Yields FILE:LINE and the text in a column of a CSV or TSV file's decoded lines.
-
-    The first line names the columns; blank rows are left out.
-    """
-    numbered = rows(kind, lines, path)
-    _, names = next(numbered, (0, []))
-    if not names:
-        return
-    place = _place_of(column, names, path)
-    for number, cells in numbered:
-        if len(cells) != len(names):
-            raise InputError(
-                f"{path}:{number}: {len(cells)} columns, but the first line names {len(names)}; is "
-                f"it {kind}?"
-            )
-        yield f"{path}:{number}", cells[place]
+def column_of(rows: Iterable[Named], column: str, path: str) -> Iterator[tuple[str, str]]:
+    """Yields the place and the text in a column of each row of a `table`."""
+    of, at = None, 0
+    for place, names, cells in rows:
+        if names is not of:
+            of, at = names, _place_of(column, names, path)
+        yield place, cells[at]
 
 
 def _place_of(column: str, names: Sequence[str], path: str) -> int:

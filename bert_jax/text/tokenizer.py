@@ -19,7 +19,7 @@ import numpy as np
 import sentencepiece
 from etils import epath
 
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, reading
 from bert_jax.storage.workdir import read_json, write_atomic
 from bert_jax.text import library, vocabulary
 
@@ -35,7 +35,10 @@ Case = Literal["uncased", "cased"]
 
 
 class Tokenizer(Protocol):
-    """The interface by which the rest of the system knows a tokenizer."""
+    """The interface by which the rest of the system knows a tokenizer.
+
+    Those here cut a word as they cut it in a text, and have one token between two texts.
+    """
 
     kind: str
     case: Case
@@ -46,7 +49,7 @@ class Tokenizer(Protocol):
     sep_id: int
     mask_id: int
     between_ids: tuple[int, ...]  # what stands between two texts
-    second_segment: int  # of the second text: 1, or 0 where there is one segment
+    second_segment: int = 1  # of the second text: 1, or 0 where there is one segment
     sha256: str  # of all that decides the ids
     continues: np.ndarray  # bool [size]: the piece goes on a word, for whole-word masks
 
@@ -55,6 +58,7 @@ class Tokenizer(Protocol):
 
     def encode_within(self, text: str) -> list[int]:
         """Returns the ids of a text that goes on another, behind a blank."""
+        return self.encode(text)
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
         """Yields where each word of a text stands, and its ids, which are the text's together.
@@ -62,6 +66,8 @@ class Tokenizer(Protocol):
         Yields:
           (first character, one past the last, ids) of each, in order.
         """
+        for start, end in units(text, self):
+            yield start, end, self.encode(text[start:end])
 
     def piece(self, token_id: int) -> str:
         """Returns how the piece is written in the vocabulary."""
@@ -73,27 +79,7 @@ class Tokenizer(Protocol):
         """Writes a tokenizer folder."""
 
 
-class _Apart:
-    """Tokenizers that cut a word as they cut it in a text, and have one token between two texts."""
-
-    second_segment = 1
-
-    @property
-    def between_ids(self) -> tuple[int, ...]:
-        """[SEP]."""
-        return (self.sep_id,)
-
-    def encode_within(self, text: str) -> list[int]:
-        """Returns the ids of a text that goes on another, behind a blank."""
-        return self.encode(text)
-
-    def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
-        """Yields where each word of a text stands, and its ids."""
-        for start, end in units(text, self):
-            yield start, end, self.encode(text[start:end])
-
-
-class WordPiece(_Apart):
+class WordPiece(Tokenizer):
     """The reference's FullTokenizer (google-research/bert, tokenization.py), id for id.
 
     Words are looked up whole in a cache; pure ASCII text takes a shorter way to the same words.
@@ -110,6 +96,7 @@ class WordPiece(_Apart):
         self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
             self._ids[name] for name in vocabulary.SPECIALS
         )
+        self.between_ids = (self.sep_id,)
         self.continues = np.array([piece.startswith("##") for piece in vocab])
         self.sha256 = _digest("wordpiece", case, "\n".join(vocab).encode())
         # Ids of a word, of those that `basic_tokens` gives.
@@ -156,7 +143,7 @@ class WordPiece(_Apart):
         return pieces
 
 
-class SentencePiece(_Apart):
+class SentencePiece(Tokenizer):
     """A SentencePiece model. Specials it lacks are appended behind its last id."""
 
     kind = "sentencepiece"
@@ -185,6 +172,7 @@ class SentencePiece(_Apart):
             specials[role] = token_id
         self.pad_id, self.cls_id = specials["pad"], specials["cls"]
         self.sep_id, self.mask_id = specials["sep"], specials["mask"]
+        self.between_ids = (self.sep_id,)
         self.unk_id = self._processor.unk_id()
         self._specials = frozenset(specials.values())
         self.size = len(self._pieces)
@@ -235,16 +223,15 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
     if path.is_dir():
         if not file.exists():
             raise InputError(f"{path}: no {library.FILE}; name a vocab.txt, or {library.CONVERT}")
-        record = read_json(path / "tokenizer.json", FORMAT_VERSION)
-        if record.get("case") not in ("uncased", "cased"):
-            raise InputError(f"{path / 'tokenizer.json'}: case {record.get('case')!r} is unknown")
-        files = {"wordpiece": "vocab.txt", "sentencepiece": "sentencepiece.model"}
-        if record.get("kind") not in list(files):
-            raise InputError(f"{path / 'tokenizer.json'}: kind {record.get('kind')!r} is unknown")
-        tokenizer = load(path / files[record["kind"]], record["case"])
+        record = read_json(file, FORMAT_VERSION)
+        with reading(file):
+            name = {"wordpiece": "vocab.txt", "sentencepiece": "sentencepiece.model"}[
+                record["kind"]
+            ]
+        tokenizer = load(path / name, record.get("case"))
         if tokenizer.sha256 != record.get("sha256"):
             raise InputError(
-                f"{path}: {files[record['kind']]} is not the one tokenizer.json was written for; "
+                f"{path}: {name} is not the one tokenizer.json was written for; "
                 "put that one back: a vocabulary must not be edited once text was tokenized with it"
             )
         return tokenizer
@@ -311,7 +298,7 @@ def units(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
     """
     start = 0
     for place, char in enumerate(text):
-        kind = _kind(char, tokenizer.case) if tokenizer.kind == "wordpiece" else _plain(char)
+        kind = _kind(char, tokenizer.case if tokenizer.kind == "wordpiece" else None)
         if kind == "of a word":
             continue
         if start < place:
@@ -324,14 +311,12 @@ def units(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
 
 
 @functools.cache
-def _kind(char: str, case: Case) -> str:
-    """Returns what the tokenizer does at a character between two letters."""
+def _kind(char: str, case: Case | None) -> str:
+    """Returns what WordPiece does at a character between two letters; without a case, others."""
+    if case is None:
+        return "blank" if char.isspace() else "of a word"
     words = len(basic_tokens(f"a{char}a", case))
     return {1: "of a word", 2: "blank"}.get(words, "alone")
-
-
-def _plain(char: str) -> str:
-    return "blank" if char.isspace() else "of a word"
 
 
 class Splitter:
@@ -346,30 +331,22 @@ class Splitter:
     def words(self, sentences: Iterable[str]) -> list[str]:
         """Returns the words of sentences without line feeds, a line feed after each sentence."""
         split: list[str] = []
-        plain: list[str] = []  # sentences in ASCII, cut together
         for sentence in sentences:
-            if sentence.isascii() and sentence.isprintable():
-                plain.append(sentence)
-                continue
-            if plain:
-                split += self._ascii_words(plain)
-                plain.clear()
-            if any(char in sentence for char in _BLANK_CONTROLS):
-                sentence = sentence.translate(_CLEAN)
-            split += itertools.chain.from_iterable(map(self._chunks.__getitem__, sentence.split()))
+            if sentence.isascii():
+                split += basic_tokens(sentence, self._case)
+            else:
+                if any(char in sentence for char in _BLANK_CONTROLS):
+                    sentence = sentence.translate(_CLEAN)
+                chunks = map(self._chunks.__getitem__, sentence.split())
+                split += itertools.chain.from_iterable(chunks)
             split.append("\n")
-        return split + self._ascii_words(plain) if plain else split
-
-    def _ascii_words(self, sentences: list[str]) -> list[str]:
-        text = "\n".join([*sentences, ""])
-        return _ASCII_WORD_OR_END.findall(text.lower() if self._case == "uncased" else text)
+        return split
 
 
 # `basic_tokens` drops these, and `str.split` would cut at them.
 _BLANK_CONTROLS = "\x0b\x0c\x1c\x1d\x1e\x1f\x85"
 _ASCII_CONTROLS = {code: None for code in [*range(32), 127] if chr(code) not in "\t\n\r"}
 _ASCII_TOKEN = re.compile(f"[0-9A-Za-z]+|[{re.escape(string.punctuation)}]")
-_ASCII_WORD_OR_END = re.compile(f"[0-9A-Za-z]+|[{re.escape(string.punctuation)}\n]")
 
 
 class _Table(dict):

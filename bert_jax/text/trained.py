@@ -21,11 +21,6 @@ from bert_jax.text.vocabulary import CLS, MASK, PAD, SEP, UNK, Counted
 # 20 bytes of memory a byte. So counts are shares of so many bytes.
 _UNIGRAM_BYTES = 10_000_000
 
-_NAMED = {
-    f"{role}_token": piece
-    for role, piece in zip(("pad", "unk", "cls", "sep", "mask"), vocabulary.SPECIALS, strict=True)
-}
-
 
 def train(counted: Counted, vocab_size: int, corpus: Corpus) -> Tokenizer:
     """Trains a tokenizer of `Corpus.tokenizer_kind` and of so many ids on counted words.
@@ -41,7 +36,7 @@ def train(counted: Counted, vocab_size: int, corpus: Corpus) -> Tokenizer:
         return SentencePiece(model, corpus.case)
     trained = {"byte_bpe": _byte_bpe, "unigram": _unigram}[kind](counted, vocab_size, corpus)
     _add_specials(trained, vocab_size)
-    return library.Library(trained.to_str().encode(), _NAMED, library.FILE)
+    return library.Library(trained.to_str().encode(), vocabulary.NAMED, library.FILE)
 
 
 def _byte_bpe(counted: Counted, vocab_size: int, corpus: Corpus) -> tokenizers.Tokenizer:

@@ -14,6 +14,10 @@ from bert_jax.errors import InputError
 from bert_jax.text import merges
 
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# As others name their roles.
+NAMED = dict(
+    zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIALS, strict=True)
+)
 
 # Characters kept as pieces of their own when a vocabulary is trained; rarer ones become [UNK].
 _ALPHABET = 1_000
@@ -69,7 +73,11 @@ def read_vocab(path: epath.PathLike) -> list[str]:
     if lines and not lines[-1]:
         lines.pop()
     vocab = [line.strip() for line in lines]
-    require_specials(vocab, str(path))
+    if missing := [name for name in SPECIALS if name not in vocab]:
+        raise InputError(
+            f"{path}: no {' '.join(missing)} among its {len(vocab)} lines; a BERT vocabulary has a "
+            "piece a line, and these among them"
+        )
     lines_of: dict[str, int] = {}
     for number, piece in enumerate(vocab, 1):
         first = lines_of.setdefault(piece, number)
@@ -79,17 +87,6 @@ def read_vocab(path: epath.PathLike) -> list[str]:
                 f"{path}:{number}: the piece {piece!r} stands on line {first} already; a line is "
                 "an id, so put a piece of its own there, e.g. [unused1]"
             )
-    return vocab
-
-
-def require_specials(vocab: list[str], where: str) -> list[str]:
-    """Returns the vocabulary, if it is one of BERT's; `where` begins the complaint."""
-    missing = [name for name in SPECIALS if name not in vocab]
-    if missing:
-        raise InputError(
-            f"{where}: no {' '.join(missing)} among its {len(vocab)} lines; a BERT vocabulary has "
-            "a piece a line, and these among them"
-        )
     return vocab
 
 
@@ -145,49 +142,37 @@ def train_sentencepiece(
     follow them, so many or more, where the text is too small.
     """
 
-    def trained(lacking: int) -> bytes:
-        return _sentencepiece(counted, vocab_size, kind, unused_pieces + lacking, normalization)
-
-    try:
-        return trained(0)
-    except RuntimeError as error:
-        most = re.search(r"set it to a value <= (\d+)", str(error))
-        lacking = vocab_size - int(most[1]) if most else 0
-        reason = str(error).strip().split("] ")[-1]
-        if lacking > 0:
-            try:
-                return trained(lacking)
-            except RuntimeError as again:
-                reason = str(again).strip().split("] ")[-1]
-        raise InputError(
-            f"model.vocab_size={vocab_size}: SentencePiece cannot train on this text: {reason}"
-        ) from error
-
-
-def _sentencepiece(
-    counted: Counted, vocab_size: int, kind: str, lacking: int, normalization: str
-) -> bytes:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(
-            f"{word}\t{count}" for word, count in zip(counted.words, counted.counts, strict=True)
-        ),
-        input_format="tsv",
-        model_writer=model,
-        model_type=kind,
-        vocab_size=vocab_size,
-        normalization_rule_name=normalization,
-        pad_id=0,
-        unk_id=1,
-        bos_id=-1,
-        eos_id=-1,
-        pad_piece=PAD,
-        unk_piece=UNK,
-        control_symbols=[CLS, SEP, MASK, *unused(lacking)],
-        num_threads=_SENTENCEPIECE_THREADS,
-        minloglevel=2,
-    )
-    return model.getvalue()
+    lacking = 0
+    while True:
+        model, pairs = io.BytesIO(), zip(counted.words, counted.counts, strict=True)
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=(f"{word}\t{count}" for word, count in pairs),
+                input_format="tsv",
+                model_writer=model,
+                model_type=kind,
+                vocab_size=vocab_size,
+                normalization_rule_name=normalization,
+                pad_id=0,
+                unk_id=1,
+                bos_id=-1,
+                eos_id=-1,
+                pad_piece=PAD,
+                unk_piece=UNK,
+                control_symbols=[CLS, SEP, MASK, *unused(unused_pieces + lacking)],
+                num_threads=_SENTENCEPIECE_THREADS,
+                minloglevel=2,
+            )
+            return model.getvalue()
+        except RuntimeError as error:
+            most = re.search(r"set it to a value <= (\d+)", str(error))
+            if lacking or most is None or int(most[1]) >= vocab_size:
+                reason = str(error).strip().split("] ")[-1]
+                raise InputError(
+                    f"model.vocab_size={vocab_size}: SentencePiece cannot train on this text: "
+                    f"{reason}"
+                ) from error
+            lacking = vocab_size - int(most[1])
 
 
 def scores(model: bytes) -> list[tuple[str, float]]:

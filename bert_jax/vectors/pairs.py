@@ -67,7 +67,6 @@ class CorpusPairs:
                 f"task.max_sequence_length={length}: has no room for texts of {_SHORTEST} pieces "
                 "behind the prefix; take more"
             )
-        self._orders: dict[int, np.ndarray] = {}
         # Sentences that an example can be about: of neighbours all but each document's last.
         ends = np.asarray(stream.document_offsets[1:], np.int64)
         sentences = len(stream.sentence_offsets) - 1
@@ -78,6 +77,7 @@ class CorpusPairs:
             raise InputError(
                 f"task.train: corpus: has no document of two sentences to make {how} of; take crops"
             )
+        self._shuffled = draws.Shuffled(self._key, self.total)
         # Where the document of each of them ends, and begins, in sentences.
         document = np.searchsorted(ends, self._places, side="right")
         self._document = np.stack([np.append(0, ends[:-1])[document], ends[document]], axis=1)
@@ -127,22 +127,11 @@ class CorpusPairs:
 
     def spans(self, numbers: np.ndarray) -> Spans:
         """Returns which texts examples of these numbers have, int64 [E], counted from the first."""
-        epochs, slots = np.divmod(numbers, self.total)
-        which = np.empty(len(numbers), np.int64)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            which[here] = self._order(epoch)[slots[here]]
+        which = self._shuffled[numbers]
         low = (numbers & 0xFFFFFFFF).astype(np.uint64)
         words = draws.philox(low, (numbers >> 32).astype(np.uint64), 0, 0, self._key)
         sentences, bounds = self._places[which], self._document[which]
         return getattr(self, f"_{self._how}")(sentences, bounds, words)
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            if len(self._orders) > 1:
-                del self._orders[min(self._orders)]
-            self._orders[epoch] = draws.permutation(self._key, epoch, self.total)
-        return self._orders[epoch]
 
     def _offsets(self, sentences: np.ndarray) -> np.ndarray:
         """Returns where sentences begin in `ids`."""

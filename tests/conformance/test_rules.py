@@ -63,9 +63,9 @@ def no_put_back(whole):
     return plan
 
 
-def without_word_groups(*arguments, **named):
-    rows, policy = arguments[:-1], arguments[-1]
-    return MASK(*rows, policy._replace(units="piece"), **named)
+def without_word_groups(*arguments):
+    *rows, policy, most, ids = arguments
+    return MASK(*rows, policy._replace(units="piece"), most, ids)
 
 
 MASK = masking.mask

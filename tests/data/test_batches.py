@@ -45,7 +45,8 @@ def make(batch_size=8, seed=0, phase=0, data=None, small=SMALL, rows=None, lengt
     source = plans.Plans(small, names, length, data.short_seq_prob, units=data.units)
     most = length - data.unpredicted if data.unpredicted else PREDICTIONS
     shape = batches.Shape(length, most, batch_size)
-    return batches.TrainBatches(source, IDS, data, shape, rows, **how)
+    source._counted = rows
+    return batches.TrainBatches(source, IDS, data, shape, **how)
 
 
 def plan_rows(small=SMALL, names=(0, "train", 0, 0), data=None):

@@ -377,7 +377,7 @@ def assert_finishes(place, undisturbed):
 
 STATIONS = {
     "reading": (sentences, "split"),
-    "surveying": (build.Survey, "of"),
+    "surveying": (build, "survey"),
     "writing": (dataset.ShardWriter, "add"),
     "unrolling": (stream, "write"),
     "finishing": (corpus, "mark_complete"),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from bert_jax.data import plan_files, plans, stream
+from bert_jax.data import plans, stream
 from bert_jax.errors import InputError, Unavailable
 
 
@@ -85,14 +85,14 @@ def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, expec
     size = 10 * len(expected[1])
     assert size < (cache / name).stat().st_size < size + 1000
     # Another process, and one that was given the source by pickle, map the same file.
-    monkeypatch.setattr(plan_files.subprocess, "Popen", None)
+    monkeypatch.setattr(plans.subprocess, "Popen", None)
     for other in (second, pickle.loads(pickle.dumps(source))):
         np.testing.assert_array_equal(other.find(3), expected[1])
     # One that was cut off goes.
     path = cache / name
     for content in (path.read_bytes()[:-3], b"", b"\0" * 100):
         path.write_bytes(content)
-        assert plan_files.read(str(path)) is None and not path.exists()
+        assert plans.read(str(path)) is None and not path.exists()
 
 
 def test_rows_of_a_first_plan_are_counted_once(on_disk, cache, expected, tmp_path, monkeypatch):
@@ -100,7 +100,7 @@ def test_rows_of_a_first_plan_are_counted_once(on_disk, cache, expected, tmp_pat
     with contextlib.closing(of(on_disk, counts=counts)) as source:
         source.wait(0)
         assert source.counted() == len(expected[0])
-    monkeypatch.setattr(plan_files.subprocess, "Popen", None)
+    monkeypatch.setattr(plans.subprocess, "Popen", None)
     for path in cache.iterdir():
         path.unlink()
     assert of(on_disk, counts=counts).counted() == len(expected[0])
@@ -111,7 +111,7 @@ def test_rows_of_a_first_plan_are_counted_once(on_disk, cache, expected, tmp_pat
 
 
 def test_what_a_plan_hangs_on_has_a_file_of_its_own(on_disk):
-    recipe = plan_files.Recipe((0, "train", 0), 0, 32, 0.1, "pairs")
+    recipe = plans.Recipe((0, "train", 0), 0, 32, 0.1, "pairs")
     others = {"names": (1, "train", 0), "epoch": 1, "sequence_length": 33, "short_seq_prob": 0.2}
     others |= {"units": "sentences"}
     recipes = [recipe, *(recipe._replace(**{name: value}) for name, value in others.items())]
@@ -143,7 +143,7 @@ def hold_up(monkeypatch):
     """Makers wait before they work, as if the split were large."""
     script = "import sys, time; time.sleep(100)"
     monkeypatch.setattr(
-        plan_files.subprocess,
+        plans.subprocess,
         "Popen",
         lambda command, popen=subprocess.Popen, **named: popen(
             [sys.executable, "-c", script], **named
@@ -176,13 +176,13 @@ def test_a_maker_that_is_killed_is_followed_by_another(on_disk, cache, monkeypat
 
 WAITING = """
 import sys, time
-from bert_jax.data import plan_files, plans, stream
+from bert_jax.data import plans, stream
 plans._IN_MEMORY = 0
 source = plans.Plans(stream.Stream.open(sys.argv[1]), (0, "train", 0), 32, 0.1, "a")
-popen = plan_files.subprocess.Popen
-plan_files.subprocess.Popen = lambda command, **named: popen([sys.executable, "-c",
-    "import pickle, sys, time; from bert_jax.data import plan_files; "
-    "plan_files.write = lambda *_: time.sleep(100); plan_files.main()"], **named)
+popen = plans.subprocess.Popen
+plans.subprocess.Popen = lambda command, **named: popen([sys.executable, "-c",
+    "import pickle, sys, time; from bert_jax.data import plans; "
+    "plans.write = lambda *_: time.sleep(100); plans.main()"], **named)
 source.find(0)
 print(source._maker.process.pid, flush=True)
 if sys.argv[2] == "wait":

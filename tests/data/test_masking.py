@@ -39,10 +39,8 @@ def mask(input_ids, lengths, units="piece", seed=0, width=9, rows=None, **policy
         (a + b + 3)[:, 0],
         draws.Counter((7, seed), np.arange(len(input_ids)) if rows is None else rows),
         masking.HELD_OUT._replace(units=units, **policy),
-        max_predictions=width,
-        mask_id=MASK,
-        vocab_size=VOCAB,
-        continues=CONTINUES,
+        width,
+        masking.Ids(0, CLS, SEP, MASK, VOCAB, CONTINUES),
     )
 
 

@@ -14,7 +14,7 @@ from test_epoch_plans import write_stream
 
 from bert_jax import config
 from bert_jax.config import Corpus, Data
-from bert_jax.data import batches, corpus, draws, mixture, plan_files, plans, stream
+from bert_jax.data import batches, corpus, draws, mixture, plans, stream
 from bert_jax.errors import InputError
 from bert_jax.report.records import corpus_statistics
 from bert_jax.running.pretraining import Prepared
@@ -127,7 +127,7 @@ def test_a_part_is_planned_as_the_same_documents_by_themselves():
 @pytest.mark.long
 def test_large_sources_are_planned_as_small_ones(tmp_path, monkeypatch):
     """Each by a process of its own, even if there are more sources than a host keeps plans of."""
-    count = plan_files._KEPT + 1
+    count = plans._KEPT + 1
     whole = write_stream(tmp_path / "train", 10 * count)
 
     def of_parts():

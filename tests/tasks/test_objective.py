@@ -304,7 +304,7 @@ def test_a_task_of_the_same_kind_and_labels_begins_with_the_head_of_its_base(kin
     held = base_lib.Head(
         ("classify", "pair"), ("a", "b", "c"), np.arange(6.0).reshape(2, 3), np.arange(3.0)
     )
-    base = LoadedBase(None, {}, (), None, "", held)
+    base = LoadedBase(None, {}, None, head=held)
     setup = FinetuningJob.__new__(FinetuningJob)
     setup._base, setup.labels = base, labels
     setup.experiment = Finetuning(name="x", task=kinds.task(kind), adapt=Adapt(how="frozen"))

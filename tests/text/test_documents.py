@@ -257,7 +257,7 @@ def test_memory_does_not_grow_with_a_text(tmp_path, monkeypatch, kind, layout):
     write(tmp_path / "a.txt", text)
     write(tmp_path / "a.jsonl", json.dumps({"text": text}))
     corpus = Corpus(sources=(f"{kind}:{tmp_path}",), layout=layout)
-    (extent,) = documents.extents(corpus.sources[0])
+    (extent,) = documents.extents(corpus)
     (folder := tmp_path / "made").mkdir()
     read_ = parts.Read("", corpus, parts.Part((extent,), (), 0))
     tracemalloc.start()
@@ -297,7 +297,7 @@ def test_a_null_is_a_text_that_is_not_there_in_every_kind_of_table(tmp_path):
     for kind in ("jsonl", "csv", "parquet"):
         corpus = Corpus(sources=(f"{kind}:{tmp_path}",))
         assert [d.text for d in documents.read(corpus)] == ["One.", "Two."]
-        (extent,) = documents.extents(corpus.sources[0])
+        (extent,) = documents.extents(corpus)
         (folder := tmp_path / kind).mkdir()
         record = parts.Read("", corpus, parts.Part((extent,), (), 0)).make(
             folder, lambda characters: None

@@ -230,7 +230,7 @@ def test_a_large_parquet_file_is_read_in_parts(tmp_path):
         pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=10
     )
     settings = Corpus(sources=(f"parquet:{tmp_path}",))
-    extents = list(documents.extents(settings.sources[0], settings, 9_000))
+    extents = list(documents.extents(settings, 9_000))
     assert len(extents) == len(records.parts(extents[0].path, "text", 9_000)) > 2
     found = [d for extent in extents for d in documents.read_extent(extent, settings)]
     assert [d.text for d in found] == [text.strip() for text in texts]
@@ -274,13 +274,6 @@ def test_wrong_bytes_are_replaced_by_choice(tmp_path, layout):
         read(f"text:{tmp_path}", layout=layout)
     (document,) = read(f"text:{tmp_path}", layout=layout, encoding_errors="replace")
     assert document.text == "caf\ufffd one."
-
-
-def test_parts_made_before_a_setting_came_keep_their_names():
-    plain = Corpus(sources=("text:a",))
-    assert parts._reading(plain) == ["per_file", "text", "utf-8"]
-    changed = Corpus(sources=("text:a",), cut_documents=5)
-    assert parts._reading(changed) != parts._reading(plain)
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", pytest.param("unigram", marks=pytest.mark.long)])

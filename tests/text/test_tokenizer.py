@@ -338,9 +338,9 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, bert):
     assert bert["cased"].sha256 != bert["uncased"].sha256
     tokenizer.WordPiece([*vocabulary.SPECIALS, "a"], "cased").save(tmp_path / "a")
     record = json.loads((tmp_path / "a" / "tokenizer.json").read_text())
-    for change, named in (({"kind": "x"}, "kind"), ({"case": None}, "case")):
+    for change in ({"kind": "x"}, {"case": None}):
         (tmp_path / "a" / "tokenizer.json").write_text(json.dumps({**record, **change}))
-        with pytest.raises(InputError, match=rf"tokenizer\.json: {named}"):
+        with pytest.raises(InputError, match=r"tokenizer\.json"):
             tokenizer.load(tmp_path / "a")
     model, file = foreign_model(), tmp_path / "x.model"
     for content in (b"", model[: len(model) // 2], b"text", bytes(99)):

@@ -114,10 +114,8 @@ def test_whole_word_masks_split_no_word_and_spare_specials_and_padding(name, tex
         np.array([len(ids) + 2]),
         draws.Counter((seed, 1), np.array([0])),
         masking.HELD_OUT._replace(units="whole_word", share=0.4),
-        max_predictions=row.shape[1],
-        mask_id=ours.mask_id,
-        vocab_size=ours.size,
-        continues=ours.continues,
+        row.shape[1],
+        masking.Ids.of(ours),
     )
     masked = {int(at) - 1 for at in found.positions[found.weights > 0]}
     assert masked <= set(range(len(ids)))

@@ -17,7 +17,7 @@ from etils import epath
 from rich.console import Console
 from small_run import pretrain, saves_in
 
-from bert_jax.data import batches, plan_files, plans, stream
+from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
 from bert_jax.running import evaluators, session
@@ -263,11 +263,11 @@ def test_a_stop_waits_for_no_plan(text, undisturbed, tmp_path, monkeypatch):
 
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(plans, "_IN_MEMORY", 0)
-    monkeypatch.setattr(plan_files.subprocess, "Popen", slow)
+    monkeypatch.setattr(plans.subprocess, "Popen", slow)
     assert pretrain(file, tmp_path / "w")[0] == "stopped"
     (maker,) = makers
     assert maker.returncode == -signal.SIGKILL
-    monkeypatch.setattr(plan_files.subprocess, "Popen", start)
+    monkeypatch.setattr(plans.subprocess, "Popen", start)
     assert pretrain(file, tmp_path / "w")[0] == "finished"
     one, other = (workdir / "metrics.jsonl" for workdir in (tmp_path / "w", undisturbed))
     assert one.read_bytes() == other.read_bytes()
