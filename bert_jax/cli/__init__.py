@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
             epilog=errors.exit_codes(codes),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self._negative_number_matcher = re.compile(r"-[\d.,-]+")  # a list of them is a value, too
+        self._negative_number_matcher = re.compile(r"-[\d.,-]*\d$")  # a list, too
         self.add_argument("--debug", action="store_true", help="show the tracebacks of errors")
         self.fields: type[Section] | None = None
 
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; `--help` leaves by SystemExit."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal speaks UTF-8
-    words = sys.argv[1:] if argv is None else argv
+    words, args = sys.argv[1:] if argv is None else argv, None
     try:
         args = parse(words)
         if getattr(args, "cache_dir", None):
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
-        if "--debug" in words and isinstance(error, Exception):
+        if args is not None and args.debug and isinstance(error, Exception):
             raise
         return _report(error)
 

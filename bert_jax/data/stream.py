@@ -46,7 +46,11 @@ class Stream:
         arrays = read_json(path, FORMAT_VERSION, _remedy(folder), _remedy(folder))
         with reading(path, _remedy(folder)):
             for name, (dtype, count) in arrays["arrays"].items():
-                path = folder / f"{name}.bin"
+                path, expected = folder / f"{name}.bin", np.dtype(dtype).itemsize * count
+                if not path.exists() or path.stat().length != expected:
+                    raise InputError(
+                        f"{path}: missing or damaged ({expected} bytes expected); {_remedy(folder)}"
+                    )
                 maps[name] = np.memmap(path, np.dtype(dtype), "r", shape=(count,))
             whole = cls(**maps, folder=str(folder))
             return whole if documents is None else whole.part(*documents)

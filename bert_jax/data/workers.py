@@ -8,15 +8,13 @@ that was killed goes on from those that are there.
 
 import contextlib
 import json
-import multiprocessing
-import os
 import pathlib
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, Protocol
 
 from etils import epath
@@ -29,6 +27,9 @@ from bert_jax.system import die_with_parent
 
 # Seconds between two lines.
 _EVERY = 30.0
+# Seconds after which the time left is computed again, also while no task ends.
+_TICK = 1.0
+
 
 _RECORD = "record.json"
 
@@ -165,27 +166,75 @@ def _run_in_processes(
     records: dict[int, Any],
     progress: Progress,
 ) -> None:
-    # Not forked: libraries here have threads.
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin) as pool:
-        numbers = {pool.submit(do, tasks[number]): number for number in left}
-        try:
-            for future in as_completed(numbers):
-                number = numbers[future]
-                records[number] = future.result()
+    waiting = list(reversed(left))
+    processes: list[subprocess.Popen] = []
+    busy: dict[Connection, tuple[subprocess.Popen, int]] = {}
+
+    def give(process: subprocess.Popen, connection: Connection) -> None:
+        busy[connection] = process, waiting.pop()
+        with contextlib.suppress(BrokenPipeError):  # of a dead one nothing is received, too
+            connection.send(tasks[busy[connection][1]])
+
+    try:
+        for _ in range(count):
+            process, connection = _start()
+            processes.append(process)
+            give(process, connection)
+        while busy:
+            for connection in wait(list(busy), _TICK):
+                assert isinstance(connection, Connection)
+                process, number = busy.pop(connection)
+                try:
+                    answer = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise Unavailable(
+                        f"prepare: a worker process died with code {process.wait()} (out of "
+                        "memory?); run again to go on, with fewer --workers if need be"
+                    ) from None
+                if isinstance(answer, BaseException):
+                    raise answer
+                records[number] = answer
                 progress.end(tasks[number].bytes)
-        except BrokenProcessPool:
-            raise Unavailable(
-                "prepare: a worker process died (out of memory?); run again to go on, with fewer "
-                "--workers if need be"
-            ) from None
-        except BaseException:  # nobody waits for what is half done
-            for process in multiprocessing.active_children():
-                process.kill()
-            raise
+                if waiting:
+                    give(process, connection)
+            progress.tick(0)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
-def _begin() -> None:
-    """Prepares a process for tasks."""
+def _start() -> tuple[subprocess.Popen, Connection]:
+    """Starts a worker; not by multiprocessing, which would import the command and jax with it."""
+    ours, theirs = Pipe()
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from bert_jax.data import workers; "
+        f"workers.serve({theirs.fileno()})"
+    )
+    with theirs:
+        # Whatever a library prints goes to standard error.
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=(theirs.fileno(),),
+        )
+    return process, ours
+
+
+def serve(file: int) -> None:
+    """Runs tasks that come over a connection, until it ends; the work of a worker."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    os.dup2(2, 1)  # whatever a library prints goes to standard error
+    connection = Connection(file)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            task = connection.recv()
+            try:
+                answer: Any = do(task)
+            except Exception as error:
+                answer = error
+            try:
+                connection.send(answer)
+            except Exception:  # an error of a library that cannot be sent
+                connection.send(RuntimeError(f"{type(answer).__name__}: {answer}"))

@@ -115,7 +115,8 @@ def _of_tuning(records: Sequence[Record], plot: Callable[..., Noted]) -> list[No
         plot(f"Validation score: {main}", "score", note, of=Finetuning, levels=levels),
         plot("Loss", "loss", _TOO_SURE, of=Finetuning),
     ]
-    for name in [name for record in tuned[:1] for name in score_names(record)[1:]]:
+    names = [name for record in tuned[:1] for name in score_names(record)]
+    for name in names[0 if names[:1] == ["accuracy"] else 1 :]:  # which is known of training, too
         scale, title = "percent" if name == "accuracy" else "linear", name.replace("_", " ")
         plots.append(plot(title.capitalize(), name, of=Finetuning, scale=scale))
     return plots

@@ -369,24 +369,27 @@ def connected(
 
 def _connect(wait: float, placed: Callable[[int, int, int], Any]) -> Peers:
     limit = seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVE
-    place, of_several = roll_call.own_place(), None
+    place, met, bind = roll_call.own_place(), None, None
     # jax's notice of SIGTERM takes the signal over: only once there is something to save.
     jax.config.update("jax_enable_preemption_service", False)
     if place is not None:
-        met = roll_call.meet(place, wait, limit, placed)
-        of_several = met if met.terms.booked > 1 else None
+        if "," in place.address:
+            met = roll_call.meet(place, wait, limit, placed)
+            place, bind = met.place, met.bind
+        else:
+            roll_call.wait_for_all(place, limit)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            *(met.place.address, met.place.count, met.place.number),
+            *(place.address, place.count, place.number),
             # Where jax finds SLURM by itself it takes one GPU a process, however many there are.
             cluster_detection_method="deactivate",
             initialization_timeout=round(limit),
-            coordinator_bind_address=met.bind,
+            coordinator_bind_address=bind,
         )
     elif not (_on_tpu_host() and _found_by_jax(limit)):
         return Peers(0, 1, None, limit)
     state = _state()  # to ask jax would start its devices
-    return Peers(state.process_id, state.num_processes, state.client, limit, of_several)
+    return Peers(state.process_id, state.num_processes, state.client, limit, met)
 
 
 def seconds(name: str) -> float | None:

@@ -161,14 +161,19 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
     if peers.count == 1:
         return
 
+    seen = mirror.token  # of process 0, which does not ask: another start may have come since
+
     def look() -> str:
-        holder = mirror_lib.holder(workdir)
-        return "" if holder is None else holder.token
+        nonlocal seen
+        if not peers.is_primary:
+            holder = mirror_lib.holder(workdir)
+            seen = "" if holder is None else holder.token
+        return seen
 
     peers.meet("lock")
     mend = f"name a --workdir that all of them share, not {workdir.named}, and start them once"
     peers.await_same("holder of the workdir", look, mend, InputError)
-    mirror.token = look()
+    mirror.token = seen
 
 
 def _require_going_on(job: Job) -> None:

@@ -66,11 +66,12 @@ class RollCall:
         whole = self.whole()
         if self.goes_on or self.me != min(whole, default=None):
             return ()
+        count = self.terms.most(len(whole))
         if len(whole) == self.terms.booked:
-            return tuple(whole)  # why they do not fit is explained later
+            return tuple(whole)[: count or None]  # why none fits is explained later
         if now - min(whole.values()) < self.terms.wait:
             return ()
-        return tuple(whole)[: self.terms.most(len(whole))]
+        return tuple(whole)[:count]
 
 
 def is_won(terms: Terms, taken: int, waiting: int, until: float, cost: float) -> bool:

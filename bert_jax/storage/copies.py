@@ -81,17 +81,23 @@ def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
     with named_errors(folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise InputError(f"{folder}: is there already; choose another folder")
+    with _temporary(folder) as temporary:
+        yield temporary
+        os.rename(temporary, folder)  # also over an empty one
+
+
+@contextlib.contextmanager
+def _temporary(folder: epath.Path) -> Iterator[epath.Path]:
+    """Gives an empty folder next to another, which is gone at the end if it is still there."""
     temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
     with made(folder.parent), named_errors(folder):
         try:
             temporary.rmtree(missing_ok=True)  # of one that was killed
             temporary.mkdir()
             yield temporary
-            os.rename(temporary, folder)  # also over an empty one
-        except BaseException:
+        finally:
             with contextlib.suppress(OSError):
                 temporary.rmtree(missing_ok=True)
-            raise
 
 
 @contextlib.contextmanager
@@ -108,15 +114,16 @@ def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
             send_all(epath.Path(folder), target, names)
             buckets.write(target / last, (folder / last).read_text())
         return
-    try:
-        with new_folder(target) as folder:
-            yield pathlib.Path(folder)
-            for path in folder.iterdir():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-    except Exception:
-        if not (target / last).exists():  # else another worker of Beam was given the same task
-            raise
+    with _temporary(target) as folder:
+        yield pathlib.Path(folder)
+        for path in folder.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        try:
+            os.rename(folder, target)
+        except OSError:
+            if not (target / last).exists():  # else another worker of Beam was given the same task
+                raise
 
 
 def is_copy(folder: epath.Path) -> bool:

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -39,7 +40,7 @@ def call(*places: Place, limit: float = 20.0) -> list[str]:
 
     def one(place: Place) -> str:
         try:
-            roll_call.meet(place, 0.0, limit, lambda *of: True)
+            roll_call.wait_for_all(place, limit)
         except (InputError, Unavailable) as error:
             kinds.add(type(error))
             return str(error)
@@ -192,6 +193,20 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path, no_pauses):
 
     line = same_error(together(work, 2), InputError)
     assert line.startswith("process 1 (") and "holder of " in line and "share" in line
+
+
+def test_of_two_starts_at_once_one_does_not_take_the_other_s_name(tmp_path, no_pauses):
+    """The second has written who holds the workdir before the first one's others look."""
+    mirrors = [Mirror(Workdir(tmp_path), number) for number in range(2)]
+    with lock(tmp_path) as me:
+        mirrors[0].take(dataclasses.replace(me, token="first"))
+        line = same_error(
+            together(
+                lambda us: session._require_one_place(Workdir(tmp_path), mirrors[us.number], us), 2
+            ),
+            InputError,
+        )
+    assert "holder of " in line and mirrors[0].token == "first"
 
 
 def test_what_a_shared_disk_shows_late_is_waited_for(no_pauses):
