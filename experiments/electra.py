@@ -110,7 +110,7 @@ class Electra:
         module = heads.merge(self.small, {"encoder": encoder, "masked_lm": own["masked_lm"]})
         names = ("input_ids", "segment_ids", "input_mask")
         # Its layers are not those that the loop may have to gather.
-        whole = loop._replace(gather=lambda layer: layer)
+        whole = loop._replace(gather=Loop().gather)
         hidden = encode(module.encoder, self.small, *(batch[n] for n in names), noise, whole)
         return heads.masked_lm_logits(module, self.small, hidden, batch["masked_lm_positions"])
 

@@ -144,7 +144,7 @@ class Parallelism(Section, role="placement", label="parallelism"):
     """The layout of the step over devices. May change on resume."""
 
     # The state whole on every device, or cut over them: zero1 gathers the parameters once a step,
-    # zero3 each layer's where it is used.
+    # zero3 each layer's where it is used, TPUs smaller ones of all layers before the first.
     state: Literal["replicated", "zero1", "zero3"] = "replicated"
     # Parts of the devices, each of which holds all of the state and takes its share of a batch's
     # rows; between them gradients alone travel, once a step. TPU slices that a network joins are as

@@ -36,9 +36,13 @@ class Loop(NamedTuple):
     layers: Literal["scan", "unroll"] = "scan"  # scanned or unrolled
     # How kernels for the devices are made; None: there are none, and XLA does it all.
     kernels: Kernels | None = None
-    # Makes the parameters of a layer whole that lie cut over devices; called within what the
-    # backward pass computes again, so that no more than one layer is whole at a time.
-    gather: Callable[[nnx.Module], nnx.Module] = lambda layer: layer
+    # Of stacked layers that lie cut over devices: what is scanned, and what makes of a round's part
+    # of it a whole layer. That is called within what the backward pass computes again, so that no
+    # more than one layer is whole at a time of what it gathers.
+    gather: Callable[[nnx.Module], tuple[Any, Callable[[Any], nnx.Module]]] = lambda stacked: (
+        stacked,
+        lambda layer: layer,
+    )
 
 
 def padded_vocab_size(cfg: Model) -> int:
@@ -228,13 +232,14 @@ def run_layers(
       What the last one gives, [B, S, D]; with `all`, x and what every one gives, [L + 1, B, S, D].
     """
     scores: Scores = "recomputed" if loop.remat == "dots" else "kept"
+    scanned, whole = loop.gather(stacked)
 
     def body(
-        x: jax.Array, layer_and_number: tuple[nnx.Module, jax.Array]
+        x: jax.Array, layer_and_number: tuple[Any, jax.Array]
     ) -> tuple[jax.Array, jax.Array | None]:
         layer, number = layer_and_number
         layer_noise = None if noise is None else noise.at(number)
-        x = run(loop.gather(layer), number, x, layer_noise, scores)
+        x = run(whole(layer), number, x, layer_noise, scores)
         return x, x if outputs == "all" else None
 
     if loop.remat != "none":
@@ -246,5 +251,5 @@ def run_layers(
         body = jax.checkpoint(body, policy=policy, prevent_cse=loop.layers == "unroll")
     count = len(jax.tree.leaves(stacked)[0])
     unroll = count if loop.layers == "unroll" else 1
-    last, every = jax.lax.scan(body, x, (stacked, jnp.arange(count)), unroll=unroll)
+    last, every = jax.lax.scan(body, x, (scanned, jnp.arange(count)), unroll=unroll)
     return last, None if every is None else jnp.concatenate([x[None], every])

@@ -171,8 +171,8 @@ class _Walk:
         steps: list[Step] = []
         for instruction in computation.instructions:
             self.operations[instruction.opcode] += times
-            fused = instruction.called("calls") if instruction.opcode == "fusion" else None
-            inside = self.module.computations[fused] if fused else None
+            holds = {"fusion": "calls", "call-start": "to_apply"}.get(instruction.opcode)
+            inside = self.module.computations[instruction.called(holds)] if holds else None
             begins, ends = _asynchronous(instruction, inside)
             if begins is not None:
                 start = _collective(begins, inside or computation, where)
@@ -282,14 +282,18 @@ def _asynchronous(
 ) -> tuple[Instruction | None, bool]:
     """Returns the collective that begins here and ends elsewhere; whether one may end here.
 
-    Either is an instruction of its own, or a fusion that calls what a TPU has for it.
+    Either is an instruction of its own, or a fusion that calls what a TPU has for it, or a call of
+    what a SparseCore does meanwhile.
     """
+    if instruction.opcode == "call-start":
+        return inside.root if inside.root.opcode in COLLECTIVES else None, False
     if inside is None:
         opcode = instruction.opcode
         begins = opcode.endswith("-start") and opcode.removesuffix("-start") in COLLECTIVES
         # A synchronous one that is computed from what has begun waits for it, too.
         begins |= opcode == SEND
-        return instruction if begins else None, opcode.removesuffix("-done") in (*COLLECTIVES, SEND)
+        ends = opcode.removesuffix("-done") in (*COLLECTIVES, SEND, "call")
+        return instruction if begins else None, ends
     targets = {one.target for one in inside.instructions}
     held = (one for one in inside.instructions if one.opcode in COLLECTIVES)
     begins = next(held, None) if "AsyncCollectiveStart" in targets else None

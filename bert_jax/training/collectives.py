@@ -7,6 +7,7 @@ in which a sum is added up.
 """
 
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -33,22 +34,37 @@ class Method(NamedTuple):
     # Which axis carries all of a gradient, and the others what it leaves of it: the `outermost`,
     # the `innermost`, or each its share of the parameters (`balanced`).
     order: Literal["outermost", "innermost", "balanced"] = "outermost"
+    # A parameter of a layer that is gathered in so many bytes at most is so for all layers at once,
+    # before the first, and only its gradient travels in the loop; a larger one is gathered in each
+    # layer, for each pass.
+    ahead: int = 0
     # Whether slices add up a layer's gradients behind the next layer's work, or all in the end.
     sums: Literal["by_layer", "in_the_end"] = "by_layer"
     compiler_options: CompilerOptions = ()  # of all steps on such devices
 
 
-# v2 and v3 hide nothing, and their innermost axis holds the two cores of a chip: with it in the
-# end a chip fetches each byte once, for both.
-_TWO_CORES = Method(order="innermost", sums="in_the_end")
+# v2 and v3 hide nothing: all of BERT-Large goes ahead. Their innermost axis holds the two cores of
+# a chip: with it in the end a chip fetches each byte once, for both.
+_TWO_CORES = Method(order="innermost", ahead=8 * 2**20, sums="in_the_end")
 _AT_ONCE = Method(
     gather="at_once",
     scatter="ring",
     order="balanced",
+    ahead=2 * 2**20,
     compiler_options=(("xla_tpu_prefer_async_allgather_to_allreduce", True),),
 )
-# A gather along all axes is an all-reduce whatever the options; along one, these make the larger
-# ones asynchronous.
+# On v6e such a gather is asynchronous if a SparseCore does it, along both axes, both ways round.
+_BY_SPARSE_CORE = _AT_ONCE._replace(
+    compiler_options=(
+        *_AT_ONCE.compiler_options,
+        ("xla_tpu_enable_sparse_core_collective_offload_all_gather", True),
+        ("xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", True),
+        ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", False),
+        ("xla_tpu_use_tc_device_shape_on_sc", True),
+    ),
+)
+# On v4 and v5p a gather along all axes is an all-reduce, whatever the options tried; along one,
+# these make the larger ones asynchronous.
 _RINGS = Method(
     scatter="ring",
     order="balanced",
@@ -67,8 +83,7 @@ METHODS = {
     # No option makes a reduce-scatter asynchronous, permutations always are. Without this option a
     # gather along all axes becomes an all-reduce; with it, it is asynchronous and uses all links.
     hardware.TPUS["v5e"].kind: _AT_ONCE,
-    # Here it is not asynchronous, but of all links.
-    hardware.TPUS["v6e"].kind: _AT_ONCE,
+    hardware.TPUS["v6e"].kind: _BY_SPARSE_CORE,
     hardware.TPUS["v5p"].kind: _RINGS,
 }
 
@@ -97,22 +112,39 @@ class Collectives(NamedTuple):
     # The axis between slices if each scatter adds up along it, too; else that is done in the end.
     between: tuple[str, ...] = ()
 
+    def goes_ahead(self, shard: jax.Array) -> bool:
+        """Returns whether a layer's parameter of such shards is gathered before the first layer."""
+        size = math.prod(map(lax.axis_size, self.axes)) * shard.size
+        return size * jnp.dtype(self.copy).itemsize <= self.method.ahead
+
     def along(self, axes: tuple[str, ...]) -> "Collectives":
         """Returns the same in this order of axes."""
         return self._replace(axes=axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather(shard: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
-    """All-gathers a float32 shard: float32 with the values of the type that travelled."""
+def gather(
+    shard: jax.Array, dimension: int, collectives: Collectives, copy: jax.Array | None = None
+) -> jax.Array:
+    """All-gathers a float32 shard: float32 with the values of the type that travelled.
+
+    With a `gathered_copy` of before, nothing travels but the gradient.
+    """
+    if copy is None:
+        copy = gathered_copy(shard, dimension, collectives)
     # A product rounds it to that type again, which compilers see to be nothing.
-    copy = shard.astype(collectives.copy)
+    return copy.astype(jnp.float32)
+
+
+def gathered_copy(shard: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
+    """All-gathers a float32 shard, in the type that travels; it has no gradient."""
+    copy = lax.stop_gradient(shard).astype(collectives.copy)
     if collectives.method.gather == "at_once":
         copy = lax.all_gather(copy, collectives.axes, axis=dimension, tiled=True)
     else:
         for axis in reversed(collectives.axes):
             copy = lax.all_gather(copy, axis, axis=dimension, tiled=True)
-    return copy.astype(jnp.float32)
+    return copy
 
 
 def scatter(gradient: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
@@ -143,9 +175,9 @@ def _gather_forward(*args: Any) -> tuple[jax.Array, None]:
 
 def _gather_backward(
     dimension: int, collectives: Collectives, kept: None, gradient: jax.Array
-) -> tuple[jax.Array]:
+) -> tuple[jax.Array, None]:
     del kept
-    return (across(scatter(gradient, dimension, collectives), collectives),)
+    return across(scatter(gradient, dimension, collectives), collectives), None
 
 
 gather.defvjp(_gather_forward, _gather_backward)

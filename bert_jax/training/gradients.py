@@ -135,11 +135,14 @@ def gathered_but_layers(
     outside = replay.watched(sharding.gathered(outside, outside_partitions, collectives), mark)
     outside["encoder"]["layers"] = layers
 
-    def gather_layer(layer: Any) -> Any:
-        layer = sharding.all_gather_layer(layer, layer_partitions, collectives)
-        return replay.watched(layer, mark)
+    def gather(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def whole(scanned: Any) -> Any:
+            layer = sharding.all_gather_layer(*scanned, layer_partitions, collectives)
+            return replay.watched(layer, mark)
 
-    return outside, loop._replace(gather=gather_layer)
+        return (stacked, sharding.gathered_ahead(stacked, layer_partitions, collectives)), whole
+
+    return outside, loop._replace(gather=gather)
 
 
 def _noise(

@@ -23,7 +23,14 @@ from bert_jax.config import Model, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model.kinds import encoder_of
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training.collectives import Collectives, across, gather, method_of, scatter
+from bert_jax.training.collectives import (
+    Collectives,
+    across,
+    gather,
+    gathered_copy,
+    method_of,
+    scatter,
+)
 
 Tree = Any
 Module = TypeVar("Module")
@@ -246,16 +253,45 @@ def gathered(params: Tree, partition: Tree, collectives: Collectives) -> Tree:
     return jax.tree.map(one, params, partition)
 
 
-def all_gather_layer(layer: Module, partition: Tree, collectives: Collectives) -> Module:
-    """Returns one layer of stacked ones, whose partition it is, as `gathered`."""
+def gathered_ahead(
+    stacked: Module, partition: Tree, collectives: Collectives
+) -> list[jax.Array | None]:
+    """Returns copies of those parameters that are gathered of all layers before the first."""
 
-    def one(path: tuple[Any, ...], shard: jax.Array) -> jax.Array:
+    def one(shard: jax.Array, c: Partition) -> jax.Array | None:
+        if c.data is None or not collectives.goes_ahead(shard[0]):
+            return None
+        return gathered_copy(shard, c.data, collectives.along(c.axes))
+
+    return [one(*leaf) for leaf in _leaves(stacked, partition)]
+
+
+def all_gather_layer(
+    layer: Module, copies: Sequence[jax.Array | None], partition: Tree, collectives: Collectives
+) -> Module:
+    """Returns one layer of stacked ones, whose partition it is, as `gathered`.
+
+    `copies` are the layer's of those that were gathered ahead.
+    """
+
+    def one(shard: jax.Array, c: Partition, copy: jax.Array | None) -> jax.Array:
+        if c.data is None:
+            return shard
+        return gather(shard, c.data - 1, collectives.along(c.axes), copy)
+
+    each = zip(_leaves(layer, partition), copies, strict=True)
+    return jax.tree.unflatten(jax.tree.structure(layer), [one(*leaf, copy) for leaf, copy in each])
+
+
+def _leaves(layer: Module, partition: Tree) -> list[tuple[jax.Array, Partition]]:
+    """Returns the parameters of a layer, or of stacked ones, each with how it is cut."""
+    pairs = []
+    for path, leaf in jax.tree.leaves_with_path(layer):
         c = partition
         for key in path[:-1]:  # the last names what a parameter holds
             c = c[key.name]
-        return shard if c.data is None else gather(shard, c.data - 1, collectives.along(c.axes))
-
-    return jax.tree.map_with_path(one, layer)
+        pairs.append((leaf, c))
+    return pairs
 
 
 def all_reduce(gradients: Tree, collectives: Collectives) -> Tree:

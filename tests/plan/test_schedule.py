@@ -259,6 +259,27 @@ def test_a_sum_of_which_a_slice_alone_is_made_is_a_scatter():
     assert (one.kind, one.payload) == ("reduce-scatter", 2 * 16 * 8)
 
 
+OFFLOADED = """HloModule small
+%called (q: bf16[4,8]) -> bf16[16,8] {
+  %q = bf16[4,8]{1,0} parameter(0)
+  ROOT %all = bf16[16,8]{1,0} all-gather(%q), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+ENTRY %main (p: bf16[4,8]) -> bf16[16,8] {
+  %p = bf16[4,8]{1,0} parameter(0)
+  %begun = ((bf16[4,8]{1,0}), bf16[16,8]{1,0}) call-start(%p), to_apply=%called
+  %other = bf16[4,8]{1,0} negate(%p), backend_config={"estimated_cycles":"7"}
+  ROOT %done = bf16[16,8]{1,0} call-done(%begun)
+}
+"""
+
+
+def test_what_a_sparse_core_gathers_is_under_way_until_it_is_waited_for():
+    program = read(OFFLOADED)
+    (one,) = program.collectives
+    assert (one.kind, one.payload, one.count, one.asynchronous) == ("all-gather", 256, 1, True)
+    assert [step[0] for step in program.schedule] == ["start", "work", "done"]
+
+
 CONDITIONAL = """HloModule step, is_scheduled=true
 
 %near (a: f32[8]) -> f32[8] {

@@ -36,10 +36,15 @@ class Faulty(Pretraining):
         errs = lax.axis_index(mesh_lib.axes_here()) == fixed["device"]
         errs &= (fixed["rows"] < 0) | (fixed["rows"] == batch["rows"][0].astype(jnp.int32))
 
-        def gather(layer):
-            layer = loop.gather(layer)
-            is_it = layer.query.kernel[...].ravel()[0] == fixed["layer"]
-            return passing(layer, fixed, errs & is_it)
+        def gather(stacked):
+            scanned, whole = loop.gather(stacked)
+
+            def spoilt(scanned):
+                layer = whole(scanned)
+                is_it = layer.query.kernel[...].ravel()[0] == fixed["layer"]
+                return passing(layer, fixed, errs & is_it)
+
+            return scanned, spoilt
 
         encoder = dict(params["encoder"])
         layers = encoder.pop("layers")

@@ -15,6 +15,7 @@ from bert_jax.data import batches
 from bert_jax.model import heads, losses
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import step
+from bert_jax.training.collectives import METHODS, Method
 from bert_jax.training.objective import Pretraining
 
 STEPS = 10
@@ -56,6 +57,15 @@ def assert_same_run(run, reference, tolerance=1e-5):
 )
 def test_a_layout_does_not_change_the_run(devices, parallelism, reference):
     assert_same_run(samples.run(STEPS, devices=devices, parallelism=parallelism), reference)
+
+
+def test_what_is_gathered_ahead_of_the_layers_gets_the_gradient_of_its_own(reference, monkeypatch):
+    """Attention's matrices at once for all layers, those between them layer by layer."""
+    monkeypatch.setitem(METHODS, "cpu", Method(ahead=32 * 32 * 4))
+    step.make_train_step.cache_clear()
+    layout = Parallelism(state="zero3", remat="dots")
+    assert_same_run(samples.run(STEPS, devices=2, parallelism=layout), reference)
+    step.make_train_step.cache_clear()
 
 
 @pytest.fixture(scope="module")
