@@ -27,7 +27,7 @@ LINES = {
     "tasks": 4_118,
     "text": 2_923,
     "training": 2_354,
-    "running": 4_753,
+    "running": 4_754,
     "serve": 529,
     "vectors": 1_258,
     "verify": 987,

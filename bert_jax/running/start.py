@@ -102,6 +102,7 @@ def before(error: Diverged | Erred, first: int, job: Job, context: Context, save
             )
         first = saved.steps[-1]
     start = _start(job, context, saved, first)
+    peers.meet("restored")  # until then one may still list what is removed
     peers.on_primary("removed", lambda: saved.forget_after(first))
     saved.look_again()
     return start
