@@ -125,3 +125,8 @@ def test_a_model_that_does_not_fit_into_memory_is_named(copy_of_run):
     assert (code, err.count("\n")) == (2, 1), err
     assert "memory" in err and "batch_size" in err
     assert tree(copy_of_run) == before
+
+
+def test_flags_before_the_command_are_refused(copy_of_run):
+    code, err = call("--workdir=elsewhere --set=seed=2 config small.py")
+    assert code == 2 and "--workdir=elsewhere" in err

@@ -68,7 +68,7 @@ def test_experiment_files_are_the_one_thing_that_runs_as_code():
     assert {path: names for path, names in found.items() if names} == {
         "bert_jax/config/code.py": {"runpy", "run_path", "importlib", "compile", "exec"},
         # Of what the processes of one `prepare` send each other through pipes.
-        "bert_jax/data/workers.py": {"multiprocessing"},
+        "bert_jax/data/workers.py": {"multiprocessing.connection"},
         # Of what a run asks the child that makes its plans, through one.
         "bert_jax/data/plans.py": {"pickle"},
         # Bytes alone, read as JSON.

@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_818,
+    "tests": 32_823,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

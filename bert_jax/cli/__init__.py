@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
             epilog=errors.exit_codes(codes),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self._negative_number_matcher = re.compile(r"-[\d.,-]*\d$")  # a list, too
+        self._negative_number_matcher = re.compile(r"-[\d.]")  # a list of them is a value, too
         self.add_argument("--debug", action="store_true", help="show the tracebacks of errors")
         self.fields: type[Section] | None = None
 
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, command in COMMANDS.items():
         what = command.summary[0].lower() + command.summary[1:].removesuffix(".")
         commands.add_argument(name, nargs="?", help=what)
-    whole.parse_args(words[:first])
+    debug = whole.parse_args(words[:first]).debug
     if first == len(words):
         whole.error("name a COMMAND")
     if words[first : first + 2] == ["conformance", "instances"]:
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise InputError(f"{name}: no such command; {hint}")
     command = COMMANDS[name]
-    known = argparse.Namespace(command=command.function, words=rest)
+    known = argparse.Namespace(command=command.function, words=rest, debug=debug)
     if name == "launch":  # which has a parser of its own
         return known
     own = _Parser(f"bert-jax {name}", command.summary, command.codes)
