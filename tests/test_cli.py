@@ -65,7 +65,7 @@ def test_arguments_are_what_the_manual_says():
     args = cli.parse(shlex.split("embed --workdir w --out a --layers -4,-3 f --no-normalize"))
     assert (args.layers, args.text_file, args.normalize) == ((-4, -3), ["f"], False)
     for words, why in (
-        ("predict --workdir run --top 0", "--top 0: must be from 1"),
+        ("predict --workdir run --top 0", "--top 0: must be at least 1"),
         ("serve --workdir run --port 65536", "--port 65536: must be from 0 to 65535"),
         ("serve --workdir run --port x", "--port: invalid int value"),
         ("serve --workdir run --timeout nan", "--timeout nan: must be from 1 to 3600"),

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 1_148,
-    "cli": 1_571,
+    "cli": 1_572,
     "compare": 1_217,
     "config": 2_271,
     "conformance": 1_150,
@@ -27,7 +27,7 @@ LINES = {
     "tasks": 4_118,
     "text": 2_923,
     "training": 2_354,
-    "running": 4_754,
+    "running": 4_753,
     "serve": 529,
     "vectors": 1_258,
     "verify": 987,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_823,
+    "tests": 32_861,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

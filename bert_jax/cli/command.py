@@ -131,11 +131,12 @@ def _type(kind: str, flag: str) -> Callable[[str], Any] | None:
     least, _, most = bounds.partition(" to ")
     if not bounds:
         return _TYPES.get(name)
+    wanted = f"from {bounds}" if most else f"at least {least}"
 
     def within(text: str) -> Any:
         value = _TYPES[name](text)
         if not float(least) <= value <= float(most or sys.float_info.max):
-            raise InputError(f"{flag} {text}: must be {kind.removeprefix(name).strip()}")
+            raise InputError(f"{flag} {text}: must be {wanted}")
         return value
 
     within.__name__ = name  # which argparse shows for what is no number

@@ -160,7 +160,6 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
     """Raises InputError on all processes if one does not see who holds the workdir: process 0."""
     if peers.count == 1:
         return
-
     seen = mirror.token  # of process 0, which does not ask: another start may have come since
 
     def look() -> str:

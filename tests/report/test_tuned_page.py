@@ -48,6 +48,14 @@ def test_a_fine_tuning_that_has_only_begun_has_a_page(tmp_path):
     assert "No line is written yet" in text and "kept at the end of the run" in text
 
 
+def test_what_is_measured_in_training_too_is_drawn_of_both(tmp_path):
+    record = Record.read(Run("classify").write(tmp_path / "run"))
+    drawn = {plot.title: plot.curves for plot, _ in curves.of_learning([record])}
+    for title in ("Accuracy", "Loss"):
+        assert [one.style for one in drawn[title]] == ["line", "points"]
+    assert [one.style for one in drawn["Macro f1"]] == ["points"]
+
+
 # --- comparisons ---
 
 

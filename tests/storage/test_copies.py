@@ -126,12 +126,20 @@ def test_processes_of_a_host_make_one_copy(objects):
     assert copies.is_copy(copy) and os.fspath(copy) in os.fspath(mirror.cached("corpora", THERE))
 
 
-def test_a_part_that_another_worker_made_meanwhile_is_taken(tmp_path):
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_part_that_another_worker_made_is_taken(when, tmp_path):
     target = epath.Path(tmp_path / "part")
-    with copies.new_part(target, "record.json") as folder:
-        (folder / "record.json").write_text("ours")
+
+    def other():
         target.mkdir()
         (target / "record.json").write_text("theirs")
+
+    if when == "before":
+        other()
+    with copies.new_part(target, "record.json") as folder:
+        (folder / "record.json").write_text("ours")
+        if when == "meanwhile":
+            other()
     assert files(tmp_path) == {"part/record.json": b"theirs"}
 
 

@@ -7,15 +7,17 @@ import json
 import socket
 import threading
 import time
+from unittest import mock
 
 import jax
 import pytest
 
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.running import peers, roll_call, session
+from bert_jax.running import peers, roll_call, session, start
 from bert_jax.running.roll_call import Place
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import Workdir, lock
+from bert_jax.training.replay import Erred
 
 
 @pytest.fixture
@@ -217,6 +219,26 @@ def test_what_a_shared_disk_shows_late_is_waited_for(no_pauses):
 
     together(work, 2)
     assert [[*view] for view in views] == [["b", "b"], ["b", "b"]]
+
+
+def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
+    """Process 0 goes back first, and process 1 is still reading."""
+    done = []
+
+    def read(job, context, saved, at_most):
+        time.sleep(0.5 * context.peers.number)
+        done.append(f"read by {context.peers.number}")
+
+    monkeypatch.setattr(start, "_start", read)
+
+    def work(us):
+        saved = mock.Mock(steps=[8, 4])
+        saved.forget_after.side_effect = lambda step: done.append(f"removed after {step}")
+        job = mock.Mock(**{"experiment.run.checkpoint_every": 4})
+        start.before(Erred([], True, False), 5, job, mock.Mock(peers=us), saved)
+
+    together(work, 2)
+    assert done == ["read by 0", "read by 1", "removed after 5"]
 
 
 def test_one_that_does_not_come_is_named():
