@@ -116,7 +116,9 @@ def _of_tuning(records: Sequence[Record], plot: Callable[..., Noted]) -> list[No
         plot("Loss", "loss", _TOO_SURE, of=Finetuning),
     ]
     names = [name for record in tuned[:1] for name in score_names(record)]
-    for name in names[0 if names[:1] == ["accuracy"] else 1 :]:  # which is known of training, too
+    if names[:1] != ["accuracy"]:  # which is known of training, too; others are drawn above
+        names = names[1:]
+    for name in names:
         scale, title = "percent" if name == "accuracy" else "linear", name.replace("_", " ")
         plots.append(plot(title.capitalize(), name, of=Finetuning, scale=scale))
     return plots
