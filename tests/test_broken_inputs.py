@@ -137,6 +137,7 @@ def test_a_mistake_is_named_in_one_line_and_leaves_nothing_behind(case, copy_of_
     refuses(case)
 
 
+@pytest.mark.long
 def test_a_run_whose_lines_were_removed_goes_on_without_and_what_a_kill_left_goes(copy_of_run):
     path("run/metrics.jsonl").unlink()
     path("run/.metrics.jsonl.4711.tmp").write_text("half a line")

@@ -94,6 +94,7 @@ def test_an_answer_without_a_model_is_given_without_jax():
 # --- going on ---
 
 
+@pytest.mark.long
 def test_a_run_goes_on_by_its_workdir_alone(copy_of_run):
     """With the settings that it was started with; its record of them stays."""
     origin = pathlib.Path("run/origin.json").read_bytes()
@@ -108,6 +109,7 @@ def test_a_run_goes_on_by_its_workdir_alone(copy_of_run):
     assert code == 2 and "--extend" not in err
 
 
+@pytest.mark.long
 def test_a_run_goes_on_where_its_text_was_moved_and_not_on_other_text(copy_of_run):
     shutil.copytree("text", "moved")
     moved = "pretrain small.py --workdir run --set corpus.sources=text:moved"
@@ -118,6 +120,7 @@ def test_a_run_goes_on_where_its_text_was_moved_and_not_on_other_text(copy_of_ru
     assert code == 2 and "corpus.sources: " in err
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_under_other_code_says_so(copy_of_run, monkeypatch):
     before = environment.environment()
     (start, *_) = lines_of(pathlib.Path("run/timings.jsonl"))
@@ -179,6 +182,7 @@ def test_a_setting_without_effect_is_noted(copy_of_run, monkeypatch):
 # --- what a run has written ---
 
 
+@pytest.mark.long
 def test_evaluate_gives_the_run_s_own_last_evaluation(run):
     """From the workdir alone, with its saved config; another batch size changes nothing."""
     code, out, _ = call("evaluate --workdir run --set run.eval_batch_size=4")

@@ -74,6 +74,7 @@ def test_vectors_that_do_not_fit_leave_nothing(disk, copy_of_run):
     assert not tree(disk.folder)
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_in_a_run_costs_no_checkpoint(disk, copy_of_run, caplog):
     """With more space the same command goes on, and the run is that of an endless disk."""
     disk.mount("size=1m")
@@ -91,6 +92,7 @@ def test_a_disk_that_fills_up_in_a_run_costs_no_checkpoint(disk, copy_of_run, ca
     assert lines == pathlib.Path("run/metrics.jsonl").read_bytes()
 
 
+@pytest.mark.long
 def test_a_run_may_go_on_where_its_checkpoints_do_not_fit(disk, copy_of_run):
     """It tries again at each; there is space again before the last."""
     disk.mount("size=3m")
@@ -146,6 +148,7 @@ def test_a_disk_on_which_not_all_checkpoints_fit_is_a_note_and_leftovers_go(disk
     assert not left.exists()
 
 
+@pytest.mark.long
 def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, monkeypatch):
     disk.mount("size=8m")
     append = lines_lib.Lines.append
@@ -172,6 +175,7 @@ def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, mo
     assert [line["step"] for line in lines if line["kind"] == "train"][-1] == 22
 
 
+@pytest.mark.long
 def test_a_disk_that_may_not_be_written_is_named_and_may_be_read(disk, copy_of_run):
     disk.mount("size=20m")
     shutil.copytree("run", disk.folder / "run")
@@ -204,6 +208,7 @@ def test_a_copy_that_does_not_fit_leaves_nothing_half(disk, objects):
     assert (target / "ids.bin").read_bytes() == bytes(range(250)) * 400
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("full", ["workdir", "scratch"])
 def test_a_profile_that_does_not_fit_is_said_and_leaves_nothing(full, disk, tmp_path, monkeypatch):
     """In the workdir, and in the folder where jax writes it first."""

@@ -125,6 +125,7 @@ def test_states_and_losses_are_those_of_numpy_in_float64(elmo, learned, params, 
     np.testing.assert_allclose(loss, sums.sum() / count, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_it_keeps_to_the_protocols_and_all_of_it_learns(elmo, learned, params, texts):
     own.require_sound(elmo, mesh_lib.make_mesh(elmo.parallelism))
     batch, _ = batch_of(texts)
@@ -170,6 +171,7 @@ def test_tables_have_rows_of_it():
         assert code.codes(row.experiment) == code.codes(config.load(str(FILE)))
 
 
+@pytest.mark.long
 def test_a_run_of_the_kind_that_it_once_was_is_refused_by_name(tmp_path):
     text = config.to_json(config.load(str(FILE))).replace('"kind": "bert"', '"kind": "bilstm"')
     (tmp_path / "experiment.json").write_text(text)

@@ -50,6 +50,7 @@ def process(*args: object, stdout=subprocess.PIPE, **env: str) -> subprocess.Com
     )
 
 
+@pytest.mark.long
 def test_nothing_but_the_line_reaches_standard_error(copy_of_run):
     """Of a whole process: no warning, no log, no traceback of a library's thread."""
     for file in pathlib.Path("run/checkpoints").rglob("*"):
@@ -62,6 +63,7 @@ def test_nothing_but_the_line_reaches_standard_error(copy_of_run):
     assert tree(copy_of_run) == before
 
 
+@pytest.mark.long
 def test_a_device_that_is_not_there_is_named(copy_of_run):
     before = tree(copy_of_run)
     new = ("--workdir", "new", "--set", "run.corpus_dir=")
@@ -80,6 +82,7 @@ def test_output_to_a_full_disk_is_named(copy_of_run):
     assert "standard output: No space left on device" in done.stderr
 
 
+@pytest.mark.long
 def test_a_terminal_without_unicode_shows_escapes(copy_of_run):
     for file in (pathlib.Path("vocab.txt"), pathlib.Path("text/all.txt")):
         file.write_text(file.read_text().replace("w", "é"), encoding="utf-8")
@@ -105,6 +108,7 @@ def test_a_folder_that_another_process_holds_is_named(folder, copy_of_run):
         assert tree(copy_of_run) == before
 
 
+@pytest.mark.long
 def test_a_refused_start_leaves_an_existing_run_to_go_on(copy_of_run):
     """All checkpoints damaged, then one put back as told: the run goes on to the same end."""
     lines = pathlib.Path("run/metrics.jsonl").read_bytes()

@@ -123,6 +123,7 @@ def test_what_cannot_be_asked_is_named(run, tmp_path):
             call()
 
 
+@pytest.mark.long
 def test_a_base_is_known_by_its_weights_and_by_the_moments_next_to_them(tmp_path):
     params = jax.device_get(heads.init_params(kinds.MODEL, jax.random.key(0)))
     for name, moments in (("bare", None), ("full", base_lib.Moments(5, params, params))):

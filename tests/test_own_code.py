@@ -150,6 +150,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "changed", "words"), WRONG)
 def test_what_breaks_a_protocol_is_one_line_with_the_file(name, changed, words, tmp_path):
     small_run.write_text(tmp_path)
@@ -232,6 +233,7 @@ def test_electra_draws_pieces_as_often_as_the_generator_says(tmp_path):
     assert names["_drawn"](logits[None, None], None).tolist() == [[0]]
 
 
+@pytest.mark.long
 def test_alibi_is_softmax_of_scores_less_slopes_times_distances(tmp_path):
     """In NumPy's float64, from section 3 of the paper; texts that share a row are as if alone."""
     names = names_of("alibi", tmp_path)

@@ -84,6 +84,7 @@ def test_a_report_shows_what_the_files_say_or_refuses_them(run, data):
         assert record.experiment == config.from_json(content.decode(), name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LINES)
 @few(0.02)
 @given(data=st.data())

@@ -52,6 +52,7 @@ def test_a_benchmark_prints_its_figures(command, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.long
 def test_data_prints_its_figures(tmp_path):
     assert figures("data", tmp_path, "--documents", 8, "--rounds", 1)["tokenizers"] > 0
     assert json.loads((tmp_path / "data.json").read_text())["details"]["text_to_ids"]["equal"] == 1

@@ -55,6 +55,7 @@ def test_a_language_is_known_by_its_letters_or_words(code):
     assert dial.language_of(SENTENCES[code]) == code
 
 
+@pytest.mark.long
 def test_a_run_is_chosen_once_and_then_goes_on_as_it_is(here, monkeypatch, capsys):
     asked = timed(monkeypatch, rate=0.25)
     hours = ["--text", "text", "--hours", "0.05", "--workdir", "w"]

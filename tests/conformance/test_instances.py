@@ -134,6 +134,7 @@ lines = st.one_of(
 files = st.lists(lines, max_size=25).map(b"\n".join)
 
 
+@pytest.mark.long
 @given(
     texts=st.lists(files, min_size=1, max_size=3),
     max_seq_length=st.integers(5, 70),

@@ -123,6 +123,7 @@ def test_array_record_files_are_cut_between_records(tmp_path):
 # --- The same bytes ---
 
 
+@pytest.mark.long
 def test_two_processes_make_the_bytes_of_one_with_shards_in_order(whole, tmp_path):
     claim, _, files = whole
     assert prepare(claim, tmp_path / "two", workers=2) == files

@@ -126,6 +126,7 @@ def test_a_run_without_its_corpus_is_refused(tmp_path):
         doctor.examine(str(tmp_path))
 
 
+@pytest.mark.long
 def test_the_shipped_sample_prepared_has_no_finding(tmp_path):
     settings = config.load("experiments/tiny.py")
     corpus.prepare(settings.corpus, 8_000, epath.Path(tmp_path / "corpus"), lambda line: None)

@@ -33,6 +33,7 @@ def trained(kind, direction="left_to_right"):
     return Loaded(cfg, params, WordPiece(PIECES, "uncased"), name="a test")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", CLASSES)
 def test_what_is_exported_comes_back_as_it_was(kind, tmp_path):
     """Windows of a decoder count the token itself, so that they are two more."""

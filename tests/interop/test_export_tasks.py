@@ -85,6 +85,7 @@ def logits(of: str, kind: str, params: dict) -> np.ndarray:
     return np.asarray(run(params, batch))
 
 
+@pytest.mark.long
 @every_model
 @every_kind
 def test_logits_are_those_of_the_class(of, kind):

@@ -49,6 +49,7 @@ def flat(folder: pathlib.Path) -> dict[str, np.ndarray]:
     return base_lib.flat(jax.device_get(Loaded.of(epath.Path(folder)).params))
 
 
+@pytest.mark.long
 def test_what_is_imported_scored_exported_and_imported_again_has_every_bit_and_score(
     copy_of_run, capsys
 ):
@@ -70,6 +71,7 @@ def test_what_is_imported_scored_exported_and_imported_again_has_every_bit_and_s
         np.testing.assert_array_equal(run[name], base[name], name)
 
 
+@pytest.mark.long
 def test_bfloat16_is_the_nearest_and_is_labelled(copy_of_run):
     assert broken.call(f"export {RUN} --as encoder --out whole")[0] == 0
     assert broken.call(f"export {RUN} --as encoder --out half --dtype bfloat16")[0] == 0

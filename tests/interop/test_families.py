@@ -53,6 +53,7 @@ def test_ids_hidden_states_and_scores_are_those_of_transformers(imported):
     np.testing.assert_allclose(scores[..., :size], golden["logits"][..., :size], atol=1e-5)
 
 
+@pytest.mark.long
 def test_what_is_exported_has_the_same_tensors_bit_for_bit(imported, tmp_path):
     _, tensors, _, loaded = imported
     huggingface.export_weights(loaded, "masked_lm", "float32", epath.Path(tmp_path / "out"))
@@ -70,6 +71,7 @@ def test_what_is_exported_has_the_same_tensors_bit_for_bit(imported, tmp_path):
     assert base.read(again).tokenizer.encode(TEXTS[1]) == loaded.tokenizer.encode(TEXTS[1])
 
 
+@pytest.mark.long
 def test_a_cut_vocabulary_keeps_rows_and_scores_and_leaves_as_it_is(imported, tmp_path):
     family, _, _, loaded = imported
     if family.endswith(("odd", "stretched")):

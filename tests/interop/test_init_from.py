@@ -48,6 +48,7 @@ def restored(workdir: str, step: int) -> tuple[dict, dict]:
     return jax.device_get(found.state), found.metadata
 
 
+@pytest.mark.long
 def test_a_run_begins_with_the_weights_of_its_base_and_keeps_how_vectors_are_made(copy_of_run):
     base = base_of_run(CLS)
     code, err = broken.call(NEW)
@@ -162,6 +163,7 @@ def test_weights_of_another_vocabulary_are_refused(copy_of_run):
     assert not pathlib.Path("new").exists() or not pathlib.Path("new/checkpoints").exists()
 
 
+@pytest.mark.long
 def test_a_base_is_scored_and_asked_as_its_run(copy_of_run, capsys):
     base_of_run()
 

@@ -26,6 +26,7 @@ def noises():
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", ["none", "threefry8", "rbg16"])
 def test_nothing_kept_gives_the_same_context_and_gradients(noise):
     drawn = noises()[noise]
@@ -57,6 +58,7 @@ def test_in_bfloat16_both_are_near_float64():
         assert np.abs(found - exact).max() < 2 * 2**-8 * np.abs(v).max()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", ["threefry8", "rbg16"])
 @pytest.mark.parametrize("attend", [attention.attend, attention.attend_recomputed])
 def test_in_bfloat16_dropout_leaves_the_scale(attend, noise):

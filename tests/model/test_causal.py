@@ -118,6 +118,7 @@ def influence(cfg, params, ids, rest, outputs):
     return np.abs(np.asarray(jacobian)).sum(axis=-1) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", ["alone", "apart", "packed"])
 def test_no_place_sees_its_future(model, batch, rows):
     """Nor another document's pieces, if documents are apart; its own past it does see."""
@@ -144,6 +145,7 @@ def test_no_place_sees_its_future(model, batch, rows):
     assert (found == allowed).all()
 
 
+@pytest.mark.long
 def test_pictures_of_attention_show_the_same(model, batch):
     cfg, params = model
     module = heads.merge(cfg, params)
@@ -155,6 +157,7 @@ def test_pictures_of_attention_show_the_same(model, batch):
     assert (np.diagonal(shown, axis1=2, axis2=3) > 0).all()
 
 
+@pytest.mark.long
 def test_a_text_is_what_its_last_piece_comes_to(model, batch):
     cfg, params = model
     module = heads.merge(cfg, params)

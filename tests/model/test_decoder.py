@@ -137,6 +137,7 @@ def test_greedy_search_writes_what_transformers_does(params, batch):
     np.testing.assert_allclose(ranks, ranks_of(params, batch, ids), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_the_cache_gives_the_logits_of_teacher_forcing(params, batch):
     """Each of two beams is given a text of its own."""
     given = jnp.stack([batch["decoder_ids"], batch["decoder_ids"][::-1]], axis=1)

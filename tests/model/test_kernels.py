@@ -224,6 +224,7 @@ CFG = Model(
 )
 
 
+@pytest.mark.long
 def test_an_encoder_of_kernels_computes_what_xla_computes():
     cfg = dataclasses.replace(CFG, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     encoder = Encoder(cfg, rngs=nnx.Rngs(0))

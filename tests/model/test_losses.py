@@ -16,6 +16,7 @@ def test_of_equal_scores_the_first_is_the_answer(classes):
     assert hits.tolist() == [np.sum(logits.argmax(axis=-1) == labels), 500]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("classes", [2, 64])
 def test_a_model_that_scores_all_alike_is_right_about_the_first_class_alone(classes):
     labels = np.arange(classes, dtype=np.int32)

@@ -197,6 +197,7 @@ def test_where_pieces_look_is_what_makes_the_next_state(params, batch):
         assert (maps[number][:, far].max() == 0) == (number == 1)
 
 
+@pytest.mark.long
 def test_scaled_layers_begin_as_nothing():
     scaled = {"initialization": "scaled", "hidden_size": 96}
     for cfg in (Model(num_hidden_layers=2, **scaled), dataclasses.replace(CFG, **scaled)):

@@ -57,6 +57,7 @@ def reference(vectors, keys, weights):
     return np.mean(losses), np.mean(hits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("behind", [1, 2])
 def test_contrastive_equals_the_loop_over_candidates(behind):
     vectors, keys, weights = made(behind=behind)
@@ -90,6 +91,7 @@ def test_candidates_are_those_of_all_devices_and_gradients_come_back():
     np.testing.assert_allclose(gradient, wanted, atol=1e-6 * np.abs(wanted).max())
 
 
+@pytest.mark.long
 def test_gradient_of_the_first_text_equals_float64():
     vectors, keys, weights = made(examples=9)
     gradient = np.asarray(jax.grad(total)(vectors, keys, weights))

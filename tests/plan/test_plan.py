@@ -224,6 +224,7 @@ def test_a_second_program_is_another_compilation(job, program):
     assert compile_lib.key(dataclasses.replace(job, experiment=other)) == compile_lib.key(job)
 
 
+@pytest.mark.long
 def test_the_optimizer_s_moments_lie_beside_a_replay(job):
     small = ("hidden_size=64", "num_hidden_layers=2", "intermediate_size=128", "vocab_size=512")
     settings = [*(f"model.{field}" for field in small), "model.dropout_rng=threefry8"]

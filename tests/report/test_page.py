@@ -215,6 +215,7 @@ def test_how_a_run_stands_is_read_off_its_last_line_and_its_lock(run, monkeypatc
     assert Record.read(str(run)).state == "running"
 
 
+@pytest.mark.long
 def test_a_run_that_ends_in_an_error_says_why_and_a_finished_one_keeps_its_times(run, monkeypatch):
     before = (run / "timings.jsonl").read_bytes()
     assert cli.main(["pretrain", "small.py", "--workdir", str(run)]) == 0

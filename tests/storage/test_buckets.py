@@ -24,6 +24,7 @@ def only(kind, fault, times=10**9):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", OPERATIONS)
 def test_a_fault_that_passes_costs_nothing(kind, objects):
     """See test_retry for all of them."""

@@ -142,6 +142,7 @@ def test_it_is_learned_and_written_alike_on_four_devices(parallelism):
     assert loss == pytest.approx(other_loss, rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_held_out_loss_is_the_mean_over_pieces_of_targets():
     task, rows, everything = objective(), KIND.rows(some(11)), np.arange(11)
     params = task.init_params(jax.random.key(0))
@@ -174,6 +175,7 @@ def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
+@pytest.mark.long
 def test_a_run_begins_with_the_base_in_both_halves_and_keeps_its_worst_texts(here):
     experiment = load_experiment(Workdir("run"), Finetuning)
     setup = job.FinetuningJob(experiment, Workdir("run"), lambda line: None)
@@ -217,6 +219,7 @@ def test_texts_are_searched_for_as_widely_as_is_asked(here, capsys, monkeypatch)
     assert [answer["text"] for answer in found] == ["wa wb", "xa xb xc"] and set(widths) == {3}
 
 
+@pytest.mark.long
 def test_what_a_generating_run_cannot_do_is_refused_by_name(here, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     finetune = "finetune task.py --from base --workdir new --set"

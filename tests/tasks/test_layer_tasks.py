@@ -64,6 +64,7 @@ def rows(folder, name, part):
     return [json.loads(line) for line in (folder / name / part).read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_tasks_are_read_off_every_layer_as_numpy_would(folder, asked):
     """Solved again by ridge regression on what the library gives of one text at a time."""
     assert list(asked) == ["length", *NAMES]
@@ -94,6 +95,7 @@ def test_tasks_are_read_off_every_layer_as_numpy_would(folder, asked):
         assert asked["classify"].scores[layer] == pytest.approx(right.mean(), abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_similarity_is_the_cosine_of_means(folder, asked):
     model = bert_jax.load(str(folder / "base"))
     there = rows(folder, "regress", "test")
@@ -124,6 +126,7 @@ def test_the_centre_counts_what_each_layer_adds():
     assert Knowledge("x", "accuracy", 0.5, (0.4, 0.4, 0.3)).centre == 0
 
 
+@pytest.mark.long
 def test_the_command_prints_a_table_and_writes_a_page(here, capsys):
     words = ["layers", "--workdir", "base", "--tasks", "classify.py", "regress.py"]
     assert cli.main([*words, "--attention", "wa xb"]) == 0

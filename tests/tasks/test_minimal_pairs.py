@@ -114,6 +114,7 @@ KINDS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long
 @KINDS
 def test_texts_of_all_lengths_equal_one_mask_at_a_time(tmp_path, kind):
     """Against the predictor, which is given one text with one mask, of no others' length."""
@@ -129,6 +130,7 @@ def test_texts_of_all_lengths_equal_one_mask_at_a_time(tmp_path, kind):
         assert value == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.long
 @KINDS
 def test_a_model_that_reads_from_left_to_right_gives_likelihoods(tmp_path, kind):
     """Against the pieces one at a time, each after those before it, in a row of their own."""

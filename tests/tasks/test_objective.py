@@ -103,6 +103,7 @@ def run_logits(task, params, batch):
     return np.asarray(logits_of(task)(params, ids))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["pair", "tag"])
 def test_neither_padding_nor_other_rows_change_the_outputs_of_a_row(kind):
     task = objective(kind)
@@ -184,6 +185,7 @@ def test_thin_matrices_begin_as_nothing_and_add_their_product():
     np.testing.assert_allclose(found, model_logits("pooled", whole, batch), atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "fresh", "expected"),
     [

@@ -99,6 +99,7 @@ def test_examples_are_taken_as_they_are_needed(run, monkeypatch):
     assert taken == 2
 
 
+@pytest.mark.long
 def test_best_and_numbered_checkpoints_are_chosen_by_name(run, capsys):
     evaluations = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"]
     kept = {int(path.name) for path in pathlib.Path("run/checkpoints").iterdir()}
@@ -144,6 +145,7 @@ def test_scores_are_those_of_the_last_evaluation_and_of_the_answers(
     assert found["exact_match" if kind == "span" else "accuracy"] == pytest.approx(np.mean(hits))
 
 
+@pytest.mark.long
 def test_no_answer_is_given_above_the_threshold_of_the_checkpoint(
     finished, capsys, monkeypatch, tmp_path
 ):
@@ -169,6 +171,7 @@ def test_no_answer_is_given_above_the_threshold_of_the_checkpoint(
     assert "step 2 was not evaluated" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_base_is_found_where_it_lies_now_and_no_other_is_taken(run, capsys):
     before = tuned.predict(capsys, "wa")
     shutil.move("base", "moved")
@@ -232,6 +235,7 @@ def test_an_adapter_over_its_base_is_the_whole_model(run, capsys):
         np.testing.assert_allclose(base[name], value, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, capsys, monkeypatch):
     monkeypatch.chdir(finished("tag"))
     for words, what in (
@@ -259,6 +263,7 @@ def table(name, ending, rows_):
     return f"{name}.{ending}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ending", "other"), [("csv", "csv"), ("tsv", "jsonl"), ("jsonl", "tsv")])
 def test_rows_of_a_file_keep_their_columns_and_get_two_more(run, capsys, ending, other):
     rows_ = [["id", "sentence", "note"], ["7", "wa wb", "x y"], ["8", "xb xa", "é"]]

@@ -124,6 +124,7 @@ def test_ridge_takes_the_penalty_that_does_best_on_rows_left_out():
     np.testing.assert_allclose(features @ weights + bias, expected, atol=1e-9)
 
 
+@pytest.mark.long
 def test_probes_run_before_between_and_after_and_change_nothing(text, finished_run, tmp_path):
     """Against the same run without them."""
     folder, file = text

@@ -151,7 +151,8 @@ def test_vectors_are_those_of_embed_as_numbers_and_as_bytes(port, embedder):
     cut = part.vectors[0, :8]
     if embedder.features.length == "unit":
         cut = cut / np.linalg.norm(cut)
-    np.testing.assert_allclose(body["data"][0]["embedding"], cut, rtol=1e-6)
+    # Alone it is a product of another shape, whose sums are rounded otherwise: of entries up to 1.
+    np.testing.assert_allclose(body["data"][0]["embedding"], cut, rtol=1e-6, atol=5e-7)
 
 
 def test_no_text_needs_a_program_that_was_not_compiled_at_the_start(vectors, embedder):
@@ -267,6 +268,7 @@ def test_clients_that_leave_are_forgotten_and_what_they_wanted_is_not_computed(v
     assert gate.sizes == [128, 1]
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_is_under_way_until_it_is_cut_off(vectors):
     """One that reads slowly gets all of it; of neither answer more is made than it can hold."""
     gate = Gate(vectors)

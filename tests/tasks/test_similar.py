@@ -235,6 +235,7 @@ def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
     np.testing.assert_allclose(np.linalg.norm(vectors["run", "text"], axis=1), 1, atol=1e-5)
 
 
+@pytest.mark.long
 def test_queries_find_their_texts(here):
     write_task("dimensions=(8, 16)", test="beir:beir:test")
     assert tuned.finetune() == 0
@@ -288,6 +289,7 @@ def test_two_processes_compare_the_texts_of_both(train, here):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_teacher_s_vectors_are_learned(here, capsys):
     texts = [row["sentence"] for row in tuned.lines("train")]
     pathlib.Path("sentences").write_text("\n".join(texts) + "\n")
@@ -336,6 +338,7 @@ def test_what_cannot_be_learned_is_named(here, capsys, vectors, train, settings,
     assert not pathlib.Path("run").exists()
 
 
+@pytest.mark.long
 def test_another_kind_has_no_vectors(here, capsys):
     write_task("temperature=0.1")
     text = pathlib.Path("task.py").read_text().replace('"similar"', '"regress"')

@@ -68,6 +68,7 @@ def test_what_cannot_be_swept_is_refused_before_anything_is_run(here, capsys):
     assert "all: holds a run or other files and no sweep" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_scores_are_shown_with_means_over_seeds_and_finished_runs_are_kept(
     here, capsys, monkeypatch
 ):

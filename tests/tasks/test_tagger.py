@@ -113,6 +113,7 @@ def base(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.long
 def test_a_tagger_learns_and_answers(base, capsys):
     """As ELMo is used: frozen, its layers mixed, below a BiLSTM."""
     tuned.write_task(epath.Path("."), "tag", how="frozen", epochs=6)

@@ -246,6 +246,7 @@ def test_a_text_read_in_pieces_is_the_same_text(tmp_path, monkeypatch, layout, s
     assert len(whole) == (2 if not starts else 120)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["wrapped", "paragraphs_by_line", "sentences_by_line"])
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_memory_does_not_grow_with_a_text(tmp_path, monkeypatch, kind, layout):

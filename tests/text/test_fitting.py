@@ -129,6 +129,7 @@ def test_the_library_reads_what_was_cut_with_the_same_ids(name, tmp_path):
     assert library.read(epath.Path(tmp_path / "tokenizer.json")).sha256 == new.sha256
 
 
+@pytest.mark.long
 def test_the_pieces_of_words_hold_for_all_merges():
     old = FORMS["roberta"]
     for piece in itertools.islice(json.loads(old.content)["model"]["vocab"], 260, 500):

@@ -27,6 +27,7 @@ def peer(words, counts, alphabet, continuing, size):
     return [piece for piece, _ in by_id][len(specials) :]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("letters", ["a", "abc", "abcdefgh"])
 def test_the_same_pieces_in_the_same_order(letters):
     """Few letters: pieces overlap, come about in several ways, and tie."""

@@ -63,6 +63,7 @@ def test_a_branch_is_the_run_that_decays_there_bit_for_bit(runs, tmp_path):
     assert code == 2 and "at its peak from step 3 to 16" in error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "step", "words"),
     [
@@ -110,6 +111,7 @@ def rows_of(experiment, first, last):
     return found
 
 
+@pytest.mark.long
 def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(runs, tmp_path):
     assert fork(runs, tmp_path / "w") == (0, "")
     assert_identical(final_state(tmp_path / "w"), final_state(runs / "stable"))
@@ -117,6 +119,7 @@ def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(runs
         assert (tmp_path / "w" / name).read_bytes() == (runs / "stable" / name).read_bytes()
 
 
+@pytest.mark.long
 def test_other_batches_go_on_at_the_rows_that_were_not_seen(runs):
     half = forked(runs, "stable", 8, "phases.0.batch_size=4")
     assert rows_of(half, 8, 10) == [(0, row) for row in range(64, 72)]
@@ -125,6 +128,7 @@ def test_other_batches_go_on_at_the_rows_that_were_not_seen(runs):
     assert rows_of(other, 8, 10) == [(0, row) for row in range(8)]
 
 
+@pytest.mark.long
 @pytest.mark.nightly
 def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_path):
     """Also in a phase that was done and is on again."""
@@ -140,6 +144,7 @@ def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_pa
         assert [row for number, row in seen if number == phase] == list(range(count))
 
 
+@pytest.mark.long
 @pytest.mark.nightly
 def test_another_optimizer_begins_with_fresh_moments(runs, tmp_path):
     _, before = final_state(runs / "stable", 8)
@@ -174,6 +179,7 @@ def test_a_fork_that_is_killed_needs_the_run_it_left_until_its_first_save(runs, 
     assert len(set(lines)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "step", "words"),
     [
@@ -192,6 +198,7 @@ def test_what_cannot_be_forked_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.long
 def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(runs, tmp_path):
     text = (runs / "vocab.txt").read_text().replace("wa\n", "wz\n", 1)
     (tmp_path / "vocab.txt").write_text(text)
@@ -206,6 +213,7 @@ def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(r
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.long
 def test_a_workdir_holds_one_fork(runs, tmp_path):
     for name in ("stable", "other"):
         shutil.copytree(runs / "stable", tmp_path / name)

@@ -106,6 +106,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_read(damage, run):
     damage(run / "checkpoints" / "22")
@@ -114,6 +115,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_read(damage, run):
     assert names(run) == KEPT
 
 
+@pytest.mark.long
 def test_a_run_puts_a_damaged_checkpoint_aside_and_comes_to_the_same_bits(finished_run, run):
     """Also an older one of which Orbax would not hear, and without which it would not open."""
     flipped_bit(run / "checkpoints" / "22")
@@ -159,6 +161,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(run):
     assert tree(run) == before
 
 
+@pytest.mark.long
 def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
     """So that a kill in between leaves the step of the newest."""
     seen = {}
@@ -299,6 +302,7 @@ def test_a_save_that_fails_for_a_while_is_made_up_for(
     assert name == "save_async" or "no checkpoint was written" in shown
 
 
+@pytest.mark.long
 def test_a_part_that_is_listed_and_not_found_is_not_taken_for_damage(finished_run, objects):
     """As where one host of several is answered that an object is not there."""
     there = finished_run / "run" / "checkpoints"
@@ -376,6 +380,7 @@ def newest(run: pathlib.Path, *agreed, folder=None) -> checkpoint.Restored:
     return saved.newest(abstract, None, *agreed)
 
 
+@pytest.mark.long
 def test_checkpoints_are_listed_and_verified(run, capsys):
     assert cli.main(["checkpoints", str(run), "--verify"]) == 0
     out = capsys.readouterr().out.splitlines()
@@ -419,6 +424,7 @@ def test_reading_leaves_a_save_under_way_alone(run):
         assert not under_way.exists()
 
 
+@pytest.mark.long
 def test_an_older_checkpoint_may_be_asked_for(run):
     saved = Checkpoints(epath.Path(run / "checkpoints"))
     assert [saved.named(which) for which in ("20", "16", "best")] == [20, 16, 22]

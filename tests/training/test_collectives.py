@@ -162,6 +162,7 @@ def test_a_step_is_compiled_with_its_devices_options(torus, monkeypatch):
     assert dict(collectives._BETWEEN_SLICES).items() < seen.pop()["compiler_options"].items()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slices", [(1, 1), (2, 1), (2, 4)])
 def test_a_checkpoint_is_restored_in_another_order_of_axes(slices, torus, tmp_path):
     """Or on another number of slices."""
@@ -182,6 +183,7 @@ def test_a_checkpoint_is_restored_in_another_order_of_axes(slices, torus, tmp_pa
     assert_identical(jax.device_get(restored.state), jax.device_get(state))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 2)])
 def test_each_axis_gets_its_share_of_a_layer(sizes, monkeypatch):
     """Of LARGE's matrices: 4 of the width squared, 2 of four times as much; and of the others."""

@@ -77,6 +77,7 @@ def gone_back(text):
     return folder / "back", shown, held
 
 
+@pytest.mark.long
 def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(text, gone_back, tmp_path, monkeypatch):
     """What it comes to is the run of a step that leaves these out from the start."""
     workdir, shown, held = gone_back
@@ -108,6 +109,7 @@ def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(text, gone_back, tmp
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.nightly
 @pytest.mark.parametrize("settings", ["run.checkpoint_every=1", "run.log_every=1"])
 def test_it_is_the_same_run_whenever_it_logs_and_saves(
@@ -266,6 +268,7 @@ def test_a_stop_in_the_last_step_of_a_run_that_has_to_go_back_is_no_end(
     assert final_state(tmp_path / "w")[0] == 8
 
 
+@pytest.mark.long
 def test_few_steps_wait_for_the_devices(text, tmp_path, monkeypatch):
     """A request to stop waits for them, and so does the watchdog."""
     _, file = text
@@ -372,6 +375,7 @@ def test_noise_and_learning_are_no_jumps():
         assert not any(spikes.of_line(line) for line in lines(falling))
 
 
+@pytest.mark.long
 def test_the_step_of_a_jump_is_named_while_the_run_goes_on(text, tmp_path, monkeypatch):
     _, file = text
     good = batches.TrainBatches.batch

@@ -52,6 +52,7 @@ def test_the_feed_starts_at_any_step():
     assert digest(global_batches(2, 3, 6)) == digest(global_batches(2, 0, 6))[3:]
 
 
+@pytest.mark.long
 def test_worker_processes_give_the_same_batches():
     assert digest(global_batches(2, 0, 4, workers=2)) == digest(global_batches(2, 0, 4))
 

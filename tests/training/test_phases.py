@@ -31,6 +31,7 @@ def lines(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").open()]
 
 
+@pytest.mark.long
 def test_each_phase_is_trained_and_scored_with_its_own_base(runs):
     """The first 14 steps are those of a run that has this base throughout, evaluations included."""
     own, one = (lines(runs / name) for name in ("own", "one"))
@@ -41,6 +42,7 @@ def test_each_phase_is_trained_and_scored_with_its_own_base(runs):
         assert (ours == theirs) == (ours["step"] <= 14), ours["step"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [12, 22])
 def test_a_checkpoint_is_read_with_the_base_it_was_trained_with(runs, step, capsys):
     of_line = [x for x in lines(runs / "own") if (x["step"], x["kind"]) == (step, "evaluation")]
@@ -53,6 +55,7 @@ def test_a_checkpoint_is_read_with_the_base_it_was_trained_with(runs, step, caps
     assert fields["global_rope_theta"] == (20 if step == 12 else 500)
 
 
+@pytest.mark.long
 def test_a_base_without_a_meaning_is_one_line(runs, tmp_path):
     settings = ["model.kind=modern", "model.global_every=1", "phases.0.global_rotary_base=1"]
     given = [x for setting in settings for x in ("--set", setting)]
@@ -81,6 +84,7 @@ def test_a_phase_learns_what_it_would_learn_in_a_run_of_its_own(learned):
     assert both == one and "next_piece_loss" in both[0]
 
 
+@pytest.mark.long
 def test_no_line_has_steps_of_two_objectives(learned):
     """Of lines of four steps the phase of 14 ends within one."""
     trained = [line for line in lines(learned / "both") if line["kind"] == "train"]
@@ -90,6 +94,7 @@ def test_no_line_has_steps_of_two_objectives(learned):
         assert pieces == {"next_piece_loss" if line["step"] <= 14 else "masked_lm_loss"}
 
 
+@pytest.mark.long
 def test_what_a_phase_does_not_learn_from_stays_to_the_bit(learned):
     early, late, last = (final_state(learned / "both", step)[1] for step in (4, 12, 22))
     for name in ("pooler", "next_sentence"):
@@ -100,6 +105,7 @@ def test_what_a_phase_does_not_learn_from_stays_to_the_bit(learned):
             assert not any(leaf.any() for leaf in of_head.values())
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_read_as_its_phase_learned(learned):
     for step, form, other in ((12, "causal_lm", "masked_lm"), (22, "masked_lm", "causal_lm")):
         export = f"export --workdir {learned}/both --checkpoint {step} --out {learned}/e{step} --as"
@@ -109,6 +115,7 @@ def test_a_checkpoint_is_read_as_its_phase_learned(learned):
     assert code == 2 and "sees no text to the right of a [MASK]" in error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [12, 22])
 def test_held_out_rows_are_of_the_last_objective_from_the_start(learned, step, capsys):
     given = [x for x in lines(learned / "both") if (x["step"], x["kind"]) == (step, "evaluation")]

@@ -204,6 +204,7 @@ def sicken(monkeypatch, sick, place=2):
     monkeypatch.setattr(step, "make_replay", replays)
 
 
+@pytest.mark.long
 def test_a_run_goes_back_before_a_device_that_erred(copy_of_run, finished_run, monkeypatch):
     """To step 4, since of step 8 nobody knows; and it is the run that nothing had disturbed."""
     sicken(monkeypatch, {6, 7, 10})

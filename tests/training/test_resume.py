@@ -90,6 +90,7 @@ def test_resume_is_bit_exact(undisturbed, tmp_path):
     assert_same_run(tmp_path / "killed", folder / "undisturbed")
 
 
+@pytest.mark.long
 def test_a_finished_run_says_so_and_extend_goes_on(copy_of_run):
     """And says that the schedule changes; the lines up to there stay."""
     file, workdir = pathlib.Path("small.py"), copy_of_run / "run"

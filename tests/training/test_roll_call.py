@@ -147,6 +147,7 @@ def meet(addresses: str, number: int) -> roll_call.Met | str:
         return str(error)
 
 
+@pytest.mark.long
 def test_a_run_begins_without_slice_0_which_waits_until_the_run_has_ended(addresses, monkeypatch):
     for name, value in (("COORDINATOR_ADDRESS", "a"), ("NUM_SLICES", "3"), ("SLICE_ID", "1")):
         monkeypatch.setenv(f"MEGASCALE_{name}", value)

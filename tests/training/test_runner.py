@@ -48,6 +48,7 @@ def finished(copy_of_run):
     return copy_of_run / "run"
 
 
+@pytest.mark.long
 def test_the_host_reads_the_device_once_a_log_interval(text, tmp_path, monkeypatch):
     """And one step late: the read of step 3 happens when step 4 is under way."""
     _, file = text
@@ -225,6 +226,7 @@ def test_watched_sentences_fit_the_model():
     assert max(lengths[100]) > 9
 
 
+@pytest.mark.long
 def test_every_so_many_steps_one_is_checked(text, tmp_path, monkeypatch):
     """By their number, so that a run that goes on checks the same ones."""
     _, file = text
@@ -251,6 +253,7 @@ def test_every_so_many_steps_one_is_checked(text, tmp_path, monkeypatch):
 # --- Plans of large corpora --------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_stop_waits_for_no_plan(text, undisturbed, tmp_path, monkeypatch):
     """Nor does an exit: what plans is ended, and the next start plans anew."""
     _, file = text

@@ -66,6 +66,7 @@ def test_batches_are_the_same_on_any_slices():
         assert digest(map(jax.device_get, feed.place_all(host, places))) == digest(host)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parallelism", [ZERO1, ZERO3], ids=lambda p: p.state)
 def test_between_slices_only_sums_of_shards_travel(parallelism):
     """In the compiled step: each byte of the gradient once a slice, and some numbers."""
@@ -88,6 +89,7 @@ def test_between_slices_only_sums_of_shards_travel(parallelism):
     assert gradient / 2 <= sent <= gradient / 2 + numbers
 
 
+@pytest.mark.long
 def test_groups_of_rows_that_slices_do_not_divide_are_named():
     settings = ["parallelism.slices=2", "optimizer.clip=per_replica"]
     settings += ["optimizer.reference_replicas=2"]

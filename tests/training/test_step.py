@@ -172,6 +172,7 @@ def test_vocabulary_padding_stays_zero(reference):
     assert params["masked_lm"]["output_bias"][:100].any()
 
 
+@pytest.mark.long
 def test_bfloat16_follows_float32(reference):
     """Compute and gradient reduction in bfloat16, parameters in float32."""
     model = dataclasses.replace(samples.MODEL, compute_dtype="bfloat16")

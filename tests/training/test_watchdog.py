@@ -6,6 +6,7 @@ import pytest
 from small_run import command
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("hang", "code"),
     [

@@ -152,6 +152,7 @@ def test_vectors_of_length_one(pooling, trained, texts):
     close(unit, plain / np.linalg.norm(plain, axis=1, keepdims=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pooling", "devices", "batch_tokens"), [("mean", 1, 0), ("cls", 3, 300), ("tokens", 4, 1)]
 )
@@ -221,6 +222,7 @@ def test_numbers_out_of_range_are_named(arguments, shown, trained):
 # --- the command --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_files_and_standard_input_are_lines_in_order(copy_of_run, capsys):
     pathlib.Path("a.txt").write_text("wa wb\n\nxa")
     pathlib.Path("b.txt.gz").write_bytes(gzip.compress(b"wc wd wa .\n"))
@@ -243,6 +245,7 @@ def test_the_number_of_texts_that_were_cut_is_shown(trained, tmp_path):
     assert shown[1:] == ["cut to 5 tokens: 2 of 4 texts"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantize", ["int8", "binary"])
 def test_smaller_vectors_are_those_of_the_whole_ones(quantize, trained, texts, tmp_path):
     shown, read = [], {}

@@ -140,6 +140,7 @@ def test_a_file_without_texts_is_named_and_leaves_nothing(content, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["texts.txt"]
 
 
+@pytest.mark.long
 def test_a_run_is_asked(copy_of_run, capsys):
     (copy_of_run / "t.txt").write_text("We the people\nof the United States\n")
     (copy_of_run / "q.txt").write_text("the people\nStates\n")

@@ -65,6 +65,7 @@ def test_a_full_disk_under_its_log_does_not_hold_up_the_pod():
         assert subprocess.run(command, cwd=ROOT, stdout=full, timeout=60).returncode == 0
 
 
+@pytest.mark.long
 def test_a_reader_who_leaves_does_not_end_the_pod(tmp_path):
     pod = f"{sys.executable} -m launch local -- {sys.executable} -c"
     code = "import time; [print(i, flush=True) or time.sleep(.1) for i in range(9)]; "
@@ -79,6 +80,7 @@ def test_all_stopped_on_request_is_75():
     assert run("sys.exit(75)") == (75, [])
 
 
+@pytest.mark.long
 def test_the_first_failure_ends_the_pod_with_its_code_and_last_lines():
     begun = time.monotonic()
     code, lines = run("(print('no', 'flour'), sys.exit(3)) if me == 1 else time.sleep(1000)")
