@@ -138,6 +138,7 @@ def test_a_run_whose_first_checkpoint_does_not_fit_trains_no_step_and_leaves_not
     assert not tree(disk.folder)
 
 
+@pytest.mark.long
 def test_a_disk_on_which_not_all_checkpoints_fit_is_a_note_and_leftovers_go(disk, copy_of_run):
     disk.mount("size=600k")
     left = disk.folder / "w" / "checkpoints" / "4.orbax-checkpoint-tmp"

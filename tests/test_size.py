@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_986,
+    "tests": 32_992,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -44,7 +44,7 @@ SLACK = 30
 SHORTEST, LONGEST = 60, 450
 TOO_LONG = {
     "tests/data/test_corpus.py": 578,
-    "tests/training/test_checkpoint.py": 477,
+    "tests/training/test_checkpoint.py": 479,
 }
 TOO_SHORT = {
     "bert_jax/cli/__main__.py",

@@ -85,6 +85,7 @@ def lora(folder):
     return "lora"
 
 
+@pytest.mark.long
 def test_labels_are_learned_from_the_weights_of_the_run_and_a_fresh_head(full):
     found = lines(full)
     losses = [line["loss"] for line in found if line["kind"] == "train"]

@@ -147,6 +147,7 @@ def test_where_all_are_damaged_nothing_is_begun_anew(run):
     assert names(run) == KEPT
 
 
+@pytest.mark.long
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(run):
     """Of the newest it is said; without any the run stops as it is."""
     lines = (run / "metrics.jsonl").read_bytes()
@@ -279,11 +280,12 @@ def now_and_then(function):
     return fail
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
         (checkpoint.ocp.training.Checkpointer, "save_async"),
-        pytest.param(atomicity, "on_commit_callback", marks=pytest.mark.long),
+        (atomicity, "on_commit_callback"),
     ],
 )
 def test_a_save_that_fails_for_a_while_is_made_up_for(

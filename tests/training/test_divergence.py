@@ -170,11 +170,12 @@ def leaving_no_state():
         gc.enable()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("at", "every", "why"),
     [
         (8, 5, "since it has to go back over the steps 5 to 7"),
-        pytest.param(*(6, 4, "since 2 steps up to it have no finite loss"), marks=pytest.mark.long),
+        (6, 4, "since 2 steps up to it have no finite loss"),
     ],
 )
 def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(

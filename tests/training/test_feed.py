@@ -57,7 +57,8 @@ def test_worker_processes_give_the_same_batches():
     assert digest(global_batches(2, 0, 4, workers=2)) == digest(global_batches(2, 0, 4))
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("times", [1, 3])
 def test_a_killed_worker_is_replaced(times):
     """By new ones, and where they are killed again and again by none; the batches stay the same."""
     sharding = mesh_lib.batch_sharding(samples.mesh_of(1))

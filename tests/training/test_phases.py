@@ -73,6 +73,7 @@ def learned(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_phase_learns_what_it_would_learn_in_a_run_of_its_own(learned):
     """The first steps are those of a run that learns this throughout."""
     alone = (*OBJECTIVES["causal"], "data.attention=whole_row", "run.log_every=4")

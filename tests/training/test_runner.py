@@ -107,9 +107,8 @@ def test_another_corpus_under_a_run_is_refused(text, finished):
     assert (finished / "experiment.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "change", ["manifest", *(pytest.param(name, marks=pytest.mark.long) for name in ("stream",))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("change", ["manifest", "stream"])
 def test_a_corpus_that_changes_under_a_running_run_is_named(change, text, undisturbed, monkeypatch):
     """At the next save, which is not made; what was only written again is no change."""
     folder, file = text
