@@ -26,7 +26,7 @@ LINES = {
     "storage": 1_453,
     "tasks": 4_118,
     "text": 2_923,
-    "training": 2_354,
+    "training": 2_355,
     "running": 4_753,
     "serve": 529,
     "vectors": 1_258,

@@ -68,6 +68,7 @@ _BY_SPARSE_CORE = _AT_ONCE._replace(
 _RINGS = Method(
     scatter="ring",
     order="balanced",
+    ahead=8 * 2**20,
     compiler_options=(
         ("xla_enable_async_all_gather", True),
         ("xla_tpu_enable_async_collective_fusion", True),
