@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LINES = {
     ".": 1_148,
     "cli": 1_572,
-    "compare": 1_217,
+    "compare": 1_218,
     "config": 2_271,
     "conformance": 1_150,
     "data": 3_623,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_992,
+    "tests": 32_995,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

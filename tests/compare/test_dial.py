@@ -94,6 +94,9 @@ def test_more_operations_want_a_larger_encoder(here):
     assert larger.model.num_hidden_layers == 2 and larger.model.num_attention_heads == 2
     assert larger.optimizer.peak_learning_rate == 4e-3
     assert "2.6 nat" in dial.expected(larger, 6_300_000)
+    assert "2.2 nat" in dial.expected(larger, 2_700_000) and "2.9" in dial.expected(
+        larger, 15_000_000
+    )
 
 
 def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run):
