@@ -118,7 +118,6 @@ def influence(cfg, params, ids, rest, outputs):
     return np.abs(np.asarray(jacobian)).sum(axis=-1) > 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rows", ["alone", "apart", "packed"])
 def test_no_place_sees_its_future(model, batch, rows):
     """Nor another document's pieces, if documents are apart; its own past it does see."""

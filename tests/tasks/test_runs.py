@@ -103,7 +103,6 @@ def test_labels_are_learned_from_the_weights_of_the_run_and_a_fresh_head(full):
     assert np.abs(kernels[0] - kernels[1]).max() > 1e-3
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.nightly), "lora"])
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(how, request, monkeypatch):
     """In the middle of an epoch and of a line; the base need not be named again."""

@@ -94,7 +94,6 @@ def test_others_are_learned_alike_on_four_devices(kind, adapt, parallelism):
     assert_same(train(*task, parallelism), train(*task, devices=1))
 
 
-@pytest.mark.long
 def test_evaluation_is_the_same_however_rows_lie():
     """Of cut parameters on four devices, in other batches; rows come back in their order."""
     objective = kinds.objective("tag")

@@ -111,7 +111,6 @@ def rows_of(experiment, first, last):
     return found
 
 
-@pytest.mark.long
 def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(runs, tmp_path):
     assert fork(runs, tmp_path / "w") == (0, "")
     assert_identical(final_state(tmp_path / "w"), final_state(runs / "stable"))
@@ -119,7 +118,6 @@ def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(runs
         assert (tmp_path / "w" / name).read_bytes() == (runs / "stable" / name).read_bytes()
 
 
-@pytest.mark.long
 def test_other_batches_go_on_at_the_rows_that_were_not_seen(runs):
     half = forked(runs, "stable", 8, "phases.0.batch_size=4")
     assert rows_of(half, 8, 10) == [(0, row) for row in range(64, 72)]
@@ -213,7 +211,6 @@ def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(r
     assert not (tmp_path / "w").exists()
 
 
-@pytest.mark.long
 def test_a_workdir_holds_one_fork(runs, tmp_path):
     for name in ("stable", "other"):
         shutil.copytree(runs / "stable", tmp_path / name)

@@ -73,7 +73,6 @@ def learned(tmp_path_factory):
     return folder
 
 
-@pytest.mark.long
 def test_a_phase_learns_what_it_would_learn_in_a_run_of_its_own(learned):
     """The first steps are those of a run that learns this throughout."""
     alone = (*OBJECTIVES["causal"], "data.attention=whole_row", "run.log_every=4")
@@ -95,7 +94,6 @@ def test_no_line_has_steps_of_two_objectives(learned):
         assert pieces == {"next_piece_loss" if line["step"] <= 14 else "masked_lm_loss"}
 
 
-@pytest.mark.long
 def test_what_a_phase_does_not_learn_from_stays_to_the_bit(learned):
     early, late, last = (final_state(learned / "both", step)[1] for step in (4, 12, 22))
     for name in ("pooler", "next_sentence"):
@@ -116,7 +114,6 @@ def test_a_checkpoint_is_read_as_its_phase_learned(learned):
     assert code == 2 and "sees no text to the right of a [MASK]" in error
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("step", [12, 22])
 def test_held_out_rows_are_of_the_last_objective_from_the_start(learned, step, capsys):
     given = [x for x in lines(learned / "both") if (x["step"], x["kind"]) == (step, "evaluation")]

@@ -6,7 +6,6 @@ import pytest
 from small_run import command
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("hang", "code"),
     [
