@@ -27,6 +27,8 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.vectors import packing
 
 EXAMPLES = 8
+# Of float32 gradients whose sums have another order: by the CPU up to 1.05e-6 of the largest entry.
+ROUNDING = 2e-6
 LOSSES = {
     "contrastive": Vectors(temperature_is="learned", dimensions=(4, 16)),
     "cosine": Vectors(loss="cosine"),
@@ -102,7 +104,7 @@ def test_cached_gradients_and_devices_change_nothing(loss):
         for ours, theirs in zip(seen, other_seen, strict=True):
             for name in ours:
                 np.testing.assert_allclose(theirs[name], ours[name], 1e-6, err_msg=name)
-        assert_close(gradient(other), gradient(state), 1e-6)
+        assert_close(gradient(other), gradient(state), ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_texts_that_share_rows_are_as_those_alone(loss, parts, devices):
         assert theirs.pop("filled")[1] < ours.pop("filled")[1]
         for name in ours:
             np.testing.assert_allclose(theirs[name], ours[name], 1e-6, err_msg=name)
-    assert_close(gradient(other), gradient(state), 1e-6)
+    assert_close(gradient(other), gradient(state), ROUNDING)
 
 
 def gradient(state):
@@ -136,7 +138,7 @@ def gradient(state):
 def test_cut_states_change_nothing(state):
     whole, _ = train("contrastive")
     other, _ = train("contrastive", Parallelism(state=state, accumulation=(2,)))
-    assert_close(gradient(other), gradient(whole), 1e-6)
+    assert_close(gradient(other), gradient(whole), ROUNDING)
 
 
 TASKFILE = """

@@ -33,7 +33,9 @@ def check(devices: int, parallelism: Parallelism, **more) -> None:
     for ours, theirs in zip(seen, expected, strict=True):
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-6, err_msg=name)
-    assert_close(state["params"], alone["params"], 2e-6)
+    # Adam divides by the root of a square: where a gradient is all but nothing (a bias of two
+    # scores), that lifts its rounding, by the CPU to 2.0e-6. A row too few is 1e-3.
+    assert_close(state["params"], alone["params"], 4e-6)
 
 
 def check_eight() -> None:
