@@ -105,10 +105,12 @@ def settings(devices: int) -> dict[str, str]:
     flags = [f"--xla_force_host_platform_device_count={devices}"]
     if os.environ.get("TESTS_COMPILE") != "as_for_users":
         flags.append("--xla_backend_optimization_level=0")
-        # The older emitters of fused loops take two thirds of the time that the newer ones take.
+        # The older emitters of fused loops take two thirds of the time that the newer ones take,
+        # and a program in one part nine tenths of what one in many takes.
         # Later versions have none, and a flag that XLA does not know ends the process.
         if metadata.version("jaxlib").startswith("0.10."):
             flags.append("--xla_cpu_use_fusion_emitters=false")
+            flags.append("--xla_cpu_parallel_codegen_split_count=1")
     return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join(flags),

@@ -124,9 +124,7 @@ def test_held_out_rows_are_of_the_last_objective_from_the_start(learned, step, c
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("devices", "state"), [(1, "replicated"), (2, "zero1"), (4, "zero1"), (4, "zero3")]
-)
+@pytest.mark.parametrize(("devices", "state"), [(2, "zero1"), (4, "zero3")])
 def test_phases_are_the_same_on_any_devices(learned, devices, state):
     place = learned / f"{devices}-{state}"
     sets = [x for s in (*PHASES, f"parallelism.state={state}") for x in ("--set", s)]

@@ -96,19 +96,22 @@ def assert_same_metrics(ours: pathlib.Path, theirs: pathlib.Path, tolerance: flo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "count", "settings"),
-    [("two", 2, []), ("slices", 4, ["parallelism.slices=2", "parallelism.state=zero3"])],
-)
-def test_processes_train_as_one(name, count, settings, text):
-    folder, file = text
-    workdir = folder / name
-    more = [word for setting in settings for word in ("--set", setting)]
-    code, lines = pod(folder, name, count, "none", "pretrain", file, "--workdir", workdir, *more)
+def test_processes_train_as_one(text):
+    """Two slices; a phase that reads from the left; each process has its part of all matrices."""
+    folder, _ = text
+    file = folder / "phases.py"
+    file.write_text(EXPERIMENT.replace("{folder}", str(folder)))
+    settings = (*OBJECTIVES["phases"], "optimizer.name=muon")
+    run = ("pretrain", file, *(word for setting in settings for word in ("--set", setting)))
+    assert start(folder, "alone", "none", *run, "--workdir", folder / "alone").wait() == 0
+    cut = ("--set", "parallelism.slices=2", "--set", "parallelism.state=zero3")
+    workdir = folder / "slices"
+    code, lines = pod(folder, "slices", 4, "none", *run, "--workdir", workdir, *cut)
     assert code == 0
-    assert rows(folder, name) == rows(folder, "one")
-    assert_same_metrics(workdir, folder / "one", 1e-5)
-    assert (workdir / "checkpoints" / str(STEPS)).is_dir()
+    assert rows(folder, "slices") == rows(folder, "alone")
+    # Orthogonalisation lifts the rounding of small singular values.
+    assert_same_metrics(workdir, folder / "alone", 1e-4)
+    assert (workdir / "checkpoints" / "22").is_dir()
     shown = [line for line in lines if "step" in line and "Gloo" not in line]
     assert shown and all(line.startswith("[0] ") for line in shown), "one speaks for all"
 
@@ -131,33 +134,14 @@ def test_processes_with_a_cache_each_train_as_one_in_a_bucket(text, tmp_path):
             for number in (0, 1):
                 copies = (tmp_path / name / str(number) / "cache").rglob("manifest.json")
                 assert len(list(copies)) == 1
+            if name == "begun":
+                sent = objects.files("run/metrics.jsonl")["run/metrics.jsonl"]
+                (tmp_path / "metrics.jsonl").write_bytes(sent)
+                assert_same_metrics(tmp_path, folder / "one", 1e-5)
         assert objects.files(f"run/checkpoints/{STEPS}/")
         assert objects.files("run/checkpoints/34/")
     assert rows(folder, "bucket-begun") == rows(folder, "one")
     assert sorted(rows(folder, "bucket-extended")) == list(range(STEPS, 34))
-
-
-@pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra")
-def test_processes_in_a_bucket_learn_a_causal_phase_with_muon_as_one(text, tmp_path):
-    """The first phase reads left to right; each process has its part of all matrices."""
-    folder, _ = text
-    phases = folder / "phases.py"
-    phases.write_text(EXPERIMENT.replace("{folder}", str(folder)))
-    set_ = (*OBJECTIVES["phases"], "optimizer.name=muon", "parallelism.state=zero3")
-    run = ("pretrain", phases, *(word for setting in set_ for word in ("--set", setting)))
-    assert start(folder, "muon", "none", *run, "--workdir", folder / "muon").wait() == 0
-    with fake_gcs.serve() as (objects, variables):
-        variables |= {"BERT_JAX_CACHE_DIR": "cache"}  # below the folder of each process
-        for number in (0, 1):
-            (tmp_path / str(number)).mkdir()
-        words = ("@chdir", tmp_path, *run, "--workdir", "gs://bucket/run")
-        code, lines = pod(folder, "muon-bucket", 2, "none", *words, variables=variables)
-        assert code == 0, lines
-        sent = objects.files("run/metrics.jsonl")["run/metrics.jsonl"]
-    (tmp_path / "metrics.jsonl").write_bytes(sent)
-    assert rows(folder, "muon-bucket") == rows(folder, "muon")
-    assert_same_metrics(tmp_path, folder / "muon", 1e-4)
 
 
 @pytest.mark.long

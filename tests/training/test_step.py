@@ -48,12 +48,11 @@ def assert_same_run(run, reference, tolerance=1e-5):
             for devices, parallelism in (
                 (2, Parallelism(accumulation=4)),
                 (1, Parallelism(remat="full")),
-                (1, Parallelism(remat="dots")),
                 (1, Parallelism(layer_loop="unroll")),
             )
         ),
     ],
-    ids=["devices", "accumulation", "remat", "dots", "unrolled"],
+    ids=["devices", "accumulation", "remat", "unrolled"],
 )
 def test_a_layout_does_not_change_the_run(devices, parallelism, reference):
     assert_same_run(samples.run(STEPS, devices=devices, parallelism=parallelism), reference)
@@ -80,7 +79,6 @@ def per_replica():
     ("devices", "parallelism"),
     [
         (4, Parallelism()),
-        pytest.param(2, Parallelism(state="zero1"), marks=pytest.mark.long),
         pytest.param(4, Parallelism(state="zero1", slices=2), marks=pytest.mark.long),
     ],
 )
@@ -98,10 +96,10 @@ def test_per_replica_clip_sums_the_clipped_gradients_of_the_groups(per_replica):
     params = heads.init_params(model, jax.random.key(0, impl="threefry2x32"))
     whole = samples.train_batches().batch(0, np.arange(8))
     key = step.phase_key(model, 0, 0)
-    total = None
+    total, of_group = None, jax.jit(jax.grad(_reference_loss), static_argnums=1)
     for group in range(4):
         part = {k: jnp.asarray(v[2 * group : 2 * group + 2]) for k, v in whole.items()}
-        gradient = jax.device_get(jax.grad(_reference_loss)(params, model, part, key))
+        gradient = jax.device_get(of_group(params, model, part, key))
         norm = np.sqrt(
             sum(float((g.astype(np.float64) ** 2).sum()) for g in jax.tree.leaves(gradient))
         )
