@@ -21,7 +21,7 @@ LINES = {
     "doctor": 757,
     "interop": 2_223,
     "model": 3_086,
-    "plan": 2_122,
+    "plan": 2_126,
     "report": 1_563,
     "storage": 1_453,
     "tasks": 4_118,

@@ -179,11 +179,15 @@ class _Timeline:
                 case "loop", rounds, body:
                     self._loop(rounds, body, times)
                 case "either", share, first, second:
-                    began = self.now
+                    began, queues = self.now, dict(self.free)
                     self.run(first, times * share)
-                    after, self.now = self.now, began
+                    ended, free = self.now, self.free
+                    self.now, self.free = began, queues
                     self.run(second, times * (1 - share))
-                    self.now = share * after + (1 - share) * self.now
+                    self.now = share * ended + (1 - share) * self.now
+                    for queue in free.keys() | queues.keys():
+                        ends = free.get(queue, began), queues.get(queue, began)
+                        queues[queue] = share * ends[0] + (1 - share) * ends[1]
 
     def _spend(self, term: str, seconds: float, times: float) -> None:
         self.now += seconds

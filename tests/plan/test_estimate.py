@@ -80,6 +80,14 @@ def test_of_two_ways_each_takes_its_share():
     assert (result.kernels, result.other) == pytest.approx((2 * 0.9e-3, 4 * 1e-3))
 
 
+def test_what_one_way_sends_keeps_nobody_waiting_in_the_other():
+    """The first copies at its late end, and the second at its beginning."""
+    copy = ("work", "copies", 10 * MS, 819 * MB // 1000)
+    result = step(("either", 1 / 2, (work(4 * MS), copy), (copy,)))
+    assert result.prefetch == 0
+    assert result.total == pytest.approx(2.002e-3)
+
+
 def test_the_way_to_memory_is_a_queue():
     """Of 819 MB in a millisecond, here one."""
     fetch, copy = ("fetch", 819 * MB, "f"), ("work", "copies", 10 * MS, 819 * MB)
