@@ -12,10 +12,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_148,
+    ".": 1_157,
     "cli": 1_572,
     "compare": 1_218,
-    "config": 2_271,
+    "config": 2_234,
     "conformance": 1_150,
     "data": 3_623,
     "doctor": 757,

@@ -87,11 +87,9 @@ Code = Annotated[
 @functools.cache
 def fields_of(section: type["Section"]) -> dict[str, tuple[Any, list[Any]]]:
     """Returns of each field of a section its type and its rules."""
-    hints, parts = get_type_hints(section, include_extras=True), {}
-    for name in section.__dataclass_fields__:  # type: ignore[attr-defined]
-        is_plain = get_origin(hints[name]) is not Annotated
-        parts[name] = (hints[name],) if is_plain else get_args(hints[name])
-    return {name: (hint, rules) for name, (hint, *rules) in parts.items()}
+    plain, whole = get_type_hints(section), get_type_hints(section, include_extras=True)
+    names = section.__dataclass_fields__  # type: ignore[attr-defined]
+    return {n: (plain[n], list(getattr(whole[n], "__metadata__", ()))) for n in names}
 
 
 class Section:
