@@ -254,9 +254,5 @@ def _level(line: Line, name: str, label: str) -> list[tuple[float, str]]:
 
 def phase_starts(record: Record) -> list[int]:
     """Returns steps at which a phase after the first begins, as far as the run has come."""
-    starts, first, experiment = [], 0, record.experiment
-    for phase in experiment.phases[:-1] if isinstance(experiment, Experiment) else ():
-        first += phase.steps
-        if first < record.done:
-            starts.append(first)
-    return starts
+    of = record.experiment
+    return [end for end in of.ends[:-1] if end < record.done] if isinstance(of, Experiment) else []

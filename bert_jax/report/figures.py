@@ -218,19 +218,15 @@ def draw_maps(maps: np.ndarray, name: str) -> str:
     `maps` is float [L, H, S, S], of each piece over all pieces.
     """
     layers, heads, size, _ = maps.shape
-    gap = max(1, size // 12)
-    canvas = np.full((layers * (size + gap), heads * (size + gap)), np.nan)
-    for layer in range(layers):
-        for head in range(heads):
-            top, left = layer * (size + gap), head * (size + gap)
-            canvas[top : top + size, left : left + size] = maps[layer, head] ** 0.5
+    side = size + max(1, size // 12)  # with the gap between squares
+    apart = [(0, 0), (0, 0), (0, side - size), (0, side - size)]
+    squares = np.pad(maps**0.5, apart, constant_values=np.nan)
+    canvas = squares.swapaxes(1, 2).reshape(layers * side, heads * side)
     with _axes(name, (0.6 + 0.75 * heads, 0.6 + 0.75 * layers)) as axes:
         axes.imshow(canvas, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         middle = (size - 1) / 2
-        axes.set_xticks([head * (size + gap) + middle for head in range(heads)], range(heads))
-        axes.set_yticks(
-            [layer * (size + gap) + middle for layer in range(layers)], range(1, layers + 1)
-        )
+        axes.set_xticks(np.arange(heads) * side + middle, range(heads))
+        axes.set_yticks(np.arange(layers) * side + middle, range(1, layers + 1))
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_xlabel("head")

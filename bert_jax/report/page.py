@@ -222,20 +222,15 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
 
 def _evaluations(record: Record) -> Table | None:
     """Returns a line for some of the evaluations; None before there is one."""
-    lines = _spread(record.evaluation, _ROWS)
-    if isinstance(record.experiment, Finetuning):
-        names = [*curves.score_names(record), "loss"]
-        cells = [{name: f"{line[name]:.4f}" for name in names} for line in lines]
-    else:
-        cells = [comparison.said_by(record, line) for line in lines]
-    if not lines:
-        return None
-    columns = list(cells[-1])
-    rows = [
-        [f"{line['step']:,}", *(texts.get(name, "") for name in columns)]
-        for line, texts in zip(lines, cells, strict=True)
-    ]
-    return Table(["step", *columns], rows, 0)
+    rows = []
+    for line in _spread(record.evaluation, _ROWS):
+        if isinstance(record.experiment, Finetuning):
+            names = [*curves.score_names(record), "loss"]
+            texts = {name: f"{line[name]:.4f}" for name in names}
+        else:
+            texts = comparison.said_by(record, line)
+        rows.append({"step": f"{line['step']:,}"} | texts)
+    return Table.of(rows, 0) if rows else None
 
 
 def _plan(plan: dict[str, Any]) -> Table:
