@@ -15,7 +15,7 @@ LINES = {
     ".": 1_157,
     "cli": 1_560,
     "compare": 1_175,
-    "config": 2_234,
+    "config": 2_231,
     "conformance": 1_150,
     "data": 3_623,
     "doctor": 757,

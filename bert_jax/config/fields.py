@@ -56,6 +56,11 @@ def at_least(least: int) -> Rule:
     return Rule(lambda value: value >= least, f"must be at least {least}")
 
 
+def among(words: tuple[str, ...]) -> Rule:
+    """Returns the rule of tuples that hold nothing but these words."""
+    return Rule(lambda value: {*value} <= {*words}, f"choose from {', '.join(words)}")
+
+
 def _is_folder_name(value: str) -> bool:
     is_part = value.isprintable() and not set(value) & set("/\\ ") and value[:1] not in ("", ".")
     return is_part and len(value.encode()) <= _LONGEST_NAME
@@ -165,15 +170,13 @@ def _check_type(where: str, value: object, hint: Any) -> None:
         raise InputError(f"{where}={value!r}: must be a finite number")
     elif hint is int and abs(value) >= _INTEGERS:
         raise InputError(f"{where}: {str(value)[:20]}... is too large; must be below 2**32")
-    elif hint is str:
-        _check_text(where, value)
-
-
-def _check_text(where: str, value: str) -> None:
-    """Raises InputError for what no path and no file of ours can hold."""
-    try:
-        sound = b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        sound = False
-    if not sound:
+    elif hint is str and not _is_text(value):
         raise InputError(f"{where}={value!r}: holds a NUL or half of a surrogate pair")
+
+
+def _is_text(value: str) -> bool:
+    """Tells whether paths and files of ours can hold it."""
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False

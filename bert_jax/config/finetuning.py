@@ -20,6 +20,8 @@ from bert_jax.config.fields import (
     Seed,
     Share,
     Wrong,
+    among,
+    at_least,
 )
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
 from bert_jax.errors import InputError
@@ -233,10 +235,6 @@ class Task(Section, role="identity", label="task"):
 
 # Of a layer, what has a kernel; model.kind=modern alone has gates.
 LORA_TARGETS = ("query", "key", "value", "attention_output", "intermediate", "gate", "output")
-_Targets = Annotated[
-    tuple[str, ...],
-    Rule(lambda names: {*names} <= {*LORA_TARGETS}, f"choose from {', '.join(LORA_TARGETS)}"),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +257,7 @@ class Adapt(Section, role="identity", label="adapt"):
     # With how=lora: the additions are scaled by lora_alpha / lora_rank.
     lora_alpha: Positive = 16.0
     # With how=lora: the kernels of each layer that have an addition.
-    lora_targets: _Targets = ("query", "value")
+    lora_targets: Annotated[tuple[str, ...], among(LORA_TARGETS)] = ("query", "value")
     # Dropout of embeddings and of what each layer adds.
     hidden_dropout_prob: Share = 0.1
     # Dropout of attention probabilities.
@@ -275,7 +273,6 @@ _Dimensions = Annotated[
     Rule(lambda sizes: list(sizes) == sorted({*sizes}), "must grow, none twice"),
     Rule(lambda sizes: all(size > 0 for size in sizes), "each must be at least 1"),
 ]
-_Weight = Annotated[float, Rule(lambda value: value >= 0, "must be at least 0")]
 _CONTRASTIVE, _COSINE, _DISTIL = (Only("loss", (x,)) for x in ("contrastive", "cosine", "distil"))
 
 
@@ -310,7 +307,7 @@ class Vectors(Section, role="identity", label="vectors"):
     projection: Annotated[Literal["none", "linear"], _DISTIL] = "none"
     # For distil: the weight of the cosines between all texts of a step, which should be the
     # teacher's.
-    geometry: Annotated[_Weight, _DISTIL] = 0.0
+    geometry: Annotated[float, at_least(0), _DISTIL] = 0.0
 
     def _wrong(self) -> Iterator[Wrong]:
         low_high = self.score_range

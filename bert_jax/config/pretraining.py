@@ -26,6 +26,7 @@ from bert_jax.config.fields import (
     Seed,
     Share,
     Wrong,
+    among,
     at_least,
 )
 from bert_jax.config.model import Model
@@ -50,10 +51,6 @@ _FewSteps = Annotated[PositiveCount, Rule(lambda n: n < SKIPPED_STEPS, f"below {
 _Stretch = Annotated[
     tuple[int, ...],
     Rule(lambda steps: not steps or _is_stretch(steps), f"10,20, {_TRACED_STEPS} steps at most"),
-]
-_Trackers = Annotated[
-    tuple[str, ...],
-    Rule(lambda names: {*names} <= {*TRACKERS}, f"choose from {', '.join(TRACKERS)}"),
 ]
 
 
@@ -214,7 +211,7 @@ class Run(Section, role="placement", label="run"):
     probe_share: PositiveShare = 0.05
     # Where metrics are sent while the run goes on: tensorboard, trackio, wandb, mlflow, each an
     # extra to install; they stay in the workdir unless the tracker's own variables name a server.
-    trackers: _Trackers = ()
+    trackers: Annotated[tuple[str, ...], among(TRACKERS)] = ()
     # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
     corpus_dir: str = ""
 
