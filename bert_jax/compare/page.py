@@ -81,5 +81,5 @@ def _curves(results: Results) -> list[Figure]:
     for axis in comparison.AXES:
         if axis.name in ("steps", "CPU seconds") and all(axis.of(record) for record in records):
             # The first is of held-out losses, of what is learned of pieces.
-            plots += [one for one in curves.of_learning(records, axis) if not one[0].empty][:1]
+            plots += [one for one in curves.of_learning(records, axis) if not one.empty][:1]
     return figures.drawn(plots, (), "curve")

@@ -61,15 +61,12 @@ def _operations(record: Record) -> _Spent | None:
     return lambda steps: np.interp(steps, at, spent).tolist()
 
 
-def _whole(amount: float) -> str:
-    return f"{amount:,.0f}"
-
-
+_WHOLE = "{:,.0f}".format
 AXES = (
-    Axis("steps", lambda record: list, _whole),
+    Axis("steps", lambda record: list, _WHOLE),
     Axis("tokens", _measured(lambda x: x["real_tokens_per_second"] / x["steps_per_second"])),
-    Axis("seconds", _measured(lambda x: 1 / x["steps_per_second"]), _whole),
-    Axis("CPU seconds", _measured(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), _whole),
+    Axis("seconds", _measured(lambda x: 1 / x["steps_per_second"]), _WHOLE),
+    Axis("CPU seconds", _measured(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), _WHOLE),
     Axis("FLOPs", _operations),
 )
 

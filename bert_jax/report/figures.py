@@ -73,6 +73,7 @@ class Plot:
     levels: list[tuple[float, str]] = field(default_factory=list)
     scale: str = "linear"  # of y, `linear`, `log` or `percent`
     x_label: str = "step"  # under the picture
+    note: str = ""  # what is to be known of it
 
     @property
     def empty(self) -> bool:
@@ -243,12 +244,10 @@ class Figure:
     svg: str
 
 
-def drawn(
-    plots: Sequence[tuple[Plot, str]], marks: Sequence[int] = (), name: str = "plot"
-) -> list[Figure]:
-    """Draws those plots that are not empty, with their notes; see `draw`."""
+def drawn(plots: Sequence[Plot], marks: Sequence[int] = (), name: str = "plot") -> list[Figure]:
+    """Draws those plots that are not empty; see `draw`."""
     return [
-        Figure(plot.title, note, draw(plot, f"{name}-{number}", marks))
-        for number, (plot, note) in enumerate(plots)
+        Figure(plot.title, plot.note, draw(plot, f"{name}-{number}", marks))
+        for number, plot in enumerate(plots)
         if not plot.empty
     ]

@@ -66,9 +66,8 @@ def _require_whole(record: Record) -> None:
     """Refuses lines that are not those that the newest checkpoint was saved with."""
     workdir, metadata = record.workdir, dict[str, Any]()
     with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
-        if buckets.names(workdir.checkpoints):
-            saved = Checkpoints(workdir.checkpoints)
-            metadata = saved.metadata(saved.named("newest"))
+        saved = Checkpoints(workdir.checkpoints)
+        metadata = saved.metadata(saved.named("newest"))
     for name, written in metadata.get("lines", {}).items():
         if damage := Lines(workdir.root / name).damage(metadata["step"], written):
             raise InputError(
@@ -200,14 +199,11 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
             yield text, name
     if task := record.written("task"):
         yield f"{task['examples']['train']:,}", "examples to learn from"
-        words = (
-            f"unknown pieces in training; {percent(task['unknown']['validation'])} in validation"
-        )
-        yield percent(task["unknown"]["train"]), words
+        train, validation = (percent(task["unknown"][name]) for name in ("train", "validation"))
+        yield train, f"unknown pieces in training; {validation} in validation"
     rate, padding = record.recent("real_tokens_per_second"), record.recent("padding")
     if rate is not None:
-        more = "" if padding is None else f"; padding is {percent(padding)}"
-        yield f"{rate:,.0f}", f"tokens a second{more}"
+        yield f"{rate:,.0f}", f"tokens a second; padding is {percent(padding)}"
     used, real = record.recent("utilisation"), record.recent("real_utilisation")
     if used is not None:
         more = "" if real is None else f"; {percent(real)} without padding"
@@ -314,15 +310,19 @@ def write_layers(
     `record` is as `tasks.layers.record_of` makes it, empty if the layers were not asked;
     `attention` the pieces of a text, and float [L, H, S, S], where each of them looks.
     """
-    tasks, pictures, maps = record.get("tasks", []), [], None
-    if tasks:
-        pictures = figures.drawn([(curves.of_layers(tasks), curves.LAYERS)])
+    maps = None
     if attention is not None:
         maps = {"pieces": attention[0], "svg": figures.draw_maps(attention[1], "attention")}
-    table = table_of_layers(record) if tasks else None
-    step, title = record.get("step"), f"{name}: layers"
-    values = {"name": name, "step": step, "table": table, "figures": pictures, "maps": maps}
-    write_atomic(path, page("layers.html", title=title, **values))
+    text = page(
+        "layers.html",
+        title=f"{name}: layers",
+        name=name,
+        step=record.get("step"),
+        table=table_of_layers(record) if record else None,
+        figures=figures.drawn([curves.of_layers(record)]),
+        maps=maps,
+    )
+    write_atomic(path, text)
 
 
 def table_of_layers(record: dict[str, Any]) -> Table:
