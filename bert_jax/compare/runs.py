@@ -20,7 +20,7 @@ from bert_jax.base import begins_with
 from bert_jax.compare import budget, page
 from bert_jax.compare.results import PAIRS, Column, Member, Results, sha256
 from bert_jax.config import Experiment, Row
-from bert_jax.config.comparison import COLUMNS, REACH
+from bert_jax.config.comparison import REACH
 from bert_jax.data import corpus
 from bert_jax.errors import InputError, naming
 from bert_jax.loaded import Loaded
@@ -157,9 +157,7 @@ class Comparison:
             return outcome
         record = Record.read(os.fspath(member.folder))
         for column in self._missing(member):
-            if reach := REACH.fullmatch(column.name):
-                value = _reached(float(reach[1]), record)
-            elif column.name in COLUMNS:
+            if column.task is None:
                 value = _measured(column.name, record)
             elif column.name.startswith("probe:"):
                 value = _probed(column, workdir)
@@ -196,6 +194,8 @@ class Comparison:
 
 def _measured(name: str, record: Record) -> float | None:
     """Returns what a finished run has written down itself; None for what it does not learn."""
+    if reach := REACH.fullmatch(name):
+        return _reached(float(reach[1]), record)
     if name == "steps":
         return float(record.total_steps)
     if name == "cpu_seconds":
