@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
     ".": 1_157,
-    "cli": 1_560,
+    "cli": 1_557,
     "compare": 1_175,
     "config": 2_231,
     "conformance": 1_150,

@@ -64,9 +64,9 @@ def evaluate(args: argparse.Namespace) -> int:
     mesh = mesh_lib.make_mesh(parallelism)
     params, done = load_params(experiment, workdir, prepared, mesh, args.checkpoint)
     objective = objective_lib.of(experiment.model_scored(done), experiment.data)
-    rows, eval_step = prepared.held_out(experiment, mesh), step.make_eval_step
-    one = eval_step(objective, parallelism, mesh)
-    metrics = evaluators.evaluate(rows, params, objective, one, mesh)
+    score = step.make_eval_step(objective, parallelism, mesh)
+    rows = prepared.held_out(experiment, mesh)
+    metrics = evaluators.evaluate(rows, params, objective, score, mesh)
     print(f"step {done}: {evaluators.summary(metrics)}")
     print(json.dumps({"step": done, **metrics}))
     return FINISHED
