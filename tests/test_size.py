@@ -22,7 +22,7 @@ LINES = {
     "interop": 2_223,
     "model": 3_086,
     "plan": 2_126,
-    "report": 1_526,
+    "report": 1_525,
     "storage": 1_453,
     "tasks": 4_118,
     "text": 2_923,

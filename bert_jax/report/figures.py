@@ -116,7 +116,7 @@ def draw(plot: Plot, name: str, marks: Sequence[int] = ()) -> str:
         axes.set_xlabel(plot.x_label)
         if any(curve.label for curve in plot.curves) or plot.levels:
             axes.legend(fontsize=8, handlelength=1.6, loc="best")
-        return _svg(axes, name)
+        return _svg(axes)
 
 
 def draw_histogram(lengths: np.ndarray, x_label: str, name: str) -> str:
@@ -130,7 +130,7 @@ def draw_histogram(lengths: np.ndarray, x_label: str, name: str) -> str:
         axes.xaxis.set_major_formatter(_NUMBER)
         axes.yaxis.set_major_formatter(_PERCENT)
         axes.set_xlabel(x_label)
-        return _svg(axes, name)
+        return _svg(axes)
 
 
 def draw_dots(
@@ -146,7 +146,7 @@ def draw_dots(
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(_NUMBER)
-        return _svg(axes, name)
+        return _svg(axes)
 
 
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -192,8 +192,8 @@ _NUMBER = FuncFormatter(short)
 _PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g} %")
 
 
-def _svg(axes: Axes, name: str) -> str:
-    """Returns the element alone, with the page's colours, and ids that no other picture has."""
+def _svg(axes: Axes) -> str:
+    """Returns the element alone, with the page's colours; its ids are salted with its name."""
     buffer = io.StringIO()
     axes.figure.savefig(
         buffer,
@@ -205,8 +205,7 @@ def _svg(axes: Axes, name: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|style).*?</\1>", "", text, flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
-    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", text)
-    text = re.sub(r'(url\(#|href="#)', rf"\1{name}-", text)
+    text = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", text)
     for stand_in, variable in _VARIABLES.items():
         text = text.replace(stand_in, variable)
     # The page decides how wide it is.
@@ -232,7 +231,7 @@ def draw_maps(maps: np.ndarray, name: str) -> str:
         axes.spines[:].set_visible(False)
         axes.set_xlabel("head")
         axes.set_ylabel("layer")
-        return _svg(axes, name)
+        return _svg(axes)
 
 
 @dataclass(frozen=True)
