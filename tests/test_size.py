@@ -15,7 +15,7 @@ LINES = {
     ".": 1_157,
     "cli": 1_557,
     "compare": 1_175,
-    "config": 2_231,
+    "config": 2_228,
     "conformance": 1_150,
     "data": 3_623,
     "doctor": 757,

@@ -42,10 +42,7 @@ def load_table(path: str) -> Table:
     file = pathlib.Path(path)
     if not file.is_file() or file.suffix != ".py":
         raise InputError(f"{path}: no such table; name a .py file that defines table()")
-    table = run_file(file, "table")[0]
-    if not isinstance(table, Table):
-        raise InputError(f"{path}: table() returned {type(table).__name__}, not a Table")
-    return table
+    return run_file(file, "table", Table)[0]
 
 
 def load_with_origin(
@@ -125,12 +122,7 @@ def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
     """Reads EXPERIMENT, and the name and experiment of the file it varies, if it does."""
     file = _found(path)
     if file.suffix == ".py":
-        experiment, parent = run_file(file, "experiment")
-        if not isinstance(experiment, Experiment | Finetuning):
-            raise InputError(
-                f"{path}: experiment() returned {type(experiment).__name__}, not "
-                "bert_jax.config.Experiment or Finetuning"
-            )
+        experiment, parent = run_file(file, "experiment", Experiment, Finetuning)
         _require_kind(type(experiment), kind, path)
         return typing.cast(T, _placed(experiment, file.parent.resolve())), parent
     if file.suffix == ".json":
