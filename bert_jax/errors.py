@@ -83,6 +83,15 @@ def reading(
         raise InputError(f"{path}: damaged ({what}); {remedy}") from error
 
 
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Has input errors begin with where the input stands: a flag, a field, a file."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
 def printable(text: str) -> str:
     """Returns the text with control characters as escapes: a corpus may hold terminal commands."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

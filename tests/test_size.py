@@ -12,17 +12,17 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_148,
-    "cli": 1_572,
-    "compare": 1_218,
-    "config": 2_271,
+    ".": 1_157,
+    "cli": 1_557,
+    "compare": 1_175,
+    "config": 2_228,
     "conformance": 1_150,
     "data": 3_623,
     "doctor": 757,
     "interop": 2_223,
     "model": 3_086,
     "plan": 2_126,
-    "report": 1_563,
+    "report": 1_525,
     "storage": 1_453,
     "tasks": 4_118,
     "text": 2_923,

@@ -11,7 +11,7 @@ from etils import epath
 
 from bert_jax.cli.command import command, input_lines, is_finetuned, require_run, say, trained_of
 from bert_jax.config import Parallelism
-from bert_jax.errors import FINISHED, InputError, printable
+from bert_jax.errors import FINISHED, InputError, naming, printable
 
 _SHOWN = 200  # characters of a text that was searched for
 
@@ -78,10 +78,8 @@ def _fill_masks(args: argparse.Namespace) -> int:
     share = Share(trained.tokenizer)
     asked = [("TEXT", text, args.next) for text in args.text]
     for where, a, b in asked or _asked_lines():
-        try:
+        with naming(where):
             answer = predictor.predict(trained.params, a, b, args.top or 5)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
         for text in (a,) if b is None else (a, b):
             share.add([predictor.encode(text)])
             print(printable(text))

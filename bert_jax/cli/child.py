@@ -115,7 +115,8 @@ class _Child:
 
     def _save(self, save: Callable, saves: Saves, at: int, *args: Any) -> None:
         if self._due("save"):
-            self._in_a_thread(self._die_in_save, pathlib.Path(saves._folder), at)
+            where = pathlib.Path(saves._folder), at
+            self._start(threading.Thread(target=self._die_in_save, args=where))
         self._at("roll_back")
         save(saves, at, *args)
 
@@ -148,17 +149,13 @@ class _Child:
         """Dies, now or soon, if the fault is of this place, and of this part if one is given."""
         if self._due(place) and part in (None, self._fault.part):
             if self._fault.after:
-                self._in_a_thread(self._die_later)
+                self._start(threading.Timer(self._fault.after, self._die))
             else:
                 self._die()
 
-    def _in_a_thread(self, work: Callable[..., None], *args: Any) -> None:
-        self._dying = threading.Thread(target=work, args=args, daemon=True)
-        self._dying.start()
-
-    def _die_later(self) -> None:
-        time.sleep(self._fault.after)
-        self._die()
+    def _start(self, dying: threading.Thread) -> None:
+        self._dying, dying.daemon = dying, True
+        dying.start()
 
     def _die_in_save(self, folder: pathlib.Path, at: int) -> None:
         """Dies once so many files of the save exist, or it is whole."""

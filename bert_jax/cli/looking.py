@@ -20,7 +20,7 @@ from bert_jax.cli.command import (
     trained_of,
 )
 from bert_jax.config import Experiment, Finetuning, Parallelism, explain
-from bert_jax.errors import FAILED, FINISHED, InputError
+from bert_jax.errors import FAILED, FINISHED, InputError, naming
 from bert_jax.storage import buckets, mirror
 from bert_jax.storage.workdir import (
     Workdir,
@@ -64,9 +64,9 @@ def evaluate(args: argparse.Namespace) -> int:
     mesh = mesh_lib.make_mesh(parallelism)
     params, done = load_params(experiment, workdir, prepared, mesh, args.checkpoint)
     objective = objective_lib.of(experiment.model_scored(done), experiment.data)
-    rows, eval_step = prepared.held_out(experiment, mesh), step.make_eval_step
-    one = eval_step(objective, parallelism, mesh)
-    metrics = evaluators.evaluate(rows, params, objective, one, mesh)
+    score = step.make_eval_step(objective, parallelism, mesh)
+    rows = prepared.held_out(experiment, mesh)
+    metrics = evaluators.evaluate(rows, params, objective, score, mesh)
     print(f"step {done}: {evaluators.summary(metrics)}")
     print(json.dumps({"step": done, **metrics}))
     return FINISHED
@@ -82,17 +82,16 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
 
     asked = probes.Probes(args.task, pairs=None, where="--task")
     for place in places:
-        trained = trained_of(argparse.Namespace(**vars(args) | {"workdir": place}))
+        args.workdir = place
+        trained = trained_of(args)
         answer = probes.of_trained(asked, trained)
         for name, score in answer["scores"].items():
             shown = f"{place}: {name}" if args.also else name
             if name in answer.get("minimal_pairs", {}):
                 lines = minimal_pairs.in_words(shown, answer["minimal_pairs"][name])
             elif name in answer.get("similar", {}):
-                of_name = answer["similar"][name].items()
-                lines = [
-                    f"{shown}  {', '.join(f'{which} {value:.4f}' for which, value in of_name)}"
-                ]
+                scores = (f"{of} {value:.4f}" for of, value in answer["similar"][name].items())
+                lines = [f"{shown}  {', '.join(scores)}"]
             else:
                 guess = answer["majority"][name]
                 lines = [f"{shown}  {score:.4f}, always the commonest answer {guess:.4f}"]
@@ -115,28 +114,22 @@ def layers(args: argparse.Namespace) -> int:
         raise InputError("layers: name --tasks, --attention, or both")
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
-    require_run(args.workdir)
+    trained = trained_of(args)
     from bert_jax.report import page
     from bert_jax.tasks import layers as layers_lib
 
-    trained = trained_of(args)
-    place = Workdir(args.workdir)
-    record: dict[str, Any] = {}
-    attention = None
+    place, record, attention = Workdir(args.workdir), dict[str, Any](), None
     if args.attention is not None:
-        try:
+        with naming("--attention"):
             attention = trained.attention(args.attention)
-        except InputError as error:
-            raise InputError(f"--attention: {error}") from error
     if args.tasks:
         known = layers_lib.ask(args.tasks, trained, say)
         record = layers_lib.record_of(trained, known)
         for line in page.table_of_layers(record).lines():
             print(line)
+        write_atomic(place.layers, json.dumps(sealed(record), indent=2) + "\n")
     elif place.layers.exists():
         record = read_json(place.layers, layers_lib.FORMAT_VERSION)
-    if args.tasks:
-        write_atomic(place.layers, json.dumps(sealed(record), indent=2) + "\n")
     page.write_layers(place.root / "layers.html", trained.name, record, attention)
     say(f"layers: {place.root / 'layers.html'}")
     return FINISHED
@@ -264,46 +257,43 @@ def checkpoints(args: argparse.Namespace) -> int:
     if not buckets.names(workdir.checkpoints):
         raise InputError(f"{workdir.checkpoints}: no checkpoint yet")
     saved = checkpoint.Checkpoints(workdir.checkpoints)
-    damaged = saved.unreadable()
-    metadata = {n: saved.metadata(n) for n in saved.steps if n not in damaged}
-    losses = {n: m["held_out_loss"] for n, m in metadata.items()}
-    known = [(loss, n) for n, loss in losses.items() if loss is not None]
-    best = min(known)[1] if known else None
-    if not saved.steps:
+    steps, damaged = saved.steps, saved.unreadable()
+    metadata = {n: saved.metadata(n) for n in steps if n not in damaged}
+    losses = {n: m["held_out_loss"] for n, m in metadata.items() if m["held_out_loss"] is not None}
+    best = min(losses, key=lambda n: (losses[n], n), default=None)
+    if not steps:
         say(f"{workdir.checkpoints}: no checkpoint yet")
     else:
         if fork := fork_of(workdir):
             say(f"forked from {fork['checkpoint']} (sha256 {fork['sha256'][:12]})")
         say(f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss")
-    for row, number in enumerate(saved.steps):
+    for row, number in enumerate(steps):
         place = workdir.checkpoints / str(number)
         saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().mtime))
-        words = ["-" if losses.get(number) is None else f"{losses[number]:.3f}"]
+        words = [f"{losses[number]:.3f}" if number in losses else "-"]
         words += ["newest"] * (row == 0) + ["best"] * (number == best)
         words += ["damaged"] * (number in damaged)
         say(f"{number:>10}  {saved_at}  {_megabytes(place):>9.1f}  {', '.join(words)}")
     for place in sorted(workdir.checkpoints.glob(f"{checkpoint.ASIDE}*")):
         say(f"{place.name}: was found damaged and put aside, {_megabytes(place):.1f} MB")
-    if saved.steps and _is_finished(experiment, metadata.get(saved.steps[0])):
+    if steps and steps[0] in metadata and _is_finished(experiment, metadata[steps[0]]):
         say("the run is finished")
-    broken = 0
-    place = mesh_lib.replicated(mesh_lib.one_device()) if args.verify else None
-    for number in saved.steps if args.verify else ():
+    code = FINISHED
+    for number in steps if args.verify else ():
         try:
-            saved.restore(number, saved.abstract_state(number, place))
+            whole = mesh_lib.replicated(mesh_lib.one_device())
+            saved.restore(number, saved.abstract_state(number, whole))
             say(f"step {number}: every array is what was saved")
         except checkpoint.Damaged as error:
             say(str(error))
-            broken += 1
-    return FAILED if broken else FINISHED
+            code = FAILED
+    return code
 
 
-def _is_finished(experiment: Experiment | Finetuning, newest: dict[str, Any] | None) -> bool:
+def _is_finished(experiment: Experiment | Finetuning, newest: dict[str, Any]) -> bool:
     """Tells from the metadata of its newest checkpoint whether a run has done all it was to do."""
     from bert_jax.running.lines import in_vain
 
-    if newest is None:
-        return False
     if isinstance(experiment, Experiment):
         return newest["step"] == experiment.total_steps
     whole = newest["step"] == newest["notes"]["total_steps"]

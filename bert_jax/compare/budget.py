@@ -12,18 +12,14 @@ from bert_jax.running.lines import Lines
 from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
 
-# Steps of each phase whose time is taken, after as many that warm caches.
-_TIMED = 25
-
 
 def with_steps(experiment: Experiment, steps: int) -> Experiment:
     """Returns the experiment with so many steps, of which phases, warm-up and decay keep shares."""
     total, phases = experiment.total_steps, experiment.phases
     if steps < len(phases):
         raise InputError(f"{steps} steps are too few for its {len(phases)} phases")
-    made, done, end = [], 0, 0
-    for number, phase in enumerate(phases, 1):
-        end += phase.steps
+    made, done = [], 0
+    for number, (phase, end) in enumerate(zip(phases, experiment.ends, strict=True), 1):
         left = len(phases) - number  # each of them has a step
         last = min(max(round(steps * end / total), done + 1), steps - left)
         made.append(dataclasses.replace(phase, steps=last - done))
@@ -49,14 +45,6 @@ def steps_within(experiment: Experiment, cpu_seconds: float, costs: list[float])
             f"a step takes {mean:.3g} seconds of CPU, so that {steps} fit; raise table.cpu_seconds"
         )
     return steps
-
-
-def seconds_a_step(experiment: Experiment, folder: epath.Path, progress: Progress) -> list[float]:
-    """Returns the seconds of CPU that a step of each phase takes; see `laps`."""
-    return [
-        max(lap["cpu_seconds"], 1e-9) / lap["steps"]
-        for lap in laps(experiment, folder, progress, _TIMED)
-    ]
 
 
 def laps(

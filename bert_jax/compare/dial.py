@@ -23,7 +23,7 @@ from bert_jax.compare import budget
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase
 from bert_jax.config.files import SHIPPED
 from bert_jax.data import corpus
-from bert_jax.errors import InputError, duration, quantity
+from bert_jax.errors import InputError, duration, naming, quantity
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import documents
@@ -145,10 +145,8 @@ def chosen(
 
 def look(path: str) -> Text:
     """Looks at a text: how much it is, and in which language, by a sample of it."""
-    try:
+    with naming(f"--text {path}"):
         read = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
-    except InputError as error:
-        raise InputError(f"--text {path}: {error}") from error
     extents = list(documents.extents(read))
     sample = ""
     for extent in extents[:: max(1, len(extents) // _PARTS)]:

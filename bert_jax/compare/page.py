@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from bert_jax import config
-from bert_jax.compare.results import Column, Results
+from bert_jax.compare.results import Results
 from bert_jax.report import comparison, curves, figures
 from bert_jax.report.figures import Figure
 from bert_jax.report.records import Record
@@ -22,16 +22,16 @@ def write(results: Results) -> None:
 
 def _csv(results: Results) -> str:
     """Returns a line a row: its name, and of each column mean, standard error and runs."""
-    parts = ("", "_error", "_runs")
-    names = [f"{column.name}{part}" for column in results.columns for part in parts]
     rows = []
     for row in results.table.rows:
-        cells = [row.name]
+        cells = {"row": row.name}
         for column in results.columns:
             count, mean, error = results.mean(row.name, column)
-            cells += ["" if math.isnan(x) else repr(x) for x in (mean, error)] + [str(count)]
+            cells[column.name] = "" if math.isnan(mean) else repr(mean)
+            cells[f"{column.name}_error"] = "" if math.isnan(error) else repr(error)
+            cells[f"{column.name}_runs"] = str(count)
         rows.append(cells)
-    return Table(["row", *names], rows).csv()
+    return Table.of(rows).csv()
 
 
 def _html(results: Results) -> str:
@@ -58,22 +58,15 @@ def _dots(results: Results) -> list[Figure]:
     """Returns a picture of each column: means and errors, a line a row."""
     pictures = []
     for number, column in enumerate(results.columns):
-        means = [(row.name, *results.mean(row.name, column)) for row in results.table.rows]
-        there = [one for one in means if one[1]]
+        means = {row.name: results.mean(row.name, column) for row in results.table.rows}
+        there = {name: one for name, one in means.items() if one[0]}
         if there:
-            svg = figures.draw_dots(
-                [name for name, *_ in there],
-                [mean for *_, mean, _ in there],
-                [0.0 if math.isnan(error) else error for *_, error in there],
-                f"dots-{number}",
-            )
-            pictures.append(Figure(column.title, _seeds(column, results), svg))
+            runs, values, errors = zip(*there.values(), strict=True)
+            bars = [0.0 if math.isnan(error) else error for error in errors]
+            svg = figures.draw_dots([*there], values, bars, f"dots-{number}")
+            note = "Bars are standard errors of the mean over seeds." if max(runs) > 1 else ""
+            pictures.append(Figure(column.title, note, svg))
     return pictures
-
-
-def _seeds(column: Column, results: Results) -> str:
-    several = any(results.mean(row.name, column)[0] > 1 for row in results.table.rows)
-    return "Bars are standard errors of the mean over seeds." if several else ""
 
 
 def _curves(results: Results) -> list[Figure]:
@@ -88,5 +81,5 @@ def _curves(results: Results) -> list[Figure]:
     for axis in comparison.AXES:
         if axis.name in ("steps", "CPU seconds") and all(axis.of(record) for record in records):
             # The first is of held-out losses, of what is learned of pieces.
-            plots += [one for one in curves.of_learning(records, axis) if not one[0].empty][:1]
+            plots += [one for one in curves.of_learning(records, axis) if not one.empty][:1]
     return figures.drawn(plots, (), "curve")

@@ -20,7 +20,7 @@ import bert_jax
 from bert_jax import config
 from bert_jax.config import Experiment, Finetuning, Section, Table
 from bert_jax.config.comparison import COLUMNS, REACH
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, naming
 from bert_jax.report import render
 from bert_jax.storage.workdir import Workdir, named_errors, read_json, sealed, write_atomic
 from bert_jax.tasks import adapted, examples
@@ -57,7 +57,7 @@ class Column:
         while "=" in file.rpartition(" ")[2]:
             file, _, setting = file.rpartition(" ")
             settings.insert(0, setting)
-        try:
+        with naming(f"table.columns: {name}"):
             task = config.override(config.load(file, Finetuning), settings)
             is_pairs = task.task.kind == "minimal_pairs"
             if word == "probe" and settings:
@@ -72,8 +72,6 @@ class Column:
                 read = (examples.each(task.task, sources, "labelled") for sources in both)
                 of_task = sha256([examples.sha256(of_split, ()) for of_split in read])
                 title = f"{task.name}, fine-tuned"
-        except InputError as error:
-            raise InputError(f"table.columns: {name}: {error}") from error
         return cls(name, f"{title} ({task.task.main_score})", task, of_task[:16])
 
     @property
@@ -126,7 +124,9 @@ class Results:
                 raise InputError(
                     f"table.columns: {column.name}: there are two tasks of this name; rename one"
                 )
-            _require_adaptable(table, column)
+            for row in table.rows if column.name.startswith("finetune:") else ():
+                with naming(f"table.columns: {column.name}"):
+                    adapted.require_adaptable(row.experiment.model, column.task, f"row {row.name}")
         with named_errors(folder):
             there = {path.name for path in folder.iterdir()} if folder.exists() else set()
         record: dict[str, Any] = {"costs": {}, "values": {}}
@@ -212,15 +212,6 @@ class Results:
         yield from self.shown([column.heading for column in self.columns]).lines()
         if self.again:
             yield self.again
-
-
-def _require_adaptable(table: Table, column: Column) -> None:
-    for row in table.rows if column.name.startswith("finetune:") else ():
-        model, where = row.experiment.model, f"row {row.name}"
-        try:
-            adapted.require_adaptable(model, column.task, where)
-        except InputError as error:
-            raise InputError(f"table.columns: {column.name}: {error}") from error
 
 
 @functools.cache

@@ -20,9 +20,9 @@ from bert_jax.base import begins_with
 from bert_jax.compare import budget, page
 from bert_jax.compare.results import PAIRS, Column, Member, Results, sha256
 from bert_jax.config import Experiment, Row
-from bert_jax.config.comparison import COLUMNS, REACH
+from bert_jax.config.comparison import REACH
 from bert_jax.data import corpus
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, naming
 from bert_jax.loaded import Loaded
 from bert_jax.model import losses
 from bert_jax.report import times
@@ -35,6 +35,8 @@ from bert_jax.tasks.probes import Probes, of_trained
 
 # Rounds in which rows take turns in having their steps timed; the fastest counts.
 _ROUNDS = 2
+# Steps of each phase that are timed then, after as many that warm caches.
+_TIMED = 25
 
 
 class Comparison:
@@ -99,16 +101,10 @@ class Comparison:
 
     def _set_members(self) -> None:
         self._results.members = []
-        steps = {row.name: self._steps(row) for row in self._table.rows}
         for seed in self._table.seeds:
             for row in self._table.rows:
-                try:
-                    experiment = self._experiment(row)
-                    if steps[row.name]:
-                        experiment = budget.with_steps(experiment, steps[row.name])
-                except InputError as error:
-                    raise InputError(f"row {row.name}: {error}") from error
-                experiment = dataclasses.replace(experiment, seed=seed)
+                with naming(f"row {row.name}"):
+                    experiment = dataclasses.replace(self._with_steps(row), seed=seed)
                 _, read = self._read.get(row.name, ("", ""))
                 name = f"{row.name}-{seed}-{sha256([sha256(experiment), read])[:8]}"
                 folder = self._root / "runs" / name
@@ -127,30 +123,25 @@ class Comparison:
         )
         return dataclasses.replace(of, name=row.name, run=run)
 
-    def _steps(self, row: Row) -> int:
-        if not self._table.cpu_seconds:
-            return self._table.steps
-        experiment = self._experiment(row)
-        costs = self._results.costs[sha256(experiment)]
-        try:
-            return budget.steps_within(experiment, self._table.cpu_seconds, costs)
-        except InputError as error:
-            raise InputError(f"row {row.name}: {error}") from error
+    def _with_steps(self, row: Row) -> Experiment:
+        """Returns what a row runs, with the steps that the table's budget gives it."""
+        experiment, steps = self._experiment(row), self._table.steps
+        if self._table.cpu_seconds:
+            costs = self._results.costs[sha256(experiment)]
+            steps = budget.steps_within(experiment, self._table.cpu_seconds, costs)
+        return budget.with_steps(experiment, steps) if steps else experiment
 
     def _time(self) -> None:
         """Takes the time of a step of each row of which it is not known."""
-        missing: dict[str, Row] = {}
-        for row in self._table.rows:
-            key = sha256(self._experiment(row))
-            if key not in self._results.costs:
-                missing[key] = row
+        rows = {sha256(self._experiment(row)): row for row in self._table.rows}
+        missing = {key: row for key, row in rows.items() if key not in self._results.costs}
         costs: dict[str, list[float]] = {}
         for number in range(_ROUNDS if missing else 0):
             for key, row in missing.items():
                 self._progress.say(f"compare: timing {row.name}, {number + 1} of {_ROUNDS}")
-                one = budget.seconds_a_step(
-                    self._experiment(row), self._root / "timing", self._progress
-                )
+                folder = self._root / "timing"
+                laps = budget.laps(self._experiment(row), folder, self._progress, _TIMED)
+                one = [max(lap["cpu_seconds"], 1e-9) / lap["steps"] for lap in laps]
                 costs[key] = [min(pair) for pair in zip(costs.get(key, one), one, strict=True)]
                 jax.clear_caches()
         self._results.costs |= costs
@@ -166,9 +157,7 @@ class Comparison:
             return outcome
         record = Record.read(os.fspath(member.folder))
         for column in self._missing(member):
-            if reach := REACH.fullmatch(column.name):
-                value = _reached(float(reach[1]), record)
-            elif column.name in COLUMNS:
+            if column.task is None:
                 value = _measured(column.name, record)
             elif column.name.startswith("probe:"):
                 value = _probed(column, workdir)
@@ -205,6 +194,8 @@ class Comparison:
 
 def _measured(name: str, record: Record) -> float | None:
     """Returns what a finished run has written down itself; None for what it does not learn."""
+    if reach := REACH.fullmatch(name):
+        return _reached(float(reach[1]), record)
     if name == "steps":
         return float(record.total_steps)
     if name == "cpu_seconds":
@@ -244,14 +235,12 @@ def _reached(nat: float, record: Record) -> float | None:
 
 def _real_tokens(record: Record) -> float:
     """Returns how many positions of all steps held no padding."""
-    total, before, phases = 0.0, 0, record.experiment.phases
+    total, before, experiment = 0.0, 0, record.experiment
     for line in record.train:
-        positions, first = 0, 0
-        for phase in phases:
-            last = first + phase.steps
-            steps = min(last, line["step"]) - max(first, before)
+        positions = 0
+        for phase, end in zip(experiment.phases, experiment.ends, strict=True):
+            steps = min(end, line["step"]) - max(end - phase.steps, before)
             positions += max(steps, 0) * phase.batch_size * phase.sequence_length
-            first = last
         total += positions * line["filled"]
         before = line["step"]
     return total

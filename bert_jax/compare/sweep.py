@@ -16,7 +16,7 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.config import Finetuning
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, naming
 from bert_jax.report.render import Table
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import session
@@ -63,10 +63,8 @@ def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Mem
             raise InputError(f"--sweep: two runs would both lie in {folder}; sweep other values")
         pairs = dict(zip(values, chosen, strict=True))
         more = [f"{field}={value}" for field, value in pairs.items()]
-        try:
+        with naming("--sweep"):
             experiment, origin = config.load_with_origin(file, [*settings, *more], Finetuning)
-        except InputError as error:
-            raise InputError(f"--sweep: {error}") from error
         made[folder] = Member(folder, pairs, experiment, origin)
     return list(made.values())
 

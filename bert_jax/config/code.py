@@ -126,7 +126,9 @@ def _load(reference: str) -> tuple[dict[str, Any], str]:
 # --- running ---
 
 
-def run_file(path: pathlib.Path, function: str) -> tuple[Any, tuple[str, Section] | None]:
+def run_file(
+    path: pathlib.Path, function: str, *kinds: type[Section]
+) -> tuple[Any, tuple[str, Section] | None]:
     """Runs a file, and the function `experiment` or `table` that it is to define.
 
     Returns:
@@ -138,6 +140,9 @@ def run_file(path: pathlib.Path, function: str) -> tuple[Any, tuple[str, Section
             raise InputError(f"{path}: defines no {function}() -> {function.capitalize()}")
         at_its_top = imported()
         value = names[function]()
+        if not isinstance(value, kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise InputError(f"{path}: {function}() returned {type(value).__name__}, not {wanted}")
         if at_its_top and any(text.startswith(f"{path.name}:") for _, text in codes(value)):
             raise InputError(
                 f"{path}: a run keeps a copy of this file for its code, but not of "

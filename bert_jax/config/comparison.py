@@ -91,17 +91,17 @@ class Table(Section, role="identity", label="table"):
                     )
 
 
-# Of what is asked of held-out rows; the most telling first.
+# Of data, what is asked of held-out rows, the most telling first; and which there are.
 _ASKED = ("objective", "attention", "code")
+_ROWS = ("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows", "eval_seed")
 
 
 def of_held_out(experiment: Experiment) -> dict[str, object]:
     """Returns the fields that decide which held-out rows there are and what is asked of them."""
     corpus, data = experiment.corpus, experiment.data
-    fields: dict[str, object] = {f"data.{name}": getattr(data, name) for name in _ASKED}
-    fields |= {f"corpus.{f.name}": getattr(corpus, f.name) for f in dataclasses.fields(corpus)}
-    fields["model.vocab_size"] = experiment.model.vocab_size
-    shape = ("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows")
-    for name in (*shape, "eval_seed"):
-        fields[f"data.{name}"] = getattr(data, name)
-    return fields
+    return {
+        **{f"data.{name}": getattr(data, name) for name in _ASKED},
+        **{f"corpus.{f.name}": getattr(corpus, f.name) for f in dataclasses.fields(corpus)},
+        "model.vocab_size": experiment.model.vocab_size,
+        **{f"data.{name}": getattr(data, name) for name in _ROWS},
+    }

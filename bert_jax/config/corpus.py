@@ -65,12 +65,7 @@ MIXED_ROWS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(Section, role="identity", label="corpus"):
-    """The text and how it becomes ids.
-
-    A source is WORD:PLACE: a word of `TEXT_FILES`, tfds or tfds_dir, and a file, folder, pattern or
-    dataset; see `named`. `tokenizer` is "train", or a `vocab.txt`, a `.model`, a `tokenizer.json`,
-    or a tokenizer folder of an earlier run.
-    """
+    """The text and how it becomes ids; see `named` for what a source is called."""
 
     # text:, jsonl:, csv:, tsv: or parquet:FOLDER_OR_GLOB, relative to the current directory or at
     # an address that fsspec knows (gs://, hf://); tfds:NAME or tfds_dir:PATH. What begins with ./

@@ -56,6 +56,11 @@ def at_least(least: int) -> Rule:
     return Rule(lambda value: value >= least, f"must be at least {least}")
 
 
+def among(words: tuple[str, ...]) -> Rule:
+    """Returns the rule of tuples that hold nothing but these words."""
+    return Rule(lambda value: {*value} <= {*words}, f"choose from {', '.join(words)}")
+
+
 def _is_folder_name(value: str) -> bool:
     is_part = value.isprintable() and not set(value) & set("/\\ ") and value[:1] not in ("", ".")
     return is_part and len(value.encode()) <= _LONGEST_NAME
@@ -87,11 +92,9 @@ Code = Annotated[
 @functools.cache
 def fields_of(section: type["Section"]) -> dict[str, tuple[Any, list[Any]]]:
     """Returns of each field of a section its type and its rules."""
-    hints, parts = get_type_hints(section, include_extras=True), {}
-    for name in section.__dataclass_fields__:  # type: ignore[attr-defined]
-        is_plain = get_origin(hints[name]) is not Annotated
-        parts[name] = (hints[name],) if is_plain else get_args(hints[name])
-    return {name: (hint, rules) for name, (hint, *rules) in parts.items()}
+    plain, whole = get_type_hints(section), get_type_hints(section, include_extras=True)
+    names = section.__dataclass_fields__  # type: ignore[attr-defined]
+    return {n: (plain[n], list(getattr(whole[n], "__metadata__", ()))) for n in names}
 
 
 class Section:
@@ -167,15 +170,13 @@ def _check_type(where: str, value: object, hint: Any) -> None:
         raise InputError(f"{where}={value!r}: must be a finite number")
     elif hint is int and abs(value) >= _INTEGERS:
         raise InputError(f"{where}: {str(value)[:20]}... is too large; must be below 2**32")
-    elif hint is str:
-        _check_text(where, value)
-
-
-def _check_text(where: str, value: str) -> None:
-    """Raises InputError for what no path and no file of ours can hold."""
-    try:
-        sound = b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        sound = False
-    if not sound:
+    elif hint is str and not _is_text(value):
         raise InputError(f"{where}={value!r}: holds a NUL or half of a surrogate pair")
+
+
+def _is_text(value: str) -> bool:
+    """Tells whether paths and files of ours can hold it."""
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False

@@ -16,7 +16,7 @@ from bert_jax.config.explain import TYPES, suggestion
 from bert_jax.config.fields import Only, Section, fields_of
 from bert_jax.config.finetuning import SOURCES, Finetuning, Task
 from bert_jax.config.pretraining import Experiment
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, naming
 
 # 2: the section `parallelism` was `mesh`, and a task's `kind` its `shape`.
 FORMAT_VERSION = 2
@@ -42,10 +42,7 @@ def load_table(path: str) -> Table:
     file = pathlib.Path(path)
     if not file.is_file() or file.suffix != ".py":
         raise InputError(f"{path}: no such table; name a .py file that defines table()")
-    table = run_file(file, "table")[0]
-    if not isinstance(table, Table):
-        raise InputError(f"{path}: table() returned {type(table).__name__}, not a Table")
-    return table
+    return run_file(file, "table", Table)[0]
 
 
 def load_with_origin(
@@ -125,12 +122,7 @@ def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
     """Reads EXPERIMENT, and the name and experiment of the file it varies, if it does."""
     file = _found(path)
     if file.suffix == ".py":
-        experiment, parent = run_file(file, "experiment")
-        if not isinstance(experiment, Experiment | Finetuning):
-            raise InputError(
-                f"{path}: experiment() returned {type(experiment).__name__}, not "
-                "bert_jax.config.Experiment or Finetuning"
-            )
+        experiment, parent = run_file(file, "experiment", Experiment, Finetuning)
         _require_kind(type(experiment), kind, path)
         return typing.cast(T, _placed(experiment, file.parent.resolve())), parent
     if file.suffix == ".json":
@@ -196,16 +188,15 @@ def _require_kind(kind: type, wanted: type, where: str) -> None:
 
 def _differences_from_defaults(experiment: Section) -> list[str]:
     """Lists differences section by section: phases, sources and tasks have no defaults."""
-    lines = []
-    for f in dataclasses.fields(experiment):
-        if f.default_factory is not dataclasses.MISSING:
-            section = getattr(experiment, f.name)
-            changed = differences(f.default_factory(), section, "all")
-            lines += [f"{f.name}.{line}" for line in changed]
+    factories = {f.name: f.default_factory for f in dataclasses.fields(experiment)}
+    plain = {name: make() for name, make in factories.items() if make is not dataclasses.MISSING}
     if isinstance(experiment, Experiment):
-        plain = Corpus(sources=experiment.corpus.sources)
-        lines += [f"corpus.{line}" for line in differences(plain, experiment.corpus, "all")]
-    return lines
+        plain["corpus"] = Corpus(sources=experiment.corpus.sources)
+    return [
+        f"{name}.{line}"
+        for name, section in plain.items()
+        for line in differences(section, getattr(experiment, name), "all")
+    ]
 
 
 def override(experiment: T, settings: Sequence[str]) -> T:
@@ -295,13 +286,10 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 def differences(old: Section, new: Section, role: str) -> list[str]:
     """Lists fields of sections of this role ("all": any) that differ, as `path: old -> new`."""
-    lines = []
     olds, news = dict(flatten(old, role)), dict(flatten(new, role))
-    for path in sorted(olds.keys() | news.keys()):
-        a, b = olds.get(path, "absent"), news.get(path, "absent")
-        if a != b:
-            lines.append(f"{path}: {a!r} -> {b!r}")
-    return lines
+    paths = sorted(olds.keys() | news.keys())
+    pairs = [(path, olds.get(path, "absent"), news.get(path, "absent")) for path in paths]
+    return [f"{path}: {a!r} -> {b!r}" for path, a, b in pairs if a != b]
 
 
 # Settings that are no more, each with the value that runs of before have which did without; None:
@@ -353,10 +341,8 @@ def _leaves(section: Section, path: str) -> Iterator[tuple[str, Section, str]]:
 
 def section(kind: type[T], value: Any, where: str) -> T:
     """Builds a section from the object that JSON gives for it; `where` begins its errors."""
-    try:
+    with naming(where):
         return _build(kind, value, "")
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
 
 
 def _build(hint: Any, value: Any, where: str) -> Any:
@@ -392,12 +378,7 @@ def _build(hint: Any, value: Any, where: str) -> Any:
 
 def _is_gone(path: str, value: object) -> bool:
     """Returns whether a setting is one that is no more; refuses it if it changed something."""
-    field = _field(path)
+    field = re.sub(r"\.\d+\.", ".N.", path)
     if field in _GONE and _GONE[field] not in (None, value):
         raise InputError(f"{path}={value!r}: is no more; use the bert-jax that wrote it")
     return field in _GONE
-
-
-def _field(path: str) -> str:
-    """Returns the path of a field with N for the numbers of phases."""
-    return re.sub(r"\.\d+\.", ".N.", path)

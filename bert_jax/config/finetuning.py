@@ -20,6 +20,8 @@ from bert_jax.config.fields import (
     Seed,
     Share,
     Wrong,
+    among,
+    at_least,
 )
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
 from bert_jax.errors import InputError
@@ -72,19 +74,16 @@ def _all_but(kind: str) -> Only:
 class Task(Section, role="identity", label="task"):
     """The question that is asked of a text, and where examples of it are.
 
-    A source is `tsv:FILE`, `csv:FILE`, `jsonl:FILE`, `conll:FILE`, `squad:FILE` or
-    `tfds:NAME:SPLIT` (`tfds:glue/sst2:train`); `SOURCES` says which are read for which kind.
-    Relative paths are relative to the current directory. Columns are named as the file's first
-    line names them, or as JSON and TFDS do, or, where there is no such line and in CoNLL files, by
-    their numbers from 0. Those of a span are SQuAD's, whatever is named here.
+    `SOURCES` says what is read for which kind; relative paths are relative to the current
+    directory. Columns are named as the file's first line names them, or as JSON and TFDS do, or,
+    where there is no such line and in CoNLL files, by their numbers from 0. Those of a span are
+    SQuAD's, whatever is named here.
 
     `similar` also learns from `corpus:WORKDIR:HOW`, pairs of texts of a corpus that `prepare`
     wrote: `neighbours` (what ends with a sentence, and what begins with the next), `crops` (two
-    pieces of a passage) or `twice` (a passage, and itself under dropout); and is scored on
-    `beir:FOLDER:SPLIT`, queries and texts as BEIR has them.
+    pieces of a passage) or `twice` (a passage, and itself under dropout).
 
-    Minimal pairs (Warstadt et al. 2020) are two texts of which one is acceptable: what pre-training
-    has learned is asked which, and nothing is learned from them.
+    Minimal pairs are those of Warstadt et al. 2020.
     """
 
     # What is predicted: a label of a text, a label or number of a pair, one of several texts,
@@ -190,19 +189,16 @@ class Task(Section, role="identity", label="task"):
         kind = f"task.kind={self.kind}"
         yield from self._wrong_columns()
         yield from self._wrong_labels()
-        for name in ("train", "validation"):
-            learns = self.kind != "minimal_pairs" or name == "validation"
-            if learns and not getattr(self, name):
+        for name, alone, never in (("train", "corpus", "beir"), ("validation", "beir", "corpus")):
+            sources = getattr(self, name)
+            words = [source.partition(":")[0] for source in sources]
+            if not sources and (self.kind, name) != ("minimal_pairs", "train"):
                 yield name, "name at least one source"
-            self.require_readable(f"task.{name}", getattr(self, name))
-        for name, word in (("train", "beir"), ("validation", "corpus")):
-            if any(source.startswith(f"{word}:") for source in getattr(self, name)):
-                yield name, f"{word}: is not for this; {kind} reads tables there, too"
-        if len(self.train) > 1 and any(source.startswith("corpus:") for source in self.train):
-            yield "train", "a corpus is learned from alone"
-        ranked = [source.startswith("beir:") for source in self.validation]
-        if len(ranked) > 1 and any(ranked):
-            yield "validation", "beir: is scored alone"
+            self.require_readable(f"task.{name}", sources)
+            if never in words:
+                yield name, f"{never}: is not for this; {kind} reads tables there, too"
+            if alone in words and len(words) > 1:
+                yield name, f"{alone}: is read alone; leave out the others"
         if self.score not in ("", *SCORES[self.kind]):
             yield "score", f"{kind} is scored by {', '.join(SCORES[self.kind])}"
         # [CLS], a question and two [SEP] leave a window its room for the context.
@@ -239,23 +235,15 @@ class Task(Section, role="identity", label="task"):
 
 # Of a layer, what has a kernel; model.kind=modern alone has gates.
 LORA_TARGETS = ("query", "key", "value", "attention_output", "intermediate", "gate", "output")
-_Targets = Annotated[
-    tuple[str, ...],
-    Rule(lambda names: {*names} <= {*LORA_TARGETS}, f"choose from {', '.join(LORA_TARGETS)}"),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapt(Section, role="identity", label="adapt"):
     """The parts of a base that learn a task.
 
-    `full`: everything. `frozen`: the task's own head alone. `lora`: the head, and for each of
-    `lora_targets` in every layer two thin matrices whose product is added to the kernel.
-
-    With `features` two BiLSTM layers, each as wide as the encoder, stand below the head of a tag
-    and learn with it: on a frozen encoder those of Devlin et al. 2018, Table 7; on one that learns,
-    the BiLSTM of their Table 5. `mixed` is ELMo's sum of all layers with weights that learn
-    (Peters et al. 2018).
+    An addition of `lora` is the product of two thin matrices. The BiLSTM layers of `features` are
+    each as wide as the encoder: on a frozen one those of Devlin et al. 2018, Table 7; on one that
+    learns, the BiLSTM of their Table 5. `mixed` is ELMo's (Peters et al. 2018).
     """
 
     # What learns: everything, the head alone, or the head and low-rank additions.
@@ -269,7 +257,7 @@ class Adapt(Section, role="identity", label="adapt"):
     # With how=lora: the additions are scaled by lora_alpha / lora_rank.
     lora_alpha: Positive = 16.0
     # With how=lora: the kernels of each layer that have an addition.
-    lora_targets: _Targets = ("query", "value")
+    lora_targets: Annotated[tuple[str, ...], among(LORA_TARGETS)] = ("query", "value")
     # Dropout of embeddings and of what each layer adds.
     hidden_dropout_prob: Share = 0.1
     # Dropout of attention probabilities.
@@ -285,7 +273,6 @@ _Dimensions = Annotated[
     Rule(lambda sizes: list(sizes) == sorted({*sizes}), "must grow, none twice"),
     Rule(lambda sizes: all(size > 0 for size in sizes), "each must be at least 1"),
 ]
-_Weight = Annotated[float, Rule(lambda value: value >= 0, "must be at least 0")]
 _CONTRASTIVE, _COSINE, _DISTIL = (Only("loss", (x,)) for x in ("contrastive", "cosine", "distil"))
 
 
@@ -320,7 +307,7 @@ class Vectors(Section, role="identity", label="vectors"):
     projection: Annotated[Literal["none", "linear"], _DISTIL] = "none"
     # For distil: the weight of the cosines between all texts of a step, which should be the
     # teacher's.
-    geometry: Annotated[_Weight, _DISTIL] = 0.0
+    geometry: Annotated[float, at_least(0), _DISTIL] = 0.0
 
     def _wrong(self) -> Iterator[Wrong]:
         low_high = self.score_range
@@ -407,10 +394,7 @@ class Finetuning(Section, role="identity", label="finetuning"):
             yield "task.train", f"{by_loss} reads tables: a corpus has no scores and no teacher"
         reads_pairs = not of_corpus and loss != "distil"
         if (reads_pairs or not task.ranks) and not task.second_column:
-            yield (
-                "task.second_column",
-                "name the column of the text that the first is compared with",
-            )
+            yield "task.second_column", "name the column of the text to compare with the first"
         if task.negative_column and (of_corpus or loss != "contrastive"):
             yield "task.negative_column", "only for tables with vectors.loss=contrastive"
         if loss == "contrastive" and self.batch_size < 2:

@@ -5,6 +5,8 @@ what is computed; they may not change when a run is resumed. *Placement*: `Paral
 say where and how; they may. Each module of the library is given its own section and sees no other.
 """
 
+import bisect
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -24,6 +26,7 @@ from bert_jax.config.fields import (
     Seed,
     Share,
     Wrong,
+    among,
     at_least,
 )
 from bert_jax.config.model import Model
@@ -48,10 +51,6 @@ _FewSteps = Annotated[PositiveCount, Rule(lambda n: n < SKIPPED_STEPS, f"below {
 _Stretch = Annotated[
     tuple[int, ...],
     Rule(lambda steps: not steps or _is_stretch(steps), f"10,20, {_TRACED_STEPS} steps at most"),
-]
-_Trackers = Annotated[
-    tuple[str, ...],
-    Rule(lambda names: {*names} <= {*TRACKERS}, f"choose from {', '.join(TRACKERS)}"),
 ]
 
 
@@ -89,8 +88,6 @@ class Optimizer(Section, role="identity", label="optimizer"):
     """The update (Devlin et al. 2018, appendix A.2; You et al. 2019 for LAMB).
 
     `bert_adam` is the reference's Adam: no bias correction, decay added to the update.
-    `clip="per_replica"` cuts the batch into `reference_replicas` groups, clips each group's own
-    gradient and sums them, as the reference does on that many TPU cores.
     """
 
     # The rule of the update; bert_adam keeps its moments' bias (a first update 3.16 times adamw's);
@@ -214,7 +211,7 @@ class Run(Section, role="placement", label="run"):
     probe_share: PositiveShare = 0.05
     # Where metrics are sent while the run goes on: tensorboard, trackio, wandb, mlflow, each an
     # extra to install; they stay in the workdir unless the tracker's own variables name a server.
-    trackers: _Trackers = ()
+    trackers: Annotated[tuple[str, ...], among(TRACKERS)] = ()
     # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
     corpus_dir: str = ""
 
@@ -238,18 +235,19 @@ class Experiment(Section, role="identity", label="experiment"):
     run: Run = field(default_factory=Run)
 
     @property
+    def ends(self) -> list[int]:
+        """Steps after which each phase ends, those of the phases before it among them."""
+        return list(itertools.accumulate(phase.steps for phase in self.phases))
+
+    @property
     def total_steps(self) -> int:
         """Steps of all phases together; the learning-rate schedule runs over their sum."""
-        return sum(phase.steps for phase in self.phases)
+        return self.ends[-1]
 
     def phase_at(self, done: int) -> tuple[int, int]:
         """Returns the number of the phase of the step after `done` steps, and its first step."""
-        first = 0
-        for number, phase in enumerate(self.phases):
-            if done < first + phase.steps:
-                return number, first
-            first += phase.steps
-        raise ValueError(f"{done} steps are all of them")
+        number = bisect.bisect_right(self.ends, done)
+        return number, self.ends[number] - self.phases[number].steps
 
     def rows_after(self, done: int) -> list[int]:
         """Returns of each phase the first row that `done` steps have not come to."""
@@ -355,10 +353,7 @@ class Experiment(Section, role="identity", label="experiment"):
         if own in ("", data.objective):
             return
         if number == len(self.phases) - 1:
-            yield (
-                "objective",
-                f"the last phase learns data.objective={data.objective}; leave it out",
-            )
+            yield "objective", f"data.objective={data.objective} is the last phase's; leave it out"
         if data.code:
             yield "objective", "data.code says what is learned; leave it out"
         if data.attention != "whole_row" and not OBJECTIVES[own].cuts:

@@ -5,7 +5,7 @@ alone, and where those differ each run is shown against its own unigram line.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,24 +53,20 @@ def _measured(amount: Callable[[Line], float]) -> Callable[[Record], _Spent | No
 
 def _operations(record: Record) -> _Spent | None:
     """Returns operations up to steps; of a fine-tuning, whose rows have all lengths, None."""
-    if not isinstance(record.experiment, Experiment):
+    experiment = record.experiment
+    if not isinstance(experiment, Experiment):
         return None
-    model, phases = record.experiment.model, record.experiment.phases
-    ends = [0, *itertools.accumulate(phase.steps for phase in phases)]
-    of_phases = [phase.steps * flops.of_phase(model, phase) for phase in phases]
-    spent = [0, *itertools.accumulate(of_phases)]
-    return lambda steps: np.interp(steps, ends, spent).tolist()
+    model, phases, at = experiment.model, experiment.phases, [0, *experiment.ends]
+    spent = [0, *itertools.accumulate(p.steps * flops.of_phase(model, p) for p in phases)]
+    return lambda steps: np.interp(steps, at, spent).tolist()
 
 
-def _whole(amount: float) -> str:
-    return f"{amount:,.0f}"
-
-
+_WHOLE = "{:,.0f}".format
 AXES = (
-    Axis("steps", lambda record: list, _whole),
+    Axis("steps", lambda record: list, _WHOLE),
     Axis("tokens", _measured(lambda x: x["real_tokens_per_second"] / x["steps_per_second"])),
-    Axis("seconds", _measured(lambda x: 1 / x["steps_per_second"]), _whole),
-    Axis("CPU seconds", _measured(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), _whole),
+    Axis("seconds", _measured(lambda x: 1 / x["steps_per_second"]), _WHOLE),
+    Axis("CPU seconds", _measured(lambda x: x["cpu_seconds"] / max(x["steps"], 1)), _WHOLE),
     Axis("FLOPs", _operations),
 )
 
@@ -80,18 +76,10 @@ AXES = (
 
 def no_nats(records: Sequence[Record]) -> str:
     """Returns why losses of these pre-trainings do not compare, in words; "" where they do."""
-    fields = [
-        of_held_out(record.experiment) | {"data.objective": record.experiment.data.objective}
-        for record in records
-        if isinstance(record.experiment, Experiment)
-    ]
-    differing = [name for name in (fields[0] if fields else ()) if _several(fields, name)]
-    lines = [
-        record.evaluation[-1]["unigram_loss"]
-        for record in records
-        if record.evaluation and "unigram_loss" in record.evaluation[-1]
-    ]
-    why = ", ".join(differing)
+    trained = [r.experiment for r in records if isinstance(r.experiment, Experiment)]
+    newest = [record.evaluation[-1] for record in records if record.evaluation]
+    lines = [line["unigram_loss"] for line in newest if "unigram_loss" in line]
+    why = ", ".join(_differing(map(of_held_out, trained)))
     if not why and lines and max(lines) > (1 + _SAME_LINE) * min(lines):
         why = "the text, whose unigram lines are not the same"
     if not why:
@@ -102,30 +90,26 @@ def no_nats(records: Sequence[Record]) -> str:
     )
 
 
-def _several(fields: Sequence[dict[str, Any]], name: str) -> bool:
-    return any(of_run[name] != fields[0][name] for of_run in fields)
-
-
 def no_scores(records: Sequence[Record]) -> str:
     """Returns why scores of these fine-tunings do not compare, in words; "" where they do."""
     tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
     names = ("kind", "validation", "label_column", "main_score")
-    differing = [name for name in names if len({getattr(task, name) for task in tasks}) > 1]
-    if not differing:
-        return ""
-    differing = ["score" if name == "main_score" else name for name in differing]
-    return f"Scores are not of the same task ({', '.join(f'task.{n}' for n in differing)} differ)."
+    differing = _differing({name: getattr(task, name) for name in names} for task in tasks)
+    why = ", ".join(f"task.{name.removeprefix('main_')}" for name in differing)
+    return f"Scores are not of the same task ({why} differ)." if why else ""
 
 
 def other_masks(records: Sequence[Record]) -> bool:
     """Tells whether pre-trainings mask their training text in several ways."""
     names = ("masked_lm_prob", "final_masked_lm_prob", "mask_share", "random_share", "masking")
-    of_runs = {
-        tuple(getattr(record.experiment.data, name) for name in names)
-        for record in records
-        if isinstance(record.experiment, Experiment)
-    }
-    return len(of_runs) > 1
+    data = [r.experiment.data for r in records if isinstance(r.experiment, Experiment)]
+    return bool(_differing({name: getattr(of_run, name) for name in names} for of_run in data))
+
+
+def _differing(of_runs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns the names of what is not the same in all runs."""
+    first, *others = [*of_runs] or [{}]
+    return [name for name in first if any(other[name] != first[name] for other in others)]
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -133,13 +117,13 @@ def other_masks(records: Sequence[Record]) -> bool:
 
 def table(records: Sequence[Record]) -> Table:
     """Returns the newest figures of each run; columns that no run has are left out."""
-    texts = [(said_by(r, r.evaluation[-1]) if r.evaluation else {}, _spent_by(r)) for r in records]
-    columns = list(dict.fromkeys(n for part in zip(*texts, strict=True) for of in part for n in of))
+    newest = [said_by(r, r.evaluation[-1]) if r.evaluation else {} for r in records]
+    columns = dict.fromkeys((name for texts in newest for name in texts), "")
     rows = [
-        [record.label, *((newest | spent).get(name, "") for name in columns)]
-        for record, (newest, spent) in zip(records, texts, strict=True)
+        {"run": record.label} | columns | texts | _spent_by(record)
+        for record, texts in zip(records, newest, strict=True)
     ]
-    return Table(["run", *columns], rows)
+    return Table.of(rows)
 
 
 def notes(records: Sequence[Record]) -> list[str]:

@@ -17,9 +17,6 @@ from bert_jax.report.comparison import AXES, Axis
 from bert_jax.report.figures import Curve, Figure, Plot
 from bert_jax.report.records import Line, Record
 
-# A plot, and what is to be known of it in words.
-Noted = tuple[Plot, str]
-
 # Of two labels that are as common, guessing has this loss.
 _COIN = [(math.log(2), "ln 2")]
 _GUESSING = (
@@ -41,13 +38,13 @@ _USEFUL = (
 )
 # What stands in a line of scores and is none.
 _NO_SCORES = ("step", "kind", "loss", "score", "examples", "no_answer_threshold")
-LAYERS = (
+_LAYERS = (
     "Of what a linear layer reads off the best layer, beyond a guess, the share that it reads off "
     "each; 0 is the embeddings."
 )
 
 
-def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Noted]:
+def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot]:
     """Returns what runs have learned, over an axis that all of them have; some plots may be empty.
 
     Lines are of training, points of what is held out; of several runs each has a colour.
@@ -61,7 +58,7 @@ def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Noted]:
 
     def plot(
         title: str, name: str, note: str = "", error: str = "", of: type = Experiment, **look: Any
-    ) -> Noted:
+    ) -> Plot:
         curves, named = [], set[str]()
         for record, scored, x in read:
             train = record.train if trains or of is Finetuning else []
@@ -75,7 +72,7 @@ def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Noted]:
                     shown = "" if label in named else label
                     curves.append(dataclasses.replace(one, x=x(one.x), label=shown))
                     named.add(label)
-        return Plot(title, curves, x_label=axis.name, **look), note
+        return Plot(title, curves, x_label=axis.name, note=note, **look)
 
     newest: Line = {}
     for record in records:
@@ -102,7 +99,7 @@ def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Noted]:
     return plots + _of_tuning(records, plot) + _of_probes(records, plot)
 
 
-def _of_tuning(records: Sequence[Record], plot: Callable[..., Noted]) -> list[Noted]:
+def _of_tuning(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plot]:
     """Returns the plots of fine-tunings, which `plot` draws."""
     tuned = [record for record in records if isinstance(record.experiment, Finetuning)]
     main = ", ".join(dict.fromkeys(record.experiment.task.main_score for record in tuned))
@@ -124,7 +121,7 @@ def _of_tuning(records: Sequence[Record], plot: Callable[..., Noted]) -> list[No
     return plots
 
 
-def _of_probes(records: Sequence[Record], plot: Callable[..., Noted]) -> list[Noted]:
+def _of_probes(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plot]:
     """Returns the plots of probes, which `plot` draws, and of a run alone those of its layers."""
     newest = [record.probes[-1] for record in records if record.probes]
     plots = []
@@ -133,7 +130,7 @@ def _of_probes(records: Sequence[Record], plot: Callable[..., Noted]) -> list[No
         plots.append(plot(f"Probe {name}", f"probe {name}", _READ_OFF, levels=levels))
     if len(records) == 1:
         plots += _minimal_pairs(records[0])
-        plots += [(of_layers(one["tasks"]), LAYERS) for one in (records[0].layers,) if one]
+        plots.append(of_layers(records[0].layers))
     return plots
 
 
@@ -166,7 +163,7 @@ def _own(line: Line) -> list[str]:
     return names if len(names) > 1 else []  # the loss alone is that of the others
 
 
-def _minimal_pairs(record: Record) -> list[Noted]:
+def _minimal_pairs(record: Record) -> list[Plot]:
     """Returns a plot for each task of minimal pairs: all of them, and its fields."""
     lines = [line for line in record.probes if "minimal_pairs" in line]
     tasks = dict.fromkeys(task for line in lines for task in line["minimal_pairs"])
@@ -179,24 +176,26 @@ def _minimal_pairs(record: Record) -> list[Noted]:
         for colour, name in enumerate(fields, 1):
             ours = [{"step": a["step"]} | a["fields"].get(name, {}) for a in answers]
             curves.append(curve(ours, "accuracy", name, colour, "points", "error"))
-        plot = Plot(f"Minimal pairs {task}", curves, [(0.5, "chance")], "percent")
-        plots.append((plot, "How often the acceptable text is the likelier one; bars are errors."))
+        note = "How often the acceptable text is the likelier one; bars are errors."
+        title, chance = f"Minimal pairs {task}", [(0.5, "chance")]
+        plots.append(Plot(title, curves, chance, "percent", note=note))
     return plots
 
 
-def of_layers(tasks: Sequence[dict[str, Any]]) -> Plot:
+def of_layers(record: dict[str, Any]) -> Plot:
     """Returns a plot of what layers know; see `tasks.layers.record_of`."""
     curves = []
-    for number, task in enumerate(tasks):
+    for number, task in enumerate(record.get("tasks", ())):
         scores, guess = task["scores"], task["guess"]
         most = max(*scores, guess) - guess
         shares = [(score - guess) / most if most else 0.0 for score in scores]
         curves.append(Curve(range(len(shares)), shares, task["name"], number, "points"))
-    return Plot("What each layer knows", curves, scale="percent", x_label="layer")
+    title = "What each layer knows"
+    return Plot(title, curves, scale="percent", x_label="layer", note=_LAYERS)
 
 
-def of_steps(*records: Record) -> list[Noted]:
-    """Returns plots of how steps went, with a note each: of what is learned nothing.
+def of_steps(*records: Record) -> list[Plot]:
+    """Returns plots of how steps went: of what is learned nothing.
 
     A run by itself shows how much of it is padding, too.
     """
@@ -215,10 +214,10 @@ def of_steps(*records: Record) -> list[Noted]:
     used = each("laps", "real_utilisation", "utilisation")
     norms, before = each("train", "gradient_norm"), "Mean of the steps' norms before the clip."
     return [
-        (Plot("Learning rate", each("train", "learning_rate")), ""),
-        (Plot("Gradient norm", norms, clipped, scale="log"), before),
-        (Plot("Tokens a second", tokens), "Over training steps and their waits for data."),
-        (Plot("Utilisation", used, scale="percent"), _USEFUL),
+        Plot("Learning rate", each("train", "learning_rate")),
+        Plot("Gradient norm", norms, clipped, scale="log", note=before),
+        Plot("Tokens a second", tokens, note="Over training steps and their waits for data."),
+        Plot("Utilisation", used, scale="percent", note=_USEFUL),
     ]
 
 
@@ -254,9 +253,5 @@ def _level(line: Line, name: str, label: str) -> list[tuple[float, str]]:
 
 def phase_starts(record: Record) -> list[int]:
     """Returns steps at which a phase after the first begins, as far as the run has come."""
-    starts, first, experiment = [], 0, record.experiment
-    for phase in experiment.phases[:-1] if isinstance(experiment, Experiment) else ():
-        first += phase.steps
-        if first < record.done:
-            starts.append(first)
-    return starts
+    of = record.experiment
+    return [end for end in of.ends[:-1] if end < record.done] if isinstance(of, Experiment) else []

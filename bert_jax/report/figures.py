@@ -73,6 +73,7 @@ class Plot:
     levels: list[tuple[float, str]] = field(default_factory=list)
     scale: str = "linear"  # of y, `linear`, `log` or `percent`
     x_label: str = "step"  # under the picture
+    note: str = ""  # what is to be known of it
 
     @property
     def empty(self) -> bool:
@@ -115,7 +116,7 @@ def draw(plot: Plot, name: str, marks: Sequence[int] = ()) -> str:
         axes.set_xlabel(plot.x_label)
         if any(curve.label for curve in plot.curves) or plot.levels:
             axes.legend(fontsize=8, handlelength=1.6, loc="best")
-        return _svg(axes, name)
+        return _svg(axes)
 
 
 def draw_histogram(lengths: np.ndarray, x_label: str, name: str) -> str:
@@ -129,7 +130,7 @@ def draw_histogram(lengths: np.ndarray, x_label: str, name: str) -> str:
         axes.xaxis.set_major_formatter(_NUMBER)
         axes.yaxis.set_major_formatter(_PERCENT)
         axes.set_xlabel(x_label)
-        return _svg(axes, name)
+        return _svg(axes)
 
 
 def draw_dots(
@@ -145,7 +146,7 @@ def draw_dots(
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(_NUMBER)
-        return _svg(axes, name)
+        return _svg(axes)
 
 
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -191,8 +192,8 @@ _NUMBER = FuncFormatter(short)
 _PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g} %")
 
 
-def _svg(axes: Axes, name: str) -> str:
-    """Returns the element alone, with the page's colours, and ids that no other picture has."""
+def _svg(axes: Axes) -> str:
+    """Returns the element alone, with the page's colours; its ids are salted with its name."""
     buffer = io.StringIO()
     axes.figure.savefig(
         buffer,
@@ -204,8 +205,7 @@ def _svg(axes: Axes, name: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|style).*?</\1>", "", text, flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
-    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", text)
-    text = re.sub(r'(url\(#|href="#)', rf"\1{name}-", text)
+    text = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", text)
     for stand_in, variable in _VARIABLES.items():
         text = text.replace(stand_in, variable)
     # The page decides how wide it is.
@@ -218,24 +218,20 @@ def draw_maps(maps: np.ndarray, name: str) -> str:
     `maps` is float [L, H, S, S], of each piece over all pieces.
     """
     layers, heads, size, _ = maps.shape
-    gap = max(1, size // 12)
-    canvas = np.full((layers * (size + gap), heads * (size + gap)), np.nan)
-    for layer in range(layers):
-        for head in range(heads):
-            top, left = layer * (size + gap), head * (size + gap)
-            canvas[top : top + size, left : left + size] = maps[layer, head] ** 0.5
+    side = size + max(1, size // 12)  # with the gap between squares
+    apart = [(0, 0), (0, 0), (0, side - size), (0, side - size)]
+    squares = np.pad(maps**0.5, apart, constant_values=np.nan)
+    canvas = squares.swapaxes(1, 2).reshape(layers * side, heads * side)
     with _axes(name, (0.6 + 0.75 * heads, 0.6 + 0.75 * layers)) as axes:
         axes.imshow(canvas, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         middle = (size - 1) / 2
-        axes.set_xticks([head * (size + gap) + middle for head in range(heads)], range(heads))
-        axes.set_yticks(
-            [layer * (size + gap) + middle for layer in range(layers)], range(1, layers + 1)
-        )
+        axes.set_xticks(np.arange(heads) * side + middle, range(heads))
+        axes.set_yticks(np.arange(layers) * side + middle, range(1, layers + 1))
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_xlabel("head")
         axes.set_ylabel("layer")
-        return _svg(axes, name)
+        return _svg(axes)
 
 
 @dataclass(frozen=True)
@@ -247,12 +243,10 @@ class Figure:
     svg: str
 
 
-def drawn(
-    plots: Sequence[tuple[Plot, str]], marks: Sequence[int] = (), name: str = "plot"
-) -> list[Figure]:
-    """Draws those plots that are not empty, with their notes; see `draw`."""
+def drawn(plots: Sequence[Plot], marks: Sequence[int] = (), name: str = "plot") -> list[Figure]:
+    """Draws those plots that are not empty; see `draw`."""
     return [
-        Figure(plot.title, note, draw(plot, f"{name}-{number}", marks))
-        for number, (plot, note) in enumerate(plots)
+        Figure(plot.title, plot.note, draw(plot, f"{name}-{number}", marks))
+        for number, plot in enumerate(plots)
         if not plot.empty
     ]

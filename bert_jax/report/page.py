@@ -66,9 +66,8 @@ def _require_whole(record: Record) -> None:
     """Refuses lines that are not those that the newest checkpoint was saved with."""
     workdir, metadata = record.workdir, dict[str, Any]()
     with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
-        if buckets.names(workdir.checkpoints):
-            saved = Checkpoints(workdir.checkpoints)
-            metadata = saved.metadata(saved.named("newest"))
+        saved = Checkpoints(workdir.checkpoints)
+        metadata = saved.metadata(saved.named("newest"))
     for name, written in metadata.get("lines", {}).items():
         if damage := Lines(workdir.root / name).damage(metadata["step"], written):
             raise InputError(
@@ -200,14 +199,11 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
             yield text, name
     if task := record.written("task"):
         yield f"{task['examples']['train']:,}", "examples to learn from"
-        words = (
-            f"unknown pieces in training; {percent(task['unknown']['validation'])} in validation"
-        )
-        yield percent(task["unknown"]["train"]), words
+        train, validation = (percent(task["unknown"][name]) for name in ("train", "validation"))
+        yield train, f"unknown pieces in training; {validation} in validation"
     rate, padding = record.recent("real_tokens_per_second"), record.recent("padding")
     if rate is not None:
-        more = "" if padding is None else f"; padding is {percent(padding)}"
-        yield f"{rate:,.0f}", f"tokens a second{more}"
+        yield f"{rate:,.0f}", f"tokens a second; padding is {percent(padding)}"
     used, real = record.recent("utilisation"), record.recent("real_utilisation")
     if used is not None:
         more = "" if real is None else f"; {percent(real)} without padding"
@@ -222,20 +218,15 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
 
 def _evaluations(record: Record) -> Table | None:
     """Returns a line for some of the evaluations; None before there is one."""
-    lines = _spread(record.evaluation, _ROWS)
-    if isinstance(record.experiment, Finetuning):
-        names = [*curves.score_names(record), "loss"]
-        cells = [{name: f"{line[name]:.4f}" for name in names} for line in lines]
-    else:
-        cells = [comparison.said_by(record, line) for line in lines]
-    if not lines:
-        return None
-    columns = list(cells[-1])
-    rows = [
-        [f"{line['step']:,}", *(texts.get(name, "") for name in columns)]
-        for line, texts in zip(lines, cells, strict=True)
-    ]
-    return Table(["step", *columns], rows, 0)
+    rows = []
+    for line in _spread(record.evaluation, _ROWS):
+        if isinstance(record.experiment, Finetuning):
+            names = [*curves.score_names(record), "loss"]
+            texts = {name: f"{line[name]:.4f}" for name in names}
+        else:
+            texts = comparison.said_by(record, line)
+        rows.append({"step": f"{line['step']:,}"} | texts)
+    return Table.of(rows, 0) if rows else None
 
 
 def _plan(plan: dict[str, Any]) -> Table:
@@ -319,15 +310,19 @@ def write_layers(
     `record` is as `tasks.layers.record_of` makes it, empty if the layers were not asked;
     `attention` the pieces of a text, and float [L, H, S, S], where each of them looks.
     """
-    tasks, pictures, maps = record.get("tasks", []), [], None
-    if tasks:
-        pictures = figures.drawn([(curves.of_layers(tasks), curves.LAYERS)])
+    maps = None
     if attention is not None:
         maps = {"pieces": attention[0], "svg": figures.draw_maps(attention[1], "attention")}
-    table = table_of_layers(record) if tasks else None
-    step, title = record.get("step"), f"{name}: layers"
-    values = {"name": name, "step": step, "table": table, "figures": pictures, "maps": maps}
-    write_atomic(path, page("layers.html", title=title, **values))
+    text = page(
+        "layers.html",
+        title=f"{name}: layers",
+        name=name,
+        step=record.get("step"),
+        table=table_of_layers(record) if record else None,
+        figures=figures.drawn([curves.of_layers(record)]),
+        maps=maps,
+    )
+    write_atomic(path, text)
 
 
 def table_of_layers(record: dict[str, Any]) -> Table:

@@ -24,7 +24,6 @@ from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment, read_json
 from bert_jax.tasks import layers
-from bert_jax.text.tokenizer import Tokenizer
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
 
@@ -169,7 +168,8 @@ def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, A
     phases = list(enumerate(experiment.phases))
     rows = [_plan(stream, experiment, n, phase.sequence_length) for n, phase in phases]
     planned = [_planned(stream, rows[n], experiment.data_of(n), phase) for n, phase in phases]
-    commonest = np.argsort(-counts, kind="stable")[:_TOP_PIECES]
+    commonest, tok = np.argsort(-counts, kind="stable")[:_TOP_PIECES], prepared.tokenizer
+    specials = [tok.pad_id, tok.unk_id, tok.cls_id, tok.sep_id, tok.mask_id]
     # The first offsets, read in order: the rest of a large file stays on disk.
     starts = stream.sentence_offsets
     sentences_of, documents = starts[: _SENTENCES + 1], stream.document_offsets[: _SENTENCES + 1]
@@ -181,21 +181,14 @@ def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, A
         "sentence_lengths": np.diff(sentences_of).astype(np.int64),  # in pieces
         "document_lengths": np.diff(starts[np.asarray(documents)]).astype(np.int64),
         "top_pieces": [  # with their shares
-            (printable(prepared.tokenizer.piece(int(i))), float(counts[i] / counts.sum()))
-            for i in commonest
+            (printable(tok.piece(int(i))), float(counts[i] / counts.sum())) for i in commonest
         ],
         # Share of the vocabulary, specials left out, that the part looked at never uses.
-        "unused": float((counts[_no_specials(prepared.tokenizer)] == 0).mean()),
+        "unused": float((np.delete(counts, specials) == 0).mean()),
         "looked_at": int(counts.sum()),  # pieces that were counted
         "planned": planned,
         "examples": [_examples(stream, rows[n], experiment, prepared, n) for n, _ in phases],
     }
-
-
-def _no_specials(tokenizer: Tokenizer) -> np.ndarray:
-    """Returns the ids that text may yield."""
-    specials = (tokenizer.pad_id, tokenizer.unk_id, tokenizer.cls_id, tokenizer.sep_id)
-    return np.setdiff1d(np.arange(tokenizer.size), [*specials, tokenizer.mask_id])
 
 
 def _mixture(

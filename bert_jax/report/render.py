@@ -9,7 +9,7 @@ import datetime
 import functools
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,12 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: int = 1  # columns on the left that hold words; the others hold numbers
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, str]], words: int = 1) -> "Table":
+        """Returns the table of rows by column; what one of them does not have is left empty."""
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        return cls(columns, [[row.get(name, "") for name in columns] for row in rows], words)
 
     def lines(self) -> Iterator[str]:
         """Yields it for a terminal: words on the left of their columns, numbers on the right."""

@@ -20,7 +20,8 @@ PARTS = {
     "repeated": "steps done again, after a kill or a roll-back",
     "away": "between a stop and the next start",
 }
-# Of a lap, what is no training.
+# Lines of steps that were done; and what of these is no training.
+_LAPS = ("train", "end")
 _WAITS = ("data", "compilation", "evaluation", "probes", "checkpoint", "profile")
 
 
@@ -32,34 +33,31 @@ def account(timings: list[dict[str, Any]]) -> dict[str, float]:
     `away`; the time after a run was finished, if it is extended later, does not count at all.
     """
     parts = dict.fromkeys(PARTS, 0.0)
-    again = _done_again_from(timings)
-    for index, line in enumerate(timings):
+    before: dict[str, Any] = {"outcome": "finished"}
+    for line, kept in zip(timings, _shares_kept(timings), strict=True):
         if line.get("kind") == "start":
             probed = line.get("probes_seconds", 0.0)  # before the first step
             parts["probes"] += probed
             parts["start"] += line["seconds"] - probed
-            before = timings[index - 1] if index else {"outcome": "finished"}
             if before.get("outcome") != "finished":
                 parts["away"] += max(line["time"] - line["seconds"] - before["time"], 0.0)
         elif line.get("kind") == "roll_back":
             parts["repeated"] += line["seconds"]
-        elif line.get("kind") in ("train", "end"):
-            kept = _share_kept(line, again[index])
+        elif line.get("kind") in _LAPS:
             waits = {name: line.get(f"{name}_seconds", 0.0) for name in _WAITS}
             waits["training"] = max(line["seconds"] - sum(waits.values()), 0.0)
             for name, seconds in waits.items():
                 parts[name] += kept * seconds
             parts["repeated"] += (1 - kept) * line["seconds"]
+        before = line
     return parts
 
 
 def cpu_seconds(timings: list[dict[str, Any]]) -> float:
     """Returns seconds of CPU, of all cores, that steps took which no later start did again."""
-    again = _done_again_from(timings)
     return sum(
-        _share_kept(line, again[index]) * line.get("cpu_seconds", 0.0)
-        for index, line in enumerate(timings)
-        if line.get("kind") in ("train", "end")
+        kept * line.get("cpu_seconds", 0.0)
+        for line, kept in zip(timings, _shares_kept(timings), strict=True)
     )
 
 
@@ -142,18 +140,15 @@ def goodput(timings: list[dict[str, Any]]) -> Goodput:
     return Goodput(account(timings), chip_seconds / 3600, tuple(other))
 
 
-def _done_again_from(timings: list[dict[str, Any]]) -> list[float]:
-    """Returns for each line the lowest step from which a later start or roll-back went on."""
-    lowest = float("inf")
-    steps = []
+def _shares_kept(timings: list[dict[str, Any]]) -> list[float]:
+    """Returns of each line the share of its steps that are not done again; 0 of lines of none."""
+    lowest, shares = float("inf"), []  # lowest: from which a later start or roll-back went on
     for line in reversed(timings):
-        steps.append(lowest)
-        if line.get("kind") in ("start", "roll_back"):
+        kept = 0.0
+        if line.get("kind") in _LAPS:
+            again = min(max(line["step"] - lowest, 0), line["steps"])
+            kept = 1 - again / max(line["steps"], 1)
+        elif line.get("kind") in ("start", "roll_back"):
             lowest = min(lowest, line["step"])
-    return steps[::-1]
-
-
-def _share_kept(lap: dict[str, Any], again: float) -> float:
-    """Returns the share of a lap's steps that no later start does again."""
-    done_again = min(max(lap["step"] - again, 0), lap["steps"])
-    return 1 - done_again / max(lap["steps"], 1)
+        shares.append(kept)
+    return shares[::-1]

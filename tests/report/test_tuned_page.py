@@ -50,7 +50,7 @@ def test_a_fine_tuning_that_has_only_begun_has_a_page(tmp_path):
 
 def test_what_is_measured_in_training_too_is_drawn_of_both(tmp_path):
     record = Record.read(Run("classify").write(tmp_path / "run"))
-    drawn = {plot.title: plot.curves for plot, _ in curves.of_learning([record])}
+    drawn = {plot.title: plot.curves for plot in curves.of_learning([record])}
     for title in ("Accuracy", "Loss"):
         assert [one.style for one in drawn[title]] == ["line", "points"]
     assert [one.style for one in drawn["Macro f1"]] == ["points"]
@@ -80,7 +80,7 @@ def several(finished_run, tmp_path):
 def curves_of(records):
     """The curves of each plot that has one, by its title."""
     plots = curves.of_learning(records)
-    return {plot.title: plot.curves for plot, _ in plots if not plot.empty}
+    return {plot.title: plot.curves for plot in plots if not plot.empty}
 
 
 def test_runs_of_the_same_held_out_rows_are_compared_in_nats(several):
