@@ -53,7 +53,7 @@ class Damaged(InputError):
 
 @dataclasses.dataclass
 class Restored:
-    """A checkpoint that was read."""
+    """A checkpoint that was read; of step 0, which has none, what would be read."""
 
     step: int  # steps done
     state: Any  # what was asked for of the state, as it was saved

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bert_jax import config
 from bert_jax.config import SKIPPED_STEPS
@@ -22,6 +23,7 @@ from bert_jax.errors import Unavailable
 from bert_jax.model import losses
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import start
+from bert_jax.running.checkpoint import Restored
 from bert_jax.running.environment import environment
 from bert_jax.running.job import Context, Evaluator, Job, PhaseBatches, Result
 from bert_jax.running.lines import RunLines
@@ -29,9 +31,9 @@ from bert_jax.running.progress import Counts, Profile
 from bert_jax.running.saves import Saves
 from bert_jax.running.start import Diverged, Failed
 from bert_jax.running.watchdog import StopRequest
+from bert_jax.training import feed as feed_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
-from bert_jax.training.feed import Feed
 from bert_jax.training.replay import Erred, Replay
 
 # Steps that wait for the devices. jax lets dozens wait, and a request to stop, or the watchdog, for
@@ -169,7 +171,7 @@ class Trainer:
         run, last = self.experiment.run, phase.first + phase.steps
         called: set[Any] = set()
         self.watchdog.reset(times=2)
-        feed = Feed(
+        feed = feed_lib.Feed(
             phase.batch,
             self.done - phase.first,
             phase.steps,
@@ -259,14 +261,14 @@ class Trainer:
         with self.clock.waiting("restore"):
             begun = start.before(error, first, self.job, self.context, self.saves)
         if isinstance(error, Diverged):
-            where = "" if begun.done else " to step 0, since there is no earlier checkpoint"
+            where = "" if begun.step else " to step 0, since there is no earlier checkpoint"
             self.say(
                 f"{error}; going back{where}, and leaving out these and the one before "
                 f"({self.job.how_to_see(first)})"
             )
-            begun.state, begun.skipped = start.with_skipped(begun.state, skipped), skipped
+            begun.state = start.with_skipped(begun.state, skipped)
         else:
-            self.say(f"{words}; going back to step {begun.done}")
+            self.say(f"{words}; going back to step {begun.step}")
         self._go_on_from(begun)
         self._note("roll_back", self._lap() | about)
         if isinstance(error, Erred) and error.is_last:
@@ -274,14 +276,18 @@ class Trainer:
 
     # --- where to begin -------------------------------------------------------------------------
 
-    def _go_on_from(self, begun: start.Start) -> None:
+    def _go_on_from(self, begun: Restored) -> None:
         """Sets what the next steps begin with; drops lines of steps that will be done again."""
-        self.state, self.window = begun.state, begun.window
-        self.done = begun.done
-        self.skipped, self.init_sha256 = begun.skipped, begun.init_sha256
-        self.evaluation, self.held_out = {}, [*begun.held_out]
+        self.done, self.state, metadata = begun.step, begun.state, begun.metadata
+        window = self.empty_window()
+        # A fork that learns something else drops the sums of what it does not measure.
+        sums = {k: np.array(v, np.float32) for k, v in metadata["window"].items() if k in window}
+        self.window = window | feed_lib.put(sums, mesh_lib.replicated(self.mesh))
+        self.skipped = tuple(int(s) for s in jax.device_get(self.state["skipped_steps"]) if s >= 0)
+        self.init_sha256 = metadata["init_sha256"]
+        self.evaluation, self.held_out = {}, [*metadata.get("held_out", [])]
         self.saves.go_on_from(self.done)
-        for name, gone in self.lines.go_on_from(self.done, begun.lines):
+        for name, gone in self.lines.go_on_from(self.done, metadata.get("lines", {})):
             self.say(f"{name}: is missing; going on without its {gone} up to step {self.done}")
         if self.done:
             self.say(f"resume: from step {self.done}")

@@ -10,7 +10,6 @@ luck; many in a row say that the parameters are broken, by the update before or 
 then the run starts again from a checkpoint before them, and leaves these steps out.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,7 +29,6 @@ from bert_jax.running.saves import Saves
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import read_json, sealed, write_atomic
 from bert_jax.training import feed, step
-from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.replay import Erred
 
@@ -50,35 +48,20 @@ class Diverged(Exception):
         self.bad = bad
 
 
-@dataclasses.dataclass
-class Start:
-    """The point from which a run goes on."""
-
-    done: int  # steps
-    state: step.State  # of training.step, laid over the mesh
-    window: dict[str, jax.Array]  # sums since the last line was written
-    skipped: tuple[int, ...]  # steps that are left out
-    init_sha256: str  # of the weights the first step began with; "" of fresh ones
-    # What the run's files of lines held up to here (see lines.Lines.written); empty before the
-    # first step.
-    lines: dict[str, Any]
-    # (step, loss) of each evaluation up to here, of a job with patience.
-    held_out: list[tuple[int, float]]
-
-
-def begin(job: Job, context: Context, saved: Saves) -> Start:
+def begin(job: Job, context: Context, saved: Saves) -> Restored:
     """Returns where to start, the same on all processes; damaged checkpoints are put aside.
 
     Raises:
       Unavailable: the storage does not answer, or the processes see different checkpoints.
     """
-
     _agree_on_steps(context.peers, saved)
     context.peers.on_primary("lost", lambda: _set_aside_if_lost(context, saved))
     return _start(job, context, saved, None)
 
 
-def before(error: Diverged | Erred, first: int, job: Job, context: Context, saved: Saves) -> Start:
+def before(
+    error: Diverged | Erred, first: int, job: Job, context: Context, saved: Saves
+) -> Restored:
     """Returns where to start again, a step up to `first`; newer checkpoints are removed.
 
     Where devices erred it is the oldest if none is as old, as in a run that branched off.
@@ -127,7 +110,7 @@ def write_experiment(context: Context) -> None:
         write_atomic(workdir.origin, json.dumps(sealed(context.origin), indent=2) + "\n")
 
 
-def _start(job: Job, context: Context, saved: Saves, at_most: int | None) -> Start:
+def _start(job: Job, context: Context, saved: Saves, at_most: int | None) -> Restored:
     """Decides as above, with a checkpoint up to this step, once all processes see the same."""
     mesh, parallelism = context.mesh, job.experiment.parallelism
     abstract = step.abstract_state(job.objective, job.optimizer, parallelism, mesh)
@@ -144,20 +127,11 @@ def _start(job: Job, context: Context, saved: Saves, at_most: int | None) -> Sta
     else:  # 3, or 4 where the job has no base
         fresh = step.make_init(job.objective, job.optimizer, parallelism, mesh)
         state, sha256 = job.initial_state(fresh(job.experiment.seed))
-        window = step.make_empty_window(job.measured, mesh)()
-        return Start(0, state, window, (), sha256, {}, [])
-    metadata = restored.metadata
+        return Restored(0, state, {"init_sha256": sha256, "window": {}}, {})
     _put_aside(context, saved, restored)
-    if changed := changes(metadata["environment"]):
+    if changed := changes(restored.metadata["environment"]):
         context.progress.say(f"resume: {changed}")
-    # A fork that learns something else drops the sums of what it does not measure.
-    window = step.empty_window(job.measured)
-    window = {k: np.array(metadata["window"].get(k, v), np.float32) for k, v in window.items()}
-    window = feed.put(window, mesh_lib.replicated(mesh))
-    skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)
-    lines, held_out = metadata.get("lines", {}), metadata.get("held_out", [])
-    init_sha256 = metadata["init_sha256"]
-    return Start(restored.step, restored.state, window, skipped, init_sha256, lines, held_out)
+    return restored
 
 
 def _of_branch(
