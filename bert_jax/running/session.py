@@ -19,6 +19,7 @@ from bert_jax.running.lines import EVALUATIONS
 from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Clock, Progress
 from bert_jax.running.runner import Trainer
+from bert_jax.running.saves import Saves
 from bert_jax.running.watchdog import StopRequest, Watchdog
 from bert_jax.storage import buckets, retry
 from bert_jax.storage import mirror as mirror_lib
@@ -75,14 +76,15 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
                 job.prepare(peers)
                 peers.meet("prepare")
             watchdog.reset(times=2)
-            with StopRequest.of(peers) as stop:
+            with StopRequest(peers) as stop:
                 job.open(mesh, peers)
                 clock.peak_flops = hardware.peak_flops(job.objective.model.compute_dtype)
-                around = workdir, mesh, peers, watchdog, mirror, progress, clock, booked, origin
-                trainer = Trainer(job, Context(*around))
+                saves = Saves(workdir, experiment.run, peers, progress.say)
+                around = mesh, peers, saves, mirror, progress, clock, watchdog, stop, forget
+                trainer = Trainer(Context(job, booked, origin, *around))
                 names = experiment.run.trackers if peers.is_primary else ()
                 with trackers.following(names, workdir, experiment, progress.say):
-                    result = trainer.run(stop, forget)
+                    result = trainer.run()
             watchdog.pause()
             mirror.flush()
         _show(result, job, trainer.lines.metrics.read())
