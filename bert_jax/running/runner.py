@@ -59,10 +59,7 @@ class Trainer:
         self.lines = RunLines(workdir, run.when_disk_is_full, writes=peers.is_primary)
         self.replay = Replay(self.mesh)
         self.empty_window = step.make_empty_window(self.job.measured, self.mesh)
-        self.profile = Profile(
-            *(run.profile_steps, workdir.profile, peers.number),
-            *(context.progress, self.clock, workdir.named / "profile"),
-        )
+        self.profile = Profile(run.profile_steps, workdir, peers.number, self.say, self.clock)
         self.state: step.State = {}
         self.window: dict[str, jax.Array] = {}
         self.done = 0  # steps
@@ -137,7 +134,9 @@ class Trainer:
         try:
             while not (self.stop.requested or self._is_whole):
                 try:
-                    self._phase()
+                    with contextlib.closing(self.job.batches(self.done)) as phase:
+                        if self._await_rows(phase):
+                            self._steps(phase)
                 except (Diverged, Erred) as error:
                     error = error.with_traceback(None)  # whose frames hold a batch, and a state
                     if isinstance(error, Diverged) and self.stop.requested:
@@ -147,14 +146,8 @@ class Trainer:
             return error.with_traceback(None)
         return None
 
-    def _phase(self) -> None:
-        """Does steps of the phase that is on, until its end or a request to stop."""
-        phase = self.job.batches(self.done)
-        with contextlib.closing(phase):
-            if self._await_rows(phase):
-                self._steps(phase)
-
     def _steps(self, phase: PhaseBatches) -> None:
+        """Does steps of the phase that is on, until its end or a request to stop."""
         train_step, checked_step, program = self.job.steps_of(phase, self.mesh)
         replayed_step = self.replay.before(checked_step, program)
         self.losses = (phase.objective or self.job.objective).losses

@@ -162,19 +162,16 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
     """Raises InputError on all processes if one does not see who holds the workdir: process 0."""
     if peers.count == 1:
         return
-    seen = mirror.token  # of process 0, which does not ask: another start may have come since
 
     def look() -> str:
-        nonlocal seen
-        if not peers.is_primary:
+        if not peers.is_primary:  # which knows: another start may have come since
             holder = mirror_lib.holder(workdir)
-            seen = "" if holder is None else holder.token
-        return seen
+            mirror.token = "" if holder is None else holder.token
+        return mirror.token
 
     peers.meet("lock")
     mend = f"name a --workdir that all of them share, not {workdir.named}, and start them once"
     peers.await_same("holder of the workdir", look, mend, InputError)
-    mirror.token = seen
 
 
 def _require_going_on(job: Job) -> None:
