@@ -368,18 +368,17 @@ class PretrainingJob(Job):
         often = every(run.eval_every, experiment.total_steps)
         held_out = prepared.held_out(experiment, mesh)
         stream = corpus.open_stream(prepared.folder, "validation")
-        scored, eval_steps, watched = {}, {}, {}
+        scored, watched = {}, {}
         for model in dict.fromkeys(map(experiment.model_of, range(len(experiment.phases)))):
             # Held-out rows are scored alike in all phases, so that their curve is one.
             alike = dataclasses.replace(model, direction=experiment.model.direction)
-            objective = scored[model] = objective_lib.of(alike, experiment.data)
-            eval_steps[model] = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
+            scored[model] = objective_lib.of(alike, experiment.data)
             if model.direction == "both":
                 watched[model] = evaluators.Watched(run.watch, model, prepared.tokenizer, stream)
 
         def score(params: Any, done: int) -> dict[str, float]:
-            model = experiment.model_after(done)
-            return evaluators.evaluate(held_out, params, scored[model], eval_steps[model], mesh)
+            objective = scored[experiment.model_after(done)]
+            return evaluators.evaluate(held_out, params, objective, experiment.parallelism, mesh)
 
         def watch(params: Any, done: int) -> dict[str, Any]:
             model = experiment.model_after(done)
