@@ -27,7 +27,6 @@ from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
-from bert_jax.training import step
 
 # Tokens around, and those in the middle of a row whose masked pieces are scored.
 SHORTEST, MIDDLE = 64, 48
@@ -71,12 +70,11 @@ def losses(of: Experiment, workdir: Workdir) -> dict[int, dict[str, float]]:
     params, _ = load_params(of, workdir, prepared, mesh)
     held_out = prepared.held_out(of, mesh)
     objective = objective_lib.of(of.model, of.data)
-    score = step.make_eval_step(objective, of.parallelism, mesh)
     tokens, found = SHORTEST, {}
     while tokens <= of.data.eval_sequence_length:
         rows = [cut(batch, tokens, prepared.ids) for batch in held_out.batches]
         cut_out = dataclasses.replace(held_out, batches=rows)
-        found[tokens] = evaluators.evaluate(cut_out, params, objective, score, mesh)
+        found[tokens] = evaluators.evaluate(cut_out, params, objective, of.parallelism, mesh)
         tokens *= 2
     return found
 

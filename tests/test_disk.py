@@ -5,7 +5,6 @@ import pathlib
 import shutil
 import subprocess
 import time
-import types
 
 import jax
 import pytest
@@ -19,6 +18,7 @@ from bert_jax.running.progress import Clock, Profile
 from bert_jax.running.runner import Trainer
 from bert_jax.running.saves import Saves
 from bert_jax.storage import copies
+from bert_jax.storage.workdir import Workdir
 
 
 class Disk:
@@ -131,7 +131,7 @@ def test_a_run_whose_first_checkpoint_does_not_fit_trains_no_step_and_leaves_not
     disk, copy_of_run, monkeypatch
 ):
     disk.mount("size=100k")
-    monkeypatch.setattr(Trainer, "_phase", None)
+    monkeypatch.setattr(Trainer, "_train", None)
     code, err = call(f"pretrain small.py --workdir {disk.folder}/w")
     assert (code, err.count("\n")) == (74, 1)
     assert f"{disk.folder}/w/checkpoints: " in err
@@ -219,8 +219,7 @@ def test_a_profile_that_does_not_fit_is_said_and_leaves_nothing(full, disk, tmp_
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     folder = disk.folder if full == "workdir" else tmp_path
     told = []
-    console = types.SimpleNamespace(say=told.append)
-    profile = Profile((1, 3), epath.Path(folder) / "profile", 0, console, Clock(None))
+    profile = Profile((1, 3), Workdir(folder), 0, told.append, Clock(None))
     try:
         for done in range(5):
             with profile.step(done, None):

@@ -20,6 +20,7 @@ from bert_jax import cli, system
 from bert_jax.data import corpus
 from bert_jax.running import evaluators, start
 from bert_jax.running import lines as lines_lib
+from bert_jax.running.checkpoint import Restored
 from bert_jax.running.saves import Saves
 from bert_jax.training import step
 from bert_jax.verify.faults import Fault, Plan, files_below
@@ -120,12 +121,12 @@ class _Child:
         self._at("roll_back")
         save(saves, at, *args)
 
-    def _restore(self, function: Callable[..., start.Start], *args: Any) -> start.Start:
+    def _restore(self, function: Callable[..., Restored], *args: Any) -> Restored:
         restored = function(*args)
         if args[-1] is not None:  # a roll-back
             self._redone = 0
-            self._note("rolled_back", done=self._done, to=restored.done)
-        self._done = restored.done
+            self._note("rolled_back", done=self._done, to=restored.step)
+        self._done = restored.step
         return restored
 
     def _prepare(self, prepare: Callable, *args: Any) -> Any:

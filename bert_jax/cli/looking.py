@@ -56,7 +56,6 @@ def evaluate(args: argparse.Namespace) -> int:
     from bert_jax.running.pretraining import Prepared
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training import objective as objective_lib
-    from bert_jax.training import step
 
     keep_compiled_programs()
     prepared = Prepared.open(workdir.corpus)
@@ -64,9 +63,8 @@ def evaluate(args: argparse.Namespace) -> int:
     mesh = mesh_lib.make_mesh(parallelism)
     params, done = load_params(experiment, workdir, prepared, mesh, args.checkpoint)
     objective = objective_lib.of(experiment.model_scored(done), experiment.data)
-    score = step.make_eval_step(objective, parallelism, mesh)
     rows = prepared.held_out(experiment, mesh)
-    metrics = evaluators.evaluate(rows, params, objective, score, mesh)
+    metrics = evaluators.evaluate(rows, params, objective, parallelism, mesh)
     print(f"step {done}: {evaluators.summary(metrics)}")
     print(json.dumps({"step": done, **metrics}))
     return FINISHED

@@ -181,8 +181,7 @@ def begun(workdir: Workdir) -> Branch | None:
 
 def _has_saved(workdir: Workdir) -> bool:
     """Returns whether there is a checkpoint, not only one that a kill has cut off."""
-    own = Checkpoints(workdir.checkpoints)
-    return bool(own.steps)
+    return bool(Checkpoints(workdir.checkpoints).steps)
 
 
 def _named(flag: Literal["--decay-from", "--fork"], checkpoint: str) -> Branch:

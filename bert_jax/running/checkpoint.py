@@ -53,7 +53,7 @@ class Damaged(InputError):
 
 @dataclasses.dataclass
 class Restored:
-    """A checkpoint that was read."""
+    """A checkpoint that was read; of step 0, which has none, what would be read."""
 
     step: int  # steps done
     state: Any  # what was asked for of the state, as it was saved
@@ -85,11 +85,9 @@ class Checkpoints:
 
     def metadata(self, step: int) -> dict[str, Any]:
         """Returns the JSON that was saved with the state; raises as `restore`."""
-        folder = self._folder / str(step)
 
-        def read() -> dict[str, Any]:
-            with _alone():
-                metadata = dict(ocp.metadata(absolute(folder)).custom_metadata)
+        def read(folder: epath.Path) -> dict[str, Any]:
+            metadata = dict(ocp.metadata(folder).custom_metadata)
             version, seal = metadata["format_version"], metadata.pop("sha256", None)
             if version != _UNSEALED_VERSION and seal != sha256_of(metadata):
                 raise ValueError("its metadata were changed")
@@ -100,7 +98,7 @@ class Checkpoints:
         metadata = self._read(step, read)
         if (version := metadata["format_version"]) != FORMAT_VERSION:
             ours = f"this version reads {FORMAT_VERSION}; use the bert-jax that wrote it"
-            raise InputError(f"{folder}: format_version {version!r}, {ours}")
+            raise InputError(f"{self._folder / str(step)}: format_version {version!r}, {ours}")
         return metadata
 
     def experiment(self, step: int, kind: type[Saved] = Experiment) -> Saved:
@@ -126,9 +124,9 @@ class Checkpoints:
         """Reads the metadata and the state of a step; each process by itself."""
         metadata = self.metadata(step)
 
-        def read() -> Any:
-            with mesh_lib.named_memory(), _alone():
-                state = ocp.load(absolute(self._folder / str(step)), abstract_state)
+        def read(folder: epath.Path) -> Any:
+            with mesh_lib.named_memory():
+                state = ocp.load(folder, abstract_state)
             for path, leaf in jax.tree.leaves_with_path(state):
                 if not isinstance(leaf, jax.Array):
                     raise ValueError(f"{path_of(path)} is not there")
@@ -151,9 +149,8 @@ class Checkpoints:
         """Returns all that a checkpoint holds, to lie at `place`, as `restore` takes it."""
         saved = self.metadata(step)["checksums"]
 
-        def read() -> Any:
-            with _alone():
-                tree = ocp.metadata(absolute(self._folder / str(step))).metadata
+        def read(folder: epath.Path) -> Any:
+            tree = ocp.metadata(folder).metadata
             if {path_of(path) for path, _ in jax.tree.leaves_with_path(tree)} != saved.keys():
                 raise ValueError("it lists other arrays than were saved")
             return jax.tree.map(
@@ -240,8 +237,8 @@ class Checkpoints:
         self._was_allowed = buckets.is_bucket(self._folder)  # whose tokens expire
         return done
 
-    def _read(self, step: int, read: Callable[[], T]) -> T:
-        """Reads something of a checkpoint, again after each passing fault.
+    def _read(self, step: int, read: Callable[[epath.Path], T]) -> T:
+        """Reads something of a checkpoint's folder, again after each passing fault.
 
         It is damaged if that fails once more where all files that are listed can be opened.
         """
@@ -250,7 +247,8 @@ class Checkpoints:
 
         def once(all_open: bool = False) -> T:
             try:
-                return read()
+                with _alone():
+                    return read(absolute(self._folder / str(step)))
             except Exception as error:
                 if isinstance(error, named) or retry.passes(error):
                     raise
@@ -303,7 +301,7 @@ def _require_open(folder: epath.Path) -> None:
 
 
 def sha256_of(metadata: dict[str, Any]) -> str:
-    """Returns the checksum of a checkpoint: of its metadata, and so of its arrays' checksums."""
+    """Returns a checksum of JSON: of a checkpoint's metadata, and so of its arrays' checksums."""
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import jax
+from flax import traverse_util
 from jax._src import cache_key, compilation_cache  # jax has no public names for what is changed
 
 import bert_jax
@@ -79,13 +80,8 @@ def changes(saved: dict[str, Any]) -> str:
 
 def _flat(tree: dict[str, Any]) -> dict[str, str]:
     """Returns the values of nested objects as text, by their own names."""
-    rows: dict[str, str] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            rows |= _flat(value)
-        else:
-            rows[name] = " x ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return rows
+    values = traverse_util.flatten_dict(tree).items()
+    return {k[-1]: " x ".join(map(str, v)) if isinstance(v, list) else str(v) for k, v in values}
 
 
 def _cpu_model() -> str:

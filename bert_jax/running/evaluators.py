@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bert_jax.config import Data, Model
+from bert_jax.config import Data, Model, Parallelism
 from bert_jax.data import batches as batches_lib
 from bert_jax.data import sentences
 from bert_jax.data.stream import Stream
@@ -24,7 +24,7 @@ from bert_jax.model.encoder import Loop
 from bert_jax.running import lines as lines_lib
 from bert_jax.text.tokenizer import Tokenizer, joined, of_first_segment
 from bert_jax.text.vocabulary import MASK
-from bert_jax.training import feed
+from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Objective
 
@@ -64,7 +64,7 @@ def evaluate(
     held_out: HeldOut,
     params: Any,
     objective: Objective,
-    eval_step: Callable[..., losses.Metrics],
+    parallelism: Parallelism,
     mesh: jax.sharding.Mesh,
 ) -> dict[str, float]:
     """Returns an objective's means over the held-out rows, and their `loss`.
@@ -74,6 +74,7 @@ def evaluate(
     """
     sums = {name: np.zeros(2, np.float32) for name in objective.metrics}
     sums = feed.put(sums, mesh_lib.replicated(mesh))
+    eval_step = step.make_eval_step(objective, parallelism, mesh)
     for batch in feed.place_all(held_out.batches, mesh_lib.batch_sharding(mesh)):
         sums = eval_step(params, sums, batch)
     scores = lines_lib.means(jax.device_get(sums))
@@ -119,10 +120,7 @@ def summary(line: dict[str, Any]) -> str:
 def vectors_lost(line: dict[str, Any], lines: list[dict[str, Any]], base: str) -> str:
     """Returns a warning, to be put behind others, if similar texts are known worse than by a base.
 
-    Args:
-      line: of probes.
-      lines: all before; probes that were added since the first step are not compared.
-      base: what its weights were of.
+    `line` is of probes, `lines` are all before: probes that were added since are not compared.
     """
     begun = next((x["scores"] for x in lines if x["kind"] == "probes" and x["step"] == 0), {})
     fell = (

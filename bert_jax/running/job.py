@@ -10,28 +10,14 @@ from bert_jax.config import Optimizer
 from bert_jax.running.branch import Branch
 from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Clock, Progress
-from bert_jax.running.watchdog import Watchdog
+from bert_jax.running.saves import Saves
+from bert_jax.running.watchdog import StopRequest, Watchdog
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.feed import MakeBatch
 from bert_jax.training.objective import Batch, Objective
-
-
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """The surroundings of a run: its place, its processes and devices, and those who watch it."""
-
-    workdir: Workdir
-    mesh: jax.sharding.Mesh
-    peers: Peers
-    watchdog: Watchdog
-    mirror: Mirror
-    progress: Progress
-    clock: Clock
-    booked: Any  # the experiment on all its slices, some of which may be missing
-    origin: dict[str, Any] | None  # where it comes from, see `session.run`
 
 
 class PhaseBatches(NamedTuple):
@@ -178,3 +164,21 @@ class Result:
     outcome: Literal["finished", "stopped", "failed"]
     done: int  # steps
     why: str = ""  # it failed; or its last steps are in no checkpoint: "" if they are
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """A run that is about to begin: what it does, on which devices, and those who watch it."""
+
+    job: Job  # open
+    booked: Any  # its experiment on all slices, some of which may be missing
+    origin: dict[str, Any] | None  # where that comes from, see `session.run`
+    mesh: jax.sharding.Mesh
+    peers: Peers
+    saves: Saves
+    mirror: Mirror
+    progress: Progress
+    clock: Clock
+    watchdog: Watchdog
+    stop: StopRequest  # entered
+    forget: Callable[[], None]  # is called if several processes end without unwinding

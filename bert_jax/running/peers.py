@@ -346,9 +346,7 @@ def connected(
 ) -> Iterator[Peers]:
     """Connects the processes of this run while entered, which must be before jax has devices.
 
-    Args:
-      wait: seconds to wait for slices that are missing.
-      placed: what a run is on some of its slices, of so many processes each; None: it cannot be.
+    For what it takes see `roll_call.meet`.
 
     Raises:
       Unavailable: a process that does not arrive, or a device that fails.

@@ -1,9 +1,7 @@
 """Pre-training as the loop is given it: a prepared corpus, and an experiment on it."""
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -23,6 +21,7 @@ from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
 from bert_jax.running import evaluators, session, slices
 from bert_jax.running.branch import Branch
+from bert_jax.running.checkpoint import sha256_of
 from bert_jax.running.job import Evaluator, Job, PhaseBatches, every
 from bert_jax.running.lines import Lines
 from bert_jax.running.peers import Peers
@@ -46,7 +45,7 @@ class Prepared:
     ids: batches.Ids  # of the tokenizer
     folder: epath.Path  # where it lies here
     named: epath.Path  # where users say it lies: in a bucket, perhaps
-    # {file: (bytes, when written)} of what batches are made of.
+    # Of the files that batches are made of, once they are asked for; see `_stamps`.
     stamps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -60,8 +59,7 @@ class Prepared:
     @property
     def sha256(self) -> str:
         """Returns the hash of the manifest: what the corpus was made from and with."""
-        text = json.dumps(self.manifest, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return sha256_of(self.manifest)
 
     def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata was trained on this corpus."""
@@ -81,9 +79,15 @@ class Prepared:
                 f"{self.folder / 'manifest.json'}: was changed while a run was reading the corpus; "
                 "put that one back and run again, it goes on from its newest checkpoint"
             )
-        if any(_stamp(name) != stamp for name, stamp in self.stamps.items()):
+        if self.stamps and self.stamps != (now := self._stamps()):
             corpus.verify(self.folder)
-            self.stamps |= {name: _stamp(name) for name in self.stamps}
+            self.stamps = now
+
+    def _stamps(self) -> dict[str, tuple[int, int]]:
+        """Returns of each file of the training split its bytes and when it was written."""
+        folder = self.folder / "stream" / "train"
+        stats = {path.name: os.stat(path) for path in folder.glob("*")}
+        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
     def train_batches(
         self, experiment: Experiment, phase: int, sends_counts: bool = False
@@ -94,8 +98,7 @@ class Prepared:
         """
         spec = experiment.phases[phase]
         stream = corpus.open_stream(self.folder, "train")
-        files = sorted((self.folder / "stream" / "train").iterdir())
-        self.stamps |= {os.fspath(path): _stamp(path) for path in files}
+        self.stamps = self._stamps()
         data, names = experiment.data_of(phase), (experiment.seed, "train", phase)
         widths = spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size
         shape = batches.Shape(*widths, spec.row_offset)
@@ -145,14 +148,6 @@ class Prepared:
         shards = mesh_lib.batch_shards(mesh)
         size = -(-experiment.run.eval_batch_size // shards) * shards
         return evaluators.HeldOut.of(train, validation, self.ids, experiment.data, size)
-
-
-def _stamp(path: epath.PathLike) -> tuple[int, int]:
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        return (-1, -1)
-    return status.st_size, status.st_mtime_ns
 
 
 def pretrain(
@@ -373,18 +368,17 @@ class PretrainingJob(Job):
         often = every(run.eval_every, experiment.total_steps)
         held_out = prepared.held_out(experiment, mesh)
         stream = corpus.open_stream(prepared.folder, "validation")
-        scored, eval_steps, watched = {}, {}, {}
+        scored, watched = {}, {}
         for model in dict.fromkeys(map(experiment.model_of, range(len(experiment.phases)))):
             # Held-out rows are scored alike in all phases, so that their curve is one.
             alike = dataclasses.replace(model, direction=experiment.model.direction)
-            objective = scored[model] = objective_lib.of(alike, experiment.data)
-            eval_steps[model] = step_lib.make_eval_step(objective, experiment.parallelism, mesh)
+            scored[model] = objective_lib.of(alike, experiment.data)
             if model.direction == "both":
                 watched[model] = evaluators.Watched(run.watch, model, prepared.tokenizer, stream)
 
         def score(params: Any, done: int) -> dict[str, float]:
-            model = experiment.model_after(done)
-            return evaluators.evaluate(held_out, params, scored[model], eval_steps[model], mesh)
+            objective = scored[experiment.model_after(done)]
+            return evaluators.evaluate(held_out, params, objective, experiment.parallelism, mesh)
 
         def watch(params: Any, done: int) -> dict[str, Any]:
             model = experiment.model_after(done)

@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ from rich.text import Text
 
 from bert_jax.errors import InputError, Unavailable, duration
 from bert_jax.model import losses
-from bert_jax.storage.workdir import made, named_errors, new_file
+from bert_jax.storage.workdir import Workdir, made, named_errors, new_file
 
 # Of the annotation around each step; XProf looks for a number of this kind.
 _STEP = "train"
@@ -208,15 +208,14 @@ class Profile:
     def __init__(
         self,
         steps: tuple[int, ...],  # once so many are done, until so many are; empty: none
-        folder: epath.Path,
+        workdir: Workdir,
         process: int,
-        progress: Progress,  # shows where a trace is, or why there is none
+        say: Callable[[str], None],  # shows where a trace is, or why there is none
         clock: Clock,  # counts the time that tracing takes apart from the steps
-        named: epath.Path | None = None,  # what users call the folder; None: the same
     ):
         self._window = range(*steps) if steps else range(0)
-        self._folder, self._named, self._process = folder, named or folder, process
-        self._progress, self._clock = progress, clock
+        self._workdir, self._process = workdir, process
+        self._say, self._clock = say, clock
         self._local: epath.Path | None = None  # where jax writes, while there is a trace
         self._scratch = contextlib.ExitStack()  # which removes it
         self._traced = range(0)  # steps done before each traced one
@@ -252,7 +251,7 @@ class Profile:
             except (OSError, RuntimeError) as error:
                 self._scratch.close()
                 self._gave_up = True
-                self._progress.say(f"no profile: {error}")
+                self._say(f"no profile: {error}")
                 return
             self._local, self._traced = local, range(done, done)
 
@@ -262,7 +261,7 @@ class Profile:
             return
         steps = f"steps_{self._traced.start + 1}_to_{self._traced.stop}"
         place = f"plugins/profile/{steps}"  # as XProf looks for it
-        target = self._folder / place
+        target = self._workdir.profile / place
         local, self._local = self._local, None
         jax.block_until_ready(state)
         with self._clock.waiting("profile"), self._scratch:
@@ -272,16 +271,17 @@ class Profile:
                 with named_errors(target):
                     self._send(local, target)
             except (InputError, Unavailable, OSError, RuntimeError) as error:
-                self._progress.say(f"no profile of {steps.replace('_', ' ')}: {error}")
+                self._say(f"no profile of {steps.replace('_', ' ')}: {error}")
             else:
-                self._progress.say(f"profile of {steps.replace('_', ' ')}: {self._named / place}")
+                named = self._workdir.named / "profile" / place
+                self._say(f"profile of {steps.replace('_', ' ')}: {named}")
 
     def _send(self, local: epath.Path, target: epath.Path) -> None:
         """Copies the files that jax wrote, all or none."""
-        root = self._folder.parent
+        root = self._workdir.root
         inside = os.path.relpath(target, root)
         if os.path.realpath(target) != os.path.join(os.path.realpath(root), inside):
-            raise InputError(f"{self._folder}: is a link, or holds one; remove it")
+            raise InputError(f"{self._workdir.profile}: is a link, or holds one; remove it")
         with made(target), contextlib.ExitStack() as sent:
             # Of the same steps, before a restart, perhaps on another host.
             for path in target.glob(f"process_{self._process}.*"):

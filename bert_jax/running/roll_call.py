@@ -206,7 +206,6 @@ def meet(place: Place, wait: float, limit: float, placed: Callable[[int, int, in
     """Waits until this process's slice is one of those that train, and tells libtpu.
 
     Args:
-      place: this process's.
       wait: seconds for slices that are missing.
       limit: seconds more for those that nothing can be done without.
       placed: what a run is on some of its slices, of so many processes each; None: it cannot be.

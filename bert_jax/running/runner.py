@@ -10,11 +10,11 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bert_jax import config
 from bert_jax.config import SKIPPED_STEPS
@@ -22,16 +22,15 @@ from bert_jax.errors import Unavailable
 from bert_jax.model import losses
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import start
+from bert_jax.running.checkpoint import Restored
 from bert_jax.running.environment import environment
-from bert_jax.running.job import Context, Evaluator, Job, PhaseBatches, Result
+from bert_jax.running.job import Context, Evaluator, PhaseBatches, Result
 from bert_jax.running.lines import RunLines
 from bert_jax.running.progress import Counts, Profile
-from bert_jax.running.saves import Saves
 from bert_jax.running.start import Diverged, Failed
-from bert_jax.running.watchdog import StopRequest
+from bert_jax.training import feed as feed_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
-from bert_jax.training.feed import Feed
 from bert_jax.training.replay import Erred, Replay
 
 # Steps that wait for the devices. jax lets dozens wait, and a request to stop, or the watchdog, for
@@ -52,25 +51,21 @@ class Trainer:
     primary one writes and speaks.
     """
 
-    def __init__(self, job: Job, context: Context):
-        self.job, self.experiment = job, job.experiment
-        self.context, self.say = context, context.progress.say
+    def __init__(self, context: Context):
+        self.context, self.job, self.saves = context, context.job, context.saves
         self.mesh, self.watchdog, self.clock = context.mesh, context.watchdog, context.clock
-        run, workdir, peers = self.experiment.run, context.workdir, context.peers
+        self.experiment, self.say, self.stop = self.job.experiment, self.job.say, context.stop
+        run, workdir, peers = self.experiment.run, self.job.workdir, context.peers
         self.lines = RunLines(workdir, run.when_disk_is_full, writes=peers.is_primary)
-        self.saves = Saves(workdir, run, peers, self.say)
         self.replay = Replay(self.mesh)
-        self.empty_window = step.make_empty_window(job.measured, self.mesh)
-        self.profile = Profile(
-            *(run.profile_steps, workdir.profile, peers.number),
-            *(context.progress, self.clock, workdir.named / "profile"),
-        )
+        self.empty_window = step.make_empty_window(self.job.measured, self.mesh)
+        self.profile = Profile(run.profile_steps, workdir, peers.number, self.say, self.clock)
         self.state: step.State = {}
         self.window: dict[str, jax.Array] = {}
         self.done = 0  # steps
         self.skipped: tuple[int, ...] = ()  # steps that are left out
         self.init_sha256 = ""
-        self.losses = job.objective.losses  # what is learned in the phase that is on
+        self.losses = self.job.objective.losses  # what is learned in the phase that is on
         # (step, window, the state's counters, counts) of a line whose numbers are on the device.
         self.pending: tuple[int, dict[str, jax.Array], dict[str, jax.Array], Counts] | None = None
         # Numbers of steps that devices may not have done yet; a phase begins before the last ends.
@@ -81,23 +76,18 @@ class Trainer:
 
     # --- the order of operations ----------------------------------------------------------------
 
-    def run(self, stop: StopRequest, forget: Callable[[], None]) -> Result:
-        """Trains; returns how it ended.
-
-        Args:
-          stop: a request to stop, entered.
-          forget: is called if several processes end without unwinding.
-        """
+    def run(self) -> Result:
+        """Trains; returns how it ended."""
         total = self.job.total_steps
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.saves)
-            stack.enter_context(self.context.peers.abort_together(forget))
+            stack.enter_context(self.context.peers.abort_together(self.context.forget))
             stack.enter_context(mesh_lib.named_memory())
             # Times of lost steps are kept; a line cut off by a kill is not.
             if self.context.peers.is_primary:
                 self.lines.timings.forget_after(total)
             with self.clock.waiting("restore"):
-                begun = start.begin(self.job, self.context, self.saves)
+                begun = start.begin(self.context)
             self._go_on_from(begun)
             del begun  # whose arrays are given away step by step
             # Only now: an experiment that was refused must not stand in the workdir.
@@ -113,7 +103,7 @@ class Trainer:
                 self._save()  # from here on it is a run like any other
             try:
                 with self.context.progress.bar(self.done, total):
-                    wrong = self._train(stop)
+                    wrong = self._train()
                 self.watchdog.pause()
                 with self.clock.waiting("checkpoint"):
                     if wrong is None and self.saves.step != self.done:
@@ -136,32 +126,28 @@ class Trainer:
         self._note("end", self._lap() | {"outcome": outcome} | asked)
         return Result(outcome, self.done, str(wrong) if failed else self.saves.missing)
 
-    def _train(self, stop: StopRequest) -> Failed | Diverged | None:
+    def _train(self) -> Failed | Diverged | None:
         """Does all phases; returns what went wrong if the state is not to be saved.
 
         That is a `Diverged` if a request to stop comes before the roll-back.
         """
         try:
-            while not (stop.requested or self._is_whole):
+            while not (self.stop.requested or self._is_whole):
                 try:
-                    self._phase(stop)
+                    with contextlib.closing(self.job.batches(self.done)) as phase:
+                        if self._await_rows(phase):
+                            self._steps(phase)
                 except (Diverged, Erred) as error:
                     error = error.with_traceback(None)  # whose frames hold a batch, and a state
-                    if isinstance(error, Diverged) and stop.requested:
+                    if isinstance(error, Diverged) and self.stop.requested:
                         return error
                     self._go_back(error)
         except Failed as error:
             return error.with_traceback(None)
         return None
 
-    def _phase(self, stop: StopRequest) -> None:
+    def _steps(self, phase: PhaseBatches) -> None:
         """Does steps of the phase that is on, until its end or a request to stop."""
-        phase = self.job.batches(self.done)
-        with contextlib.closing(phase):
-            if self._await_rows(phase, stop):
-                self._steps(phase, stop)
-
-    def _steps(self, phase: PhaseBatches, stop: StopRequest) -> None:
         train_step, checked_step, program = self.job.steps_of(phase, self.mesh)
         replayed_step = self.replay.before(checked_step, program)
         self.losses = (phase.objective or self.job.objective).losses
@@ -169,7 +155,7 @@ class Trainer:
         run, last = self.experiment.run, phase.first + phase.steps
         called: set[Any] = set()
         self.watchdog.reset(times=2)
-        feed = Feed(
+        feed = feed_lib.Feed(
             phase.batch,
             self.done - phase.first,
             phase.steps,
@@ -180,10 +166,10 @@ class Trainer:
             self.say,
         )
         with feed:
-            while self.done < last and not (stop.requested or self._is_in_vain):
+            while self.done < last and not (self.stop.requested or self._is_in_vain):
                 with self.profile.step(self.done, self.state):
                     with self.clock.waiting("data"):
-                        if not self._await_rows(phase, stop):
+                        if not self._await_rows(phase):
                             break
                         batch = next(feed)
                     check = run.check_every > 0 and self.done % run.check_every == 0
@@ -207,8 +193,8 @@ class Trainer:
                 self.watchdog.reset()
                 self.clock.count(batch["input_ids"].size, self.job.operations(batch))
                 self._after_step(phase.ends_line and self.done == last)
-                stop.requested |= bool(self.stops_for)
-                stop.after_step(self.done)
+                self.stop.requested |= bool(self.stops_for)
+                self.stop.after_step(self.done)
         self._write_pending()
 
     def _after_step(self, ends_line: bool) -> None:
@@ -257,16 +243,16 @@ class Trainer:
         self.state, self.window = {}, {}  # two states may be more than there is room for
         self.watchdog.reset(times=2)
         with self.clock.waiting("restore"):
-            begun = start.before(error, first, self.job, self.context, self.saves)
+            begun = start.before(error, first, self.context)
         if isinstance(error, Diverged):
-            where = "" if begun.done else " to step 0, since there is no earlier checkpoint"
+            where = "" if begun.step else " to step 0, since there is no earlier checkpoint"
             self.say(
                 f"{error}; going back{where}, and leaving out these and the one before "
                 f"({self.job.how_to_see(first)})"
             )
-            begun.state, begun.skipped = start.with_skipped(begun.state, skipped), skipped
+            begun.state = start.with_skipped(begun.state, skipped)
         else:
-            self.say(f"{words}; going back to step {begun.done}")
+            self.say(f"{words}; going back to step {begun.step}")
         self._go_on_from(begun)
         self._note("roll_back", self._lap() | about)
         if isinstance(error, Erred) and error.is_last:
@@ -274,21 +260,25 @@ class Trainer:
 
     # --- where to begin -------------------------------------------------------------------------
 
-    def _go_on_from(self, begun: start.Start) -> None:
+    def _go_on_from(self, begun: Restored) -> None:
         """Sets what the next steps begin with; drops lines of steps that will be done again."""
-        self.state, self.window = begun.state, begun.window
-        self.done = begun.done
-        self.skipped, self.init_sha256 = begun.skipped, begun.init_sha256
-        self.evaluation, self.held_out = {}, [*begun.held_out]
+        self.done, self.state, metadata = begun.step, begun.state, begun.metadata
+        window = self.empty_window()
+        # A fork that learns something else drops the sums of what it does not measure.
+        sums = {k: np.array(v, np.float32) for k, v in metadata["window"].items() if k in window}
+        self.window = window | feed_lib.put(sums, mesh_lib.replicated(self.mesh))
+        self.skipped = tuple(int(s) for s in jax.device_get(self.state["skipped_steps"]) if s >= 0)
+        self.init_sha256 = metadata["init_sha256"]
+        self.evaluation, self.held_out = {}, [*metadata.get("held_out", [])]
         self.saves.go_on_from(self.done)
-        for name, gone in self.lines.go_on_from(self.done, begun.lines):
+        for name, gone in self.lines.go_on_from(self.done, metadata.get("lines", {})):
             self.say(f"{name}: is missing; going on without its {gone} up to step {self.done}")
         if self.done:
             self.say(f"resume: from step {self.done}")
         elif due := self._due_evaluators(0):
             self._evaluate(due)
 
-    def _await_rows(self, phase: PhaseBatches, stop: StopRequest) -> bool:
+    def _await_rows(self, phase: PhaseBatches) -> bool:
         """Waits until the next step's rows are known; whether they are, and nobody asked to stop.
 
         Which rows an epoch has may take minutes to plan, and is no hang.
@@ -297,10 +287,10 @@ class Trainer:
         if phase.ready(number):
             return True
         self.watchdog.pause()
-        while not (stop.requested or phase.ready(number)):
+        while not (self.stop.requested or phase.ready(number)):
             time.sleep(_LOOK)
         self.watchdog.reset()
-        return not stop.requested
+        return not self.stop.requested
 
     # --- log ------------------------------------------------------------------------------------
 
@@ -321,10 +311,9 @@ class Trainer:
         means = lines_lib.means(sums)
         # Here, when the device has done these steps: handing them over takes no time.
         seconds = self.clock.lap(counts, means.get("filled"))
-        most = self.experiment.optimizer.bad_steps_in_a_row
-        bad = start.bad_steps(int(counters["step"]), int(counters["bad_in_a_row"]), most)
-        if bad is not None:
-            self._diverged(bad)
+        reached, in_a_row = int(counters["step"]), int(counters["bad_in_a_row"])
+        if in_a_row >= self.experiment.optimizer.bad_steps_in_a_row:
+            self._diverged(range(reached - in_a_row, reached))
         line = lines_lib.train_line(done, means, self.losses, worst)
         self.lines.append(line, "metrics")
         self.lines.time(done, "train", seconds)

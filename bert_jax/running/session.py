@@ -19,6 +19,7 @@ from bert_jax.running.lines import EVALUATIONS
 from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Clock, Progress
 from bert_jax.running.runner import Trainer
+from bert_jax.running.saves import Saves
 from bert_jax.running.watchdog import StopRequest, Watchdog
 from bert_jax.storage import buckets, retry
 from bert_jax.storage import mirror as mirror_lib
@@ -75,14 +76,15 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
                 job.prepare(peers)
                 peers.meet("prepare")
             watchdog.reset(times=2)
-            with StopRequest.of(peers) as stop:
+            with StopRequest(peers) as stop:
                 job.open(mesh, peers)
                 clock.peak_flops = hardware.peak_flops(job.objective.model.compute_dtype)
-                around = workdir, mesh, peers, watchdog, mirror, progress, clock, booked, origin
-                trainer = Trainer(job, Context(*around))
+                saves = Saves(workdir, experiment.run, peers, progress.say)
+                around = mesh, peers, saves, mirror, progress, clock, watchdog, stop, forget
+                trainer = Trainer(Context(job, booked, origin, *around))
                 names = experiment.run.trackers if peers.is_primary else ()
                 with trackers.following(names, workdir, experiment, progress.say):
-                    result = trainer.run(stop, forget)
+                    result = trainer.run()
             watchdog.pause()
             mirror.flush()
         _show(result, job, trainer.lines.metrics.read())
@@ -160,19 +162,16 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
     """Raises InputError on all processes if one does not see who holds the workdir: process 0."""
     if peers.count == 1:
         return
-    seen = mirror.token  # of process 0, which does not ask: another start may have come since
 
     def look() -> str:
-        nonlocal seen
-        if not peers.is_primary:
+        if not peers.is_primary:  # which knows: another start may have come since
             holder = mirror_lib.holder(workdir)
-            seen = "" if holder is None else holder.token
-        return seen
+            mirror.token = "" if holder is None else holder.token
+        return mirror.token
 
     peers.meet("lock")
     mend = f"name a --workdir that all of them share, not {workdir.named}, and start them once"
     peers.await_same("holder of the workdir", look, mend, InputError)
-    mirror.token = seen
 
 
 def _require_going_on(job: Job) -> None:

@@ -10,7 +10,6 @@ luck; many in a row say that the parameters are broken, by the update before or 
 then the run starts again from a checkpoint before them, and leaves these steps out.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,13 +23,11 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.running.branch import Branch
 from bert_jax.running.checkpoint import Checkpoints, Restored
 from bert_jax.running.environment import changes
-from bert_jax.running.job import Context, Job
+from bert_jax.running.job import Context
 from bert_jax.running.peers import Peers
-from bert_jax.running.saves import Saves
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import read_json, sealed, write_atomic
 from bert_jax.training import feed, step
-from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.replay import Erred
 
@@ -50,35 +47,18 @@ class Diverged(Exception):
         self.bad = bad
 
 
-@dataclasses.dataclass
-class Start:
-    """The point from which a run goes on."""
-
-    done: int  # steps
-    state: step.State  # of training.step, laid over the mesh
-    window: dict[str, jax.Array]  # sums since the last line was written
-    skipped: tuple[int, ...]  # steps that are left out
-    init_sha256: str  # of the weights the first step began with; "" of fresh ones
-    # What the run's files of lines held up to here (see lines.Lines.written); empty before the
-    # first step.
-    lines: dict[str, Any]
-    # (step, loss) of each evaluation up to here, of a job with patience.
-    held_out: list[tuple[int, float]]
-
-
-def begin(job: Job, context: Context, saved: Saves) -> Start:
+def begin(context: Context) -> Restored:
     """Returns where to start, the same on all processes; damaged checkpoints are put aside.
 
     Raises:
       Unavailable: the storage does not answer, or the processes see different checkpoints.
     """
+    _agree_on_steps(context)
+    context.peers.on_primary("lost", lambda: _set_aside_if_lost(context))
+    return _start(context, None)
 
-    _agree_on_steps(context.peers, saved)
-    context.peers.on_primary("lost", lambda: _set_aside_if_lost(context, saved))
-    return _start(job, context, saved, None)
 
-
-def before(error: Diverged | Erred, first: int, job: Job, context: Context, saved: Saves) -> Start:
+def before(error: Diverged | Erred, first: int, context: Context) -> Restored:
     """Returns where to start again, a step up to `first`; newer checkpoints are removed.
 
     Where devices erred it is the oldest if none is as old, as in a run that branched off.
@@ -86,14 +66,14 @@ def before(error: Diverged | Erred, first: int, job: Job, context: Context, save
     Raises:
       Failed: too much would be done again, see `can_go_back`; nothing was removed.
     """
-    peers = context.peers
+    peers, saved = context.peers, context.saves
     try:
         saved.wait()
     except Unavailable:
         if peers.count > 1:
             raise  # the others wait for it, inside Orbax; one process goes back past it
-    _agree_on_steps(peers, saved)
-    if not can_go_back(saved.steps, first, job.experiment.run.checkpoint_every):
+    _agree_on_steps(context)
+    if not can_go_back(saved.steps, first, context.job.experiment.run.checkpoint_every):
         if isinstance(error, Diverged):
             raise Failed(
                 f"{error}, and no checkpoint from shortly before step {first + 1} is kept to go "
@@ -101,7 +81,7 @@ def before(error: Diverged | Erred, first: int, job: Job, context: Context, save
                 "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
             )
         first = saved.steps[-1]
-    start = _start(job, context, saved, first)
+    start = _start(context, first)
     peers.meet("restored")  # until then one may still list what is removed
     peers.on_primary("removed", lambda: saved.forget_after(first))
     saved.look_again()
@@ -117,7 +97,7 @@ def named(erred: Erred, peers: Peers) -> str:
 
 def write_experiment(context: Context) -> None:
     """Writes which experiment the run is of, and where it comes from; by one process for all."""
-    workdir, experiment = context.workdir, context.booked
+    workdir, experiment = context.job.workdir, context.booked
     if not context.peers.is_primary:
         return
     write_atomic(workdir.experiment, config.to_json(experiment))
@@ -127,56 +107,43 @@ def write_experiment(context: Context) -> None:
         write_atomic(workdir.origin, json.dumps(sealed(context.origin), indent=2) + "\n")
 
 
-def _start(job: Job, context: Context, saved: Saves, at_most: int | None) -> Start:
+def _start(context: Context, at_most: int | None) -> Restored:
     """Decides as above, with a checkpoint up to this step, once all processes see the same."""
-    mesh, parallelism = context.mesh, job.experiment.parallelism
-    abstract = step.abstract_state(job.objective, job.optimizer, parallelism, mesh)
+    job = context.job
+    spec = job.objective, job.optimizer, job.experiment.parallelism, context.mesh
+    abstract = step.abstract_state(*spec)
 
     def agreed(what: str, error: str) -> str:
         # One may have tried to read until it gives up, and then all end with its line.
         return context.peers.first_error(f"checkpoint {what}", error, patience=2 * retry.GIVE_UP)
 
-    restored = saved.newest(abstract, at_most, agreed)
+    restored = context.saves.newest(abstract, at_most, agreed)
     if restored is not None:  # 1
         job.require_same(restored.metadata)
     elif job.branch is not None:  # 2
-        restored = _of_branch(job.branch, job, context, abstract, agreed)
+        restored = _of_branch(job.branch, context, abstract, agreed)
     else:  # 3, or 4 where the job has no base
-        fresh = step.make_init(job.objective, job.optimizer, parallelism, mesh)
-        state, sha256 = job.initial_state(fresh(job.experiment.seed))
-        window = step.make_empty_window(job.measured, mesh)()
-        return Start(0, state, window, (), sha256, {}, [])
-    metadata = restored.metadata
-    _put_aside(context, saved, restored)
-    if changed := changes(metadata["environment"]):
-        context.progress.say(f"resume: {changed}")
-    # A fork that learns something else drops the sums of what it does not measure.
-    window = step.empty_window(job.measured)
-    window = {k: np.array(metadata["window"].get(k, v), np.float32) for k, v in window.items()}
-    window = feed.put(window, mesh_lib.replicated(mesh))
-    skipped = tuple(int(s) for s in jax.device_get(restored.state["skipped_steps"]) if s >= 0)
-    lines, held_out = metadata.get("lines", {}), metadata.get("held_out", [])
-    init_sha256 = metadata["init_sha256"]
-    return Start(restored.step, restored.state, window, skipped, init_sha256, lines, held_out)
+        state, sha256 = job.initial_state(step.make_init(*spec)(job.experiment.seed))
+        return Restored(0, state, {"init_sha256": sha256, "window": {}}, {})
+    _put_aside(context, restored)
+    if changed := changes(restored.metadata["environment"]):
+        job.say(f"resume: {changed}")
+    return restored
 
 
 def _of_branch(
-    branch: Branch,
-    job: Job,
-    context: Context,
-    abstract: Any,
-    agreed: Callable[[str, str], str],
+    branch: Branch, context: Context, abstract: Any, agreed: Callable[[str, str], str]
 ) -> Restored:
     """Reads the checkpoint that a run branches off; another optimizer than its begins afresh."""
-    experiment, say = job.experiment, context.progress.say
+    job = context.job
     others = Checkpoints(branch.workdir.checkpoints)
     theirs, ours = others.experiment(branch.step).optimizer, job.optimizer
-    there = step.abstract_state(job.objective, theirs, experiment.parallelism, context.mesh)
+    there = step.abstract_state(job.objective, theirs, job.experiment.parallelism, context.mesh)
     restored = others.newest(there, branch.step, agreed)
     if restored is None or restored.step != branch.step:
         raise InputError(f"{branch.flag} {branch}: damaged, or not there any more")
     is_other = "; it is not the run that its settings give from step 0" * (branch.flag == "--fork")
-    say(f"{branch.flag[2:]}: from {branch} on{is_other}")
+    job.say(f"{branch.flag[2:]}: from {branch} on{is_other}")
     if theirs.name == ours.name:  # else than in parts without arrays, as of optimizer.layer_decay
         leaves, tree = jax.tree.leaves(restored.state["optimizer"]), abstract["optimizer"]
         restored.state["optimizer"] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
@@ -184,14 +151,15 @@ def _of_branch(
         places = jax.tree.map(lambda leaf: leaf.sharding, abstract["optimizer"])
         init = jax.jit(optimizer_lib.make(ours).init, out_shardings=places)
         restored.state["optimizer"] = init(restored.state["params"])
-        say(f"optimizer.name: {theirs.name} -> {ours.name}, whose moments begin at 0")
+        job.say(f"optimizer.name: {theirs.name} -> {ours.name}, whose moments begin at 0")
     if branch.flag == "--decay-from":
         job.require_same(restored.metadata)
     return restored
 
 
-def _agree_on_steps(peers: Peers, saved: Saves) -> None:
+def _agree_on_steps(context: Context) -> None:
     """Waits until all processes see the same checkpoints; raises Unavailable if they do not."""
+    peers, saved = context.peers, context.saves
 
     def look() -> str:
         saved.look_again()
@@ -201,35 +169,35 @@ def _agree_on_steps(peers: Peers, saved: Saves) -> None:
     peers.await_same("checkpoints", look, "run again once all see the same files", Unavailable)
 
 
-def _put_aside(context: Context, saved: Saves, restored: Restored) -> None:
+def _put_aside(context: Context, restored: Restored) -> None:
     """Renames damaged checkpoints newer than the restored one, and unreadable older ones."""
+    saved = context.saves
 
     def rename() -> None:
         for number, why in (saved.unreadable() | restored.damaged).items():
             aside = saved.set_aside(number)
-            context.progress.say(f"{why}; now {aside}, going on from step {restored.step}")
+            context.job.say(f"{why}; now {aside}, going on from step {restored.step}")
 
     context.peers.on_primary("damaged", rename)
     saved.look_again()
 
 
-def _set_aside_if_lost(context: Context, saved: Saves) -> None:
+def _set_aside_if_lost(context: Context) -> None:
     """Puts the newest that was seen whole aside, and says so, if it is whole no more."""
-    path, mend = context.workdir.saved, "remove it to go on"
+    job, saved = context.job, context.saves
+    path, mend = job.workdir.saved, "remove it to go on"
     step = read_json(path, 1, mend, mend)["step"] if path.exists() else 0
     newest = max(saved.steps, default=0)
     if step <= newest:
         return
-    lost = (
-        f"{context.workdir.checkpoints / str(step)}: damaged, was saved whole (it is cut or gone)"
-    )
+    lost = f"{job.workdir.checkpoints / str(step)}: damaged, was saved whole (it is cut or gone)"
     if not newest:
         raise InputError(
             f"{lost}, and no other checkpoint is left to go on from; put the files back, or "
             "choose another --workdir to start again"
         )
     aside = saved.set_aside(step)
-    context.progress.say(f"{lost}{f'; now {aside}' * bool(aside)}, going on from step {newest}")
+    job.say(f"{lost}{f'; now {aside}' * bool(aside)}, going on from step {newest}")
 
 
 # --- steps that are left out --------------------------------------------------------------------
@@ -240,11 +208,6 @@ def with_skipped(state: step.State, steps: tuple[int, ...]) -> step.State:
     slots = np.full(SKIPPED_STEPS, -1, np.int32)
     slots[: len(steps)] = steps
     return state | {"skipped_steps": feed.put(slots, state["skipped_steps"].sharding)}
-
-
-def bad_steps(reached: int, in_a_row: int, most: int) -> range | None:
-    """Returns the bad steps at the end of a state that is latched, else None."""
-    return range(reached - in_a_row, reached) if in_a_row >= most else None
 
 
 def left_out(skipped: Iterable[int], bad: range) -> tuple[tuple[int, ...], int]:

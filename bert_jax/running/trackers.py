@@ -20,6 +20,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from flax import traverse_util
+
 from bert_jax import config
 from bert_jax.errors import InputError, printable
 from bert_jax.running.lines import Lines
@@ -216,14 +218,11 @@ def _lines(workdir: Workdir) -> list[tuple[str, int, dict[str, float]]]:
     # First the timings: no metrics of a later step are read before those of an earlier one.
     lines = [x | {"kind": "timings"} for x in Lines(workdir.timings).read() if x["kind"] == "train"]
     lines += Lines(workdir.metrics).read()
-    parts = [(line.pop("kind"), line.pop("step"), dict(_numbers(line))) for line in lines]
+    parts = [(line.pop("kind"), line.pop("step"), _numbers(line)) for line in lines]
     return sorted(parts, key=lambda line: line[1])
 
 
-def _numbers(line: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
-    """Yields the numbers of a line by their names, those of objects in it by their paths."""
-    for name, value in line.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{above}{name}/")
-        elif isinstance(value, int | float) and f"{above}{name}" != "time":
-            yield f"{above}{name}", float(value)
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a line by their names, those of objects in it by their paths."""
+    values = traverse_util.flatten_dict(line, sep="/").items()
+    return {k: float(v) for k, v in values if isinstance(v, int | float) and k != "time"}

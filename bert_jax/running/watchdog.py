@@ -23,26 +23,34 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopRequest:
-    """A request to stop, set by SIGTERM and SIGINT while entered; a second SIGINT is the end."""
+    """A request to stop, set by SIGTERM and SIGINT while entered; a second SIGINT is the end.
 
-    def __init__(self) -> None:
+    Of several processes a signal to one stops all after the same step: jax hears SIGTERM and finds
+    one that none has done yet; SIGINT is turned into it.
+    """
+
+    def __init__(self, peers: Peers):
         self.requested = False
-        self._interrupts = 0
+        self._is_shared = peers.count > 1
+        self._interrupts = self._reached = 0
         self._before: dict[int, object] = {}
 
-    @classmethod
-    def of(cls, peers: Peers) -> "StopRequest":
-        """Returns one for this process, or for several that stop together."""
-        return cls() if peers.count == 1 else SharedStopRequest()
-
     def __enter__(self) -> "StopRequest":
-        retry.latest = float("inf")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._handle)
+        if self._is_shared:
+            peers_lib.notice_sigterm()
+        else:
+            retry.latest = float("inf")
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
+        self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def after_step(self, done: int) -> None:
         """Takes note of a step that is done; called after each, on all processes alike."""
+        if self._is_shared:
+            # jax stops at one more than the most that a process gave. A roll-back sets `done` back:
+            # that step could be far off then, or the run over before.
+            self._reached = max(self._reached + 1, done)
+            self.requested |= multihost_utils.reached_preemption_sync_point(self._reached)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -56,40 +64,15 @@ class StopRequest:
                 if os.isatty(1):
                     os.write(1, _SHOW_CURSOR)  # the progress bar hides it
                 os._exit(INTERRUPTED)
-        self._request()
-
-    def _request(self) -> None:
+        leaves = b"Ctrl-C again leaves at once, unsaved\n"
+        if self._is_shared:
+            os.write(_STDERR, b"stopping after a step or a few; " + leaves)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         if not self.requested:
-            os.write(_STDERR, b"stopping after this step; Ctrl-C again leaves at once, unsaved\n")
+            os.write(_STDERR, b"stopping after this step; " + leaves)
         self.requested = True
         retry.hurry()
-
-
-class SharedStopRequest(StopRequest):
-    """A `StopRequest` for several processes: a signal to one stops all after the same step.
-
-    jax hears SIGTERM and finds a step that none has done yet; SIGINT is turned into it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._reached = 0
-
-    def __enter__(self) -> "StopRequest":
-        peers_lib.notice_sigterm()
-        self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def after_step(self, done: int) -> None:
-        """Takes note of a step that is done; called after each, on all processes alike."""
-        # jax stops at one more than the most that a process gave. A roll-back sets `done` back:
-        # that step could be far off then, or the run over before.
-        self._reached = max(self._reached + 1, done)
-        self.requested |= multihost_utils.reached_preemption_sync_point(self._reached)
-
-    def _request(self) -> None:
-        os.write(_STDERR, b"stopping after a step or a few; Ctrl-C again leaves at once, unsaved\n")
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Watchdog:

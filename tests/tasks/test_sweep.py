@@ -90,7 +90,7 @@ def test_scores_are_shown_with_means_over_seeds_and_finished_runs_are_kept(
     assert (group["mean"], group["deviation"]) == pytest.approx((mean, deviation))
     assert out[-1].split() == ["0.5", "2", f"{mean:.4f}", f"{deviation:.4f}"]
 
-    monkeypatch.setattr(Trainer, "_phase", None)  # nothing is left to do
+    monkeypatch.setattr(Trainer, "_train", None)  # nothing is left to do
     assert run(*axes) == 0
     again = capsys.readouterr().out.splitlines()
     assert sum("holds the finished run" in line for line in again) == 2

@@ -225,7 +225,7 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
     """Process 0 goes back first, and process 1 is still reading."""
     done = []
 
-    def read(job, context, saved, at_most):
+    def read(context, at_most):
         time.sleep(0.5 * context.peers.number)
         done.append(f"read by {context.peers.number}")
 
@@ -235,7 +235,8 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
         saved = mock.Mock(steps=[8, 4])
         saved.forget_after.side_effect = lambda step: done.append(f"removed after {step}")
         job = mock.Mock(**{"experiment.run.checkpoint_every": 4})
-        start.before(Erred([], True, False), 5, job, mock.Mock(peers=us), saved)
+        context = mock.Mock(job=job, peers=us, saves=saved)
+        start.before(Erred([], True, False), 5, context)
 
     together(work, 2)
     assert done == ["read by 0", "read by 1", "removed after 5"]

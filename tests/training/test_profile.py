@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 from broken import tree
 from compare import assert_identical
-from etils import epath
 from small_run import final_state, pretrain
 
 from bert_jax.running.progress import Clock, Profile
+from bert_jax.storage.workdir import Workdir
 from bert_jax.training import step as step_lib
 
 
@@ -67,15 +67,9 @@ def test_a_profiled_run_that_stops_in_the_window_is_the_run_without_bit_for_bit(
 # --- the window alone ---
 
 
-class Told(list):
-    """In the place of a Progress."""
-
-    say = list.append
-
-
 def profile(folder, window=(2, 5), process=0):
-    told = Told()
-    return Profile(window, epath.Path(folder), process, told, Clock()), told
+    told = []
+    return Profile(window, Workdir(folder.parent), process, told.append, Clock()), told
 
 
 def take(profile, steps) -> None:

@@ -294,11 +294,11 @@ def test_waiting_for_a_plan_is_no_hang():
 
     seen = Recorder()
     trainer = Trainer.__new__(Trainer)
-    trainer.done, trainer.watchdog = 17, seen
+    trainer.done, trainer.watchdog, trainer.stop = 17, seen, seen
     phase = PhaseBatches(1, 10, 20, 8, None, seen.ready)
-    assert trainer._await_rows(phase, seen)
+    assert trainer._await_rows(phase)
     assert seen.calls == ["ready 7", "pause", "ready 7", "ready 7", "ready 7", "reset"]
-    assert trainer._await_rows(phase, seen)
+    assert trainer._await_rows(phase)
     assert seen.calls[6:] == ["ready 7"]
 
 
