@@ -1,5 +1,6 @@
 """What a notebook calls: a model is loaded from anywhere and asked; batches and runs by value."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 from compare import assert_identical
 from etils import epath
-from small_run import write_text
 
 import bert_jax
 from bert_jax import base as base_lib
@@ -22,11 +22,15 @@ from bert_jax.running.pretraining import Prepared
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A finished run, trained by the library: (experiment file, workdir, what it returned)."""
-    folder = tmp_path_factory.mktemp("library")
-    file = write_text(folder)
-    return file, folder / "run", bert_jax.pretrain(file, folder / "run")
+def run(finished_run):
+    """A finished run, gone on with by the library: (experiment file, workdir, what it returned)."""
+    with contextlib.chdir(finished_run):
+        return finished_run / "small.py", finished_run / "run", bert_jax.pretrain("small.py", "run")
+
+
+@pytest.fixture(autouse=True)
+def here(finished_run, monkeypatch):
+    monkeypatch.chdir(finished_run)
 
 
 def test_the_package_offers_them_and_loads_jax_only_then():
