@@ -44,8 +44,9 @@ LONGEST = (
 )
 
 
-# Bytes that a worker may take before it gives back what it can, and what it had then.
-MUCH = 500_000_000
+# Bytes that a worker may take before it gives back what it can: after a file, for it takes half a
+# second to look for them, and within one. And what it had then.
+SOME, MUCH = 250_000_000, 500_000_000
 kept = {"bytes": 0}
 
 
@@ -57,9 +58,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_dropped():
-    """Gives back, after each file, the memory of its programs: a worker stays below 2 GB."""
+    """Gives back, after a file, the memory of programs: a worker stays below 2 GB."""
     yield
-    give_back()
+    if resident() > kept["bytes"] + SOME:
+        give_back()
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,11 @@
 """A run small enough to be started many times: text, an experiment file, and the command."""
 
+import contextlib
 import io
 import os
 import pathlib
 import random
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -86,12 +88,12 @@ def bert_jax(*args: object, **options) -> subprocess.CompletedProcess:
     return command("-m", "bert_jax.cli", *args, **options)
 
 
-def killed(step: int, signal: int, *args: object, **options) -> subprocess.CompletedProcess:
+def killed(step: int, by: int, *args: object, **options) -> subprocess.CompletedProcess:
     """Runs `bert-jax ARGS`, sent the signal before step STEP."""
     # Not above: conftest reads this module before jax may start.
     from bert_jax.verify.faults import Fault, Plan
 
-    plan = Plan(Fault("step", signal, step))
+    plan = Plan(Fault("step", by, step))
     return command("-m", "bert_jax.cli.child", plan.to_json(), *args, **options)
 
 
@@ -138,6 +140,28 @@ def pretrain(
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
     outcome = pretraining.pretrain(experiment, place, length, Progress(console), None, probes)
     return outcome, console.export_text()
+
+
+@contextlib.contextmanager
+def signal_before(at, monkeypatch):
+    """Within it a run is sent SIGTERM before a step, and stops after it."""
+    from bert_jax.training import step  # after jax's settings
+
+    make = step.make_train_step
+
+    def deadly(*args):
+        train_step = make(*args)
+
+        def one(state, *more):
+            if int(state["step"]) == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return train_step(state, *more)
+
+        return one
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "make_train_step", deadly)
+        yield
 
 
 def saves_in(workdir: pathlib.Path, run: object = None) -> object:

@@ -12,7 +12,7 @@ import pytest
 from broken import call
 from etils import epath
 from fake_gcs import Fault
-from small_run import bert_jax, killed, write_text
+from small_run import bert_jax, killed
 
 from bert_jax import config
 from bert_jax.data import corpus, plans
@@ -35,16 +35,10 @@ FEW = "--set phases.0.steps=3 --set phases.1.steps=1"
 
 @pytest.mark.long
 def test_a_run_is_killed_and_goes_on_on_another_machine_with_the_bytes_of_a_local_one(
-    objects, tmp_path, monkeypatch
+    objects, copy_of_run, tmp_path, monkeypatch
 ):
-    file = write_text(tmp_path)
-    local = bert_jax("pretrain", file, "--workdir", tmp_path / "local")
-    assert local.returncode == 0, local.stderr.decode()
-
-    there = ("--workdir", FOLDER, "--set", "run.corpus_dir=gs://bucket/corpus")
-    prepared = bert_jax("prepare", file, *there)
-    assert prepared.returncode == 0, prepared.stderr.decode()
-    dead = killed(15, signal.SIGKILL, "pretrain", file, *there)
+    assert call(f"prepare small.py {THERE}") == (0, "")
+    dead = killed(15, signal.SIGKILL, "pretrain", "small.py", *THERE.split(), devices=4)
     assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
     saved = {name.split("/")[2] for name in objects.files("run/checkpoints/")}
     # The newest as if the kill had come while it was being written.
@@ -52,30 +46,28 @@ def test_a_run_is_killed_and_goes_on_on_another_machine_with_the_bytes_of_a_loca
     assert newest > min(map(int, saved))
     objects.delete(f"run/checkpoints/{newest}/commit_success.txt", {})
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "another machine"))
-    done = bert_jax("pretrain", file, *there)
+    done = bert_jax("pretrain", "small.py", *THERE.split(), devices=4)
     assert done.returncode == 0, done.stderr.decode()
     assert b"resume: from step" in done.stdout
     assert f"resume: from step {newest}\n".encode() not in done.stdout
 
     for name in ("metrics.jsonl", "predictions.jsonl"):
-        assert objects.files("run/")[f"run/{name}"] == (tmp_path / "local" / name).read_bytes()
+        assert objects.files("run/")[f"run/{name}"] == pathlib.Path("run", name).read_bytes()
     assert not [name for name in objects.files() if "tmp" in name]
     assert_can_be_read(objects, tmp_path)
-    assert_damage_is_put_aside(objects, file, there, tmp_path)
+    assert_damage_is_put_aside(objects)
 
 
-def assert_damage_is_put_aside(objects, file, there, tmp_path):
+def assert_damage_is_put_aside(objects):
     newest = "run/checkpoints/22/"
     name = max(objects.files(newest), key=lambda name: len(objects.files()[name]))
     content = bytearray(objects.files()[name])
     content[len(content) // 2] ^= 1
     objects.put(name, bytes(content), {})
-    done = bert_jax("pretrain", file, *there)
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"22: damaged, cannot be restored" in done.stdout and b"now damaged-22" in done.stdout
+    assert call(f"pretrain small.py {THERE}") == (0, "")
     assert objects.files("run/checkpoints/damaged-22/") and objects.files(newest)
     ours = objects.files("run/")["run/metrics.jsonl"]
-    assert ours == (tmp_path / "local" / "metrics.jsonl").read_bytes()
+    assert ours == pathlib.Path("run/metrics.jsonl").read_bytes()
 
 
 def assert_can_be_read(objects, tmp_path):
@@ -87,7 +79,7 @@ def assert_can_be_read(objects, tmp_path):
         f"doctor {FOLDER}",
         f"export --workdir {FOLDER} --as masked_lm --out {tmp_path / 'exported'}",
         f"import {FOLDER} --workdir {tmp_path / 'base'}",
-        f"prepare {tmp_path / 'small.py'} {THERE} --verify",
+        f"prepare small.py {THERE} --verify",
     ):
         assert call(words) == (0, ""), words
     assert b"finished" in objects.files("run/")["run/report.html"]

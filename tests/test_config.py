@@ -7,26 +7,11 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_refusals import CLIP, MODERN
+from test_refusals import PRETRAINING as EXPERIMENT
 
 from bert_jax import config
-from bert_jax.config import Corpus, Experiment, Phase
 from bert_jax.errors import InputError
-
-EXPERIMENT = Experiment(
-    name="x",
-    corpus=Corpus(sources=("text:a", "jsonl:b")),
-    phases=(
-        Phase(steps=90_000, sequence_length=128, max_predictions_per_seq=20),
-        Phase(steps=10_000, sequence_length=512, max_predictions_per_seq=77),
-    ),
-)
-
-_MODERN = "model.kind=modern model.num_hidden_layers=13"
-_CLIP = "optimizer.clip=per_replica optimizer.reference_replicas=32"
-
-
-def test_json_round_trip():
-    assert config.from_json(config.to_json(EXPERIMENT), "f") == EXPERIMENT
 
 
 def test_steps_fall_into_phases():
@@ -81,7 +66,7 @@ def test_a_setting_without_effect_is_noted_and_compared(setting):
     (difference,) = config.differences(EXPERIMENT, changed, "identity")
     assert setting in note and difference.startswith(setting.partition("=")[0])
     assert config.notes(EXPERIMENT) == []
-    of_use = f"{_MODERN} {_CLIP} optimizer.schedule=wsd".split()
+    of_use = f"{MODERN} {CLIP} optimizer.schedule=wsd".split()
     assert config.notes(config.override(EXPERIMENT, [*of_use, setting])) == []
 
 

@@ -37,6 +37,12 @@ class Disk:
         if done.returncode:
             pytest.skip(f"a disk cannot be mounted here: {done.stderr.decode().strip()}")
 
+    def fill(self) -> None:
+        """Puts into `others` what there is space for."""
+        with contextlib.suppress(OSError), open(self.folder / "others", "wb", 0) as file:
+            while file.write(b"x" * 512):
+                pass
+
 
 @pytest.fixture
 def disk(tmp_path):
@@ -96,22 +102,15 @@ def test_a_disk_that_fills_up_in_a_run_costs_no_checkpoint(disk, copy_of_run, ca
 def test_a_run_may_go_on_where_its_checkpoints_do_not_fit(disk, copy_of_run):
     """It tries again at each; there is space again before the last."""
     disk.mount("size=3m")
-    space = disk.folder / "space"
-
-    def fill():
-        with contextlib.suppress(OSError), open(space, "wb", 0) as file:
-            while file.write(b"x" * 512):
-                pass
-
     saved = []
     save = Saves.save
 
     def watched(self, step, *args):
         saved.append(step)
         if step == 6:
-            fill()
+            disk.fill()
         if step == 18:
-            space.unlink()
+            (disk.folder / "others").unlink()
         save(self, step, *args)
 
     settings = ("run.checkpoint_every=3", "run.when_disk_is_full=go_on")
@@ -158,9 +157,7 @@ def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, mo
         if line["step"] == 9:
             while not (disk.folder / "w" / "checkpoints" / "5").exists():
                 time.sleep(0.01)
-            with contextlib.suppress(OSError), open(disk.folder / "others", "wb", 0) as file:
-                while file.write(b"x" * 512):
-                    pass
+            disk.fill()
         # Longer than what is left in the file's last block.
         append(self, line | {f"more_{number}": 0.5 for number in range(400)})
 

@@ -47,13 +47,6 @@ def test_what_is_no_source_is_refused():
             task(source=source)
 
 
-def test_texts_are_in_the_order_of_the_encoder():
-    assert task("classify").text_columns == ("sentence",)
-    assert task("pair").text_columns == ("sentence", "b")
-    assert task("regress").text_columns == ("sentence", "b")
-    assert task("choice").text_columns == ("sentence", "b", "c")
-
-
 def test_columns_without_names_are_numbers():
     numbers = {"text_column": "3", "label_column": "1"}
     assert task(source="tsv:x", header="none", **numbers)

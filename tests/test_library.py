@@ -1,5 +1,6 @@
 """What a notebook calls: a model is loaded from anywhere and asked; batches and runs by value."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 from compare import assert_identical
 from etils import epath
-from small_run import write_text
 
 import bert_jax
 from bert_jax import base as base_lib
@@ -22,11 +22,15 @@ from bert_jax.running.pretraining import Prepared
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A finished run, trained by the library: (experiment file, workdir, what it returned)."""
-    folder = tmp_path_factory.mktemp("library")
-    file = write_text(folder)
-    return file, folder / "run", bert_jax.pretrain(file, folder / "run")
+def model(finished_run):
+    """What the library returns when it goes on with a finished run."""
+    with contextlib.chdir(finished_run):
+        return bert_jax.pretrain("small.py", "run")
+
+
+@pytest.fixture(autouse=True)
+def here(finished_run, monkeypatch):
+    monkeypatch.chdir(finished_run)
 
 
 def test_the_package_offers_them_and_loads_jax_only_then():
@@ -39,27 +43,25 @@ def test_the_package_offers_them_and_loads_jax_only_then():
         _ = bert_jax.train_bert
 
 
-def test_a_run_a_base_and_a_folder_of_transformers_give_the_same(run, tmp_path):
-    _, workdir, trained = run
+def test_a_run_a_base_and_a_folder_of_transformers_give_the_same(model, tmp_path):
     folder = tmp_path / "theirs"
     huggingface.export_weights(
-        Loaded.of(epath.Path(workdir)), "pretraining", "float32", epath.Path(folder)
+        Loaded.of(epath.Path("run")), "pretraining", "float32", epath.Path(folder)
     )
     theirs = bert_jax.load(folder)
-    ours = bert_jax.load(str(workdir))
-    assert (ours.step, theirs.step) == (trained.step, 0) == (22, 0)
+    ours = bert_jax.load("run")
+    assert (ours.step, theirs.step) == (model.step, 0) == (22, 0)
     assert repr(ours).startswith("<bert_jax model small, step 22, ")
     text = "wa wb [MASK] xc ."
-    for model in (ours, theirs):
-        assert model.tokenize(text) == ["wa", "wb", "[MASK]", "xc", "."]
-        np.testing.assert_allclose(model.embed([text]), trained.embed([text]), rtol=1e-6)
-        pairs = zip(model.fill(text).masks[0], trained.fill(text).masks[0], strict=True)
+    for one in (ours, theirs):
+        assert one.tokenize(text) == ["wa", "wb", "[MASK]", "xc", "."]
+        np.testing.assert_allclose(one.embed([text]), model.embed([text]), rtol=1e-6)
+        pairs = zip(one.fill(text).masks[0], model.fill(text).masks[0], strict=True)
         for (piece, share), (other, its) in pairs:
             assert piece == other and share == pytest.approx(its, rel=1e-5)
 
 
-def test_hidden_states_are_those_that_embed_pools(run):
-    model = run[2]
+def test_hidden_states_are_those_that_embed_pools(model):
     texts = ["wa wb wc", "xa wd we wf wg wh wi wj"]
     hidden = model.hidden(texts, layers=(0, -1))
     assert [h.shape for h in hidden] == [(2, 5, 16), (2, 10, 16)]
@@ -68,9 +70,8 @@ def test_hidden_states_are_those_that_embed_pools(run):
     assert model.embed([]).shape == (0, 16)
 
 
-def test_attention_leads_from_one_layer_to_the_next(run):
+def test_attention_leads_from_one_layer_to_the_next(model):
     """The layer's own arithmetic in NumPy, from its input and the probabilities to its output."""
-    model = run[2]
     text = "wa wb wc xd"
     pieces, maps = model.attention(text)
     assert pieces == ["[CLS]", "wa", "wb", "wc", "xd", "[SEP]"] and maps.shape == (1, 2, 6, 6)
@@ -95,11 +96,10 @@ def test_attention_leads_from_one_layer_to_the_next(run):
     )
 
 
-def test_batches_are_those_of_the_run_and_apply_computes_its_loss(run):
-    file, workdir, model = run
-    experiment = config.load(str(file))
-    batch = bert_jax.batches(experiment, 15, workdir)
-    theirs = Prepared.open(epath.Path(workdir).parent / "corpus").train_batches(experiment, 1)
+def test_batches_are_those_of_the_run_and_apply_computes_its_loss(model):
+    experiment = config.load("small.py")
+    batch = bert_jax.batches(experiment, 15, "run")
+    theirs = Prepared.open(epath.Path("corpus")).train_batches(experiment, 1)
     for name, array in theirs.batch(1, np.arange(4)).items():
         np.testing.assert_array_equal(batch[name], array)
     masked_lm, next_sentence = model.apply(model.params, batch)
@@ -107,16 +107,15 @@ def test_batches_are_those_of_the_run_and_apply_computes_its_loss(run):
     np.testing.assert_allclose(masked_lm, expected[0], atol=1e-5)
     np.testing.assert_allclose(next_sentence, expected[1], atol=1e-5)
     with pytest.raises(InputError, match="step 22: the run has steps 0 to 21"):
-        bert_jax.batches(str(file), 22, workdir)
+        bert_jax.batches("small.py", 22, "run")
 
 
-def test_what_cannot_be_asked_is_named(run, tmp_path):
-    model = run[2]
+def test_what_cannot_be_asked_is_named(model, tmp_path):
     for call, words in (
         (lambda: model.hidden("wa", layers=(2,)), "the model has layers 1 to 1"),
         (lambda: model.hidden("wa " * 40), "42 pieces; the model reads 32"),
         (lambda: bert_jax.load(tmp_path), "no run here"),
-        (lambda: bert_jax.load(run[1], checkpoint="3"), "3"),
+        (lambda: bert_jax.load("run", checkpoint="3"), "3"),
         (lambda: bert_jax.pretrain(tmp_path / "none.py"), "no such experiment file"),
     ):
         with pytest.raises(InputError, match=words):

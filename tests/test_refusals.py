@@ -18,8 +18,8 @@ TASK = Task(kind="classify", train=("tsv:a",), validation=("tsv:b",))
 
 _CAUSAL = "data.objective=causal data.eval_max_predictions_per_seq=127"
 _LEFT = f"{_CAUSAL} model.direction=left_to_right"
-_MODERN = "model.kind=modern model.num_hidden_layers=13"
-_CLIP = "optimizer.clip=per_replica optimizer.reference_replicas=32"
+MODERN = "model.kind=modern model.num_hidden_layers=13"
+CLIP = "optimizer.clip=per_replica optimizer.reference_replicas=32"
 _CHOICE = "task.kind=choice task.choice_columns=b,c"
 _SPAN = "task.kind=span task.train=squad:a task.validation=squad:b"
 
@@ -67,14 +67,14 @@ data.objective=causal -> data.eval_max_predictions_per_seq=20
 model.direction=left_to_right
 {_LEFT} -> phases.0.max_predictions_per_seq=20
 {_LEFT} run.watch=a[MASK]
-{_MODERN} model.local_window=1024
-{_MODERN} model.max_position_embeddings=1024 model.local_window=514
-{_MODERN} model.num_attention_heads=256
-{_MODERN} model.local_window=1
-{_MODERN} model.global_rotary_scaling=linear:0.5
+{MODERN} model.local_window=1024
+{MODERN} model.max_position_embeddings=1024 model.local_window=514
+{MODERN} model.num_attention_heads=256
+{MODERN} model.local_window=1
+{MODERN} model.global_rotary_scaling=linear:0.5
 model.output_table=own
-{_MODERN} model.global_every=1 model.local_window=64
-{_MODERN} model.type_vocab_size=3
+{MODERN} model.global_every=1 model.local_window=64
+{MODERN} model.type_vocab_size=3
 phases.1.objective=mlm
 phases.0.objective=caussal -> choose one of mlm_nsp
 phases.0.objective=causal -> phases.0.max_predictions_per_seq=20
@@ -87,9 +87,9 @@ optimizer.bad_steps_in_a_row=64
 optimizer.warmup_steps=200000
 phases.0.steps=60 phases.1.steps=1 -> optimizer.warmup_steps=6
 optimizer.schedule=wsd optimizer.decay_steps=90001
-{_CLIP} parallelism.accumulation=4
-{_CLIP} parallelism.state=zero3
-{_CLIP} optimizer.reference_replicas=3
+{CLIP} parallelism.accumulation=4
+{CLIP} parallelism.state=zero3
+{CLIP} optimizer.reference_replicas=3
 parallelism.accumulation=3 -> phases.0.batch_size=256
 parallelism.accumulation=1,1,1
 run.profile_steps=0,101

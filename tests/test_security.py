@@ -137,6 +137,7 @@ def test_pickled_weights_are_named_and_not_read(tmp_path):
     code, err = call(["import", str(folder), "--workdir", str(tmp_path / "other")])
     assert (code, err.count("\n")) == (2, 1)
     assert "pytorch_model.bin: a pickle, which may run code" in err
+    assert "weights_only=True" in err and "model.safetensors" in err
     assert not (tmp_path / "ran").exists()
 
 

@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_953,
+    "tests": 32_577,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
@@ -43,8 +43,7 @@ SLACK = 30
 # A file is 60 to 450 lines; what is longer, and by how much at most, until it is cut.
 SHORTEST, LONGEST = 60, 450
 TOO_LONG = {
-    "tests/data/test_corpus.py": 578,
-    "tests/training/test_checkpoint.py": 479,
+    "tests/data/test_corpus.py": 551,
 }
 TOO_SHORT = {
     "bert_jax/cli/__main__.py",

@@ -14,6 +14,8 @@ from bert_jax import cli
 from bert_jax.conformance import golden, instances
 from bert_jax.errors import InputError
 
+SAMPLE = (golden.FOLDER / "sample_text.txt").read_bytes()
+
 
 @pytest.fixture(scope="module")
 def vocab(tmp_path_factory):
@@ -77,14 +79,21 @@ def assert_plain(folder, texts, vocab, **changes):
 
 @pytest.mark.parametrize("name", golden.INSTANCES)
 def test_instances_equal_the_references_byte_for_byte(name, tmp_path, vocab):
+    """So are those of the plain implementation, with which those of odd text are compared."""
     asked, _ = golden.instances(name)
     del asked["instances"]
-    written(tmp_path, [golden.FOLDER / "sample_text.txt"], vocab, **asked)
+    assert_plain(tmp_path, [SAMPLE], vocab, **asked)
     expected = gzip.decompress((golden.FOLDER / name).read_bytes())
     assert (tmp_path / "out.jsonl").read_bytes() == expected
 
 
-SAMPLE = (golden.FOLDER / "sample_text.txt").read_bytes()
+@pytest.mark.parametrize(("case", "name"), [("uncased", "lower_tokens"), ("cased", "cased_tokens")])
+def test_tokens_of_the_plain_implementation_are_the_references(case, name):
+    vocab = {piece: i for i, piece in enumerate(golden.vocabulary())}
+    rows = golden.tokens()
+    assert rows and not [r for r in rows if plain.tokenize(r["text"], vocab, case) != r[name]]
+
+
 ODD = {
     "empty": [b""],
     "nothing but blank lines": [b"\n \n\t\n"],

@@ -1,7 +1,6 @@
 """Preparing a corpus: splits, recognition, refusals, and being killed in the middle."""
 
 import dataclasses
-import gzip
 import itertools
 import json
 import os
@@ -180,11 +179,21 @@ def test_equal_texts_share_a_split_and_nothing_is_in_both(repeats, prepared_once
         assert set(validation) == set(texts(prepared_once.folder, "validation"))
 
 
-ALONE = """
-import sys
+KILLED = """
+import os, signal, sys
 from etils import epath
 from bert_jax.config import Corpus
 from bert_jax.data import corpus
+from bert_jax.text import sentences
+split, calls = sentences.split, []
+
+def killing(*arguments):
+    calls.append(1)
+    if len(calls) == int(sys.argv[5]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return split(*arguments)
+
+sentences.split = killing
 settings = Corpus(
     sources=(sys.argv[1],), layout="sentences_by_line", tokenizer=sys.argv[2], validation_share=0.1
 )
@@ -192,10 +201,16 @@ corpus.prepare(settings, int(sys.argv[4]), epath.Path(sys.argv[3]), print)
 """
 
 
+def prepared_elsewhere(place, kill_at):
+    """By a process of its own, killed at the sentence of this number."""
+    arguments = [place.settings.sources[0], place.vocab, place.folder, SIZE, kill_at]
+    command = [sys.executable, "-c", KILLED, *map(str, arguments)]
+    return subprocess.run(command, timeout=100, capture_output=True)
+
+
 def test_every_process_writes_the_same_bytes(prepared_once, place):
     """A corpus that was removed is prepared again, and must be the one the run was trained on."""
-    arguments = [place.settings.sources[0], place.vocab, place.folder, SIZE]
-    subprocess.run([sys.executable, "-c", ALONE, *map(str, arguments)], timeout=100, check=True)
+    assert prepared_elsewhere(place, 0).returncode == 0
     files = [corpus.open_manifest(one.folder)["files"] for one in (place, prepared_once)]
     assert files[0] == files[1]
 
@@ -331,32 +346,9 @@ def test_files_are_called_as_they_would_be_on_any_machine(place):
 
 # --- Killed in the middle ---
 
-KILLED = """
-import os, signal, sys
-from etils import epath
-from bert_jax.config import Corpus
-from bert_jax.data import corpus
-from bert_jax.text import sentences
-split, calls = sentences.split, []
-
-def killing(*arguments):
-    calls.append(1)
-    if len(calls) == int(sys.argv[5]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return split(*arguments)
-
-sentences.split = killing
-settings = Corpus(
-    sources=(sys.argv[1],), layout="sentences_by_line", tokenizer=sys.argv[2], validation_share=0.1
-)
-corpus.prepare(settings, int(sys.argv[4]), epath.Path(sys.argv[3]), print)
-"""
-
 
 def test_a_killed_prepare_leaves_nothing_complete_and_the_next_one_finishes(prepared_once, place):
-    arguments = [place.settings.sources[0], place.vocab, place.folder, SIZE, 9]
-    command = [sys.executable, "-c", KILLED, *map(str, arguments)]
-    killed = subprocess.run(command, timeout=100, capture_output=True)
+    killed = prepared_elsewhere(place, 9)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert list(pathlib.Path(place.folder).rglob("*"))
     with pytest.raises(InputError, match="no prepared corpus here"):
@@ -411,16 +403,6 @@ def test_a_reader_that_leaves_does_not_undo_a_corpus(place):
     with pytest.raises(BrokenPipeError):
         place.prepare(say=say)
     assert corpus.open_manifest(place.folder)["splits"]["train"]["tokens"] > 0
-
-
-def test_two_at_once_are_refused(place):
-    place.folder.mkdir()
-    with (
-        corpus.lock(place.folder),
-        pytest.raises(InputError, match=f"in use by process {os.getpid()}"),
-    ):
-        place.prepare()
-    place.prepare()
 
 
 # --- What is not ours ---
@@ -567,12 +549,3 @@ def test_text_that_changes_while_it_is_read_is_refused(change, place, monkeypatc
     with pytest.raises(InputError, match=r"corpus\.sources: .*011\.txt: changed while it was read"):
         place.prepare()
     assert not place.folder.exists()
-
-
-def test_a_corpus_is_prepared_from_compressed_json(prepared_once, place):
-    rows = [json.dumps({"body": document(n)}) for n in range(24)]
-    path = place.root / "all.jsonl.gz"
-    path.write_bytes(gzip.compress("\n".join(rows).encode()))
-    place.prepare(sources=(f"jsonl:{path}",), text_field="body")
-    for split in dataset.SPLITS:
-        assert texts(place.folder, split) == texts(prepared_once.folder, split)

@@ -221,10 +221,6 @@ def without_shard():
     pathlib.Path("hf/model-00002-of-00003.safetensors").unlink()
 
 
-def pickled():
-    pathlib.Path("hf/model.safetensors").rename("hf/pytorch_model.bin")
-
-
 def sentencepiece():
     pathlib.Path("hf/vocab.txt").rename("hf/spiece.model")
 
@@ -253,7 +249,6 @@ REFUSED = {
         lambda: shards(listed={QUERY: "../model.safetensors"}),
         ["index.json", QUERY, "../model.safetensors"],
     ),
-    "a pickle": (pickled, ["pytorch_model.bin", "weights_only=True", "model.safetensors"]),
     "another model": (config(model_type="deberta-v2"), ["config.json", "deberta-v2", "distances"]),
     "a class with another head": (
         config(architectures=["BertForNextSentencePrediction"]),
@@ -323,14 +318,3 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hf_folder.write(tmp_path / "hf")
     broken.refuses(broken.Case("there", "import hf --workdir hf", ("hf", "another folder")))
-    broken.refuses(broken.Case("gone", "import nowhere --workdir b", ("nowhere", "no such")))
-
-
-def test_a_base_that_was_changed_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    imported(hf_folder.write(tmp_path / "hf"))
-    path = pathlib.Path("base/params.safetensors")
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    broken.refuses(broken.Case("flip", "predict --workdir base w7", ("weights_sha256",)))

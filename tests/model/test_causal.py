@@ -86,7 +86,8 @@ def loss(params, cfg, batch, loop=KEPT):
 )
 def test_logits_loss_and_gradient_are_as_pytorchs(model, batch, loop):
     cfg, params = model
-    (value, logits), gradients = jax.value_and_grad(loss, has_aux=True)(params, cfg, batch, loop)
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 3))
+    (value, logits), gradients = run(params, cfg, batch, loop)
     real = np.asarray(batch["input_mask"])[:, :-1, None]
     wanted = golden()[f"{cfg.kind}.logits"][:, :-1]
     np.testing.assert_allclose(logits[..., : cfg.vocab_size] * real, wanted * real, atol=1e-5)
@@ -114,7 +115,7 @@ def influence(cfg, params, ids, rest, outputs):
         hidden = encode(module, cfg, places, jnp.zeros_like(ids), rest, None, Loop())
         return (hidden[0] @ mix)[outputs]
 
-    jacobian = jax.jacrev(of)(jnp.zeros((ids.shape[1], cfg.hidden_size)))
+    jacobian = jax.jit(jax.jacrev(of))(jnp.zeros((ids.shape[1], cfg.hidden_size)))
     return np.abs(np.asarray(jacobian)).sum(axis=-1) > 0
 
 

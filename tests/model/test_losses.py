@@ -6,7 +6,7 @@ import pytest
 from bert_jax.model import losses
 
 
-@pytest.mark.parametrize("classes", [2, 3, 64])
+@pytest.mark.parametrize("classes", [2, 64])
 def test_of_equal_scores_the_first_is_the_answer(classes):
     """Scores are few whole numbers, so that most rows have several at the top."""
     rng = np.random.default_rng(classes)
@@ -14,12 +14,3 @@ def test_of_equal_scores_the_first_is_the_answer(classes):
     labels = rng.integers(0, classes, 500).astype(np.int32)
     _, hits = losses.classification(logits, labels, np.ones(500, np.float32))
     assert hits.tolist() == [np.sum(logits.argmax(axis=-1) == labels), 500]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("classes", [2, 64])
-def test_a_model_that_scores_all_alike_is_right_about_the_first_class_alone(classes):
-    labels = np.arange(classes, dtype=np.int32)
-    logits = np.full((classes, classes), 0.5, np.float32)
-    _, hits = losses.classification(logits, labels, np.ones(classes, np.float32))
-    assert hits.tolist() == [1, classes]

@@ -76,9 +76,13 @@ def batch_of(sizes, rows, length):
 
 
 def states(params, batch, cfg=CFG, loop=KEPT, outputs="all"):
-    encoder = heads.merge(cfg, params).encoder
-    inputs = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-    return encode(encoder, cfg, *inputs, None, loop, outputs)
+    inputs = [batch[name] for name in ("input_ids", "segment_ids", "input_mask")]
+    return encoded(params, inputs, cfg, loop, outputs)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def encoded(params, inputs, cfg, loop, outputs):
+    return encode(heads.merge(cfg, params).encoder, cfg, *inputs, None, loop, outputs)
 
 
 def loss(params, batch, loop=KEPT, cfg=CFG):
@@ -116,9 +120,8 @@ def test_a_second_size_is_as_pytorchs_layer_by_layer():
     ids=lambda loop: loop.remat,
 )
 def test_logits_loss_and_gradients_are_as_pytorchs(params, batch, loop):
-    (value, logits), gradients = jax.value_and_grad(
-        functools.partial(loss, loop=loop), has_aux=True
-    )(params, batch)
+    run = jax.value_and_grad(functools.partial(loss, loop=loop), has_aux=True)
+    (value, logits), gradients = jax.jit(run)(params, batch)
     real = np.asarray(batch["input_mask"])[..., None]
     ours = np.asarray(logits)[..., : CFG.vocab_size] * real
     np.testing.assert_allclose(ours, golden()["logits"], atol=1e-5)
@@ -153,9 +156,8 @@ def test_texts_that_share_rows_are_each_by_itself(batch, kind, way):
         tokens = np.where(place < lengths[:, None], starts[:, None] + place, lengths.sum())
         sharing = Packing(positions, jnp.asarray(tokens), numbers * longest + positions)
     one_row = np.asarray(batch["input_ids"])[real][None]
-    encoder = heads.merge(cfg, params).encoder
     inputs = (jnp.asarray(one_row), jnp.zeros_like(one_row), sharing)
-    found = encode(encoder, cfg, *inputs, None, KEPT, "all")
+    found = encoded(params, inputs, cfg, KEPT, "all")
     np.testing.assert_allclose(found[:, 0], expected[:, real], atol=1e-5)
 
 

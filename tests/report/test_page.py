@@ -281,12 +281,6 @@ def test_bad_input_is_named(args, name, run, capsys):
     assert not list(run.with_name("empty").iterdir()) and not (run / "report.html").exists()
 
 
-def test_lines_that_the_newest_checkpoint_does_not_know_are_named(run, capsys):
-    edited(run / "metrics.jsonl", lambda lines: [line | {"step": 1} for line in lines])
-    assert cli.main(["report", str(run)]) == 2
-    assert "metrics.jsonl: " in capsys.readouterr().err
-
-
 # --- pictures ---
 
 

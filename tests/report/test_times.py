@@ -5,15 +5,9 @@ import pytest
 from bert_jax.report import times
 
 
-def lap(step, steps, time, seconds, **waits):
-    return {
-        "kind": "train",
-        "step": step,
-        "steps": steps,
-        "time": time,
-        "seconds": seconds,
-        **waits,
-    }
+def lap(step, steps, time, seconds, **more):
+    line = {"kind": "train", "step": step, "steps": steps, "time": time, "seconds": seconds}
+    return line | more
 
 
 TIMINGS = [
@@ -23,20 +17,8 @@ TIMINGS = [
     # Killed here; the newest checkpoint was of step 15.
     {"kind": "start", "step": 15, "time": 200.0, "seconds": 6.0},
     lap(20, 5, 210.0, 10.0, data_seconds=2.0),
-    {
-        "kind": "end",
-        "step": 20,
-        "steps": 0,
-        "time": 213.0,
-        "seconds": 3.0,
-        "evaluation_seconds": 2.0,
-        "outcome": "finished",
-    },
+    lap(20, 0, 213.0, 3.0, kind="end", evaluation_seconds=2.0, outcome="finished"),
 ]
-
-
-def test_the_parts_add_up_to_all_time_since_the_first_start():
-    assert sum(times.account(TIMINGS).values()) == pytest.approx(213.0 - 100.0)
 
 
 def test_steps_done_again_did_not_count():
@@ -47,6 +29,8 @@ def test_steps_done_again_did_not_count():
     assert parts["evaluation"] == pytest.approx(4 / 2 + 2)
     assert parts["data"] == 3.0 and parts["compilation"] == 5.0
     assert parts["start"] == 16.0
+    assert parts["away"] == pytest.approx(200.0 - 6.0 - 150.0), "from the kill to the next start"
+    assert sum(parts.values()) == pytest.approx(213.0 - 100.0), "all since the first start"
 
 
 def test_seconds_of_cpu_are_those_of_steps_that_counted():
@@ -56,56 +40,22 @@ def test_seconds_of_cpu_are_those_of_steps_that_counted():
     assert times.cpu_seconds(TIMINGS) == 0.0  # of runs by older versions
 
 
-def test_what_lies_between_a_kill_and_the_next_start_is_time_away():
-    assert times.account(TIMINGS)["away"] == pytest.approx(200.0 - 6.0 - 150.0)
-
-
 def test_probes_before_the_first_step_are_no_start():
     start = {"kind": "start", "step": 0, "time": 110.0, "seconds": 10.0, "probes_seconds": 4.0}
     parts = times.account([start])
     assert (parts["start"], parts["probes"]) == (6.0, 4.0)
 
 
-def test_no_lines_are_no_time():
-    assert sum(times.account([]).values()) == 0
-
-
-def test_time_after_the_end_of_a_finished_run_does_not_count():
-    """A week later it is extended."""
-    later = [*TIMINGS, {"kind": "start", "step": 20, "time": 600_000.0, "seconds": 4.0}]
-    assert times.account(later)["away"] == times.account(TIMINGS)["away"]
-
-
 def test_steps_after_the_last_save_of_a_failed_run_are_done_again():
     timings = [
         {"kind": "start", "step": 0, "time": 0.0, "seconds": 0.0},
         lap(100, 100, 100.0, 100.0),
-        {
-            "kind": "end",
-            "step": 190,
-            "steps": 90,
-            "time": 190.0,
-            "seconds": 90.0,
-            "outcome": "failed",
-        },
+        lap(190, 90, 190.0, 90.0, kind="end", outcome="failed"),
         {"kind": "start", "step": 100, "time": 190.0, "seconds": 0.0},
         lap(200, 100, 290.0, 100.0),
     ]
     parts = times.account(timings)
     assert parts["training"] == 200.0 and parts["repeated"] == 90.0
-
-
-def test_steps_that_a_run_went_back_over_are_done_again():
-    timings = [
-        {"kind": "start", "step": 0, "time": 0.0, "seconds": 0.0},
-        lap(100, 100, 100.0, 100.0),
-        {"kind": "roll_back", "step": 50, "time": 130.0, "seconds": 30.0},
-        lap(100, 50, 180.0, 50.0),
-    ]
-    parts = times.account(timings)
-    assert parts["repeated"] == pytest.approx(50 + 30)
-    assert parts["training"] == pytest.approx(50 + 50)
-    assert sum(parts.values()) == pytest.approx(180.0)
 
 
 def test_writing_a_profile_is_no_training():
@@ -183,6 +133,7 @@ def test_a_start_that_does_not_name_its_devices_has_no_price():
 
 
 def test_a_roll_back_is_paid_for_and_was_worth_nothing():
+    """Nor were the steps that it went back over."""
     timings = [
         on("TPU v4", 2, {"kind": "start", "step": 0, "time": 0.0, "seconds": 0.0}),
         lap(100, 100, 100.0, 100.0),
@@ -190,6 +141,7 @@ def test_a_roll_back_is_paid_for_and_was_worth_nothing():
         lap(100, 50, 180.0, 50.0),
     ]
     result = times.goodput(timings)
+    assert (result.parts["repeated"], result.parts["training"]) == pytest.approx((50 + 30, 50 + 50))
     assert result.share == pytest.approx(100 / 180)
     assert result.chip_hours == pytest.approx(2 * 180 / 3600)
 

@@ -4,8 +4,8 @@ import pytest
 from etils import epath
 from fake_gcs import Fault
 
-from bert_jax.errors import InputError, Unavailable
-from bert_jax.storage import buckets, retry
+from bert_jax.errors import InputError
+from bert_jax.storage import buckets
 
 RUN = epath.Path("gs://bucket/run")
 OPERATIONS = {
@@ -56,13 +56,6 @@ def test_a_large_file_is_sent_over_faults_and_told_from_a_changed_one(objects, t
     for other in (data[:-1], data[:-1] + b"x"):
         (tmp_path / "large").write_bytes(other)
         assert not buckets.is_same(tmp_path / "large", sent)
-
-
-def test_a_bucket_that_is_away_for_long_ends_with_what_is_tried_again(objects, monkeypatch):
-    monkeypatch.setattr(retry, "GIVE_UP", 0.3)
-    objects.fault = lambda *_: Fault(503)
-    with pytest.raises(Unavailable, match=r"gs://bucket/run/new: out of reach .* run again"):
-        buckets.write(RUN / "new", "text")
 
 
 def test_a_token_or_a_role_that_is_refused_at_first_is_named(objects):

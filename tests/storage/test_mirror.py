@@ -34,13 +34,6 @@ def started(workdir):
     return run
 
 
-def test_a_bucket_that_is_not_there_is_named(objects):
-    objects.exists = False
-    for access in ("read", "write"):
-        with pytest.raises(InputError, match="gs://bucket/run: there is no bucket bucket"):
-            mirror.opened(RUN, access=access)
-
-
 # --- What a run writes ---
 
 

@@ -42,10 +42,10 @@ def experiment():
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
+def folder(tmp_path_factory):
     """Text, an experiment, and a task of each kind: is a word of the w's or the x's?"""
     folder = tmp_path_factory.mktemp("probed")
-    file = write_text(folder)
+    write_text(folder)
     rng = np.random.default_rng(0)
 
     def words(letter):
@@ -83,7 +83,7 @@ def text(tmp_path_factory):
             made = made.replace(f"{folder}/train", f"{folder}/same").replace("/test", "/same")
         (folder / f"{name}.py").write_text(made)
     (folder / "minimal.py").write_text(MINIMAL.format(folder=folder))
-    return folder, file
+    return folder
 
 
 def probed(folder, *names):
@@ -125,11 +125,10 @@ def test_ridge_takes_the_penalty_that_does_best_on_rows_left_out():
 
 
 @pytest.mark.long
-def test_probes_run_before_between_and_after_and_change_nothing(text, finished_run, tmp_path):
+def test_probes_run_before_between_and_after_and_change_nothing(folder, finished_run, tmp_path):
     """Against the same run without them."""
-    folder, file = text
-    probes_of = probed(folder, "letters", "pairs", "words", "minimal")
-    outcome, shown = pretrain(file, tmp_path / "with", probes_of, "run.probe_share=1")
+    asked = probed(folder, "letters", "pairs", "words", "minimal")
+    outcome, shown = pretrain(folder / "small.py", tmp_path / "with", asked, "run.probe_share=1")
     assert outcome == "finished" and "letters (accuracy; 28 examples to learn from, 16" in shown
     assert "minimal (9 minimal pairs)" in shown
     found = lines(tmp_path / "with")
@@ -158,16 +157,15 @@ def test_probes_run_before_between_and_after_and_change_nothing(text, finished_r
 
 
 @pytest.mark.long
-def test_vectors_that_get_lost_are_spoken_of(text, copy_of_run, tmp_path, capsys):
+def test_vectors_that_get_lost_are_spoken_of(folder, copy_of_run, tmp_path, capsys):
     """Those of a base that gives vectors, as it makes them."""
-    folder, file = text
     base, vectors = epath.Path(tmp_path / "base"), TextVectors("cls", normalize=True)
     assert cli.main(["import", "run", "--workdir", str(base)]) == 0
     known = base_lib.read(base)
     shutil.rmtree(base)
     base_lib.write(dataclasses.replace(known, vectors=vectors), base)
     settings = f"init_from={base}", "optimizer.peak_learning_rate=0.3", probed(folder, "near")
-    outcome, shown = pretrain(file, tmp_path / "run", *settings)
+    outcome, shown = pretrain(folder / "small.py", tmp_path / "run", *settings)
     assert outcome == "finished" and f"{base} gives vectors of texts" in shown
     before, *_, after = (line["scores"]["near"] for line in lines(tmp_path / "run"))
     assert after < before - 0.01
@@ -192,24 +190,21 @@ def test_probes_that_were_added_since_the_first_step_are_not_compared():
 
 
 @pytest.mark.long
-def test_what_cannot_be_evaluated_is_not_probed(text, tmp_path, monkeypatch):
+def test_what_cannot_be_evaluated_is_not_probed(folder, tmp_path, monkeypatch):
     """A probe of parameters that ran away would end the run by another name."""
-    folder, file = text
     monkeypatch.setattr(evaluators, "evaluate", lambda *_: {"loss": float("nan")})
-    pretrain(file, tmp_path / "w", probed(folder, "letters"), "run.probe_share=1")
+    pretrain(folder / "small.py", tmp_path / "w", probed(folder, "letters"), "run.probe_share=1")
     assert [line["step"] for line in lines(tmp_path / "w")] == [0]
 
 
-def test_an_encoder_that_gives_no_numbers_is_named(text, tmp_path, monkeypatch):
-    folder, file = text
+def test_an_encoder_that_gives_no_numbers_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(probes, "run_rows", lambda *of: [np.full(3, np.nan)] * 28)
     with pytest.raises(InputError, match=r"run\.probes: letters: .* not finite"):
-        pretrain(file, tmp_path / "w", probed(folder, "letters"))
+        pretrain(folder / "small.py", tmp_path / "w", probed(folder, "letters"))
 
 
-def test_processes_with_other_examples_are_known_by_their_hash(text):
+def test_processes_with_other_examples_are_known_by_their_hash(folder):
     """By the hash that they compare."""
-    folder, _ = text
     hashes = {
         probes.Probes([str(folder / f"{name}.py") for name in names]).sha256
         for names in (("letters",), ("pairs",), ("letters", "pairs"), ("letters",), ("minimal",))
@@ -217,8 +212,7 @@ def test_processes_with_other_examples_are_known_by_their_hash(text):
     assert len(hashes) == 4
 
 
-def test_what_cannot_be_a_probe_is_named(text):
-    folder, _ = text
+def test_what_cannot_be_a_probe_is_named(folder):
     for names, message in (
         (("values",), "task.kind=regress cannot be read off"),
         (("letters", "letters"), "two tasks have the name 'letters'"),

@@ -268,14 +268,14 @@ def test_what_cannot_be_is_refused(settings, base, words):
     refuses("new", *words, settings=settings, base=base)
 
 
-def test_each_command_takes_its_own_kind_of_file(full):
+def test_each_command_takes_its_own_kind_of_file(lora):
     for command, word in (
         ("finetune small.py --from run --workdir new", "small.py: is a pre-training"),
         ("pretrain task.py --workdir new", "bert-jax finetune"),
         # And a workdir of the other kind is not gone on with.
         ("finetune task.py --from run --workdir run", "run"),
-        (f"pretrain small.py --workdir {full}", full),
-        (f"evaluate --workdir {full}", "bert-jax finetune"),
-        (f"import {full} --workdir new", "bert-jax finetune"),
+        (f"pretrain small.py --workdir {lora}", lora),
+        (f"evaluate --workdir {lora}", "bert-jax finetune"),
+        (f"import {lora} --workdir new", "bert-jax finetune"),
     ):
         broken.refuses(broken.Case("", command, (word,)))

@@ -1,20 +1,17 @@
 """A small base, small tasks of every kind in files, and their fine-tuning by the command."""
 
-import contextlib
 import json
-import os
 import pathlib
-import signal
 
 import jax
 from etils import epath
+from small_run import signal_before as signal_before
 
 from bert_jax import base as base_lib
 from bert_jax import cli
 from bert_jax.config import Model
 from bert_jax.model import heads
 from bert_jax.text.tokenizer import WordPiece
-from bert_jax.training import step
 
 GOOD, BAD = ("wa", "wb", "wc", "wd"), ("xa", "xb", "xc", "xd")
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "?", *GOOD, *BAD]
@@ -59,26 +56,6 @@ def write_base(folder, seed=0):
     params = jax.device_get(heads.init_params(MODEL, jax.random.key(seed)))
     base = base_lib.Base(MODEL, params, WordPiece(PIECES, "uncased"), "a test")
     base_lib.write(base, epath.Path(folder))
-
-
-@contextlib.contextmanager
-def signal_before(at, monkeypatch):
-    """Within it a run is sent SIGTERM before a step, and stops after it."""
-    make = step.make_train_step
-
-    def deadly(*args):
-        train_step = make(*args)
-
-        def one(state, *more):
-            if int(state["step"]) == at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return train_step(state, *more)
-
-        return one
-
-    with monkeypatch.context() as patch:
-        patch.setattr(step, "make_train_step", deadly)
-        yield
 
 
 def rows(kind, count):

@@ -111,19 +111,20 @@ def rows_of(experiment, first, last):
     return found
 
 
-def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(runs, tmp_path):
-    assert fork(runs, tmp_path / "w") == (0, "")
-    assert_identical(final_state(tmp_path / "w"), final_state(runs / "stable"))
+def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(copy_of_run):
+    assert fork(".", "w", step=16, run="run") == (0, "")
+    one, other = copy_of_run / "w", copy_of_run / "run"
+    assert_identical(final_state(one), final_state(other))
     for name in ("metrics.jsonl", "experiment.json"):
-        assert (tmp_path / "w" / name).read_bytes() == (runs / "stable" / name).read_bytes()
+        assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
-def test_other_batches_go_on_at_the_rows_that_were_not_seen(runs):
-    half = forked(runs, "stable", 8, "phases.0.batch_size=4")
-    assert rows_of(half, 8, 10) == [(0, row) for row in range(64, 72)]
+def test_other_batches_go_on_at_the_rows_that_were_not_seen(copy_of_run):
+    half = forked(copy_of_run, "run", 16, "phases.1.batch_size=2")
+    assert rows_of(half, 16, 18) == [(1, row) for row in range(8, 12)]
     # Another seed has other rows, of which none was seen.
-    other = forked(runs, "stable", 8, "seed=1", "phases.0.batch_size=4")
-    assert rows_of(other, 8, 10) == [(0, row) for row in range(8)]
+    other = forked(copy_of_run, "run", 16, "seed=1", "phases.1.batch_size=2")
+    assert rows_of(other, 16, 18) == [(1, row) for row in range(4)]
 
 
 @pytest.mark.long
@@ -211,11 +212,10 @@ def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(r
     assert not (tmp_path / "w").exists()
 
 
-def test_a_workdir_holds_one_fork(runs, tmp_path):
-    for name in ("stable", "other"):
-        shutil.copytree(runs / "stable", tmp_path / name)
-    before = tree(tmp_path)
-    for workdir in ("stable", "other"):  # the run itself, and another one
-        code, error = fork(tmp_path, tmp_path / workdir)
-        assert code == 2 and workdir in error and "checkpoints/8" in error
-    assert tree(tmp_path) == before
+def test_a_workdir_holds_one_fork(copy_of_run):
+    shutil.copytree("run", "other")
+    before = tree(copy_of_run)
+    for workdir in ("run", "other"):  # the run itself, and another one
+        code, error = fork(".", workdir, step=16, run="run")
+        assert code == 2 and workdir in error and "checkpoints/16" in error
+    assert tree(copy_of_run) == before

@@ -33,21 +33,6 @@ def test_global_batches_are_the_same_on_1_2_and_4_devices():
         assert digest(global_batches(devices, 0, 5)) == expected
 
 
-def test_global_batches_are_the_same_on_2_4_and_8_processes():
-    """Each makes its rows by itself, on the host; hosts of a torus do not hold one range."""
-    whole = samples.train_batches()
-    expected = digest(whole.batch(step, np.arange(8)) for step in range(5))
-    for processes in (2, 4, 8):
-        rows = np.arange(8).reshape(-1, processes).T
-        own = [samples.train_batches() for _ in rows]
-        order = np.argsort(np.concatenate(rows))
-        batches = []
-        for step in range(5):
-            parts = [engine.batch(step, held) for engine, held in zip(own, rows, strict=True)]
-            batches.append({k: np.concatenate([p[k] for p in parts])[order] for k in parts[0]})
-        assert digest(batches) == expected
-
-
 def test_the_feed_starts_at_any_step():
     assert digest(global_batches(2, 3, 6)) == digest(global_batches(2, 0, 6))[3:]
 

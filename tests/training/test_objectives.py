@@ -22,14 +22,10 @@ WORDS = {
 }
 
 
-# Their losses and batches, or their phases, are tested for themselves, in `make test`, too.
-WHEN = {name: [pytest.mark.long] for name in ("mlm_sop", "phases")}
+pytestmark = pytest.mark.long
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=WHEN.get(name, [])) for name in OBJECTIVES],
-)
+@pytest.fixture(scope="module", params=OBJECTIVES)
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     file = write_text(folder)
@@ -38,7 +34,6 @@ def run(request, tmp_path_factory):
     return request.param, folder, file, shown
 
 
-@pytest.mark.long
 def test_lines_speak_of_what_is_learned_alone(run):
     objective, folder, _, shown = run
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
@@ -57,7 +52,6 @@ def test_lines_speak_of_what_is_learned_alone(run):
         assert last["perplexity"] == pytest.approx(math.exp(last["next_piece_loss"]))
 
 
-@pytest.mark.long
 def test_what_looks_at_a_run_speaks_of_that_too(run):
     objective, folder, file, _ = run
     place, sets = folder / "run", " ".join(f"--set {s}" for s in OBJECTIVES[objective])
@@ -74,7 +68,6 @@ def test_what_looks_at_a_run_speaks_of_that_too(run):
     assert call(f"doctor {place}")[0] in (0, 1)
 
 
-@pytest.mark.long
 def test_a_run_is_exported_as_what_it_learned_alone(run):
     objective, folder, _, _ = run
     for form in ("causal_lm", "masked_lm"):
@@ -84,7 +77,6 @@ def test_a_run_is_exported_as_what_it_learned_alone(run):
         assert (folder / form / "config.json").exists() == (code == 0)
 
 
-@pytest.mark.long
 def test_what_reads_from_one_side_fills_no_mask(run):
     objective, folder, _, _ = run
     code, line = call(f"predict --workdir {folder / 'run'} w[MASK]")

@@ -2,20 +2,17 @@
 
 import gzip
 import json
-import os
 import pathlib
-import signal
 
 import jax
 import jax.numpy as jnp
 import pytest
 from broken import tree
 from compare import assert_identical
-from small_run import final_state, pretrain
+from small_run import final_state, pretrain, signal_before
 
 from bert_jax.running.progress import Clock, Profile
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training import step as step_lib
 
 
 def traced(profile: pathlib.Path) -> dict[str, list[int]]:
@@ -37,21 +34,7 @@ def test_a_profiled_run_that_stops_in_the_window_is_the_run_without_bit_for_bit(
 ):
     """The stop ends the trace, and a resume begins one; the window goes over the end of a phase."""
     file, workdir, window = pathlib.Path("small.py"), copy_of_run / "w", "run.profile_steps=11,16"
-    make = step_lib.make_train_step
-
-    def make_stopping(*args):
-        train_step, calls = make(*args), []
-
-        def stopping(*args):
-            calls.append(0)
-            if len(calls) == 13:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return train_step(*args)
-
-        return stopping
-
-    with monkeypatch.context() as patch:
-        patch.setattr(step_lib, "make_train_step", make_stopping)
+    with signal_before(12, monkeypatch):
         assert pretrain(file, workdir, window)[0] == "stopped"
     assert traced(workdir / "profile") == {"steps_12_to_13": [12, 13]}
     outcome, said = pretrain(file, workdir, window)

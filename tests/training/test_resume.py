@@ -1,5 +1,6 @@
 """A run that is killed and started again is the run that was never killed."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -7,24 +8,12 @@ import signal
 
 import numpy as np
 import pytest
-from broken import call
 from compare import assert_identical
-from etils import epath
-from small_run import bert_jax, command, final_state, killed, pretrain, write_text
+from small_run import bert_jax, command, final_state, killed, pretrain
 
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import lock
 from bert_jax.training import step as step_lib
 from bert_jax.verify.faults import Fault, Plan
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resume")
-    file = write_text(folder)
-    done = bert_jax("pretrain", file, "--workdir", folder / "undisturbed")
-    assert done.returncode == 0, done.stderr.decode()
-    return folder, file
 
 
 def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
@@ -67,27 +56,26 @@ def test_a_run_that_breaks_off_goes_on_bit_exact(finished_run, copy_of_run, monk
 
 
 @pytest.mark.long
-def test_resume_is_bit_exact(undisturbed, tmp_path):
+def test_resume_is_bit_exact(copy_of_run):
     """Killed and stopped after an epoch's end, and about the switch of phases, with dropout on."""
-    folder, file = undisturbed
-    rows = list(json.loads((folder / "corpus" / "plans.json").read_text())["rows"].values())
+    rows = list(json.loads(pathlib.Path("corpus/plans.json").read_text())["rows"].values())
     epoch, phase = rows[0] // 8, 14
     assert 2 < epoch < 12, "the first phase must cross an epoch's end"
-    run = ("pretrain", file, "--workdir", tmp_path / "killed")
+    run = ("pretrain", "small.py", "--workdir", "killed")
     for step, by, code in (
         (epoch + 1, signal.SIGKILL, -signal.SIGKILL),
         (phase - 1, signal.SIGTERM, 75),
         (phase, signal.SIGKILL, -signal.SIGKILL),
         (phase + 2, signal.SIGINT, 75),
     ):
-        dead = killed(step, by, *run)
+        dead = killed(step, by, *run, devices=4)
         assert dead.returncode == code, dead.stderr.decode()
-        saved = (tmp_path / "killed" / "checkpoints" / str(step + 1)).exists()
+        saved = pathlib.Path("killed", "checkpoints", str(step + 1)).exists()
         assert saved == (code == 75)
-    done = bert_jax(*run)
+    done = bert_jax(*run, devices=4)
     assert done.returncode == 0, done.stderr.decode()
     assert "resume: from step" in done.stdout.decode()
-    assert_same_run(tmp_path / "killed", folder / "undisturbed")
+    assert_same_run(copy_of_run / "killed", copy_of_run / "run")
 
 
 @pytest.mark.long
@@ -106,8 +94,7 @@ def test_a_finished_run_says_so_and_extend_goes_on(copy_of_run):
 
 
 @pytest.mark.long
-def test_a_second_interrupt_leaves_at_once(undisturbed, tmp_path):
-    _, file = undisturbed
+def test_a_second_interrupt_leaves_at_once(copy_of_run, tmp_path):
     driver = tmp_path / "twice.py"
     driver.write_text(
         "import os, sys; from bert_jax.cli import child; kill = os.kill\n"
@@ -115,22 +102,21 @@ def test_a_second_interrupt_leaves_at_once(undisturbed, tmp_path):
         "sys.exit(child.main(sys.argv[1:]))\n"
     )
     plan = Plan(Fault("step", signal.SIGINT, 5)).to_json()
-    left = command(driver, plan, "pretrain", file, "--workdir", tmp_path / "run")
+    left = command(driver, plan, "pretrain", "small.py", "--workdir", tmp_path / "new")
     assert left.returncode == 130
 
 
-def test_two_runs_in_one_workdir_are_refused(copy_of_run):
-    with lock(epath.Path(copy_of_run / "run")):
-        code, err = call("pretrain small.py --workdir run")
-    assert code == 2 and "in use by process" in err
-
-
 @pytest.fixture(scope="module")
-def relaid(undisturbed):
-    """The same run, its state whole, then cut over a mesh of 2 x 2, then over 2 devices."""
-    folder, file = undisturbed
-    workdir = folder / "relaid"
-    run = ("pretrain", file, "--workdir", workdir)
+def relaid(finished_run, tmp_path_factory):
+    """The finished run, its state whole, then cut over 2 devices, then over a mesh of 2 x 2."""
+    workdir = tmp_path_factory.mktemp("relaid") / "relaid"
+    with contextlib.chdir(finished_run):
+        lay_again(workdir)
+    return workdir
+
+
+def lay_again(workdir):
+    run = ("pretrain", "small.py", "--workdir", workdir)
     done = killed(4, signal.SIGTERM, *run, devices=2)
     assert done.returncode == 75, done.stderr.decode()
     cut = ("--set", "parallelism.state=zero1", "--set", "parallelism.accumulation=1,2")
@@ -140,19 +126,14 @@ def relaid(undisturbed):
     done = bert_jax(*run, *cut, devices=4)
     assert done.returncode == 0, done.stderr.decode()
     assert "resume: parallelism.state: 'zero1' -> 'zero3'" in done.stdout.decode()
-    return workdir
 
 
 @pytest.mark.long
-def test_a_run_goes_on_under_other_shardings(undisturbed, relaid):
+def test_a_run_goes_on_under_other_shardings(finished_run, relaid):
     """Batches and dropout are the same, so the lines are, to rounding."""
-    assert_same_lines(relaid, undisturbed[0] / "undisturbed")
-
-
-def assert_same_lines(ours: pathlib.Path, theirs: pathlib.Path) -> None:
     a, b = (
         [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-        for workdir in (ours, theirs)
+        for workdir in (relaid, finished_run / "run")
     )
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
@@ -161,7 +142,7 @@ def assert_same_lines(ours: pathlib.Path, theirs: pathlib.Path) -> None:
 
 
 @pytest.mark.nightly
-def test_what_many_devices_trained_one_device_reads(relaid, tmp_path):
+def test_what_many_devices_trained_one_device_reads(relaid, copy_of_run):
     """The run's own mesh asks for four."""
     scored = bert_jax("evaluate", "--workdir", relaid)
     assert scored.returncode == 0, scored.stderr.decode()
@@ -170,7 +151,7 @@ def test_what_many_devices_trained_one_device_reads(relaid, tmp_path):
     assert json.loads(scored.stdout.decode().splitlines()[-1]) == pytest.approx(line, rel=1e-4)
     for words in (
         ("predict", "--workdir", relaid, "wa [MASK] wb ."),
-        ("import", relaid, "--workdir", tmp_path / "base"),
+        ("import", relaid, "--workdir", "base"),
     ):
         done = bert_jax(*words)
         assert done.returncode == 0, done.stderr.decode()

@@ -240,6 +240,7 @@ def test_rows_that_were_missed_or_seen_twice_are_counted(experiment):
     ("args", "words"),
     [
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (["--set", "corpus.sources=text:/nowhere"], "text:/nowhere"),
         (["--set", "run.checkpoint_every=22"], "run.checkpoint_every=22: must be below the 22"),
         (["--set", "run.eval_every=100"], "run.eval_every=100: must be below the 22 steps"),
         (["--workdir", "gs://bucket/v"], "gs://bucket/v: must be on a disk of this machine"),

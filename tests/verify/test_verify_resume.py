@@ -100,18 +100,6 @@ def test_a_folder_with_something_of_the_user_s_is_refused(verified, tmp_path):
     assert sorted(path.name for path in copy.rglob("*")) == before
 
 
-@pytest.mark.long
-def test_a_refused_experiment_leaves_nothing(tmp_path):
-    refused = bert_jax(
-        "verify-resume", write_text(tmp_path), "--workdir", tmp_path / "v", "--set",
-        "corpus.sources=text:/nowhere/at/all",
-    )  # fmt: skip
-    assert refused.returncode == 2
-    (line,) = refused.stderr.decode().splitlines()
-    assert line.startswith("bert-jax: ") and "/nowhere/at/all" in line
-    assert not (tmp_path / "v").exists()
-
-
 # --- what would be found ------------------------------------------------------------------------
 
 
