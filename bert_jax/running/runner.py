@@ -267,7 +267,9 @@ class Trainer:
         # A fork that learns something else drops the sums of what it does not measure.
         sums = {k: np.array(v, np.float32) for k, v in metadata["window"].items() if k in window}
         self.window = window | feed_lib.put(sums, mesh_lib.replicated(self.mesh))
-        self.skipped = tuple(int(s) for s in jax.device_get(self.state["skipped_steps"]) if s >= 0)
+        # A fresh state may not fit, and jax waits for ever for a part of one that does not.
+        slots = jax.device_get(self.state["skipped_steps"]) if self.done else ()
+        self.skipped = tuple(int(s) for s in slots if s >= 0)
         self.init_sha256 = metadata["init_sha256"]
         self.evaluation, self.held_out = {}, [*metadata.get("held_out", [])]
         self.saves.go_on_from(self.done)
