@@ -27,7 +27,7 @@ LINES = {
     "tasks": 4_118,
     "text": 2_923,
     "training": 2_355,
-    "running": 4_674,
+    "running": 4_676,
     "serve": 529,
     "vectors": 1_258,
     "verify": 987,

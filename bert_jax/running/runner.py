@@ -254,6 +254,8 @@ class Trainer:
         else:
             self.say(f"{words}; going back to step {begun.step}")
         self._go_on_from(begun)
+        if isinstance(error, Diverged):
+            self.skipped = skipped  # at step 0, too
         self._note("roll_back", self._lap() | about)
         if isinstance(error, Erred) and error.is_last:
             peers.agree("devices", f"{words}, again; run again on another machine", Unavailable)
