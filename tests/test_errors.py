@@ -122,7 +122,6 @@ def test_a_refused_start_leaves_an_existing_run_to_go_on(copy_of_run):
     assert pathlib.Path("run/metrics.jsonl").read_bytes() == lines
 
 
-@pytest.mark.long
 def test_a_model_that_does_not_fit_into_memory_is_named(copy_of_run):
     before = tree(copy_of_run)
     code, err = call("pretrain small.py --workdir new --set model.intermediate_size=2000000000")

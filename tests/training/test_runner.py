@@ -92,8 +92,7 @@ def test_a_checkpoint_s_loss_is_that_of_masked_lm(undisturbed):
     assert scored["next_sentence_error"] == pytest.approx(error)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("change", ["manifest", "stream"])
+@pytest.mark.parametrize("change", [pytest.param("manifest", marks=pytest.mark.long), "stream"])
 def test_a_corpus_that_changes_under_a_running_run_is_named(change, file, copy_of_run, undisturbed):
     """At the next save, which is not made; what was only written again is no change."""
     folder = copy_of_run
