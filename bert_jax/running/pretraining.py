@@ -1,5 +1,6 @@
 """Pre-training as the loop is given it: a prepared corpus, and an experiment on it."""
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -85,9 +86,12 @@ class Prepared:
 
     def _stamps(self) -> dict[str, tuple[int, int]]:
         """Returns of each file of the training split its bytes and when it was written."""
-        folder = self.folder / "stream" / "train"
-        stats = {path.name: os.stat(path) for path in folder.glob("*")}
-        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+        stamps = {}
+        for path in (self.folder / "stream" / "train").glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                stat = os.stat(path)
+                stamps[path.name] = stat.st_size, stat.st_mtime_ns
+        return stamps
 
     def train_batches(
         self, experiment: Experiment, phase: int, sends_counts: bool = False

@@ -197,6 +197,16 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path, no_pauses):
     assert line.startswith("process 1 (") and "holder of " in line and "share" in line
 
 
+def test_all_who_share_a_folder_know_who_holds_it(tmp_path, no_pauses):
+    mirrors = [Mirror(Workdir(tmp_path), number) for number in range(2)]
+    with lock(tmp_path) as me:
+        mirrors[0].take(me)
+        together(
+            lambda us: session._require_one_place(Workdir(tmp_path), mirrors[us.number], us), 2
+        )
+    assert [mirror.token for mirror in mirrors] == [me.token, me.token]
+
+
 def test_of_two_starts_at_once_one_does_not_take_the_other_s_name(tmp_path, no_pauses):
     """The second has written who holds the workdir before the first one's others look."""
     mirrors = [Mirror(Workdir(tmp_path), number) for number in range(2)]

@@ -20,7 +20,7 @@ from small_run import pretrain, saves_in
 from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
-from bert_jax.running import evaluators, session
+from bert_jax.running import evaluators, pretraining, session
 from bert_jax.running import lines as lines_lib
 from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.running.job import Evaluator, PhaseBatches
@@ -90,6 +90,18 @@ def test_a_checkpoint_s_loss_is_that_of_masked_lm(undisturbed):
     right = scored["next_sentence_accuracy"]
     error = (right * (1 - right) / scored["rows"]) ** 0.5
     assert scored["next_sentence_error"] == pytest.approx(error)
+
+
+def test_a_file_that_goes_between_being_listed_and_looked_at_is_named(copy_of_run):
+    prepared = pretraining.Prepared.open(epath.Path(copy_of_run / "corpus"))
+    ids = copy_of_run / "corpus" / "stream" / "train" / "ids.bin"
+    prepared.stamps = prepared._stamps()
+    ids.rename(copy_of_run / "ids.bin")
+    ids.symlink_to("nowhere")  # is listed, and is not there
+    with pytest.raises(InputError, match=r"ids\.bin"):
+        prepared.require_unchanged()
+    ids.unlink()
+    (copy_of_run / "ids.bin").rename(ids)
 
 
 @pytest.mark.parametrize("change", [pytest.param("manifest", marks=pytest.mark.long), "stream"])
