@@ -211,7 +211,8 @@ def _add_rented(parser: argparse.ArgumentParser) -> None:
     add("--topology", required=True, metavar="SLICE", help="TPUs: v5e:8x8, v3:4x4, ...")
     _add_run(parser, _RETRIES)
     add("--name", help="name of what is rented [the experiment's name and the hash of its config]")
-    add("--price-per-chip-hour", type=float, metavar="P", help="to show costs, in any currency")
+    price = _within(float, 0, 1e9)
+    add("--price-per-chip-hour", type=price, metavar="P", help="to show costs, in any currency")
     about = "leave out checks, comma-separated: commit, workdir, doctor, plan"
     add("--force", default="", metavar="CHECKS", help=about)
 

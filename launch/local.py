@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
     spec = dataclasses.replace(spec, workdir=spec.workdir or f"runs/{spec.experiment.name}")
     file = staging(spec.name) / EXPERIMENT
     if args.dry_run:
-        print("\n".join(_script(spec, file)))
+        print("\n".join(_script(spec, file, args)))
         return errors.FINISHED
     with named_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -76,13 +76,15 @@ def _pod(command: Sequence[str], args: argparse.Namespace) -> pod.Ended:
     )
 
 
-def _script(spec: Spec, file: pathlib.Path) -> Iterator[str]:
+def _script(spec: Spec, file: pathlib.Path, args: argparse.Namespace) -> Iterator[str]:
     yield "#!/usr/bin/env bash"
     yield f"# {spec.name}: {spec.hosts} processes on this machine,"
-    yield f"# config sha256 {spec.sha256}; {spec.retries} retries."
+    yield f"# config sha256 {spec.sha256}."
     yield "set -eu"
     yield shlex.join(["mkdir", "-p", os.fspath(file.parent)])
     for name, text in {EXPERIMENT: spec.config, **spec.code}.items():
         yield from script_that_writes(file.with_name(name), text)
-    start = [sys.executable, "-m", __package__, "local", "--processes", str(spec.hosts), "--"]
+    given = ("processes", "devices_per_process", "slices", "arrive_within", "hang_after")
+    flags = (f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given)
+    start = [sys.executable, "-m", __package__, "local", *flags, "--"]
     yield shlex.join([*start, *spec.command(os.fspath(file))])

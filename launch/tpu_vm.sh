@@ -130,4 +130,5 @@ for left in $(seq "$RETRIES" -1 0); do
   started=
   give_back || exit 1
 done
+[ "$code" = 130 ] && code=75  # by stop.sh, from elsewhere
 exit "$code"

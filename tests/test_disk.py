@@ -148,6 +148,18 @@ def test_a_disk_on_which_not_all_checkpoints_fit_is_a_note_and_leftovers_go(disk
     assert not left.exists()
 
 
+def test_of_a_line_that_does_not_fit_nothing_is_kept(disk):
+    disk.mount("size=16k")
+    lines = lines_lib.Lines(epath.Path(disk.folder) / "lines", "go_on")
+    lines.append({"step": 1, "text": "x" * 3000})
+    disk.fill()
+    lines.append({"step": 2, "text": "x" * 3000})  # its beginning fits into the file's last block
+    assert [line["step"] for line in lines.read()] == [1]
+    (disk.folder / "others").unlink()
+    lines.append({"step": 3})
+    assert [line["step"] for line in lines.read()] == [1, 2, 3]
+
+
 @pytest.mark.long
 def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, monkeypatch):
     disk.mount("size=8m")

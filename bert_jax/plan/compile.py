@@ -242,7 +242,10 @@ def key(job: Job) -> str:
     parallelism = dataclasses.replace(experiment.parallelism, accumulation=(micro_batches,))
     phase = experiment.phases[job.phase]
     parts = [
-        *map(config.flatten, (experiment.model, experiment.optimizer, parallelism, phase)),
+        *map(config.flatten, (experiment.model, experiment.data, experiment.optimizer)),
+        *map(config.flatten, (parallelism, phase)),
+        # What any phase measures is summed, and what none learns has no parameters.
+        [one.objective for one in experiment.phases],
         *map(bool, (experiment.run.check_every, experiment.run.replay_every)),  # further programs
         experiment.total_steps,
         job.topology.name,

@@ -226,7 +226,8 @@ class Checkpoints:
             try:
                 self.metadata(step)
             except Damaged as error:
-                damaged[step] = str(error)
+                if step in self.steps:  # a run at work may have removed it
+                    damaged[step] = str(error)
         return damaged
 
     def _again(self, work: Callable[[], T]) -> T:

@@ -79,11 +79,12 @@ class Lines:
 
     def _write(self) -> None:
         name = os.fspath(self._path)
-        with named_errors(self._path), open(name, "ab", opener=no_link) as file:
-            before = file.tell()
+        # Without a buffer, which would hold what a full disk refused, and write it when it closes.
+        with named_errors(self._path), open(name, "ab", buffering=0, opener=no_link) as file:
+            before, left = file.tell(), self._waiting.encode()
             try:
-                file.write(self._waiting.encode())
-                file.flush()
+                while left:
+                    left = left[file.write(left) :]
                 os.fsync(file.fileno())
             except OSError:
                 file.truncate(before)

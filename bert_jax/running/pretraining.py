@@ -102,7 +102,7 @@ class Prepared:
         """
         spec = experiment.phases[phase]
         stream = corpus.open_stream(self.folder, "train")
-        self.stamps = self._stamps()
+        self.stamps = self.stamps or self._stamps()
         data, names = experiment.data_of(phase), (experiment.seed, "train", phase)
         widths = spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size
         shape = batches.Shape(*widths, spec.row_offset)
@@ -233,7 +233,8 @@ class PretrainingJob(Job):
 
     def placed(self, taken: int, booked: int, hosts: int) -> Experiment | None:
         """Returns the experiment laid over some of its slices; None: it cannot be."""
-        shards = hosts * system.devices_here() // self.experiment.parallelism.tensor
+        # A tensor axis that is longer than a slice is for make_mesh to refuse.
+        shards = max(hosts * system.devices_here() // self.experiment.parallelism.tensor, 1)
         return slices.placed(self.experiment, taken, booked, shards)
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:

@@ -258,6 +258,7 @@ class Trainer:
             self.skipped = skipped  # at step 0, too
         self._note("roll_back", self._lap() | about)
         if isinstance(error, Erred) and error.is_last:
+            self.context.mirror.flush()  # what process 0 leaves behind ends with it
             peers.agree("devices", f"{words}, again; run again on another machine", Unavailable)
 
     # --- where to begin -------------------------------------------------------------------------

@@ -198,11 +198,13 @@ class Saves(Checkpoints):
         if self._opened is not None:
             self._again(self._opened.reload)
 
-    def forget_after(self, step: int) -> None:
+    def forget_after(self, step: int, send: Callable[[], None]) -> None:
         """Removes newer checkpoints: of steps that will be done again, otherwise.
 
-        By one process for all.
+        By one process for all. A start that misses one must not end there: `send` is called before.
         """
+        self._record(max((number for number in self.steps if number <= step), default=0))
+        send()
 
         def remove(folder: epath.Path) -> None:
             # Half removed under its own name it would be a damaged one, perhaps the last.

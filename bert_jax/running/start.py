@@ -26,7 +26,7 @@ from bert_jax.running.environment import changes
 from bert_jax.running.job import Context
 from bert_jax.running.peers import Peers
 from bert_jax.storage import retry
-from bert_jax.storage.workdir import read_json, sealed, write_atomic
+from bert_jax.storage.workdir import fork_of, read_json, sealed, write_atomic
 from bert_jax.training import feed, step
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.replay import Erred
@@ -83,7 +83,7 @@ def before(error: Diverged | Erred, first: int, context: Context) -> Restored:
         first = saved.steps[-1]
     start = _start(context, first)
     peers.meet("restored")  # until then one may still list what is removed
-    peers.on_primary("removed", lambda: saved.forget_after(first))
+    peers.on_primary("removed", lambda: saved.forget_after(first, context.mirror.flush))
     saved.look_again()
     return start
 
@@ -97,14 +97,16 @@ def named(erred: Erred, peers: Peers) -> str:
 
 def write_experiment(context: Context) -> None:
     """Writes which experiment the run is of, and where it comes from; by one process for all."""
-    workdir, experiment = context.job.workdir, context.booked
+    workdir, experiment, origin = context.job.workdir, context.booked, context.origin
     if not context.peers.is_primary:
         return
     write_atomic(workdir.experiment, config.to_json(experiment))
     for name, source in code.files(experiment).items():
         write_atomic(workdir.root / name, source)
-    if context.origin is not None:
-        write_atomic(workdir.origin, json.dumps(sealed(context.origin), indent=2) + "\n")
+    if origin is not None:
+        if fork := fork_of(workdir):  # which other settings do not undo
+            origin = {"fork": fork} | origin
+        write_atomic(workdir.origin, json.dumps(sealed(origin), indent=2) + "\n")
 
 
 def _start(context: Context, at_most: int | None) -> Restored:

@@ -219,7 +219,7 @@ def scale_by_layer(decay: float) -> optax.GradientTransformation:
 
     def scale(path: tuple[Any, ...], update: jax.Array, above: jax.Array) -> jax.Array:
         names = [key.key for key in path]
-        if "layers" in names:
+        if names[:2] == ["encoder", "layers"]:  # a decoder's stand above them
             return update * above.reshape(-1, *[1] * (update.ndim - 1))
         return update * (decay * above[0]) if names[:2] == _EMBEDDINGS else update
 

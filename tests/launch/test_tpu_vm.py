@@ -1,6 +1,7 @@
 """Launches on TPU VMs: the whole script, run by bash, with hosts that are folders."""
 
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -131,8 +132,9 @@ def test_machines_that_cannot_be_deleted_are_named_with_the_command(cloud, launc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_has_the_run_save_and_deletes(number, cloud, launch):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, "stop.sh"])
+def test_ctrl_c_has_the_run_save_and_deletes(how, cloud, launch):
+    """So does the script that the first lines name, and nothing is rented again."""
     runs(
         cloud,
         f"trap ': > {cloud}/saved-$HOST; exit 75' TERM; : > {cloud}/up-$HOST\n"
@@ -142,13 +144,17 @@ def test_ctrl_c_has_the_run_save_and_deletes(number, cloud, launch):
     def interrupt():
         while not (cloud / "up-1").exists():
             time.sleep(0.02)
-        launch.started[-1].send_signal(number)
+        if how != "stop.sh":
+            launch.started[-1].send_signal(how)
+        for place in cloud.glob(f"[01]/*/*/{how}"):
+            subprocess.Popen(["bash", place])
 
     threading.Thread(target=interrupt, daemon=True).start()
     code, shown = launch("tpu_vm", *FLAGS)
     assert code == 75, shown
     assert (cloud / "saved-0").exists() and (cloud / "saved-1").exists()
     assert not (cloud / "request").exists()
+    assert calls(cloud, "create", "delete") == ["create", "delete"]
 
 
 @pytest.mark.long

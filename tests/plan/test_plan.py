@@ -214,14 +214,17 @@ def test_bundles_of_a_kernel_are_found_by_its_instruction(tmp_path):
     assert (cycles("looped.1"), cycles("looped.2"), cycles("ooped.1")) == (2829, None, None)
 
 
-@pytest.mark.parametrize("program", ["check", "replay"])
-def test_a_second_program_is_another_compilation(job, program):
+def test_another_program_is_another_compilation(job):
     plain = config.override(job.experiment, ["model.dropout_rng=threefry8"])
-    job = dataclasses.replace(job, experiment=plain)
-    checked = config.override(plain, [f"run.{program}_every=100"])
-    assert compile_lib.key(dataclasses.replace(job, experiment=checked)) != compile_lib.key(job)
-    other = config.override(job.experiment, ["run.log_every=7"])
-    assert compile_lib.key(dataclasses.replace(job, experiment=other)) == compile_lib.key(job)
+
+    def key(settings):
+        experiment = config.override(plain, settings.split())
+        return compile_lib.key(dataclasses.replace(job, experiment=experiment, phase=1))
+
+    others = "run.check_every=100", "run.replay_every=100", "data.objective=mlm"
+    before = "phases.0.objective=causal phases.0.max_predictions_per_seq=127"
+    keys = {*map(key, (*others, before, "run.log_every=7"))}
+    assert len(keys) == 5 and key("run.log_every=9") in keys
 
 
 @pytest.mark.long

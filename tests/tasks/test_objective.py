@@ -222,8 +222,9 @@ def test_what_is_small_is_not_cut():
 
 
 def test_a_layer_learns_by_so_much_slower_than_the_one_above():
-    """Of two layers at 0.5: head 1, upper layer 1/2, lower 1/4, embeddings 1/8."""
+    """Of two layers at 0.5: head and decoder 1, upper layer 1/2, lower 1/4, embeddings 1/8."""
     params = objective("pair").init_params(jax.random.key(0))
+    params["decoder"] = {"layers": params["encoder"]["layers"]}
     ones = jax.tree.map(jnp.ones_like, params)
     scale = optimizer_lib.scale_by_layer(0.5)
     found, _ = scale.update(ones, scale.init(params), params)
@@ -237,7 +238,7 @@ def test_a_layer_learns_by_so_much_slower_than_the_one_above():
             expected = 0.125 if name.startswith("encoder/embeddings/") else 1.0
             np.testing.assert_array_equal(leaf, expected, name)
     tops = {path[0].key for path in seen}
-    assert tops == {"encoder", "pooler", "head"}
+    assert tops == {"encoder", "decoder", "pooler", "head"}
 
 
 def test_decay_by_layer_is_of_the_whole_update():

@@ -19,7 +19,7 @@ from small_run import command, final_state, killed, pretrain, write_text
 from bert_jax import config
 from bert_jax.running import branch as branch_lib
 from bert_jax.running.pretraining import Prepared
-from bert_jax.storage.workdir import Workdir
+from bert_jax.storage.workdir import Workdir, fork_of
 from bert_jax.verify.faults import Fault, Plan
 
 # Phases of 14 and 8 steps, a checkpoint every 4, of which all are kept.
@@ -117,6 +117,9 @@ def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(copy
     assert_identical(final_state(one), final_state(other))
     for name in ("metrics.jsonl", "experiment.json"):
         assert (one / name).read_bytes() == (other / name).read_bytes()
+    record = fork_of(Workdir(one))
+    assert call("pretrain w/experiment.json --workdir w") == (0, "")
+    assert fork_of(Workdir(one)) == record != {}
 
 
 def test_other_batches_go_on_at_the_rows_that_were_not_seen(copy_of_run):

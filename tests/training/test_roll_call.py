@@ -13,8 +13,10 @@ from benchmarks.month import Month
 from bert_jax import config
 from bert_jax.errors import Unavailable
 from bert_jax.running import roll_call, slices
+from bert_jax.running.pretraining import PretrainingJob
 from bert_jax.running.roll_call import Place
 from bert_jax.running.slices import RollCall, Terms
+from bert_jax.storage.workdir import Workdir
 
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 HALVES = Terms(4, 2, 60.0, 300.0, lambda n: n in (1, 2, 4))  # of four slices of two hosts
@@ -125,6 +127,14 @@ def test_micro_batches_have_no_more_rows_on_fewer_slices(rows, parts, taken, acc
     assert {*found.parallelism.accumulation} == {accumulation}
     assert found.parallelism.slices == taken
     assert not config.differences(given, found, "identity")
+
+
+def test_a_tensor_axis_longer_than_a_slice_is_left_to_the_mesh(tmp_path):
+    given = config.load(str(EXPERIMENTS / "tiny.py"))
+    settings = ["model.num_attention_heads=8", "parallelism.tensor=8"]
+    experiment = config.override(given, settings)
+    job = PretrainingJob(experiment, Workdir(tmp_path), print)
+    assert job.placed(2, 2, hosts=1) == experiment
 
 
 # --- who is there --------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from etils import epath
 from rich.console import Console
 from small_run import pretrain, saves_in
 
+from bert_jax import config
 from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
@@ -95,13 +96,19 @@ def test_a_checkpoint_s_loss_is_that_of_masked_lm(undisturbed):
 def test_a_file_that_goes_between_being_listed_and_looked_at_is_named(copy_of_run):
     prepared = pretraining.Prepared.open(epath.Path(copy_of_run / "corpus"))
     ids = copy_of_run / "corpus" / "stream" / "train" / "ids.bin"
-    prepared.stamps = prepared._stamps()
+    experiment = config.load("small.py")
+    prepared.train_batches(experiment, 0)
     ids.rename(copy_of_run / "ids.bin")
     ids.symlink_to("nowhere")  # is listed, and is not there
     with pytest.raises(InputError, match=r"ids\.bin"):
         prepared.require_unchanged()
     ids.unlink()
     (copy_of_run / "ids.bin").rename(ids)
+    # What changed just before another phase is looked at, too.
+    known = prepared.stamps.copy()
+    os.utime(ids)
+    prepared.train_batches(experiment, 1)
+    assert prepared.stamps == known
 
 
 @pytest.mark.parametrize("change", [pytest.param("manifest", marks=pytest.mark.long), "stream"])

@@ -31,6 +31,8 @@ cd "$(dirname "$0")"
 code=134
 kill -0 "$(cat run.pid)" 2>/dev/null && code=running
 [ -f run.exit ] && code="$(cat run.exit)"
+# Asked to end, it has not been preempted: who waits for it is to rent no other machines.
+[ "$code" = 75 ] && [ -f run.asked ] && code=130
 echo "bert-jax-run $code"
 END
 cat > /cache/launch/quotes/experiment.json <<'END'
@@ -84,6 +86,7 @@ END
 cat > /cache/launch/quotes/stop.sh <<'END'
 # Asks the run to save and end, and waits for it.
 cd "$(dirname "$0")"
+touch run.asked
 [ -f run.exit ] || kill -s TERM "$(cat run.pid)" || exit 1
 for _ in $(seq 900); do [ -f run.exit ] && exit 0; sleep 1; done
 exit 1
