@@ -5,7 +5,6 @@ would). A `problem` is what spoils training or keeps it from starting; what may 
 way is a `note`.
 """
 
-import glob
 import os
 from collections.abc import Sequence
 
@@ -68,7 +67,7 @@ def _sources(path: str) -> tuple[str, ...]:
     if os.path.isfile(path):
         for word, suffixes in text_sources.SUFFIXES.items():
             if path.endswith(suffixes):
-                return (f"{word}:{glob.escape(path)}",)
+                return (f"{word}:{path}",)
     names = [name for _, _, names in os.walk(path) for name in names]
     sources = tuple(
         f"{word}:{path}"
