@@ -15,7 +15,7 @@ def doctor(args: argparse.Namespace) -> int:
     """Look for what is wrong with text or a prepared corpus.
 
     PATH: a corpus folder, a pre-training's workdir, whose corpus is looked at, a file or folder of
-        .txt or .jsonl, or an EXPERIMENT, whose sources are looked at
+        .txt, .jsonl, .csv, .tsv or .parquet, or an EXPERIMENT, whose sources are looked at
     --set FIELD=VALUE...: change a field of the EXPERIMENT, e.g. corpus.sources=text:my_folder; may
         be repeated
     CACHE

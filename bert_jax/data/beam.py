@@ -76,7 +76,6 @@ def _do(task: Any) -> None:  # Beam reads the types of functions, and knows no p
 
 def _parsed(options: str) -> Any:
     try:
-        import apache_beam  # noqa: F401
         from apache_beam.options.pipeline_options import PipelineOptions
     except ImportError as error:
         raise InputError("--beam: needs the [beam] extra: pip install 'bert-jax[beam]'") from error

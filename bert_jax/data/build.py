@@ -135,7 +135,10 @@ def build(
     for path in scratch.iterdir():
         # What an earlier `prepare` made of other text or settings.
         if path.name not in wanted and not path.name.startswith("shards-"):
-            shutil.rmtree(path)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:  # of Beam, why one was not made
+                path.unlink()
     records = run(what, tasks, say)
     tables = [
         np.fromfile(parts.here(place, task.name, "documents.bin", scratch), parts.DOCUMENT)

@@ -62,7 +62,7 @@ class Removals:
 class Sequential:
     """All draws from one generator in the reference's order, for one row at a time (B = 1).
 
-    `Counter` says what is drawn.
+    `Counter` says what is drawn; the reference knows no spans.
     """
 
     def __init__(self, rng: random.Random):
@@ -115,11 +115,6 @@ class Sequential:
         order = list(range(int(counts[0])))
         self._rng.shuffle(order)
         return np.array([order])
-
-    def span_lengths(self, counts: np.ndarray) -> np.ndarray:
-        """Draws by `choices`; the reference knows no spans."""
-        lengths = range(1, LONGEST_SPAN + 1)
-        return np.array([self._rng.choices(lengths, _SPAN_LAW, k=int(counts[0]))])
 
     def replacements(
         self, counts: np.ndarray, vocab_size: int, mask_share: float, random_share: float

@@ -46,7 +46,7 @@ _ENCODED = ("text", "jsonl", "csv", "tsv")
 _BATCH, _SENTENCES, _TOKENS = 1 << 18, 1 << 12, 1 << 18
 
 # Rises with every change of what parts are made into.
-_VERSION = 2
+_VERSION = 3
 
 # A document: the hash of its text, and how many sentences it has.
 DOCUMENT = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
@@ -286,9 +286,11 @@ class _IdWriter:
         return np.fromiter(map(len, ids), np.int64, len(ids))
 
     def _encode(self, sentence: str) -> list[int]:
-        parts = sentence.split(self._unknown_word) if self._unknown_word else [sentence]
+        parts = [sentence]
+        if self._unknown_word:  # the blank before it would be a piece of some vocabularies
+            parts = [part.rstrip() for part in sentence.split(self._unknown_word)]
         # As it is cut behind other sentences, wherever a row puts it.
-        ids = self._tokenizer.encode_within(parts[0])
+        ids = self._tokenizer.encode_within(parts[0]) if parts[0] else []
         for part in parts[1:]:
             ids += [self._tokenizer.unk_id, *self._tokenizer.encode(part)]
         return ids

@@ -5,14 +5,13 @@ would). A `problem` is what spoils training or keeps it from starting; what may 
 way is a `note`.
 """
 
-import glob
 import os
 from collections.abc import Sequence
 
 from bert_jax import config
-from bert_jax.config import Corpus
+from bert_jax.config import Corpus, Experiment
 from bert_jax.doctor import corpus, text
-from bert_jax.doctor.finding import Finding
+from bert_jax.doctor.finding import ONE_SENTENCE, Finding
 from bert_jax.errors import InputError, printable, quantity
 from bert_jax.storage import buckets, mirror
 from bert_jax.storage.workdir import COMPLETE, Workdir, holds_finetuning, load_experiment
@@ -26,8 +25,8 @@ def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
 
     Args:
       path: a corpus folder, the workdir of a pre-training (its corpus is looked at), an experiment
-        file (its sources are looked at), or text: a file or folder of .txt or .jsonl, which may be
-        .gz or .zst.
+        file (its sources are looked at), or text: a file or folder of .txt, .jsonl, .csv, .tsv or
+        .parquet, all except the last also as .gz or .zst.
       settings: changes to an experiment, as `--set` takes them.
     """
     return sorted(_examine(path, settings), key=lambda finding: finding.severity != "problem")
@@ -36,7 +35,11 @@ def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
 def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
     is_file = os.path.isfile(path) and path.endswith((".py", ".json"))
     if is_file or (not os.path.exists(path) and config.is_shipped(path)):
-        return text.examine(config.override(config.load(path), settings).corpus)
+        experiment = config.override(config.load(path), settings)
+        findings = text.examine(experiment.corpus)
+        if _lengths_of_pairs(experiment):
+            return findings
+        return [finding for finding in findings if finding.rule is not ONE_SENTENCE]
     if settings:
         raise InputError(f"--set {settings[0]}: {path} is no experiment, so nothing can be set")
     workdir = mirror.opened(path)
@@ -49,7 +52,7 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
 
 
 def _of_run(workdir: Workdir) -> list[Finding]:
-    """Examines the corpus of a run for the lengths of its phases."""
+    """Examines the corpus of a run for the pairs of its phases."""
     if holds_finetuning(workdir):
         raise InputError(
             f"{workdir.named}: a fine-tuning, which has no corpus; `bert-jax report` shows its "
@@ -59,8 +62,17 @@ def _of_run(workdir: Workdir) -> list[Finding]:
     folder = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote).corpus
     if not buckets.exists(folder / COMPLETE):
         raise InputError(f"{folder}: no prepared corpus of this run; name another PATH")
-    lengths = tuple(sorted({phase.sequence_length for phase in experiment.phases}))
-    return corpus.examine(folder, lengths)
+    return corpus.examine(folder, _lengths_of_pairs(experiment))
+
+
+def _lengths_of_pairs(experiment: Experiment) -> tuple[int, ...]:
+    """Returns the sequence lengths of the phases that learn pairs."""
+    lengths = {
+        phase.sequence_length
+        for number, phase in enumerate(experiment.phases)
+        if experiment.data_of(number).units != "sentences"
+    }
+    return tuple(sorted(lengths))
 
 
 def _sources(path: str) -> tuple[str, ...]:
@@ -68,7 +80,7 @@ def _sources(path: str) -> tuple[str, ...]:
     if os.path.isfile(path):
         for word, suffixes in text_sources.SUFFIXES.items():
             if path.endswith(suffixes):
-                return (f"{word}:{glob.escape(path)}",)
+                return (f"{word}:{path}",)
     names = [name for _, _, names in os.walk(path) for name in names]
     sources = tuple(
         f"{word}:{path}"
@@ -78,7 +90,7 @@ def _sources(path: str) -> tuple[str, ...]:
     if not sources:
         raise InputError(
             f"{path}: nothing to examine; name a run's workdir, a prepared corpus, an experiment "
-            "file, or a file or folder of .txt or .jsonl"
+            "file, or a file or folder of .txt, .jsonl, .csv, .tsv or .parquet"
         )
     return sources
 

@@ -28,7 +28,8 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
 
     Args:
       folder: the corpus folder.
-      lengths: sequence lengths to plan for; the paper's by default.
+      lengths: sequence lengths to plan pairs for, the paper's by default; of none, no pairs are
+        learned.
     """
     folder = corpus_lib.here(folder)
     manifest = corpus_lib.open_manifest(folder)
@@ -41,12 +42,16 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
         return lambda start: tokenizer.decode(stream.ids[start : start + _SHOWN].tolist())
 
     text_at = text_of(train)
-    causes = _one_sentence(train, text_at) + _long_sentences(train, text_at)
+    causes = _one_sentence(train, text_at) if lengths else []
+    causes += _long_sentences(train, text_at)
     findings = list(causes)
     if manifest["settings"]["repeated_documents"] == "keep":
-        number = manifest["documents_repeated"], sum(manifest["layouts"].values()), ""
+        count = sum(split["documents"] for split in manifest["splits"].values())
+        number = manifest["documents_repeated"], count, ""
         findings += finding.of_documents(finding.REPEATED, *number)
-    words = _vocabulary(train, tokenizer)
+    # What the text itself calls unknown is no fault of the vocabulary.
+    is_named = manifest["settings"].get("unknown_word")
+    words = [] if is_named else _vocabulary(train, tokenizer)
     findings += words
     # Sentences of [UNK] are alike, and no duplicates.
     if all(one.severity == "note" for one in words):
@@ -117,8 +122,10 @@ def _vocabulary(train: Stream, tokenizer: Tokenizer) -> list[Finding]:
     with_case = [word for word in words if word.isalpha() and word.lower() != word.upper()]
     capitals = sum(word != word.lower() for word in with_case) / max(len(with_case), 1)
     unknown = float(counts[tokenizer.unk_id] / counts.sum())
-    # Text without capitals gives a vocabulary without, and nothing unknown.
+    # Text without capitals gives a vocabulary without, and nothing unknown; a tokenizer.json, which
+    # counts as cased, may lower text by itself.
     is_low = capitals < _CAPITALS_NONE and unknown > UNKNOWN.note_over
+    is_low &= tokenizer.kind != "library"
     if is_low if tokenizer.case == "cased" else capitals > _CAPITALS_MANY:
         other = "uncased" if is_low else "cased"
         return CASE.check(1.0, case=tokenizer.case, other=other, capitals=share(capitals))

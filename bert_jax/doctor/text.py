@@ -6,7 +6,6 @@ much text a sample of the files is read, and the findings say so.
 
 import collections
 import dataclasses
-import glob
 import itertools
 import math
 import os
@@ -56,7 +55,7 @@ def examine(corpus: Corpus) -> list[Finding]:
             places.append((one, source, 0))
             continue
         for path in text_sources.files(source):
-            alone = dataclasses.replace(one, sources=(f"{word}:{glob.escape(path)}",))
+            alone = dataclasses.replace(one, sources=(f"{word}:{path}",))
             places.append((alone, path, text_sources.state(path)["bytes"]))
     return _Survey(corpus, places).findings()
 

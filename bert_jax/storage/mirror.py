@@ -44,7 +44,7 @@ from bert_jax.storage.workdir import (
 
 OWNER = "OWNER"
 _OWNED = ".owner.json"  # in the local folder of a run: tokens of starts that wrote there
-_VIEW_FILES = (*RUN_FILES, "plan.json", "launch.json")
+_VIEW_FILES = (*RUN_FILES, "plan.json")
 
 # Seconds between two pushes of what a run has written, and which share of the time they may take.
 _SECONDS, _SHARE = 30.0, 0.05

@@ -377,10 +377,10 @@ def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
 
 def _lines_before(extent: Extent) -> int:
     """Counts the lines of the file before the extent."""
-    with open(extent.path, "rb") as file:
-        return sum(file.read(1 << 20).count(b"\n") for _ in range(extent.start >> 20)) + file.read(
-            extent.start % (1 << 20)
-        ).count(b"\n")
+    if not extent.start:  # of files that may be cut nowhere, such as those at an address
+        return 0
+    with _extent_bytes(dataclasses.replace(extent, start=0, stop=extent.start)) as file:
+        return sum(1 for _ in file)
 
 
 def _dataset_texts(extent: Extent) -> Iterator[tuple[str, str]]:
@@ -430,7 +430,7 @@ def _extent_bytes(extent: Extent) -> IO[bytes]:
 
 def _first_bad_byte(path: str, encoding: str) -> int:
     """Returns the offset in the uncompressed file: decoding reports it relative to a buffer."""
-    with text_lines.open_bytes(path) as file:
+    with text_lines.named_damage(path), text_lines.open_bytes(path) as file:
         data = file.read()
     try:
         data.decode(encoding)

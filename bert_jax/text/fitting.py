@@ -93,7 +93,7 @@ def with_words(tokenizer: Tokenizer, path: epath.Path) -> tuple[Tokenizer, Begin
     """
     form = _form(tokenizer)
     with reading(path, "write a word a line, as UTF-8"):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode("utf-8-sig").splitlines()
     known, new = set(form.pieces), {}
     for number, line in enumerate(lines, 1):
         if not (word := line.strip()):
@@ -240,6 +240,8 @@ class _OfLibrary:
             # A word that is a piece is taken whole; all other pieces are what merges make of it.
             model["ignore_merges"] = bool(new) or model.get("ignore_merges", False)
         _renumber(parts["post_processor"], ids)
+        if padding := parts.get("padding"):
+            padding["pad_id"] = ids[self._old.piece(self._old.pad_id)]
         content = json.dumps(parts, ensure_ascii=False).encode()
         return Library(content, self._old.named, library.FILE)
 

@@ -190,6 +190,7 @@ def _opened(path: str, column: str) -> Iterator[tuple[pyarrow.parquet.ParquetFil
         schema = file.metadata.schema
         names = [schema.column(number).path for number in range(len(schema))]
         place = _place_of(column, names, path)
-        if schema.column(place).logical_type.type != "STRING":
+        chosen = schema.column(place)
+        if chosen.logical_type.type != "STRING" or chosen.max_repetition_level:
             raise InputError(f"{path}: column {column!r} holds no texts")
         yield file, place

@@ -17,7 +17,6 @@ SUFFIXES = {
     **{word: (f".{word}", f".{word}.gz", f".{word}.zst") for word in ("jsonl", "csv", "tsv")},
     "parquet": (".parquet",),
 }
-_ALL_SUFFIXES = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 
 
 def files(source: str) -> list[str]:
@@ -37,7 +36,8 @@ def files(source: str) -> list[str]:
                 f"corpus.sources: {source}: the folder holds no {', '.join(SUFFIXES[word])} file"
             )
         return sorted(paths)
-    paths = sorted(path for path in glob.glob(place, recursive=True) if os.path.isfile(path))
+    there = [place] if os.path.exists(place) else glob.glob(place, recursive=True)
+    paths = sorted(filter(os.path.isfile, there))
     if not paths:
         what = "the pattern matches no file" if glob.has_magic(place) else "no such file or folder"
         if os.path.exists(place):
@@ -60,7 +60,7 @@ def _files_there(source: str, word: str, place: str) -> list[str]:
         if system.isdir(name):
             names = [path for path in system.find(name) if path.endswith(SUFFIXES[word])]
         else:
-            names = system.glob(name) if glob.has_magic(name) else [name] * system.exists(name)
+            names = [name] * system.exists(name) or system.glob(name)
     except OSError as error:
         raise InputError(f"corpus.sources: {source}: {error.strerror or error}") from error
     if not names:
@@ -100,9 +100,10 @@ def state(path: str) -> dict[str, int]:
 
 
 def sha256(path: str) -> str:
-    """Returns the SHA-256 of a file, or of a small object in a bucket."""
+    """Returns the SHA-256 of a file, wherever it lies."""
     try:
-        if "://" in path and path.endswith(_ALL_SUFFIXES):
+        # What describes a TFDS dataset is small, and lies here or in a bucket.
+        if "://" in path and not path.endswith("/dataset_info.json"):
             with text_lines.packed(path) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         return buckets.sha256(path)

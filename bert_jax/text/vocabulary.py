@@ -65,7 +65,7 @@ class Counted:
 def read_vocab(path: epath.PathLike) -> list[str]:
     """Reads the pieces of a `vocab.txt`, one a line; a line's number is its id."""
     try:
-        lines = epath.Path(path).read_bytes().decode("utf-8").split("\n")
+        lines = epath.Path(path).read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: byte {error.start} is not UTF-8") from error
     except OSError as error:

@@ -1,11 +1,9 @@
 """Masks: which, whole words, spans. How many and by what: `bert_jax.conformance.data_rules`."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax.config import Data
 from bert_jax.data import draws, masking
 
 PAD, CLS, SEP, MASK, FIRST = 0, 2, 3, 4, 5
@@ -30,14 +28,14 @@ def rows_of(lengths, seed=0):
     return input_ids
 
 
-def mask(input_ids, lengths, units="piece", seed=0, width=9, rows=None, **policy):
+def mask(input_ids, lengths, units="piece", seed=0, width=9, **policy):
     a, b = np.array(lengths, np.int64).T[..., None]
     column = np.arange(input_ids.shape[1])
     return masking.mask(
         input_ids,
         (column > 0) & (column != a + 1) & (column < a + b + 2),
         (a + b + 3)[:, 0],
-        draws.Counter((7, seed), np.arange(len(input_ids)) if rows is None else rows),
+        draws.Counter((7, seed), np.arange(len(input_ids))),
         masking.HELD_OUT._replace(units=units, **policy),
         width,
         masking.Ids(0, CLS, SEP, MASK, VOCAB, CONTINUES),
@@ -160,18 +158,6 @@ def test_spans_are_those_of_the_rule_and_each_is_replaced_as_a_whole(lengths, se
                 slot += 1
 
 
-@pytest.mark.parametrize("units", UNITS)
-def test_the_masks_of_a_row_hang_on_the_row_alone(units):
-    lengths = [(5 + n % 20, 3 + n % 25) for n in range(40)]
-    input_ids = rows_of(lengths)
-    whole = mask(input_ids, lengths, units)
-    for part in ([7], [39, 0, 12], range(20, 33)):
-        part = np.array(part)
-        alone = mask(input_ids[part], [lengths[n] for n in part], units, rows=part)
-        for one, other in zip(alone, whole, strict=True):
-            np.testing.assert_array_equal(one, other[part])
-
-
 def test_a_span_is_about_as_long_as_its_paper_has_it():
     n, words = 2000, 58
     rows = np.full((n, SEQUENCE), FIRST + 2, np.int32)  # every piece a word of its own
@@ -183,13 +169,6 @@ def test_a_span_is_about_as_long_as_its_paper_has_it():
     assert (found.weights.sum(axis=1) == 6).all()
     # 3.8 words, of which the last span of a row is cut; some spans touch.
     assert 2.3 < masked.sum() / runs < 3.5
-
-
-def test_the_share_goes_evenly_from_the_first_step_to_the_last():
-    data = Data(masked_lm_prob=0.3, final_masked_lm_prob=0.1)
-    shares = [masking.Policy.of(data, step, 5).share for step in range(5)]
-    np.testing.assert_allclose(shares, [0.3, 0.25, 0.2, 0.15, 0.1], rtol=1e-12)
-    assert masking.Policy.of(Data(masked_lm_prob=0.3), 4, 5).share == 0.3
 
 
 def test_all_or_nothing_may_become_mask():

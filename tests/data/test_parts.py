@@ -20,7 +20,7 @@ from etils import epath
 from bert_jax.config import Corpus
 from bert_jax.data import build, corpus, dataset, parts, workers
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.text import documents, sentences, tokenizer
+from bert_jax.text import documents, library, sentences, tokenizer, vocabulary
 from bert_jax.text import sources as text_sources
 
 SIZE = 90
@@ -371,6 +371,22 @@ def test_a_word_of_a_megabyte_costs_nothing(kind, text, tmp_path):
         assert counts["train"]["unknown_tokens"] + counts["validation"]["unknown_tokens"] == 2
 
 
+@pytest.mark.parametrize("name", ["modernbert", "gemma"])
+def test_an_unknown_word_takes_the_blank_before_it(name, tmp_path):
+    golden = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers" / f"{name}.json"
+    content, named = golden.read_bytes(), {"modernbert": vocabulary.NAMED}.get(name)
+    angled = {f"{role}_token": f"<{role}>" for role in ("pad", "unk", "mask")}
+    tok = library.Library(content, named or angled, name)
+    writer = parts._IdWriter(tmp_path, tok, "@@")
+    lengths = writer.add(["@@ the people @@ @@ let the.", "the @@", "the people let"])
+    writer.close()
+    ids = iter(np.fromfile(tmp_path / "tokens.bin", np.uint32).tolist())
+    found = [list(itertools.islice(ids, n)) for n in lengths.tolist()]
+    unk, let = tok.unk_id, tok.encode_within("let the.")
+    assert found[0] == [unk, *tok.encode_within("the people"), unk, unk, *let]
+    assert found[1:] == [[*tok.encode_within("the"), unk], tok.encode_within("the people let")]
+
+
 # --- Sources in a bucket ---
 
 
@@ -418,5 +434,6 @@ def test_a_part_without_its_record_is_not_taken_for_whole(whole, tmp_path):
     place = tmp_path / "made" / build.PARTS
     for part in parts.plan(claim)[:2]:
         (place / parts.Read(str(place), claim, part).name).mkdir(parents=True)
+    (place / "read-0.error").write_text("left by Beam")
     (tmp_path / "made" / "lock").touch()
     assert prepare(claim, tmp_path / "made") == files

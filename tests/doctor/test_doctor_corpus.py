@@ -11,7 +11,7 @@ from bert_jax.data import corpus, stream
 from bert_jax.doctor import corpus as examined
 from bert_jax.doctor import finding
 from bert_jax.errors import InputError
-from bert_jax.text import vocabulary
+from bert_jax.text import trained, vocabulary
 
 LETTERS = "abcdefghijklmnop"
 WORDS = [f"{a}{b}{c}" for a in LETTERS for b in "aeiou" for c in LETTERS][:600]
@@ -89,6 +89,11 @@ def near_duplicates(folder):
     )
 
 
+def near_duplicates_of_a_text_with_a_word_for_unknown_ones(folder):
+    docs = [[line.replace(" ", " <unk> ", 1) for line in doc] for doc in documents()]
+    return examine(folder, docs + [[*doc, "More."] for doc in docs], unknown_word="<unk>")
+
+
 FAULTS = [
     (one_sentence_documents, finding.ONE_SENTENCE, "train document "),
     (endless_sentences, finding.LONG_SENTENCES, "the lon"),
@@ -99,6 +104,11 @@ FAULTS = [
     (capitals_unknown, examined.CASE, ""),
     (capitals_never_read, examined.CASE, ""),
     (near_duplicates, examined.LEAKED, "validation document "),
+    (
+        near_duplicates_of_a_text_with_a_word_for_unknown_ones,
+        examined.LEAKED,
+        "validation document ",
+    ),
 ]
 
 
@@ -118,6 +128,35 @@ def test_a_planted_fault_is_the_one_problem_found(plant, rule, where, tmp_path):
 
 def test_a_healthy_corpus_has_no_finding(tmp_path):
     assert examine(tmp_path, documents(400)) == []
+
+
+def test_repeats_are_a_share_of_documents_as_they_are_cut(tmp_path):
+    docs = documents(sentences=(60, 60))
+    found = examine(tmp_path, docs + docs[:10], cut_documents=10)
+    assert [f.severity for f in found if f.rule is finding.REPEATED] == ["note"]
+
+
+def test_a_tokenizer_that_lowers_by_itself_is_not_asked_for_another_case():
+    counted = vocabulary.Counted.of(dict.fromkeys(WORDS, 1))
+    kind = Corpus(sources=("text:x",), tokenizer_kind="unigram")
+    tok = trained.train(counted, 200, kind)
+    train = stream.from_documents([[[*tok.encode("aab "), tok.unk_id]]])
+    (found,) = examined._vocabulary(train, tok)
+    assert found.rule is examined.UNKNOWN
+
+
+def test_what_is_wrong_with_pairs_alone_is_nothing_where_none_are_learned(tmp_path):
+    one_sentence_documents(tmp_path)
+    for objective, found in (("mlm", []), ("mlm_sop", [finding.ONE_SENTENCE])):
+        settings = [
+            f"data.objective={objective}",
+            f"corpus.sources=text:{tmp_path / 'text'}",
+            "corpus.layout=sentences_by_line",
+        ]
+        assert [f.rule for f in problems(doctor.examine("tiny", settings))] == found
+        experiment = config.override(config.load("tiny"), settings)
+        (tmp_path / "w" / "experiment.json").write_text(config.to_json(experiment))
+        assert [f.rule for f in problems(doctor.examine(str(tmp_path / "w")))] == found
 
 
 def test_a_run_without_its_corpus_is_refused(tmp_path):

@@ -97,7 +97,8 @@ def test_a_damaged_compressed_file_is_refused_by_name(tmp_path, suffix):
     whole = gzip.compress(text) if suffix == "gz" else zstandard.compress(text)
     middle = len(whole) // 2
     changed = whole[:middle] + bytes(~b & 255 for b in whole[middle : middle + 9])
-    for content in (whole[:middle], whole[:-1], changed + whole[middle + 9 :], text):
+    latin = (gzip if suffix == "gz" else zstandard).compress(b"\xe9" + 9 * text)
+    for content in (whole[:middle], whole[:-1], changed + whole[middle + 9 :], text, latin[:-9]):
         (tmp_path / f"a.txt.{suffix}").write_bytes(content)
         with pytest.raises(InputError, match=rf"a\.txt\.{suffix}: damaged"):
             read(f"text:{tmp_path}")
@@ -118,8 +119,9 @@ def test_text_is_taken_from_the_field_named(tmp_path):
 def test_a_line_without_a_text_is_named(tmp_path):
     for line in ('{"body": "x"}', '{"text": 3}', '["text"]', '{"text": "fine"', "[" * 100_000):
         write(tmp_path / "a.jsonl", '{"text": "fine"}\n' + line)
-        with pytest.raises(InputError, match=r"a\.jsonl:2: "):
-            read(f"jsonl:{tmp_path}")
+        for place in (tmp_path, f"file://{tmp_path}"):
+            with pytest.raises(InputError, match=r"a\.jsonl:2: "):
+                read(f"jsonl:{place}")
 
 
 def test_half_of_a_surrogate_pair_in_json_becomes_a_replacement_character(tmp_path):
@@ -161,6 +163,12 @@ def test_a_source_without_files_is_refused_by_name(tmp_path):
     for place in ("none/*.txt", "none", ""):
         with pytest.raises(InputError, match=re.escape(f"text:{tmp_path / place}: ")):
             read(f"text:{tmp_path / place}")
+
+
+def test_a_file_is_taken_by_its_name_whatever_stands_in_it(tmp_path):
+    path = write(tmp_path / "book [1].txt", "Text.")
+    for place in (path, f"file://{path}"):
+        assert [d.text for d in read(f"text:{place}")] == ["Text."]
 
 
 def test_a_pattern_takes_files_of_any_name_in_order(tmp_path):

@@ -84,7 +84,7 @@ def test_the_commonest_are_kept_with_what_makes_them(name):
 @each_form
 def test_words_become_pieces_that_begin_as_what_stood_for_them(name, tmp_path):
     old, file = FORMS[name], tmp_path / "words.txt"
-    file.write_text("nonapostle\n\nhellenon\nthe\n")
+    file.write_text("\ufeffnonapostle\n\nhellenon\nthe\n", "utf-8")
     if name == "gemma":  # its merges run over whole texts
         with pytest.raises(InputError, match="does not cut a text into words"):
             fitting.with_words(old, epath.Path(file))
@@ -115,11 +115,16 @@ def test_words_become_pieces_that_begin_as_what_stood_for_them(name, tmp_path):
 @pytest.mark.parametrize("name", NAMED)
 def test_the_library_reads_what_was_cut_with_the_same_ids(name, tmp_path):
     old = FORMS[name]
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": old.pad_id, "pad_type_id": 0, "pad_token": old.piece(old.pad_id)}
+    content = json.dumps(json.loads(old.content) | {"padding": padding}).encode()
+    old = library.Library(content, old.named, name)
     text = "the people, let them\n\nnot be [MASK] <mask> at  the end of that nation's hell"
     new, _ = fitting.cut(old, fitting.counts(old, rows(old, [text])), 0, "--keep")
     new.save(epath.Path(tmp_path))
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     plain.encode_special_tokens = True
+    assert plain.padding["pad_id"] == new.pad_id
     found = plain.encode(text, "people").ids
     parts = [new.cls_id, *new.encode(text), *new.between_ids, *new.encode("people"), new.sep_id]
     if name != "xlmr":  # Unigram has the names of specials among its pieces

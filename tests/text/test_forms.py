@@ -216,10 +216,11 @@ def test_a_damaged_table_is_named(tmp_path):
 
 def test_a_column_of_numbers_and_one_within_another(tmp_path):
     rows = [{"title": "T", "body": f"Text {i}."} for i in range(5)]
-    table = pyarrow.table({"article": rows, "text": range(5)})
+    table = pyarrow.table({"article": rows, "text": range(5), "texts": [["a"]] * 5})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(InputError, match="column 'text' holds no texts"):
-        read(f"parquet:{tmp_path}")
+    for name in ("text", "texts.list.element"):
+        with pytest.raises(InputError, match=f"column '{name}' holds no texts"):
+            read(f"parquet:{tmp_path}", text_field=name)
     found = read(f"parquet:{tmp_path}", text_field="article.body")
     assert [d.text for d in found] == [row["body"] for row in rows]
 
@@ -259,6 +260,8 @@ def test_files_at_an_address_are_read_as_those_here(tmp_path, word):
     assert found == [(d.name, d.text) for d in read(there, text_field="body")]
     memory.pipe(f"/forms-{word}/{local.name}", b"changed")
     assert text_sources.fingerprint(settings) != [row]
+    memory.pipe(f"/forms-{word}.md", local.read_bytes())  # a name that is asked for may end so
+    assert text_sources.sha256(f"memory://forms-{word}.md") == text_sources.sha256(str(local))
 
 
 @pytest.mark.parametrize("place", ["nowhere://a", "memory://none/*.txt"])

@@ -345,8 +345,8 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, bert):
             tokenizer.load(path)
 
 
-def test_a_vocabulary_may_end_its_lines_in_either_way(tmp_path):
+def test_a_vocabulary_may_end_its_lines_in_either_way_and_begin_with_a_mark(tmp_path):
     pieces = [*vocabulary.SPECIALS, "a", "##b"]
-    for end in ("\n", "\r\n"):
-        (tmp_path / "vocab.txt").write_bytes(end.join(pieces).encode())
+    for end, mark in (("\n", "\ufeff"), ("\r\n", "")):
+        (tmp_path / "vocab.txt").write_bytes((mark + end.join(pieces)).encode())
         assert vocabulary.read_vocab(tmp_path / "vocab.txt") == pieces
