@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
+from bert_jax.config.corpus import named
+from bert_jax.config.data import Data
 from bert_jax.config.fields import Count, FolderName, Section, Wrong, at_least
 from bert_jax.config.pretraining import Experiment
 from bert_jax.errors import InputError
@@ -93,12 +95,19 @@ class Table(Section, role="identity", label="table"):
 
 # Of data, what is asked of held-out rows, the most telling first; and which there are.
 _ASKED = ("objective", "attention", "code")
-_ROWS = ("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows", "eval_seed")
+_ROWS = (
+    *("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows", "eval_seed"),
+    "short_seq_prob",
+)
 
 
 def of_held_out(experiment: Experiment) -> dict[str, object]:
     """Returns the fields that decide which held-out rows there are and what is asked of them."""
     corpus, data = experiment.corpus, experiment.data
+    # Of all sources by their sizes, and wherever those lie.
+    corpus = dataclasses.replace(corpus, mixture=(), sources=tuple(map(named, corpus.sources)))
+    if data.units == "sentences":
+        data = dataclasses.replace(data, short_seq_prob=Data.short_seq_prob)  # of pairs alone
     return {
         **{f"data.{name}": getattr(data, name) for name in _ASKED},
         **{f"corpus.{f.name}": getattr(corpus, f.name) for f in dataclasses.fields(corpus)},
