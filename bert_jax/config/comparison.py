@@ -10,7 +10,7 @@ from typing import Annotated
 from bert_jax.config.corpus import named
 from bert_jax.config.data import Data
 from bert_jax.config.fields import Count, FolderName, Section, Wrong, at_least
-from bert_jax.config.pretraining import Experiment
+from bert_jax.config.pretraining import Experiment, Parallelism, Run
 from bert_jax.errors import InputError
 
 # What is measured of each run (`compare.runs`), and in which unit; of HELD_OUT on held-out text.
@@ -79,6 +79,16 @@ class Table(Section, role="identity", label="table"):
                 near = difflib.get_close_matches(column, COLUMNS, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(forms)}"
                 yield "columns", f"{column!r} is no column; {hint}"
+        seconds = any(c == "cpu_seconds" or REACH.fullmatch(c) for c in self.columns)
+        run: dict[Experiment, Row] = {}  # what differs in placement alone is run once
+        for row in self.rows if seconds or self.cpu_seconds else ():
+            plain = {"name": "x", "parallelism": Parallelism(), "run": Run()}
+            first = run.setdefault(dataclasses.replace(row.experiment, **plain), row)
+            if row.experiment.parallelism != first.experiment.parallelism:
+                raise InputError(
+                    f"table.rows: {row.name} differs from {first.name} in parallelism alone, and "
+                    "would be shown its seconds; give it a table of its own"
+                )
         # Losses of other text, in other pieces, or of rows of another length do not compare.
         held_out = [c for c in self.columns if c in HELD_OUT or REACH.fullmatch(c)]
         first = self.rows[0]

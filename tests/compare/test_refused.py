@@ -55,6 +55,17 @@ def test_rows_that_share_no_held_out_text_have_no_loss_to_compare(here, setting)
     assert Table(name="t", rows=rows, columns=("steps", "cpu_seconds"))
 
 
+@pytest.mark.parametrize("column", ["cpu_seconds", "reach:1", "loss"])
+def test_rows_of_which_one_alone_would_be_run_have_no_seconds_to_compare(here, column):
+    placed = small(here, "parallelism.layer_loop=unroll")
+    rows = (Row(name="a", experiment=small(here)), Row(name="b", experiment=placed))
+    if column == "loss":
+        assert Table(name="t", rows=rows, columns=(column,))
+    budget = {"cpu_seconds": 5.0} if column == "loss" else {}
+    with pytest.raises(InputError, match=r"table\.rows: b .*parallelism"):
+        Table(name="t", rows=rows, columns=(column,), **budget)
+
+
 @pytest.mark.parametrize(
     ("base", "other"),
     [
