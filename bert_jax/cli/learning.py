@@ -70,7 +70,8 @@ def pretrain(args: argparse.Namespace) -> int:
         try:
             experiment, origin = _dialled(args, progress)
         except Stopped as stopped:
-            progress.say("stopped while steps were timed; run the same command again")
+            again = "; run the same command again" if stopped.args[0] == "stopped" else ""
+            progress.say(f"{stopped.args[0]} while steps were timed{again}")
             return CODES[stopped.args[0]]
     workdir = workdir_of(args, experiment, "write")
     for note in config.notes(experiment):
