@@ -194,7 +194,10 @@ class Comparison:
 
 def _measured(name: str, record: Record) -> float | None:
     """Returns what a finished run has written down itself; None for what it does not learn."""
-    if reach := REACH.fullmatch(name):
+    reach, last = REACH.fullmatch(name), record.evaluation[-1]
+    if (reach or name == "below_unigrams") and "unigram_loss" not in last:
+        return None  # of an objective without pieces
+    if reach:
         return _reached(float(reach[1]), record)
     if name == "steps":
         return float(record.total_steps)
@@ -202,7 +205,6 @@ def _measured(name: str, record: Record) -> float | None:
         return times.cpu_seconds(record.timings)
     if name == "real_tokens":
         return _real_tokens(record)
-    last = record.evaluation[-1]
     if name == "below_unigrams":
         return last["unigram_loss"] - losses.of_pieces(last)[0]
     tasks, what = _OF_LINE[name]
