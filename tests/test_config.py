@@ -7,10 +7,11 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_refusals import CLIP, MODERN
+from test_refusals import CLIP, MODERN, SPAN, TASK
 from test_refusals import PRETRAINING as EXPERIMENT
 
 from bert_jax import config
+from bert_jax.config import Finetuning
 from bert_jax.errors import InputError
 
 
@@ -58,6 +59,9 @@ def test_set_changes_fields_of_every_type():
         "phases.1.global_rotary_base=20000.0",
         "optimizer.decay_steps=5",
         "optimizer.reference_replicas=4",
+        "optimizer.decay_shape=linear",
+        "optimizer.matrix_learning_rate=0.5",
+        "optimizer.momentum=0.5",
     ],
 )
 def test_a_setting_without_effect_is_noted_and_compared(setting):
@@ -66,8 +70,43 @@ def test_a_setting_without_effect_is_noted_and_compared(setting):
     (difference,) = config.differences(EXPERIMENT, changed, "identity")
     assert setting in note and difference.startswith(setting.partition("=")[0])
     assert config.notes(EXPERIMENT) == []
-    of_use = f"{MODERN} {CLIP} optimizer.schedule=wsd".split()
+    of_use = f"{MODERN} {CLIP} optimizer.schedule=wsd optimizer.name=muon".split()
     assert config.notes(config.override(EXPERIMENT, [*of_use, setting])) == []
+
+
+@pytest.mark.parametrize(
+    ("of_no_use", "settings", "of_use"),
+    [
+        ("optimizer.clip=none", "optimizer.clip_norm=2.0", "optimizer.clip=global"),
+        (
+            "adapt.how=frozen",
+            "adapt.lora_rank=4 adapt.lora_alpha=4.0 adapt.lora_targets=key",
+            "adapt.how=lora",
+        ),
+        (
+            "task.kind=classify",
+            "task.document_stride=64 task.max_query_length=32 task.max_answer_length=9 "
+            "task.no_answer=possible",
+            f"{SPAN} task.max_sequence_length=384",
+        ),
+        ("task.kind=classify", "task.max_target_length=64", "task.kind=generate"),
+    ],
+)
+def test_a_setting_without_effect_is_noted_of_a_fine_tuning_too(of_no_use, settings, of_use):
+    plain, given = Finetuning(name="x", task=TASK), settings.split()
+    notes = config.notes(config.override(plain, [of_no_use, *given]))
+    assert {s.partition("=")[0] for s in given} == {
+        note.split()[1].partition("=")[0] for note in notes
+    }
+    assert config.notes(config.override(plain, [*of_use.split(), *given])) == []
+
+
+def test_a_text_may_begin_with_a_mask():
+    texts = ("[MASK] of the United States",)
+    assert config.override(EXPERIMENT, [f"run.watch={texts[0]}"]).run.watch == texts
+    listed = ["a, b", "[MASK]"]
+    changed = config.override(EXPERIMENT, [f"run.watch={json.dumps(listed)}"])
+    assert changed.run.watch == tuple(listed)
 
 
 def test_runs_saved_with_packed_pairs_are_refused_and_others_do_not_miss_the_setting():

@@ -21,7 +21,7 @@ _LEFT = f"{_CAUSAL} model.direction=left_to_right"
 MODERN = "model.kind=modern model.num_hidden_layers=13"
 CLIP = "optimizer.clip=per_replica optimizer.reference_replicas=32"
 _CHOICE = "task.kind=choice task.choice_columns=b,c"
-_SPAN = "task.kind=span task.train=squad:a task.validation=squad:b"
+SPAN = "task.kind=span task.train=squad:a task.validation=squad:b"
 
 _PAIRS = (
     "task.kind=minimal_pairs task.train= task.validation=jsonl:x task.text_column=good "
@@ -119,9 +119,9 @@ task.text_column=
 task.labels=a,a
 task.labels=["a",""]
 task.kind=regress task.second_column=b task.labels=a,b
-{_SPAN} task.blank_cells=skip
-{_SPAN} -> task.document_stride
-{_SPAN} task.document_stride=1 task.max_sequence_length=67 -> task.max_query_length
+{SPAN} task.blank_cells=skip
+{SPAN} -> task.document_stride
+{SPAN} task.document_stride=1 task.max_sequence_length=67 -> task.max_query_length
 task.kind=tag task.score=f1 -> task.train
 task.score=bleu
 task.train=
@@ -134,7 +134,7 @@ adapt.features=last
 adapt.lora_targets=query,pooler
 run.probes=classify.py
 run.replay_every=9
-{_SPAN} task.document_stride=1 class_weights=balanced -> class_weights='balanced'
+{SPAN} task.document_stride=1 class_weights=balanced -> class_weights='balanced'
 {_PAIRS} task.validation= -> task.validation
 {_PAIRS} task.train=jsonl:x
 {_PAIRS} task.second_column=
@@ -159,6 +159,9 @@ doctor nowhere -> nowhere
 doctor experiments --set seed=1 -> --set
 pretrain tiny --stps 3 -> --stps
 show tiny --rows 0 -> --rows
+show tiny --step -1 -> --step
+layers --workdir gs://none/run --attention a -> gs://none/run
+finetune sst2 --sweep seed=1,2 --second b -> --second
 predict wa -> --workdir
 pretrian tiny -> pretrain
 """

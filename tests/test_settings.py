@@ -68,6 +68,9 @@ def test_what_people_change_can_be_had_as_it_stands():
 def test_a_field_a_section_or_all_are_explained(capsys):
     assert cli.main(["config", "--explain", "optimizer.eps"]) == 0
     assert capsys.readouterr().out.startswith("optimizer.eps: a number; default 1e-06\n    ")
+    assert cli.main(["config", "--explain", "optimizer.schedule"]) == 0
+    line, _ = capsys.readouterr().out.split("\n", 1)
+    assert all(default in line.partition("default")[2] for default in ("paper", "linear"))
     assert cli.main(["config", "--explain", "phases.0"]) == 0
     assert capsys.readouterr().out.count("phases.N.") == 8
     assert cli.main(["config", "--explain"]) == 0

@@ -70,7 +70,8 @@ def pretrain(args: argparse.Namespace) -> int:
         try:
             experiment, origin = _dialled(args, progress)
         except Stopped as stopped:
-            progress.say("stopped while steps were timed; run the same command again")
+            again = "; run the same command again" if stopped.args[0] == "stopped" else ""
+            progress.say(f"{stopped.args[0]} while steps were timed{again}")
             return CODES[stopped.args[0]]
     workdir = workdir_of(args, experiment, "write")
     for note in config.notes(experiment):
@@ -150,7 +151,8 @@ def compare(args: argparse.Namespace) -> int:
         outcome = comparison.run()
     for line in results.lines():
         progress.say(line)
-    progress.say(f"compare: {results.root / 'table.html'}, table.txt and table.csv next to it")
+    if (results.root / "table.html").exists():
+        progress.say(f"compare: {results.root / 'table.html'}, table.txt and table.csv next to it")
     return CODES[outcome]
 
 
@@ -179,7 +181,7 @@ def finetune(args: argparse.Namespace) -> int:
     system.use_one_memory_pool()
     if args.sweep and args.taskfile is None:
         raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
-    experiment, origin = (None, None) if args.sweep else _finetuning(args)
+    experiment, origin = _finetuning(args)
     from bert_jax.compare import sweep
     from bert_jax.running.progress import LineConsole, Progress
     from bert_jax.tasks import job
@@ -193,16 +195,18 @@ def finetune(args: argparse.Namespace) -> int:
     return CODES[job.finetune(experiment, args.base, args.workdir, progress, origin)]
 
 
-def _finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | None]:
+def _finetuning(args: argparse.Namespace) -> tuple[Finetuning | None, dict[str, Any] | None]:
     """The fine-tuning of a TASKFILE, of flags, or of a run that goes on, and where it comes from.
 
-    Of a run that goes on the record of that stays, and None is returned.
+    Of a run that goes on the record of that stays, and None is returned. Both are None of a sweep.
     """
     columns = {name: f"{name}_column" for name in ("text", "second", "label")}
     fields = {name: name for name in ("kind", "train", "validation")} | columns
     given = [flag for flag in fields if getattr(args, flag) not in (None, [])]
     if args.taskfile is not None and given:
         raise InputError(f"--{given[0]}: {args.taskfile} sets this already; change it with --set")
+    if args.sweep:
+        return None, None
     if args.taskfile is not None:
         return config.load_with_origin(args.taskfile, args.set, Finetuning)
     if given or not args.workdir:

@@ -112,11 +112,11 @@ def layers(args: argparse.Namespace) -> int:
         raise InputError("layers: name --tasks, --attention, or both")
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
+    place, record, attention = Workdir(args.workdir), dict[str, Any](), None
     trained = trained_of(args)
     from bert_jax.report import page
     from bert_jax.tasks import layers as layers_lib
 
-    place, record, attention = Workdir(args.workdir), dict[str, Any](), None
     if args.attention is not None:
         with naming("--attention"):
             attention = trained.attention(args.attention)
@@ -138,7 +138,7 @@ def show(args: argparse.Namespace) -> int:
     """Decode the batch of a step: text, masks, labels.
 
     SAVED_EXPERIMENT WORKDIR SETTINGS CACHE
-    --step N (int = 0): show the batch that comes after N steps
+    --step N (int from 0 = 0): show the batch that comes after N steps
     --rows K (int from 1 = 4): rows to show
     """
     from rich.console import Console

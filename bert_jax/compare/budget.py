@@ -68,7 +68,7 @@ def laps(
             experiment.run,
             **{"log_every": timed, "eval_every": never, "checkpoint_every": never},
             **{"eval_batch_size": 8, "profile_steps": (), "probes": ()},
-            **{"check_every": 0, "replay_every": 0},
+            **{"check_every": 0, "replay_every": 0, "trackers": ()},
         ),
     )
     workdir = Workdir(folder, short.run.corpus_dir)

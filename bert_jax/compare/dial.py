@@ -6,6 +6,7 @@ on. It looks at a sample of the text, at the speed of a large product, and at a 
 
 import collections
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -24,6 +25,7 @@ from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallel
 from bert_jax.config.files import SHIPPED
 from bert_jax.data import corpus
 from bert_jax.errors import InputError, duration, naming, quantity
+from bert_jax.running import roll_call
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import documents
@@ -52,6 +54,8 @@ _WORDS = {
     "vi": "của và là có không được cho một người các",
     "id": "yang dan di untuk dengan itu dari ini pada tidak",
 }
+# Settings without which a text cannot be looked at.
+_READ_BY = ("corpus.text_field=", "corpus.encoding=")
 # Characters of a text that are looked at, from so many of its parts.
 _SAMPLE, _PARTS = 200_000, 20
 
@@ -115,20 +119,22 @@ def chosen(
       path: file or folder of text, or a source as `corpus.sources` has it.
       hours: of this machine, from now to the run's end.
       base: a folder that `import` made, whose encoder goes on; None: a fresh one.
-      settings: `--set` strings, which hold before steps are timed.
+      settings: `--set` strings, which hold whatever is chosen.
       workdir: of the run, which is named by its last part.
       progress: is given the lines.
     """
     begun = time.monotonic()
-    if jax.process_count() > 1:
+    if roll_call.own_place():  # jax knows of one process before they are connected
         raise InputError("--hours: times the steps of one process; name an EXPERIMENT instead")
-    text = look(path)
+    if any(setting.partition("=")[0].strip() == "phases.0.steps" for setting in settings):
+        raise InputError("--set phases.0.steps: --hours decides how many; leave it out")
+    text = look(path, settings)
     speed = hardware.peak_flops(_compute_type())
     if speed is None:
         kind = jax.devices()[0].device_kind
         raise InputError(f"--hours: how fast a {kind} is is not known; name an EXPERIMENT instead")
     operations = speed * hours * 3600
-    name = config.name_of(os.fspath(workdir.named))
+    name = config.name_of(os.fspath(workdir.named)) or "text"
     experiment = _going_on(name, text, base) if base else _fresh(name, text, operations)
     experiment = config.override(experiment, settings)
     manifest = corpus.prepare(
@@ -138,21 +144,25 @@ def chosen(
     seconds = _seconds_a_step(experiment, workdir, progress)
     left = hours * 3600 - (time.monotonic() - begun)
     experiment = _with_steps(experiment, seconds, left, f"--hours {hours:g}")
+    experiment = config.override(experiment, settings)
     for line in _lines(experiment, text, manifest, operations, seconds, left):
         progress.say(line)
     return experiment, config.origin_of("the command line", settings, experiment)
 
 
-def look(path: str) -> Text:
+def look(path: str, settings: Sequence[str] = ()) -> Text:
     """Looks at a text: how much it is, and in which language, by a sample of it."""
     with naming(f"--text {path}"):
         read = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
+    how = [one.removeprefix("corpus.") for one in settings if one.startswith(_READ_BY)]
+    read = config.override(read, how)
     extents = list(documents.extents(read))
     sample = ""
     for extent in extents[:: max(1, len(extents) // _PARTS)]:
         most = len(sample) + _SAMPLE // _PARTS
-        for document in documents.read_extent(extent, read):
-            sample += "".join(document.pieces)[: most - len(sample)]
+        of_documents = (document.pieces for document in documents.read_extent(extent, read))
+        for piece in itertools.chain.from_iterable(of_documents):
+            sample += piece[: most - len(sample)]
             if len(sample) >= most:
                 break
     size = sum(extent.bytes for extent in extents)
@@ -210,9 +220,11 @@ def _fresh(name: str, text: Text, operations: float) -> Experiment:
 
 def _going_on(name: str, text: Text, base: str) -> Experiment:
     """Returns the experiment of a base that goes on; its steps are still to be set."""
-    model = base_lib.read(epath.Path(base)).model
-    model = dataclasses.replace(model, compute_dtype=_compute_type())
-    folder = os.fspath(epath.Path(base) / "tokenizer")
+    given = base_lib.read(epath.Path(base))
+    model = dataclasses.replace(given.model, compute_dtype=_compute_type())
+    read = _corpus(
+        text, tokenizer=os.fspath(epath.Path(base) / "tokenizer"), case=given.tokenizer.case
+    )
     optimizer = Optimizer(
         name="adamw",
         peak_learning_rate=2e-4 * 768 / model.hidden_size,
@@ -220,7 +232,7 @@ def _going_on(name: str, text: Text, base: str) -> Experiment:
         schedule="wsd",
         decay_steps=1,
     )
-    return _experiment(name, base, model, _corpus(text, tokenizer=folder), 32, optimizer)
+    return _experiment(name, base, model, read, 32, optimizer)
 
 
 def _corpus(text: Text, **fields: Any) -> Corpus:
@@ -254,7 +266,7 @@ def _experiment(
         ),
         phases=(
             Phase(
-                steps=10,
+                steps=100_000,  # until it is known how many fit
                 sequence_length=length,
                 max_predictions_per_seq=math.ceil(_MASKED * length),
                 batch_size=-(-rows // jax.device_count()) * jax.device_count(),
@@ -311,7 +323,7 @@ def expected(experiment: Experiment, seen: int) -> str:
         return "what the base makes of it"
     decade = 0.8 if seen > 6.3e6 else 1.14
     below = 2.59 + decade * math.log10(max(seen, 1e6) / 6.3e6)
-    words = f"about {below:.1f} nat" if seen < 4e7 else "over 3 nat"
+    words = f"{'under' if seen < 1e6 else 'about'} {below:.1f} nat" if seen < 4e7 else "over 3 nat"
     return f"{words} below the unigram line, if it is as novels are"
 
 
@@ -332,11 +344,12 @@ def _lines(
     phase, tokens = experiment.phases[0], manifest["splits"]["train"]["tokens"]
     seen = phase.steps * phase.batch_size * phase.sequence_length
     loss = expected(experiment, seen)
+    why = "the base's" if experiment.init_from else f"as {operations:.1e} operations are left to it"
     ends = time.strftime("%H:%M", time.localtime(time.time() + left))
     return [
         f"text: {text.bytes / 1e6:,.1f} MB in {quantity(text.files, 'file')}, language "
         f"{text.language}; {tokens:,} tokens to train on",
-        f"model: {_shape(experiment.model)}, as {operations:.1e} operations are left to it",
+        f"model: {_shape(experiment.model)}, {why}",
         f"steps: {phase.steps:,} of {phase.batch_size} x {phase.sequence_length} tokens, "
         f"{seconds:.3g} s each: the text {seen / tokens:.1f} times",
         f"expect: held-out masked LM {loss}, at {ends}, in {duration(left)}; run again, it goes on "

@@ -194,15 +194,17 @@ class Comparison:
 
 def _measured(name: str, record: Record) -> float | None:
     """Returns what a finished run has written down itself; None for what it does not learn."""
-    if reach := REACH.fullmatch(name):
-        return _reached(float(reach[1]), record)
     if name == "steps":
         return float(record.total_steps)
     if name == "cpu_seconds":
         return times.cpu_seconds(record.timings)
     if name == "real_tokens":
         return _real_tokens(record)
-    last = record.evaluation[-1]
+    reach, last = REACH.fullmatch(name), record.evaluation[-1]
+    if (reach or name == "below_unigrams") and "unigram_loss" not in last:
+        return None  # of an objective without pieces
+    if reach:
+        return _reached(float(reach[1]), record)
     if name == "below_unigrams":
         return last["unigram_loss"] - losses.of_pieces(last)[0]
     tasks, what = _OF_LINE[name]

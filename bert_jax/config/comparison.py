@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
+from bert_jax.config.corpus import named
+from bert_jax.config.data import Data
 from bert_jax.config.fields import Count, FolderName, Section, Wrong, at_least
-from bert_jax.config.pretraining import Experiment
+from bert_jax.config.pretraining import Experiment, Parallelism, Run
 from bert_jax.errors import InputError
 
 # What is measured of each run (`compare.runs`), and in which unit; of HELD_OUT on held-out text.
@@ -77,6 +79,16 @@ class Table(Section, role="identity", label="table"):
                 near = difflib.get_close_matches(column, COLUMNS, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(forms)}"
                 yield "columns", f"{column!r} is no column; {hint}"
+        seconds = any(c == "cpu_seconds" or REACH.fullmatch(c) for c in self.columns)
+        run: dict[Experiment, Row] = {}  # what differs in placement alone is run once
+        for row in self.rows if seconds or self.cpu_seconds else ():
+            plain = {"name": "x", "parallelism": Parallelism(), "run": Run()}
+            first = run.setdefault(dataclasses.replace(row.experiment, **plain), row)
+            if row.experiment.parallelism != first.experiment.parallelism:
+                raise InputError(
+                    f"table.rows: {row.name} differs from {first.name} in parallelism alone, and "
+                    "would be shown its seconds; give it a table of its own"
+                )
         # Losses of other text, in other pieces, or of rows of another length do not compare.
         held_out = [c for c in self.columns if c in HELD_OUT or REACH.fullmatch(c)]
         first = self.rows[0]
@@ -93,12 +105,19 @@ class Table(Section, role="identity", label="table"):
 
 # Of data, what is asked of held-out rows, the most telling first; and which there are.
 _ASKED = ("objective", "attention", "code")
-_ROWS = ("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows", "eval_seed")
+_ROWS = (
+    *("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows", "eval_seed"),
+    "short_seq_prob",
+)
 
 
 def of_held_out(experiment: Experiment) -> dict[str, object]:
     """Returns the fields that decide which held-out rows there are and what is asked of them."""
     corpus, data = experiment.corpus, experiment.data
+    # Of all sources by their sizes, and wherever those lie.
+    corpus = dataclasses.replace(corpus, mixture=(), sources=tuple(map(named, corpus.sources)))
+    if data.units == "sentences":
+        data = dataclasses.replace(data, short_seq_prob=Data.short_seq_prob)  # of pairs alone
     return {
         **{f"data.{name}": getattr(data, name) for name in _ASKED},
         **{f"corpus.{f.name}": getattr(corpus, f.name) for f in dataclasses.fields(corpus)},

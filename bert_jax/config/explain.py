@@ -98,7 +98,11 @@ def fields(root: type[Section]) -> str:
 
 def explain(name: str) -> str:
     """Returns what `config --explain` prints of a field, of a section, or ("") of all."""
-    every = {s.path: s for root in (Finetuning, Experiment) for s in settings(root)}
+    every = {s.path: s for s in settings(Finetuning)}
+    for s in settings(Experiment):
+        tuned = every.get(s.path, s).default
+        default = s.default if tuned == s.default else f"{s.default}, of a fine-tuning {tuned}"
+        every[s.path] = dataclasses.replace(s, default=default)
     wanted = ".".join("N" if part.isdecimal() else part for part in name.split("."))
     chosen = [
         s

@@ -228,7 +228,7 @@ def _parse(text: str, hint: Any, setting: str) -> object:
     try:
         if get_origin(hint) is not tuple:
             return _number(text, hint) if hint in (int, float) else text
-        if text.startswith("["):
+        if re.match(r'\[\s*["\]\d-]', text):  # and not [MASK]
             return json.loads(text)
         item, parts = get_args(hint)[0], text.split(",") if text else []
         return [part for part in parts if part] if item is str else [item(part) for part in parts]

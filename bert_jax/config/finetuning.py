@@ -64,6 +64,9 @@ _ENDS = {"tfds": "NAME:SPLIT", "corpus": "WORKDIR:HOW", "beir": "FOLDER:SPLIT"}
 _OF_TWO_TEXTS = ("pair", "regress", "minimal_pairs")
 _OF_LABELS = ("classify", "pair", "choice", "tag")
 _OF_SIMILAR = Annotated[str, Only("kind", ("similar",))]
+# Of other kinds these were never refused; by a whole path they are noted.
+_OF_GENERATE, _OF_SPAN = Only("task.kind", ("generate",)), Only("task.kind", ("span",))
+_OF_LORA = Only("adapt.how", ("lora",))
 
 
 def _all_but(kind: str) -> Only:
@@ -126,16 +129,16 @@ class Task(Section, role="identity", label="task"):
     # The most tokens in a row; longer texts are cut, or read in windows.
     max_sequence_length: RowLength = 128
     # For generate: the most pieces in a text that is written, with its end; longer ones are cut.
-    max_target_length: RowLength = 128
+    max_target_length: Annotated[RowLength, _OF_GENERATE] = 128
     # For span: a long context is read in windows, each so many pieces after the last (SQuAD: 128
     # with rows of 384).
-    document_stride: PositiveCount = 128
+    document_stride: Annotated[PositiveCount, _OF_SPAN] = 128
     # For span: pieces of a question that are kept.
-    max_query_length: PositiveCount = 64
+    max_query_length: Annotated[PositiveCount, _OF_SPAN] = 64
     # For span: the most pieces in an answer.
-    max_answer_length: PositiveCount = 30
+    max_answer_length: Annotated[PositiveCount, _OF_SPAN] = 30
     # For span: whether there may be no answer (SQuAD 2.0).
-    no_answer: Literal["never", "possible"] = "never"
+    no_answer: Annotated[Literal["never", "possible"], _OF_SPAN] = "never"
 
     @property
     def main_score(self) -> str:
@@ -253,11 +256,11 @@ class Adapt(Section, role="identity", label="adapt"):
     # the last layer.
     features: Features = ""
     # With how=lora: rank of the low-rank additions.
-    lora_rank: PositiveCount = 8
+    lora_rank: Annotated[PositiveCount, _OF_LORA] = 8
     # With how=lora: the additions are scaled by lora_alpha / lora_rank.
-    lora_alpha: Positive = 16.0
+    lora_alpha: Annotated[Positive, _OF_LORA] = 16.0
     # With how=lora: the kernels of each layer that have an addition.
-    lora_targets: Annotated[tuple[str, ...], among(LORA_TARGETS)] = ("query", "value")
+    lora_targets: Annotated[tuple[str, ...], among(LORA_TARGETS), _OF_LORA] = ("query", "value")
     # Dropout of embeddings and of what each layer adds.
     hidden_dropout_prob: Share = 0.1
     # Dropout of attention probabilities.

@@ -48,6 +48,7 @@ def _is_stretch(steps: tuple[int, ...]) -> bool:
 _OwnBase = Annotated[float, Rule(lambda base: base == 0 or base > 1, "must be over 1, or 0")]
 _Parts = Annotated[tuple[int, ...], Rule(lambda x: min(x, default=0) > 0, "must be at least 1")]
 _FewSteps = Annotated[PositiveCount, Rule(lambda n: n < SKIPPED_STEPS, f"below {SKIPPED_STEPS}")]
+_OF_WSD, _OF_MUON = Only("optimizer.schedule", ("wsd",)), Only("optimizer.name", ("muon",))
 _Stretch = Annotated[
     tuple[int, ...],
     Rule(lambda steps: not steps or _is_stretch(steps), f"10,20, {_TRACED_STEPS} steps at most"),
@@ -102,13 +103,13 @@ class Optimizer(Section, role="identity", label="optimizer"):
     # wsd: warm-up, a stable stretch at the peak, and a decay in the last decay_steps.
     schedule: Literal["paper", "linear", "cosine", "wsd"] = "paper"
     # Of schedule=wsd, the last steps, in which the rate falls to 0; 0: it never does.
-    decay_steps: Annotated[Count, Only("optimizer.schedule", ("wsd",))] = 0
-    # Of schedule=wsd, how it falls: in even steps, or as 1 - sqrt of the share of them done.
-    decay_shape: Literal["one_minus_sqrt", "linear"] = "one_minus_sqrt"
+    decay_steps: Annotated[Count, _OF_WSD] = 0
+    # Of schedule=wsd, how it falls: as 1 - sqrt of the share of them done, or in even steps.
+    decay_shape: Annotated[Literal["one_minus_sqrt", "linear"], _OF_WSD] = "one_minus_sqrt"
     # Of name=muon, the highest rate of layers' matrices, by the same schedule.
-    matrix_learning_rate: Positive = 0.02
+    matrix_learning_rate: Annotated[Positive, _OF_MUON] = 0.02
     # Of name=muon, the decay of the running mean of matrices' gradients.
-    momentum: Share = 0.95
+    momentum: Annotated[Share, _OF_MUON] = 0.95
     # Adam's beta 1: decay of the running mean of gradients.
     b1: Share = 0.9
     # Adam's beta 2: decay of the running mean of squared gradients.
@@ -121,7 +122,7 @@ class Optimizer(Section, role="identity", label="optimizer"):
     # groups of rows before the sum (as the reference), or none.
     clip: Literal["global", "per_replica", "none"] = "global"
     # A gradient with a larger norm is scaled down to this one.
-    clip_norm: Positive = 1.0
+    clip_norm: Annotated[Positive, Only("optimizer.clip", ("global", "per_replica"))] = 1.0
     # With clip=per_replica: groups of rows in a batch, each of whose gradients is clipped by
     # itself.
     reference_replicas: Annotated[PositiveCount, Only("optimizer.clip", ("per_replica",))] = 1

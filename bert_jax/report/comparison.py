@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.config import Experiment, Finetuning
+from bert_jax.config import Experiment, Finetuning, named
 from bert_jax.config.comparison import of_held_out
 from bert_jax.model import flops, losses
 from bert_jax.report import figures, times
@@ -93,8 +93,12 @@ def no_nats(records: Sequence[Record]) -> str:
 def no_scores(records: Sequence[Record]) -> str:
     """Returns why scores of these fine-tunings do not compare, in words; "" where they do."""
     tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
-    names = ("kind", "validation", "label_column", "main_score")
-    differing = _differing({name: getattr(task, name) for name in names} for task in tasks)
+    names = ("kind", "label_column", "main_score")
+    differing = _differing(
+        {name: getattr(task, name) for name in names}
+        | {"validation": [*map(named, task.validation)]}
+        for task in tasks
+    )
     why = ", ".join(f"task.{name.removeprefix('main_')}" for name in differing)
     return f"Scores are not of the same task ({why} differ)." if why else ""
 
@@ -102,8 +106,10 @@ def no_scores(records: Sequence[Record]) -> str:
 def other_masks(records: Sequence[Record]) -> bool:
     """Tells whether pre-trainings mask their training text in several ways."""
     names = ("masked_lm_prob", "final_masked_lm_prob", "mask_share", "random_share", "masking")
-    data = [r.experiment.data for r in records if isinstance(r.experiment, Experiment)]
-    return bool(_differing({name: getattr(of_run, name) for name in names} for of_run in data))
+    trained = [r.experiment for r in records if isinstance(r.experiment, Experiment)]
+    of_data = ({name: getattr(e.data, name) for name in names} for e in trained)
+    of_phases = ({"phases": {phase.masked_lm_prob for phase in e.phases}} for e in trained)
+    return bool(_differing(of_data) or _differing(of_phases))
 
 
 def _differing(of_runs: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import pytest
+from etils import epath
 from made import Quiet, compare, small, write_table
 
 from bert_jax import config, errors
@@ -92,6 +93,12 @@ def test_a_budget_of_cpu_time_is_taken_by_a_short_run_once(here, monkeypatch):
     assert again._results.members == comparison._results.members
 
 
+def test_a_short_run_is_shown_to_no_tracker(here, monkeypatch):
+    begun = fake_laps(monkeypatch, lambda _: [1.0, 1.0])
+    budget.laps(small(here, "run.trackers=wandb"), epath.Path("timing"), Quiet(), 5)
+    assert begun[0].run.trackers == ()
+
+
 def test_a_short_run_that_is_stopped_stops_the_table(here, capsys, monkeypatch):
     write_table(here, budget="cpu_seconds=60.0")
 
@@ -102,3 +109,4 @@ def test_a_short_run_that_is_stopped_stops_the_table(here, capsys, monkeypatch):
     monkeypatch.setattr(budget.pretraining, "pretrain", pretrain)
     # Run again, the folder is known for that of a table.
     assert [compare(), compare()] == [errors.STOPPED, errors.STOPPED]
+    assert "table.html" not in capsys.readouterr().out

@@ -10,6 +10,7 @@ import pathlib
 import re
 import shutil
 import statistics
+import types
 
 import pytest
 from made import COLUMNS, Quiet, compare, fake_runs, small, write_table, write_task
@@ -111,6 +112,13 @@ def test_what_a_run_does_not_learn_is_a_blank_and_is_asked_once(here, capsys, mo
     assert [compare(), compare()] == [0, 0] and len(done) == 4
     assert capsys.readouterr().out.splitlines()[-2].split()[-1] == "-"
     assert (table_csv()[1]["next_sentence"], table_csv()[1]["next_sentence_runs"]) == ("", "0")
+
+
+@pytest.mark.parametrize("column", ["below_unigrams", "reach:1", "loss", "accuracy"])
+def test_an_objective_of_its_own_without_pieces_has_no_unigram_line(here, column):
+    lines = [{"step": 2, "kind": "evaluation", "replaced_loss": 0.5, "loss": 0.5}]
+    record = types.SimpleNamespace(evaluation=lines, laps=[], timings=[])
+    assert runs._measured(column, record) is None
 
 
 def test_how_long_a_loss_took_is_seconds_of_cpu_or_a_blank(here, capsys, monkeypatch):

@@ -1,13 +1,16 @@
 """What is chosen for a text and so many hours."""
 
+import dataclasses
 import json
 import pathlib
+import types
 
 import pytest
 from small_run import write_text
 
 from bert_jax import cli, config, errors
 from bert_jax.compare import budget, dial
+from bert_jax.storage.workdir import Workdir
 
 SENTENCES = {
     "en": "It is the house of the man that was here with us, and the dog is for sale.",
@@ -79,12 +82,70 @@ def test_a_run_is_chosen_once_and_then_goes_on_as_it_is(here, monkeypatch, capsy
         assert f"--text {other}" in capsys.readouterr().err
 
 
+def chosen(monkeypatch, *settings, text="text", workdir="w", base=None):
+    """The experiment for three minutes of 4 s a step, and its lines; no corpus is made."""
+    timed(monkeypatch, rate=0.25)
+    made, said = {"splits": {"train": {"tokens": 5_000}}}, []
+    monkeypatch.setattr(dial.corpus, "prepare", lambda *_: made)
+    monkeypatch.setattr(dial.corpus, "require_rows", lambda *_: None)
+    progress = types.SimpleNamespace(say=said.append)
+    experiment, _ = dial.chosen(text, 0.05, base, settings, Workdir(workdir), progress)
+    return experiment, said
+
+
+def test_what_is_set_holds_so_that_the_same_command_changes_nothing(here, monkeypatch):
+    given = {"optimizer.warmup_steps": 12, "optimizer.schedule": "wsd", "optimizer.decay_steps": 9}
+    given |= {"run.log_every": 3, "run.eval_every": 7, "run.checkpoint_every": 11}
+    settings = [f"{field}={value}" for field, value in given.items()]
+    experiment, _ = chosen(monkeypatch, *settings)
+    assert 30 <= experiment.total_steps <= 45
+    assert given.items() <= dict(config.flatten(experiment)).items()
+    assert config.override(experiment, settings) == experiment
+
+
+def test_text_is_looked_at_in_the_field_and_encoding_that_are_set(here, monkeypatch):
+    (here / "d.jsonl").write_text(json.dumps({"body": SENTENCES["fr"]}))
+    experiment, _ = chosen(monkeypatch, "corpus.text_field=body", text="d.jsonl")
+    assert (experiment.corpus.language, experiment.corpus.text_field) == ("fr", "body")
+    (here / "d.txt").write_text(SENTENCES["ru"], encoding="utf-16")
+    experiment, _ = chosen(monkeypatch, "corpus.encoding=utf-16", text="d.txt")
+    assert experiment.corpus.language == "ru"
+
+
+def test_of_a_long_document_no_more_is_read_than_is_looked_at(here, monkeypatch):
+    read = []
+
+    def pieces():
+        for _ in range(1_000):
+            read.append(1_000 * "a ")
+            yield read[-1]
+
+    whole = types.SimpleNamespace(pieces=pieces())
+    monkeypatch.setattr(dial.documents, "read_extent", lambda *_: iter([whole]))
+    assert dial.look("text").files == 1 and len(read) < 20
+
+
+def test_a_run_in_the_current_folder_has_a_name(here, monkeypatch):
+    assert chosen(monkeypatch, workdir=".")[0].name == "text"
+
+
+def test_several_processes_are_refused_before_the_text_is_looked_at(here, monkeypatch, capsys):
+    place = {"COORDINATOR_ADDRESS": "here:1", "PROCESS_ID": "0", "NUM_PROCESSES": "2"}
+    for name, value in place.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    assert pretrain("--text", "nowhere", "--hours", "1", "--workdir", "w") == errors.BAD_INPUT
+    assert "--hours" in capsys.readouterr().err
+
+
 def test_a_request_to_stop_while_steps_are_timed_stops_the_run(here, monkeypatch, capsys):
     monkeypatch.setattr(budget.pretraining, "pretrain", lambda *_, **__: "stopped")
     args = ["--text", "text", "--hours", "1", "--workdir", "w"]
     assert [pretrain(*args), pretrain(*args)] == [errors.STOPPED, errors.STOPPED]
     assert "run the same command again" in capsys.readouterr().out
     assert not pathlib.Path("w/experiment.json").exists()
+    monkeypatch.setattr(budget.pretraining, "pretrain", lambda *_, **__: "failed")
+    assert pretrain(*args) == errors.FAILED
+    assert "run the same command again" not in capsys.readouterr().out
 
 
 def test_more_operations_want_a_larger_encoder(here):
@@ -94,16 +155,29 @@ def test_more_operations_want_a_larger_encoder(here):
     assert larger.model.num_hidden_layers == 2 and larger.model.num_attention_heads == 2
     assert larger.optimizer.peak_learning_rate == 4e-3
     assert "2.6 nat" in dial.expected(larger, 6_300_000)
-    assert "2.2 nat" in dial.expected(larger, 2_700_000) and "2.9" in dial.expected(
-        larger, 15_000_000
-    )
+    assert "2.2 nat" in dial.expected(larger, 2_700_000)
+    assert "2.9" in dial.expected(larger, 15_000_000)
+    # Of fewer tokens than were ever measured.
+    assert dial.expected(larger, 900_000) == dial.expected(larger, 9_000)
+    assert "about" not in dial.expected(larger, 9_000)
 
 
-def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run):
+def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypatch):
     assert cli.main(["import", "run", "--workdir", "base"]) == errors.FINISHED
     experiment = dial._going_on("w", dial.look("text"), "base")
     assert experiment.init_from == "base" and experiment.corpus.tokenizer == "base/tokenizer"
     assert experiment.model.vocab_size == 45 and experiment.optimizer.schedule == "wsd"
+    read = dial.base_lib.read
+
+    def cased(folder):
+        return dataclasses.replace(read(folder), tokenizer=types.SimpleNamespace(case="cased"))
+
+    monkeypatch.setattr(dial.base_lib, "read", cased)
+    monkeypatch.setattr(dial.hardware, "peak_flops", lambda _: 1e9)
+    monkeypatch.setattr(dial, "_EVAL_ROWS", 8)
+    experiment, said = chosen(monkeypatch, base="base")
+    assert experiment.corpus.case == "cased"
+    assert not any("operations" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +190,7 @@ def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run):
         (["--text", "text", "--hours", "nan"], "--hours"),
         (["--text", "nowhere", "--hours", "1"], "nowhere"),
         (["--text", "text", "--hours", "0.001"], "--hours 0.001"),
+        (["--text", "text", "--hours", "0.001", "--set", "phases.0.steps=9"], "phases.0.steps"),
         (["--text", "text", "--hours", "1", "--base", "nowhere"], "nowhere"),
         (["small.py", "--text", "text", "--hours", "1"], "EXPERIMENT"),
     ],

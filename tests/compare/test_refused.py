@@ -41,7 +41,7 @@ def test_what_is_no_table_is_refused_by_name(here, fields, name):
     "setting",
     [
         *("corpus.case=cased", "data.objective=mlm", "model.vocab_size=44", "data.eval_rows=5"),
-        "data.eval_seed=5",
+        *("data.eval_seed=5", "data.short_seq_prob=0.2"),
     ],
 )
 def test_rows_that_share_no_held_out_text_have_no_loss_to_compare(here, setting):
@@ -53,6 +53,31 @@ def test_rows_that_share_no_held_out_text_have_no_loss_to_compare(here, setting)
         Table(name="t", rows=rows, columns=("steps", "accuracy"))
     assert setting.partition("=")[0] in str(caught.value)
     assert Table(name="t", rows=rows, columns=("steps", "cpu_seconds"))
+
+
+@pytest.mark.parametrize("column", ["cpu_seconds", "reach:1", "loss"])
+def test_rows_of_which_one_alone_would_be_run_have_no_seconds_to_compare(here, column):
+    placed = small(here, "parallelism.layer_loop=unroll")
+    rows = (Row(name="a", experiment=small(here)), Row(name="b", experiment=placed))
+    if column == "loss":
+        assert Table(name="t", rows=rows, columns=(column,))
+    budget = {"cpu_seconds": 5.0} if column == "loss" else {}
+    with pytest.raises(InputError, match=r"table\.rows: b .*parallelism"):
+        Table(name="t", rows=rows, columns=(column,), **budget)
+
+
+@pytest.mark.parametrize(
+    ("base", "other"),
+    [
+        ("data.objective=mlm", "data.short_seq_prob=0.2"),
+        ("corpus.sources=text:a,text:b", "corpus.mixture=3,1"),
+        ("corpus.sources=text:/here/./text", "corpus.sources=text:/there/./text"),
+    ],
+)
+def test_rows_of_the_same_held_out_text_compare_wherever_it_lies(here, base, other):
+    rows = (Row(name="a", experiment=small(here, base)),)
+    rows += (Row(name="b", experiment=small(here, base, other)),)
+    assert Table(name="t", rows=rows, columns=("loss",))
 
 
 def is_refused(capsys, words):

@@ -4,6 +4,7 @@ import html.parser
 import itertools
 import json
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from bert_jax import cli
 from bert_jax.data import corpus, draws, pairs
 from bert_jax.errors import InputError
 from bert_jax.plan import estimate
-from bert_jax.report import figures, page
+from bert_jax.report import figures, page, times
 from bert_jax.report.records import Record, corpus_statistics
 from bert_jax.running.pretraining import Prepared
 
@@ -123,6 +124,11 @@ def test_a_page_says_how_the_run_stands(run, undrawn):
         "model.hidden_size: 768 -> 16",
     ):
         assert words in text, words
+
+
+def test_each_part_of_the_time_has_a_colour():
+    style = pathlib.Path(page.__file__).with_name("style.html").read_text()
+    assert all(f".k{number} {{" in style for number in range(len(times.PARTS)))
 
 
 def test_a_planned_run_shows_its_plan(run, undrawn):

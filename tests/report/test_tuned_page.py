@@ -7,7 +7,7 @@ import pytest
 from test_page import HOSTILE, Tags, assert_inert
 from tuned_lines import SCORES, Run
 
-from bert_jax import cli
+from bert_jax import cli, config
 from bert_jax.report import comparison, curves, figures, page
 from bert_jax.report.records import Record
 
@@ -117,6 +117,21 @@ def test_training_losses_under_other_masks_are_not_compared(several):
     records = several({}, {"data.masking": "whole_word"})
     drawn = curves_of(records)["Masked LM loss, nat"]
     assert [one.style for one in drawn] == ["points"] * 2
+
+
+def test_masks_of_a_phase_are_other_masks_too(several):
+    one, other = several({}, {})
+    assert not comparison.other_masks([one, other])
+    other.experiment = config.override(other.experiment, ["phases.0.masked_lm_prob=0.1"])
+    assert comparison.other_masks([one, other])
+
+
+def test_scores_of_the_same_file_compare_wherever_it_lies(tmp_path):
+    records = [Record.read(Run("classify").write(tmp_path / name)) for name in ("one", "other")]
+    for record in records:
+        changed = [f"task.validation=tsv:/{record.label}/./dev.tsv"]
+        record.experiment = config.override(record.experiment, changed)
+    assert comparison.no_scores(records) == ""
 
 
 def test_what_a_run_has_spent_is_added_up(several):
