@@ -18,7 +18,7 @@ LINES = {
     "config": 2_228,
     "conformance": 1_150,
     "data": 3_623,
-    "doctor": 757,
+    "doctor": 775,
     "interop": 2_223,
     "model": 3_086,
     "plan": 2_126,

@@ -137,6 +137,7 @@ def chosen(
     name = config.name_of(os.fspath(workdir.named)) or "text"
     experiment = _going_on(name, text, base) if base else _fresh(name, text, operations)
     experiment = config.override(experiment, settings)
+    workdir = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote)
     manifest = corpus.prepare(
         experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say, system.cores()
     )
@@ -279,9 +280,7 @@ def _experiment(
 
 def _seconds_a_step(experiment: Experiment, workdir: Workdir, progress: Progress) -> float:
     """Returns the seconds that a step takes, evaluations, saves and compiling left out."""
-    run = dataclasses.replace(
-        experiment.run, corpus_dir=experiment.run.corpus_dir or os.fspath(workdir.corpus)
-    )
+    run = dataclasses.replace(experiment.run, corpus_dir=os.fspath(workdir.corpus))
     progress.say(f"--hours: timing {_TIMED} steps of {_shape(experiment.model)}")
     short = dataclasses.replace(experiment, run=run)
     quiet = Progress(LineConsole(quiet=True))

@@ -86,7 +86,7 @@ def chosen(monkeypatch, *settings, text="text", workdir="w", base=None):
     """The experiment for three minutes of 4 s a step, and its lines; no corpus is made."""
     timed(monkeypatch, rate=0.25)
     made, said = {"splits": {"train": {"tokens": 5_000}}}, []
-    monkeypatch.setattr(dial.corpus, "prepare", lambda *_: made)
+    monkeypatch.setattr(dial.corpus, "prepare", lambda *a: said.append(f"{a[2]}") or made)
     monkeypatch.setattr(dial.corpus, "require_rows", lambda *_: None)
     progress = types.SimpleNamespace(say=said.append)
     experiment, _ = dial.chosen(text, 0.05, base, settings, Workdir(workdir), progress)
@@ -97,7 +97,9 @@ def test_what_is_set_holds_so_that_the_same_command_changes_nothing(here, monkey
     given = {"optimizer.warmup_steps": 12, "optimizer.schedule": "wsd", "optimizer.decay_steps": 9}
     given |= {"run.log_every": 3, "run.eval_every": 7, "run.checkpoint_every": 11}
     settings = [f"{field}={value}" for field, value in given.items()]
-    experiment, _ = chosen(monkeypatch, *settings)
+    settings.append("run.corpus_dir=prepared")
+    experiment, said = chosen(monkeypatch, *settings)
+    assert said[0] == "prepared"  # and not in the workdir, where the run would not look
     assert 30 <= experiment.total_steps <= 45
     assert given.items() <= dict(config.flatten(experiment)).items()
     assert config.override(experiment, settings) == experiment
