@@ -45,6 +45,7 @@ MODELS = {
     "modern": dataclasses.replace(BERT, kind="modern", global_every=1),
 }
 SAYS = json.loads((made.FOLDER / "says.json").read_text())
+POOLER = ("dense.weight", "dense.bias")
 every_model = pytest.mark.parametrize("of", MODELS)
 every_kind = pytest.mark.parametrize("kind", made.CLASSES)
 
@@ -104,6 +105,14 @@ def test_tensors_are_those_of_the_class_bit_for_bit(of, kind):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, name)
+
+
+def test_a_pooler_next_to_robertas_own_is_left_out():
+    held = theirs("roberta", "classify")
+    unused = {f"roberta.pooler.{name}": 0 * held[f"classifier.{name}"] for name in POOLER}
+    below = weights.without_head(held | unused, BERT, "RobertaForSequenceClassification")
+    for name in POOLER:
+        assert below[f"roberta.pooler.{name}"] is held[f"classifier.{name}"]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +183,10 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
         ("TokenClassification", 2, {"id2label": ["x"]}, ("tag",), ("LABEL_0", "LABEL_1")),
         ("SequenceClassification", 3, {"problem_type": "multi_label_classification"}, None, None),
         ("QuestionAnswering", 3, {}, None, None),
+        # ModernBERT's, over the mean of all pieces; heads over each piece do not ask.
+        ("SequenceClassification", 1, {"classifier_pooling": "mean"}, None, None),
+        ("MultipleChoice", 1, {"classifier_pooling": "mean"}, None, None),
+        ("QuestionAnswering", 2, {"classifier_pooling": "mean"}, ("span",), ()),
     ],
 )
 def test_a_head_is_of_a_kind_of_task(ending, outputs, said, kinds, labels, tmp_path):
