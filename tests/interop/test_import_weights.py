@@ -14,6 +14,7 @@ from hf_folder import PIECES, TENSORS, VOCAB
 from safetensors.numpy import save_file
 
 from bert_jax import base as base_lib
+from bert_jax.errors import InputError
 from bert_jax.interop import huggingface, importing, vocabularies, weights
 from bert_jax.text import tokenizer as tokenizer_lib
 
@@ -158,6 +159,22 @@ def test_a_wordpiece_that_cuts_otherwise_is_read_by_its_library(tmp_path):
     text = f"{VOCAB[-1]} more {VOCAB[-2]}."
     ids = theirs.encode(text, add_special_tokens=False).ids
     assert read.encode(text) == ids != ours.encode(text)
+
+
+def test_accents_that_stay_in_lower_case_are_left_to_the_library(tmp_path):
+    ours = tokenizer_lib.WordPiece(VOCAB, "uncased")
+    vocabularies.write(ours, 128, huggingface.INPUTS["bert"], epath.Path(tmp_path))
+    file = tmp_path / "tokenizer.json"
+    theirs = tokenizers.Tokenizer.from_file(str(file))
+    theirs.normalizer = tokenizers.normalizers.BertNormalizer(strip_accents=False)
+    theirs.save(str(file))
+    edit(tmp_path / "tokenizer_config.json", strip_accents=False)
+    assert vocabularies.read(epath.Path(tmp_path)).kind == "library"
+    edit(tmp_path / "tokenizer_config.json", strip_accents=True, do_lower_case=False)
+    theirs.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=False)
+    theirs.save(str(file))
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: strip_accents"):
+        vocabularies.read(epath.Path(tmp_path))
 
 
 def test_another_vocabulary_keeps_the_rows_of_shared_pieces(tmp_path, monkeypatch):
