@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import kinds
@@ -13,15 +14,20 @@ import numpy as np
 import pytest
 import samples
 import small_run
+import tokenizers
 import tuned
 from compare import assert_close
 
 from bert_jax import cli
-from bert_jax.config import Adapt, Parallelism, Task, Vectors
+from bert_jax.config import Adapt, Finetuning, Parallelism, Task, Vectors
+from bert_jax.data import stream
+from bert_jax.data.batches import Ids
+from bert_jax.tasks import similar
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.predict import TaskModel
 from bert_jax.tasks.rows import TrainBatches
 from bert_jax.tasks.similar import Similar, SimilarObjective
+from bert_jax.text import library
 from bert_jax.training import feed, optimizer, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.vectors import packing
@@ -137,6 +143,40 @@ def test_cut_states_change_nothing(state):
     assert_close(gradient(other), gradient(whole), ROUNDING)
 
 
+def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
+    """As others cut a prompt and a text, and also before the ids of a corpus."""
+    content = (pathlib.Path(__file__).parents[1] / "golden/tokenizers/roberta.json").read_bytes()
+    named = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
+    ours = library.Library(content, named, "roberta")
+    theirs = tokenizers.Tokenizer.from_buffer(content)
+    task = Task(kind="similar", train=("corpus:x:twice",), validation=("jsonl:x",),
+                second_column="b", query_prefix="query: ", text_prefix="passage: ")  # fmt: skip
+    rows = Similar(task, (), ours).rows([Sentence("", ("how are", "we"), None)] * 2)
+    whole = ("query: how are", "passage: we") * 2
+    assert [row.tolist() for row in rows.ids] == [theirs.encode(text).ids for text in whole]
+    keys = rows.numbers["keys"].tolist()
+    assert (
+        keys[:2] == keys[2:]
+        and keys[1]
+        == Similar(task, (), ours)
+        .rows([Sentence("", ("we", "we"), None)])
+        .numbers["keys"]
+        .tolist()[0]
+    )
+    ids = Ids(ours.pad_id, ours.cls_id, ours.sep_id, ours.mask_id, ours.size, ours.continues)
+    prepared = SimpleNamespace(tokenizer=ours, folder="x", ids=ids, sha256="")
+    documents = stream.from_documents([[ours.encode_within("how are")]])
+    monkeypatch.setattr(similar.Prepared, "open", lambda folder: prepared)
+    monkeypatch.setattr(similar.corpus, "open_stream", lambda folder, split: documents)
+    experiment = Finetuning(name="x", task=task, batch_size=2)
+    batch = similar.read(experiment, kinds.MODEL, ours, []).batches.batch(0, np.arange(2))
+    found = [
+        row[mask > 0].tolist()
+        for row, mask in zip(batch["input_ids"], batch["input_mask"], strict=True)
+    ]
+    assert found == [theirs.encode(f"{name}: how are").ids for name in ("query", "passage")]
+
+
 TASKFILE = """
 from bert_jax.config import Adapt, Finetuning, Optimizer, Parallelism, Run, Task, Vectors
 
@@ -197,7 +237,7 @@ def test_pairs_are_learned_kept_and_asked(here, capsys):
 @pytest.mark.long
 def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
     """And what a run learned leaves it as an encoder whose vectors are the same."""
-    settings = ("task.query_prefix=wa wb", "task.text_prefix=xa", "vectors.pooling=last")
+    settings = ("task.query_prefix=wa wb ", "task.text_prefix=xa ", "vectors.pooling=last")
     write_task()
     assert tuned.finetune(*(word for one in settings for word in ("--set", one))) == 0
     assert cli.main(["export", "--workdir", "run", "--as", "task", "--out", "out"]) == 2
@@ -227,7 +267,7 @@ def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
     words = ["finetune", "task.py", "--from", "again", "--workdir", "further"]
     assert cli.main([*words, "--set", "epochs=0.25"]) == 0
     kept = TaskModel("further").encoder().vectors
-    assert (kept.pooling, kept.query_prefix, kept.text_prefix) == ("last", "wa wb", "xa")
+    assert (kept.pooling, kept.query_prefix, kept.text_prefix) == ("last", "wa wb ", "xa ")
     assert np.abs(vectors["run", "text"] - vectors["run", "query"]).max() > 1e-3
     np.testing.assert_array_equal(vectors["base", "text"], vectors["base", "query"])
     np.testing.assert_allclose(np.linalg.norm(vectors["run", "text"], axis=1), 1, atol=1e-5)

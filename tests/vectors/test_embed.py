@@ -10,14 +10,17 @@ import hf_folder
 import numpy as np
 import pytest
 import samples
+import tokenizers
 from broken import Case, call, refuses, tree, write
 from etils import epath
 from pyarrow import parquet
 
+from bert_jax.base import TextVectors
 from bert_jax.conformance import golden
 from bert_jax.errors import InputError
 from bert_jax.interop import importing
 from bert_jax.loaded import Loaded
+from bert_jax.text import library
 from bert_jax.vectors import embed, files
 
 LAYERS, HEADS, WIDTH = 3, 4, 64
@@ -143,6 +146,18 @@ def test_vectors_equal_numpy(pooling, layers, combine, trained, texts, states):
     assert (embedder.texts, embedder.cut, embedder.max_length) == (16, 2, 128)
     if pooling == "tokens":
         assert pieces == [text.split()[:126] for text in texts]
+
+
+def test_what_stands_before_a_text_is_cut_with_it(trained):
+    """As others cut a prompt and a text: the blank between them is not left alone."""
+    content = (pathlib.Path(__file__).parents[1] / "golden/tokenizers/gemma.json").read_bytes()
+    named = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
+    tokenizer, known = library.Library(content, named, "gemma"), TextVectors(text_prefix="query: ")
+    led = dataclasses.replace(trained, tokenizer=tokenizer, vectors=known)
+    _, pieces, _ = embedded(led, ["how are", "we"], pooling="tokens")
+    theirs = tokenizers.Tokenizer.from_buffer(content)
+    whole = ("query: how are", "query: we")
+    assert pieces == [theirs.encode(it, add_special_tokens=False).tokens for it in whole]
 
 
 @pytest.mark.parametrize("pooling", ["mean", "tokens"])
