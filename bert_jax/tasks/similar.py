@@ -47,7 +47,7 @@ class Similar(TaskKind):
     `outputs` is the teacher's width where a projection learns, else 0.
     """
 
-    reads = "vectors"
+    reads, column = "vectors", "cosine"
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         super().__init__(task, labels, tokenizer)
@@ -75,7 +75,11 @@ class Similar(TaskKind):
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence | Passage]
     ) -> list[dict[str, Any]]:
         """Returns the `cosine` of the two texts of each example."""
-        del rows, examples
+        if rows.rows_per_example == 1:
+            raise InputError(
+                f"{examples[0].place}: task.kind=similar: this is one text, and a cosine is of "
+                "two; `bert-jax embed` and `search` take the run, `evaluate --task` scores it"
+            )
         return [{"cosine": float(value)} for value in _cosines(np.stack(outputs))]
 
     def scores(

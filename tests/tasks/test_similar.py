@@ -22,6 +22,7 @@ from bert_jax import cli
 from bert_jax.config import Adapt, Finetuning, Parallelism, Task, Vectors
 from bert_jax.data import stream
 from bert_jax.data.batches import Ids
+from bert_jax.errors import InputError
 from bert_jax.tasks import similar
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.predict import TaskModel
@@ -222,9 +223,14 @@ def write_task(vectors="", train="jsonl:train", test="jsonl:test"):
     pathlib.Path("task.py").write_text(text)
 
 
-def test_pairs_are_learned_kept_and_asked(here, capsys):
-    write_task('loss="cosine"')
-    assert tuned.finetune() == 0
+@pytest.mark.parametrize(
+    ("vectors", "negative"),
+    [("", "c"), pytest.param('loss="cosine"', "", marks=pytest.mark.long)],
+)
+def test_pairs_are_learned_kept_and_asked(vectors, negative, here, capsys):
+    """Also those that were learned with a third text, which nobody has who asks."""
+    write_task(vectors)
+    assert tuned.finetune("--set", f"task.negative_column={negative}") == 0
     lines = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
     assert lines[-1]["loss"] == pytest.approx(1 - lines[-1]["spearman"])
     train = [line["loss"] for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "train"]
@@ -232,6 +238,24 @@ def test_pairs_are_learned_kept_and_asked(here, capsys):
     answers = tuned.predict(capsys, "wa wb", "wb wa", "wa wb", "xa xb")
     assert [set(answer) & {"cosine"} for answer in answers] == [{"cosine"}] * 2
     assert answers[0]["cosine"] > answers[1]["cosine"]
+    asked = [("wa wb", "wb wa"), ("wa", ""), ("wa wb", "xa xb")]
+    rows = [json.dumps(dict(zip(("sentence", "b"), pair, strict=True))) + "\n" for pair in asked]
+    pathlib.Path("asked.jsonl").write_text("".join(rows))
+    words = ["predict", "--workdir", "run", "--input", "asked.jsonl", "--out", "found.jsonl"]
+    assert cli.main(words) == 0
+    found = [row["predicted"] for row in tuned.lines("found.jsonl")]
+    expected = answers[0]["cosine"], answers[1]["cosine"]
+    assert found == [pytest.approx(expected[0]), None, pytest.approx(expected[1])]
+    (scored,) = tuned.predict(capsys, "--score")
+    assert scored["loss"] == pytest.approx(1 - scored["spearman"])
+    assert TaskModel("run").experiment.task.negative_column == negative
+
+
+def test_of_single_texts_there_is_no_cosine():
+    task = Task(kind="similar", train=("jsonl:x",), validation=("beir:x:test",))
+    kind, examples = Similar(task, (), kinds.TOKENIZER), [Sentence("", ("wa",), None)] * 2
+    with pytest.raises(InputError, match="evaluate --task"):
+        kind.answers([np.ones(4)] * 2, kind.rows(examples), examples)
 
 
 @pytest.mark.long
