@@ -6,6 +6,7 @@ What they say was written by transformers: `make_task_classes`.
 import dataclasses
 import functools
 import json
+from types import SimpleNamespace
 
 import jax
 import make_task_classes as made
@@ -14,7 +15,7 @@ import pytest
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax.config import Adapt, Model
+from bert_jax.config import Adapt, Finetuning, Model, Task
 from bert_jax.errors import InputError
 from bert_jax.interop import (
     configs,
@@ -130,6 +131,17 @@ def test_a_pooler_next_to_robertas_own_is_left_out():
 def test_an_adapter_keeps_the_modules_that_peft_asks_for(of, kind, learned, saved):
     architecture = finetuned.ARCHITECTURES[of][kind]
     assert finetuned.saved_modules(architecture, of, learned | {"head", "lora"}) == saved
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("code", f"own.py:mine:{'0' * 64}"), ("direction", "left_to_right")]
+)
+def test_an_encoder_for_which_they_have_no_class_is_refused(field, value):
+    task = Task(kind="classify", train=("jsonl:a",), validation=("jsonl:b",))
+    model = dataclasses.replace(BERT, **{field: value})
+    run = SimpleNamespace(experiment=Finetuning(name="x", task=task), model=model)
+    with pytest.raises(InputError, match=f"model.{field}={value}"):
+        finetuned.architecture_of(run)
 
 
 @pytest.mark.parametrize("kind", ["classify", "tag"])
