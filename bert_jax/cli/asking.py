@@ -311,7 +311,8 @@ def export(args: argparse.Namespace) -> int:
             given = ":" if form is None else f" {form}: {args.workdir} is not fine-tuned;"
             raise InputError(f"--as{given} choose {' or '.join(there)}")
         kind = form or "encoder"
-        huggingface.export_weights(trained, kind, args.dtype, epath.Path(args.out))
+        recipe = model.experiment if tuned else None
+        huggingface.export_weights(trained, kind, args.dtype, epath.Path(args.out), recipe)
         architecture = huggingface.architecture_of(trained.model, kind)
         name, step = trained.name, trained.step
     say(

@@ -114,6 +114,7 @@ class TaskModel:
             vectors=self._vectors,
             name=self.experiment.name,
             step=self.step,
+            evaluation=self.evaluation,
         )
 
     def warm(self, sizes: tuple[int, ...]) -> None:

@@ -214,9 +214,11 @@ def test_an_exported_run_holds_what_transformers_writes(run, tmp_path):
     assert f"`{written['architectures'][0]}`" in card and str(tmp_path) not in card
 
 
-def test_an_adapter_over_its_base_is_the_whole_model(run, capsys):
-    for form in ("task", "adapter"):
+def test_an_adapter_over_its_base_is_the_whole_model_and_cards_have_scores_and_recipe(run, capsys):
+    for form in ("task", "adapter", "encoder"):
         assert cli.main(["export", "--workdir", "run", "--as", form, "--out", form]) == 0
+        card = pathlib.Path(form, "README.md").read_text()
+        assert all(f"\n- {name}: " in card for name in ("accuracy", "task.kind", "epochs")), form
     whole = load_file("task/model.safetensors")
     base, adapter = (
         load_file("adapter/base/model.safetensors"),
