@@ -372,6 +372,8 @@ def test_a_teacher_s_vectors_are_learned(here, capsys):
     [
         ('loss="distil"', "jsonl:train", [], "vectors.teacher"),
         ('loss="distil", teacher="short.npz"', "jsonl:train", [], "short.npz"),
+        ('loss="distil", teacher="cut.npz"', "jsonl:train", [], "cut.npz"),
+        ('loss="distil", teacher="nowhere.npz"', "jsonl:train", [], "nowhere.npz"),
         ('loss="distil", teacher="wide.npz"', "jsonl:train", [], "vectors.projection"),
         ('loss="cosine", score_range=(0.5, 1)', "jsonl:train", [], "train:1"),
         ("dimensions=(8, 32)", "jsonl:train", [], "vectors.dimensions"),
@@ -388,6 +390,8 @@ def test_a_teacher_s_vectors_are_learned(here, capsys):
 def test_what_cannot_be_learned_is_named(here, capsys, vectors, train, settings, named):
     np.savez("short.npz", vectors=np.ones((3, 16), np.float32))
     np.savez("wide.npz", vectors=np.ones((32, 24), np.float32))
+    whole = pathlib.Path("wide.npz").read_bytes()
+    pathlib.Path("cut.npz").write_bytes(whole[: len(whole) // 2])
     pathlib.Path("blank").write_text(
         '{"sentence": "wa", "b": "wb", "value": 1}\n{"sentence": "wa", "b": " ", "value": 1}\n'
     )
