@@ -31,7 +31,7 @@ def predict(args: argparse.Namespace) -> int:
     --score: of a fine-tuned run: print scores instead of answers; on task.validation if there is
         no --source
     --input FILE: of a fine-tuned run: a .csv, .tsv or .jsonl to answer; its rows go to --out with
-        two more columns, `predicted` and `probability`
+        a column `predicted`, and next to a label its `probability`
     --beam N (int from 1 to 64): of a run of task.kind=generate: width of the beam search, 1 takes
         the likeliest piece each time [1]
     --out FILE: of a fine-tuned run: file to write answers to, as JSON lines [standard output]; with
