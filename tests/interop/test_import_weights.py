@@ -14,8 +14,10 @@ from hf_folder import PIECES, TENSORS, VOCAB
 from safetensors.numpy import save_file
 
 from bert_jax import base as base_lib
+from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface, importing, vocabularies, weights
+from bert_jax.loaded import Loaded
 from bert_jax.text import tokenizer as tokenizer_lib
 
 WORD = "bert.embeddings.word_embeddings.weight"
@@ -133,6 +135,14 @@ def test_parts_that_are_missing_are_fresh_and_named(architecture, missing, tmp_p
         spread = base_lib.flat(base.params[part])
         assert all(v.std() > 0.01 for name, v in spread.items() if name.endswith("kernel"))
     same(base.params["encoder"], whole.params["encoder"])
+
+
+def test_parts_that_a_run_has_not_learned_are_fresh_in_its_base(monkeypatch):
+    """As of an objective of its own, which has no use for some."""
+    run = Loaded(Model(), {}, tokenizer_lib.WordPiece(VOCAB, "cased"), fresh=("pooler",), step=3)
+    monkeypatch.setattr(Loaded, "of", lambda folder, what: run)
+    base = importing._of_run(epath.Path("runs/x"), "params")
+    assert (base.source, base.fresh) == ("x, step 3", ("pooler",))
 
 
 def test_a_vocabulary_in_tokenizer_json_alone_is_read(tmp_path):
