@@ -266,7 +266,7 @@ def test_smaller_vectors_are_those_of_the_whole_ones(quantize, trained, texts, t
     shown, read = [], {}
     for how in ("none", quantize):
         embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
-        for suffix in files.suffixes():
+        for suffix in files._WRITERS:
             path = epath.Path(tmp_path / f"{how}{suffix}")
             embed.write(embedder, texts, path, shown.append, quantize=how)
         read[how] = np.load(tmp_path / f"{how}.npz")["vectors"]
@@ -282,7 +282,7 @@ def test_smaller_vectors_are_those_of_the_whole_ones(quantize, trained, texts, t
     assert [json.loads(line)["vector"] for line in lines] == small.tolist()
     rows = parquet.read_table(tmp_path / f"{quantize}.parquet").to_pylist()
     assert [row["vector"] for row in rows] == small.tolist()
-    assert sum(f"--quantize {quantize}: " in line for line in shown) == len(files.suffixes())
+    assert sum(f"--quantize {quantize}: " in line for line in shown) == len(files._WRITERS)
 
 
 @pytest.mark.parametrize("most", [3, 5, 9, 64])
