@@ -14,6 +14,9 @@ from bert_jax.config import Parallelism
 from bert_jax.errors import FINISHED, InputError, naming, printable
 
 _SHOWN = 200  # characters of a text that was searched for
+# What is asked of vectors, where nothing is.
+_FEATURES = {"pooling": None, "layers": (-1,), "combine": "concat", "normalize": None}
+_FEATURES |= {"dimensions": 0, "max_length": 0, "batch_tokens": 0}
 
 
 @command()
@@ -216,6 +219,10 @@ def serve(args: argparse.Namespace) -> int:
         keep_compiled_programs()
         model = TaskModel(args.workdir, args.base, args.checkpoint) if tuned else None
         if model is not None and model.experiment.task.kind != "similar":
+            for name, usual in _FEATURES.items():
+                if getattr(args, name) != usual:
+                    why = f"{args.workdir} has learned no vectors; leave it out"
+                    raise InputError(f"--{name.replace('_', '-')}: {why}")
             of: Any = served.Answers(model)
         else:
             trained, embedder = _embedder(args, args.normalize)

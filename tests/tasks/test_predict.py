@@ -342,6 +342,13 @@ def test_what_cannot_be_predicted_is_one_line_and_nothing_is_written(run, capsys
     assert not list(pathlib.Path().glob("a.*"))
 
 
+@pytest.mark.parametrize("flag", ["--pooling cls", "--layers 0", "--max-length 9", "--normalize"])
+def test_a_task_is_not_served_as_vectors(flag, run, capsys, monkeypatch):
+    monkeypatch.setattr("bert_jax.serve.service.serve", lambda *_: None)
+    assert cli.main(["serve", "--workdir", "run", "--port", "0", *flag.split()]) == 2
+    assert flag.split()[0] in capsys.readouterr().err
+
+
 def test_json_lines_may_have_any_order_and_half_a_character(run, capsys):
     lines = ['{"sentence": "wa", "id": 1}', '{"id": 2, "sentence": "xa \\ud83d"}']
     pathlib.Path("asked.jsonl").write_text("\n".join(lines) + "\n")
