@@ -164,7 +164,7 @@ def read(folder: epath.Path) -> Base:
         if now["head_sha256"]:
             names = tuple(map(tuple, (record["head"]["kinds"], record["head"]["labels"])))
             head = Head(*names, **read_tensors(folder / _HEAD))
-    sha256 = begins_with(folder)
+    sha256 = _together(now["weights_sha256"], now["moments_sha256"])
     return Base(model, params, tokenizer, source, fresh, moments, sha256, vectors, head)
 
 
@@ -176,7 +176,10 @@ def vectors_of(record: Mapping[str, Any]) -> TextVectors | None:
 
 def begins_with(folder: epath.Path) -> str:
     """Returns a hash of the weights that lie here now, and of the moments."""
-    params, moments = _sha256(folder / _WEIGHTS), _sha256(folder / _MOMENTS)
+    return _together(_sha256(folder / _WEIGHTS), _sha256(folder / _MOMENTS))
+
+
+def _together(params: str, moments: str) -> str:
     return hashlib.sha256(f"{params} {moments}".encode()).hexdigest() if moments else params
 
 

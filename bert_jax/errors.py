@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
@@ -68,6 +69,7 @@ _DAMAGE = (
     RecursionError,
     TypeError,
     ValueError,
+    zipfile.BadZipFile,
 )
 
 

@@ -147,7 +147,7 @@ class Loaded(Base):
     def embed(
         self,
         texts: str | Sequence[str],
-        pooling: Literal["mean", "cls"] | None = None,
+        pooling: Literal["mean", "cls", "last"] | None = None,
         layers: Sequence[int] = (-1,),
         length: Literal["as_is", "unit"] | None = None,
     ) -> np.ndarray:

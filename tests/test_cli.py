@@ -57,6 +57,14 @@ def test_help_shows_the_exit_codes_of_the_command(capsys):
         assert ("\n  75 " in codes) == runs and "\n  2 " in codes and own in codes
 
 
+@pytest.mark.parametrize(
+    "command", ["predict wa", "embed --out v.npz", "search x wa", "evaluate", "evaluate --task x"]
+)
+def test_the_base_of_a_run_that_has_none_is_refused(command, run):
+    code, _, err = call(f"{command} --workdir run --from elsewhere")
+    assert code == 2 and "--from" in err
+
+
 def test_arguments_are_what_the_manual_says():
     """Words may stand on both sides of flags; numbers have bounds."""
     args = cli.parse(shlex.split("--debug predict a --workdir run b --top 3"))

@@ -14,6 +14,9 @@ from bert_jax.config import Parallelism
 from bert_jax.errors import FINISHED, InputError, naming, printable
 
 _SHOWN = 200  # characters of a text that was searched for
+# What is asked of vectors, where nothing is.
+_FEATURES = {"pooling": None, "layers": (-1,), "combine": "concat", "normalize": None}
+_FEATURES |= {"dimensions": 0, "max_length": 0, "batch_tokens": 0}
 
 
 @command()
@@ -31,7 +34,7 @@ def predict(args: argparse.Namespace) -> int:
     --score: of a fine-tuned run: print scores instead of answers; on task.validation if there is
         no --source
     --input FILE: of a fine-tuned run: a .csv, .tsv or .jsonl to answer; its rows go to --out with
-        two more columns, `predicted` and `probability`
+        a column `predicted`, and next to a label its `probability`
     --beam N (int from 1 to 64): of a run of task.kind=generate: width of the beam search, 1 takes
         the likeliest piece each time [1]
     --out FILE: of a fine-tuned run: file to write answers to, as JSON lines [standard output]; with
@@ -216,6 +219,10 @@ def serve(args: argparse.Namespace) -> int:
         keep_compiled_programs()
         model = TaskModel(args.workdir, args.base, args.checkpoint) if tuned else None
         if model is not None and model.experiment.task.kind != "similar":
+            for name, usual in _FEATURES.items():
+                if getattr(args, name) != usual:
+                    why = f"{args.workdir} has learned no vectors; leave it out"
+                    raise InputError(f"--{name.replace('_', '-')}: {why}")
             of: Any = served.Answers(model)
         else:
             trained, embedder = _embedder(args, args.normalize)
@@ -311,7 +318,8 @@ def export(args: argparse.Namespace) -> int:
             given = ":" if form is None else f" {form}: {args.workdir} is not fine-tuned;"
             raise InputError(f"--as{given} choose {' or '.join(there)}")
         kind = form or "encoder"
-        huggingface.export_weights(trained, kind, args.dtype, epath.Path(args.out))
+        recipe = model.experiment if tuned else None
+        huggingface.export_weights(trained, kind, args.dtype, epath.Path(args.out), recipe)
         architecture = huggingface.architecture_of(trained.model, kind)
         name, step = trained.name, trained.step
     say(

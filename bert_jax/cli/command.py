@@ -249,11 +249,12 @@ def trained_of(args: argparse.Namespace):
     Of a fine-tuned run it is the encoder as it was adapted.
     """
     require_run(args.workdir)
+    is_tuned = "base" in args and is_finetuned(args)
     from bert_jax.loaded import Loaded
     from bert_jax.running.environment import keep_compiled_programs
 
     keep_compiled_programs()
-    if "base" in args and holds_finetuning(mirror.opened(args.workdir)):
+    if is_tuned:
         from bert_jax.tasks.predict import TaskModel
 
         return TaskModel(args.workdir, args.base, args.checkpoint).encoder()

@@ -13,6 +13,7 @@ from bert_jax import config
 from bert_jax.cli.command import (
     command,
     experiment_of,
+    is_finetuned,
     require_corpus,
     require_run,
     saved_experiment,
@@ -46,8 +47,9 @@ def evaluate(args: argparse.Namespace) -> int:
     """
     if args.task:
         return _evaluate_tasks(args)
-    if args.also:
-        raise InputError("--also: goes with --task; leave it out")
+    for flag, value in (("--also", args.also), ("--from", args.base)):
+        if value:
+            raise InputError(f"{flag}: goes with --task; leave it out")
     experiment, workdir = experiment_of(args)
     require_corpus(workdir)
     from bert_jax.loaded import load_params
@@ -74,8 +76,8 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     if args.experiment is not None or args.set or not args.workdir:
         raise InputError("--task: name the --workdir of a run or a base, no EXPERIMENT, no --set")
     places = [args.workdir, *(args.also or ())]
-    for place in places:
-        require_run(place)
+    for args.workdir in places:
+        is_finetuned(args)
     from bert_jax.tasks import minimal_pairs, probes
 
     asked = probes.Probes(args.task, pairs=None, where="--task")

@@ -28,6 +28,7 @@ _TASKS = {
 _NAMED = 50
 # Fields that say where files lie.
 _PATHS = ("corpus.sources", "corpus.tokenizer", "init_from", "task.train", "task.validation")
+_PATHS += ("vectors.teacher",)
 
 
 def write(

@@ -201,7 +201,9 @@ def head_of(
     if "regress" in kinds:
         kinds = ("regress",) if len(bias) == 1 else ("classify", "pair")
     several_at_once = fields.get("problem_type") == "multi_label_classification"
-    if several_at_once or len(bias) != _OUTPUTS.get(kinds[0], len(bias)):
+    reads_cls = kinds[0] not in ("tag", "span")
+    over_mean = reads_cls and fields.get("classifier_pooling", "cls") != "cls"  # ModernBERT's
+    if several_at_once or over_mean or len(bias) != _OUTPUTS.get(kinds[0], len(bias)):
         return None
     if kinds[0] not in ("classify", "tag"):
         return Head(kinds, (), weight.T, bias)

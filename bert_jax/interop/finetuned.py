@@ -90,6 +90,7 @@ def architecture_of(model: TaskModel) -> str:
     reasons = {
         f"has BiLSTM layers on its encoder (adapt.features={features})": features,
         "has learned task.kind=generate, an encoder and a decoder": task == "generate",
+        f"adapts a base of model.code={model.model.code}": model.model.code,
         "adapts a base of model.direction=left_to_right, of which the last [SEP] is read and not "
         "[CLS]": model.model.direction == "left_to_right",
     }

@@ -10,7 +10,7 @@ from etils import epath
 
 from bert_jax import base as base_lib
 from bert_jax.base import Base, TextVectors
-from bert_jax.config import Model
+from bert_jax.config import Finetuning, Model
 from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, sentence_transformers, vocabularies, weights
 from bert_jax.interop.names import Naming, Say
@@ -151,40 +151,45 @@ def _read_shards(index: epath.Path) -> dict[str, np.ndarray]:
 def forms_of(model: Model) -> list[str]:
     """Returns the kinds of export that a model which is not fine-tuned can have."""
     is_causal = model.direction == "left_to_right"
-    kinds = ARCHITECTURES.get(names.family(model), {})
+    kinds = ARCHITECTURES[names.family(model)]
     return [name for name in kinds if (name == "causal_lm") == is_causal]
 
 
 def architecture_of(model: Model, kind: Kind) -> str:
     """Returns the class of theirs that holds what is wanted of such a model."""
-    if model.code or names.family(model) not in ARCHITECTURES:
-        which = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
+    family, there = names.family(model), forms_of(model)
+    if model.code or not there:
+        it = f"a {names.FAMILIES[family].words} of model.direction={model.direction}"
+        which = f"model.code={model.code}" if model.code else it
         raise InputError(
             f"--as {kind}: transformers has no class for {which}; `bert-jax embed` and "
             "`bert_jax.load` take it"
         )
-    there = forms_of(model)
     if kind not in there:
         raise InputError(
             f"--as {kind}: transformers has no such class for model.kind={model.kind} and "
             f"model.direction={model.direction}; choose {' or '.join(there)}"
         )
-    return ARCHITECTURES[names.family(model)][kind]
+    return ARCHITECTURES[family][kind]
 
 
 def export_weights(
-    trained: Loaded, kind: Kind, dtype: Literal["float32", "bfloat16"], target: epath.Path
+    trained: Loaded,
+    kind: Kind,
+    dtype: Literal["float32", "bfloat16"],
+    target: epath.Path,
+    tuned: Finetuning | None = None,
 ) -> None:
     """Writes a folder that transformers reads, whole or not at all.
 
     `encoder` is for sentence-transformers, too; bfloat16 rounds the weights. Nothing may be at
-    `target`.
+    `target`. A fine-tuning, if one has made it, is for the card.
     """
     architecture, cfg = architecture_of(trained.model, kind), trained.model
     longest = cfg.max_position_embeddings
     with new_folder(target) as folder:
         vocabularies.write(trained.tokenizer, longest, INPUTS[names.family(cfg)], folder)
-        card_text = card.write(trained, architecture, dtype, target.name)
+        card_text = card.write(trained, architecture, dtype, target.name, tuned=tuned)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
         vocabularies.write_json(
             folder / "config.json", configs.fields_of(trained, architecture, dtype)

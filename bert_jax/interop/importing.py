@@ -90,9 +90,7 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
 
 def _of_run(source: epath.Path, what: Literal["params", "with_moments"]) -> Base:
     trained = Loaded.of(source, what)
-    where = f"{source.name}, step {trained.step}"
-    kept = {"moments": trained.moments, "vectors": trained.vectors}
-    return Base(trained.model, trained.params, trained.tokenizer, where, **kept)
+    return dataclasses.replace(trained, source=f"{source.name}, step {trained.step}")
 
 
 def with_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:

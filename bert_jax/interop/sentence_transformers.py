@@ -22,7 +22,7 @@ _MODES = {
 # What a Pooling of version 6 on calls them, where that is another word.
 _WORDS = {"lasttoken": "last"}
 # Names of prompts that stand for what we have, the usual one first.
-_PROMPTS = {"query_prefix": ("query",), "text_prefix": ("document", "passage")}
+_PROMPTS = {"query_prefix": ("query",), "text_prefix": ("document", "passage", "corpus")}
 _REMEDY = "remove modules.json to import the encoder alone"
 
 
@@ -42,7 +42,8 @@ def read(folder: epath.Path, model: Model, tokenizer: Tokenizer) -> TextVectors 
     mode = _WORDS.get(mode, mode) if isinstance(mode, str) else mode
     require(pooling, "pooling_mode", mode, _MODES.values())
     reads = _there(folder / "sentence_bert_config.json")
-    written = _there(folder / "config_sentence_transformers.json")
+    asked = folder / "config_sentence_transformers.json"
+    written = _there(asked)
     others = {
         "do_lower_case": tokenizer.case == "cased" and reads.get("do_lower_case"),
         "default_prompt_name": written.get("default_prompt_name"),
@@ -56,10 +57,13 @@ def read(folder: epath.Path, model: Model, tokenizer: Tokenizer) -> TextVectors 
     with reading(folder / "sentence_bert_config.json", _REMEDY):
         most = int(most) if 3 <= most < model.max_position_embeddings else 0
     prompts = written.get("prompts") or {}
-    prefixes = {
-        name: next((prompts[it] for it in words if prompts.get(it)), "")
-        for name, words in _PROMPTS.items()
-    }
+    with reading(asked, _REMEDY):
+        prefixes = {
+            name: "".join([prompts[it] for it in words if prompts.get(it)][:1])
+            for name, words in _PROMPTS.items()
+        }
+    if any(prefixes.values()):
+        require(pooling, "include_prompt", fields.get("include_prompt", True), [True])
     return TextVectors(mode, len(modules) == len(_MODULES), most, **prefixes)
 
 

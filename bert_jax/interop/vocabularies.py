@@ -134,7 +134,8 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
         shown = ", ".join(f"{where} {value!r}" for where, value in lowers.items())
         raise InputError(f"{folder}: {shown}: must be the same, true or false")
     strips, settings = says.get("strip_accents"), folder / "tokenizer_config.json"
-    if strips is not None and strips != uncased:
+    # What tokenizer.json says of it too, its library does.
+    if strips is not None and strips not in (uncased, normalizer.get("strip_accents")):
         raise InputError(
             f"{settings}: strip_accents={strips} with lower-casing {uncased}: bert-jax strips "
             "accents of uncased text, and of no other"

@@ -163,6 +163,7 @@ def without_head(
         below = {
             ours + key.removeprefix(theirs) if key.startswith(theirs) else key: below[key]
             for key in below
+            if not key.startswith(ours)  # a pooler that their head does not read
         }
     if "masked_lm" in parts:
         rows = len(below.get(names.MODERN_WORD_EMBEDDINGS, ()))

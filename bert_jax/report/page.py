@@ -199,8 +199,8 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
             yield text, name
     if task := record.written("task"):
         yield f"{task['examples']['train']:,}", "examples to learn from"
-        train, validation = (percent(task["unknown"][name]) for name in ("train", "validation"))
-        yield train, f"unknown pieces in training; {validation} in validation"
+        for name, share in task["unknown"].items():
+            yield percent(share), f"unknown pieces of {name}"
     rate, padding = record.recent("real_tokens_per_second"), record.recent("padding")
     if rate is not None:
         yield f"{rate:,.0f}", f"tokens a second; padding is {percent(padding)}"

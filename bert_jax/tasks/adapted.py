@@ -180,7 +180,8 @@ class Reader:
 
     def batches(self, rows: Rows) -> list[tuple[np.ndarray, Batch]]:
         """Returns what `tasks.rows.eval_batches` does."""
-        size = self.size - self.size % rows.rows_per_example
+        unit = rows.rows_per_example * mesh_lib.batch_shards(self.mesh)
+        size = -(-self.size // unit) * unit
         return eval_batches(rows, self.tokenizer.pad_id, size)
 
     def operations(self, batches: list[tuple[np.ndarray, Batch]]) -> int:

@@ -121,7 +121,7 @@ def _similarity(score: str, pairs: Sequence[Sentence], trained: Loaded) -> tuple
     every, sides = range(trained.model.num_hidden_layers + 1), []
     for side in range(2):
         texts = [pair.texts[side] for pair in pairs]
-        vectors = trained.embed(texts, layers=every).reshape(len(texts), len(every), -1)
+        vectors = trained.embed(texts, "mean", every).reshape(len(texts), len(every), -1)
         sides.append(vectors / np.linalg.norm(vectors, axis=-1, keepdims=True))
     cosines = (sides[0] * sides[1]).sum(-1)
     truth = np.array([pair.label for pair in pairs])

@@ -28,7 +28,7 @@ from bert_jax.tasks import scores as scores_lib
 from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence
 from bert_jax.tasks.objective import merged_params
-from bert_jax.tasks.similar import led_by
+from bert_jax.tasks.similar import asked_of, led_by
 from bert_jax.text import records as text_records
 from bert_jax.text import unknown
 from bert_jax.training import mesh as mesh_lib
@@ -66,7 +66,8 @@ class TaskModel:
             saved.experiment(number, Finetuning), init_from=base or newest.init_from
         )
         loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
-        task = self.experiment.task
+        # What is asked of it.
+        task = self.task = asked_of(self.experiment.task)
         if beams is not None and task.kind != "generate":
             raise InputError(
                 f"--beam: {folder} has learned task.kind={task.kind}, which writes no texts; "
@@ -113,12 +114,12 @@ class TaskModel:
             vectors=self._vectors,
             name=self.experiment.name,
             step=self.step,
+            evaluation=self.evaluation,
         )
 
     def warm(self, sizes: tuple[int, ...]) -> None:
         """Compiles what examples of any length need; batches have no other sizes from then on."""
-        self._sizes = sizes
-        task = self.experiment.task
+        self._sizes, task = sizes, self.task
         others = ["a"] * (examples_lib.texts_of_example(task) - 1)
         for limit in range(
             rows.LENGTH_STEP, task.max_sequence_length + rows.LENGTH_STEP, rows.LENGTH_STEP
@@ -152,12 +153,14 @@ class TaskModel:
           As metrics.jsonl keeps them: `step`, `loss`, `score`, `examples` and all scores by name,
           those of spans that may have no answer by the run's threshold; and what `predict` yields.
         """
-        if self.experiment.task.kind == "generate":
+        if self.task.kind == "generate":
             scores_lib.require_sacrebleu()
         examples_lib.require_known(self.labels, examples)
         outputs, loss, of_all = self.outputs(examples)
         scores = self._kind.scores(outputs, of_all, examples)
-        line = {"step": self.step, "loss": loss, "score": scores[self.experiment.task.main_score]}
+        score = scores[self.task.main_score]
+        loss = 1 - score if self.task.kind == "similar" else loss
+        line = {"step": self.step, "loss": loss, "score": score}
         answers = self._kind.answers(outputs, of_all, examples)
         return line | {"examples": len(examples)} | scores, _with_inputs(examples, answers)
 
@@ -235,7 +238,7 @@ def predict(
       sources: of examples; with `score` none are the run's validation examples.
       out: a file for the answers; None: they are yielded.
     """
-    task = model.experiment.task
+    task = model.task
     scores, blank = None, list[str]()
     if what == "score":
         examples = examples_lib.read(task, sources or task.validation, "labelled", blank)
@@ -280,7 +283,7 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
     Returns:
       How many rows were written, and how often each label was predicted, in words.
     """
-    task = model.experiment.task
+    task = model.task
     source, ending = file, epath.Path(out).suffix
     if task.kind != "span":
         source = config.source_of("--input", task.kind, file)
@@ -308,7 +311,7 @@ def _predicted_rows(
     model: TaskModel, source: str, counts: collections.Counter[str], blank: list[str]
 ) -> Iterator[text_records.Named]:
     """Yields place, names and values of each row, with the predicted ones; counts labels."""
-    task, column = model.experiment.task, model.column
+    task, column = model.task, model.column
     records = formats.records(source, task.header, blank_lines=True)
     more = [_PREDICTED] if column else [_PREDICTED, _PROBABILITY]
     none = True

@@ -47,12 +47,12 @@ class Similar(TaskKind):
     `outputs` is the teacher's width where a projection learns, else 0.
     """
 
-    reads = "vectors"
+    reads, column = "vectors", "cosine"
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         super().__init__(task, labels, tokenizer)
         self._limit = task.max_sequence_length
-        self.prefixes = tokenizer.encode(task.query_prefix), tokenizer.encode(task.text_prefix)
+        self._prefixes = task.query_prefix, task.text_prefix
         self.rows_per_example = len(task.text_columns)
 
     def rows(self, examples: Sequence[Sentence | Passage]) -> Rows:
@@ -63,7 +63,8 @@ class Similar(TaskKind):
             asks = isinstance(example, Sentence) or example.relevant is not None
             for place, text in enumerate(texts):
                 pieces = self._tokenizer.encode(text)
-                row = [*self.prefixes[0 if asks and place == 0 else 1], *pieces]
+                prefix = self._prefixes[0 if asks and place == 0 else 1]
+                row = self._tokenizer.encode(prefix + text) if prefix else pieces
                 ids.append(joined(self._tokenizer, row[: self._limit - 2], None)[0])
                 keys.append(zlib.crc32(np.array(pieces, np.uint32).tobytes()))
         first = np.array([len(row) for row in ids], np.int32)
@@ -74,7 +75,11 @@ class Similar(TaskKind):
         self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence | Passage]
     ) -> list[dict[str, Any]]:
         """Returns the `cosine` of the two texts of each example."""
-        del rows, examples
+        if rows.rows_per_example == 1:
+            raise InputError(
+                f"{examples[0].place}: task.kind=similar: this is one text, and a cosine is of "
+                "two; `bert-jax embed` and `search` take the run, `evaluate --task` scores it"
+            )
         return [{"cosine": float(value)} for value in _cosines(np.stack(outputs))]
 
     def scores(
@@ -290,11 +295,13 @@ def _of_corpus(experiment: Finetuning, tokenizer: Tokenizer, place: str, how: st
             f"task.train: corpus:{place}: was made with another vocabulary than the base has; "
             "prepare the text with the base's"
         )
+    # A corpus has the blank before its texts.
+    asks, other = (tokenizer.encode(it.rstrip()) for it in (task.query_prefix, task.text_prefix))
     pairs = CorpusPairs(
         corpus.open_stream(prepared.folder, "train"),
         prepared.ids,
         how,
-        Similar(task, (), tokenizer).prefixes,
+        (asks, other),
         experiment.batch_size,
         task.max_sequence_length,
         experiment.seed,

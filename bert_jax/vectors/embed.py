@@ -112,10 +112,7 @@ class Embedder:
                 f"--dimensions {features.dimensions}: the vectors have {self.width} numbers"
             )
         self.width = features.dimensions or self.width
-        self._prefixes = {
-            "query": base.tokenizer.encode(known.query_prefix),
-            "text": base.tokenizer.encode(known.text_prefix),
-        }
+        self._prefixes = {"query": known.query_prefix, "text": known.text_prefix}
         # Tokens of a text that are read, [CLS] and [SEP] among them.
         self.max_length = max_length or known.max_length or most
         self.texts = self.cut = 0  # done so far, and those of them that were longer
@@ -154,7 +151,7 @@ class Embedder:
 
     def passages(self, text: str) -> list[str]:
         """Cuts a text before words into parts of like length that are read whole, if it is long."""
-        room = max(self.max_length - 2 - len(self._prefixes["text"]), 1)
+        room = max(self.max_length - 2 - len(self._tokenizer.encode(self._prefixes["text"])), 1)
         if len(text.encode()) <= room:  # a piece is a byte at least, of all usual characters
             return [text]
         words = [(start, len(ids)) for start, _, ids in self._tokenizer.words(text)]
@@ -179,9 +176,9 @@ class Embedder:
 
     def _encoded(self, texts: Sequence[str], role: Role) -> list[np.ndarray]:
         """Returns ids with [CLS] and [SEP], and what stands before such texts, not cut."""
-        tok = self._tokenizer
-        first = [tok.cls_id, *self._prefixes[role]]
-        ids = [np.array([*first, *tok.encode(text), tok.sep_id], np.int32) for text in texts]
+        tok, first = self._tokenizer, self._prefixes[role]
+        cut = (tok.encode(first + text) for text in texts)
+        ids = [np.array([tok.cls_id, *pieces, tok.sep_id], np.int32) for pieces in cut]
         self.unknown.add(ids)
         return ids
 

@@ -29,11 +29,6 @@ Add = Callable[[np.ndarray, list[list[str]] | None], None]
 _NUMBERS = {"f": "%#.9g", "i": "%d", "u": "%d"}
 
 
-def suffixes() -> tuple[str, ...]:
-    """Returns the ends of names of files that can be written."""
-    return tuple(_WRITERS)
-
-
 @contextlib.contextmanager
 def writing(
     path: epath.Path,

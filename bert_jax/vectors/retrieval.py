@@ -17,6 +17,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.errors import InputError, reading
+from bert_jax.text.records import encodable
 
 # How far a ranking is looked at.
 _DEPTH = 10
@@ -42,7 +43,7 @@ def read(place: str, split: str) -> list[Passage]:
     """
     folder = epath.Path(place)
     texts = [
-        Passage(place, record["_id"], " ".join(filter(None, (record.get("title"), record["text"]))))
+        Passage(place, record["_id"], " ".join(filter(None, (record["title"], record["text"]))))
         for place, record in _records(folder / "corpus.jsonl")
     ]
     known = {text.id for text in texts}
@@ -69,9 +70,14 @@ def _records(path: epath.Path) -> Iterator[tuple[str, dict[str, str]]]:
             if line.strip():
                 record = json.loads(line)
                 place = f"{path}:{number}"
-                if not str(record["text"]).strip() and not str(record.get("title", "")).strip():
+                texts = {"text": record["text"] or "", "title": record.get("title") or ""}
+                for name, text in texts.items():
+                    if not isinstance(text, str):
+                        raise InputError(f"{place}: {name}={text!r}: is no text; make it one")
+                    texts[name] = encodable(text)
+                if not "".join(texts.values()).strip():
                     raise InputError(f"{place}: the text is blank; fill it in, or leave it out")
-                yield place, record | {"_id": str(record["_id"])}
+                yield place, {"_id": str(record["_id"])} | texts
 
 
 def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:

@@ -222,6 +222,7 @@ def _largest(values: np.ndarray, top: int) -> np.ndarray:
 def _fingerprint(model: Base, embedder: Embedder) -> str:
     """Returns a hash of an encoder's weights and tokenizer, and of how it makes vectors."""
     how = f"{model.model}/{model.tokenizer.sha256}/{embedder.features}/{embedder.max_length}"
+    how += model.vectors.text_prefix if model.vectors else ""
     digest = hashlib.sha256(how.encode())
     for name, values in sorted(flat(jax.device_get(model.params)).items()):
         digest.update(name.encode())

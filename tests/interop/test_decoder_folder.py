@@ -63,3 +63,9 @@ def test_a_class_that_would_read_otherwise_is_refused(kind, direction, wanted, i
             trained(kind, direction), wanted, "float32", epath.Path(tmp_path / "hf")
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_of_a_family_without_a_decoder_that_is_the_line():
+    cfg = Model(direction="left_to_right", type_vocab_size=1, position_offset=2)
+    with pytest.raises(InputError, match=r"RoBERTa of model\.direction=left_to_right"):
+        huggingface.architecture_of(cfg, "masked_lm")

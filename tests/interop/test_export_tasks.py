@@ -6,6 +6,7 @@ What they say was written by transformers: `make_task_classes`.
 import dataclasses
 import functools
 import json
+from types import SimpleNamespace
 
 import jax
 import make_task_classes as made
@@ -14,7 +15,7 @@ import pytest
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax.config import Adapt, Model
+from bert_jax.config import Adapt, Finetuning, Model, Task
 from bert_jax.errors import InputError
 from bert_jax.interop import (
     configs,
@@ -45,6 +46,7 @@ MODELS = {
     "modern": dataclasses.replace(BERT, kind="modern", global_every=1),
 }
 SAYS = json.loads((made.FOLDER / "says.json").read_text())
+POOLER = ("dense.weight", "dense.bias")
 every_model = pytest.mark.parametrize("of", MODELS)
 every_kind = pytest.mark.parametrize("kind", made.CLASSES)
 
@@ -106,6 +108,14 @@ def test_tensors_are_those_of_the_class_bit_for_bit(of, kind):
         np.testing.assert_array_equal(found[name], value, name)
 
 
+def test_a_pooler_next_to_robertas_own_is_left_out():
+    held = theirs("roberta", "classify")
+    unused = {f"roberta.pooler.{name}": 0 * held[f"classifier.{name}"] for name in POOLER}
+    below = weights.without_head(held | unused, BERT, "RobertaForSequenceClassification")
+    for name in POOLER:
+        assert below[f"roberta.pooler.{name}"] is held[f"classifier.{name}"]
+
+
 @pytest.mark.parametrize(
     ("of", "kind", "learned", "saved"),
     [
@@ -121,6 +131,17 @@ def test_tensors_are_those_of_the_class_bit_for_bit(of, kind):
 def test_an_adapter_keeps_the_modules_that_peft_asks_for(of, kind, learned, saved):
     architecture = finetuned.ARCHITECTURES[of][kind]
     assert finetuned.saved_modules(architecture, of, learned | {"head", "lora"}) == saved
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("code", f"own.py:mine:{'0' * 64}"), ("direction", "left_to_right")]
+)
+def test_an_encoder_for_which_they_have_no_class_is_refused(field, value):
+    task = Task(kind="classify", train=("jsonl:a",), validation=("jsonl:b",))
+    model = dataclasses.replace(BERT, **{field: value})
+    run = SimpleNamespace(experiment=Finetuning(name="x", task=task), model=model)
+    with pytest.raises(InputError, match=f"model.{field}={value}"):
+        finetuned.architecture_of(run)
 
 
 @pytest.mark.parametrize("kind", ["classify", "tag"])
@@ -174,6 +195,10 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
         ("TokenClassification", 2, {"id2label": ["x"]}, ("tag",), ("LABEL_0", "LABEL_1")),
         ("SequenceClassification", 3, {"problem_type": "multi_label_classification"}, None, None),
         ("QuestionAnswering", 3, {}, None, None),
+        # ModernBERT's, over the mean of all pieces; heads over each piece do not ask.
+        ("SequenceClassification", 1, {"classifier_pooling": "mean"}, None, None),
+        ("MultipleChoice", 1, {"classifier_pooling": "mean"}, None, None),
+        ("QuestionAnswering", 2, {"classifier_pooling": "mean"}, ("span",), ()),
     ],
 )
 def test_a_head_is_of_a_kind_of_task(ending, outputs, said, kinds, labels, tmp_path):

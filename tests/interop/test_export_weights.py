@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from bert_jax import base as base_lib
 from bert_jax import cli
-from bert_jax.config import Corpus
+from bert_jax.config import Corpus, Finetuning, Task, Vectors
 from bert_jax.errors import InputError
 from bert_jax.interop import card, huggingface, vocabularies
 from bert_jax.loaded import Loaded
@@ -122,6 +122,14 @@ def test_a_vocabulary_trained_here_leaves_as_it_is(kind, size, tmp_path):
     assert vocabularies.read(epath.Path(tmp_path)).sha256 == ours.sha256
     says = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert says["tokenizer_class"] == "PreTrainedTokenizerFast" and says["mask_token"] == "[MASK]"
+
+
+def test_a_card_keeps_to_itself_where_files_lie(copy_of_run):
+    places = {"train": ("jsonl:/home/me/a.jsonl",), "validation": ("beir:/home/me/b:test",)}
+    task, teacher = Task(kind="similar", **places), Vectors(loss="distil", teacher="/home/me/t.npz")
+    tuned = Finetuning(name="x", task=task, vectors=teacher)
+    text = card.write(Loaded.of(epath.Path("run")), "BertModel", "float32", "x", tuned=tuned)
+    assert "t.npz" in text and "/home" not in text
 
 
 def test_hostile_names_are_code_in_the_model_card(copy_of_run):

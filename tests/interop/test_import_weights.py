@@ -14,7 +14,10 @@ from hf_folder import PIECES, TENSORS, VOCAB
 from safetensors.numpy import save_file
 
 from bert_jax import base as base_lib
+from bert_jax.config import Model
+from bert_jax.errors import InputError
 from bert_jax.interop import huggingface, importing, vocabularies, weights
+from bert_jax.loaded import Loaded
 from bert_jax.text import tokenizer as tokenizer_lib
 
 WORD = "bert.embeddings.word_embeddings.weight"
@@ -134,6 +137,14 @@ def test_parts_that_are_missing_are_fresh_and_named(architecture, missing, tmp_p
     same(base.params["encoder"], whole.params["encoder"])
 
 
+def test_parts_that_a_run_has_not_learned_are_fresh_in_its_base(monkeypatch):
+    """As of an objective of its own, which has no use for some."""
+    run = Loaded(Model(), {}, tokenizer_lib.WordPiece(VOCAB, "cased"), fresh=("pooler",), step=3)
+    monkeypatch.setattr(Loaded, "of", lambda folder, what: run)
+    base = importing._of_run(epath.Path("runs/x"), "params")
+    assert (base.source, base.fresh) == ("x, step 3", ("pooler",))
+
+
 def test_a_vocabulary_in_tokenizer_json_alone_is_read(tmp_path):
     folder = hf_folder.write(tmp_path / "hf")
     (folder / "vocab.txt").unlink()
@@ -158,6 +169,22 @@ def test_a_wordpiece_that_cuts_otherwise_is_read_by_its_library(tmp_path):
     text = f"{VOCAB[-1]} more {VOCAB[-2]}."
     ids = theirs.encode(text, add_special_tokens=False).ids
     assert read.encode(text) == ids != ours.encode(text)
+
+
+def test_accents_that_stay_in_lower_case_are_left_to_the_library(tmp_path):
+    ours = tokenizer_lib.WordPiece(VOCAB, "uncased")
+    vocabularies.write(ours, 128, huggingface.INPUTS["bert"], epath.Path(tmp_path))
+    file = tmp_path / "tokenizer.json"
+    theirs = tokenizers.Tokenizer.from_file(str(file))
+    theirs.normalizer = tokenizers.normalizers.BertNormalizer(strip_accents=False)
+    theirs.save(str(file))
+    edit(tmp_path / "tokenizer_config.json", strip_accents=False)
+    assert vocabularies.read(epath.Path(tmp_path)).kind == "library"
+    edit(tmp_path / "tokenizer_config.json", strip_accents=True, do_lower_case=False)
+    theirs.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=False)
+    theirs.save(str(file))
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: strip_accents"):
+        vocabularies.read(epath.Path(tmp_path))
 
 
 def test_another_vocabulary_keeps_the_rows_of_shared_pieces(tmp_path, monkeypatch):

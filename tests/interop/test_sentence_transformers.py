@@ -58,8 +58,13 @@ def vectors(arguments: str) -> np.ndarray:
             },
             TextVectors("last", query_prefix="w7 ", text_prefix="w8 "),
         ),
-        ({"pooling": {"pooling_mode": ["mean"]},
+        ({"pooling": {"pooling_mode": ["mean"], "include_prompt": False},
+          "config_sentence_transformers": {"prompts": {"query": "", "corpus": ""}},
           "tokenizer_config": {"model_max_length": int(1e30)}}, TextVectors()),
+        (
+            {"config_sentence_transformers": {"prompts": {"corpus": "w8 "}}},
+            TextVectors(text_prefix="w8 "),
+        ),
     ],
 )  # fmt: skip
 def test_how_vectors_are_made_is_read_and_comes_back_from_an_export(
@@ -112,6 +117,19 @@ REFUSED = {
     "dense": ({"modules": (*WHOLE[:2], "Dense")}, "Dense"),
     "no pooling": ({"modules": WHOLE[:1]}, "modules.json"),
     "a prompt": ({"config_sentence_transformers": {"default_prompt_name": "query"}}, "query"),
+    "prompts that are left out": (
+        {"pooling": {"include_prompt": False},
+         "config_sentence_transformers": {"prompts": {"query": "w7 "}}},
+        "include_prompt",
+    ),
+    "a list of prompts": (
+        {"config_sentence_transformers": {"prompts": ["w7 "]}},
+        "config_sentence_transformers.json",
+    ),
+    "a prompt that is no text": (
+        {"config_sentence_transformers": {"prompts": {"query": 7}}},
+        "config_sentence_transformers.json",
+    ),
     "lower case": (
         {"sentence_bert_config": {"do_lower_case": True},
          "tokenizer_config": {"do_lower_case": False}},

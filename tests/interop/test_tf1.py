@@ -71,11 +71,6 @@ def test_every_number_of_every_variable_has_its_place(folder):
         np.testing.assert_array_equal(values[tensor.name], wanted.T if turned else wanted, name)
 
 
-def test_the_variables_are_those_of_the_reference():
-    table = {tensor.name: tensor.shape for tensor in tf1.NAMING.tensors(Model(**SIZES))}
-    assert table == VARIABLES
-
-
 def test_parts_that_are_not_there_are_fresh(folder, monkeypatch):
     without(monkeypatch, "cls/seq_relationship/", "cls/predictions/")
     assert imported().fresh == ("masked_lm", "next_sentence")

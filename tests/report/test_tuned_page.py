@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from test_page import HOSTILE, Tags, assert_inert
@@ -46,6 +47,16 @@ def test_a_fine_tuning_that_has_only_begun_has_a_page(tmp_path):
     run.train, run.scored, run.mistakes, run.timings = [], [], None, run.timings[:1]
     text = Tags(page.render([Record.read(run.write(tmp_path / "run"))])).text
     assert "No line is written yet" in text and "kept at the end of the run" in text
+
+
+def test_a_run_of_similar_texts_promises_no_mistakes_and_a_corpus_has_no_share(tmp_path):
+    run = Run("regress")
+    task = replace(run.experiment.task, kind="similar")
+    run.experiment, run.mistakes = replace(run.experiment, task=task), None
+    del run.task["unknown"]["train"]
+    text = Tags(page.render([Record.read(run.write(tmp_path / "run"))])).text
+    assert "Validation score: spearman" in text and "0.2 %" in text
+    assert "kept at the end of the run" not in text
 
 
 def test_what_is_measured_in_training_too_is_drawn_of_both(tmp_path):

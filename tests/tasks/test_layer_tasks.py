@@ -13,6 +13,7 @@ from scipy import stats
 
 import bert_jax
 from bert_jax import cli, config
+from bert_jax.base import TextVectors
 from bert_jax.config import Parallelism
 from bert_jax.loaded import Loaded
 from bert_jax.storage.workdir import Workdir
@@ -111,6 +112,15 @@ def test_a_similarity_is_the_cosine_of_means(folder, asked):
         expected = stats.spearmanr(truth, cosines).statistic
         assert asked["regress"].scores[layer] == pytest.approx(expected, abs=1e-6)
     assert asked["regress"].guess == 0
+
+
+def test_a_similarity_is_of_means_whatever_its_base_pools(folder, asked):
+    trained = Loaded.of(epath.Path(folder / "base"))
+    trained.vectors = TextVectors("cls")
+    there = rows(folder, "regress", "test")
+    pairs = [Sentence("", (row["sentence"], row["b"]), row["value"]) for row in there]
+    found = layers._similarity("spearman", pairs, trained)
+    assert found == pytest.approx(asked["regress"].scores, abs=1e-6)
 
 
 def test_the_length_of_texts_is_asked_in_bins(asked):

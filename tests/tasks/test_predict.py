@@ -214,9 +214,11 @@ def test_an_exported_run_holds_what_transformers_writes(run, tmp_path):
     assert f"`{written['architectures'][0]}`" in card and str(tmp_path) not in card
 
 
-def test_an_adapter_over_its_base_is_the_whole_model(run, capsys):
-    for form in ("task", "adapter"):
+def test_an_adapter_over_its_base_is_the_whole_model_and_cards_have_scores_and_recipe(run, capsys):
+    for form in ("task", "adapter", "encoder"):
         assert cli.main(["export", "--workdir", "run", "--as", form, "--out", form]) == 0
+        card = pathlib.Path(form, "README.md").read_text()
+        assert all(f"\n- {name}: " in card for name in ("accuracy", "task.kind", "epochs")), form
     whole = load_file("task/model.safetensors")
     base, adapter = (
         load_file("adapter/base/model.safetensors"),
@@ -338,6 +340,13 @@ def test_what_cannot_be_predicted_is_one_line_and_nothing_is_written(run, capsys
     (line,) = tuned.predict(capsys, *words.split(), code=2)
     assert what in line
     assert not list(pathlib.Path().glob("a.*"))
+
+
+@pytest.mark.parametrize("flag", ["--pooling cls", "--layers 0", "--max-length 9", "--normalize"])
+def test_a_task_is_not_served_as_vectors(flag, run, capsys, monkeypatch):
+    monkeypatch.setattr("bert_jax.serve.service.serve", lambda *_: None)
+    assert cli.main(["serve", "--workdir", "run", "--port", "0", *flag.split()]) == 2
+    assert flag.split()[0] in capsys.readouterr().err
 
 
 def test_json_lines_may_have_any_order_and_half_a_character(run, capsys):

@@ -4,18 +4,23 @@ import dataclasses
 import json
 import shutil
 
+import kinds
 import numpy as np
 import pytest
+import samples
 from etils import epath
 from small_run import final_state, pretrain, write_text
 
 from bert_jax import base as base_lib
 from bert_jax import cli
 from bert_jax.base import TextVectors
+from bert_jax.config import Parallelism
 from bert_jax.errors import InputError
 from bert_jax.running import evaluators
 from bert_jax.running.lines import Lines
 from bert_jax.tasks import probes
+from bert_jax.tasks.adapted import Reader
+from bert_jax.tasks.similar import Similar
 
 TASK = """
 from bert_jax.config import Finetuning, Task
@@ -92,6 +97,15 @@ def probed(folder, *names):
 
 def lines(workdir):
     return [line for line in Lines(workdir / "metrics.jsonl").read() if line["kind"] == "probes"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_examples_of_two_texts_are_whole_on_any_devices(size):
+    reader = Reader(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(3), size)
+    kind = Similar(kinds.task("regress"), (), kinds.TOKENIZER)
+    batches = reader.batches(kind.rows([kinds.sentence("wa", "wb")] * 5))
+    assert {len(batch["input_ids"]) for _, batch in batches} == {-(-size // 6) * 6}
+    assert [i for which, _ in batches for i in which] == list(range(10))
 
 
 def test_ridge_takes_the_penalty_that_does_best_on_rows_left_out():

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import kinds
@@ -13,15 +14,21 @@ import numpy as np
 import pytest
 import samples
 import small_run
+import tokenizers
 import tuned
 from compare import assert_close
 
 from bert_jax import cli
-from bert_jax.config import Adapt, Parallelism, Task, Vectors
+from bert_jax.config import Adapt, Finetuning, Parallelism, Task, Vectors
+from bert_jax.data import stream
+from bert_jax.data.batches import Ids
+from bert_jax.errors import InputError
+from bert_jax.tasks import similar
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.predict import TaskModel
 from bert_jax.tasks.rows import TrainBatches
 from bert_jax.tasks.similar import Similar, SimilarObjective
+from bert_jax.text import library
 from bert_jax.training import feed, optimizer, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.vectors import packing
@@ -137,6 +144,34 @@ def test_cut_states_change_nothing(state):
     assert_close(gradient(other), gradient(whole), ROUNDING)
 
 
+def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
+    """As others cut a prompt and a text, and also before the ids of a corpus."""
+    content = (pathlib.Path(__file__).parents[1] / "golden/tokenizers/roberta.json").read_bytes()
+    named = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
+    ours = library.Library(content, named, "roberta")
+    theirs = tokenizers.Tokenizer.from_buffer(content)
+    task = Task(kind="similar", train=("corpus:x:twice",), validation=("jsonl:x",),
+                second_column="b", query_prefix="query: ", text_prefix="passage: ")  # fmt: skip
+    kind = Similar(task, (), ours)
+    rows = kind.rows([Sentence("", ("how are", "we"), None)] * 2)
+    whole = ("query: how are", "passage: we") * 2
+    assert [row.tolist() for row in rows.ids] == [theirs.encode(text).ids for text in whole]
+    keys = [*rows.numbers["keys"], *kind.rows([Sentence("", ("we", "how"), None)]).numbers["keys"]]
+    assert keys[:2] == keys[2:4] and keys[1] == keys[4] and len(set(keys)) == 3
+    ids = Ids(ours.pad_id, ours.cls_id, ours.sep_id, ours.mask_id, ours.size, ours.continues)
+    prepared = SimpleNamespace(tokenizer=ours, folder="x", ids=ids, sha256="")
+    documents = stream.from_documents([[ours.encode_within("how are")]])
+    monkeypatch.setattr(similar.Prepared, "open", lambda folder: prepared)
+    monkeypatch.setattr(similar.corpus, "open_stream", lambda folder, split: documents)
+    experiment = Finetuning(name="x", task=task, batch_size=2)
+    batch = similar.read(experiment, kinds.MODEL, ours, []).batches.batch(0, np.arange(2))
+    found = [
+        row[mask > 0].tolist()
+        for row, mask in zip(batch["input_ids"], batch["input_mask"], strict=True)
+    ]
+    assert found == [theirs.encode(f"{name}: how are").ids for name in ("query", "passage")]
+
+
 TASKFILE = """
 from bert_jax.config import Adapt, Finetuning, Optimizer, Parallelism, Run, Task, Vectors
 
@@ -182,9 +217,14 @@ def write_task(vectors="", train="jsonl:train", test="jsonl:test"):
     pathlib.Path("task.py").write_text(text)
 
 
-def test_pairs_are_learned_kept_and_asked(here, capsys):
-    write_task('loss="cosine"')
-    assert tuned.finetune() == 0
+@pytest.mark.parametrize(
+    ("vectors", "negative"),
+    [("", "c"), pytest.param('loss="cosine"', "", marks=pytest.mark.long)],
+)
+def test_pairs_are_learned_kept_and_asked(vectors, negative, here, capsys):
+    """Also those that were learned with a third text, which nobody has who asks."""
+    write_task(vectors)
+    assert tuned.finetune("--set", f"task.negative_column={negative}") == 0
     lines = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
     assert lines[-1]["loss"] == pytest.approx(1 - lines[-1]["spearman"])
     train = [line["loss"] for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "train"]
@@ -192,12 +232,30 @@ def test_pairs_are_learned_kept_and_asked(here, capsys):
     answers = tuned.predict(capsys, "wa wb", "wb wa", "wa wb", "xa xb")
     assert [set(answer) & {"cosine"} for answer in answers] == [{"cosine"}] * 2
     assert answers[0]["cosine"] > answers[1]["cosine"]
+    asked = [("wa wb", "wb wa"), ("wa", ""), ("wa wb", "xa xb")]
+    rows = [json.dumps(dict(zip(("sentence", "b"), pair, strict=True))) + "\n" for pair in asked]
+    pathlib.Path("asked.jsonl").write_text("".join(rows))
+    words = ["predict", "--workdir", "run", "--input", "asked.jsonl", "--out", "found.jsonl"]
+    assert cli.main(words) == 0
+    found = [row["predicted"] for row in tuned.lines("found.jsonl")]
+    expected = answers[0]["cosine"], answers[1]["cosine"]
+    assert found == [pytest.approx(expected[0]), None, pytest.approx(expected[1])]
+    (scored,) = tuned.predict(capsys, "--score")
+    assert scored["loss"] == pytest.approx(1 - scored["spearman"])
+    assert TaskModel("run").experiment.task.negative_column == negative
+
+
+def test_of_single_texts_there_is_no_cosine():
+    task = Task(kind="similar", train=("jsonl:x",), validation=("beir:x:test",))
+    kind, examples = Similar(task, (), kinds.TOKENIZER), [Sentence("", ("wa",), None)] * 2
+    with pytest.raises(InputError, match="evaluate --task"):
+        kind.answers([np.ones(4)] * 2, kind.rows(examples), examples)
 
 
 @pytest.mark.long
 def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
     """And what a run learned leaves it as an encoder whose vectors are the same."""
-    settings = ("task.query_prefix=wa wb", "task.text_prefix=xa", "vectors.pooling=last")
+    settings = ("task.query_prefix=wa wb ", "task.text_prefix=xa ", "vectors.pooling=last")
     write_task()
     assert tuned.finetune(*(word for one in settings for word in ("--set", one))) == 0
     assert cli.main(["export", "--workdir", "run", "--as", "task", "--out", "out"]) == 2
@@ -227,7 +285,7 @@ def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
     words = ["finetune", "task.py", "--from", "again", "--workdir", "further"]
     assert cli.main([*words, "--set", "epochs=0.25"]) == 0
     kept = TaskModel("further").encoder().vectors
-    assert (kept.pooling, kept.query_prefix, kept.text_prefix) == ("last", "wa wb", "xa")
+    assert (kept.pooling, kept.query_prefix, kept.text_prefix) == ("last", "wa wb ", "xa ")
     assert np.abs(vectors["run", "text"] - vectors["run", "query"]).max() > 1e-3
     np.testing.assert_array_equal(vectors["base", "text"], vectors["base", "query"])
     np.testing.assert_allclose(np.linalg.norm(vectors["run", "text"], axis=1), 1, atol=1e-5)
@@ -308,6 +366,8 @@ def test_a_teacher_s_vectors_are_learned(here, capsys):
     [
         ('loss="distil"', "jsonl:train", [], "vectors.teacher"),
         ('loss="distil", teacher="short.npz"', "jsonl:train", [], "short.npz"),
+        ('loss="distil", teacher="cut.npz"', "jsonl:train", [], "cut.npz"),
+        ('loss="distil", teacher="nowhere.npz"', "jsonl:train", [], "nowhere.npz"),
         ('loss="distil", teacher="wide.npz"', "jsonl:train", [], "vectors.projection"),
         ('loss="cosine", score_range=(0.5, 1)', "jsonl:train", [], "train:1"),
         ("dimensions=(8, 32)", "jsonl:train", [], "vectors.dimensions"),
@@ -324,6 +384,8 @@ def test_a_teacher_s_vectors_are_learned(here, capsys):
 def test_what_cannot_be_learned_is_named(here, capsys, vectors, train, settings, named):
     np.savez("short.npz", vectors=np.ones((3, 16), np.float32))
     np.savez("wide.npz", vectors=np.ones((32, 24), np.float32))
+    whole = pathlib.Path("wide.npz").read_bytes()
+    pathlib.Path("cut.npz").write_bytes(whole[: len(whole) // 2])
     pathlib.Path("blank").write_text(
         '{"sentence": "wa", "b": "wb", "value": 1}\n{"sentence": "wa", "b": " ", "value": 1}\n'
     )

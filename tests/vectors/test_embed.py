@@ -10,14 +10,17 @@ import hf_folder
 import numpy as np
 import pytest
 import samples
+import tokenizers
 from broken import Case, call, refuses, tree, write
 from etils import epath
 from pyarrow import parquet
 
+from bert_jax.base import TextVectors
 from bert_jax.conformance import golden
 from bert_jax.errors import InputError
 from bert_jax.interop import importing
 from bert_jax.loaded import Loaded
+from bert_jax.text import library
 from bert_jax.vectors import embed, files
 
 LAYERS, HEADS, WIDTH = 3, 4, 64
@@ -145,6 +148,18 @@ def test_vectors_equal_numpy(pooling, layers, combine, trained, texts, states):
         assert pieces == [text.split()[:126] for text in texts]
 
 
+def test_what_stands_before_a_text_is_cut_with_it(trained):
+    """As others cut a prompt and a text: the blank between them is not left alone."""
+    content = (pathlib.Path(__file__).parents[1] / "golden/tokenizers/gemma.json").read_bytes()
+    named = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
+    tokenizer, known = library.Library(content, named, "gemma"), TextVectors(text_prefix="query: ")
+    led = dataclasses.replace(trained, tokenizer=tokenizer, vectors=known)
+    _, pieces, _ = embedded(led, ["how are", "we"], pooling="tokens")
+    theirs = tokenizers.Tokenizer.from_buffer(content)
+    whole = ("query: how are", "query: we")
+    assert pieces == [theirs.encode(it, add_special_tokens=False).tokens for it in whole]
+
+
 @pytest.mark.parametrize("pooling", ["mean", "tokens"])
 def test_vectors_of_length_one(pooling, trained, texts):
     plain, *_ = embedded(trained, texts, pooling=pooling)
@@ -251,7 +266,7 @@ def test_smaller_vectors_are_those_of_the_whole_ones(quantize, trained, texts, t
     shown, read = [], {}
     for how in ("none", quantize):
         embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
-        for suffix in files.suffixes():
+        for suffix in files._WRITERS:
             path = epath.Path(tmp_path / f"{how}{suffix}")
             embed.write(embedder, texts, path, shown.append, quantize=how)
         read[how] = np.load(tmp_path / f"{how}.npz")["vectors"]
@@ -267,7 +282,7 @@ def test_smaller_vectors_are_those_of_the_whole_ones(quantize, trained, texts, t
     assert [json.loads(line)["vector"] for line in lines] == small.tolist()
     rows = parquet.read_table(tmp_path / f"{quantize}.parquet").to_pylist()
     assert [row["vector"] for row in rows] == small.tolist()
-    assert sum(f"--quantize {quantize}: " in line for line in shown) == len(files.suffixes())
+    assert sum(f"--quantize {quantize}: " in line for line in shown) == len(files._WRITERS)
 
 
 @pytest.mark.parametrize("most", [3, 5, 9, 64])

@@ -44,7 +44,10 @@ def test_scores_equal_those_of_sorted_lists_with_ties(count):
 
 @pytest.fixture
 def folder(tmp_path):
-    texts = [{"_id": "a", "title": "Ants", "text": "walk"}, {"_id": "b", "title": "", "text": "B"}]
+    texts = [
+        {"_id": "a", "title": "Ants", "text": "walk"},
+        {"_id": "b", "title": None, "text": "B\ud800"},
+    ]
     queries = [{"_id": "1", "text": "who walks"}, {"_id": "2", "text": "not judged"}]
     for name, records in (("corpus", texts), ("queries", queries)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -56,7 +59,7 @@ def folder(tmp_path):
 def test_beir_s_files_as_they_come(folder):
     query, a, b = retrieval.read(str(folder), "test")
     assert (query.text, query.relevant) == ("who walks", {"a": 2})
-    assert (a.text, b.text, a.relevant) == ("Ants walk", "B", None)
+    assert (a.text, b.text, a.relevant) == ("Ants walk", "B\ufffd", None)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,9 @@ def test_beir_s_files_as_they_come(folder):
         ("corpus.jsonl", '{"_id": "a", "text": " "}\n', "corpus.jsonl:1"),
         ("corpus.jsonl", '{"_id": "a", "text": "x"}\n' * 2, "corpus.jsonl"),
         ("corpus.jsonl", "{", "corpus.jsonl"),
+        ("corpus.jsonl", '{"_id": "a", "text": 5}\n', "corpus.jsonl:1"),
+        ("corpus.jsonl", '{"_id": "a", "title": ["x"], "text": "x"}\n', "corpus.jsonl:1"),
+        ("queries.jsonl", '{"_id": "1", "text": null}\n', "queries.jsonl:1"),
     ],
 )
 def test_what_is_wrong_is_named(folder, file, text, named):

@@ -9,12 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax import cli
+from bert_jax.base import TextVectors
 from bert_jax.errors import InputError
 from bert_jax.vectors import search
 from bert_jax.vectors.embed import Embedded, Features
 
 MODEL = types.SimpleNamespace(
-    model="m", tokenizer=types.SimpleNamespace(sha256="t"), params={"a": np.ones(3, np.float32)}
+    model="m",
+    tokenizer=types.SimpleNamespace(sha256="t"),
+    params={"a": np.ones(3, np.float32)},
+    vectors=None,
 )
 
 
@@ -115,9 +119,14 @@ def test_vectors_of_another_encoder_or_way_are_not_mixed(tmp_path):
         setattr(otherwise, name, value)
         with pytest.raises(InputError, match=r"made\.json"):
             index_of(tmp_path, otherwise)
-    other = types.SimpleNamespace(**vars(MODEL) | {"params": {"a": np.zeros(3, np.float32)}})
-    with pytest.raises(InputError, match=r"made\.json"):
-        index_of(tmp_path, Letters(), other)
+    zeros, led = {"a": np.zeros(3, np.float32)}, TextVectors(text_prefix="passage: ")
+    for change in ({"params": zeros}, {"vectors": led}):
+        other = types.SimpleNamespace(**vars(MODEL) | change)
+        with pytest.raises(InputError, match=r"made\.json"):
+            index_of(tmp_path, Letters(), other)
+    # What stands before questions alone changes no text's vector.
+    other.vectors = TextVectors(query_prefix="query: ")
+    index_of(tmp_path, Letters(), other)
     (tmp_path / "vectors" / "made.json").unlink()
     with pytest.raises(InputError, match=r"made\.json"):
         index_of(tmp_path, Letters(), other)
