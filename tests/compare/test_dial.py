@@ -152,16 +152,17 @@ def test_a_request_to_stop_while_steps_are_timed_stops_the_run(here, monkeypatch
 
 def test_more_operations_want_a_larger_encoder(here):
     text = dial.look("text")
-    assert dial._fresh("w", text, 9e12).model.hidden_size == 64
-    larger = dial._fresh("w", text, 1e13)
+    small, larger = dial._fresh("w", text, 9e12), dial._fresh("w", text, 1e13)
+    assert small.model.hidden_size == 64
     assert larger.model.num_hidden_layers == 2 and larger.model.num_attention_heads == 2
     assert larger.optimizer.peak_learning_rate == 4e-3
-    assert "2.6 nat" in dial.expected(larger, 6_300_000)
-    assert "2.2 nat" in dial.expected(larger, 2_700_000)
-    assert "2.9" in dial.expected(larger, 15_000_000)
+    assert "2.6 nat" in dial.expected(small, 6_300_000)
+    assert "2.2 nat" in dial.expected(small, 2_700_000)
+    assert "2.9" in dial.expected(small, 15_000_000)
+    assert "3.3 nat" in dial.expected(larger, 22_000_000)
     # Of fewer tokens than were ever measured.
-    assert dial.expected(larger, 900_000) == dial.expected(larger, 9_000)
-    assert "about" not in dial.expected(larger, 9_000)
+    assert dial.expected(small, 900_000) == dial.expected(small, 9_000)
+    assert "about" not in dial.expected(small, 9_000)
 
 
 def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypatch):
