@@ -243,7 +243,7 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
 
     def work(us):
         saved = mock.Mock(steps=[8, 4])
-        saved.forget_after.side_effect = lambda step: done.append(f"removed after {step}")
+        saved.forget_after.side_effect = lambda step, _: done.append(f"removed after {step}")
         job = mock.Mock(**{"experiment.run.checkpoint_every": 4})
         context = mock.Mock(job=job, peers=us, saves=saved)
         start.before(Erred([], True, False), 5, context)
