@@ -105,10 +105,8 @@ class Table(Section, role="identity", label="table"):
 
 # Of data, what is asked of held-out rows, the most telling first; and which there are.
 _ASKED = ("objective", "attention", "code")
-_ROWS = (
-    *("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows", "eval_seed"),
-    "short_seq_prob",
-)
+_ROWS = ("eval_sequence_length", "eval_max_predictions_per_seq", "eval_rows", "eval_seed")
+_ROWS += ("short_seq_prob",)
 
 
 def of_held_out(experiment: Experiment) -> dict[str, object]:

@@ -57,7 +57,7 @@ def read(folder: epath.Path, model: Model, tokenizer: Tokenizer) -> TextVectors 
     with reading(folder / "sentence_bert_config.json", _REMEDY):
         most = int(most) if 3 <= most < model.max_position_embeddings else 0
     prompts = written.get("prompts") or {}
-    with reading(asked, _REMEDY):
+    with reading(asked, _REMEDY):  # join takes nothing except texts
         prefixes = {
             name: "".join([prompts[it] for it in words if prompts.get(it)][:1])
             for name, words in _PROMPTS.items()

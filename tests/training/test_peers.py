@@ -233,7 +233,7 @@ def test_what_a_shared_disk_shows_late_is_waited_for(no_pauses):
 
 def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
     """Process 0 goes back first, and process 1 is still reading."""
-    done = []
+    done, mirror = [], mock.Mock()
 
     def read(context, at_most):
         time.sleep(0.5 * context.peers.number)
@@ -243,13 +243,13 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
 
     def work(us):
         saved = mock.Mock(steps=[8, 4])
-        saved.forget_after.side_effect = lambda step, _: done.append(f"removed after {step}")
+        saved.forget_after.side_effect = lambda *given: done.append(given)
         job = mock.Mock(**{"experiment.run.checkpoint_every": 4})
-        context = mock.Mock(job=job, peers=us, saves=saved)
+        context = mock.Mock(job=job, peers=us, saves=saved, mirror=mirror)
         start.before(Erred([], True, False), 5, context)
 
     together(work, 2)
-    assert done == ["read by 0", "read by 1", "removed after 5"]
+    assert done == ["read by 0", "read by 1", (5, mirror.flush)]
 
 
 def test_one_that_does_not_come_is_named():
