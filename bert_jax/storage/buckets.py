@@ -12,10 +12,11 @@ import datetime
 import errno
 import functools
 import hashlib
+import io
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import IO, Any, Literal, NamedTuple, TypeVar
 
 import fsspec
 from etils import epath
@@ -30,8 +31,8 @@ Right = Literal["list", "read", "write", "replace"]
 _PERMISSIONS = {"list": "list", "read": "get", "write": "create", "replace": "delete"}
 
 _PROBE = ".bert_jax.tmp"  # written and removed to see whether objects may be
-# Bytes read from a disk at a time.
-_BLOCK = 2**20
+# Bytes read from a disk at a time, and of an opened object.
+_BLOCK, _RANGE = 2**20, 2**22
 # Seconds for an answer to a request, for a connection, and between two of its bytes.
 _REQUEST, _CONNECT, _BYTE = 600.0, 30.0, 120.0
 
@@ -91,6 +92,40 @@ def read(
         return epath.Path(path).read_bytes()
     name = os.fspath(path)
     return _tried("read", path, lambda: _files().cat_file(name, start=first, end=end), seconds)
+
+
+def opened(path: epath.PathLike) -> IO[bytes]:
+    """Returns the bytes of an object of any size, a range of which is read at a time.
+
+    Raises:
+      FileNotFoundError: nothing is there.
+    """
+    return io.BufferedReader(_Ranges(path, state(path)[0]), _RANGE)
+
+
+class _Ranges(io.RawIOBase):
+    """The bytes of an object as of a file."""
+
+    def __init__(self, path: epath.PathLike, size: int):
+        self._path, self._size, self._place = path, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = begin + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._place + len(buffer), self._size)
+        data = read(self._path, self._place, end) if self._place < end else b""
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
 
 
 def sha256(path: epath.PathLike) -> str:

@@ -1,7 +1,8 @@
 """Bytes of files, compressed or not, and lines of text from files or other sources of bytes.
 
-Files may lie at an address with `://`, which fsspec opens. Compressed ones are read by Arrow: the
-readers of fsspec take a .zst cut short for a whole one, and end after the first of several frames.
+Files may lie in a bucket, or at another address with `://`, which fsspec opens. Compressed ones are
+read by Arrow: the readers of fsspec take a .zst cut short for a whole one, and end after the first
+of several frames.
 """
 
 import codecs
@@ -16,6 +17,7 @@ import fsspec
 import pyarrow
 
 from bert_jax.errors import InputError
+from bert_jax.storage import buckets
 
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 # Bytes above 127 that all make UTF-8 characters do so by chance once in thousands, if this many.
@@ -81,6 +83,8 @@ def packed(path: str) -> IO[bytes]:
     """Returns the bytes of a file as they are; raises as `open_bytes`."""
     if "://" not in path:
         return open(path, "rb")
+    if path.startswith("gs://"):
+        return buckets.opened(path)
     system, name = system_of(path)
     return system.open(name, "rb")
 

@@ -3,7 +3,10 @@
 import glob
 import hashlib
 import os
+import re
 from typing import Any
+
+from fsspec.utils import glob_translate
 
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError
@@ -55,6 +58,8 @@ def files(source: str) -> list[str]:
 
 def _files_there(source: str, word: str, place: str) -> list[str]:
     """Returns the files at an address, which may be one's, a folder's or a pattern."""
+    if place.startswith("gs://"):
+        return _files_in_bucket(source, word, place)
     system, name = text_lines.system_of(place)
     try:
         if system.isdir(name):
@@ -66,6 +71,20 @@ def _files_there(source: str, word: str, place: str) -> list[str]:
     if not names:
         raise InputError(f"corpus.sources: {source}: no such files there")
     return sorted(system.unstrip_protocol(path) for path in names)
+
+
+def _files_in_bucket(source: str, word: str, place: str) -> list[str]:
+    """Returns the objects of a name, below a folder, or that fit a pattern."""
+    folder, fits = f"{place.rstrip('/')}/", f".*({'|'.join(map(re.escape, SUFFIXES[word]))})"
+    if glob.has_magic(place):
+        begin = re.split(r"[*?[]", place)[0]
+        folder, fits = begin[: begin.rfind("/") + 1], glob_translate(place)
+    if buckets.is_bucket(folder) and buckets.split(place)[1] and buckets.about(place):
+        return [place]
+    paths = (folder + name for name in buckets.listing(folder) if not name.endswith("/"))
+    if not (names := sorted(filter(re.compile(fits).fullmatch, paths))):
+        raise InputError(f"corpus.sources: {source}: no such files there")
+    return names
 
 
 def fingerprint(corpus: Corpus) -> list[dict[str, Any]]:
