@@ -81,6 +81,8 @@ class Head:
     labels: tuple[str, ...]  # of the outputs; () where they have no names
     kernel: np.ndarray  # float32 [D, outputs]
     bias: np.ndarray  # float32 [outputs]
+    # What it reads of a whole text: the vector of [CLS], or the mean of all pieces.
+    pooling: Literal["cls", "mean"] = "cls"
 
 
 @dataclasses.dataclass
@@ -128,7 +130,8 @@ def write(base: Base, folder: epath.Path) -> None:
         if base.head is not None:
             tensors = {"kernel": base.head.kernel, "bias": base.head.bias}
             write_tensors(made / _HEAD, tensors, {"format": "bert_jax"})
-            record["head"] = {"kinds": base.head.kinds, "labels": base.head.labels}
+            names = ("kinds", "labels", "pooling")
+            record["head"] = {name: getattr(base.head, name) for name in names}
             record["head_sha256"] = _sha256(made / _HEAD)
         write_atomic(made / _JSON, json.dumps(sealed(record), indent=2) + "\n")
         mark_complete(made)
@@ -163,7 +166,8 @@ def read(folder: epath.Path) -> Base:
         source, vectors, head = record["source"], vectors_of(record), None
         if now["head_sha256"]:
             names = tuple(map(tuple, (record["head"]["kinds"], record["head"]["labels"])))
-            head = Head(*names, **read_tensors(folder / _HEAD))
+            pooling = record["head"].get("pooling", "cls")  # once there was no other
+            head = Head(*names, **read_tensors(folder / _HEAD), pooling=pooling)
     sha256 = _together(now["weights_sha256"], now["moments_sha256"])
     return Base(model, params, tokenizer, source, fresh, moments, sha256, vectors, head)
 

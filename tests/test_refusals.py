@@ -131,6 +131,7 @@ optimizer.schedule=wsd
 optimizer.clip=per_replica
 adapt.how=lora optimizer.layer_decay=0.9
 adapt.features=last
+{_PAIRS} adapt.pooling=mean -> adapt.pooling
 adapt.lora_targets=query,pooler
 run.probes=classify.py
 run.replay_every=9

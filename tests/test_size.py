@@ -12,19 +12,19 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_162,
+    ".": 1_166,
     "cli": 1_571,
     "compare": 1_192,
-    "config": 2_253,
+    "config": 2_258,
     "conformance": 1_150,
     "data": 3_623,
     "doctor": 775,
-    "interop": 2_236,
+    "interop": 2_242,
     "model": 3_086,
     "plan": 2_129,
     "report": 1_531,
     "storage": 1_488,
-    "tasks": 4_129,
+    "tasks": 4_141,
     "text": 2_950,
     "training": 2_355,
     "running": 4_688,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_160,
+    "tests": 33_190,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

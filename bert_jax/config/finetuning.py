@@ -255,6 +255,9 @@ class Adapt(Section, role="identity", label="adapt"):
     # read: one, several, or all mixed by learned weights; empty: no BiLSTM layers, the head reads
     # the last layer.
     features: Features = ""
+    # What a head over whole texts reads: the vector of [CLS] (of an encoder from left to right, of
+    # the last [SEP]), or the mean of all pieces; empty: as the base's own head does, else cls.
+    pooling: Literal["", "cls", "mean"] = ""
     # With how=lora: rank of the low-rank additions.
     lora_rank: Annotated[PositiveCount, _OF_LORA] = 8
     # With how=lora: the additions are scaled by lora_alpha / lora_rank.
@@ -364,6 +367,8 @@ class Finetuning(Section, role="identity", label="finetuning"):
             yield "class_weights", f"task.kind={kind} has no labels to weigh; leave it out"
         if self.adapt.features and kind != "tag":
             yield "adapt.features", f"not for task.kind={kind}, only for tag; leave it out"
+        if self.adapt.pooling and kind not in ("classify", "pair", "regress", "choice"):
+            yield "adapt.pooling", f"not for task.kind={kind}, which no one vector is read for"
         yield from self._wrong_vectors()
         if kind == "generate" and how != "full":
             yield "adapt.how", "task.kind=generate learns everything; set it to full"

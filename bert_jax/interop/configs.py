@@ -200,17 +200,18 @@ def head_of(
     (kinds,) = (TASKS[ending] for ending in TASKS if architecture.endswith(ending))
     if "regress" in kinds:
         kinds = ("regress",) if len(bias) == 1 else ("classify", "pair")
-    several_at_once = fields.get("problem_type") == "multi_label_classification"
-    reads_cls = kinds[0] not in ("tag", "span")
-    over_mean = reads_cls and fields.get("classifier_pooling", "cls") != "cls"  # ModernBERT's
-    if several_at_once or over_mean or len(bias) != _OUTPUTS.get(kinds[0], len(bias)):
+    asks = architecture.startswith("ModernBert") and kinds[0] not in ("tag", "span")
+    pooling = fields.get("classifier_pooling", "cls") if asks else "cls"
+    is_other = fields.get("problem_type") == "multi_label_classification"
+    is_other |= pooling not in ("cls", "mean")
+    if is_other or len(bias) != _OUTPUTS.get(kinds[0], len(bias)):
         return None
     if kinds[0] not in ("classify", "tag"):
-        return Head(kinds, (), weight.T, bias)
+        return Head(kinds, (), weight.T, bias, pooling)
     named = fields.get("id2label")
     named = named if isinstance(named, dict) else {}
     labels = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(len(bias)))
-    return Head(kinds, labels, weight.T, bias)
+    return Head(kinds, labels, weight.T, bias, pooling)
 
 
 def _architectures(fields: dict[str, Any]) -> list[Any]:

@@ -93,6 +93,9 @@ def architecture_of(model: TaskModel) -> str:
         f"adapts a base of model.code={model.model.code}": model.model.code,
         "adapts a base of model.direction=left_to_right, of which the last [SEP] is read and not "
         "[CLS]": model.model.direction == "left_to_right",
+        "reads the mean of all pieces (adapt.pooling=mean), as ModernBERT alone can": (
+            model.pooling == "mean" and model.model.kind != "modern"
+        ),
     }
     for why, holds in reasons.items():
         if holds:
@@ -117,6 +120,8 @@ def _write_model(
     fields |= configs.task_fields(
         task.kind, model.labels, task.label_column, adapt.head_dropout_prob
     )
+    if model.pooling == "mean":
+        fields["classifier_pooling"] = "mean"
     if names.family(model.model) == "distilbert":
         fields |= dict.fromkeys(("seq_classif_dropout", "qa_dropout"), adapt.head_dropout_prob)
     vocabularies.write_json(folder / "config.json", fields)

@@ -80,6 +80,8 @@ class LoadedBase(base_lib.Base):
         for path, leaf in sorted(base_lib.flat(params).items()):
             digest.update(path.encode())
             digest.update(np.ascontiguousarray(leaf).data)
+        if trained.head is not None and trained.head.pooling != "cls":
+            digest.update(trained.head.pooling.encode())
         frozen = adapt.how == "frozen"  # what does not learn is read as it is
         model = dataclasses.replace(
             trained.model,
@@ -94,9 +96,12 @@ class LoadedBase(base_lib.Base):
         self, experiment: Finetuning, kind: TaskKind, class_weights: Sequence[float] = ()
     ) -> TaskObjective:
         """Returns the loss of the experiment's task over this base."""
+        adapt = experiment.adapt
+        if self.head is not None and experiment.task.kind in self.head.kinds:
+            adapt = dataclasses.replace(adapt, pooling=adapt.pooling or self.head.pooling)
         args = (
             *(self.model, kind.learns, kind.reads, kind.outputs, kind.rows_per_example),
-            *(experiment.adapt, self.fresh, tuple(class_weights)),
+            *(adapt, self.fresh, tuple(class_weights)),
         )
         if kind.reads == "vectors":
             known = self.vectors or base_lib.TextVectors()
@@ -113,6 +118,8 @@ class LoadedBase(base_lib.Base):
         if self.head is None or experiment.task.kind not in self.head.kinds:
             return None
         if experiment.adapt.features or sorted(self.head.labels or labels) != sorted(labels):
+            return None
+        if experiment.adapt.pooling not in ("", self.head.pooling):
             return None
         order = [self.head.labels.index(label) for label in labels if self.head.labels]
         order = order or list(range(len(self.head.bias)))

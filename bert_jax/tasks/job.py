@@ -240,7 +240,9 @@ class FinetuningJob(Job):
         if self._base.head_for(experiment, self.labels) is not None:
             yield "finetune: begins with the head that the base was fine-tuned with"
         elif head is not None and task.kind in head.kinds and not experiment.adapt.features:
-            yield f"finetune: begins with a fresh head: the base's knows {listed(head.labels)}"
+            same = experiment.adapt.pooling in ("", head.pooling)
+            its = f"knows {listed(head.labels)}" if same else f"is of pooling {head.pooling}"
+            yield f"finetune: begins with a fresh head: the base's {its}"
         if task.blank_cells == "skip":
             yield f"finetune: left out for blank cells: {examples_lib.in_words(self._blank)}"
         if isinstance(self._rows, TargetRows) and isinstance(self._eval_rows, TargetRows):

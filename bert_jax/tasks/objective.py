@@ -17,7 +17,7 @@ from flax import nnx
 
 from bert_jax.config import Adapt, Features, Model, Parallelism
 from bert_jax.errors import InputError
-from bert_jax.model import heads, layers, transformer
+from bert_jax.model import heads, layers, similarity, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, filled, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_of, of_text
@@ -163,7 +163,7 @@ class TaskObjective:
     def logits(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
-        """Returns scores of the head: float32 [B, O] of what [CLS] comes to, or [B, S, O].
+        """Returns scores of the head: float32 [B, O] of what a text comes to, or [B, S, O].
 
         Parameters of the base that do not learn are `fixed`, None if all do; of a batch are read
         `input_ids`, `segment_ids` and `input_mask`, int32 [B, S].
@@ -176,7 +176,9 @@ class TaskObjective:
             below = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
             mask = batch["input_mask"]
             hidden = tagger.run(tuned.tagger, features, hidden, mask, below, rate)
-        if self.reads == "pooled":
+        if self.reads == "pooled" and self.adapt.pooling == "mean":
+            hidden = similarity.pooled(hidden, batch["input_mask"], "mean").astype(hidden.dtype)
+        elif self.reads == "pooled":
             hidden = of_text(cfg, hidden, batch["input_mask"])
         part = below_head(cfg, self.reads, features)
         if part == "pooler":

@@ -83,6 +83,7 @@ class TaskModel:
         if task.kind == "similar":
             self._kind.outputs = metadata["notes"]["teacher_width"]
         objective = loaded.objective(self.experiment, self._kind, weights)
+        self.pooling = objective.adapt.pooling  # of what the head reads
         abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
         restored = saved.read(which, {"params": abstract["params"]})
         # Those that learned, on the devices.

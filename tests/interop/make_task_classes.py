@@ -35,6 +35,10 @@ MODELS = {
         {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "seq_classif_dropout": 0.0},
     ),
     "modern": ("ModernBert", {"layer_types": ["full_attention"]}),
+    "modern over means": (
+        "ModernBert",
+        {"layer_types": ["full_attention"], "classifier_pooling": "mean"},
+    ),
 }
 # A class for each kind of task, and what of its configuration is of the task.
 CLASSES = {

@@ -45,6 +45,7 @@ MODELS = {
     "distilbert": dataclasses.replace(BERT, type_vocab_size=0),
     "modern": dataclasses.replace(BERT, kind="modern", global_every=1),
 }
+MODELS["modern over means"] = MODELS["modern"]
 SAYS = json.loads((made.FOLDER / "says.json").read_text())
 POOLER = ("dense.weight", "dense.bias")
 every_model = pytest.mark.parametrize("of", MODELS)
@@ -61,7 +62,7 @@ def theirs(of: str, kind: str) -> dict[str, np.ndarray]:
 @functools.cache
 def ours(of: str, kind: str) -> dict:
     """The same as our tree, which has below the head what that reads."""
-    architecture = finetuned.ARCHITECTURES[of][kind]
+    architecture = finetuned.ARCHITECTURES[of.split()[0]][kind]
     _, head = names.HEADS[architecture]
     held = theirs(of, kind)
     below = weights.without_head(held, MODELS[of], architecture)
@@ -82,7 +83,8 @@ def logits(of: str, kind: str, params: dict) -> np.ndarray:
     batch = {name: value.astype(np.int32) for name, value in batch.items()}
     reads = "tokens" if kind in ("tag", "span") else "pooled"
     outputs = params["head"]["bias"].size
-    task = objective.TaskObjective(MODELS[of], "labels", reads, outputs, 1, Adapt())
+    adapt = Adapt(pooling="mean" if "means" in of else "cls")
+    task = objective.TaskObjective(MODELS[of], "labels", reads, outputs, 1, adapt)
     run = jax.jit(lambda params, batch: task.logits(params, None, batch, None, Loop()))
     return np.asarray(run(params, batch))
 
@@ -100,7 +102,7 @@ def test_logits_are_those_of_the_class(of, kind):
 @every_model
 @every_kind
 def test_tensors_are_those_of_the_class_bit_for_bit(of, kind):
-    architecture = finetuned.ARCHITECTURES[of][kind]
+    architecture = finetuned.ARCHITECTURES[of.split()[0]][kind]
     assert [architecture] == SAYS[f"{of} {kind}"]["config"]["architectures"]
     found, expected = weights.to_theirs(ours(of, kind), MODELS[of], architecture), theirs(of, kind)
     assert found.keys() == expected.keys()
@@ -129,7 +131,7 @@ def test_a_pooler_next_to_robertas_own_is_left_out():
     ],
 )
 def test_an_adapter_keeps_the_modules_that_peft_asks_for(of, kind, learned, saved):
-    architecture = finetuned.ARCHITECTURES[of][kind]
+    architecture = finetuned.ARCHITECTURES[of.split()[0]][kind]
     assert finetuned.saved_modules(architecture, of, learned | {"head", "lora"}) == saved
 
 
@@ -139,8 +141,11 @@ def test_an_adapter_keeps_the_modules_that_peft_asks_for(of, kind, learned, save
 def test_an_encoder_for_which_they_have_no_class_is_refused(field, value):
     task = Task(kind="classify", train=("jsonl:a",), validation=("jsonl:b",))
     model = dataclasses.replace(BERT, **{field: value})
-    run = SimpleNamespace(experiment=Finetuning(name="x", task=task), model=model)
+    run = SimpleNamespace(experiment=Finetuning(name="x", task=task), model=model, pooling="")
     with pytest.raises(InputError, match=f"model.{field}={value}"):
+        finetuned.architecture_of(run)
+    run.model, run.pooling = BERT, "mean"
+    with pytest.raises(InputError, match=r"adapt\.pooling=mean"):
         finetuned.architecture_of(run)
 
 
@@ -150,7 +155,7 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
     """The encoder, what is below the head, and the head for a task of its kind: bit for bit."""
     folder, said = epath.Path(tmp_path), []
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghi"]
-    vocabularies.write(WordPiece(pieces, "uncased"), 64, huggingface.INPUTS[of], folder)
+    vocabularies.write(WordPiece(pieces, "uncased"), 64, huggingface.INPUTS[of.split()[0]], folder)
     config = SAYS[f"{of} {kind}"]["config"]
     if of == "roberta":  # of the same arithmetic, under another name
         architectures = [f"XLM{name}" for name in config["architectures"]]
@@ -175,6 +180,7 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
     named = config.get("id2label", {str(i): f"LABEL_{i}" for i in range(head.bias.size)})
     assert head.labels == tuple(named[str(i)] for i in range(head.bias.size))
     assert kind in head.kinds
+    assert (head.pooling == "mean") == (of == "modern over means" and kind == "classify")
     other, _ = importing.with_tokenizer(base, base.tokenizer)
     assert other.head is base.head
 
@@ -195,10 +201,6 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
         ("TokenClassification", 2, {"id2label": ["x"]}, ("tag",), ("LABEL_0", "LABEL_1")),
         ("SequenceClassification", 3, {"problem_type": "multi_label_classification"}, None, None),
         ("QuestionAnswering", 3, {}, None, None),
-        # ModernBERT's, over the mean of all pieces; heads over each piece do not ask.
-        ("SequenceClassification", 1, {"classifier_pooling": "mean"}, None, None),
-        ("MultipleChoice", 1, {"classifier_pooling": "mean"}, None, None),
-        ("QuestionAnswering", 2, {"classifier_pooling": "mean"}, ("span",), ()),
     ],
 )
 def test_a_head_is_of_a_kind_of_task(ending, outputs, said, kinds, labels, tmp_path):
@@ -226,7 +228,7 @@ def test_fields_of_the_head_are_as_the_class_writes_them(of, kind):
         assert found.get(name) == written.get(name), name
 
 
-@every_model
+@pytest.mark.parametrize("of", names.FAMILIES)
 def test_thin_matrices_of_several_kernels_in_one_tensor_add_the_same(of):
     """Each of theirs is the scale times B A on top, with a rank of its own."""
     cfg, rng = MODELS[of], np.random.default_rng(0)

@@ -1,6 +1,7 @@
 """A fine-tuned run does its task: of typed texts, of sources, over its own base alone."""
 
 import csv
+import dataclasses
 import io
 import json
 import pathlib
@@ -235,6 +236,28 @@ def test_an_adapter_over_its_base_is_the_whole_model_and_cards_have_scores_and_r
     assert base.keys() == whole.keys()
     for name, value in whole.items():
         np.testing.assert_allclose(base[name], value, atol=1e-6, err_msg=name)
+
+
+def test_a_head_over_the_mean_of_all_pieces_goes_out_and_comes_back(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tuned.write_base("base", model=dataclasses.replace(tuned.MODEL, kind="modern", global_every=1))
+    tuned.write_task(tmp_path, "classify", "frozen")
+    texts = ("wa xb wc", "xd")
+    assert tuned.finetune("--set", "adapt.pooling=mean") == 0
+    expected = [answer["probabilities"] for answer in tuned.predict(capsys, *texts)]
+    assert cli.main(["export", "--workdir", "run", "--as", "task", "--out", "hf"]) == 0
+    assert json.loads(pathlib.Path("hf/config.json").read_text())["classifier_pooling"] == "mean"
+    assert cli.main(["import", "hf", "--workdir", "again"]) == 0
+    still = ("--from", "again", "--workdir", "run", "--set", "optimizer.peak_learning_rate=1e-9")
+    for pooling, says in (("cls", "a fresh head: the base's is of pooling mean"), ("", "the head")):
+        shutil.rmtree("run")
+        assert tuned.finetune(*still, "--set", f"adapt.pooling={pooling}") == 0
+        assert f"begins with {says}" in capsys.readouterr().out
+    for answer, wanted in zip(tuned.predict(capsys, *texts), expected, strict=True):
+        assert answer["probabilities"] == pytest.approx(wanted, abs=1e-5)
+    # Again as it was read: a task that says nothing.
+    assert cli.main(["export", "--workdir", "run", "--as", "task", "--out", "more"]) == 0
+    assert json.loads(pathlib.Path("more/config.json").read_text())["classifier_pooling"] == "mean"
 
 
 @pytest.mark.long

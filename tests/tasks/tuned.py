@@ -51,10 +51,10 @@ def experiment():
 """
 
 
-def write_base(folder, seed=0):
+def write_base(folder, seed=0, model=MODEL):
     """A base of random weights."""
-    params = jax.device_get(heads.init_params(MODEL, jax.random.key(seed)))
-    base = base_lib.Base(MODEL, params, WordPiece(PIECES, "uncased"), "a test")
+    params = jax.device_get(heads.init_params(model, jax.random.key(seed)))
+    base = base_lib.Base(model, params, WordPiece(PIECES, "uncased"), "a test")
     base_lib.write(base, epath.Path(folder))
 
 
