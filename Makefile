@@ -21,7 +21,7 @@ TORCH := .venv-torch
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test test-long test-nightly fuzz lint settings bench scale-run scale-text bench-torch bench-embed bench-serve parity plans \
+.PHONY: all pretrain test test-long test-nightly fuzz lint settings bench scale-run scale-text rehearse-pod bench-torch bench-embed bench-serve parity plans \
   image-lint clean another-interpreter
 
 all: $(STAMP)

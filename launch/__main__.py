@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is not None and args.launcher != "local":
         parser.error(f"{args.launcher}: takes no COMMAND after --")
     try:
+        if args.code:
+            from bert_jax.config import code
+
+            code.name_file(args.code)
         if args.launcher != "local":
             return _rent(args)
         if problem := _local_problem(args, command):
@@ -60,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _local_problem(args: argparse.Namespace, command: Sequence[str] | None) -> str:
     if (args.experiment is None) == (command is None) or command == []:
         return "name an EXPERIMENT, or a COMMAND after --"
-    given = (args.workdir, args.set, args.extend, args.retries, args.dry_run)
+    given = (args.workdir, args.set, args.code, args.extend, args.retries, args.dry_run)
     if command is not None and any(given):
-        return "--workdir, --set, --extend, --retries and --dry-run go with an EXPERIMENT"
+        return "--workdir, --set, --code, --extend, --retries and --dry-run go with an EXPERIMENT"
     return ""
 
 
@@ -196,6 +200,8 @@ def _add_run(parser: argparse.ArgumentParser, retries: int) -> None:
     """Adds the flags that all launchers have."""
     add = parser.add_argument
     add("--set", action="append", default=[], metavar="a.b=c", help="change a field; repeatable")
+    about = "the .py file of an own objective or encoder that a resolved .json names"
+    add("--code", metavar="FILE", help=about)
     add("--extend", action="store_true", help="go on beyond the end of a run")
     about = f"most restarts after a preemption or the loss of a host [{retries}]"
     add("--retries", type=_within(int, 0, 10**6), default=retries, metavar="N", help=about)

@@ -15,7 +15,7 @@ LINES = {
     ".": 1_166,
     "cli": 1_571,
     "compare": 1_192,
-    "config": 2_258,
+    "config": 2_264,
     "conformance": 1_150,
     "data": 3_623,
     "doctor": 775,
@@ -31,11 +31,11 @@ LINES = {
     "serve": 529,
     "vectors": 1_258,
     "verify": 987,
-    "launch": 1_339,
+    "launch": 1_345,
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_190,
+    "tests": 33_205,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

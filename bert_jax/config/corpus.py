@@ -72,8 +72,8 @@ class Corpus(Section, role="identity", label="corpus"):
     # or ../ in an experiment's .py file lies where that file does.
     sources: tuple[str, ...]
     # Weights of the sources, one each: the shares of rows that they have in training, whatever
-    # their sizes, 3,1 for three of four. Held-out rows are of all documents alike. None: every
-    # document is taken once an epoch.
+    # their sizes, 3,1 for three of four. Held-out rows are of all documents alike. Empty:
+    # every document is taken once an epoch.
     mixture: tuple[float, ...] = ()
     # How a file falls into documents and paragraphs; per_file decides by its longest line.
     layout: Literal["sentences_by_line", "wrapped", "paragraphs_by_line", "per_file"] = "per_file"

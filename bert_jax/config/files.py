@@ -66,6 +66,11 @@ def finetuning_of(
     Sources are given as files. The last part of `workdir` names it, or the first file to learn from
     does.
     """
+    if task.get("kind") == "minimal_pairs":
+        raise InputError(
+            "--kind minimal_pairs: nothing is learned from them; score with `bert-jax evaluate "
+            "--task FILE`"
+        )
     for name in ("kind", "train", "validation"):
         if name not in task:
             raise InputError(f"--{name}: name a TASKFILE, or all of --kind, --train, --validation")

@@ -94,9 +94,9 @@ class Task(Section, role="identity", label="task"):
     # one, or a vector of a text, near to those of similar ones.
     kind: Kind
     # Sources of examples to learn from: tsv:FILE, csv:FILE, jsonl:FILE, conll:FILE, squad:FILE or
-    # tfds:NAME:SPLIT; of minimal pairs none.
+    # tfds:NAME:SPLIT, and of similar ones corpus:WORKDIR:HOW; of minimal pairs none.
     train: Annotated[tuple[str, ...], _all_but("minimal_pairs")] = ()
-    # Sources of examples to score on.
+    # Sources of examples to score on; of similar ones also beir:FOLDER:SPLIT.
     validation: tuple[str, ...]
     # Whether an example with a blank text or label is an error, or left out.
     blank_cells: Annotated[Literal["stop", "skip"], _all_but("span")] = "stop"

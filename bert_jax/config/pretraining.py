@@ -181,7 +181,8 @@ class Run(Section, role="placement", label="run"):
     keep_best: Count = 1
     # Checkpoints of steps divisible by this are kept, too; 0: none.
     keep_every: Count = 0
-    # A checkpoint that does not fit on the disk ends the run, or is left out and tried again.
+    # A checkpoint that does not fit on the disk ends the run, or is left out and tried again; of
+    # several processes it ends the run.
     when_disk_is_full: Literal["stop", "go_on"] = "stop"
     # The process prints its stacks and ends when no step was done for so many seconds; 0: never. An
     # evaluation counts as a step; what compiles may take twice as long.

@@ -20,6 +20,7 @@ _STDERR = 2
 # is killed; and between two looks at the clock.
 _SHOW, _STUCK, _LOOK = 1.0, 30.0, 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
+_STOPPING = b"stopping after a step or a few; Ctrl-C again leaves at once, unsaved\n"
 
 
 class StopRequest:
@@ -64,13 +65,11 @@ class StopRequest:
                 if os.isatty(1):
                     os.write(1, _SHOW_CURSOR)  # the progress bar hides it
                 os._exit(INTERRUPTED)
-        leaves = b"Ctrl-C again leaves at once, unsaved\n"
+        if not self.requested:
+            os.write(_STDERR, _STOPPING)
         if self._is_shared:
-            os.write(_STDERR, b"stopping after a step or a few; " + leaves)
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        if not self.requested:
-            os.write(_STDERR, b"stopping after this step; " + leaves)
         self.requested = True
         retry.hurry()
 

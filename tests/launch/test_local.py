@@ -1,5 +1,6 @@
 """An experiment on a local pod: the same specification as elsewhere, and the same retries."""
 
+import pathlib
 import shlex
 import subprocess
 
@@ -7,6 +8,7 @@ import pytest
 from small_run import final_state, write_text
 
 from bert_jax import config, errors
+from bert_jax.config import code
 from bert_jax.verify import pod
 from launch import __main__
 
@@ -45,6 +47,17 @@ def test_a_dry_run_is_a_script_that_holds_it_all(small, cache, tmp_path, capfd):
     subprocess.run(["bash"], input="\n".join(files).encode(), check=True)
     shipped = config.load(start[12])
     assert shipped == config.override(config.load(str(small)), ["phases.1.steps=9"])
+
+
+def test_own_code_of_a_resolved_experiment_is_named(cache, tmp_path, monkeypatch, capfd):
+    file = pathlib.Path("experiments/electra.py")
+    (tmp_path / "it.json").write_text(config.to_json(config.load(str(file))))
+    monkeypatch.setattr(code, "_loaded", {})
+    monkeypatch.setenv(code._NAMED, "")
+    words = ["local", str(tmp_path / "it.json"), "--dry-run"]
+    assert __main__.main(words) == errors.BAD_INPUT and "--code FILE" in capfd.readouterr().err
+    assert __main__.main([*words, "--code", str(file)]) == errors.FINISHED
+    assert file.read_text() in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

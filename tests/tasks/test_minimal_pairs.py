@@ -231,8 +231,9 @@ def test_what_cannot_be_asked_is_named(tmp_path, capsys, monkeypatch, good, argu
     assert cli.main(["evaluate", *arguments.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
-    assert cli.main(["finetune", "small_pairs.py", "--from", "base"]) == 2
-    assert "nothing is learned from them" in capsys.readouterr().err
+    for task in (["small_pairs.py"], ["--kind", "minimal_pairs", "--validation", "some"]):
+        assert cli.main(["finetune", *task, "--from", "base"]) == 2
+        assert "nothing is learned from them" in capsys.readouterr().err
 
 
 def test_a_record_without_its_paradigm_is_named(tmp_path):
