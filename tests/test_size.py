@@ -15,7 +15,7 @@ LINES = {
     ".": 1_166,
     "cli": 1_571,
     "compare": 1_192,
-    "config": 2_264,
+    "config": 2_265,
     "conformance": 1_150,
     "data": 3_623,
     "doctor": 775,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_205,
+    "tests": 33_220,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

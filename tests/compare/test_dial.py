@@ -203,3 +203,18 @@ def test_what_cannot_be_chosen_is_named(here, monkeypatch, capsys, args, named):
     assert pretrain(*args, "--workdir", "w") == errors.BAD_INPUT
     assert named in capsys.readouterr().err
     assert not pathlib.Path("w/experiment.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("novels/", "text:novels"),
+        ("./a:b.jsonl.gz", "jsonl:./a:b.jsonl.gz"),
+        ("gs://bucket/novels/", "text:gs://bucket/novels"),
+        ("hf://datasets/a/b/*.parquet", "parquet:hf://datasets/a/b/*.parquet"),
+        ("jsonl:gs://bucket/novels", "jsonl:gs://bucket/novels"),
+        ("tfds:novels", "tfds:novels"),
+    ],
+)
+def test_a_text_is_a_source_by_its_name(path, source):
+    assert config.source_of_text(path) == source
