@@ -77,6 +77,7 @@ class Bucket:
     def reset(self) -> None:
         """Empties it, and takes its faults away."""
         self.objects: dict[str, Object] = {}
+        self.encoding = ""  # Content-Encoding of all
         self.sessions: dict[str, tuple[str, dict[str, str], bytearray]] = {}
         self.exists = True
         self.role = "objectUser"  # which docs/pods.md names
@@ -359,6 +360,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             "metageneration": "1",
             "updated": "2026-01-01T00:00:00Z",
             "timeCreated": "2026-01-01T00:00:00Z",
+            "contentEncoding": self.bucket.encoding,
         }
 
     def _json(self, value: object) -> None:

@@ -15,12 +15,14 @@ each host that reads it keeps a copy (see storage.copies).
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
 from etils import epath
 
 from bert_jax.config import Corpus, Experiment, named
@@ -50,6 +52,8 @@ _LONG_WORK = 3
 
 # Up to this many bytes a file is read in full at every opening: a few hundredths of a second.
 _SMALL = 1 << 25
+# Seconds for which a bucket may be out of reach where its text is compared, and not read.
+_SECONDS = 10.0
 
 Say = Callable[[str], None]
 
@@ -208,9 +212,36 @@ def require_rows(folder: epath.Path, experiment: Experiment) -> None:
         pairs.sample(validation, length, data.short_seq_prob, key, 1, data.units)
     else:
         sentences.plan(validation, length, key, 1)
+    train, manifest = open_stream(folder, "train"), open_manifest(folder)
+    parts = of_sources(manifest, train) if experiment.corpus.mixture else []
     for number, phase in enumerate(experiment.phases):
-        if experiment.data_of(number).units == "sentences":
-            sentences.plan(open_stream(folder, "train"), phase.sequence_length, key, 1)
+        units, length = experiment.data_of(number).units, phase.sequence_length
+        for name, part in zip(experiment.corpus.sources, parts, strict=False):
+            require_row(name, part, length, units)
+        if units == "sentences" and not parts:
+            sentences.plan(train, length, key, 1)
+        elif not parts:
+            require_row("the text", train, 0, units)
+
+
+def of_sources(manifest: dict[str, Any], train: stream.Stream) -> list[stream.Stream]:
+    """Returns the parts of the training split that the sources of a mixture are."""
+    ends = np.cumsum([0, *manifest["documents_of_sources"]]).tolist()
+    return [train.part(*bounds) for bounds in itertools.pairwise(ends)]
+
+
+def require_row(name: str, part: stream.Stream, sequence_length: int, units: plans.Units) -> None:
+    """Raises InputError if a source of a mixture, or all text, does not give such a row."""
+    if part.tokens < sequence_length:
+        raise InputError(
+            f"corpus.mixture: {name} has {part.tokens} tokens to train on, which do not fill a row "
+            f"of {sequence_length}; give it more text, or leave it out"
+        )
+    if units == "swapped_pairs" and not (np.diff(part.document_offsets) > 1).any():
+        raise InputError(
+            f"data.objective=mlm_sop: no document of {name} has two sentences; give longer ones, "
+            "leave it out, or take mlm"
+        )
 
 
 def _require(
@@ -280,8 +311,8 @@ def _require_same(
     if elsewhere:
         return
     try:
-        sources = text_sources.fingerprint(corpus)
-    except InputError as error:
+        sources = text_sources.fingerprint(corpus, _SECONDS)
+    except (InputError, Unavailable) as error:
         say(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
     old_files = {row["file"]: row for row in manifest["sources"]}
@@ -303,8 +334,8 @@ def _holds(manifest: dict[str, Any], corpus: Corpus) -> bool:
     if words != [source.partition(":")[0] for source in manifest["settings"]["sources"]]:
         return False
     try:
-        new = text_sources.fingerprint(corpus)
-    except InputError:
+        new = text_sources.fingerprint(corpus, _SECONDS)
+    except (InputError, Unavailable):
         return False
     return len(old) == len(new) and all(map(_is_same_file, old, new))
 

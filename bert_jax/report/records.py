@@ -104,6 +104,12 @@ class Record:
         return self.experiment.total_steps
 
     @property
+    def began(self) -> int:
+        """The step of the other run's checkpoint that a fork began with; else 0."""
+        checkpoint = self.origin.get("fork", {}).get("checkpoint", "0")
+        return int(checkpoint.rpartition("/")[2])
+
+    @property
     def done(self) -> int:
         """Steps done, as far as they are written down."""
         newest = self.timings[-1:] or self.train[-1:]
@@ -203,7 +209,7 @@ def _mixture(
         phase.steps * phase.batch_size * phase.sequence_length * plan["filled"]
         for phase, plan in zip(experiment.phases, planned, strict=True)
     )
-    parts = prepared.sources(stream) if weights else []
+    parts = corpus.of_sources(prepared.manifest, stream) if weights else []
     return [
         {
             "name": printable(name),

@@ -2,13 +2,11 @@
 
 import contextlib
 import dataclasses
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from etils import epath
 
 from bert_jax import base as base_lib
@@ -130,21 +128,9 @@ class Prepared:
         weights = experiment.corpus.mixture
         if not weights:
             return of(stream)
-        sources = self.sources(stream)
-        for name, part in zip(experiment.corpus.sources, sources, strict=True):
-            if part.tokens < spec.sequence_length:
-                raise InputError(
-                    f"corpus.mixture: {name} has {part.tokens} tokens to train on, which do not "
-                    f"fill a row of {spec.sequence_length}; give it more text, or leave it out"
-                )
-        order = mixture.Order(weights, names)
-        each = [of(part, "source", number) for number, part in enumerate(sources)]
-        return mixture.MixedBatches(each, order)
-
-    def sources(self, stream: Stream) -> list[Stream]:
-        """Returns the parts of the training split that the sources of a mixture are."""
-        ends = np.cumsum([0, *self.manifest["documents_of_sources"]]).tolist()
-        return [stream.part(*bounds) for bounds in itertools.pairwise(ends)]
+        parts = corpus.of_sources(self.manifest, stream)
+        each = [of(part, "source", number) for number, part in enumerate(parts)]
+        return mixture.MixedBatches(each, mixture.Order(weights, names))
 
     def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluators.HeldOut:
         """Returns the evaluation rows of an experiment."""
@@ -295,6 +281,7 @@ class PretrainingJob(Job):
         self.objective = objective_lib.of(experiment.model, experiment.data)
         self.measured = objective_lib.measured(experiment)
         self._peers, self._prepared = peers, Prepared.open(self.workdir.corpus)
+        corpus.require_rows(self._prepared.folder, experiment)
         self.data_sha256 = self._prepared.sha256
         peers.require_same(
             "corpus",

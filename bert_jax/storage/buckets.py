@@ -53,6 +53,7 @@ class Listed(NamedTuple):
     size: int  # in bytes
     crc32c: str  # of its content, base64 as the bucket says it
     updated: str  # when it was written, RFC 3339
+    encoding: str = ""  # Content-Encoding: gzip, which clients unpack unasked
 
 
 def is_bucket(place: epath.PathLike) -> bool:
@@ -100,7 +101,13 @@ def opened(path: epath.PathLike) -> IO[bytes]:
     Raises:
       FileNotFoundError: nothing is there.
     """
-    return io.BufferedReader(_Ranges(path, state(path)[0]), _RANGE)
+    listed = _there(path)
+    if listed.encoding:
+        raise InputError(
+            f"{path}: is stored with Content-Encoding: {listed.encoding}, and its length is not "
+            "that of its text; upload it without (gcloud storage cp), or as a .gz file"
+        )
+    return io.BufferedReader(_Ranges(path, listed.size), _RANGE)
 
 
 class _Ranges(io.RawIOBase):
@@ -136,14 +143,12 @@ def sha256(path: epath.PathLike) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def state(path: epath.PathLike) -> tuple[int, int]:
+def state(path: epath.PathLike, seconds: float | None = None) -> tuple[int, int]:
     """Returns the bytes of a file of this machine or an object, and its date in nanoseconds."""
     if not is_bucket(path):
         stat = os.stat(path)
         return stat.st_size, stat.st_mtime_ns
-    listed = about(path)
-    if listed is None:
-        raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path))
+    listed = _there(path, seconds)
     date = datetime.datetime.fromisoformat(listed.updated)
     return listed.size, round(date.timestamp() * 1e9)
 
@@ -165,13 +170,19 @@ def exists(path: epath.Path) -> bool:
     return about(path) is not None
 
 
-def about(path: epath.PathLike) -> Listed | None:
+def about(path: epath.PathLike, seconds: float | None = None) -> Listed | None:
     """Returns what is known of an object; None if nothing is there."""
     ask = functools.partial(_files().call, "GET", "b/{}/o/{}", *split(path), json_out=True)
     try:
-        return _of_item(_tried("read", path, ask))
+        return _of_item(_tried("read", path, ask, seconds))
     except FileNotFoundError:
         return None
+
+
+def _there(path: epath.PathLike, seconds: float | None = None) -> Listed:
+    if (listed := about(path, seconds)) is None:
+        raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path))
+    return listed
 
 
 def names(folder: epath.Path) -> set[str]:
@@ -183,9 +194,11 @@ def names(folder: epath.Path) -> set[str]:
     return (objects.keys() | folders) - {_PROBE}
 
 
-def listing(folder: epath.PathLike, delimiter: Literal["", "/"] = "") -> dict[str, Listed]:
+def listing(
+    folder: epath.PathLike, delimiter: Literal["", "/"] = "", seconds: float | None = None
+) -> dict[str, Listed]:
     """Returns all objects below a folder of a bucket, by their paths in it; `/`: those in it."""
-    return _listed(folder, delimiter)[0]
+    return _listed(folder, delimiter, seconds)[0]
 
 
 def remove(paths: Iterable[epath.PathLike]) -> None:
@@ -234,12 +247,14 @@ def is_same(file: epath.PathLike, listed: Listed) -> bool:
     return base64.b64encode(checksum.digest()).decode() == listed.crc32c
 
 
-def _listed(folder: epath.PathLike, delimiter: str) -> tuple[dict[str, Listed], set[str]]:
+def _listed(
+    folder: epath.PathLike, delimiter: str, seconds: float | None = None
+) -> tuple[dict[str, Listed], set[str]]:
     """Returns objects and folders below a folder, by their paths in it."""
     bucket, key = split(folder)
     ask = functools.partial(_files().list_objects, os.fspath(folder), delimiter=delimiter)
     try:
-        items, folders = _tried("list", folder, ask)
+        items, folders = _tried("list", folder, ask, seconds)
     except FileNotFoundError as error:
         raise InputError(f"{folder}: there is no bucket {bucket}") from error
     prefix = f"{key}/" if key else ""
@@ -249,7 +264,8 @@ def _listed(folder: epath.PathLike, delimiter: str) -> tuple[dict[str, Listed], 
 
 
 def _of_item(item: dict[str, Any]) -> Listed:
-    return Listed(int(item["size"]), item.get("crc32c", ""), item["updated"])
+    encoding = item.get("contentEncoding", "")
+    return Listed(int(item["size"]), item.get("crc32c", ""), item["updated"], encoding)
 
 
 def split(place: epath.PathLike) -> tuple[str, str]:

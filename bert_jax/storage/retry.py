@@ -35,7 +35,7 @@ _ERRNO = frozenset(getattr(errno, name) for name in _ERRNO_NAMES if hasattr(errn
 _STATUS = frozenset({408, 429, *range(500, 600)}) - {501}
 # A token that expired is answered so until it is renewed; so is an account without rights.
 _DENIED = frozenset({401, 403})
-CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "urllib3")
+CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "urllib3", "httpx", "httpcore", "botocore")
 _TRANSPORT = re.compile(
     r"Connect|Transport|Timeout|Payload|Disconnected|Proxy|Retry|Refresh|OSError|DNS|Checksum"
     r"|Chunked|SSL"

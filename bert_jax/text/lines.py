@@ -16,8 +16,8 @@ from typing import IO
 import fsspec
 import pyarrow
 
-from bert_jax.errors import InputError
-from bert_jax.storage import buckets
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.storage import buckets, retry
 
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 # Bytes above 127 that all make UTF-8 characters do so by chance once in thousands, if this many.
@@ -56,10 +56,28 @@ def of_file(path: str) -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
+def answering(where: str) -> Iterator[None]:
+    """Raises InputError or Unavailable, which begin with `where`, for what an address is asked."""
+    try:
+        yield
+    except (InputError, Unavailable):
+        raise
+    except Exception as error:  # every client has its own
+        missing = "is missing" * isinstance(error, FileNotFoundError)
+        why = getattr(error, "strerror", None) or missing or str(error) or type(error).__name__
+        if "://" in where and retry.is_transient(error):
+            raise Unavailable(f"{where}: out of reach ({why}); run again to go on") from error
+        if not ("://" in where or isinstance(error, OSError)):
+            raise
+        raise InputError(f"{where}: {why}") from error
+
+
+@contextlib.contextmanager
 def named_damage(path: str) -> Iterator[None]:
     """Raises InputError, which names the file, where it is damaged or cannot be read."""
     try:
-        yield
+        with answering(path) if "://" in path else contextlib.nullcontext():
+            yield
     except OSError as error:
         raise InputError(
             f"{path}: damaged, or cannot be read ({error.strerror or error})"

@@ -182,6 +182,7 @@ def _leaf(batch: pyarrow.RecordBatch) -> pyarrow.Array:
 def _opened(path: str, column: str) -> Iterator[tuple[pyarrow.parquet.ParquetFile, int]]:
     """Gives a Parquet file, and the place of its column of texts; closed at the end."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(text_lines.named_damage(path))
         try:
             data = stack.enter_context(text_lines.packed(path))
             file = pyarrow.parquet.ParquetFile(data)

@@ -1,12 +1,10 @@
 """Text as people have it: one file of many documents, WikiText, tables, wrong bytes, addresses."""
 
-import collections
 import csv
 import gzip
 import io
 import itertools
 import json
-import re
 
 import fsspec
 import numpy as np
@@ -14,13 +12,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from etils import epath
-from fake_gcs import Fault
 
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, parts
 from bert_jax.doctor import text as doctor_text
 from bert_jax.errors import InputError
-from bert_jax.storage import buckets
 from bert_jax.text import documents, records, sentences
 from bert_jax.text import sources as text_sources
 from bert_jax.text.vocabulary import SPECIALS
@@ -266,40 +262,6 @@ def test_files_at_an_address_are_read_as_those_here(tmp_path, word):
     assert text_sources.fingerprint(settings) != [row]
     memory.pipe(f"/forms-{word}.md", local.read_bytes())  # a name that is asked for may end so
     assert text_sources.sha256(f"memory://forms-{word}.md") == text_sources.sha256(str(local))
-
-
-@pytest.mark.parametrize("word", ["text", "parquet"])
-def test_files_in_a_bucket_that_fails_are_read_as_those_here(objects, tmp_path, word, monkeypatch):
-    monkeypatch.setattr(buckets, "_RANGE", 100)
-    local = tmp_path / "a.txt.gz" if word == "text" else write_table(tmp_path, word)
-    if word == "text":
-        local.write_bytes(gzip.compress(b"".join(b"Text %d.\n\n" % i for i in range(200))))
-    objects.put(f"texts/{word}/sub/{local.name}", local.read_bytes(), {})
-    objects.put(f"texts/{word}/sub/", b"", {})  # as the console makes a folder
-    objects.put(f"texts/{word}/sub/note.md", b"no text", {})
-    # Each request fails more often than gcsfs itself tries.
-    asked = collections.defaultdict(itertools.count)
-    objects.fault = lambda method, name, kind: Fault(503) if next(asked[kind]) % 30 < 8 else None
-    wanted = [d.text for d in read(f"{word}:{local}", text_field="body")]
-    there = f"{word}:gs://bucket/texts/{word}"
-    for place in (there, f"{there}/", f"{there}/**/a.*", f"{there}/sub/{local.name}"):
-        assert [d.text for d in read(place, text_field="body")] == wanted
-        (row,) = text_sources.fingerprint(Corpus(sources=(place,), text_field="body"))
-        assert row["bytes"] == local.stat().st_size
-        assert text_sources.sha256(row["file"]) == text_sources.sha256(str(local))
-
-
-@pytest.mark.parametrize("place", ["", "none", "none/*.txt", "texts/*.csv", "texts/sub.txt"])
-def test_text_that_is_not_in_its_bucket_is_refused(objects, place):
-    objects.put("texts/sub.txt.md", b"no text", {})
-    with pytest.raises(InputError, match=rf"text:gs://bucket/{re.escape(place)}: no such files"):
-        read(f"text:gs://bucket/{place}")
-    objects.role = "objectCreator"
-    buckets._granted.clear()
-    with pytest.raises(InputError, match=r"may not (list|read) objects of the bucket bucket"):
-        read(f"text:gs://bucket/{place}")
-    with pytest.raises(InputError, match=r"gs://: names no bucket"):
-        read("text:gs://b*/texts")
 
 
 @pytest.mark.parametrize("place", ["nowhere://a", "memory://none/*.txt"])
