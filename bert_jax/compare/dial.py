@@ -173,6 +173,7 @@ def look(path: str, settings: Sequence[str] = ()) -> Text:
 
 def language_of(sample: str) -> str:
     """Returns the code of a text's language, by its letters or its commonest words; else en."""
+    sample = unicodedata.normalize("NFC", sample)  # a mark by itself would end a word
     letters = collections.Counter(filter(str.isalpha, sample))
     scripts: collections.Counter[str] = collections.Counter()
     for letter, count in letters.items():

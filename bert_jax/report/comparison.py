@@ -43,7 +43,7 @@ def _measured(amount: Callable[[Line], float]) -> Callable[[Record], _Spent | No
 
     def of(record: Record) -> _Spent | None:
         try:
-            at, spent = times.totals(record.laps, amount)
+            at, spent = times.totals(record.laps, amount, record.began)
         except KeyError:  # written by an earlier version, or by steps that were not counted
             return None
         return (lambda steps: np.interp(steps, at, spent).tolist()) if len(at) > 1 else None
@@ -58,7 +58,8 @@ def _operations(record: Record) -> _Spent | None:
         return None
     model, phases, at = experiment.model, experiment.phases, [0, *experiment.ends]
     spent = [0, *itertools.accumulate(p.steps * flops.of_phase(model, p) for p in phases)]
-    return lambda steps: np.interp(steps, at, spent).tolist()
+    others = np.interp(record.began, at, spent)
+    return lambda steps: np.maximum(np.interp(steps, at, spent) - others, 0).tolist()
 
 
 _WHOLE = "{:,.0f}".format

@@ -62,13 +62,13 @@ def cpu_seconds(timings: list[dict[str, Any]]) -> float:
 
 
 def totals(
-    laps: Sequence[dict[str, Any]], of_step: Callable[[dict[str, Any]], float]
+    laps: Sequence[dict[str, Any]], of_step: Callable[[dict[str, Any]], float], began: int = 0
 ) -> tuple[list[int], list[float]]:
-    """Returns steps, from 0, and what all steps up to each have taken together.
+    """Returns steps, from where a run began, and what all steps up to each have taken together.
 
     `laps` are timings of steps, one for each step at which a line was written, in their order.
     """
-    at, spent = [0], [0.0]
+    at, spent = [began], [0.0]
     for lap in laps:
         # A lap after a resume has fewer steps than there are since the line before.
         spent.append(spent[-1] + of_step(lap) * (lap["step"] - at[-1]))

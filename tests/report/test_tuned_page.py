@@ -158,6 +158,14 @@ def test_what_a_run_has_spent_is_added_up(several):
     assert 0.5 * positions < tokens <= positions
     first, all_ = by_name["FLOPs"]([14, 22])
     assert 0 < first < all_ and by_name["FLOPs"]([7])[0] == pytest.approx(first / 2)
+    # What lies before a fork was paid for by the other run.
+    began, before = laps[3]["step"], by_name["FLOPs"]
+    record.origin, record.laps = {"fork": {"checkpoint": f"a/checkpoints/{began}"}}, laps[4:]
+    by_name = {axis.name: axis.of(record) for axis in comparison.AXES}
+    cpu = sum(lap["cpu_seconds"] for lap in laps[4:])
+    assert by_name["CPU seconds"]([1, began, record.done]) == pytest.approx([0, 0, cpu])
+    wanted = [0, 0, all_ - before([began])[0]]
+    assert by_name["FLOPs"]([1, began, 22]) == pytest.approx(wanted)
 
 
 def test_the_table_has_scores_first_and_then_what_they_took(tmp_path):
