@@ -17,7 +17,7 @@ LINES = {
     "compare": 1_193,
     "config": 2_265,
     "conformance": 1_150,
-    "data": 3_653,
+    "data": 3_656,
     "doctor": 775,
     "interop": 2_242,
     "model": 3_086,

@@ -15,18 +15,16 @@ each host that reads it keeps a copy (see storage.copies).
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable
 from typing import Any, Literal
 
-import numpy as np
 from etils import epath
 
 from bert_jax.config import Corpus, Experiment, named
-from bert_jax.data import build, dataset, pairs, plans, sentences, stream
+from bert_jax.data import build, dataset, mixture, pairs, plans, sentences, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import buckets, copies, mirror
 from bert_jax.storage.workdir import (
@@ -213,35 +211,15 @@ def require_rows(folder: epath.Path, experiment: Experiment) -> None:
     else:
         sentences.plan(validation, length, key, 1)
     train, manifest = open_stream(folder, "train"), open_manifest(folder)
-    parts = of_sources(manifest, train) if experiment.corpus.mixture else []
+    parts = mixture.of_sources(manifest, train) if experiment.corpus.mixture else []
     for number, phase in enumerate(experiment.phases):
         units, length = experiment.data_of(number).units, phase.sequence_length
         for name, part in zip(experiment.corpus.sources, parts, strict=False):
-            require_row(name, part, length, units)
+            mixture.require_row(name, part, length, units)
         if units == "sentences" and not parts:
             sentences.plan(train, length, key, 1)
         elif not parts:
-            require_row("the text", train, 0, units)
-
-
-def of_sources(manifest: dict[str, Any], train: stream.Stream) -> list[stream.Stream]:
-    """Returns the parts of the training split that the sources of a mixture are."""
-    ends = np.cumsum([0, *manifest["documents_of_sources"]]).tolist()
-    return [train.part(*bounds) for bounds in itertools.pairwise(ends)]
-
-
-def require_row(name: str, part: stream.Stream, sequence_length: int, units: plans.Units) -> None:
-    """Raises InputError if a source of a mixture, or all text, does not give such a row."""
-    if part.tokens < sequence_length:
-        raise InputError(
-            f"corpus.mixture: {name} has {part.tokens} tokens to train on, which do not fill a row "
-            f"of {sequence_length}; give it more text, or leave it out"
-        )
-    if units == "swapped_pairs" and not (np.diff(part.document_offsets) > 1).any():
-        raise InputError(
-            f"data.objective=mlm_sop: no document of {name} has two sentences; give longer ones, "
-            "leave it out, or take mlm"
-        )
+            mixture.require_row("the text", train, 0, units)
 
 
 def _require(

@@ -8,13 +8,18 @@ than one of a small weight. Nothing here has memory.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from bert_jax.config.corpus import MIXED_ROWS as BLOCK
 from bert_jax.data import draws
 from bert_jax.data.batches import Batch, TrainBatches
+from bert_jax.data.plans import Units
+from bert_jax.data.stream import Stream
+from bert_jax.errors import InputError
 
 
 class Order:
@@ -103,3 +108,23 @@ class MixedBatches:
             here = sources == number
             if here.any():
                 yield one, here
+
+
+def of_sources(manifest: dict[str, Any], train: Stream) -> list[Stream]:
+    """Returns the parts of the training split that the sources of a mixture are."""
+    ends = np.cumsum([0, *manifest["documents_of_sources"]]).tolist()
+    return [train.part(*bounds) for bounds in itertools.pairwise(ends)]
+
+
+def require_row(name: str, part: Stream, sequence_length: int, units: Units) -> None:
+    """Raises InputError if a source of a mixture, or all text, does not give such a row."""
+    if part.tokens < sequence_length:
+        raise InputError(
+            f"corpus.mixture: {name} has {part.tokens} tokens to train on, which do not fill a row "
+            f"of {sequence_length}; give it more text, or leave it out"
+        )
+    if units == "swapped_pairs" and not (np.diff(part.document_offsets) > 1).any():
+        raise InputError(
+            f"data.objective=mlm_sop: no document of {name} has two sentences; give longer ones, "
+            "leave it out, or take mlm"
+        )

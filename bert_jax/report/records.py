@@ -13,7 +13,7 @@ import numpy as np
 
 from bert_jax import config
 from bert_jax.config import Data, Experiment, Finetuning, Phase
-from bert_jax.data import batches, corpus, draws, masking, pairs, sentences
+from bert_jax.data import batches, corpus, draws, masking, mixture, pairs, sentences
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
 from bert_jax.library import LABELS, Piece, row_pieces
@@ -209,7 +209,7 @@ def _mixture(
         phase.steps * phase.batch_size * phase.sequence_length * plan["filled"]
         for phase, plan in zip(experiment.phases, planned, strict=True)
     )
-    parts = corpus.of_sources(prepared.manifest, stream) if weights else []
+    parts = mixture.of_sources(prepared.manifest, stream) if weights else []
     return [
         {
             "name": printable(name),

@@ -128,7 +128,7 @@ class Prepared:
         weights = experiment.corpus.mixture
         if not weights:
             return of(stream)
-        parts = corpus.of_sources(self.manifest, stream)
+        parts = mixture.of_sources(self.manifest, stream)
         each = [of(part, "source", number) for number, part in enumerate(parts)]
         return mixture.MixedBatches(each, mixture.Order(weights, names))
 

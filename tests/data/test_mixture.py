@@ -228,7 +228,7 @@ def test_a_run_is_given_the_mixture_and_too_small_a_source_is_named(mixed):
 def test_sources_of_equal_size_have_draws_of_their_own(mixed, monkeypatch):
     """Even of the same documents: else the rows of one would be cut and masked as the other's."""
     settings, folder, _ = mixed
-    monkeypatch.setattr(corpus, "of_sources", lambda manifest, train: [train, train])
+    monkeypatch.setattr(mixture, "of_sources", lambda manifest, train: [train, train])
     train = Prepared.open(folder).train_batches(experiment_of(settings), 0)
     rows = np.arange(64)
     sources, numbers = train.order.of(rows)
@@ -290,7 +290,7 @@ def test_a_source_that_gives_no_row_of_a_later_phase_is_refused_at_once(mixed):
     settings, folder, manifest = mixed
     experiment = dataclasses.replace(config.load("bert_base"), corpus=settings)
     train = corpus.open_stream(folder, "train")
-    fits, small = corpus.of_sources(manifest, train)[1].tokens, "text:.*b has .* tokens"
+    fits, small = mixture.of_sources(manifest, train)[1].tokens, "text:.*b has .* tokens"
     lengths = ["model.max_position_embeddings=9999", "phases.0.sequence_length=128"]
     for length, refused in ((fits, False), (fits + 1, True)):
         phases = config.override(experiment, [*lengths, f"phases.1.sequence_length={length}"])
@@ -298,4 +298,4 @@ def test_a_source_that_gives_no_row_of_a_later_phase_is_refused_at_once(mixed):
             corpus.require_rows(folder, phases)
     single = stream.from_documents([[[5, 6, 7]], [[8, 9]]])
     with pytest.raises(InputError, match=r"mlm_sop: no document of text:b has two sentences"):
-        corpus.require_row("text:b", single, 2, "swapped_pairs")
+        mixture.require_row("text:b", single, 2, "swapped_pairs")
