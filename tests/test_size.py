@@ -25,7 +25,7 @@ LINES = {
     "report": 1_531,
     "storage": 1_488,
     "tasks": 4_141,
-    "text": 2_950,
+    "text": 2_952,
     "training": 2_355,
     "running": 4_688,
     "serve": 529,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_220,
+    "tests": 33_230,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -305,7 +305,9 @@ def _by_words(parts: dict[str, Any]) -> bool:
             continue
         elif one["type"] not in _OF_A_WORD:
             return False
-    if any(token["single_word"] for token in parts["added_tokens"] if not token["special"]):
+    plain = [token for token in parts["added_tokens"] if not token["special"]]
+    # Those that hold a blank behind a letter are of several words.
+    if any(one["single_word"] or re.search(r"\S\s", one["content"]) for one in plain):
         return False
     if replaced:  # blanks are letters: then no merge may join what stands on both sides of one
         vocabulary = parts["model"].get("vocab", {})
