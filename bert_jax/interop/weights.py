@@ -247,12 +247,14 @@ def _without_padding(
                 f"{file}: tensor {table!r} has the shape {list(tensors[table].shape)}, "
                 f"{naming.config} says vocab_size={rows}"
             )
-    padded = {-(-size // multiple) * multiple for multiple in _MULTIPLES}
-    if rows != size and rows not in padded:
+    if rows < size:
         raise InputError(
             f"{file}: tensor {name!r} has {rows} rows, the vocabulary next to it "
             f"has {size} pieces; put the vocabulary there that belongs to these weights"
         )
     if rows != size:
-        say(f"the vocabulary has {size} pieces: rows {size} to {rows - 1} of the table left out")
+        is_usual = rows in {-(-size // multiple) * multiple for multiple in _MULTIPLES}
+        line = f"the vocabulary has {size} pieces: rows {size} to {rows - 1} of the table left out"
+        doubt = "; no usual padding: look whether this vocabulary belongs to these weights"
+        say(line if is_usual else f"warning: {line}{doubt}")
     return dataclasses.replace(stated, vocab_size=size)

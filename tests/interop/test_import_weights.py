@@ -85,6 +85,13 @@ def test_other_spellings_give_the_same_weights(tensors, config, tmp_path):
     assert not base.params["masked_lm"]["output_bias"][PIECES:].any()
 
 
+def test_any_rows_beyond_the_vocabulary_are_left_out_and_named(tmp_path):
+    folder = hf_folder.write(tmp_path / "hf", padded(1035), {"vocab_size": 1035})
+    base, lines = imported(folder)
+    same(base.params, weights.to_ours(TENSORS, base.model, "golden")[0])
+    assert "warning" in lines[0] and "1000 pieces: rows 1000 to 1034" in lines[0]
+
+
 def test_theirs_to_ours_to_theirs_keeps_every_bit(tmp_path):
     base, _ = imported(hf_folder.write(tmp_path / "hf"))
     back = weights.to_theirs(base.params, base.model, "BertForPreTraining")
