@@ -19,13 +19,13 @@ LINES = {
     "conformance": 1_150,
     "data": 3_623,
     "doctor": 775,
-    "interop": 2_244,
+    "interop": 2_253,
     "model": 3_086,
     "plan": 2_129,
     "report": 1_531,
     "storage": 1_488,
     "tasks": 4_141,
-    "text": 2_952,
+    "text": 2_953,
     "training": 2_355,
     "running": 4_688,
     "serve": 529,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_237,
+    "tests": 33_272,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
