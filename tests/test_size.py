@@ -19,7 +19,7 @@ LINES = {
     "conformance": 1_150,
     "data": 3_623,
     "doctor": 775,
-    "interop": 2_253,
+    "interop": 2_265,
     "model": 3_086,
     "plan": 2_129,
     "report": 1_531,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_272,
+    "tests": 33_297,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -196,7 +196,8 @@ def export_weights(
         )
         if kind == "encoder":
             sentence_transformers.write(trained.vectors or TextVectors(), cfg, folder)
-        tensors = weights.to_theirs(trained.params, cfg, architecture)
+        first = trained.tokenizer.pad_id + 1
+        tensors = weights.to_theirs(trained.params, cfg, architecture, first)
         write_tensors(folder / "model.safetensors", tensors, dtype)
 
 
