@@ -93,7 +93,8 @@ class Base:
     params: dict[str, Any]  # nested dict of float32 arrays, as model.heads.init_params gives it
     tokenizer: tokenizer_lib.Tokenizer  # whose ids the rows of the word embeddings are
     source: str = ""  # in words, where they come from
-    # Parts (`pooler`, `masked_lm`, `next_sentence`) that the source did not have.
+    # Parts (`pooler`, `masked_lm`, `next_sentence`) that the source did not have; or of one that it
+    # had in part what is missing, `masked_lm/output_bias`.
     fresh: tuple[str, ...] = ()
     moments: Moments | None = None  # what a run that begins here begins with, too; None: with zeros
     # Of the weights, and of the moments if there are some; "" before it is written.

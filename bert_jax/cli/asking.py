@@ -72,10 +72,12 @@ def _fill_masks(args: argparse.Namespace) -> int:
     from bert_jax.running.evaluators import Predictor
     from bert_jax.text.unknown import Share
 
-    if trained.experiment is not None and "masked_lm" in trained.fresh:
+    if any(part.startswith("masked_lm") for part in trained.fresh):
+        run = trained.experiment
+        by = f"objective ({run.data.code})" if run is not None else "source"
         raise InputError(
-            f"{args.workdir}: its objective ({trained.experiment.data.code}) trained no masked_lm "
-            "head; `bert-jax embed` and `finetune` take its encoder"
+            f"{args.workdir}: its {by} trained no masked_lm head; `bert-jax embed` and `finetune` "
+            "take its encoder"
         )
     predictor = Predictor(trained.model, trained.tokenizer)
     share = Share(trained.tokenizer)

@@ -51,7 +51,8 @@ def write(
     made = "fine-tuned" if tuned else "written" if trained.source else "pre-trained"
     use = f", for texts as task.kind={tuned.task.kind} has them" if tuned else ""
     library = "sentence-transformers" if task == "feature-extraction" else "transformers"
-    never = [part for part in trained.fresh if part in PARTS.get(architecture, ())]
+    fresh = [part.partition("/")[0] for part in trained.fresh]
+    never = [part for part in fresh if part in PARTS.get(architecture, ())]
     lines = [
         # What model hubs read: fixed words alone.
         *("---", f"library_name: {library}", f"pipeline_tag: {task}"),

@@ -347,7 +347,8 @@ def _roberta_fields(trained: Loaded) -> dict[str, Any]:
     return {
         **_bert_fields(trained),
         "model_type": "roberta",
-        "max_position_embeddings": cfg.max_position_embeddings + cfg.position_offset,
+        # The first place's row is that behind the padding's number, wherever ours is.
+        "max_position_embeddings": cfg.max_position_embeddings + tok.pad_id + 1,
         "bos_token_id": tok.cls_id,
         "eos_token_id": tok.sep_id,
     }

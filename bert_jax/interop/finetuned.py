@@ -125,7 +125,8 @@ def _write_model(
     if names.family(model.model) == "distilbert":
         fields |= dict.fromkeys(("seq_classif_dropout", "qa_dropout"), adapt.head_dropout_prob)
     vocabularies.write_json(folder / "config.json", fields)
-    tensors = weights.to_theirs(jax.device_get(params), model.model, architecture)
+    first = model.tokenizer.pad_id + 1
+    tensors = weights.to_theirs(jax.device_get(params), model.model, architecture, first)
     write_tensors(folder / "model.safetensors", tensors, dtype)
 
 

@@ -62,17 +62,20 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     file = _weights_file(folder)
     held = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
     tensors = _without_copies(held, naming, str(file))
-    head = None
+    head, fresh = None, ()
     if (architecture := configs.task_class(folder / "config.json")) is not None:
         head = configs.head_of(folder / "config.json", architecture, tensors, stated.hidden_size)
         tensors = weights.without_head(tensors, stated, architecture)
-        _, name = names.HEADS[architecture]
+        parts, name = names.HEADS[architecture]
         kept = "stays behind" if head is None else "is kept for a task of its kind and labels"
         say(f"{architecture}: its head ({name}) {kept}")
+        if "masked_lm" in parts:  # without its output
+            fresh = ("masked_lm/output_bias",)
+            say(f"not in {file.name}, freshly initialised: {fresh[0]}")
     source = f"Hugging Face folder {folder.name}"
     base = weights.fitted(tensors, naming, stated, tokenizer, file, source, say)
     base.vectors = sentence_transformers.read(folder, stated, tokenizer)
-    base.head = head
+    base.head, base.fresh = head, (*base.fresh, *fresh)
     return base
 
 
@@ -196,7 +199,8 @@ def export_weights(
         )
         if kind == "encoder":
             sentence_transformers.write(trained.vectors or TextVectors(), cfg, folder)
-        tensors = weights.to_theirs(trained.params, cfg, architecture)
+        first = trained.tokenizer.pad_id + 1
+        tensors = weights.to_theirs(trained.params, cfg, architecture, first)
         write_tensors(folder / "model.safetensors", tensors, dtype)
 
 

@@ -21,6 +21,8 @@ _CUT_BY = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"
 # It is taken: such words are links and worse.
 _LONGEST_WORD, _THEIR_LONGEST_WORD = 200, 100
 _CUTTER, _NORMALIZER = "BertPreTokenizer", "BertNormalizer"
+# Classes that take a tokenizer.json as it is; theirs for BERT adds what it leaves out.
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def read_object(path: epath.Path) -> dict[str, Any]:
@@ -60,8 +62,9 @@ def read(folder: epath.Path) -> tokenizer_lib.Tokenizer:
     says = read_object(settings) if settings.exists() else {}
     for name, ours in _CUT_BY.items():  # of Japanese models: by another program
         require(settings, name, says.get(name, ours), [ours])
+    is_whole = says.get("tokenizer_class") in _PLAIN
     with reading(fast):
-        kind, vocab = parts.get("model", {}).get("type", "WordPiece"), _pieces(parts)
+        kind, vocab = parts.get("model", {}).get("type", "WordPiece"), _pieces(parts, is_whole)
     if kind != "WordPiece":
         return library.read(fast)
     case = _case(folder, parts, says)
@@ -77,7 +80,12 @@ def read(folder: epath.Path) -> tokenizer_lib.Tokenizer:
         vocab = listed
     if vocab is None:
         raise InputError(f"{folder}: no vocab.txt and no tokenizer.json; put the vocabulary there")
-    return tokenizer_lib.WordPiece(vocab, case)
+    ours = tokenizer_lib.WordPiece(vocab, case)
+    if parts and (is_whole or parts.get("post_processor")):
+        around = library.around(library.opened(fast.read_bytes(), parts, str(fast)), str(fast))
+        if around != (ours.cls_id, ours.between_ids, ours.sep_id, ours.second_segment):
+            return library.read(fast)
+    return ours
 
 
 def read_plain(folder: epath.Path, say: Say) -> tokenizer_lib.WordPiece:
@@ -96,13 +104,13 @@ def read_plain(folder: epath.Path, say: Say) -> tokenizer_lib.WordPiece:
     return tokenizer_lib.WordPiece(vocab, case)
 
 
-def _pieces(parts: dict[str, Any]) -> list[str] | None:
+def _pieces(parts: dict[str, Any], is_whole: bool) -> list[str] | None:
     """Returns the vocabulary of a tokenizer.json, by id; None unless ours cuts any text so, too."""
     model, ids = parts.get("model", {}), parts.get("model", {}).get("vocab", {})
-    cutter = parts.get("pre_tokenizer") or {"type": _CUTTER}
-    normalizer = parts.get("normalizer") or {"type": _NORMALIZER}
+    cutter = parts.get("pre_tokenizer") or {"type": None if is_whole else _CUTTER}
+    normalizer = parts.get("normalizer") or {"type": None if is_whole else _NORMALIZER}
     uncased = normalizer.get("lowercase", True)
-    added = {token["content"] for token in parts.get("added_tokens") or ()}
+    added = parts.get("added_tokens") or ()
     is_ours = (
         (model.get("type"), cutter["type"]) == ("WordPiece", _CUTTER)
         and normalizer["type"] == _NORMALIZER
@@ -112,7 +120,8 @@ def _pieces(parts: dict[str, Any]) -> list[str] | None:
         and model.get("unk_token", vocabulary.UNK) == vocabulary.UNK
         and model.get("max_input_chars_per_word", _THEIR_LONGEST_WORD)
         in (_THEIR_LONGEST_WORD, _LONGEST_WORD)
-        and ids.keys() >= {*added, *vocabulary.SPECIALS}
+        and all(token["special"] for token in added)  # others are looked for in a text
+        and ids.keys() >= {*(token["content"] for token in added), *vocabulary.SPECIALS}
         and sorted(ids.values()) == list(range(len(ids)))
         # Lines of a vocab.txt.
         and all(piece == piece.strip() and "\n" not in piece for piece in ids)

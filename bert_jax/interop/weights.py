@@ -106,14 +106,19 @@ def _leaf(params: dict[str, Any], tensor: Tensor, cfg: Model) -> np.ndarray:
     return leaf[: cfg.vocab_size] if tensor.is_vocabulary else leaf
 
 
-def to_theirs(params: Mapping[str, Any], cfg: Model, architecture: str) -> dict[str, np.ndarray]:
-    """Returns their tensors, float32, as the class `architecture` names them, without padding."""
+def to_theirs(
+    params: Mapping[str, Any], cfg: Model, architecture: str, first: int | None = None
+) -> dict[str, np.ndarray]:
+    """Returns their tensors, float32, as the class `architecture` names them, without padding.
+
+    A RoBERTa's positions begin in the row `first` of their table; None: as ours do.
+    """
     if architecture not in names.HEADS:
         prefix = "as_under_a_head" if "masked_lm" in names.PARTS[architecture] else "left_out"
-        return _held(params, cfg, names.PARTS[architecture], prefix)
+        return _held(params, cfg, names.PARTS[architecture], prefix, first)
     parts, name = names.HEADS[architecture]
     head = jax.device_get(params["head"])
-    below = _held(params, cfg, parts, "as_under_a_head")
+    below = _held(params, cfg, parts, "as_under_a_head", first)
     if name == names.ROBERTA_HEAD:
         below = {key.replace(*names.ROBERTA_POOLER): below[key] for key in below}
     return below | {
@@ -127,6 +132,7 @@ def _held(
     cfg: Model,
     parts: tuple[Part, ...],
     prefix: Literal["as_under_a_head", "left_out"],
+    first: int | None,
 ) -> dict[str, np.ndarray]:
     theirs: dict[str, np.ndarray] = {}
     naming = names.HUGGING_FACE[names.family(cfg)]
@@ -143,6 +149,9 @@ def _held(
             value = value[tensor.layer]
         if tensor.is_vocabulary:
             value = value[: cfg.vocab_size]
+        if first is not None and cfg.position_offset and "position" in tensor.path:
+            more = first - cfg.position_offset  # of the rows before, which nothing reads
+            value = np.pad(value, ((max(more, 0), 0), (0, 0)))[max(-more, 0) :]
         name = tensor.name.removeprefix(naming.prefix) if prefix == "left_out" else tensor.name
         value = value.T if tensor.is_kernel else value
         theirs[name] = np.concatenate([theirs[name], value]) if tensor.share[0] else value
@@ -247,12 +256,14 @@ def _without_padding(
                 f"{file}: tensor {table!r} has the shape {list(tensors[table].shape)}, "
                 f"{naming.config} says vocab_size={rows}"
             )
-    padded = {-(-size // multiple) * multiple for multiple in _MULTIPLES}
-    if rows != size and rows not in padded:
+    if rows < size:
         raise InputError(
             f"{file}: tensor {name!r} has {rows} rows, the vocabulary next to it "
             f"has {size} pieces; put the vocabulary there that belongs to these weights"
         )
     if rows != size:
-        say(f"the vocabulary has {size} pieces: rows {size} to {rows - 1} of the table left out")
+        is_usual = rows in {-(-size // multiple) * multiple for multiple in _MULTIPLES}
+        line = f"the vocabulary has {size} pieces: rows {size} to {rows - 1} of the table left out"
+        doubt = "; no usual padding: look whether this vocabulary belongs to these weights"
+        say(line if is_usual else f"warning: {line}{doubt}")
     return dataclasses.replace(stated, vocab_size=size)

@@ -70,7 +70,7 @@ class Library:
     def __init__(self, content: bytes, named: Mapping[str, str], where: str):
         self.content, self.named = content, dict(named)
         self._parts = parts = _parsed(content, where)
-        self._library = _opened(content, parts, where)
+        self._library = opened(content, parts, where)
         self._library.encode_special_tokens = True
         self.size = self._library.get_vocab_size(with_added_tokens=True)
         ids = self._library.get_vocab(with_added_tokens=True)
@@ -80,8 +80,8 @@ class Library:
         self.pad_id, self.unk_id, self.mask_id = (
             self._special(f"{role}_token", ids, where) for role in ("pad", "unk", "mask")
         )
-        around = _around(self._library, where)
-        self.cls_id, self.between_ids, self.sep_id, self.second_segment = around
+        joined = around(self._library, where)
+        self.cls_id, self.between_ids, self.sep_id, self.second_segment = joined
         special = {token["id"] for token in parts["added_tokens"] if token["special"]}
         self._special_ids = special - {self.unk_id}
         self.continues = self._continuing()
@@ -229,7 +229,8 @@ def _parsed(content: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _opened(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:
+def opened(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:
+    """Opens a tokenizer.json in its library; `parts` is what it says."""
     try:
         library = tokenizers.Tokenizer.from_buffer(content)
     except BaseException as error:  # the library raises nothing narrower, and its panics are these
@@ -249,7 +250,7 @@ def _opened(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tok
     return library
 
 
-def _around(of: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...], int, int]:
+def around(of: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...], int, int]:
     """Returns what the library puts around one text and two, `cls A sep` and `cls A between B sep`.
 
     Returns:
@@ -305,7 +306,9 @@ def _by_words(parts: dict[str, Any]) -> bool:
             continue
         elif one["type"] not in _OF_A_WORD:
             return False
-    if any(token["single_word"] for token in parts["added_tokens"] if not token["special"]):
+    plain = [token for token in parts["added_tokens"] if not token["special"]]
+    # Those that hold a blank behind a letter are of several words.
+    if any(one["single_word"] or re.search(r"\S\s", one["content"]) for one in plain):
         return False
     if replaced:  # blanks are letters: then no merge may join what stands on both sides of one
         vocabulary = parts["model"].get("vocab", {})

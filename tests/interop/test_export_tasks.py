@@ -8,6 +8,7 @@ import functools
 import json
 from types import SimpleNamespace
 
+import broken
 import jax
 import make_task_classes as made
 import numpy as np
@@ -18,6 +19,7 @@ from bert_jax import base as base_lib
 from bert_jax.config import Adapt, Finetuning, Model, Task
 from bert_jax.errors import InputError
 from bert_jax.interop import (
+    card,
     configs,
     finetuned,
     huggingface,
@@ -26,6 +28,7 @@ from bert_jax.interop import (
     vocabularies,
     weights,
 )
+from bert_jax.loaded import Loaded
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective
 from bert_jax.text.tokenizer import WordPiece
@@ -174,6 +177,14 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
     below = {name.split("/")[0] for name in expected} - {"head"}
     assert not below & set(base.fresh) and "kept" in said[0]
     base_lib.write(base, folder / "base")
+    # Of ModernBERT's masked LM there is what a classifier learned, and no output.
+    assert ("masked_lm/output_bias" in base.fresh) == of.startswith("modern")
+    assert any("freshly initialised: masked_lm/" in line for line in said)
+    code, err = broken.call(f"predict --workdir {folder}/base [MASK]")
+    assert (code, "trained no masked_lm head" in err) == (2, True)
+    architecture = huggingface.ARCHITECTURES[names.family(base.model)]["masked_lm"]
+    text = card.write(Loaded.of_base(base, "x"), architecture, "float32", "x")
+    assert "Never trained, freshly initialised: masked_lm." in text
     head = base_lib.read(folder / "base").head
     np.testing.assert_array_equal(head.kernel, expected["head/kernel"])
     np.testing.assert_array_equal(head.bias, expected["head/bias"])

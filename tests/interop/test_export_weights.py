@@ -16,10 +16,11 @@ from safetensors.numpy import load_file
 
 from bert_jax import base as base_lib
 from bert_jax import cli
-from bert_jax.config import Corpus, Finetuning, Task, Vectors
+from bert_jax.config import Corpus, Finetuning, Model, Task, Vectors
 from bert_jax.errors import InputError
 from bert_jax.interop import card, huggingface, vocabularies
 from bert_jax.loaded import Loaded
+from bert_jax.model import heads
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text import trained, vocabulary
 
@@ -111,6 +112,30 @@ def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy
     with pytest.raises(InputError, match="sentencepiece vocabulary cannot be exported"):
         huggingface.export_weights(trained, "encoder", "float32", epath.Path("made/hf"))
     assert not pathlib.Path("made").exists()
+
+
+@pytest.mark.parametrize("pad_id", [0, 1, 4])
+def test_positions_of_a_roberta_begin_behind_the_piece_of_the_padding(pad_id, tmp_path):
+    """Theirs, so that transformers, which counts from there, reads the same rows."""
+    pieces = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc"]
+    pieces.insert(pad_id, "[PAD]")
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "max_position_embeddings": 12}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "type_vocab_size": 1}
+    cfg = Model(vocab_size=len(pieces), position_offset=2, **sizes)
+    params = jax.device_get(heads.init_params(cfg, jax.random.key(0)))
+    ours, folder = params["encoder"]["embeddings"]["position"]["embedding"], tmp_path / "hf"
+    loaded = Loaded(cfg, params, tokenizer_lib.WordPiece(pieces, "uncased"), name="x")
+    huggingface.export_weights(loaded, "masked_lm", "float32", epath.Path(folder))
+    says = json.loads((folder / "config.json").read_text())
+    written = load_file(folder / "model.safetensors")
+    theirs = written["roberta.embeddings.position_embeddings.weight"]
+    first = says["pad_token_id"] + 1
+    assert first == pad_id + 1 and len(theirs) == says["max_position_embeddings"] == first + 12
+    np.testing.assert_array_equal(theirs[first:], ours[2:])
+    if first == 2:
+        np.testing.assert_array_equal(theirs, ours)
+    again = huggingface.read_folder(epath.Path(folder), print).model
+    assert (again.position_offset, again.max_position_embeddings) == (first, 12)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("byte_bpe", 300), ("unigram", 60)])

@@ -85,6 +85,13 @@ def test_other_spellings_give_the_same_weights(tensors, config, tmp_path):
     assert not base.params["masked_lm"]["output_bias"][PIECES:].any()
 
 
+def test_any_rows_beyond_the_vocabulary_are_left_out_and_named(tmp_path):
+    folder = hf_folder.write(tmp_path / "hf", padded(1035), {"vocab_size": 1035})
+    base, lines = imported(folder)
+    same(base.params, weights.to_ours(TENSORS, base.model, "golden")[0])
+    assert "warning" in lines[0] and "1000 pieces: rows 1000 to 1034" in lines[0]
+
+
 def test_theirs_to_ours_to_theirs_keeps_every_bit(tmp_path):
     base, _ = imported(hf_folder.write(tmp_path / "hf"))
     back = weights.to_theirs(base.params, base.model, "BertForPreTraining")
@@ -169,6 +176,41 @@ def test_a_wordpiece_that_cuts_otherwise_is_read_by_its_library(tmp_path):
     text = f"{VOCAB[-1]} more {VOCAB[-2]}."
     ids = theirs.encode(text, add_special_tokens=False).ids
     assert read.encode(text) == ids != ours.encode(text)
+
+
+ONE = tokenizers.processors.TemplateProcessing(
+    single="[CLS] $A [SEP]",
+    pair="[CLS] $A [SEP] $B [SEP]",
+    special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("normalizer", None), ("pre_tokenizer", None), ("post_processor", ONE), ("added", "w7")],
+)
+def test_a_wordpiece_is_cut_and_joined_as_its_file_says(part, value, tmp_path):
+    ours = tokenizer_lib.WordPiece([*VOCAB, "W9", "."], "uncased")
+    vocabularies.write(ours, 128, huggingface.INPUTS["bert"], epath.Path(tmp_path))
+    edit(tmp_path / "tokenizer_config.json", do_lower_case=None)
+    file = tmp_path / "tokenizer.json"
+    theirs = tokenizers.Tokenizer.from_file(str(file))
+    if part == "added":
+        theirs.add_tokens([value])
+    else:
+        setattr(theirs, part, value)
+    theirs.save(str(file))
+    read, texts = vocabularies.read(epath.Path(tmp_path)), ("w8 W9.", "w7w8 w9")
+    first, second = map(read.encode, texts)
+    assert [first, second] == [theirs.encode(it, add_special_tokens=False).ids for it in texts]
+    row, before = tokenizer_lib.joined(read, first, second)
+    segments = np.arange(len(row)) >= tokenizer_lib.of_first_segment(read, row, before)
+    pair = theirs.encode(*texts)
+    assert (row.tolist(), segments.tolist()) == (pair.ids, pair.type_ids)
+    theirs.post_processor = None
+    theirs.save(str(file))
+    with pytest.raises(InputError, match="post_processor"):
+        vocabularies.read(epath.Path(tmp_path))
 
 
 def test_accents_that_stay_in_lower_case_are_left_to_the_library(tmp_path):

@@ -77,6 +77,16 @@ def test_ids_are_those_of_the_library_and_never_special(name, text):
         assert found == [ours.unk_id if i in special and name in UNIGRAMS else i for i in plain]
 
 
+@each_form
+@pytest.mark.parametrize("added", ["New York", "York "])
+def test_added_tokens_that_hold_a_blank_are_known(name, added):
+    theirs = plainly(name)
+    theirs.add_tokens([added])
+    ours = library.Library(theirs.to_str().encode(), NAMED[name], name)
+    for text in ("We love New York now", "York now", "New", "We the people"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
+
+
 def word_pieces(name):
     """A WordPiece of a few words and all letters that the odd texts have; the library's, too."""
     case = name.removeprefix("wordpiece_")
