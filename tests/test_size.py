@@ -20,7 +20,7 @@ LINES = {
     "data": 3_623,
     "doctor": 775,
     "interop": 2_242,
-    "model": 3_086,
+    "model": 3_088,
     "plan": 2_129,
     "report": 1_531,
     "storage": 1_488,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_220,
+    "tests": 33_229,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
