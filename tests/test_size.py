@@ -12,14 +12,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_166,
-    "cli": 1_571,
+    ".": 1_181,
+    "cli": 1_566,
     "compare": 1_192,
     "config": 2_265,
     "conformance": 1_150,
     "data": 3_623,
     "doctor": 775,
-    "interop": 2_242,
+    "interop": 2_245,
     "model": 3_088,
     "plan": 2_129,
     "report": 1_531,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_244,
+    "tests": 33_258,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
