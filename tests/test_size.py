@@ -24,7 +24,7 @@ LINES = {
     "plan": 2_129,
     "report": 1_531,
     "storage": 1_488,
-    "tasks": 4_152,
+    "tasks": 4_154,
     "text": 2_950,
     "training": 2_355,
     "running": 4_688,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_261,
+    "tests": 33_269,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

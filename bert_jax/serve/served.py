@@ -123,7 +123,7 @@ class Answers:
         for number, texts in enumerate(_asked(body, self._texts, limits.texts)):
             where = f"input[{number}]"
             try:
-                (example,) = examples_lib.parse_arguments(self._task, texts)
+                (example,) = examples_lib.parse_arguments(self._task, texts, number + 1)
             except InputError as error:
                 raise Refused(400, f"{where}: {error}", "input") from error
             rows = self._model.rows_of(example, limits.rows)

@@ -25,7 +25,8 @@ class Task_:
     """Answers with what it is asked."""
 
     def __init__(self, **task):
-        task = Task(train=("jsonl:x",), validation=("jsonl:x",), **task)
+        files = "squad:x" if task["kind"] == "span" else "jsonl:x"
+        task = Task(train=(files,), validation=(files,), **task)
         self.experiment = type("Experiment", (), {"name": "run", "task": task})
 
     def warm(self, sizes):
@@ -65,6 +66,13 @@ def test_examples_of_a_task(kind, given, expected):
         results = answers.compute([asked for asked, _ in items])
         answer = json.loads("".join(answers.answer({"model": "m"}, results)))
         assert answer["model"] == "m" and [one["texts"] for one in answer["data"]] == expected
+
+
+def test_questions_are_numbered_by_their_place_in_the_request():
+    asked = {"input": [["wa ?", "wb"], ["wa ?", "wc"]]}
+    answers = served.Answers(Task_(kind="span", max_sequence_length=384))
+    items = answers.items(asked, served.Limits())
+    assert [example.id for example, _ in items] == ["1", "2"]
 
 
 def test_connections_are_tcp_to_asyncio_which_then_sends_at_once():
