@@ -28,14 +28,14 @@ LINES = {
     "text": 2_950,
     "training": 2_355,
     "running": 4_688,
-    "serve": 529,
-    "vectors": 1_258,
+    "serve": 534,
+    "vectors": 1_259,
     "verify": 987,
     "launch": 1_345,
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_269,
+    "tests": 33_292,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
