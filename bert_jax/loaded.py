@@ -28,6 +28,7 @@ from bert_jax.running.evaluators import Prediction, Predictor, logits_of
 from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment
+from bert_jax.text.vocabulary import MASK
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective, step
 from bert_jax.training import optimizer as optimizer_lib
@@ -35,6 +36,11 @@ from bert_jax.vectors import embed as embed_lib
 from bert_jax.vectors.embed import Embedder, Features
 
 What = Literal["params", "with_moments"]
+# By the head that a question is for, what to do where it has not learned.
+_INSTEAD = {
+    "masked_lm": "import weights that have one; `bert-jax embed` and `finetune` take its encoder",
+    "next_sentence": "leave out B, or ask a model of data.objective=mlm_nsp or mlm_sop",
+}
 # Lengths are rounded up to a multiple, so that texts share compiled programs.
 _LENGTH_STEP = 32
 
@@ -52,6 +58,7 @@ class Loaded(Base):
     manifest: dict[str, Any] | None = None  # of the corpus; None of a base
     # The line of metrics.jsonl of this step; None if there is none.
     evaluation: dict[str, Any] | None = None
+    idle: tuple[str, ...] = ()  # parts that no phase of a run has taught up to this step
 
     @classmethod
     def of(cls, folder: epath.Path, what: What = "params", which: str = "newest") -> "Loaded":
@@ -83,6 +90,8 @@ class Loaded(Base):
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, kept.mu, kept.nu)
         params, fresh = heads.completed(experiment.model, state["params"])
+        begun = range(experiment.phase_at(max(done - 1, 0))[0] + 1)
+        learned = (objective.of_phase(experiment, number) for number in begun)
         return cls(
             experiment.model_after(done),
             params,
@@ -95,6 +104,7 @@ class Loaded(Base):
             experiment=experiment,
             manifest=prepared.manifest,
             evaluation=line_of(workdir, "evaluation", done),
+            idle=tuple(set.intersection(*(set(getattr(one, "idle", ())) for one in learned))),
         )
 
     @classmethod
@@ -124,6 +134,11 @@ class Loaded(Base):
           `masks`, a list of (piece, probability) for each [MASK], and `is_next`, the probability
           that B follows A, None without B.
         """
+        is_masked, is_pair = MASK in f"{text} {next_text}", next_text is not None
+        for head, is_asked in {"masked_lm": is_masked, "next_sentence": is_pair}.items():
+            if is_asked and any(part.startswith(head) for part in (*self.fresh, *self.idle)):
+                why = f"{self.name} has no {head} head that has learned"
+                raise InputError(f"{why}; {_INSTEAD[head]}")
         return self._predictor.predict(self.params, text, next_text, top)
 
     def hidden(self, texts: str | Sequence[str], layers: Sequence[int] = (-1,)) -> list[np.ndarray]:

@@ -12,30 +12,30 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders of the package, "." for the modules at its top; then what lies beside the package.
 LINES = {
-    ".": 1_167,
+    ".": 1_182,
     "cli": 1_573,
     "compare": 1_193,
     "config": 2_265,
     "conformance": 1_150,
     "data": 3_656,
     "doctor": 775,
-    "interop": 2_269,
-    "model": 3_086,
+    "interop": 2_272,
+    "model": 3_088,
     "plan": 2_129,
     "report": 1_538,
     "storage": 1_504,
-    "tasks": 4_141,
+    "tasks": 4_154,
     "text": 2_982,
     "training": 2_355,
     "running": 4_674,
-    "serve": 529,
+    "serve": 534,
     "vectors": 1_258,
     "verify": 987,
     "launch": 1_345,
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_456,
+    "tests": 33_528,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

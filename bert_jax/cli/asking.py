@@ -72,19 +72,12 @@ def _fill_masks(args: argparse.Namespace) -> int:
     from bert_jax.running.evaluators import Predictor
     from bert_jax.text.unknown import Share
 
-    if any(part.startswith("masked_lm") for part in trained.fresh):
-        run = trained.experiment
-        by = f"objective ({run.data.code})" if run is not None else "source"
-        raise InputError(
-            f"{args.workdir}: its {by} trained no masked_lm head; `bert-jax embed` and `finetune` "
-            "take its encoder"
-        )
     predictor = Predictor(trained.model, trained.tokenizer)
     share = Share(trained.tokenizer)
     asked = [("TEXT", text, args.next) for text in args.text]
     for where, a, b in asked or _asked_lines():
         with naming(where):
-            answer = predictor.predict(trained.params, a, b, args.top or 5)
+            answer = trained.fill(a, b, args.top or 5)
         for text in (a,) if b is None else (a, b):
             share.add([predictor.encode(text)])
             print(printable(text))

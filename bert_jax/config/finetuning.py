@@ -346,14 +346,14 @@ class Finetuning(Section, role="identity", label="finetuning"):
     task: Task
     adapt: Adapt = field(default_factory=Adapt)
     vectors: Vectors = field(default_factory=Vectors)
-    # Passes over the training examples.
+    # Passes over the training examples, all rows of long ones (tag, span) among them.
     epochs: Positive = 3.0
     # The run ends after so many evaluations in a row without a lower held-out loss; 0: it does not.
     patience: Count = 0
     # How examples count in the loss: none: all alike; balanced: each label as much as any other,
     # however often it comes.
     class_weights: Literal["none", "balanced"] = "none"
-    # Examples a step, over all devices.
+    # Examples a step, over all devices; rows where long ones are several (tag, span).
     batch_size: PositiveCount = 32
     # Share of all steps in which the learning rate rises.
     warmup_share: Share = 0.1

@@ -108,8 +108,10 @@ class Embeddings(nnx.Module):
             position = self.position.embedding[positions + first if first else positions]
         if not hasattr(self, "segment"):
             return self.layer_norm(word + position)
-        # A product with one-hot rows: its gradient is a product too, not a scatter into two rows.
         table = self.segment.embedding[...]
+        if len(table) == 1:  # which is that of a second text, too
+            return self.layer_norm(word + position + table[0])
+        # A product with one-hot rows: its gradient is a product too, not a scatter into two rows.
         one_hot = jax.nn.one_hot(segment_ids.reshape(-1), len(table), dtype=jnp.float32)
         segment = (one_hot @ table).reshape(word.shape)
         return self.layer_norm(word + position + segment)

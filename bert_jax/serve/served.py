@@ -64,21 +64,26 @@ class Vectors:
     def __init__(self, name: str, embedder: Embedder):
         self.name, self._embedder = name, embedder
         self.about = f"{embedder.width} numbers a vector"
+        if first := embedder.prefixes["query"]:
+            self.about += f'; {first!r} stands before texts of requests with "role": "query"'
         embedder.warm()
 
     def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
-        """Returns the texts."""
+        """Returns the texts, and before each what the encoder knows its role by."""
         if body.get("encoding_format") not in (None, "float", "base64"):
             raise Refused(400, "encoding_format: must be float or base64", "encoding_format")
+        role = "text" if body.get("role") is None else body["role"]
+        if role not in ("text", "query"):
+            raise Refused(400, "role: must be text or query", "role")
         size, width = body.get("dimensions"), self._embedder.width
         if size is not None and not (type(size) is int and 1 <= size <= width):
             raise Refused(400, f"dimensions: vectors have {width} numbers", "dimensions")
-        asked = _asked(body, 1, limits.texts)
-        return [(text, 1 + len(text) // _CHARACTERS) for (text,) in asked]
+        asked, first = _asked(body, 1, limits.texts), self._embedder.prefixes[role]
+        return [(first + text, 1 + len(text) // _CHARACTERS) for (text,) in asked]
 
     def compute(self, items: list[str]) -> list[tuple[np.ndarray, int]]:
         """Returns of each text its vector, float32 [W], and how many tokens were read."""
-        parts = list(self._embedder.embed(items))
+        parts = list(self._embedder.embed(items, "led"))
         vectors = np.concatenate([part.vectors for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
         return list(zip(vectors, lengths.tolist(), strict=True))
@@ -123,7 +128,7 @@ class Answers:
         for number, texts in enumerate(_asked(body, self._texts, limits.texts)):
             where = f"input[{number}]"
             try:
-                (example,) = examples_lib.parse_arguments(self._task, texts)
+                (example,) = examples_lib.parse_arguments(self._task, texts, number + 1)
             except InputError as error:
                 raise Refused(400, f"{where}: {error}", "input") from error
             rows = self._model.rows_of(example, limits.rows)

@@ -311,10 +311,12 @@ def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Exampl
         yield _typed(task, place, line.split("\t") if several else [line], number)
 
 
-def parse_arguments(task: Task, texts: Sequence[str]) -> Iterator[Example]:
-    """Yields unlabelled examples of as many texts each as the task has: `A B A B` are two pairs."""
+def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterator[Example]:
+    """Yields unlabelled examples of as many texts each as the task has: `A B A B` are two pairs.
+    Questions are numbered from `first` on.
+    """
     count = texts_of_example(task)
-    for number, start in enumerate(range(0, len(texts), count), 1):
+    for number, start in enumerate(range(0, len(texts), count), first):
         yield _typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
 
 

@@ -82,10 +82,15 @@ class FinetuningJob(Job):
             self._read_similar()
         else:
             self._read_labelled()
-        self.total_steps = math.ceil(experiment.epochs * self._count / experiment.batch_size)
-        self.optimizer = dataclasses.replace(
-            experiment.optimizer, warmup_steps=int(experiment.warmup_share * self.total_steps)
-        )
+        # What one pass draws: long tags and spans are several rows, each drawn by itself.
+        rows_ = self._rows
+        self._drawn = self._count if rows_ is None else len(rows_.ids) // self._per_example
+        self._last(math.ceil(experiment.epochs * self._drawn / experiment.batch_size))
+
+    def _last(self, steps: int) -> None:
+        """Lays the schedule over so many steps."""
+        self.total_steps, warmup = steps, int(self.experiment.warmup_share * steps)
+        self.optimizer = dataclasses.replace(self.experiment.optimizer, warmup_steps=warmup)
 
     def _read_labelled(self) -> None:
         experiment = self.experiment
@@ -151,6 +156,8 @@ class FinetuningJob(Job):
             )
         if not changed:
             self.require_same(metadata)  # before a state of other shapes is read
+            # Of the time before passes were over rows there are runs with fewer.
+            self._last(metadata["notes"].get("total_steps", self.total_steps))
         return changed
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
@@ -222,8 +229,10 @@ class FinetuningJob(Job):
         """Yields lines about what is learned, and what of it may go wrong."""
         experiment, task, labels = self.experiment, self.experiment.task, self.labels[:_LABELS]
         more = f" and {len(self.labels) - _LABELS} more" if len(self.labels) > _LABELS else ""
+        in_rows = f" in {self._drawn:,} rows" if self._drawn != self._count else ""
         yield (
-            f"finetune: {quantity(self._count, 'example')}, {len(self._held_out):,} held out, "
+            f"finetune: {quantity(self._count, 'example')}{in_rows}, "
+            f"{len(self._held_out):,} held out, "
             f"{quantity(self.total_steps, 'step')}; {experiment.init_from} {self._base.sha256[:12]}"
         )
         if labels and self._kind.reads == "pooled":

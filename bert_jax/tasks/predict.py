@@ -344,7 +344,8 @@ def _written(rows_: Iterable[text_records.Named], ending: str, header: str) -> I
     first: list[str] = []
     text = io.StringIO()
     plain = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
-    table = csv.writer(text, lineterminator="\n", **(plain if ending == ".tsv" else {}))
+    # Characters of a line's end are quoted, which here becomes a newline alone.
+    table = csv.writer(text, lineterminator="\r\n", **(plain if ending == ".tsv" else {}))
     for place, names, values in rows_:
         if ending == ".jsonl":
             if len(set(names)) < len(names):
@@ -357,15 +358,16 @@ def _written(rows_: Iterable[text_records.Named], ending: str, header: str) -> I
             raise InputError(f"{place}: has other columns than the first row; write it as .jsonl")
         if names != first:  # JSON has them in any order
             lines = [[values[names.index(name)] for name in first]]
-        try:
-            table.writerows(map(_cell, line) for line in lines)
-        except csv.Error as error:
-            raise InputError(
-                f"{place}: a cell holds a tab or a newline; write it as .csv or .jsonl"
-            ) from error
-        yield text.getvalue()
-        text.seek(0)
-        text.truncate()
+        for line in lines:
+            try:
+                table.writerow(map(_cell, line))
+            except csv.Error as error:
+                raise InputError(
+                    f"{place}: a cell holds a tab or a newline; write it as .csv or .jsonl"
+                ) from error
+            yield text.getvalue().removesuffix("\r\n") + "\n"
+            text.seek(0)
+            text.truncate()
 
 
 def _cell(value: Any) -> str:

@@ -28,15 +28,15 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
         task = similar.led_by(experiment.task, base.vectors)
         experiment = dataclasses.replace(experiment, task=task)
         learned = similar.read(experiment, base.model, base.tokenizer, [], teacher="left_out")
-        batches, examples, each = learned.batches, learned.examples, learned.rows_per_example
-        in_all = examples * each
+        batches, each = learned.batches, learned.rows_per_example
+        in_all = learned.examples * each
     else:
         train = examples_lib.read(experiment.task, experiment.task.train, "labelled")
         labels = examples_lib.labels_of(experiment.task, train)
         rows = kind_of(experiment.task, labels, base.tokenizer).rows(train)
         batches = TrainBatches(rows, base.tokenizer.pad_id, experiment.batch_size, experiment.seed)
-        examples, each, in_all = len(train), rows.rows_per_example, len(rows.ids)
-    total = math.ceil(experiment.epochs * examples / experiment.batch_size)
+        each, in_all = rows.rows_per_example, len(rows.ids)
+    total = math.ceil(experiment.epochs * (in_all // each) / experiment.batch_size)
     if not 0 <= done < total:
         raise InputError(f"--step {done}: the run has steps 0 to {total - 1}")
     count = experiment.batch_size * each

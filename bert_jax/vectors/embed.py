@@ -32,8 +32,9 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.vectors import files, packing
 from bert_jax.vectors.quantized import SAMPLE, Quantize, dtype_and_width, quantized, recall
 
-# What a text does: it asks, or it is found. Of most encoders both have the same vectors.
-Role = Literal["text", "query"]
+# What a text does: it asks, or it is found. Of most encoders both have the same vectors. `led` is
+# one before which stands already what is to.
+Role = Literal["text", "query", "led"]
 
 # Texts that are sorted together, their characters, and the bytes of vectors that are held.
 _TEXTS, _CHARACTERS, _BYTES = 8_192, 2**24, 2**28
@@ -112,7 +113,7 @@ class Embedder:
                 f"--dimensions {features.dimensions}: the vectors have {self.width} numbers"
             )
         self.width = features.dimensions or self.width
-        self._prefixes = {"query": known.query_prefix, "text": known.text_prefix}
+        self.prefixes = {"query": known.query_prefix, "text": known.text_prefix, "led": ""}
         # Tokens of a text that are read, [CLS] and [SEP] among them.
         self.max_length = max_length or known.max_length or most
         self.texts = self.cut = 0  # done so far, and those of them that were longer
@@ -151,7 +152,7 @@ class Embedder:
 
     def passages(self, text: str) -> list[str]:
         """Cuts a text before words into parts of like length that are read whole, if it is long."""
-        room = max(self.max_length - 2 - len(self._tokenizer.encode(self._prefixes["text"])), 1)
+        room = max(self.max_length - 2 - len(self._tokenizer.encode(self.prefixes["text"])), 1)
         if len(text.encode()) <= room:  # a piece is a byte at least, of all usual characters
             return [text]
         words = [(start, len(ids)) for start, _, ids in self._tokenizer.words(text)]
@@ -176,7 +177,7 @@ class Embedder:
 
     def _encoded(self, texts: Sequence[str], role: Role) -> list[np.ndarray]:
         """Returns ids with [CLS] and [SEP], and what stands before such texts, not cut."""
-        tok, first = self._tokenizer, self._prefixes[role]
+        tok, first = self._tokenizer, self.prefixes[role]
         cut = (tok.encode(first + text) for text in texts)
         ids = [np.array([tok.cls_id, *pieces, tok.sep_id], np.int32) for pieces in cut]
         self.unknown.add(ids)

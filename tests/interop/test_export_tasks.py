@@ -80,7 +80,7 @@ def logits(of: str, kind: str, params: dict) -> np.ndarray:
     rows = made.batch()
     batch = {
         "input_ids": rows["input_ids"],
-        "segment_ids": rows["token_type_ids"] * (of == "bert"),
+        "segment_ids": rows["token_type_ids"],  # which BERT alone tells apart
         "input_mask": rows["attention_mask"],
     }
     batch = {name: value.astype(np.int32) for name, value in batch.items()}

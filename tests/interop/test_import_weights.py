@@ -142,6 +142,11 @@ def test_parts_that_are_missing_are_fresh_and_named(architecture, missing, tmp_p
         spread = base_lib.flat(base.params[part])
         assert all(v.std() > 0.01 for name, v in spread.items() if name.endswith("kernel"))
     same(base.params["encoder"], whole.params["encoder"])
+    place = tmp_path / "part" / "base"
+    for part, asked in (("masked_lm", "w7[MASK]"), ("next_sentence", "w7 --next w8")):
+        code, err = broken.call(f"predict --workdir {place} {asked}")
+        assert code == (2 if part in missing else 0) and err.count("\n") == bool(code)
+        assert f"base has no {part} head that has learned; " in err or not code
 
 
 def test_parts_that_a_run_has_not_learned_are_fresh_in_its_base(monkeypatch):

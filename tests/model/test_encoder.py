@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import samples
-from compare import assert_close
+from compare import assert_close, assert_identical
 
 from bert_jax import base as base_lib
 from bert_jax.model import attention, heads, layers
@@ -43,6 +43,15 @@ def test_padding_never_leaks(params, batch):
         alone = (batch[n][row : row + 1, :length] for n in names)
         hidden = encode(model.encoder, CFG, *alone, None, Loop())
         assert_close({"h": together[row, :length]}, {"h": hidden[0]}, 1e-5)
+
+
+def test_an_only_segment_is_that_of_both_texts(batch):
+    one = dataclasses.replace(CFG, type_vocab_size=1)
+    encoder = heads.merge(one, heads.init_params(one, jax.random.key(0))).encoder
+    ids, kinds = batch["input_ids"], batch["segment_ids"]
+    assert kinds.any()
+    found, expected = (encoder.embeddings(ids, of, jnp.float32) for of in (kinds, 0 * kinds))
+    assert_identical(found, expected)
 
 
 def test_layers_of_a_stack_begin_differently(params):

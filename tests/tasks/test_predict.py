@@ -348,6 +348,7 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run, capsys
         ("--input none.csv --out a.csv", "holds no examples"),
         ("--input odd.jsonl --out a.csv", "odd.jsonl:2: has other columns"),
         ("--input lines.csv --out a.tsv", "lines.csv:2: a cell holds a tab or a newline"),
+        ("--input return.jsonl --out a.tsv", "return.jsonl:1: a cell holds a tab or a newline"),
         ("--input twice.csv --out a.jsonl", "twice.csv:2: two columns have one name"),
     ],
 )
@@ -356,6 +357,7 @@ def test_what_cannot_be_predicted_is_one_line_and_nothing_is_written(run, capsys
     table("none", "csv", [["sentence"]])
     table("lines", "csv", [["sentence", "id"], ['"wa\nwb"', "1"]])
     table("twice", "csv", [["sentence", "", ""], ["wa", "1", "2"]])
+    pathlib.Path("return.jsonl").write_text('{"sentence": "wa\\rwb"}\n')
     pathlib.Path("odd.jsonl").write_text('{"sentence": "wa"}\n{"sentence": "wa", "id": 1}\n')
     pathlib.Path("blank").write_text('{"sentence": "wa"}\n{"sentence": " "}\n')
     pathlib.Path("strange").write_text('{"sentence": "wa", "label": "odd"}\n')
@@ -372,15 +374,16 @@ def test_a_task_is_not_served_as_vectors(flag, run, capsys, monkeypatch):
     assert flag.split()[0] in capsys.readouterr().err
 
 
-def test_json_lines_may_have_any_order_and_half_a_character(run, capsys):
-    lines = ['{"sentence": "wa", "id": 1}', '{"id": 2, "sentence": "xa \\ud83d"}']
+def test_json_lines_may_have_any_order_a_return_and_half_a_character(run, capsys):
+    lines = ['{"sentence": "wa\\rwb", "id": 1}', '{"id": 2, "sentence": "xa \\ud83d"}']
     pathlib.Path("asked.jsonl").write_text("\n".join(lines) + "\n")
     for out in ("found.csv", "found.jsonl"):
         assert (
             cli.main(["predict", "--workdir", "run", "--input", "asked.jsonl", "--out", out]) == 0
         )
-    rows_ = list(csv.DictReader(pathlib.Path("found.csv").read_text().splitlines()))
-    assert [row["id"] for row in rows_] == ["1", "2"]
+    with open("found.csv", newline="") as file:
+        rows_ = list(csv.DictReader(file))
+    assert [row["id"] for row in rows_] == ["1", "2"] and rows_[0]["sentence"] == "wa\rwb"
     found = [json.loads(line) for line in pathlib.Path("found.jsonl").read_text().splitlines()]
     assert found[1]["sentence"] == "xa \ud83d"
 

@@ -5,9 +5,15 @@ import socket
 
 import numpy as np
 import pytest
+import samples
+import tuned
+from etils import epath
 
+from bert_jax.base import TextVectors
 from bert_jax.config import Task
+from bert_jax.loaded import Loaded
 from bert_jax.serve import served, service
+from bert_jax.vectors import embed
 
 
 def test_numbers_come_back_as_they_were_whether_read_as_float32_or_as_float64():
@@ -25,7 +31,8 @@ class Task_:
     """Answers with what it is asked."""
 
     def __init__(self, **task):
-        task = Task(train=("jsonl:x",), validation=("jsonl:x",), **task)
+        files = "squad:x" if task["kind"] == "span" else "jsonl:x"
+        task = Task(train=(files,), validation=(files,), **task)
         self.experiment = type("Experiment", (), {"name": "run", "task": task})
 
     def warm(self, sizes):
@@ -65,6 +72,29 @@ def test_examples_of_a_task(kind, given, expected):
         results = answers.compute([asked for asked, _ in items])
         answer = json.loads("".join(answers.answer({"model": "m"}, results)))
         assert answer["model"] == "m" and [one["texts"] for one in answer["data"]] == expected
+
+
+def test_questions_are_numbered_by_their_place_in_the_request():
+    asked = {"input": [["wa ?", "wb"], ["wa ?", "wc"]]}
+    answers = served.Answers(Task_(kind="span", max_sequence_length=384))
+    items = answers.items(asked, served.Limits())
+    assert [example.id for example, _ in items] == ["1", "2"]
+
+
+def test_a_text_that_asks_is_led_as_embed_leads_it(tmp_path):
+    tuned.write_base(tmp_path / "base")
+    trained = Loaded.of(epath.Path(tmp_path / "base"))
+    trained.vectors = TextVectors(query_prefix="wa ", text_prefix="xa ")
+    embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
+    vectors, found = served.Vectors("led", embedder), {}
+    assert "'wa '" in vectors.about
+    for role in (None, "text", "query"):
+        ((text, _),) = vectors.items({"input": "wb", "role": role}, served.Limits())
+        ((found[role], length),) = vectors.compute([text])
+        (part,) = embedder.embed(["wb"], role or "text")
+        np.testing.assert_array_equal(found[role], part.vectors[0])
+        assert length == 4
+    assert np.abs(found["query"] - found["text"]).max() > 0.1
 
 
 def test_connections_are_tcp_to_asyncio_which_then_sends_at_once():

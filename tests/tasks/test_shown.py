@@ -20,10 +20,11 @@ def task(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tuned.write_base(tmp_path / "base")
 
-    def make(kind):
+    def make(kind, **fields):
         tuned.write_task(tmp_path, kind)
         experiment = config.load("task.py", Finetuning)
-        experiment = dataclasses.replace(experiment, init_from="base")
+        of_task = dataclasses.replace(experiment.task, **fields)
+        experiment = dataclasses.replace(experiment, init_from="base", task=of_task)
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "experiment.json").write_text(config.to_json(experiment))
         setup = FinetuningJob(experiment, Workdir("run"), lambda line: None)
@@ -56,6 +57,20 @@ def test_the_pieces_of_a_step_are_those_of_its_batch(kind, task, capsys):
         source = shown.partition(" -> ")[0]
         words = [word.strip("{}").split("|")[0] for word in source.split()]
         assert words == [tuned.PIECES[i] for i in ids[: mask.sum()]]
+
+
+def test_a_pass_is_over_all_rows_and_a_run_begun_when_it_was_not_keeps_its_steps(task, capsys):
+    setup = task("span", max_sequence_length=16, document_stride=4)
+    rows, steps = len(setup._rows.ids), setup.total_steps
+    assert rows >= 32 and steps == -(-rows // 4)
+    drawn = [setup._batches.of_step(number) for number in range(steps)]
+    assert set(np.concatenate(drawn)) == set(range(rows))
+    assert f": 16 examples in {rows} rows, 11 held out, {steps} steps" in next(setup._about({}))
+    assert show(capsys)[0].startswith(f"step 0 of {steps}, ")
+    notes = {"labels": setup.labels, "total_steps": 4}
+    saved = {"init_sha256": setup._base.sha256, "corpus_sha256": setup.data_sha256, "notes": notes}
+    assert setup.differences(setup.experiment, saved) == []
+    assert (setup.total_steps, setup.optimizer.warmup_steps) == (4, 0)
 
 
 def test_labels_tags_and_answers_stand_with_their_rows_and_pieces(task, tmp_path, capsys):
