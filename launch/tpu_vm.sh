@@ -1,4 +1,5 @@
-say() { echo "launch: $*" >&2; }
+# To a file, once nobody is there to be shown anything: a terminal that was closed ends nothing.
+say() { echo "launch: $*" >&2 || { exec > "$FOLDER/shown" 2>&1 && echo "launch: $*"; } || true; }
 queued() { gcloud compute tpus queued-resources "$1" "$NAME" "${@:2}" "${WHERE[@]}"; }
 on() { gcloud compute tpus tpu-vm ssh "$NAME" --worker="$1" --command="$2" "${WHERE[@]}"; }
 copy() { gcloud compute tpus tpu-vm scp "${FILES[@]}" "$NAME:$THERE/" --worker=all "${WHERE[@]}"; }
@@ -12,7 +13,7 @@ state() {
 # Saves and deletes, whatever the end.
 leave() {
   code=$?
-  trap '' INT TERM HUP
+  trap '' INT TERM HUP PIPE
   trap - EXIT
   kill $(jobs -p) 2> /dev/null || true
   if [ -n "$KEEP" ]; then

@@ -1,5 +1,7 @@
 """Launches on TPU VMs: the whole script, run by bash, with hosts that are folders."""
 
+import functools
+import os
 import signal
 import subprocess
 import sys
@@ -62,6 +64,10 @@ def cloud(checkout, programs, monkeypatch, tmp_path):
     monkeypatch.setattr(tpu_vm, "POLL", 0)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python3.13"))
     return folder
+
+
+# By whom a launch may be watched who is there no more, and the signal that comes with it.
+WATCHED = {"hangup": (os.openpty, signal.SIGHUP), "no reader": (os.pipe, signal.SIGINT)}
 
 
 def runs(cloud, text: str) -> None:
@@ -132,9 +138,12 @@ def test_machines_that_cannot_be_deleted_are_named_with_the_command(cloud, launc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, "stop.sh"])
-def test_ctrl_c_has_the_run_save_and_deletes(how, cloud, launch):
-    """So does the script that the first lines name, and nothing is rented again."""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, "stop.sh", "hangup", "no reader"])
+def test_ctrl_c_has_the_run_save_and_deletes(how, cloud, launch, monkeypatch):
+    """So does the script that the first lines name, and nothing is rented again.
+
+    Nor does it matter that nobody can be shown anything: the terminal was closed, or `tee` ended.
+    """
     runs(
         cloud,
         f"trap ': > {cloud}/saved-$HOST; exit 75' TERM; : > {cloud}/up-$HOST\n"
@@ -144,11 +153,18 @@ def test_ctrl_c_has_the_run_save_and_deletes(how, cloud, launch):
     def interrupt():
         while not (cloud / "up-1").exists():
             time.sleep(0.02)
-        if how != "stop.sh":
+        if how in WATCHED:
+            os.close(writer), os.close(reader)
+            os.killpg(launch.started[-1].pid, WATCHED[how][1])
+        elif how != "stop.sh":
             launch.started[-1].send_signal(how)
         for place in cloud.glob(f"[01]/*/*/{how}"):
             subprocess.Popen(["bash", place])
 
+    if how in WATCHED:
+        reader, writer = WATCHED[how][0]()
+        seen = {"stdout": writer, "stderr": writer, "start_new_session": True}
+        monkeypatch.setattr(subprocess, "Popen", functools.partial(subprocess.Popen, **seen))
     threading.Thread(target=interrupt, daemon=True).start()
     code, shown = launch("tpu_vm", *FLAGS)
     assert code == 75, shown
