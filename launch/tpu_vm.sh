@@ -105,6 +105,17 @@ attempt() {
   follow
 }
 
+# What another launch has rented is not ours to delete, nor to change what it copies to new machines.
+require_free() {
+  if [ "$(state)" = GONE ]; then return 0; fi
+  cat "$FOLDER/describe" >&2
+  say "$NAME is there already, or gcloud cannot tell: end it by the first lines of $0, or use another --name"
+  exit 2
+}
+
+mkdir -p "$FOLDER"
+require_free
+stage
 # The wheel of the commit, whatever else lies in the checkout.
 rm -rf "$FOLDER/source"
 mkdir "$FOLDER/source"
@@ -113,12 +124,7 @@ git -C "$CHECKOUT" archive --format=tar "$COMMIT" | tar -x -C "$FOLDER/source"
   --wheel-dir "$FOLDER" "$FOLDER/source"
 cp "$FOLDER/source/constraints.txt" "$FOLDER"
 
-# What another launch has rented is not ours to delete.
-if [ "$(state)" != GONE ]; then
-  cat "$FOLDER/describe" >&2
-  say "$NAME is there already, or gcloud cannot tell: end it by the first lines of $0, or use another --name"
-  exit 2
-fi
+require_free
 started=
 trap leave EXIT
 trap 'exit 130' INT TERM HUP

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from bert_jax import config
-from launch import tpu_vm
+from launch import spec, tpu_vm
 
 FLAGS = ("--topology", "v4:2x2x2", "--zone", "z-a", "--spot", "--project", "p")
 
@@ -175,12 +175,15 @@ def test_ctrl_c_has_the_run_save_and_deletes(how, cloud, launch, monkeypatch):
 
 @pytest.mark.long
 def test_what_is_kept_is_neither_deleted_nor_rented_again(cloud, launch):
+    """Nor do files change that the other launch copies to hosts whenever it tries again."""
     runs(cloud, "echo some line")
     code, shown = launch("tpu_vm", *FLAGS, "--keep")
     assert code == 0, shown
     assert (cloud / "request").exists()
-    code, shown = launch("tpu_vm", *FLAGS)
+    staged = {path: path.stat().st_mtime_ns for path in spec.staging("mini").glob("[!dl]*")}
+    code, shown = launch("tpu_vm", *FLAGS, "--set", "seed=1")
     assert code == 2 and "mini is there already" in shown and (cloud / "request").exists()
+    assert staged and staged == {path: path.stat().st_mtime_ns for path in staged}
 
 
 def test_machines_are_waited_for_as_long_as_is_said(cloud, launch):
