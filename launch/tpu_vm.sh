@@ -73,11 +73,9 @@ follow() {
     from=0
     codes=" $(on all "bash $THERE/code.sh" | sed -n 's/.*bert-jax-run \([0-9a-z]*\)$/\1/p' | tr '\n' ' ')"
     case "$(state)" in SUSPEND*) return 134 ;; GONE | DELETING) exit 75 ;; esac
-    if [[ $codes != *" running "* ]]; then
-      if [ "$(wc -w <<< "$codes")" = "$HOSTS" ]; then break; fi
-      silent=$((silent + 1))
-      if [ "$silent" -gt 10 ]; then return 134; fi
-    fi
+    if [[ $codes == *" running "* ]]; then silent=0
+    elif [ "$(wc -w <<< "$codes")" = "$HOSTS" ]; then break
+    elif [ $((silent += 1)) -gt 10 ]; then return 134; fi
     sleep "$POLL"
   done
   started=

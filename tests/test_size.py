@@ -31,11 +31,11 @@ LINES = {
     "serve": 529,
     "vectors": 1_258,
     "verify": 987,
-    "launch": 1_353,
+    "launch": 1_351,
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_238,
+    "tests": 33_250,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30
