@@ -27,7 +27,7 @@ LINES = {
     "tasks": 4_141,
     "text": 2_950,
     "training": 2_355,
-    "running": 4_712,
+    "running": 4_725,
     "serve": 529,
     "vectors": 1_258,
     "verify": 987,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_323,
+    "tests": 33_330,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

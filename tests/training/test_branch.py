@@ -125,6 +125,13 @@ def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(copy
 def test_other_batches_go_on_at_the_rows_that_were_not_seen(copy_of_run):
     half = forked(copy_of_run, "run", 16, "phases.1.batch_size=2")
     assert rows_of(half, 16, 18) == [(1, row) for row in range(8, 12)]
+    # The same text is known wherever it lies now, and by whatever name its vocabulary is called.
+    (copy_of_run / "text").rename(copy_of_run / "moved")
+    moved = f"corpus.sources=text:{copy_of_run}/moved"
+    for setting in (moved, f"corpus.tokenizer={copy_of_run}/corpus/tokenizer"):
+        assert forked(copy_of_run, "run", 16, setting).phases[1].row_offset == 0
+    (copy_of_run / "moved" / "more.txt").write_text("wa wb .\n")
+    assert forked(copy_of_run, "run", 16, moved).phases[1].row_offset == -8
     # Another seed has other rows, of which none was seen.
     other = forked(copy_of_run, "run", 16, "seed=1", "phases.1.batch_size=2")
     assert rows_of(other, 16, 18) == [(1, row) for row in range(4)]
