@@ -27,7 +27,7 @@ LINES = {
     "tasks": 4_141,
     "text": 2_950,
     "training": 2_355,
-    "running": 4_725,
+    "running": 4_727,
     "serve": 529,
     "vectors": 1_258,
     "verify": 987,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_330,
+    "tests": 33_340,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -22,6 +22,7 @@ from bert_jax.config import Experiment
 from bert_jax.data import corpus
 from bert_jax.errors import InputError
 from bert_jax.running.checkpoint import Checkpoints, sha256_of
+from bert_jax.running.lines import Lines
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import (
     Workdir,
@@ -110,7 +111,7 @@ class Branch(NamedTuple):
         return Workdir(self.workdir.root, corpus_dir, self.workdir.remote).corpus
 
     def begin(self, workdir: Workdir) -> None:
-        """Copies the lines that a run without a checkpoint begins with; later ones are dropped."""
+        """Copies the lines up to the checkpoint, with which a run that has none begins."""
         if _has_saved(workdir):
             return
         if self.flag == "--fork":
@@ -126,6 +127,7 @@ class Branch(NamedTuple):
                 with named_errors(source):
                     text = source.read_text()
                 write_atomic(target, text)
+                Lines(target).forget_after(self.step)
 
 
 def decayed(

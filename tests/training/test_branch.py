@@ -7,6 +7,7 @@ on from there with other settings, and with the rows that were not seen.
 import json
 import shutil
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -220,6 +221,15 @@ def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(r
     code, error = fork(tmp_path, tmp_path / "w")
     assert code == 2 and "checkpoints/8" in error and error.count("\n") == 1
     assert not (tmp_path / "w").exists()
+
+
+def test_lines_of_steps_that_a_fork_will_do_are_never_there(copy_of_run):
+    """Trackers would send them, and then not its own, while the checkpoint is being read."""
+    (copy_of_run / "w").mkdir()
+    workdir = Workdir(copy_of_run / "w", f"{copy_of_run}/corpus")
+    branch_lib.forked("run/checkpoints/16", None, (), workdir)[2].begin(workdir)
+    own, theirs = (Path(w, "metrics.jsonl").read_text().splitlines(True) for w in ("w", "run"))
+    assert own == [line for line in theirs if json.loads(line)["step"] <= 16] != theirs
 
 
 def test_a_workdir_holds_one_fork(copy_of_run):
