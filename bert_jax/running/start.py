@@ -107,7 +107,7 @@ def write_experiment(context: Context) -> None:
     for name, source in code.files(experiment).items():
         write_atomic(workdir.root / name, source)
     if origin is not None:
-        if fork := fork_of(workdir):  # which other settings do not undo
+        if (fork := fork_of(workdir)) and context.saves.steps:  # which other settings do not undo
             origin = {"fork": fork} | origin
         write_atomic(workdir.origin, json.dumps(sealed(origin), indent=2) + "\n")
 

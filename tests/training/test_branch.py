@@ -8,6 +8,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -18,8 +19,10 @@ from etils import epath
 from small_run import command, final_state, killed, pretrain, write_text
 
 from bert_jax import config
+from bert_jax.errors import Unavailable
 from bert_jax.running import branch as branch_lib
 from bert_jax.running.pretraining import Prepared
+from bert_jax.running.saves import Saves
 from bert_jax.storage.workdir import Workdir, fork_of
 from bert_jax.verify.faults import Fault, Plan
 
@@ -221,6 +224,15 @@ def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(r
     code, error = fork(tmp_path, tmp_path / "w")
     assert code == 2 and "checkpoints/8" in error and error.count("\n") == 1
     assert not (tmp_path / "w").exists()
+
+
+def test_a_run_is_no_fork_for_one_that_was_killed_in_its_workdir(copy_of_run, monkeypatch):
+    """Before its first save, after which a run with other settings is refused there."""
+    monkeypatch.setattr(Saves, "require_space", Mock(side_effect=Unavailable("at once")))
+    assert fork(".", "w", step=16, run="run")[0] == 74
+    assert fork_of(Workdir(copy_of_run / "w"))
+    assert call("pretrain small.py --workdir w --set seed=7")[0] == 74
+    assert not fork_of(Workdir(copy_of_run / "w"))
 
 
 def test_lines_of_steps_that_a_fork_will_do_are_never_there(copy_of_run):
