@@ -17,7 +17,7 @@ LINES = {
     "compare": 1_192,
     "config": 2_265,
     "conformance": 1_150,
-    "data": 3_623,
+    "data": 3_628,
     "doctor": 775,
     "interop": 2_242,
     "model": 3_086,
@@ -27,7 +27,7 @@ LINES = {
     "tasks": 4_141,
     "text": 2_950,
     "training": 2_355,
-    "running": 4_727,
+    "running": 4_732,
     "serve": 529,
     "vectors": 1_258,
     "verify": 987,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_352,
+    "tests": 33_362,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -132,10 +132,11 @@ class Branch(NamedTuple):
 
 def decayed(
     checkpoint: str, given: str | None, settings: Sequence[str]
-) -> tuple[Experiment, Branch]:
-    """Returns the experiment that decays from RUN/checkpoints/STEP on, and where it branches off.
+) -> tuple[Experiment, dict[str, Any], Branch]:
+    """Returns what decays from RUN/checkpoints/STEP on, its origin, and where it branches off.
 
-    The experiment is that of the file `given`, None: the run's own, with these `settings`.
+    The experiment is that of the file `given`, None: the run's own, with these `settings`. What
+    decays from a fork is itself a fork, of the run which that one left.
     """
     branch = _named("--decay-from", checkpoint)
     saved = load_experiment(branch.workdir)
@@ -154,7 +155,11 @@ def decayed(
         )
     last = branch.step + optimizer.decay_steps - before
     changed = f"phases.{len(experiment.phases) - 1}.steps={last}"
-    return config.override(experiment, [changed]), branch
+    experiment = config.override(experiment, [changed])
+    origin = config.origin_of(given or os.fspath(branch.workdir.experiment), settings, experiment)
+    if fork := fork_of(branch.workdir):
+        origin["fork"] = fork
+    return experiment, origin, branch
 
 
 def forked(

@@ -40,9 +40,9 @@ def runs(tmp_path_factory):
     return folder
 
 
-def branch(folder, workdir, *options, step=16):
-    run = f"pretrain --workdir {workdir} --decay-from {folder}/stable/checkpoints/{step}"
-    return call([*run.split(), "--set", "optimizer.decay_steps=4", *options])
+def branch(folder, workdir, *options, step=16, run="stable"):
+    words = f"pretrain --workdir {workdir} --decay-from {folder}/{run}/checkpoints/{step}"
+    return call([*words.split(), "--set", "optimizer.decay_steps=4", *options])
 
 
 @pytest.mark.long
@@ -155,6 +155,16 @@ def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_pa
     seen = rows_of(stable, 0, 8) + rows_of(one, 8, 20) + rows_of(two, 20, 29)
     for phase, count in ((0, 8 * 8 + 10 * 4 + 16), (1, 2 * 8 + 8 * 4)):
         assert [row for number, row in seen if number == phase] == list(range(count))
+
+
+@pytest.mark.long
+def test_a_decay_of_a_fork_is_a_fork(runs, tmp_path):
+    """Nor is it what its settings give from step 0, of whose rows there are none."""
+    assert fork(runs, tmp_path / "one", "phases.0.batch_size=16", "phases.1.steps=4") == (0, "")
+    assert branch(tmp_path, tmp_path / "two", run="one") == (0, "")
+    assert fork_of(Workdir(tmp_path / "two")) == fork_of(Workdir(tmp_path / "one")) != {}
+    code, error = call(f"pretrain {tmp_path}/two/experiment.json --workdir {tmp_path}/three")
+    assert code == 2 and "row_offset=-64" in error and error.count("\n") == 1
 
 
 @pytest.mark.long
