@@ -177,8 +177,9 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
     for name, words in lists.items():
         yield f"{name}=({shlex.join(words)})"
     yield ""
-    yield 'mkdir -p "$FOLDER"'
+    yield "stage() {"
     for name in sorted(texts):
         yield from script_that_writes(folder / name, texts[name])
+    yield "}"
     yield ""
     yield _BODY.read_text().removesuffix("\n")

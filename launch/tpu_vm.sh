@@ -1,4 +1,5 @@
-say() { echo "launch: $*" >&2; }
+# To a file, once nobody is there to be shown anything: a terminal that was closed ends nothing.
+say() { echo "launch: $*" >&2 || { exec > "$FOLDER/shown" 2>&1 && echo "launch: $*"; } || true; }
 queued() { gcloud compute tpus queued-resources "$1" "$NAME" "${@:2}" "${WHERE[@]}"; }
 on() { gcloud compute tpus tpu-vm ssh "$NAME" --worker="$1" --command="$2" "${WHERE[@]}"; }
 copy() { gcloud compute tpus tpu-vm scp "${FILES[@]}" "$NAME:$THERE/" --worker=all "${WHERE[@]}"; }
@@ -12,7 +13,7 @@ state() {
 # Saves and deletes, whatever the end.
 leave() {
   code=$?
-  trap '' INT TERM HUP
+  trap '' INT TERM HUP PIPE
   trap - EXIT
   kill $(jobs -p) 2> /dev/null || true
   if [ -n "$KEEP" ]; then
@@ -72,11 +73,9 @@ follow() {
     from=0
     codes=" $(on all "bash $THERE/code.sh" | sed -n 's/.*bert-jax-run \([0-9a-z]*\)$/\1/p' | tr '\n' ' ')"
     case "$(state)" in SUSPEND*) return 134 ;; GONE | DELETING) exit 75 ;; esac
-    if [[ $codes != *" running "* ]]; then
-      if [ "$(wc -w <<< "$codes")" = "$HOSTS" ]; then break; fi
-      silent=$((silent + 1))
-      if [ "$silent" -gt 10 ]; then return 134; fi
-    fi
+    if [[ $codes == *" running "* ]]; then silent=0
+    elif [ "$(wc -w <<< "$codes")" = "$HOSTS" ]; then break
+    elif [ $((silent += 1)) -gt 10 ]; then return 134; fi
     sleep "$POLL"
   done
   started=
@@ -104,6 +103,17 @@ attempt() {
   follow
 }
 
+# What another launch has rented is not ours to delete, nor to change what it copies to new machines.
+require_free() {
+  if [ "$(state)" = GONE ]; then return 0; fi
+  cat "$FOLDER/describe" >&2
+  say "$NAME is there already, or gcloud cannot tell: end it by the first lines of $0, or use another --name"
+  exit 2
+}
+
+mkdir -p "$FOLDER"
+require_free
+stage
 # The wheel of the commit, whatever else lies in the checkout.
 rm -rf "$FOLDER/source"
 mkdir "$FOLDER/source"
@@ -112,12 +122,7 @@ git -C "$CHECKOUT" archive --format=tar "$COMMIT" | tar -x -C "$FOLDER/source"
   --wheel-dir "$FOLDER" "$FOLDER/source"
 cp "$FOLDER/source/constraints.txt" "$FOLDER"
 
-# What another launch has rented is not ours to delete.
-if [ "$(state)" != GONE ]; then
-  cat "$FOLDER/describe" >&2
-  say "$NAME is there already, or gcloud cannot tell: end it by the first lines of $0, or use another --name"
-  exit 2
-fi
+require_free
 started=
 trap leave EXIT
 trap 'exit 130' INT TERM HUP

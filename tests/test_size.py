@@ -17,7 +17,7 @@ LINES = {
     "compare": 1_193,
     "config": 2_265,
     "conformance": 1_150,
-    "data": 3_656,
+    "data": 3_662,
     "doctor": 775,
     "interop": 2_272,
     "model": 3_088,
@@ -27,15 +27,15 @@ LINES = {
     "tasks": 4_154,
     "text": 2_982,
     "training": 2_355,
-    "running": 4_674,
+    "running": 4_719,
     "serve": 534,
     "vectors": 1_258,
     "verify": 987,
-    "launch": 1_345,
+    "launch": 1_351,
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_528,
+    "tests": 33_676,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -105,8 +105,8 @@ def _dialled(args: argparse.Namespace, progress: "Progress"):
 def _pretraining(args: argparse.Namespace):
     """The experiment, its origin for the record, and the checkpoint it branches off, if it does.
 
-    The origin is None of a decay, and of a run that goes on and has its record already; all are
-    None where `_dialled` is to choose.
+    The origin is None of a run that goes on and has its record already; all are None where
+    `_dialled` is to choose.
     """
     if (args.text, args.hours, args.base) != (None, None, None):
         if args.text is None or args.hours is None or not 0 < args.hours < float("inf"):
@@ -123,8 +123,7 @@ def _pretraining(args: argparse.Namespace):
     from bert_jax.running import branch
 
     if args.decay_from is not None:
-        experiment, begins = branch.decayed(args.decay_from, args.experiment, args.set)
-        return experiment, None, begins
+        return branch.decayed(args.decay_from, args.experiment, args.set)
     if args.fork is not None:
         return branch.forked(args.fork, args.experiment, args.set, mirror.opened(args.workdir))
     return experiment, None, branch.begun(mirror.opened(args.workdir))

@@ -36,7 +36,13 @@ class Shape:
 
     def rows(self, step: int, indices: np.ndarray) -> np.ndarray:
         """Returns the numbers, int64 [B], of rows of a step of the phase."""
-        return np.int64(step) * self.batch_size + self.row_offset + np.asarray(indices, np.int64)
+        first = step * self.batch_size + self.row_offset
+        if first < 0:
+            raise InputError(
+                f"row_offset={self.row_offset}: step {step} of the phase has no rows, since the "
+                "fork of these settings began later"
+            )
+        return np.int64(first) + np.asarray(indices, np.int64)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ A fork may have other settings than the run it leaves, so that its own do not te
 came about: origin.json keeps the other run's, and `Phase.row_offset` which rows come next.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from bert_jax.config import Experiment
 from bert_jax.data import corpus
 from bert_jax.errors import InputError
 from bert_jax.running.checkpoint import Checkpoints, sha256_of
+from bert_jax.running.lines import Lines
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import (
     Workdir,
@@ -68,7 +70,9 @@ class Branch(NamedTuple):
                 why = f"of another model ({'; '.join(fixed)})"
             elif self.step >= experiment.total_steps:
                 why = f"phases have {experiment.total_steps} steps alone"
-            elif experiment.corpus.tokenizer == "train" and _is_other_text(changed):
+            elif experiment.corpus.tokenizer == "train" and (
+                saved.corpus.tokenizer != "train" or self.has_other_text(saved, experiment)
+            ):
                 why = (
                     "corpus.tokenizer=train makes another vocabulary of another text; add --set "
                     f"corpus.tokenizer={self.corpus / 'tokenizer'}"
@@ -89,6 +93,17 @@ class Branch(NamedTuple):
             return
         raise InputError(f"--decay-from {self}: {why}")
 
+    def has_other_text(self, saved: Experiment, experiment: Experiment) -> bool:
+        """Returns whether the rows of an experiment are others than the run's that is left.
+
+        They are not by the file of a vocabulary, since both must have the same, nor by where the
+        same text lies; nor by weights of sources, with which rows are counted on in all.
+        """
+        ours, theirs = (dataclasses.asdict(one.corpus) for one in (experiment, saved))
+        changed = {name for name in ours if ours[name] != theirs[name]} - {"tokenizer", "mixture"}
+        is_moved = changed == {"sources"} and corpus.is_made_of(self.corpus, experiment.corpus)
+        return bool(changed) and not is_moved
+
     @property
     def corpus(self) -> epath.Path:
         """The corpus of the run that is left."""
@@ -96,7 +111,7 @@ class Branch(NamedTuple):
         return Workdir(self.workdir.root, corpus_dir, self.workdir.remote).corpus
 
     def begin(self, workdir: Workdir) -> None:
-        """Copies the lines that a run without a checkpoint begins with; later ones are dropped."""
+        """Copies the lines up to the checkpoint, with which a run that has none begins."""
         if _has_saved(workdir):
             return
         if self.flag == "--fork":
@@ -112,14 +127,16 @@ class Branch(NamedTuple):
                 with named_errors(source):
                     text = source.read_text()
                 write_atomic(target, text)
+                Lines(target).forget_after(self.step)
 
 
 def decayed(
     checkpoint: str, given: str | None, settings: Sequence[str]
-) -> tuple[Experiment, Branch]:
-    """Returns the experiment that decays from RUN/checkpoints/STEP on, and where it branches off.
+) -> tuple[Experiment, dict[str, Any], Branch]:
+    """Returns what decays from RUN/checkpoints/STEP on, its origin, and where it branches off.
 
-    The experiment is that of the file `given`, None: the run's own, with these `settings`.
+    The experiment is that of the file `given`, None: the run's own, with these `settings`. What
+    decays from a fork is itself a fork, of the run which that one left.
     """
     branch = _named("--decay-from", checkpoint)
     saved = load_experiment(branch.workdir)
@@ -138,7 +155,11 @@ def decayed(
         )
     last = branch.step + optimizer.decay_steps - before
     changed = f"phases.{len(experiment.phases) - 1}.steps={last}"
-    return config.override(experiment, [changed]), branch
+    experiment = config.override(experiment, [changed])
+    origin = config.origin_of(given or os.fspath(branch.workdir.experiment), settings, experiment)
+    if fork := fork_of(branch.workdir):
+        origin["fork"] = fork
+    return experiment, origin, branch
 
 
 def forked(
@@ -148,29 +169,27 @@ def forked(
 
     Each phase goes on at its first row that was not seen, whatever its batch size; of another text
     or seed none was. Once `workdir`, the fork's, has a checkpoint, nothing is asked of the run that
-    was left, and its record stays. For the other arguments see `decayed`.
+    was left, and its rows and its record stay. For the other arguments see `decayed`.
     """
-    branch, own, origin = _named("--fork", checkpoint), workdir.experiment, None
+    branch, own = _named("--fork", checkpoint), workdir.experiment
     if _has_saved(workdir):
-        record = fork_of(workdir)
-        if record.get("checkpoint") != str(branch):
+        if fork_of(workdir).get("checkpoint") != str(branch):
             raise InputError(f"{workdir.named}: holds another run than a fork of {branch}")
-        parent = config.from_json(json.dumps(record["experiment"]), os.fspath(workdir.origin))
         experiment = config.override(config.load(given or os.fspath(own)), settings)
-    else:
-        (parent, sha256), own = branch.saved(), branch.workdir.experiment
-        experiment, origin = config.load_with_origin(given or os.fspath(own), settings)
-        tree = json.loads(config.to_json(parent))
-        origin["fork"] = {"checkpoint": str(branch), "sha256": sha256, "experiment": tree}
-    is_other = _is_other_text(config.differences(parent, experiment, "identity"))
-    seen = [] if is_other or parent.seed != experiment.seed else parent.rows_after(branch.step)
+        phases = zip(experiment.phases, load_experiment(workdir).phases, strict=False)
+        offsets = [saved.row_offset for _, saved in phases]
+        return _with_offsets(experiment, offsets), None, branch
+    (parent, sha256), own = branch.saved(), branch.workdir.experiment
+    experiment, origin = config.load_with_origin(given or os.fspath(own), settings)
+    tree = json.loads(config.to_json(parent))
+    origin["fork"] = {"checkpoint": str(branch), "sha256": sha256, "experiment": tree}
+    is_other = parent.seed != experiment.seed or branch.has_other_text(parent, experiment)
+    seen = [] if is_other else parent.rows_after(branch.step)
     seen += [0] * len(experiment.phases)
     now = experiment.rows_after(branch.step)
-    offsets = [
-        f"phases.{i}.row_offset={phase.row_offset + seen[i] - now[i]}"
-        for i, phase in enumerate(experiment.phases)
-    ]
-    return config.override(experiment, offsets), origin, branch
+    rows = zip(experiment.phases, seen, now, strict=False)
+    offsets = [phase.row_offset + one - other for phase, one, other in rows]
+    return _with_offsets(experiment, offsets), origin, branch
 
 
 def begun(workdir: Workdir) -> Branch | None:
@@ -191,5 +210,6 @@ def _named(flag: Literal["--decay-from", "--fork"], checkpoint: str) -> Branch:
     return Branch(mirror.opened(path.parent.parent), int(path.name), flag)
 
 
-def _is_other_text(changed: list[str]) -> bool:
-    return any(c.startswith("corpus.") and not c.startswith("corpus.mixture:") for c in changed)
+def _with_offsets(experiment: Experiment, offsets: list[int]) -> Experiment:
+    settings = [f"phases.{i}.row_offset={offset}" for i, offset in enumerate(offsets)]
+    return config.override(experiment, settings)

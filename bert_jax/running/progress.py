@@ -11,6 +11,7 @@ What stands in the way of a trace is shown, and costs the run nothing.
 
 import contextlib
 import dataclasses
+import errno
 import os
 import shutil
 import sys
@@ -46,12 +47,28 @@ _TASK = (("loss", "loss"), ("accuracy", "accuracy"))
 
 
 class LineConsole(Console):
-    """A console whose reader may leave: the run goes on without it."""
+    """A console whose reader, terminal or room on a disk may go: the run goes on without it."""
 
     def on_broken_pipe(self) -> None:
         """Silences the console; rich would end the process, and lose steps that are not saved."""
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+    def _check_buffer(self) -> None:  # by which rich writes all that it shows
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            del self._buffer[:]
+            if error.errno not in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+                raise
+            shown = os.dup(sys.stdout.fileno())
+            self.on_broken_pipe()
+            sys.stdout.flush()  # what is left of the line
+            if error.errno != errno.EIO:  # the next one may find room
+                os.dup2(shown, sys.stdout.fileno())
+                self.quiet = False
+            os.close(shown)
 
 
 class Progress:

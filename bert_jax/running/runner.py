@@ -64,7 +64,7 @@ class Trainer:
         self.window: dict[str, jax.Array] = {}
         self.done = 0  # steps
         self.skipped: tuple[int, ...] = ()  # steps that are left out
-        self.init_sha256 = ""
+        self.init_sha256, self.begun_at = "", 0  # the step of a fork's or a decay's first state
         self.losses = self.job.objective.losses  # what is learned in the phase that is on
         # (step, window, the state's counters, counts) of a line whose numbers are on the device.
         self.pending: tuple[int, dict[str, jax.Array], dict[str, jax.Array], Counts] | None = None
@@ -243,7 +243,7 @@ class Trainer:
         self.state, self.window = {}, {}  # two states may be more than there is room for
         self.watchdog.reset(times=2)
         with self.clock.waiting("restore"):
-            begun = start.before(error, first, self.context)
+            begun = start.before(error, first, self.begun_at, self.context)
         if isinstance(error, Diverged):
             where = "" if begun.step else " to step 0, since there is no earlier checkpoint"
             self.say(
@@ -273,7 +273,7 @@ class Trainer:
         # A fresh state may not fit, and jax waits for ever for a part of one that does not.
         slots = jax.device_get(self.state["skipped_steps"]) if self.done else ()
         self.skipped = tuple(int(s) for s in slots if s >= 0)
-        self.init_sha256 = metadata["init_sha256"]
+        self.init_sha256, self.begun_at = metadata["init_sha256"], metadata.get("begun_at", 0)
         self.evaluation, self.held_out = {}, [*metadata.get("held_out", [])]
         self.saves.go_on_from(self.done)
         for name, gone in self.lines.go_on_from(self.done, metadata.get("lines", {})):
@@ -421,6 +421,7 @@ class Trainer:
             "window": {k: v.tolist() for k, v in sums.items()},
             "corpus_sha256": self.job.data_sha256,
             "init_sha256": self.init_sha256,
+            "begun_at": self.begun_at,
             "experiment": json.loads(config.to_json(self.experiment)),
             "environment": environment(),
             "notes": self.job.notes(evaluated),

@@ -96,7 +96,7 @@ def _show(result: Result, job: Job, lines: list[dict[str, Any]]) -> None:
     if result.outcome == "failed":
         job.say(f"failed: {result.why}")
     elif result.outcome == "stopped":
-        where = result.why or "saved"
+        where = result.why or ("saved" if result.done else "nothing to save")
         job.say(f"stopped at step {result.done}, {where}; run the same command again")
     else:
         describe = {e.name: e.describe for e in job.evaluators}

@@ -11,6 +11,7 @@ then the run starts again from a checkpoint before them, and leaves these steps 
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -58,10 +59,11 @@ def begin(context: Context) -> Restored:
     return _start(context, None)
 
 
-def before(error: Diverged | Erred, first: int, context: Context) -> Restored:
+def before(error: Diverged | Erred, first: int, begun_at: int, context: Context) -> Restored:
     """Returns where to start again, a step up to `first`; newer checkpoints are removed.
 
-    Where devices erred it is the oldest if none is as old, as in a run that branched off.
+    Where devices erred it is the oldest if none is as old, as in a run that branched off, and began
+    at step `begun_at` and not 0.
 
     Raises:
       Failed: too much would be done again, see `can_go_back`; nothing was removed.
@@ -73,7 +75,8 @@ def before(error: Diverged | Erred, first: int, context: Context) -> Restored:
         if peers.count > 1:
             raise  # the others wait for it, inside Orbax; one process goes back past it
     _agree_on_steps(context)
-    if not can_go_back(saved.steps, first, context.job.experiment.run.checkpoint_every):
+    every = context.job.experiment.run.checkpoint_every
+    if not can_go_back(saved.steps, first, every, begun_at):
         if isinstance(error, Diverged):
             raise Failed(
                 f"{error}, and no checkpoint from shortly before step {first + 1} is kept to go "
@@ -104,7 +107,7 @@ def write_experiment(context: Context) -> None:
     for name, source in code.files(experiment).items():
         write_atomic(workdir.root / name, source)
     if origin is not None:
-        if fork := fork_of(workdir):  # which other settings do not undo
+        if (fork := fork_of(workdir)) and context.saves.steps:  # which other settings do not undo
             origin = {"fork": fork} | origin
         write_atomic(workdir.origin, json.dumps(sealed(origin), indent=2) + "\n")
 
@@ -156,6 +159,7 @@ def _of_branch(
         job.say(f"optimizer.name: {theirs.name} -> {ours.name}, whose moments begin at 0")
     if branch.flag == "--decay-from":
         job.require_same(restored.metadata)
+    restored.metadata["begun_at"] = branch.step
     return restored
 
 
@@ -223,7 +227,7 @@ def left_out(skipped: Iterable[int], bad: range) -> tuple[tuple[int, ...], int]:
     return tuple(sorted(known.union(bad, [first]))), first
 
 
-def can_go_back(checkpoints: Iterable[int], first: int, every: int) -> bool:
+def can_go_back(checkpoints: Iterable[int], first: int, every: int, begun_at: int = 0) -> bool:
     """Returns whether the newest state before step `first` is near enough for a roll-back.
 
     So it is where no checkpoint is newer (a run that is killed goes on from the newest as well), or
@@ -232,5 +236,6 @@ def can_go_back(checkpoints: Iterable[int], first: int, every: int) -> bool:
     still may be thousands of steps away: to do them again is not for the run to decide.
     """
     steps = list(checkpoints)
-    before = max((step for step in steps if step <= first), default=0)
+    oldest = -math.inf if begun_at else 0  # only a run that began at step 0 can begin again there
+    before = max((step for step in steps if step <= first), default=oldest)
     return max(steps, default=0) <= first or first - before < 2 * every

@@ -62,16 +62,18 @@ class StopRequest:
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
-                if os.isatty(1):
-                    os.write(1, _SHOW_CURSOR)  # the progress bar hides it
+                with contextlib.suppress(OSError):
+                    if os.isatty(1):
+                        os.write(1, _SHOW_CURSOR)  # the progress bar hides it
                 os._exit(INTERRUPTED)
         if not self.requested:
-            os.write(_STDERR, _STOPPING)
+            self.requested = not self._is_shared
+            with contextlib.suppress(OSError):  # of a terminal, or a reader, that is gone
+                os.write(_STDERR, _STOPPING)
         if self._is_shared:
             os.kill(os.getpid(), signal.SIGTERM)
-            return
-        self.requested = True
-        retry.hurry()
+        else:
+            retry.hurry()
 
 
 class Watchdog:

@@ -7,6 +7,8 @@ on from there with other settings, and with the rows that were not seen.
 import json
 import shutil
 import signal
+from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -17,8 +19,10 @@ from etils import epath
 from small_run import command, final_state, killed, pretrain, write_text
 
 from bert_jax import config
+from bert_jax.errors import Unavailable
 from bert_jax.running import branch as branch_lib
 from bert_jax.running.pretraining import Prepared
+from bert_jax.running.saves import Saves
 from bert_jax.storage.workdir import Workdir, fork_of
 from bert_jax.verify.faults import Fault, Plan
 
@@ -36,9 +40,9 @@ def runs(tmp_path_factory):
     return folder
 
 
-def branch(folder, workdir, *options, step=16):
-    run = f"pretrain --workdir {workdir} --decay-from {folder}/stable/checkpoints/{step}"
-    return call([*run.split(), "--set", "optimizer.decay_steps=4", *options])
+def branch(folder, workdir, *options, step=16, run="stable"):
+    words = f"pretrain --workdir {workdir} --decay-from {folder}/{run}/checkpoints/{step}"
+    return call([*words.split(), "--set", "optimizer.decay_steps=4", *options])
 
 
 @pytest.mark.long
@@ -125,6 +129,13 @@ def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(copy
 def test_other_batches_go_on_at_the_rows_that_were_not_seen(copy_of_run):
     half = forked(copy_of_run, "run", 16, "phases.1.batch_size=2")
     assert rows_of(half, 16, 18) == [(1, row) for row in range(8, 12)]
+    # The same text is known wherever it lies now, and by whatever name its vocabulary is called.
+    (copy_of_run / "text").rename(copy_of_run / "moved")
+    moved = f"corpus.sources=text:{copy_of_run}/moved"
+    for setting in (moved, f"corpus.tokenizer={copy_of_run}/corpus/tokenizer"):
+        assert forked(copy_of_run, "run", 16, setting).phases[1].row_offset == 0
+    (copy_of_run / "moved" / "more.txt").write_text("wa wb .\n")
+    assert forked(copy_of_run, "run", 16, moved).phases[1].row_offset == -8
     # Another seed has other rows, of which none was seen.
     other = forked(copy_of_run, "run", 16, "seed=1", "phases.1.batch_size=2")
     assert rows_of(other, 16, 18) == [(1, row) for row in range(4)]
@@ -144,6 +155,16 @@ def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_pa
     seen = rows_of(stable, 0, 8) + rows_of(one, 8, 20) + rows_of(two, 20, 29)
     for phase, count in ((0, 8 * 8 + 10 * 4 + 16), (1, 2 * 8 + 8 * 4)):
         assert [row for number, row in seen if number == phase] == list(range(count))
+
+
+@pytest.mark.long
+def test_a_decay_of_a_fork_is_a_fork(runs, tmp_path):
+    """Nor is it what its settings give from step 0, of whose rows there are none."""
+    assert fork(runs, tmp_path / "one", "phases.0.batch_size=16", "phases.1.steps=4") == (0, "")
+    assert branch(tmp_path, tmp_path / "two", run="one") == (0, "")
+    assert fork_of(Workdir(tmp_path / "two")) == fork_of(Workdir(tmp_path / "one")) != {}
+    code, error = call(f"pretrain {tmp_path}/two/experiment.json --workdir {tmp_path}/three")
+    assert code == 2 and "row_offset=-64" in error and error.count("\n") == 1
 
 
 @pytest.mark.long
@@ -213,6 +234,24 @@ def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(r
     code, error = fork(tmp_path, tmp_path / "w")
     assert code == 2 and "checkpoints/8" in error and error.count("\n") == 1
     assert not (tmp_path / "w").exists()
+
+
+def test_a_run_is_no_fork_for_one_that_was_killed_in_its_workdir(copy_of_run, monkeypatch):
+    """Before its first save, after which a run with other settings is refused there."""
+    monkeypatch.setattr(Saves, "require_space", Mock(side_effect=Unavailable("at once")))
+    assert fork(".", "w", step=16, run="run")[0] == 74
+    assert fork_of(Workdir(copy_of_run / "w"))
+    assert call("pretrain small.py --workdir w --set seed=7")[0] == 74
+    assert not fork_of(Workdir(copy_of_run / "w"))
+
+
+def test_lines_of_steps_that_a_fork_will_do_are_never_there(copy_of_run):
+    """Trackers would send them, and then not its own, while the checkpoint is being read."""
+    (copy_of_run / "w").mkdir()
+    workdir = Workdir(copy_of_run / "w", f"{copy_of_run}/corpus")
+    branch_lib.forked("run/checkpoints/16", None, (), workdir)[2].begin(workdir)
+    own, theirs = (Path(w, "metrics.jsonl").read_text().splitlines(True) for w in ("w", "run"))
+    assert own == [line for line in theirs if json.loads(line)["step"] <= 16] != theirs
 
 
 def test_a_workdir_holds_one_fork(copy_of_run):

@@ -322,6 +322,8 @@ def test_how_far_a_roll_back_goes():
     assert start.can_go_back([5, 10], 4, 5)  # to step 0
     assert not start.can_go_back([35, 40], 28, 5)
     assert not start.can_go_back([5, 35, 40], 28, 5)  # the best so far
+    assert not start.can_go_back([8], 7, 5, begun_at=8)  # a fork has no step 0
+    assert start.can_go_back([8], 8, 5, begun_at=8) and start.can_go_back([], 7, 5, begun_at=8)
 
 
 def lines(losses):

@@ -246,7 +246,7 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
         saved.forget_after.side_effect = lambda *given: done.append(given)
         job = mock.Mock(**{"experiment.run.checkpoint_every": 4})
         context = mock.Mock(job=job, peers=us, saves=saved, mirror=mirror)
-        start.before(Erred([], True, False), 5, context)
+        start.before(Erred([], True, False), 5, 0, context)
 
     together(work, 2)
     assert done == ["read by 0", "read by 1", (5, mirror.flush)]

@@ -1,6 +1,9 @@
-"""What a run says about its speed: tokens that are no padding, and the share that is."""
+"""What a run says about its speed: tokens that are no padding, and the share that is; to nobody."""
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -42,3 +45,33 @@ def test_the_time_left_leaves_out_compilation_and_counts_saves():
     first, second = text.getvalue().splitlines()
     assert first.endswith("  50 s left")
     assert second.endswith("  1 min left")
+
+
+def saying(words: str, **places) -> subprocess.Popen:
+    """A process that shows lines as a run does."""
+    program = (
+        "import os, sys\n"
+        "from bert_jax.running.progress import LineConsole, Progress\n"
+        f"progress = Progress(LineConsole())\n{words}\nsys.stdout.flush()\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, **places)
+
+
+def test_a_line_for_which_a_disk_has_no_room_is_left_out():
+    """Of it nothing waits for the end, either, where it would be a run's failure."""
+    with open("/dev/full", "wb") as full:
+        one = saying("progress.say('one')\nos.dup2(2, 1)\nprogress.say('two')", stdout=full)
+    assert one.communicate()[1] == b"two\n" and one.returncode == 0
+
+
+def test_a_terminal_that_is_gone_ends_nothing():
+    """Also where a bar is shown on it."""
+    words = "with progress.bar(0, 2):\n    sys.stdin.readline()\n    progress.say('one')"
+    reader, terminal = os.openpty()
+    one = saying(f"{words}\nprogress.say('two')", stdin=subprocess.PIPE, stdout=terminal)
+    os.close(terminal)
+    shown = b""
+    while b"0/2" not in shown:
+        shown += os.read(reader, 1000)
+    os.close(reader)
+    assert one.communicate(b"\n")[1] == b"" and one.returncode == 0

@@ -5,12 +5,14 @@ import json
 import os
 import socket
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import samples
+from broken import call
 from compare import assert_identical
 from jax import lax
 from small_run import OBJECTIVES, command, final_state, pretrain
@@ -18,6 +20,7 @@ from small_run import OBJECTIVES, command, final_state, pretrain
 from bert_jax.config import Parallelism, Run
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import session
+from bert_jax.running.runner import Trainer
 from bert_jax.training import feed, replay, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
@@ -221,6 +224,22 @@ def test_a_run_goes_back_before_a_device_that_erred(copy_of_run, finished_run, m
     timings = map(json.loads, (copy_of_run / "w" / "timings.jsonl").read_text().splitlines())
     backs = [x for x in timings if x["kind"] == "roll_back"]
     assert [(x["step"], x["replayed"], x["erred"]) for x in backs] == [(4, 10, [2])]
+
+
+@pytest.mark.long
+def test_a_fork_goes_back_no_further_than_to_where_it_began(copy_of_run, monkeypatch):
+    """Also where it was continued by its --workdir, which no longer names the run it left."""
+    fork = (
+        "pretrain --fork run/checkpoints/16 --set run.replay_every=4 --set run.checkpoint_every=8"
+    )
+    assert call(f"{fork} --workdir alone") == (0, "")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train", mock.Mock(side_effect=Unavailable("at once")))
+        assert call(f"{fork} --workdir w")[0] == 74
+    sicken(monkeypatch, {16})
+    outcome, shown = pretrain(copy_of_run / "w" / "experiment.json", copy_of_run / "w")
+    assert outcome == "finished" and "; going back to step 16" in shown
+    assert_identical(*(final_state(copy_of_run / name)[1] for name in ("w", "alone")))
 
 
 @pytest.mark.long

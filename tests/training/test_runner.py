@@ -42,6 +42,11 @@ def undisturbed(finished_run):
     return finished_run / "run"
 
 
+def test_a_run_that_is_stopped_before_its_first_step_has_saved_nothing(file, monkeypatch):
+    monkeypatch.setattr(Trainer, "_train", lambda self: None)
+    assert "stopped at step 0, nothing to save; run" in pretrain(file, pathlib.Path("w"))[1]
+
+
 @pytest.fixture
 def finished(copy_of_run):
     """A finished run that may be changed."""

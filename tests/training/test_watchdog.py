@@ -1,5 +1,6 @@
 """A run that hangs ends, and shows where; several processes stop after the same step."""
 
+import os
 import signal
 import types
 
@@ -7,6 +8,7 @@ import pytest
 from small_run import command
 
 from bert_jax.running import watchdog
+from bert_jax.storage import retry
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,23 @@ def test_a_hang_is_tried_again_also_where_no_thread_can_run(hang, code):
     done = command("-c", program)
     assert done.returncode == code
     assert b"Timeout (0:00:01.100000)!" in done.stderr and b'File "<string>", line 5' in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_is_heard_where_nobody_can_be_shown_so(number, monkeypatch):
+    """As where Ctrl-C has ended `tee` first: the state is saved all the same."""
+    monkeypatch.setattr(retry, "latest", retry.latest)  # put back, whatever the request makes of it
+    reader, writer = os.pipe()
+    os.close(reader)
+    shown = os.dup(2)
+    try:
+        os.dup2(writer, 2)
+        with watchdog.StopRequest(types.SimpleNamespace(count=1)) as stop:
+            signal.raise_signal(number)
+    finally:
+        os.dup2(shown, 2)
+        os.close(shown), os.close(writer)
+    assert stop.requested and retry.latest < float("inf")
 
 
 def test_processes_ask_about_each_step_once_and_stop_together(monkeypatch):

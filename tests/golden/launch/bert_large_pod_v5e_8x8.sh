@@ -24,7 +24,7 @@ REQUEST=(--node-id=bert-large-pod-SHA256 --accelerator-type=v5litepod-64 --runti
 FILES=(/cache/launch/bert-large-pod-SHA256/bert_jax-0.1.0-py3-none-any.whl /cache/launch/bert-large-pod-SHA256/code.sh /cache/launch/bert-large-pod-SHA256/constraints.txt /cache/launch/bert-large-pod-SHA256/experiment.json /cache/launch/bert-large-pod-SHA256/install.sh /cache/launch/bert-large-pod-SHA256/run.sh /cache/launch/bert-large-pod-SHA256/start.sh /cache/launch/bert-large-pod-SHA256/stop.sh)
 FINAL=(1 2 130)
 
-mkdir -p "$FOLDER"
+stage() {
 cat > /cache/launch/bert-large-pod-SHA256/code.sh <<'END'
 # Prints the exit code of the run, "running", or 134 of one that was killed with its machine.
 cd "$(dirname "$0")"
@@ -91,5 +91,6 @@ touch run.asked
 for _ in $(seq 900); do [ -f run.exit ] && exit 0; sleep 1; done
 exit 1
 END
+}
 
 # launch/tpu_vm.sh

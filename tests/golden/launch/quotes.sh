@@ -24,7 +24,7 @@ REQUEST=(--node-id=quotes --accelerator-type=v6e-4 --runtime-version=v2-alpha-tp
 FILES=(/cache/launch/quotes/bert_jax-0.1.0-py3-none-any.whl /cache/launch/quotes/code.sh /cache/launch/quotes/constraints.txt /cache/launch/quotes/experiment.json /cache/launch/quotes/install.sh /cache/launch/quotes/run.sh /cache/launch/quotes/start.sh /cache/launch/quotes/stop.sh)
 FINAL=(1 2 130)
 
-mkdir -p "$FOLDER"
+stage() {
 cat > /cache/launch/quotes/code.sh <<'END'
 # Prints the exit code of the run, "running", or 134 of one that was killed with its machine.
 cd "$(dirname "$0")"
@@ -91,5 +91,6 @@ touch run.asked
 for _ in $(seq 900); do [ -f run.exit ] && exit 0; sleep 1; done
 exit 1
 END
+}
 
 # launch/tpu_vm.sh
