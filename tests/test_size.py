@@ -15,7 +15,7 @@ LINES = {
     ".": 1_182,
     "cli": 1_573,
     "compare": 1_193,
-    "config": 2_265,
+    "config": 2_266,
     "conformance": 1_150,
     "data": 3_662,
     "doctor": 775,
@@ -25,7 +25,7 @@ LINES = {
     "report": 1_538,
     "storage": 1_504,
     "tasks": 4_154,
-    "text": 2_982,
+    "text": 2_983,
     "training": 2_355,
     "running": 4_719,
     "serve": 534,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_051,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 33_676,
+    "tests": 33_686,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

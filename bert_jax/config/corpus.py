@@ -56,8 +56,9 @@ def named(source: str) -> str:
 def source_of_text(path: str) -> str:
     """Returns the source that a path of text is, by the end of its name; a source stays one."""
     word = pathlib.PurePath(re.sub(r"\.(gz|zst)$", "", path)).suffix[1:]
-    is_source = re.match(r"\w+:(?!//)", path)
-    return path if is_source else f"{word if word in TEXT_FILES else 'text'}:{path.rstrip('/')}"
+    if re.match(r"\w+:(?!//)", path):
+        return path
+    return f"{word if word in TEXT_FILES else 'text'}:{re.sub(r'(?<=[^:/])/+$', '', path)}"
 
 
 # Rows of which each source of a mixture has its share exactly.

@@ -81,7 +81,8 @@ def _files_there(word: str, place: str, seconds: float | None) -> list[str]:
 
 def _files_in_bucket(word: str, place: str, seconds: float | None) -> list[str]:
     """Returns the objects of a name, below a folder, or that fit a pattern."""
-    folder, fits = f"{place.rstrip('/')}/", f".*({'|'.join(map(re.escape, SUFFIXES[word]))})"
+    folder = re.sub(r"(?<=[^:/])/*$", "/", place)
+    fits = f".*({'|'.join(map(re.escape, SUFFIXES[word]))})"
     if glob.has_magic(place):
         begin = re.split(r"[*?[]", place)[0]
         folder, fits = begin[: begin.rfind("/") + 1], glob_translate(place)

@@ -214,6 +214,8 @@ def test_what_cannot_be_chosen_is_named(here, monkeypatch, capsys, args, named):
         ("novels/", "text:novels"),
         ("./a:b.jsonl.gz", "jsonl:./a:b.jsonl.gz"),
         ("gs://bucket/novels/", "text:gs://bucket/novels"),
+        ("gs://", "text:gs://"),
+        ("/", "text:/"),
         ("hf://datasets/a/b/*.parquet", "parquet:hf://datasets/a/b/*.parquet"),
         ("jsonl:gs://bucket/novels", "jsonl:gs://bucket/novels"),
         ("tfds:novels", "tfds:novels"),

@@ -92,9 +92,18 @@ def logits(of: str, kind: str, params: dict) -> np.ndarray:
     return np.asarray(run(params, batch))
 
 
-@pytest.mark.long
-@every_model
-@every_kind
+@pytest.mark.parametrize(
+    ("of", "kind"),
+    [
+        pytest.param(
+            of,
+            kind,
+            marks=[] if (of, kind) == ("modern over means", "classify") else pytest.mark.long,
+        )
+        for of in MODELS
+        for kind in made.CLASSES
+    ],
+)
 def test_logits_are_those_of_the_class(of, kind):
     expected = np.load(made.FOLDER / "logits.npz")[f"{of} {kind}"]
     found = logits(of, kind, ours(of, kind))

@@ -125,7 +125,6 @@ def test_the_machines_are_deleted_at_any_end(run, retries, code, rented, cloud, 
     assert not (cloud / "request").exists()
 
 
-@pytest.mark.long
 def test_a_connection_that_fails_now_and_then_ends_no_run(cloud, launch):
     (cloud / "flaky").touch()
     runs(cloud, f"until [ $(grep -c code.sh {cloud}/calls) -gt 30 ]; do sleep 0.05; done")
@@ -185,7 +184,6 @@ def test_ctrl_c_has_the_run_save_and_deletes(how, cloud, launch, monkeypatch):
     assert calls(cloud, "create", "delete") == ["create", "delete"]
 
 
-@pytest.mark.long
 def test_what_is_kept_is_neither_deleted_nor_rented_again(cloud, launch):
     """Nor do files change that the other launch copies to hosts whenever it tries again."""
     runs(cloud, "echo some line")
