@@ -107,14 +107,18 @@ def opened(path: epath.PathLike) -> IO[bytes]:
             f"{path}: is stored with Content-Encoding: {listed.encoding}, and its length is not "
             "that of its text; upload it without (gcloud storage cp), or as a .gz file"
         )
-    return io.BufferedReader(_Ranges(path, listed.size), _RANGE)
+    return io.BufferedReader(_Ranges(path, listed.size))
 
 
 class _Ranges(io.RawIOBase):
-    """The bytes of an object as of a file."""
+    """The bytes of an object as of a file.
+
+    It holds a range by itself: readers of text ask past io's buffer, for 8 KiB at a time.
+    """
 
     def __init__(self, path: epath.PathLike, size: int):
         self._path, self._size, self._place = path, size, 0
+        self._held, self._begin = b"", 0
 
     def readable(self) -> bool:
         return True
@@ -128,8 +132,11 @@ class _Ranges(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        end = min(self._place + len(buffer), self._size)
-        data = read(self._path, self._place, end) if self._place < end else b""
+        if not self._begin <= self._place < self._begin + len(self._held):
+            end = min(self._place + _RANGE, self._size)
+            self._held = read(self._path, self._place, end) if self._place < end else b""
+            self._begin = self._place
+        data = self._held[self._place - self._begin :][: len(buffer)]
         buffer[: len(data)] = data
         self._place += len(data)
         return len(data)

@@ -50,6 +50,15 @@ def test_files_in_a_bucket_that_fails_are_read_as_those_here(objects, tmp_path, 
         assert text_sources.sha256(row["file"]) == text_sources.sha256(str(local))
 
 
+@pytest.mark.parametrize("word, line", [("jsonl", '{"text": "Text %d."}\n'), ("csv", "text%d\n")])
+def test_an_object_is_asked_for_a_range_at_a_time(objects, word, line, monkeypatch):
+    monkeypatch.setattr(buckets, "_RANGE", 2**16)
+    content = "text\n" * (word == "csv") + "".join(line % i for i in range(20_000))
+    objects.put(f"texts/a.{word}", content.encode(), {})
+    assert len(read(f"{word}:gs://bucket/texts")) == 20_000
+    assert len([kind for _, kind in objects.requests if kind == "read"]) < len(content) / 2**16 + 5
+
+
 @pytest.mark.parametrize("place", ["", "none", "none/*.txt", "texts/*.csv", "texts/sub.txt"])
 def test_text_that_is_not_in_its_bucket_is_refused(objects, place):
     objects.put("texts/sub.txt.md", b"no text", {})
