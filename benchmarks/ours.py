@@ -97,9 +97,8 @@ class Bare:
     def __init__(self, model: Model, batch: Batch, parallelism: Parallelism):
         mesh, rows = mesh_lib.make_mesh(parallelism), np.arange(len(batch["rows"]))
         self._batch = feed.place(batch, rows, len(rows), mesh_lib.batch_sharding(mesh))
-        self._run = step.make_train_step(
-            Pretraining(model), OPTIMIZER, parallelism, 1, _TOTAL_STEPS, mesh
-        )
+        spec = step.StepSpec(Pretraining(model), OPTIMIZER, parallelism, 1, mesh)
+        self._run = step.make_train_step(spec, _TOTAL_STEPS)
         self._key = step.phase_key(model, 0, 0)
         self._state = first_state(model, mesh)
         self.take(1)

@@ -22,12 +22,12 @@ import numpy as np
 from etils import epath
 
 from bert_jax import base, config
-from bert_jax.config import Experiment, Optimizer, Phase
+from bert_jax.config import Experiment, Model, Optimizer, Phase
 from bert_jax.data import corpus
 from bert_jax.interop import huggingface, importing, names, weights
 from bert_jax.loaded import Loaded
 from bert_jax.model import heads
-from bert_jax.model.encoder import Loop
+from bert_jax.model.encoder import Loop, padded_vocab_size
 from bert_jax.model.kinds import encode
 from bert_jax.running import lines as lines_lib
 from bert_jax.running.pretraining import Prepared
@@ -141,20 +141,24 @@ def make_model(
     place = epath.Path(folder / "corpus")
     corpus.prepare(experiment.corpus, experiment.model.vocab_size, place, lambda line: None)
     prepared = Prepared.open(place)
-    rng = np.random.default_rng(0)
-    params = heads.init_params(experiment.model, jax.random.key(0))
-    used = experiment.model.vocab_size
+    write_base(experiment.model, prepared.tokenizer, 0.02, folder / "base")
+    return Loaded.of(epath.Path(folder / "base")), prepared, experiment
 
-    def stir(path: tuple[Any, ...], value: jax.Array) -> np.ndarray:
-        moved = np.asarray(value) + 0.02 * rng.standard_normal(value.shape).astype(np.float32)
-        if path[-1].key in ("embedding", "output_bias"):
-            moved[used:] = 0  # other tables are shorter
+
+def write_base(
+    cfg: Model, of: Any, deviation: float, folder: pathlib.Path, fresh: tuple[str, ...] = ()
+) -> None:
+    """A base with this tokenizer, none of whose parameters is zero or one."""
+    rng = np.random.default_rng(0)
+
+    def stirred(value: jax.Array) -> np.ndarray:
+        moved = np.asarray(value) + deviation * rng.standard_normal(value.shape).astype(np.float32)
+        if len(moved) == padded_vocab_size(cfg):
+            moved[cfg.vocab_size :] = 0  # other tables are shorter
         return moved
 
-    params = jax.tree.map_with_path(stir, params)
-    made = base.Base(experiment.model, params, prepared.tokenizer, "benchmarks.parity")
-    base.write(made, epath.Path(folder / "base"))
-    return Loaded.of(epath.Path(folder / "base")), prepared, experiment
+    params = jax.tree.map(stirred, heads.init_params(cfg, jax.random.key(0)))
+    base.write(base.Base(cfg, params, of, "benchmarks.parity", fresh), epath.Path(folder))
 
 
 def outputs(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dict[str, Any]:
@@ -188,7 +192,8 @@ def training(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dic
     for number in range(STEPS):
         phase, first = experiment.phase_at(number)
         objective = objective_lib.of_phase(experiment, phase)
-        train_step = step.make_train_step(objective, cfg, experiment.parallelism, 1, total, mesh)
+        spec = step.StepSpec(objective, cfg, experiment.parallelism, 1, mesh)
+        train_step = step.make_train_step(spec, total)
         batch = prepared.train_batches(experiment, phase).batch(number - first, rows)
         window = jax.device_put(step.empty_window(objective.metrics), mesh_lib.replicated(mesh))
         placed = feed.place(batch, rows, len(rows), sharding)

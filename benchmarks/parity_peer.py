@@ -1,6 +1,5 @@
 """The side of `parity` that runs in PyTorch's environment: loads the folders and compares."""
 
-import inspect
 import json
 import pathlib
 import sys
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.peer import adamw
+from benchmarks.peer import adamw, inputs
 
 LOGITS = 2e-5
 FIRST, EARLY, WHOLE = 20, 1e-4, 1e-3
@@ -55,21 +54,6 @@ def load(kind: str, architecture: str, folder: pathlib.Path) -> tuple[Any, dict[
     return cls.from_pretrained(folder / kind, output_loading_info=True)
 
 
-def inputs(model: Any, batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """What a model reads of a batch of ours, under their names."""
-    named = {
-        "input_ids": "input_ids",
-        "token_type_ids": "segment_ids",
-        "attention_mask": "input_mask",
-    }
-    reads = inspect.signature(model.forward).parameters
-    return {
-        theirs: torch.from_numpy(batch[ours]).long()
-        for theirs, ours in named.items()
-        if theirs in reads
-    }
-
-
 def compare_outputs(
     kind: str,
     architecture: str,
@@ -83,7 +67,7 @@ def compare_outputs(
         checks.holds(f"{kind}: no {keys}", not info[keys])
     model.eval()
     with torch.no_grad():
-        found = model(**inputs(model, expected))
+        found = model(**inputs(expected, model))
     at = torch.from_numpy(expected["masked_lm_positions"]).long()
     for theirs, ours in (
         ("prediction_logits", "prediction_logits"),
@@ -147,7 +131,7 @@ class Pretraining(torch.nn.Module):
 
     def loss(self, batch: dict[str, np.ndarray]) -> torch.Tensor:
         """Both losses' sum, or the one of masked LM where there are no pairs."""
-        read, wanted = inputs(self.masked_lm, batch), targets(batch)
+        read, wanted = inputs(batch, self.masked_lm), targets(batch)
         found = self.masked_lm(**read, labels=wanted["labels"], output_hidden_states=True)
         if "next_sentence_labels" not in batch:
             return found.loss

@@ -17,15 +17,11 @@ import sys
 import tempfile
 from typing import Any, Literal
 
-import jax
-import numpy as np
 from etils import epath
 
-from benchmarks import measure
-from bert_jax import base
+from benchmarks import measure, parity
 from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Model, Optimizer, Run, Task
 from bert_jax.interop import finetuned
-from bert_jax.model import heads
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.job import finetune
@@ -106,24 +102,14 @@ def make(model: str, case: Case, place: pathlib.Path) -> None:
 
 
 def write_base(name: str, fresh: tuple[str, ...], folder: pathlib.Path) -> None:
-    """A base none of whose parameters is zero or one."""
-    rng, cfg, tokenizer = np.random.default_rng(0), MODELS[name], WordPiece(PIECES, "uncased")
+    """A base of one of `MODELS`."""
+    cfg, tokenizer = MODELS[name], WordPiece(PIECES, "uncased")
     if name == "roberta":
         specials = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
         specials |= {"cls_token": "<s>", "sep_token": "</s>"}
         tokenizer = Library(_ROBERTA_TOKENIZER.read_bytes(), specials, name)
         cfg = dataclasses.replace(cfg, vocab_size=tokenizer.size)
-
-    def stirred(value: np.ndarray) -> np.ndarray:
-        return value + 0.05 * rng.standard_normal(value.shape).astype(np.float32)
-
-    params = jax.device_get(heads.init_params(cfg, jax.random.key(0)))
-    params = jax.tree.map(stirred, params)
-    # Other tables are shorter.
-    params["encoder"]["embeddings"]["word"]["embedding"][cfg.vocab_size :] = 0
-    params["masked_lm"]["output_bias"][cfg.vocab_size :] = 0
-    made = base.Base(cfg, params, tokenizer, "benchmarks.parity_tasks", fresh)
-    base.write(made, epath.Path(folder))
+    parity.write_base(cfg, tokenizer, 0.05, folder, fresh)
 
 
 def examples(kind: str) -> str:

@@ -1,6 +1,7 @@
 """What PyTorch and transformers do, asked from another environment (`measure.peer`)."""
 
 import importlib.util
+import inspect
 import pathlib
 import sys
 from typing import Any
@@ -24,13 +25,13 @@ def adamw(model: torch.nn.Module, weight_decay: float, **settings) -> torch.opti
     return torch.optim.AdamW(groups, **settings)
 
 
-def inputs(batch: Batch) -> Batch:
-    """What a model reads of a batch of ours, under their names."""
-    return {
-        "input_ids": batch["input_ids"].long(),
-        "token_type_ids": batch["segment_ids"].long(),
-        "attention_mask": batch["input_mask"].long(),
-    }
+READS = {"input_ids": "input_ids", "token_type_ids": "segment_ids", "attention_mask": "input_mask"}
+
+
+def inputs(batch: Batch, model: torch.nn.Module | None = None) -> Batch:
+    """What a model reads of a batch of ours, under their names; None reads all."""
+    names = inspect.signature(model.forward).parameters if model else READS
+    return {name: torch.as_tensor(batch[READS[name]]).long() for name in READS if name in names}
 
 
 class Step:

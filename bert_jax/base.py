@@ -12,7 +12,6 @@ B/COMPLETE              written last
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,14 +26,7 @@ from bert_jax import config
 from bert_jax.config import Experiment, Model
 from bert_jax.errors import InputError, reading
 from bert_jax.storage.copies import new_folder
-from bert_jax.storage.workdir import (
-    is_complete,
-    mark_complete,
-    named_errors,
-    read_json,
-    sealed,
-    write_atomic,
-)
+from bert_jax.storage.workdir import is_complete, mark_complete, named_errors, read_json, write_json
 from bert_jax.text import tokenizer as tokenizer_lib
 
 FORMAT_VERSION = 1
@@ -134,7 +126,7 @@ def write(base: Base, folder: epath.Path) -> None:
             names = ("kinds", "labels", "pooling")
             record["head"] = {name: getattr(base.head, name) for name in names}
             record["head_sha256"] = _sha256(made / _HEAD)
-        write_atomic(made / _JSON, json.dumps(sealed(record), indent=2) + "\n")
+        write_json(made / _JSON, record)
         mark_complete(made)
 
 
@@ -148,13 +140,9 @@ def read(folder: epath.Path) -> Base:
     where, remedy = folder / _JSON, "import it again"
     record = read_json(where, FORMAT_VERSION, remedy, remedy)
     tokenizer = tokenizer_lib.load(folder / _TOKENIZER)
-    now = {
-        "weights_sha256": _sha256(folder / _WEIGHTS),
-        "tokenizer_sha256": tokenizer.sha256,
-        "moments_sha256": _sha256(folder / _MOMENTS),
-        "head_sha256": _sha256(folder / _HEAD),
-    }
-    for name, sha256 in now.items():
+    files = {"weights": _WEIGHTS, "moments": _MOMENTS, "head": _HEAD}
+    now = {f"{name}_sha256": _sha256(folder / file) for name, file in files.items()}
+    for name, sha256 in (now | {"tokenizer_sha256": tokenizer.sha256}).items():
         if record.get(name, "") != sha256:
             raise InputError(f"{where}: {name} differs from what lies next to it; {remedy}")
     with reading(where, remedy):
@@ -217,15 +205,6 @@ def require_same_tokenizer(base: Base, tokenizer: tokenizer_lib.Tokenizer, where
         raise InputError(
             f"{where}: weights of another vocabulary than the corpus's; prepare the text with "
             f"corpus.tokenizer={where}/{_TOKENIZER}"
-        )
-
-
-def require_same_weights(where: str, sha256: str) -> None:
-    """Raises InputError if the base `where` holds other weights than those a run began with."""
-    if begins_with(epath.Path(where)) != sha256:
-        raise InputError(
-            f"init_from={where}: holds other weights than those this run began with; put those "
-            "back, or choose another --workdir"
         )
 
 

@@ -1,9 +1,11 @@
 """Errors that users see in one line, and the exit codes of commands."""
 
 import contextlib
+import json
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
 UNAVAILABLE, STOPPED, INTERRUPTED, LOST = 74, 75, 130, 134
@@ -27,33 +29,24 @@ CODES_OF_RUNS = {
 
 
 def exit_codes(own: Mapping[int, str]) -> str:
-    """Returns the lines that end a command's help: every exit code and what it means.
-
-    Args:
-      own: meanings that differ from those of all commands.
-    """
+    """Returns every exit code and what it means, to end a command's help; `own` go first."""
     meanings = sorted((_CODES | dict(own)).items())
     return "exit codes:\n" + "".join(f"  {code:<4} {meaning}\n" for code, meaning in meanings)
 
 
-class InputError(Exception):
-    """Bad input or usage, in one line: what is at fault, where, and what to do.
-
-    It stays one line whatever file names, text and errors of others it quotes.
-    """
+class _OneLine(Exception):
+    """An error of one line, whatever file names, text and errors of others it quotes."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
-class Unavailable(Exception):
-    """A machine or a network that fails for now; the same command, run again, may succeed.
+class InputError(_OneLine):
+    """Bad input or usage: what is at fault, where, and what to do."""
 
-    The message is one line, as of `InputError`.
-    """
 
-    def __str__(self) -> str:
-        return printable(super().__str__())
+class Unavailable(_OneLine):
+    """A machine or a network that fails for now; the same command, run again, may succeed."""
 
 
 class DiskFull(Unavailable):
@@ -61,16 +54,8 @@ class DiskFull(Unavailable):
 
 
 # What a parser raises on a file that is not what was written.
-_DAMAGE = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    zipfile.BadZipFile,
-)
+_DAMAGE = (ArithmeticError, AttributeError, EOFError, LookupError, RecursionError, TypeError)
+_DAMAGE += (ValueError, zipfile.BadZipFile)
 
 
 @contextlib.contextmanager
@@ -83,6 +68,17 @@ def reading(
     except _DAMAGE as error:
         what = f"{type(error).__name__}: {error}"
         raise InputError(f"{path}: damaged ({what}); {remedy}") from error
+
+
+def json_object(content: str | bytes, where: object, remedy: str = "") -> dict[str, Any]:
+    """Returns the JSON object that a text is; errors begin with `where` and end with `remedy`."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON ({error}){remedy}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: not a JSON object{remedy}")
+    return value
 
 
 @contextlib.contextmanager
@@ -99,15 +95,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def quantity(count: int, one: str, many: str = "") -> str:
-    """Returns a number and its noun: 1 file, 2,000 files.
-
-    Args:
-      count: how many.
-      one: the noun of one.
-      many: of any other number; "": `one` with an s.
-    """
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+def quantity(count: int, one: str) -> str:
+    """Returns a number and its noun: 1 file, 2,000 files."""
+    return f"{count:,} {one}{'s' * (count != 1)}"
 
 
 def duration(seconds: float) -> str:
@@ -124,10 +114,8 @@ def duration(seconds: float) -> str:
 
 def of_error(error: BaseException) -> tuple[str, int]:
     """Returns the line that is printed for an error, and the exit code."""
-    if isinstance(error, InputError):
-        return f"bert-jax: {error}", BAD_INPUT
-    if isinstance(error, Unavailable):
-        return f"bert-jax: {error}", UNAVAILABLE
+    if isinstance(error, _OneLine):
+        return f"bert-jax: {error}", UNAVAILABLE if isinstance(error, Unavailable) else BAD_INPUT
     if isinstance(error, KeyboardInterrupt):
         return "bert-jax: interrupted", INTERRUPTED
     message = printable(str(error).strip().split("\n")[0][:300])

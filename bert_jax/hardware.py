@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Literal
+from typing import Any, Literal
 
 _TERA = 1e12
 
@@ -46,20 +46,20 @@ PEAK_FLOPS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Tpu:
     """A generation of TPU, and the slices it is rented in."""
 
     kind: str  # as jax names its devices
-    devices_per_chip: int = 1  # jax devices on a chip
-    cores_per_device: int = 1  # tensor cores that work as one device
+    devices_per_chip: int  # jax devices on a chip
+    cores_per_device: int  # tensor cores that work as one device
     clock_hz: float  # of a core
     memory_bytes: float  # of a chip
     memory_bandwidth: float  # of a chip, bytes a second
     link_bandwidth: float  # of one link between chips, one way, bytes a second
     published_link_bandwidth: float  # the same, the most that is published
     # Of the network between slices, a chip's share, one way, bytes a second; None: not published.
-    network_bandwidth: float | None = None
+    network_bandwidth: float | None
     # Axes that are closed to rings: those as long as this number; or all, where each is a multiple
     # of 4 ("cubes").
     ring: int | Literal["cubes"]
@@ -67,91 +67,32 @@ class Tpu:
 
 
 _GIGA = 1e9
-_GIB = 2**30
+_V2 = ("2x2", "4x4", "8x8", "8x16", "16x16")
+_V3 = (*_V2, "16x32", "32x32", "128x32")
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
 
+
+def _tpu(
+    kind: str, devices: int, cores: int, ghz: float, gib: int, *rates: Any, **more: Any
+) -> Tpu:
+    """Returns a generation; of `rates`, in GB/s, the order is the class's."""
+    per_second = (rate and rate * _GIGA for rate in rates)
+    return Tpu(kind, devices, cores, ghz * _GIGA, gib * 2**30, *per_second, **more)
+
+
 TPUS = {
-    "v2": Tpu(
-        kind="TPU v2",
-        devices_per_chip=2,
-        clock_hz=0.7 * _GIGA,
-        memory_bytes=16 * _GIB,
-        memory_bandwidth=700 * _GIGA,
-        link_bandwidth=62 * _GIGA,
-        published_link_bandwidth=62 * _GIGA,
-        ring=16,
-        slices=("2x2", "4x4", "8x8", "8x16", "16x16"),
-    ),
-    "v3": Tpu(
-        kind="TPU v3",
-        devices_per_chip=2,
-        clock_hz=0.94 * _GIGA,
-        memory_bytes=32 * _GIB,
-        memory_bandwidth=900 * _GIGA,
-        link_bandwidth=82 * _GIGA,
-        published_link_bandwidth=100 * _GIGA,
-        ring=32,
-        slices=("2x2", "4x4", "8x8", "8x16", "16x16", "16x32", "32x32", "128x32"),
-    ),
-    "v4": Tpu(
-        kind="TPU v4",
-        cores_per_device=2,
-        clock_hz=1.05 * _GIGA,
-        memory_bytes=32 * _GIB,
-        memory_bandwidth=1_200 * _GIGA,
-        link_bandwidth=45 * _GIGA,
-        published_link_bandwidth=50 * _GIGA,
-        ring="cubes",
-        slices=_CUBES,
-    ),
-    "v5e": Tpu(
-        kind="TPU v5 lite",
-        clock_hz=1.5 * _GIGA,
-        memory_bytes=16 * _GIB,
-        memory_bandwidth=819 * _GIGA,
-        link_bandwidth=45 * _GIGA,
-        published_link_bandwidth=50 * _GIGA,
-        network_bandwidth=3.125 * _GIGA,
-        ring=16,
-        slices=_FLAT,
-    ),
-    "v5p": Tpu(
-        kind="TPU v5",
-        cores_per_device=2,
-        clock_hz=1.75 * _GIGA,
-        memory_bytes=95 * _GIB,
-        memory_bandwidth=2_765 * _GIGA,
-        link_bandwidth=90 * _GIGA,
-        published_link_bandwidth=100 * _GIGA,
-        network_bandwidth=6.25 * _GIGA,
-        ring="cubes",
-        slices=_CUBES,
-    ),
-    "v6e": Tpu(
-        kind="TPU v6 lite",
-        clock_hz=1.75 * _GIGA,
-        memory_bytes=32 * _GIB,
-        memory_bandwidth=1_640 * _GIGA,
-        link_bandwidth=90 * _GIGA,
-        published_link_bandwidth=100 * _GIGA,
-        network_bandwidth=12.5 * _GIGA,
-        ring=16,
-        slices=_FLAT,
-    ),
+    "v2": _tpu("TPU v2", 2, 1, 0.7, 16, 700, 62, 62, None, ring=16, slices=_V2),
+    "v3": _tpu("TPU v3", 2, 1, 0.94, 32, 900, 82, 100, None, ring=32, slices=_V3),
+    "v4": _tpu("TPU v4", 1, 2, 1.05, 32, 1_200, 45, 50, None, ring="cubes", slices=_CUBES),
+    "v5e": _tpu("TPU v5 lite", 1, 1, 1.5, 16, 819, 45, 50, 3.125, ring=16, slices=_FLAT),
+    "v5p": _tpu("TPU v5", 1, 2, 1.75, 95, 2_765, 90, 100, 6.25, ring="cubes", slices=_CUBES),
+    "v6e": _tpu("TPU v6 lite", 1, 1, 1.75, 32, 1_640, 90, 100, 12.5, ring=16, slices=_FLAT),
 }
 
 
 def chips(kind: str, devices: int) -> int | None:
-    """Returns how many chips so many devices are: what one pays for.
-
-    Args:
-      kind: as jax names the devices.
-      devices: of all processes.
-
-    Returns:
-      None for devices that are not in the table, a CPU's among them: nothing is guessed.
-    """
+    """Returns how many chips, what one pays for, devices of a kind are; None: it is not known."""
     if kind not in PEAK_FLOPS:
         return None
     on_a_chip = {tpu.kind: tpu.devices_per_chip for tpu in TPUS.values()}
@@ -166,14 +107,8 @@ _TRIES = 10
 def peak_flops(compute_dtype: str) -> float | None:
     """Returns the most operations a second that all devices of all processes can do.
 
-    Known devices are looked up. On a CPU it is what a large float32 product reaches now, whatever
-    the compute dtype: its virtual devices share the cores.
-
-    Args:
-      compute_dtype: of the matrix products, "float32" or "bfloat16".
-
-    Returns:
-      None for a device that is not in the table: nothing is guessed.
+    Known devices are looked up, by the dtype of the products; None of others: nothing is guessed.
+    On a CPU it is what a large float32 product reaches now, since its virtual devices share cores.
     """
     import jax  # not above: the names of slices are read without a device
 
@@ -185,25 +120,18 @@ def peak_flops(compute_dtype: str) -> float | None:
 
 
 @functools.lru_cache
-def measured_matmul_flops(width: int = _WIDTH, dtype: str = "float32") -> float:
-    """Measures, once a process, operations a second of a square product on one device.
-
-    The best of a few is returned.
-
-    Args:
-      width: of the two matrices.
-      dtype: of the two matrices; sums are float32.
-    """
+def measured_matmul_flops() -> float:
+    """Measures, once a process, operations a second of a float32 product; the best of a few."""
     import jax
     import jax.numpy as jnp
 
     device = jax.local_devices()[0]
-    x = jax.device_put(jnp.ones((width, width), dtype), device)
-    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    x = jax.device_put(jnp.ones((_WIDTH, _WIDTH), jnp.float32), device)
+    product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
     best = float("inf")
     for _ in range(_TRIES):
         start = time.perf_counter()
         product(x, x).block_until_ready()
         best = min(best, time.perf_counter() - start)
-    return 2 * width**3 / best
+    return 2 * _WIDTH**3 / best

@@ -29,6 +29,7 @@ from bert_jax.running.pretraining import Prepared
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
+from bert_jax.tasks.shown import marked
 from bert_jax.text.tokenizer import Tokenizer
 
 Path = str | os.PathLike[str]
@@ -122,7 +123,9 @@ def show(experiment: Experiment, prepared: Prepared, done: int, rows: int) -> It
             label = batch["next_sentence_labels"][i]
             where += f": B {LABELS[data.units][label]}"
         yield Text(f"\n{where}")
-        yield row_text(batch, i, prepared.tokenizer, data)
+        pieces = row_pieces(batch, i, prepared.tokenizer, data)
+        stood = {at: one.stood for at, one in enumerate(pieces) if one.stood is not None}
+        yield marked([one.text for one in pieces], stood)  # {what the model is given|truth}
 
 
 def _places(
@@ -146,10 +149,7 @@ def _places(
 
 
 # What B is to A, by `data.units` and the label.
-LABELS = {
-    "pairs": ("follows", "is random"),
-    "swapped_pairs": ("follows", "comes before A"),
-}
+LABELS = {"pairs": ("follows", "is random"), "swapped_pairs": ("follows", "comes before A")}
 
 
 class Piece(NamedTuple):
@@ -168,12 +168,3 @@ def row_pieces(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> list[P
     shown = [printable(tokenizer.piece(token)) for token in ids]
     stood = [printable(tokenizer.piece(truth[p])) if p in truth else None for p in range(len(ids))]
     return list(map(Piece, shown, stood))
-
-
-def row_text(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> Text:
-    """Returns one row's pieces; one to be predicted is written {what the model is given|truth}."""
-    text = Text()
-    for piece, stood in row_pieces(batch, i, tokenizer, data):
-        word = piece if stood is None else f"{{{piece}|{stood}}}"
-        text.append(word, style="" if stood is None else "bold").append(" ")
-    return text

@@ -27,12 +27,9 @@ def forced(text: str) -> frozenset[str]:
 
 
 def check(spec: Spec, force: frozenset[str], price_per_chip_hour: float | None) -> None:
-    """Runs all checks that are not overruled; prints what is looked at, and the plan.
+    """Runs all checks but those that `force` names; prints what is looked at, and the plan.
 
-    Args:
-      spec: what is to be launched, its workdir in a bucket.
-      force: names of checks that are left out.
-      price_per_chip_hour: in any currency; None: costs are left out.
+    The price is in any currency; None: costs are left out.
     """
     steps: dict[str, Callable[[], None]] = {
         "commit": commit_is_clean,
@@ -124,7 +121,6 @@ def slice_is_large_enough(spec: Spec, price_per_chip_hour: float | None) -> None
     """Raises InputError if not every phase compiles and fits; prints the plan."""
     from bert_jax.plan import report
 
-    assert spec.topology is not None
     plan = report.make_plan(spec.experiment, [spec.topology], "plan", price_per_chip_hour)
     for line in report.lines(plan):
         say(line)

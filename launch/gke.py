@@ -19,12 +19,7 @@ _DELETE_SECONDS = 1200
 
 
 def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
-    """Yields the lines of the script that applies the JobSet, unless it is there already.
-
-    Args:
-      args: flags of `launch gke`.
-      spec: what is launched.
-    """
+    """Yields the lines of the script that applies the JobSet, unless it is there already."""
     if args.grace < 1:
         raise InputError(f"--grace {args.grace}: must be at least 1")
     pods = jobset.Pods(
@@ -48,7 +43,6 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
         ]
     )
     logs = [*kubectl, "logs", f"{of},{jobset.INDEX}=0", f"--container={jobset.CONTAINER}"]
-    assert spec.topology is not None
     yield "#!/usr/bin/env bash"
     yield f"# {spec.name}: {spec.topology.name}, {spec.topology.chips} chips on {spec.hosts} hosts;"
     yield f"# image {pods.image}, config sha256 {spec.sha256}."
@@ -79,11 +73,7 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
 
 
 def _context(args: argparse.Namespace) -> list[str]:
-    """Returns the flag that names the cluster as `gcloud ... get-credentials` does; none: its own.
-
-    Args:
-      args: flags of `launch gke`.
-    """
+    """Returns the flag that names the cluster as gcloud's get-credentials does; none: its own."""
     place = (args.project, args.zone, args.cluster)
     if any(place) and not all(place):
         raise InputError("name --cluster, --zone and --project together, or none of them")

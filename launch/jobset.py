@@ -9,16 +9,13 @@ variables of several slices as in GKE's manifests of Pathways and in jax's `clou
 
 import dataclasses
 import posixpath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from bert_jax.errors import InputError
 
 from .spec import EXPERIMENT, FINAL, Spec, slice_names
-
-if TYPE_CHECKING:
-    from bert_jax.plan.topology import Topology
 
 CONTAINER = "run"
 # Of the one group of pods; the pod of host 3 of slice 0 of NAME is NAME-hosts-0-3-XXXXX.
@@ -97,7 +94,7 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
         annotations[key] = "cloud.google.com/gke-nodepool"
     failure = {"name": "failure", "action": "FailJobSet"}
     failure["onJobFailureReasons"] = ["PodFailurePolicy"]
-    template, slices = {"spec": _job(spec, pods)}, _topology(spec).slices
+    template, slices = {"spec": _job(spec, pods)}, spec.topology.slices
     hosts = {"name": GROUP, "replicas": slices, "template": template}
     # A pod that still saves holds the workdir. Of several slices each is started again by itself:
     # the others do not wait for one that is away, nor end with one that is not needed.
@@ -123,8 +120,8 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
 def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
     codes = {"containerName": CONTAINER, "operator": "In", "values": list(FINAL)}
     return {
-        "parallelism": spec.hosts // _topology(spec).slices,
-        "completions": spec.hosts // _topology(spec).slices,
+        "parallelism": spec.hosts // spec.topology.slices,
+        "completions": spec.hosts // spec.topology.slices,
         "completionMode": "Indexed",
         # The others of the slice cannot go on without one.
         "backoffLimit": 0,
@@ -137,11 +134,10 @@ def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 
 def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
-    topology = _topology(spec)
-    gke = slice_names(topology)
+    gke = slice_names(spec.topology)
     if not gke.gke_accelerator:
         raise InputError(
-            f"--topology {topology.name}: GKE has none; choose another generation, or "
+            f"--topology {spec.topology.name}: GKE has none; choose another generation, or "
             "`launch tpu_vm`"
         )
     account = {"serviceAccountName": pods.service_account} if pods.service_account else {}
@@ -168,7 +164,7 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 
 def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
-    topology = _topology(spec)
+    topology = spec.topology
     chips = {"google.com/tpu": slice_names(topology).chips_per_host}
     command, *args = spec.command(posixpath.join(CONFIG_FOLDER, EXPERIMENT))
     before = _numbered(spec.hosts // topology.slices) if topology.slices > 1 else []
@@ -189,12 +185,6 @@ def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
     }
 
 
-def _topology(spec: Spec) -> "Topology":
-    """Returns the slices that a cluster is asked for."""
-    assert spec.topology is not None
-    return spec.topology
-
-
 def _numbered(hosts: int) -> list[str]:
     """Returns words before a command that number its process among those of all slices."""
     number = f"$((MEGASCALE_SLICE_ID * {hosts} + JAX_PROCESS_ID))"
@@ -208,7 +198,7 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
     variables: list[dict[str, Any]] = [
         {"name": name, "value": _verbatim(value)} for name, value in sorted(given.items())
     ]
-    slices = _topology(spec).slices
+    slices = spec.topology.slices
     if spec.hosts > 1:
         firsts = [f"{spec.name}-{GROUP}-{one}-0.{spec.name}" for one in range(slices)]
         addresses = ",".join(f"{first}:{COORDINATOR_PORT}" for first in firsts)

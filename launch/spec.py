@@ -50,11 +50,7 @@ class Spec:
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def command(self, experiment: str = EXPERIMENT) -> tuple[str, ...]:
-        """Returns the command of each host.
-
-        Args:
-          experiment: the path of the resolved experiment there; its code lies next to it.
-        """
+        """Returns the command of each host, where `experiment` lies, with its code next to it."""
         more = ("--extend",) if self.extend else ()
         for name in self.code:
             more += ("--code", os.path.join(os.path.dirname(experiment), name))
@@ -73,13 +69,10 @@ def specify(
     environment: Mapping[str, str] | None = None,
     retries: int = 0,
 ) -> Spec:
-    """Returns the spec of what a user names; what is not explained is as in `Spec`.
+    """Returns the spec of an experiment's file, .py or .json, with settings as `--set` takes them.
 
-    Args:
-      experiment: a file, .py or .json.
-      settings: changes to it, as `--set` takes them.
-      hosts: processes; None: one a host of the topology.
-      name: None: the experiment's name and the beginning of the config's hash.
+    Without `hosts` it is one process a host of the topology; without a name the experiment's and
+    the beginning of the config's hash.
     """
     resolved = config.override(config.load(experiment), settings)
     text = config.to_json(resolved)

@@ -115,13 +115,7 @@ def host_files(spec: Spec) -> dict[str, str]:
 
 
 def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
-    """Yields the lines of the script that does all of a launch.
-
-    Args:
-      args: flags of `launch tpu_vm`.
-      spec: what is launched.
-    """
-    assert spec.topology is not None
+    """Yields the lines of the script that does all of a launch."""
     if not _DURATION.fullmatch(args.valid_until):
         raise InputError(
             f"--valid-until {args.valid_until}: write a whole number and one of s, m, h, d, like "

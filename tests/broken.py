@@ -27,20 +27,36 @@ def finished_run(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def call(command: str | list[str], stdin: bytes = b"") -> tuple[int, str]:
-    """Runs `bert-jax COMMAND` here: its exit code and standard error."""
-    args = shlex.split(command) if isinstance(command, str) else command
-    err, before = io.StringIO(), sys.stdin
+def asked(command: str | list[str], *more: object, stdin: bytes = b"") -> tuple[int, str, str]:
+    """Runs `bert-jax COMMAND` here: its exit code, standard output and standard error."""
+    words = shlex.split(command) if isinstance(command, str) else command
+    out, err, before = io.TextIOWrapper(io.BytesIO()), io.StringIO(), sys.stdin
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
     try:
-        out = io.TextIOWrapper(io.BytesIO())
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = cli.main(args)
+            code = cli.main([*words, *map(str, more)])
     except SystemExit as left:  # as argparse leaves
         code = left.code
     finally:
         sys.stdin = before
-    return code, err.getvalue()
+    out.flush()
+    return code, out.buffer.getvalue().decode(), err.getvalue()
+
+
+def call(command: str | list[str], stdin: bytes = b"") -> tuple[int, str]:
+    """The same, without the output."""
+    code, _, err = asked(command, stdin=stdin)
+    return code, err
+
+
+def fails(command: str | list[str], *words: str, code: int = 2, stdin: bytes = b"") -> str:
+    """Asserts that a command ends with this exit code and one line with the words; returns it."""
+    found, err = call(command, stdin)
+    assert (found, err.count("\n")) == (code, 1), err
+    assert err.startswith("bert-jax: ") and err[:-1].isprintable(), err
+    for word in words:
+        assert word in err, err
+    return err
 
 
 def tree(folder: pathlib.Path) -> dict[str, str]:
@@ -75,11 +91,7 @@ def refuses(case: Case) -> None:
     """Asserts that the command fails as it should, in the current folder."""
     case.breaks()
     before = tree(pathlib.Path("."))
-    code, err = call(case.command, case.stdin)
-    assert (code, err.count("\n")) == (2, 1), err
-    assert err.startswith("bert-jax: ") and err[:-1].isprintable()
-    for word in case.words:
-        assert word in err
+    fails(case.command, *case.words, stdin=case.stdin)
     assert tree(pathlib.Path(".")) == before
 
 
@@ -136,14 +148,6 @@ def shorten(pattern: str, share: float = 0.5) -> Callable[[], object]:
 def remove(name: str) -> Callable[[], object]:
     def edit():
         shutil.rmtree(name) if path(name).is_dir() else path(name).unlink()
-
-    return edit
-
-
-def both(*edits: Callable[[], object]) -> Callable[[], object]:
-    def edit():
-        for one in edits:
-            one()
 
     return edit
 

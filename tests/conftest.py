@@ -7,11 +7,11 @@ import signal
 import sys
 
 import pytest
-from hypothesis import settings
 
 TESTS = pathlib.Path(__file__).parent
 sys.path.insert(0, str(TESTS))
 
+import damage  # noqa: E402
 import small_run  # noqa: E402
 
 # Before jax starts. Four devices on a CPU: what shards here shards on a pod.
@@ -28,12 +28,6 @@ gc.set_threshold(100_000, 20, 50)
 # commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# What a test finds must not depend on how busy the machine is. `make fuzz` tries more examples.
-settings.register_profile(
-    "patient", deadline=None, database=None, max_examples=int(os.environ.get("FUZZ_EXAMPLES", 25))
-)
-settings.load_profile("patient")
-
 
 # The files that take minutes: begun first, so that none is left alone at the end.
 LONGEST = (
@@ -161,8 +155,6 @@ def objects(bucket_server, tmp_path, monkeypatch):
 
 def pytest_terminal_summary(terminalreporter):
     """How many damaged inputs `make fuzz` tried, of each kind."""
-    import damage
-
     if damage.EXAMPLES:
         for kind, count in sorted(damage.TRIED.items()):
             terminalreporter.write_line(f"{count:7} {kind}")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from bert_jax.errors import InputError
 
 EXAMPLES = os.environ.get("FUZZ_EXAMPLES")
+# What a test finds must not depend on how busy the machine is.
 settings.register_profile(
     "patient",
     deadline=None,

@@ -149,20 +149,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     bucket: Bucket
 
     def do_GET(self) -> None:
-        """Reads or lists."""
-        self._answer(self._get)
+        """Answers any request."""
+        self._answer(getattr(self, f"_{self.command.lower()}"))
 
-    def do_POST(self) -> None:
-        """Writes or copies."""
-        self._answer(self._post)
-
-    def do_PUT(self) -> None:
-        """Goes on with a long write."""
-        self._answer(self._put)
-
-    def do_DELETE(self) -> None:
-        """Removes."""
-        self._answer(self._delete)
+    do_POST = do_PUT = do_DELETE = do_GET
 
     def log_message(self, *args: object) -> None:
         """Says nothing."""

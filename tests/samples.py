@@ -90,7 +90,8 @@ def run(
     change_state(state)
     state = jax.device_put(state, places)
     parts = parallelism.accumulation_of(0)
-    train_step = step.make_train_step(objective, optimizer, parallelism, parts, TOTAL, mesh)
+    spec = step.StepSpec(objective, optimizer, parallelism, parts, mesh)
+    train_step = step.make_train_step(spec, TOTAL)
     train = train_batches(shape, data=data)
     sharding = mesh_lib.batch_sharding(mesh)
     rows = np.arange(shape.batch_size)
@@ -123,24 +124,26 @@ class _Texts(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     name = "texts"
     VERSION = tfds.core.Version("1.0.0")
 
-    def __init__(self, texts: list[str], **kwargs):
-        self._texts = texts
+    def __init__(self, rows: list[dict[str, str]], **kwargs):
+        self._rows = rows
         super().__init__(**kwargs)
 
     def _info(self):
-        features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
+        columns = dict.fromkeys(self._rows[0], tfds.features.Text())
+        features = tfds.features.FeaturesDict(columns)
         return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
 
     def _split_generators(self, dl_manager):
         return {"train": self._generate_examples()}
 
     def _generate_examples(self):
-        yield from enumerate({"text": text} for text in self._texts)
+        yield from enumerate(self._rows)
 
 
-def text_dataset(folder: pathlib.Path, texts: list[str]) -> pathlib.Path:
-    """Writes a TFDS dataset of these texts; returns its own folder."""
+def text_dataset(folder: pathlib.Path, texts: list[str] | list[dict[str, str]]) -> pathlib.Path:
+    """Writes a TFDS dataset of these texts, or of rows of texts; returns its own folder."""
+    rows = [text if isinstance(text, dict) else {"text": text} for text in texts]
     tfds.disable_progress_bar()
     with contextlib.redirect_stdout(None):
-        _Texts(texts, data_dir=folder, file_format="array_record").download_and_prepare()
+        _Texts(rows, data_dir=folder, file_format="array_record").download_and_prepare()
     return folder / "texts" / "1.0.0"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from importlib import metadata
+from typing import IO
 
 EXPERIMENT = """
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Phase, Run
@@ -70,14 +71,20 @@ def write_text(folder: pathlib.Path, documents: int = 27) -> pathlib.Path:
 
 
 def command(
-    *args: object, devices: int = 1, stdin: bytes = b"", timeout: float = 300
+    *args: object,
+    devices: int = 1,
+    stdin: bytes = b"",
+    timeout: float = 300,
+    stdout: int | IO = subprocess.PIPE,
+    **env: str,
 ) -> subprocess.CompletedProcess:
-    """Runs `python ARGS` as a user would, in the environment of `settings`."""
+    """Runs `python ARGS` as a user would, in the environment of `settings` and of `env`."""
     return subprocess.run(
         [sys.executable, *map(str, args)],
         input=stdin,
-        capture_output=True,
-        env=os.environ | settings(devices),
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env=os.environ | settings(devices) | env,
         timeout=timeout,
         check=False,
     )

@@ -6,10 +6,8 @@ import pytest
 from broken import (
     NEW,
     Case,
-    both,
     call,
     change_json,
-    corrupt,
     other_vocabulary,
     path,
     refuses,
@@ -124,11 +122,6 @@ RUNS = [
            ("corpus", "not the corpus this run was trained on"),
            change_json("corpus/manifest.json", lambda m: m["versions"].update(numpy="0")))
       for command in ("evaluate", "pretrain small.py")),
-    Case("a stream with wrong ids", "evaluate --workdir run",
-         ("corpus/stream/train", "damaged", "remove"), corrupt("corpus/stream/train/ids.bin")),
-    Case("a dataset cut short", "show --workdir run",
-         ("corpus/dataset", "array_record", "damaged"),
-         both(remove("corpus/stream"), shorten("corpus/dataset/**/*train*array_record*"))),
 ]  # fmt: skip
 
 CASES = [*TEXT, *TOKENIZERS, *SETTINGS, *EXPERIMENTS, *USAGE, *RUNS]

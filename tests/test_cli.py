@@ -1,7 +1,5 @@
 """The commands, as a user types them in the folder of a finished run."""
 
-import contextlib
-import io
 import json
 import pathlib
 import shlex
@@ -10,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from broken import asked as call
 
 from bert_jax import cli, config, loaded
 from bert_jax.running import environment, evaluators
@@ -24,19 +23,6 @@ def run(finished_run, monkeypatch):
     """The folder of a finished run, current, in which nothing is changed."""
     monkeypatch.chdir(finished_run)
     return finished_run / "run"
-
-
-def call(command: str, *more: object, stdin: bytes = b"") -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    out, err, before = io.TextIOWrapper(io.BytesIO()), io.StringIO(), sys.stdin
-    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = cli.main([*shlex.split(command), *map(str, more)])
-    finally:
-        sys.stdin = before
-    out.flush()
-    return code, out.buffer.getvalue().decode(), err.getvalue()
 
 
 def lines_of(path: pathlib.Path, kind: str = "") -> list[dict]:
@@ -87,6 +73,7 @@ def test_an_answer_without_a_model_is_given_without_jax():
     code = (
         "import contextlib, sys; from bert_jax import cli\n"
         "for words in (['--help'], ['pretrian'], ['show', 'tiny', '--set', 'data.foo=1'],\n"
+        "              ['pretrain', 'tiny', '--set', 'lr=1'],\n"
         "              ['show', 'tiny', '--workdir', 'nowhere'], ['report', 'nowhere'],\n"
         "              ['predict', '--workdir', 'nowhere', 'x'], ['config', 'tiny'],\n"
         "              ['search', '--workdir', 'nowhere', 'x'], ['doctor', 'nowhere'],\n"
@@ -94,6 +81,9 @@ def test_an_answer_without_a_model_is_given_without_jax():
         "              ['plan', 'tiny', '--topology', 'v9:1x1']):\n"
         "    with contextlib.suppress(SystemExit): cli.main(words)\n"
         "    assert not {'jax', 'tensorflow_datasets', 'pyarrow'} & set(sys.modules), words\n"
+        "import bert_jax.data.batches, bert_jax.data.stream, bert_jax.doctor\n"
+        "import bert_jax.tasks.examples, bert_jax.tasks.scores\n"
+        "assert 'jax' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()

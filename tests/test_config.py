@@ -38,6 +38,7 @@ def test_set_changes_fields_of_every_type():
             "optimizer.peak_learning_rate=3e-4",
             "corpus.sources=text:c,text:d",
             "corpus.case=cased",
+            "corpus.mixture=3,0.5",
             "run.profile_steps=10,20",
             "seed=3",
         ],
@@ -48,6 +49,7 @@ def test_set_changes_fields_of_every_type():
     assert [p.steps for p in changed.phases] == [90_000, 5_000]
     assert changed.optimizer.peak_learning_rate == 3e-4
     assert changed.corpus.sources == ("text:c", "text:d")
+    assert changed.corpus.mixture == (3.0, 0.5)
     assert (changed.corpus.case, changed.seed) == ("cased", 3)
 
 

@@ -8,7 +8,7 @@ import time
 
 import jax
 import pytest
-from broken import call, tree
+from broken import call, fails, tree
 from etils import epath
 from small_run import pretrain
 
@@ -19,6 +19,8 @@ from bert_jax.running.runner import Trainer
 from bert_jax.running.saves import Saves
 from bert_jax.storage import copies
 from bert_jax.storage.workdir import Workdir
+
+FULL = "the disk is full; free some space"
 
 
 class Disk:
@@ -60,9 +62,7 @@ def test_a_corpus_that_does_not_fit_leaves_what_is_whole(size, disk, copy_of_run
     disk.mount(f"size={size}k")
     command = f"small.py --workdir {disk.folder}/w --set run.corpus_dir="
     for name in ("prepare", "pretrain"):
-        code, err = call(f"{name} {command}")
-        assert (code, err.count("\n")) == (74, 1)
-        assert f"{disk.folder}/w/corpus" in err and "the disk is full; free some space" in err
+        fails(f"{name} {command}", f"{disk.folder}/w/corpus", FULL, code=74)
         left = {pathlib.Path(name) for name, kind in tree(disk.folder).items() if kind != "folder"}
         assert all(
             path.parts[:3] == ("w", "corpus", "parts") or path.name == "lock" for path in left
@@ -74,9 +74,9 @@ def test_a_corpus_that_does_not_fit_leaves_what_is_whole(size, disk, copy_of_run
 
 def test_vectors_that_do_not_fit_leave_nothing(disk, copy_of_run):
     disk.mount("size=40k")
-    code, err = call(f"embed --workdir run text/all.txt --pooling tokens --out {disk.folder}/v.npz")
-    assert (code, err.count("\n")) == (74, 1), err
-    assert f"{disk.folder}/v.npz: the disk is full; free some space" in err
+    out = f"{disk.folder}/v.npz"
+    words = f"embed --workdir run text/all.txt --pooling tokens --out {out}"
+    fails(words, f"{out}: {FULL}", code=74)
     assert not tree(disk.folder)
 
 
@@ -86,9 +86,7 @@ def test_a_disk_that_fills_up_in_a_run_costs_no_checkpoint(disk, copy_of_run, ca
     disk.mount("size=1m")
     command = f"pretrain small.py --workdir {disk.folder}/w"
     often = "--set run.checkpoint_every=1 --set run.keep_checkpoints=99"
-    code, err = call(f"{command} {often}")
-    assert (code, err.count("\n")) == (74, 1)
-    assert f"{disk.folder}/w/checkpoints: the disk is full; free some space" in err
+    fails(f"{command} {often}", f"{disk.folder}/w/checkpoints: {FULL}", code=74)
     assert not caplog.records  # else the one line is lost among them
     saved = [path.name for path in (disk.folder / "w" / "checkpoints").iterdir()]
     assert saved and all(name.isdecimal() for name in saved)
@@ -131,9 +129,8 @@ def test_a_run_whose_first_checkpoint_does_not_fit_trains_no_step_and_leaves_not
 ):
     disk.mount("size=100k")
     monkeypatch.setattr(Trainer, "_train", None)
-    code, err = call(f"pretrain small.py --workdir {disk.folder}/w")
-    assert (code, err.count("\n")) == (74, 1)
-    assert f"{disk.folder}/w/checkpoints: " in err
+    workdir = f"{disk.folder}/w"
+    fails(f"pretrain small.py --workdir {workdir}", f"{workdir}/checkpoints: ", code=74)
     assert not tree(disk.folder)
 
 
@@ -176,9 +173,7 @@ def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, mo
     command = f"pretrain small.py --workdir {disk.folder}/w --set run.checkpoint_every=5"
     with monkeypatch.context() as patch:
         patch.setattr(lines_lib.Lines, "append", fill)
-        code, err = call(command)
-    assert (code, err.count("\n")) == (74, 1)
-    assert f"{disk.folder}/w/metrics.jsonl: the disk is full; free some space" in err
+        fails(command, f"{disk.folder}/w/metrics.jsonl: {FULL}", code=74)
     (disk.folder / "others").unlink()
     assert call(command) == (0, "")
     lines = lines_lib.Lines(disk.folder / "w" / "metrics.jsonl").read()
@@ -194,9 +189,8 @@ def test_a_disk_that_may_not_be_written_is_named_and_may_be_read(disk, copy_of_r
     before = tree(disk.folder)
     for command in ("prepare small.py --set run.corpus_dir=", "pretrain small.py"):
         for workdir in ("new", "run"):
-            code, err = call(f"{command} --workdir {disk.folder}/{workdir}")
-            assert (code, err.count("\n")) == (2, 1)
-            assert f"{disk.folder}/{workdir}" in err and "Read-only file system" in err
+            there = f"{disk.folder}/{workdir}"
+            fails(f"{command} --workdir {there}", there, "Read-only file system")
     here = f"--workdir {disk.folder}/run"
     corpus = f"--set run.corpus_dir={disk.folder}/corpus"
     # Runs may share a corpus that an administrator made.

@@ -1,7 +1,6 @@
 """Docstrings begin with what a function does, and each word has one sense."""
 
 import ast
-import itertools
 import pathlib
 import re
 
@@ -76,17 +75,3 @@ def test_what_a_docstring_says_first():
             assert not badly_begun(source), path
         assert not list(words(source)), path
         assert not list(repeats(source)), path
-
-
-def test_what_would_be_seen():
-    docstrings = ("Rows of a file.", "reads.", "The rows.", "Whether it is.", "`x` if so.")
-    for text in docstrings:
-        assert badly_begun(f'def f():\n    """{text}"""') == ["f"]
-    assert not badly_begun('def f():\n    """Reduce-scatters rows."""')
-    assert badly_begun('class A:\n    """How."""\n\n    def f(self):\n        """See."""') == [
-        "A",
-        "f",
-    ]
-    lines = ("# told", "beside = 1", "# so, but for that", "found = 1", "def f(found): ...")
-    assert len(list(itertools.chain.from_iterable(map(words, lines)))) == len(lines)
-    assert len(list(repeats("    Attributes:\n\n    Raises:\n      InputError: bad.\n"))) == 2

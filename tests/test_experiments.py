@@ -81,14 +81,9 @@ def test_experiments_run_a_shrunk_step_a_phase(name):
             phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size
         )
         train = samples.train_batches(shape, number)
-        train_step = step.make_train_step(
-            objective,
-            experiment.optimizer,
-            experiment.parallelism,
-            experiment.parallelism.accumulation_of(number),
-            experiment.total_steps,
-            mesh,
-        )
+        parts = experiment.parallelism.accumulation_of(number)
+        layout = experiment.optimizer, experiment.parallelism, parts, mesh
+        train_step = step.make_train_step(step.StepSpec(objective, *layout), experiment.total_steps)
         key = step.phase_key(experiment.model, experiment.seed, number)
         rows = np.arange(phase.batch_size)
         places = mesh_lib.batch_sharding(mesh)

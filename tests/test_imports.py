@@ -87,13 +87,3 @@ def test_no_tensorflow_or_torch_at_run_time():
         "sys.exit(bool({'tensorflow', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_data_examples_the_doctor_of_text_and_a_wrong_setting_load_without_jax():
-    code = (
-        "import sys, bert_jax.data.batches, bert_jax.data.stream, bert_jax.doctor,"
-        "bert_jax.tasks.examples, bert_jax.tasks.scores, bert_jax.cli;"
-        "code = bert_jax.cli.main(['pretrain', 'tiny', '--set', 'lr=1']);"
-        "sys.exit(code != 2 or 'jax' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

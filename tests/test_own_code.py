@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_run
-from broken import call
+from broken import call, fails
 
 import bert_jax
 from bert_jax import config
@@ -73,13 +73,6 @@ def sha256(path: pathlib.Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def refused(command: str | list[str]) -> str:
-    """The line with which a command is."""
-    code, err = call(command)
-    assert (code, err.count("\n")) == (2, 1), command
-    return err
-
-
 def test_they_learn_and_resume_bit_for_bit_from_the_run_s_own_copy(run, tmp_path):
     _, file, workdir = run
     copy = workdir / "experiment_code.py"
@@ -101,21 +94,20 @@ def test_they_learn_and_resume_bit_for_bit_from_the_run_s_own_copy(run, tmp_path
 def test_code_runs_only_if_it_is_named_and_its_hash_is_the_run_s(run, tmp_path):
     name, file, workdir = run
     for command in ("evaluate --workdir {}", "pretrain --workdir {}", "predict --workdir {} wa"):
-        err = refused(command.format(workdir))
-        assert err.startswith(f"bert-jax: {name}.py: {name}() is needed") and "--code FILE" in err
+        fails(command.format(workdir), f"bert-jax: {name}.py: {name}() is needed", "--code FILE")
     for command in ("config --workdir {}", "show --workdir {}", "report {}", "checkpoints {}"):
         assert call(command.format(workdir)) == (0, ""), command
     assert not code_lib._loaded
     planted = tmp_path / "planted.py"
     planted.write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
-    err = refused(f"evaluate --workdir {workdir} --code {planted}")
-    assert sha256(planted) in err and sha256(file) in err and not (tmp_path / "ran").exists()
+    fails(f"evaluate --workdir {workdir} --code {planted}", sha256(planted), sha256(file))
+    assert not (tmp_path / "ran").exists()
     assert call(f"evaluate --workdir {workdir} --code {file}") == (0, "")
     before, source = sha256(file), file.read_text()
     try:
         file.write_text(source + "# changed\n")
-        err = refused(["pretrain", str(file), "--workdir", str(workdir), *STEPS])
-        assert f"{name}.py:{name}:{before}' -> '{name}.py:{name}:{sha256(file)}" in err
+        changed = f"{name}.py:{name}:{before}' -> '{name}.py:{name}:{sha256(file)}"
+        fails(["pretrain", str(file), "--workdir", str(workdir), *STEPS], changed)
     finally:
         file.write_text(source)
 

@@ -13,15 +13,12 @@ from damage import REFUSED, damage, result
 from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import small_corpus
 
 from bert_jax import base as base_lib
 from bert_jax.base import Base, Moments
 from bert_jax.config import Corpus
-from bert_jax.data import corpus as corpus_lib
 from bert_jax.interop import huggingface
 from bert_jax.loaded import Loaded
-from bert_jax.running.pretraining import Prepared
 from bert_jax.text import documents, tokenizer, vocabulary
 from bert_jax.text import sources as text_sources
 
@@ -195,52 +192,6 @@ def test_a_base_is_as_it_was_written(base, data):
         assert found.moments.step == whole.moments.step
         same_trees(found.params, whole.params)
         same_trees(found.moments.mean, whole.moments.mean)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A prepared corpus and its experiment."""
-    return small_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-CORPUS = [
-    "manifest.json",
-    "plans.json",
-    "tokenizer/tokenizer.json",
-    "tokenizer/vocab.txt",
-    "stream/train/stream.json",
-    "stream/train/ids.bin",
-    "stream/train/sentence_offsets.bin",
-    "stream/train/document_offsets.bin",
-    "stream/train/unigrams.bin",
-]
-
-
-def trained_on(experiment, folder) -> tuple[dict, list[dict]]:
-    """The manifest, and batches of the first epoch and of one behind it."""
-    prepared = Prepared.open(folder)
-    train = prepared.train_batches(experiment, 0)
-    rows = np.arange(8)
-    found = [train.batch(step, rows) for step in (0, 1, 40)]
-    manifest = {name: v for name, v in prepared.manifest.items() if name != "checksum"}
-    return manifest, [
-        *found,
-        {"unigrams": np.array(corpus_lib.open_stream(folder, "train").unigrams)},
-    ]
-
-
-@given(data=st.data())
-def test_a_corpus_gives_the_same_batches(corpus, data):
-    experiment, folder = corpus
-    name = data.draw(st.sampled_from(CORPUS))
-    manifest, whole = trained_on(experiment, folder)
-    with damage(pathlib.Path(folder / name), data, f"corpus/{name}"):
-        found = result(lambda: trained_on(experiment, folder), folder)
-    if found is not REFUSED:
-        assert found[0] == manifest
-        for ours, theirs in zip(found[1], whole, strict=True):
-            for key, value in ours.items():
-                np.testing.assert_array_equal(value, theirs[key], key)
 
 
 @given(data=st.data())

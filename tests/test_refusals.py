@@ -1,7 +1,7 @@
 """What cannot be is refused in one line that names the setting or the file at fault."""
 
 import pytest
-from broken import call
+from broken import fails
 
 from bert_jax import config
 from bert_jax.config import Corpus, Experiment, Finetuning, Phase, Task
@@ -96,7 +96,12 @@ run.profile_steps=0,101
 run.profile_steps=1,x
 run.keep_checkpoints=1
 run.trackers=aim -> wandb
-corpus.mixture=1
+corpus.mixture=1 -> 2 weights
+corpus.mixture=1,1,1 -> 2 weights
+corpus.mixture=1,0 -> jsonl:b
+corpus.mixture=-1,2 -> text:a
+corpus.mixture=1e308,1e300 -> jsonl:b
+corpus.mixture=1,nan -> finite
 corpus.sources=novel:a
 corpus.encoding=utf-99
 corpus.language=xx
@@ -130,6 +135,7 @@ optimizer.warmup_steps=5
 optimizer.schedule=wsd
 optimizer.clip=per_replica
 adapt.how=lora optimizer.layer_decay=0.9
+adapt.how=lora parallelism.state=zero1 -> adapt.how=lora
 adapt.features=last
 {_PAIRS} adapt.pooling=mean -> adapt.pooling
 adapt.lora_targets=query,pooler
@@ -172,12 +178,6 @@ def rows(table):
     return [line for line in table.splitlines() if line]
 
 
-def is_refused(command, name):
-    code, err = call(command)
-    assert (code, err.count("\n")) == (2, 1), err
-    assert name in err and err.startswith("bert-jax: ") and err[:-1].isprintable()
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Both kinds of experiment, as JSON."""
@@ -190,7 +190,7 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize("command", rows(COMMANDS))
 def test_a_command_that_cannot_be_is_refused(command):
     words, _, name = command.partition(" -> ")
-    is_refused(words, name)
+    fails(words, name)
 
 
 @pytest.mark.parametrize(
@@ -204,4 +204,4 @@ def test_a_setting_that_cannot_be_is_refused(command, row, files):
     settings, _, name = row.partition(" -> ")
     words = settings.split()
     flags = [word for setting in words for word in ("--set", setting)]
-    is_refused([*command.format(files).split(), *flags], name or words[-1].partition("=")[0])
+    fails([*command.format(files).split(), *flags], name or words[-1].partition("=")[0])

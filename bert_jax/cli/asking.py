@@ -70,10 +70,10 @@ def _fill_masks(args: argparse.Namespace) -> int:
         raise InputError("--next: give exactly one TEXT with it")
     trained = trained_of(args)
     from bert_jax.running.evaluators import Predictor
-    from bert_jax.text.unknown import Share
+    from bert_jax.text.tokenizer import UnknownShare
 
     predictor = Predictor(trained.model, trained.tokenizer)
-    share = Share(trained.tokenizer)
+    share = UnknownShare(trained.tokenizer)
     asked = [("TEXT", text, args.next) for text in args.text]
     for where, a, b in asked or _asked_lines():
         with naming(where):

@@ -29,8 +29,9 @@ from bert_jax.storage.workdir import (
     holds_finetuning,
     load_experiment,
     read_json,
+    require_plain,
     sealed,
-    write_atomic,
+    write_json,
 )
 
 
@@ -123,11 +124,10 @@ def layers(args: argparse.Namespace) -> int:
         with naming("--attention"):
             attention = trained.attention(args.attention)
     if args.tasks:
-        known = layers_lib.ask(args.tasks, trained, say)
-        record = layers_lib.record_of(trained, known)
+        record = layers_lib.ask(args.tasks, trained, say)
         for line in page.table_of_layers(record).lines():
             print(line)
-        write_atomic(place.layers, json.dumps(sealed(record), indent=2) + "\n")
+        write_json(place.layers, record)
     elif place.layers.exists():
         record = read_json(place.layers, layers_lib.FORMAT_VERSION)
     page.write_layers(place.root / "layers.html", trained.name, record, attention)
@@ -216,7 +216,14 @@ def plan(args: argparse.Namespace) -> int:
     mode, path = "search" if args.search else "plan", epath.Path(args.out) if args.out else None
     if args.workdir:
         path = workdir.named / "plan.json"
-    report.plan_and_write(experiment, slices, mode, args.price_per_chip_hour, path, say)
+    if path is not None:
+        require_plain(path)
+    made = report.make_plan(experiment, slices, mode, args.price_per_chip_hour)
+    for line in report.lines(made):
+        say(line)
+    if path is not None:
+        buckets.write(path, json.dumps(sealed(made), indent=2) + "\n")
+        say(f"plan: {path}")
     return FINISHED
 
 

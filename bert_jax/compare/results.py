@@ -22,7 +22,7 @@ from bert_jax.config import Experiment, Finetuning, Section, Table
 from bert_jax.config.comparison import COLUMNS, REACH
 from bert_jax.errors import InputError, naming
 from bert_jax.report import render
-from bert_jax.storage.workdir import Workdir, named_errors, read_json, sealed, write_atomic
+from bert_jax.storage.workdir import Workdir, named_errors, read_json, write_json
 from bert_jax.tasks import adapted, examples
 from bert_jax.tasks.probes import Probes
 
@@ -157,7 +157,7 @@ class Results:
             "costs": self.costs,
             "values": self.values,
         }
-        write_atomic(self.root / "table.json", json.dumps(sealed(record), indent=2) + "\n")
+        write_json(self.root / "table.json", record)
 
     def measured(self, member: Member, column: Column) -> list[Any]:
         """Returns what was measured of a run, as `values` has it; [] if it is not yet."""

@@ -2,22 +2,12 @@
 
 import functools
 import math
-import os
 import re
 import reprlib
 import sys
+import typing
 from collections.abc import Callable, Iterator
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    NoReturn,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
 from bert_jax.errors import InputError
 
@@ -25,6 +15,8 @@ from bert_jax.errors import InputError
 _INTEGERS = 2**32
 # Bytes of a folder's name, as file systems allow them.
 _LONGEST_NAME = 255
+# What paths and files of ours cannot hold; other halves of pairs are bytes of paths.
+_NO_TEXT = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 # A function of a file, and the file's hash; see `config.code`.
 CODE = re.compile(r"([\w.-]+\.py):([A-Za-z_]\w*):([0-9a-f]{64})")
 
@@ -92,7 +84,8 @@ Code = Annotated[
 @functools.cache
 def fields_of(section: type["Section"]) -> dict[str, tuple[Any, list[Any]]]:
     """Returns of each field of a section its type and its rules."""
-    plain, whole = get_type_hints(section), get_type_hints(section, include_extras=True)
+    plain = typing.get_type_hints(section)
+    whole = typing.get_type_hints(section, include_extras=True)
     names = section.__dataclass_fields__  # type: ignore[attr-defined]
     return {n: (plain[n], list(getattr(whole[n], "__metadata__", ()))) for n in names}
 
@@ -153,30 +146,22 @@ def _converted(value: Any, hint: Any) -> Any:
 
 
 def _check_type(where: str, value: object, hint: Any) -> None:
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            named = filter(None, get_args(hint))  # a field may be empty, too
+    if typing.get_origin(hint) is Literal:
+        if value not in typing.get_args(hint):
+            named = filter(None, typing.get_args(hint))  # a field may be empty, too
             raise InputError(f"{where}={value!r}: choose one of {', '.join(named)}")
-    elif get_origin(hint) is tuple:
+    elif typing.get_origin(hint) is tuple:
         if not isinstance(value, tuple):
             raise InputError(
                 f"{where}={reprlib.repr(value)}: expected a tuple; write (A, B), and of one (A,)"
             )
         for i, item in enumerate(value):
-            _check_type(f"{where}[{i}]", item, get_args(hint)[0])
+            _check_type(f"{where}[{i}]", item, typing.get_args(hint)[0])
     elif type(value) is not hint:
         raise InputError(f"{where}={reprlib.repr(value)}: expected {hint.__name__}")
     elif hint is float and not math.isfinite(value):
         raise InputError(f"{where}={value!r}: must be a finite number")
     elif hint is int and abs(value) >= _INTEGERS:
         raise InputError(f"{where}: {str(value)[:20]}... is too large; must be below 2**32")
-    elif hint is str and not _is_text(value):
+    elif hint is str and _NO_TEXT.search(value):
         raise InputError(f"{where}={value!r}: holds a NUL or half of a surrogate pair")
-
-
-def _is_text(value: str) -> bool:
-    """Tells whether paths and files of ours can hold it."""
-    try:
-        return b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        return False

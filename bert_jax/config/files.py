@@ -16,7 +16,7 @@ from bert_jax.config.explain import TYPES, suggestion
 from bert_jax.config.fields import Only, Section, fields_of
 from bert_jax.config.finetuning import SOURCES, Finetuning, Task
 from bert_jax.config.pretraining import Experiment
-from bert_jax.errors import InputError, naming
+from bert_jax.errors import InputError, json_object, naming
 
 # 2: the section `parallelism` was `mesh`, and a task's `kind` its `shape`.
 FORMAT_VERSION = 2
@@ -257,7 +257,7 @@ def to_json(experiment: Section) -> str:
 
 def from_json(text: str | bytes, where: str, kind: type[T] = Experiment) -> T:
     """Reads what `to_json` wrote. `where` names the file in errors."""
-    tree = parse_object(text, where)
+    tree = json_object(text, where)
     version = tree.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise InputError(
@@ -276,17 +276,6 @@ def from_json(text: str | bytes, where: str, kind: type[T] = Experiment) -> T:
 def kind_of(tree: dict[str, Any]) -> type[Section]:
     """Returns which experiment a JSON object describes."""
     return Finetuning if "task" in tree else Experiment
-
-
-def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
-    """Parses a JSON object; `where` names the file in errors."""
-    try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON ({error})") from error
-    if not isinstance(tree, dict):
-        raise InputError(f"{where}: expected a JSON object, a resolved experiment")
-    return tree
 
 
 def differences(old: Section, new: Section, role: str) -> list[str]:

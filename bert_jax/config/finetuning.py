@@ -385,6 +385,8 @@ class Finetuning(Section, role="identity", label="finetuning"):
             yield "optimizer.clip", "not for fine-tuning; set it to global"
         if optimizer.layer_decay < 1 and how != "full":
             yield "optimizer.layer_decay", f"adapt.how={how} trains no layer; set it to 1"
+        if self.parallelism.state != "replicated" and how != "full":
+            yield "parallelism.state", f"adapt.how={how} learns little, whole on each device"
         parts = self.parallelism.accumulation
         if len(parts) != 1 or self.batch_size % parts[0]:
             why = f"give one number that divides batch_size={self.batch_size}"

@@ -6,7 +6,6 @@ And what an experiment does otherwise than they.
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 
@@ -42,19 +41,12 @@ def print_rules(experiment: Experiment | None) -> bool:
     )
     if experiment is not None:
         print(f"\n{experiment.name} does otherwise than the paper and its code:\n")
-        for deviation in deviations(experiment):
-            print(f"{printable(deviation.setting)}\n  {deviation.why}")
+        for setting, why in deviations(experiment):
+            print(f"{printable(setting)}\n  {why}")
     return not broken
 
 
 # --- where settings leave the paper -------------------------------------------------------------
-
-
-class Deviation(NamedTuple):
-    """A setting, and what it makes otherwise than the paper and its code."""
-
-    setting: str
-    why: str
 
 
 # The paper's BASE, on 16 chips of two cores; where the paper is silent, what the reference's code
@@ -90,42 +82,25 @@ _LEFT_OUT = re.compile(
     r"phases\.\d+\.(row_offset|global_rotary_base)"
 )
 
-# What no setting changes.
-_EVERY_RUN = (
-    Deviation(
-        "dropout",
-        "is drawn in steps of 1/256 (model.dropout_rng=threefry8) or of 1/65536, so that 0.1 is "
-        "26/256 or 6554/65536; what is kept is scaled by the share really kept",
-    ),
-    Deviation(
-        "held-out documents",
-        "corpus.validation_share of them are evaluated on, on the same rows and masks every time; "
-        "the reference trains on all, and evaluates on whatever instances it is given",
-    ),
-    Deviation(
-        "data.dupe_factor",
-        "passes follow one another, each in an order of its own; in the reference the instances of "
-        "all passes are shuffled together",
-    ),
-    Deviation(
-        "phases",
-        "one schedule and the moments of Adam run through all of them; in the reference the next "
-        "length is another job, which starts its schedule again and its moments at 0",
-    ),
-    Deviation(
-        "random choices",
-        "each is a function of seed, phase, row and purpose; the reference takes them from one "
-        "generator in turn: the same laws, other examples",
-    ),
-    Deviation(
-        "rows an epoch",
-        "every epoch takes as many rows as the first one's plan has: of a longer plan some are "
-        "left out, of a shorter one some come twice; the reference's files hold each once",
-    ),
-)
+# What no setting changes, and what it makes otherwise.
+_EVERY_RUN = {
+    "dropout": "is drawn in steps of 1/256 (model.dropout_rng=threefry8) or of 1/65536, so that "
+    "0.1 is 26/256 or 6554/65536; what is kept is scaled by the share really kept",
+    "held-out documents": "corpus.validation_share of them are evaluated on, on the same rows and "
+    "masks every time; the reference trains on all, and evaluates on whatever instances it is "
+    "given",
+    "data.dupe_factor": "passes follow one another, each in an order of its own; in the reference "
+    "the instances of all passes are shuffled together",
+    "phases": "one schedule and the moments of Adam run through all of them; in the reference the "
+    "next length is another job, which starts its schedule again and its moments at 0",
+    "random choices": "each is a function of seed, phase, row and purpose; the reference takes "
+    "them from one generator in turn: the same laws, other examples",
+    "rows an epoch": "every epoch takes as many rows as the first one's plan has: of a longer plan "
+    "some are left out, of a shorter one some come twice; the reference's files hold each once",
+}
 
 
-def deviations(experiment: Experiment) -> list[Deviation]:
+def deviations(experiment: Experiment) -> list[tuple[str, str]]:
     """Returns each setting that is not the paper's, with its field's comment, and `_EVERY_RUN`."""
     papers = min((_BASE, _LARGE), key=lambda p: len(config.differences(p, experiment, "identity")))
     paper, values = (dict(config.flatten(e, "identity")) for e in (papers, experiment))
@@ -135,5 +110,5 @@ def deviations(experiment: Experiment) -> list[Deviation]:
         ours, theirs = values.get(path, "absent"), paper.get(path, "absent")
         if ours != theirs and not _LEFT_OUT.fullmatch(path):
             comment = comments[re.sub(r"\.\d+\.", ".N.", path)]
-            named.append(Deviation(f"{path}={ours!r}", f"the paper has {theirs!r}. {comment}"))
-    return [*named, *_EVERY_RUN]
+            named.append((f"{path}={ours!r}", f"the paper has {theirs!r}. {comment}"))
+    return [*named, *_EVERY_RUN.items()]

@@ -76,7 +76,10 @@ def _instances() -> Iterator[Rule]:
         )
         return _rule(says, f"{total} instances with the reference's", differing)
 
-    yield rule("documents shuffled once, instances last; each pass draws again", _lengths)
+    yield rule(
+        "documents shuffled once, instances last; each pass draws again",
+        lambda instance: (len(instance["input_ids"]), sum(instance["segment_ids"])),
+    )
     yield rule(
         "B is random where A is all there is, else by half; otherwise what follows A",
         itemgetter("next_sentence_label"),
@@ -93,10 +96,6 @@ def _instances() -> Iterator[Rule]:
     )
     yield rule("labels are what stood there, by position", itemgetter("masked_lm_ids"))
     yield rule("80 % [MASK], 10 % kept, 10 % replaced, drawn in order", itemgetter("input_ids"))
-
-
-def _lengths(instance: dict[str, Any]) -> tuple[int, int]:
-    return len(instance["input_ids"]), sum(instance["segment_ids"])
 
 
 def _unmasked(instance: dict[str, Any]) -> list[int]:
@@ -130,14 +129,11 @@ def _pairs() -> Iterator[Rule]:
         for _ in range(60)
     ]
     recorded = _Recorded(random.Random(0))
-    order = recorded.document_order(len(documents))
+    order = recorded.shuffled(len(documents))
     flat = stream.from_documents([documents[i] for i in order], np.uint32)
     rows = np.concatenate([*pairs.one_by_one(flat, 64, 0.5, recorded)])
-    yield _rule(
-        "a short target is drawn once a document",
-        "targets drawn with 60 documents",
-        abs(recorded.targets - len(documents)),
-    )
+    off = abs(recorded.targets - len(documents))
+    yield _rule("a short target is drawn once a document", "targets drawn with 60 documents", off)
     used = np.zeros(len(flat.ids), int)
     for row in rows:
         used[row["a_offset"] : row["a_offset"] + row["a_length"]] += 1
@@ -191,11 +187,8 @@ def _masks() -> Iterator[Rule]:
         0.005,
     )
     seen = np.unique(ids[kinds == draws.RANDOM])
-    yield _rule(
-        "replacements are any piece, specials too",
-        "ids drawn of a vocabulary of 30",
-        count_of_different(seen.tolist(), list(range(30))),
-    )
+    off = count_of_different(seen.tolist(), list(range(30)))
+    yield _rule("replacements are any piece, specials too", "ids drawn of a vocabulary of 30", off)
 
 
 def _mask(
@@ -233,36 +226,21 @@ def _tokens() -> Iterator[Rule]:
         f"ids of {compared}",
         count_of_different(ids, [row["lower"] for row in rows]),
     )
-    yield _text_rule(
-        "an id is a line of the vocabulary",
-        f"pieces of {compared}",
-        count_of_different(
-            [[uncased.piece(i) for i in row] for row in ids], [row["lower_tokens"] for row in rows]
-        ),
-    )
-    yield _text_rule(
-        "cased: as it is, accents too",
-        f"pieces of {compared}",
-        count_of_different(
-            [[cased.piece(i) for i in cased.encode(row["text"])] for row in rows],
-            [row["cased_tokens"] for row in rows],
-        ),
-    )
+    ours = [[uncased.piece(i) for i in row] for row in ids]
+    off = count_of_different(ours, [row["lower_tokens"] for row in rows])
+    yield _text_rule("an id is a line of the vocabulary", f"pieces of {compared}", off)
+    ours = [[cased.piece(i) for i in cased.encode(row["text"])] for row in rows]
+    off = count_of_different(ours, [row["cased_tokens"] for row in rows])
+    yield _text_rule("cased: as it is, accents too", f"pieces of {compared}", off)
     yield _characters()
     unknown, words = uncased.unk_id, ("a" * 200, "a" * 201, "\u00e1" * 200)
     unknowns = [uncased.encode(word) == [unknown] for word in words]
-    yield _text_rule(
-        "words of over 200 characters are [UNK]",
-        "words of 200 and 201",
-        count_of_different(unknowns, [False, True, False]),
-    )
+    off = count_of_different(unknowns, [False, True, False])
+    yield _text_rule("words of over 200 characters are [UNK]", "words of 200 and 201", off)
     literal = uncased.encode("[PAD][CLS] [SEP][MASK]")
     specials = {uncased.pad_id, uncased.cls_id, uncased.sep_id, uncased.mask_id}
-    yield _text_rule(
-        "text never gives a special",
-        "pieces of the specials' names",
-        sum(i in specials for i in literal),
-    )
+    off = sum(i in specials for i in literal)
+    yield _text_rule("text never gives a special", "pieces of the specials' names", off)
 
 
 def _characters() -> Rule:

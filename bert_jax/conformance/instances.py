@@ -75,7 +75,7 @@ def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Doc
 def create(documents: Documents, ids: batches.Ids, settings: Settings) -> Iterator[str]:
     """Yields the instances as lines of JSON, in the order in which the reference writes them."""
     draw = draws.Sequential(random.Random(settings.random_seed))
-    order = draw.document_order(len(documents))
+    order = draw.shuffled(len(documents))
     flat = stream.from_documents([documents[i] for i in order], np.uint32)
     policy, length = masking.Policy.of(settings.data, 0, 1), settings.max_seq_length
     # No row has more: the table is as narrow as it can be.
@@ -87,7 +87,7 @@ def create(documents: Documents, ids: batches.Ids, settings: Settings) -> Iterat
         for row in pairs.one_by_one(flat, length, settings.short_seq_prob, draw):
             batch = examples.make(row, draw, policy)
             made.append(json.dumps(_as_written(batch)))
-    for number in draw.instance_order(len(made)):
+    for number in draw.shuffled(len(made)):
         yield made[number]
 
 

@@ -37,21 +37,13 @@ def check() -> Iterator[Rule]:
     params, batch = golden.params(), golden.batch()
     yield from _outputs(params, batch)
     loss, gradients = jax.jit(jax.value_and_grad(_loss))(params, batch)
-    yield _rule(
-        "its gradients",
-        "of all parameters with PyTorch's",
-        largest_difference(gradients, golden.convert(golden.pytorch("grads"))),
-        1e-5,
-    )
+    off = largest_difference(gradients, golden.convert(golden.pytorch("grads")))
+    yield _rule("its gradients", "of all parameters with PyTorch's", off, 1e-5)
     yield from _constants()
     yield from _initial()
     yield _sizes()
-    yield _loss_rule(
-        "masked LM + next sentence",
-        "the loss of a batch with PyTorch's",
-        relative(loss, golden.pytorch("outputs")["loss"]),
-        1e-5,
-    )
+    off = relative(loss, golden.pytorch("outputs")["loss"])
+    yield _loss_rule("masked LM + next sentence", "the loss of a batch with PyTorch's", off, 1e-5)
     yield from _metrics()
 
 
@@ -61,12 +53,8 @@ def _outputs(params: heads.Params, batch: Batch) -> Iterator[Rule]:
     encoder = heads.merge(cfg, params).encoder
     hidden = encode(encoder, cfg, *inputs, None, Loop(), outputs="all")
     states = theirs["hidden_states"]
-    yield _rule(
-        "word + type + position, then layer norm",
-        "embeddings with PyTorch's",
-        relative(hidden[0], states[0]),
-        1e-5,
-    )
+    off = relative(hidden[0], states[0])
+    yield _rule("word + type + position, then layer norm", "embeddings with PyTorch's", off, 1e-5)
     yield _rule(
         "post-norm layers; scores of padding at -10,000",
         f"{len(states) - 1} layers with PyTorch's",
@@ -80,12 +68,8 @@ def _outputs(params: heads.Params, batch: Batch) -> Iterator[Rule]:
         relative(masked_lm[..., : cfg.vocab_size], theirs["prediction_logits"]),
         1e-5,
     )
-    yield _rule(
-        "tanh of [CLS], then two scores",
-        "next-sentence scores with PyTorch's",
-        relative(next_sentence, theirs["seq_relationship_logits"]),
-        1e-5,
-    )
+    off = relative(next_sentence, theirs["seq_relationship_logits"])
+    yield _rule("tanh of [CLS], then two scores", "next-sentence scores with PyTorch's", off, 1e-5)
     leaked = jax.nn.softmax(masked_lm)[..., cfg.vocab_size :].sum(axis=-1).max()
     yield _rule(
         "rows that pad the vocabulary get no probability",
@@ -99,22 +83,15 @@ def _constants() -> Iterator[Rule]:
     by_erf = [0.5 * v * (1.0 + math.erf(v / math.sqrt(2.0))) for v in x]
     by_tanh = 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
     for name, expected in (("gelu", by_erf), ("gelu_tanh", by_tanh)):
-        yield _rule(
-            f"hidden_act={name}",
-            "1,201 numbers with float64",
-            relative(layers.activation(name, jnp.asarray(x, jnp.float32)), expected),
-            1e-6,
-        )
+        off = relative(layers.activation(name, jnp.asarray(x, jnp.float32)), expected)
+        yield _rule(f"hidden_act={name}", "1,201 numbers with float64", off, 1e-6)
     # Of so little variance that 1e-12 shows.
     small = np.random.default_rng(0).normal(size=(4, 64)) * 1e-6
     centred = small - small.mean(axis=1, keepdims=True)
     expected = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-12)
-    yield _rule(
-        "layer norm of eps 1e-12, biased variance",
-        "rows of variance 1e-12 with float64",
-        relative(layers.LayerNorm(64)(jnp.asarray(small, jnp.float32)), expected),
-        1e-5,
-    )
+    off = relative(layers.LayerNorm(64)(jnp.asarray(small, jnp.float32)), expected)
+    compared = "rows of variance 1e-12 with float64"
+    yield _rule("layer norm of eps 1e-12, biased variance", compared, off, 1e-5)
 
 
 def _initial() -> Iterator[Rule]:
@@ -137,12 +114,8 @@ def _initial() -> Iterator[Rule]:
         abs(float(values.std()) / _INITIAL_STD - 1.0),
         0.01,
     )
-    yield _rule(
-        "no weight beyond 0.04",
-        "the largest fresh weight with 0.04",
-        max(float(np.abs(values).max()) - 0.04, 0.0),
-        1e-6,
-    )
+    off = max(float(np.abs(values).max()) - 0.04, 0.0)
+    yield _rule("no weight beyond 0.04", "the largest fresh weight with 0.04", off, 1e-6)
     yield _rule("biases 0, layer norms 1 and 0", "fresh parameters with these", fixed)
 
 

@@ -88,12 +88,8 @@ def _trajectory() -> Iterator[Rule]:
         worst,
         1e-5,
     )
-    yield _rule(
-        "linear warm-up, linear decay",
-        f"{steps} learning rates with float64",
-        relative(rates, theirs["learning_rate"]),
-        1e-6,
-    )
+    off = relative(rates, theirs["learning_rate"])
+    yield _rule("linear warm-up, linear decay", f"{steps} learning rates with float64", off, 1e-6)
 
 
 def _schedule() -> Iterator[Rule]:
@@ -155,19 +151,11 @@ def _cores() -> Iterator[Rule]:
         jax.tree.map(lambda g, n=length: g * (norm / n), gradient)
         for gradient, length in zip(alone, lengths, strict=True)
     ]
-    yield _rule(
-        "each core clips its own gradient, then they are summed",
-        compared,
-        largest_difference(_summed_gradient(norm), jax.tree.map(lambda *g: sum(g), *clipped)),
-        1e-5,
-    )
-    yield Rule(
-        "loss",
-        "each core divides by its own weights + 1e-5, and its own rows",
-        compared,
-        largest_difference(_summed_gradient(1e9), jax.tree.map(lambda *g: sum(g), *alone)),
-        1e-5,
-    )
+    off = largest_difference(_summed_gradient(norm), jax.tree.map(lambda *g: sum(g), *clipped))
+    yield _rule("each core clips its own gradient, then they are summed", compared, off, 1e-5)
+    off = largest_difference(_summed_gradient(1e9), jax.tree.map(lambda *g: sum(g), *alone))
+    says = "each core divides by its own weights + 1e-5, and its own rows"
+    yield Rule("loss", says, compared, off, 1e-5)
 
 
 @functools.cache
@@ -196,7 +184,8 @@ def _summed_gradient(clip_norm: float) -> heads.Params:
     """Returns the gradient that a training step over all cores gives to its optimizer."""
     cfg = dataclasses.replace(_OPTIMIZER, clip_norm=clip_norm)
     mesh = jax.make_mesh((1,), ("data_0",), (AxisType.Auto,), devices=jax.devices()[:1])
-    train_step = step.make_train_step(Pretraining(_MODEL), cfg, Parallelism(), 1, 1_000_000, mesh)
+    spec = step.StepSpec(Pretraining(_MODEL), cfg, Parallelism(), 1, mesh)
+    train_step = step.make_train_step(spec, 1_000_000)
     state = step.init_state(Pretraining(_MODEL), cfg, 0)
     key = step.phase_key(_MODEL, 0, 0)
     new, _ = train_step(state, step.empty_window(Pretraining(_MODEL).metrics), _batch(), key)

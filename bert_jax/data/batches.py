@@ -130,13 +130,7 @@ class Examples:
         """Masks rows, int32 [B, S] of these lengths; `text`, bool [B, S], may be masked."""
         self._require_known(input_ids)
         masked = masking.mask(
-            input_ids,
-            text,
-            lengths,
-            array_draws,
-            policy,
-            self.max_predictions,
-            self.ids,
+            input_ids, text, lengths, array_draws, policy, self.max_predictions, self.ids
         )
         return {
             "input_ids": masked.input_ids,
@@ -228,11 +222,11 @@ class TrainBatches:
         kind = pairs.ROW_DTYPE if of_pairs else pairs.chunk_dtype(self.plans.stream)
         planned = np.empty(len(row), kind)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            chunks = self.plans.wait(self._epoch_drawn(epoch))
+            here, drawn = epochs == epoch, self._epoch_drawn(epoch)
+            chunks = self.plans.wait(drawn)
             some = chunks[slots[here] % len(chunks)]
             if of_pairs:
-                counter = draws.Counter(self.plans.key(self._epoch_drawn(epoch)), some["sentence"])
+                counter = draws.Counter(draws.key_of(*self.plans.names, drawn), some["sentence"])
                 some = pairs.rows(self.plans.stream, some, counter, self._data.units)
             planned[here] = some
         number = self._epoch_drawn(epochs) * self.rows_per_epoch + slots
@@ -269,8 +263,6 @@ def eval_batches(stream: Stream, ids: Ids, data: Data, batch_size: int) -> tuple
     else:
         plan = sentences.plan(stream, length, first)
         plan = plan[draws.permutation(first, 0, len(plan))[: data.eval_rows]]
-    if not len(plan):
-        raise InputError("data.eval_rows: the validation split gives no row")
     key = draws.key_of(*names)
     made = Examples(stream, ids, data, length, data.eval_max_predictions_per_seq)
     batches = []

@@ -39,7 +39,7 @@ from bert_jax.storage.workdir import (
     write_atomic,
 )
 from bert_jax.text import sources as text_sources
-from bert_jax.text import tokenizer, unknown
+from bert_jax.text import tokenizer
 
 FORMAT_VERSION = 3
 COUNTS = "plans.json"
@@ -381,7 +381,7 @@ def _build(
             f"{counts[name]} {name}" for name in ("documents", "sentences", "tokens")
         )
         say(f"prepare: {split}: {numbers}, {share:.1%} of them unknown")
-        if share > unknown.MOST and not corpus.unknown_word:
+        if share > tokenizer.MOST_UNKNOWN and not corpus.unknown_word:
             say(
                 f"prepare: warning: {share:.0%} of {split} is [UNK], and is lost: the vocabulary "
                 "is of other text or another script, or too small for its letters "

@@ -68,9 +68,9 @@ class Sequential:
     def __init__(self, rng: random.Random):
         self._rng = rng
 
-    def document_order(self, documents: int) -> list[int]:
-        """Draws a shuffled list of document numbers."""
-        order = list(range(documents))
+    def shuffled(self, count: int) -> list[int]:
+        """Draws an order, of all documents or of all instances."""
+        order = list(range(count))
         self._rng.shuffle(order)
         return order
 
@@ -112,9 +112,7 @@ class Sequential:
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:
         """Draws by `shuffle`."""
-        order = list(range(int(counts[0])))
-        self._rng.shuffle(order)
-        return np.array([order])
+        return np.array([self.shuffled(int(counts[0]))])
 
     def replacements(
         self, counts: np.ndarray, vocab_size: int, mask_share: float, random_share: float
@@ -131,12 +129,6 @@ class Sequential:
             kinds.append(kind)
             ids.append(token)
         return np.array([kinds], np.uint8), np.array([ids], np.int64)
-
-    def instance_order(self, instances: int) -> list[int]:
-        """Draws the order of all instances in the final shuffle."""
-        order = list(range(instances))
-        self._rng.shuffle(order)
-        return order
 
 
 class Counter:
@@ -170,12 +162,10 @@ class Counter:
 
     def is_random(self, asked: np.ndarray) -> np.ndarray:
         """Returns whether B comes from another document, bool [B]: the word's other bit."""
-        del asked
         return (self._chunk_words & 1).astype(bool)
 
     def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
         """Draws another document than `this`, or after ten vain draws this one; int64 [B]."""
-        del asked
         other = below(self._next_words[:, 1], documents)
         again = np.flatnonzero(other == this)
         if len(again):
@@ -187,7 +177,6 @@ class Counter:
 
     def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
         """Returns the sentence at which a random B starts; int64 [B]."""
-        del asked
         return below(self._next_words[:, 0], sentences)
 
     def first_length(self, most: int) -> np.ndarray:

@@ -77,14 +77,6 @@ class Masked(NamedTuple):
     weights: np.ndarray  # float32 [B, P], 1, and 0 behind the last
 
 
-def number_to_predict(
-    length: np.ndarray, masked_lm_prob: float, max_predictions: int
-) -> np.ndarray:
-    """Returns how many tokens are predicted of examples of these lengths at most, int64."""
-    number = np.rint(length * masked_lm_prob).astype(np.int64)
-    return np.minimum(max_predictions, np.maximum(1, number))
-
-
 def mask(
     input_ids: np.ndarray,
     text: np.ndarray,
@@ -104,7 +96,7 @@ def mask(
       max_predictions: P.
     """
     count = np.count_nonzero(text, axis=1)
-    wanted = number_to_predict(length, policy.share, max_predictions)
+    wanted = np.clip(np.rint(length * policy.share).astype(np.int64), 1, max_predictions)
     # Candidates are numbered through a row's texts. (row, chosen) lists those of each row in the
     # order in which they were accepted, `slot` numbers them from 0, and what becomes of one is
     # drawn for the slot `like`.

@@ -85,36 +85,28 @@ class Part:
 
 def plan(corpus: Corpus) -> list[Part]:
     """Returns the parts of a corpus, in order."""
-    parts: list[Part] = []
-    extents: list[Extent] = []
-    size = 0
+    parts: list[list[Extent]] = []
+    sizes: list[int] = []
+    for one in corpus.alone():
+        for extent in documents.extents(one, PART_BYTES):
+            is_packed = extent.kind == "tfds" or extent.path.endswith((".gz", ".zst"))
+            more = extent.bytes * (_PACKED if is_packed else 1)
+            if not parts or sizes[-1] + more > PART_BYTES:
+                parts.append([])
+                sizes.append(0)
+            parts[-1].append(extent)
+            sizes[-1] += more
 
     @functools.cache
     def state(path: str) -> tuple[str, int, int]:
         return (path, *text_sources.state(path).values())
 
-    def end() -> None:
-        nonlocal size
+    def files(part: list[Extent]) -> tuple[tuple[str, int, int], ...]:
         # A TFDS dataset is recognised by its metadata.
-        paths = dict.fromkeys(
-            f"{extent.folder}/dataset_info.json" if extent.folder else extent.path
-            for extent in extents
-        )
-        parts.append(Part(tuple(extents), tuple(map(state, paths)), size))
-        extents.clear()
-        size = 0
+        paths = (f"{e.folder}/dataset_info.json" if e.folder else e.path for e in part)
+        return tuple(map(state, dict.fromkeys(paths)))
 
-    for one in corpus.alone():
-        for extent in documents.extents(one, PART_BYTES):
-            is_packed = extent.kind == "tfds" or extent.path.endswith((".gz", ".zst"))
-            more = extent.bytes * (_PACKED if is_packed else 1)
-            if extents and size + more > PART_BYTES:
-                end()
-            extents.append(extent)
-            size += more
-    if extents:
-        end()
-    return parts
+    return [Part(tuple(p), files(p), size) for p, size in zip(parts, sizes, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,14 +331,9 @@ class WriteShards:
         self, tok: tokenizer.Tokenizer, scratch: pathlib.Path
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields ids and lengths of sentences of each document."""
-        tokens, lengths, documents_ = (
-            _mapped(here(self.place, self.read, name, scratch), dtype)
-            for name, dtype in (
-                ("tokens.bin", np.uint32),
-                ("sentences.bin", np.uint32),
-                ("documents.bin", DOCUMENT),
-            )
-        )
+        kinds = {"tokens.bin": np.uint32, "sentences.bin": np.uint32, "documents.bin": DOCUMENT}
+        files = (here(self.place, self.read, name, scratch) for name in kinds)
+        tokens, lengths, documents_ = map(_mapped, files, kinds.values())
         table = None
         if isinstance(tok, tokenizer.WordPiece):
             words_of_part = words.read_words(here(self.place, self.read, "words.txt", scratch))

@@ -201,10 +201,6 @@ class Plans:
         how = self.sequence_length, self.short_seq_prob, self.corpus, self.counts, None
         return Plans, (self.stream, self.names, *how, self.units)
 
-    def key(self, epoch: int) -> tuple[int, int]:
-        """Returns the key of an epoch's draws for pairs."""
-        return draws.key_of(*self.names, epoch)
-
     def find(self, epoch: int) -> np.ndarray | None:
         """Returns the epoch's plan (`Recipe.plan`), or None while it is being made.
 

@@ -77,11 +77,8 @@ def _lengths_of_pairs(experiment: Experiment) -> tuple[int, ...]:
 
 def _sources(path: str) -> tuple[str, ...]:
     """Returns the sources in a file or folder of text, each of one kind."""
-    if os.path.isfile(path):
-        for word, suffixes in text_sources.SUFFIXES.items():
-            if path.endswith(suffixes):
-                return (f"{word}:{path}",)
-    names = [name for _, _, names in os.walk(path) for name in names]
+    names = [path] * os.path.isfile(path)
+    names += [name for _, _, names in os.walk(path) for name in names]
     sources = tuple(
         f"{word}:{path}"
         for word, suffixes in text_sources.SUFFIXES.items()

@@ -48,14 +48,7 @@ def export(
     """
     architecture = architecture_of(model)
     adapt = model.experiment.adapt
-    stated = Loaded(  # all but its parameters
-        model.model,
-        {},
-        model.tokenizer,
-        name=model.experiment.name,
-        step=model.step,
-        evaluation=model.evaluation,
-    )
+    stated = model.stated({})
     if form == "adapter" and adapt.how != "lora":
         raise InputError(
             f"--as adapter: {model.experiment.name} learned with adapt.how={adapt.how}, and only "

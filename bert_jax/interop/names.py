@@ -143,7 +143,7 @@ class Naming:
     tensors: Callable[[Model], Iterator[Tensor]]  # all of a model, the embeddings first
     word_embeddings: str  # the name of the table that has a row a piece
     output_bias: str  # the name of the other one
-    config: str  # the file that says the sizes
+    config: str = "config.json"  # the file that says the sizes
     model: str = "BERT's pre-training model"  # what they are of, in words
     prefix: str = ""  # of the encoder's, which files of an encoder alone lack
     encoder: tuple[str, ...] = ()  # how those begin without it
@@ -281,8 +281,7 @@ HUGGING_FACE = {
         lambda cfg: _renamed(cfg, _ROBERTA, _LAYER, _NO_PAIRS),
         "roberta.embeddings.word_embeddings.weight",
         "lm_head.bias",
-        "config.json",
-        "RoBERTa's masked LM",
+        model="RoBERTa's masked LM",
         prefix="roberta.",
         encoder=("embeddings.", "encoder.", "pooler."),
         tied={
@@ -295,8 +294,7 @@ HUGGING_FACE = {
         lambda cfg: _renamed(cfg, _DISTILBERT, _DISTILBERT_LAYER, _NO_PAIRS),
         "distilbert.embeddings.word_embeddings.weight",
         "vocab_projector.bias",
-        "config.json",
-        "DistilBERT's masked LM",
+        model="DistilBERT's masked LM",
         prefix="distilbert.",
         encoder=("embeddings.", "transformer."),
         tied={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
@@ -306,7 +304,6 @@ HUGGING_FACE = {
         tensors,
         WORD_EMBEDDINGS,
         OUTPUT_BIAS,
-        "config.json",
         prefix="bert.",
         encoder=("embeddings.", "encoder.", "pooler."),
         tied={
@@ -320,8 +317,7 @@ HUGGING_FACE = {
         modern_tensors,
         MODERN_WORD_EMBEDDINGS,
         MODERN_OUTPUT_BIAS,
-        "config.json",
-        "ModernBERT's masked LM",
+        model="ModernBERT's masked LM",
         prefix="model.",
         encoder=("embeddings.", "layers.", "final_norm."),
         tied={_MODERN_OUTPUT: MODERN_WORD_EMBEDDINGS},

@@ -137,7 +137,7 @@ def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np
         content = index.read_bytes()
     with reading(prefix, "put its whole files back"):
         entries = dict(_table(content))
-        header = _message(entries.pop(b""))
+        header = dict(_fields(entries.pop(b"")))
         if header.get(_ENDIANNESS):
             raise ValueError("big-endian numbers are not read")
 
@@ -152,7 +152,7 @@ def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np
         for key, value in sorted(entries.items()):
             # Those of slices of others begin with a zero.
             if key[0] and wanted(name := key.decode()):
-                entry = _message(value)
+                entry = dict(_fields(value))
                 if _SLICES in entry:
                     raise InputError(f"{prefix}: variable {name!r} is cut in slices; save it whole")
                 held[name] = _tensor(name, entry, shard)
@@ -166,7 +166,7 @@ def _tensor(name: str, entry: dict[int, Any], shard: Callable[[int], np.ndarray]
     if len(data) != size or _masked(google_crc32c.value(data)) != entry[_CHECKSUM]:
         raise ValueError(f"the checksum of variable {name!r} is another")
     dimensions = _fields(entry.get(_SHAPE, b""))
-    shape = [_message(dimension).get(1, 0) for number, dimension in dimensions if number == 2]
+    shape = [dict(_fields(of)).get(1, 0) for number, of in dimensions if number == 2]
     return np.frombuffer(data, dtype).reshape(shape)
 
 
@@ -200,11 +200,6 @@ def _block(content: bytes, handle: bytes, at: int) -> Iterator[tuple[bytes, byte
         key = key[:shared] + block[at : at + more]
         yield key, block[at + more : at + more + length]
         at += more + length
-
-
-def _message(data: bytes) -> dict[int, Any]:
-    """Returns the last value of each field of a protocol buffer."""
-    return dict(_fields(data))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 from etils import epath
 
-from bert_jax.errors import InputError, reading
+from bert_jax.errors import InputError, json_object, reading
 from bert_jax.interop.names import Say
 from bert_jax.text import library, vocabulary
 from bert_jax.text import tokenizer as tokenizer_lib
@@ -28,14 +28,12 @@ _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 def read_object(path: epath.Path) -> dict[str, Any]:
     """Reads a JSON object of others, which carries no format version."""
     try:
-        value = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file; put the whole checkpoint there") from error
-    except (ValueError, RecursionError, OSError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: not a JSON object")
-    return value
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error})") from error
+    return json_object(content, path)
 
 
 def write_json(path: epath.Path, value: Any) -> None:

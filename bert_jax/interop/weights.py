@@ -7,7 +7,7 @@ ours are stacked along a first dimension L and lie as [in, out]. Rows of our voc
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -113,33 +113,13 @@ def to_theirs(
 
     A RoBERTa's positions begin in the row `first` of their table; None: as ours do.
     """
-    if architecture not in names.HEADS:
-        prefix = "as_under_a_head" if "masked_lm" in names.PARTS[architecture] else "left_out"
-        return _held(params, cfg, names.PARTS[architecture], prefix, first)
-    parts, name = names.HEADS[architecture]
-    head = jax.device_get(params["head"])
-    below = _held(params, cfg, parts, "as_under_a_head", first)
-    if name == names.ROBERTA_HEAD:
-        below = {key.replace(*names.ROBERTA_POOLER): below[key] for key in below}
-    return below | {
-        f"{name}.weight": head["kernel"].T,
-        f"{name}.bias": head["bias"],
-    }
-
-
-def _held(
-    params: Mapping[str, Any],
-    cfg: Model,
-    parts: tuple[Part, ...],
-    prefix: Literal["as_under_a_head", "left_out"],
-    first: int | None,
-) -> dict[str, np.ndarray]:
-    theirs: dict[str, np.ndarray] = {}
-    naming = names.HUGGING_FACE[names.family(cfg)]
+    parts, head = names.HEADS.get(architecture) or (names.PARTS[architecture], "")
+    naming, theirs = names.HUGGING_FACE[names.family(cfg)], dict[str, np.ndarray]()
+    prefix = "" if head or "masked_lm" in parts else naming.prefix  # left out
     for tensor in naming.tensors(cfg):
         # Below the head of a task masked LM has no output.
         is_output = tensor.is_vocabulary and tensor.part == "masked_lm"
-        if tensor.part not in parts or ("head" in params and is_output):
+        if tensor.part not in parts or (head and is_output):
             continue
         value: Any = params
         for key in tensor.path:
@@ -152,9 +132,14 @@ def _held(
         if first is not None and cfg.position_offset and "position" in tensor.path:
             more = first - cfg.position_offset  # of the rows before, which nothing reads
             value = np.pad(value, ((max(more, 0), 0), (0, 0)))[max(-more, 0) :]
-        name = tensor.name.removeprefix(naming.prefix) if prefix == "left_out" else tensor.name
+        name = tensor.name.removeprefix(prefix)
         value = value.T if tensor.is_kernel else value
         theirs[name] = np.concatenate([theirs[name], value]) if tensor.share[0] else value
+    if head == names.ROBERTA_HEAD:
+        theirs = {key.replace(*names.ROBERTA_POOLER): theirs[key] for key in theirs}
+    if head:
+        ours = jax.device_get(params["head"])
+        theirs |= {f"{head}.weight": ours["kernel"].T, f"{head}.bias": ours["bias"]}
     return theirs
 
 

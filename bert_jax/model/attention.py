@@ -10,7 +10,7 @@ K places for the tokens of a text.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,11 @@ MASKED_SCORE = -10_000.0
 # Columns of a TPU's matrix unit at least.
 _LANES = 128
 _LOG_SUMS, _CONTEXT = "attention_log_sums", "attention_context"
-# Under these names a policy of recomputation finds what `attend_recomputed` needs to go back.
+# Under these names a policy of recomputation finds what `attend` needs to go back.
 KEPT = (_LOG_SUMS, _CONTEXT)
+
+# Whether the backward pass finds attention's probabilities, or computes them again.
+Scores = Literal["kept", "recomputed"]
 
 
 class Shared(NamedTuple):
@@ -76,8 +79,13 @@ def attend(
     noise: Noise | None,
     rate: float,
     window: jax.Array | None = None,
+    kept: Scores = "kept",
 ) -> jax.Array:
     """Computes scaled dot-product attention with dropout on the probabilities.
+
+    Where they are `recomputed`, nothing of size [S, S] is kept for the backward pass: it computes
+    the probabilities again from the logarithm of their sum, and the gradient of the softmax from
+    the result (the identities of Dao et al. 2022, FlashAttention, section 3.1).
 
     Args:
       query: [B, S, H, D / H].
@@ -92,9 +100,12 @@ def attend(
     Returns:
       [B, S, H, D / H], in the type of value.
     """
+    noise = noise if rate else None
+    if kept == "recomputed":
+        return _attend_recomputed(rate, query, key, value, _unseen(input_mask), noise, window)
     scores = _scores(query, key, _unseen(input_mask), window)
     probs = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    if noise is not None and rate:
+    if noise is not None:
         probs = jnp.where(_kept(noise, probs.shape, rate), probs, jnp.zeros_like(probs))
         value = _scaled(value, noise.scale(rate))
     return _product("bhqk,bkhd->bqhd", probs, value).astype(value.dtype)
@@ -119,25 +130,6 @@ def attend_packed(
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True)).astype(value.dtype)
     context = _product("nhqk,nhkd->nhqd", weights, value) / _row_sums(weights)
     return packing.pack(jnp.swapaxes(context, 1, 2).astype(value.dtype))
-
-
-def attend_recomputed(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    input_mask: jax.Array | Shared,
-    noise: Noise | None,
-    rate: float,
-    window: jax.Array | None = None,
-) -> jax.Array:
-    """Computes `attend`, but keeps nothing of size [S, S] for the backward pass.
-
-    It computes the probabilities again from the logarithm of their sum, and the gradient of the
-    softmax from the result (the identities of Dao et al. 2022, FlashAttention, section 3.1).
-    """
-    if noise is None or not rate:
-        noise, rate = None, 0.0
-    return _attend_recomputed(rate, query, key, value, _unseen(input_mask), noise, window)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

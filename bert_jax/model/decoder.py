@@ -18,7 +18,8 @@ from jax import lax
 
 from bert_jax.config import Model
 from bert_jax.model import attention, heads, layers, transformer
-from bert_jax.model.encoder import Loop, Scores, filled, params_of, run_layers
+from bert_jax.model.attention import Scores
+from bert_jax.model.encoder import Loop, filled, params_of, run_layers
 from bert_jax.model.kinds import encode
 
 Batch = dict[str, jax.Array]
@@ -122,7 +123,7 @@ def target_logits(
     ) -> jax.Array:
         del number
         at = (lambda site: None) if noise is None else noise.at
-        attend = attention.attend if scores == "kept" else attention.attend_recomputed
+        attend = attention.attend
         own = [_by_heads(cfg, dense, x) for dense in (layer.key, layer.value)]
         cross = [_by_heads(cfg, d, source) for d in (layer.cross_key, layer.cross_value)]
         # Padding stands to the right of what is scored.
@@ -131,8 +132,8 @@ def target_logits(
             layer,
             cfg,
             x,
-            lambda query: attend(query, *own, ones, at(0), rate, window),
-            lambda query: attend(query, *cross, mask, at(3), rate),
+            lambda query: attend(query, *own, ones, at(0), rate, window, scores),
+            lambda query: attend(query, *cross, mask, at(3), rate, None, scores),
             noise,
         )
 

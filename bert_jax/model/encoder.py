@@ -17,6 +17,7 @@ from flax import nnx
 
 from bert_jax.config import Model
 from bert_jax.model import attention, layers
+from bert_jax.model.attention import Scores
 from bert_jax.model.kernels import Kernels
 
 # Rows of the vocabulary's tables are a multiple of this on every mesh, so that they can be
@@ -24,9 +25,6 @@ from bert_jax.model.kernels import Kernels
 VOCAB_MULTIPLE = 1_024
 # Under this name `remat="dots"` finds what it keeps, already rounded to the compute type.
 PRODUCT = "product"
-
-# Whether the backward pass finds attention's probabilities, or computes them again.
-Scores = Literal["kept", "recomputed"]
 
 
 class Loop(NamedTuple):

@@ -85,15 +85,6 @@ def transformed(head: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
     return head.layer_norm(below).astype(hidden.dtype)
 
 
-def next_sentence_logits(model: Pretrainer, hidden: jax.Array) -> jax.Array:
-    """Scores "B follows A" and "B is random", or "they were swapped", from [CLS].
-
-    [B, S, D] -> float32 [B, 2].
-    """
-    pooled = jnp.tanh(model.pooler(hidden[:, 0])).astype(hidden.dtype)
-    return model.next_sentence(pooled)
-
-
 def pretraining_logits(
     cfg: Model,
     params: Params,
@@ -109,4 +100,6 @@ def pretraining_logits(
     ids = batch["input_ids"], batch["segment_ids"]
     hidden = encode(model.encoder, cfg, *ids, input_mask, noise, loop)
     masked_lm = masked_lm_logits(model, cfg, hidden, batch["masked_lm_positions"])
-    return masked_lm, next_sentence_logits(model, hidden)
+    # "B follows A" and "B is random", or "they were swapped", from [CLS].
+    pooled = jnp.tanh(model.pooler(hidden[:, 0])).astype(hidden.dtype)
+    return masked_lm, model.next_sentence(pooled)

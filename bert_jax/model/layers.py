@@ -24,18 +24,6 @@ _LAYER_NORM_EPS = 1e-12
 _SCALE_NORM_EPS = 1e-5
 
 
-class Dense(nnx.Module):
-    """An affine map, y = x W + b: kernel [inputs, outputs], bias [outputs]."""
-
-    def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., inputs] in any float type -> float32 [..., outputs]."""
-        return linear(x, self.kernel[...], self.bias[...])
-
-
 class Linear(nnx.Module):
     """A linear map, y = x W: kernel [inputs, outputs]."""
 
@@ -44,9 +32,18 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., inputs] in any float type -> float32 [..., outputs]."""
-        return linear(x, self.kernel[...], None)
+        return linear(x, self.kernel[...], self.bias[...] if hasattr(self, "bias") else None)
 
 
+class Dense(Linear):
+    """An affine map, y = x W + b: kernel [inputs, outputs], bias [outputs]."""
+
+    def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, rngs: nnx.Rngs):
+        super().__init__(inputs, outputs, init, rngs=rngs)
+        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def linear(
     x: jax.Array,
     kernel: jax.Array,
@@ -64,16 +61,11 @@ def linear(
     Returns:
       float32 [..., M].
     """
-    return _linear(kernel_is, x, kernel, bias)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return _linear_forward(kernel_is, x, kernel, bias)[0]
+    return _linear_forward(x, kernel, bias, kernel_is)[0]
 
 
 def _linear_forward(
-    kernel_is: str, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
+    x: jax.Array, kernel: jax.Array, bias: jax.Array | None, kernel_is: str
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     kernel = kernel.astype(x.dtype)
     y = _times(x, kernel, 0 if kernel_is == "inputs_outputs" else 1)
@@ -95,7 +87,7 @@ def _linear_backward(
     return dx.astype(x.dtype), d_kernel, d_bias
 
 
-_linear.defvjp(_linear_forward, _linear_backward)
+linear.defvjp(_linear_forward, _linear_backward)
 
 # CPUs get one tall matrix, whose products their compiler takes; a TPU's compiler lays out batch and
 # sequence as attention wants them, if they stay dimensions of their own.
@@ -161,36 +153,31 @@ def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.platform_dependent(a, b, cpu=on_cpu, default=elsewhere)
 
 
-class LayerNorm(nnx.Module):
+class ScaleNorm(nnx.Module):
+    """A layer norm with biased variance and no bias; scale [D]."""
+
+    def __init__(self, width: int, eps: float = _SCALE_NORM_EPS):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] in any float type -> float32 [..., D]."""
+        x = x.astype(jnp.float32)
+        centred = x - x.mean(axis=-1, keepdims=True)
+        variance = jnp.square(centred).mean(axis=-1, keepdims=True)
+        return centred * lax.rsqrt(variance + self.eps) * self.scale[...]
+
+
+class LayerNorm(ScaleNorm):
     """A layer norm with biased variance, of `model.layer_norm_eps`; scale and bias [D]."""
 
     def __init__(self, width: int, eps: float = _LAYER_NORM_EPS):
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+        super().__init__(width, eps)
         self.bias = nnx.Param(jnp.zeros(width, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> float32 [..., D]."""
-        return _normalise(x, self.eps) * self.scale[...] + self.bias[...]
-
-
-class ScaleNorm(nnx.Module):
-    """A layer norm with biased variance, eps 1e-5, and no bias; scale [D]."""
-
-    def __init__(self, width: int):
-        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> float32 [..., D]."""
-        return _normalise(x, _SCALE_NORM_EPS) * self.scale[...]
-
-
-def _normalise(x: jax.Array, eps: float) -> jax.Array:
-    """Brings the last axis to a mean of 0 and a variance of 1: any float type -> float32."""
-    x = x.astype(jnp.float32)
-    centred = x - x.mean(axis=-1, keepdims=True)
-    variance = jnp.square(centred).mean(axis=-1, keepdims=True)
-    return centred * lax.rsqrt(variance + eps)
+        """[..., D] in any float type -> float32 [..., D]."""
+        return super().__call__(x) + self.bias[...]
 
 
 def activation(name: str, x: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Kernels for TPUs: attention with rotary positions, to whole rows or to a window.
 
-They compute what `encoder.rotate` and `attention.attend_recomputed` compute, in the same types. A
+They compute what `encoder.rotate` and `attention.attend` compute, in the same types. A
 program holds a row's keys and values of as many heads as fill its lanes, and goes through its
 queries block by block: of a layer with a window it looks at the keys near the block alone, of
 another at all, of long rows part by part (Dao et al. 2022, FlashAttention, section 3.1).
@@ -83,8 +83,7 @@ def turns(rotations: jax.Array, size: int) -> jax.Array:
 def _forward(static: Attention, *arrays: jax.Array) -> list[jax.Array]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
-    run = functools.partial(_run, static, blocks, _forward_kernel, "rotary_forward")
-    return _by_layer(static, run, arrays, [], outputs, 2, [query.dtype])
+    return _run(static, blocks, _forward_kernel, arrays, [], outputs, 2, [query.dtype])
 
 
 def _backward(
@@ -93,55 +92,44 @@ def _backward(
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     read = [*zip((blocks.row, blocks.sums, blocks.row), more, strict=True)]
     outputs, scratch = [(blocks.row, query)] * 3, [query.dtype, jnp.float32, jnp.float32]
-    run = functools.partial(_run, static, blocks, _backward_kernel, "rotary_backward")
-    return *_by_layer(static, run, arrays, read, outputs, 5, scratch), None, None, None
-
-
-def _by_layer(
-    static: Attention, run: Callable[..., list[jax.Array]], arrays: Any, *how: Any
-) -> list[jax.Array]:
-    """Runs a pass over whole rows or near each query, as the layer is."""
-    *read, turns, numbers, is_global = arrays
-
-    def whole() -> list[jax.Array]:
-        return run(0, [*read, turns[0], numbers], *how)
-
-    def near() -> list[jax.Array]:
-        return run(static.half, [*read, turns[1], numbers], *how)
-
-    if not static.half:
-        return whole()
-    # A plan reads there how often which is run.
-    with jax.named_scope(f"held_{static.wholes}_of_{static.layers}"):
-        return lax.cond(is_global, whole, near)
+    made = _run(static, blocks, _backward_kernel, arrays, read, outputs, 5, scratch)
+    return *made, None, None, None
 
 
 def _run(
     static: Attention,
     blocks: Blocks,
     kernel: Callable[..., None],
-    name: str,
-    half: int,
-    arrays: list[jax.Array],
+    arrays: tuple[jax.Array, ...],
     more: list[tuple[pl.BlockSpec, Any]],
     outputs: list[tuple[pl.BlockSpec, Any]],
     products: int,
     scratch: Sequence[Any],
 ) -> list[jax.Array]:
-    """Runs a pass of a layer with this window; `scratch`: arrays [S, lanes] of its own."""
-    *read, turns, numbers = arrays
-    own = turns.shape[1] > 1
+    """Runs a pass over whole rows or near each query, as the layer is.
+
+    `scratch`: arrays [S, lanes] of its own.
+    """
+    *read, turns, numbers, is_global = arrays
     # Once, not once more for the next program: they are large, and change with the row at most.
     once = {"pipeline_mode": pl.Buffered(1)}
-    shape = (2, 1, blocks.length, blocks.lanes)
+    own, shape = turns.shape[2] > 1, (2, 1, blocks.length, blocks.lanes)
     laid = pl.BlockSpec(shape, lambda b, p: (0, b if own else 0, 0, 0), **once)
-    # In the order of `_Row`.
-    inputs = [*((blocks.row, array) for array in read), (laid, turns)]
-    inputs += [*blocks.numbers(numbers, **once), *more]
-    run = functools.partial(kernel, static._replace(half=half))
     memory = [pltpu.VMEM((blocks.length, blocks.lanes), dtype) for dtype in scratch]
-    name = f"{name}_{'window' if half else 'rows'}"
-    return blocks.call(run, name, inputs, outputs, products, _near(half), memory)
+
+    def run(half: int, turns: jax.Array) -> list[jax.Array]:
+        # In the order of `_Row`.
+        inputs = [*((blocks.row, array) for array in read), (laid, turns)]
+        inputs += [*blocks.numbers(numbers, **once), *more]
+        name = f"rotary{kernel.__name__.removesuffix('_kernel')}_{'window' if half else 'rows'}"
+        of_half = functools.partial(kernel, static._replace(half=half))
+        return blocks.call(of_half, name, inputs, outputs, products, _near(half), memory)
+
+    if not static.half:
+        return run(0, turns[0])
+    # A plan reads there how often which is run.
+    with jax.named_scope(f"held_{static.wholes}_of_{static.layers}"):
+        return lax.cond(is_global, lambda: run(0, turns[0]), lambda: run(static.half, turns[1]))
 
 
 # Takes an `Attention` and

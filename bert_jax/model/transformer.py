@@ -23,12 +23,11 @@ from jax.ad_checkpoint import checkpoint_name
 from bert_jax.config import Model
 from bert_jax.model import attention, attention_kernels, layers, rotary_kernels
 from bert_jax.model import kernels as kernels_lib
-from bert_jax.model.attention import Packing, Shared
+from bert_jax.model.attention import Packing, Scores, Shared
 from bert_jax.model.encoder import (
     PRODUCT,
     Embedding,
     Loop,
-    Scores,
     initializer,
     look_up,
     padded_vocab_size,
@@ -264,15 +263,14 @@ def run_layer(
         value = product(layer.value, read, heads)
         longest = input_mask.tokens.shape[1] if isinstance(input_mask, Packing) else s
         window = _window(cfg, is_global, longest)
-        attend = attention.attend if scores == "kept" else attention.attend_recomputed
-        rate = cfg.attention_probs_dropout_prob
+        how = at(0), cfg.attention_probs_dropout_prob, window, scores
         if not isinstance(input_mask, Packing):
-            context = attend(query, key, value, input_mask, at(0), rate, window)
+            context = attention.attend(query, key, value, input_mask, *how)
         elif noise is None:
             context = attention.attend_packed(query, key, value, input_mask, window)
         else:
             apart = map(input_mask.unpack, (query, key, value))
-            context = input_mask.pack(attend(*apart, input_mask.mask, at(0), rate, window))
+            context = input_mask.pack(attention.attend(*apart, input_mask.mask, *how))
     attended = product(layer.attention_output, context.reshape(b, s, d), x.shape)
     attended = layers.dropout(attended.astype(jnp.float32), at(1), cfg.hidden_dropout_prob)
     added = x + attended

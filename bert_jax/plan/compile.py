@@ -45,6 +45,7 @@ from bert_jax.storage.workdir import cache_folder, made, named_errors, write_ato
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 from bert_jax.training import step
+from bert_jax.training.checksums import path_of
 from bert_jax.training.collectives import CompilerOptions
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -337,33 +338,29 @@ def lower_step(
     compiler_options: CompilerOptions = (),
 ) -> jax.stages.Lowered:
     """Traces the training step of a phase for a mesh and an abstract state."""
-    parallelism = experiment.parallelism
-    train_step = step.make_train_step(
-        objective_lib.of_phase(experiment, number),
-        experiment.optimizer,
-        parallelism,
-        parallelism.accumulation_of(number),
-        experiment.total_steps,
-        mesh,
-        compiler_options,
-    )
+    spec = _spec(experiment, number, mesh)
+    train_step = step.make_train_step(spec, experiment.total_steps, compiler_options)
     window = jax.eval_shape(lambda: step.empty_window(objective_lib.measured(experiment)))
     window = _placed(window, mesh_lib.replicated(mesh))
     return train_step.lower(state, window, *_batch_and_key(experiment, number, mesh))
+
+
+def _spec(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> step.StepSpec:
+    parallelism, objective = experiment.parallelism, objective_lib.of_phase(experiment, number)
+    micro_batches = parallelism.accumulation_of(number)
+    return step.StepSpec(objective, experiment.optimizer, parallelism, micro_batches, mesh)
 
 
 def _others(
     experiment: Experiment, number: int, mesh: jax.sharding.Mesh, state: step.State
 ) -> Iterator[tuple[jax.stages.Lowered, int]]:
     """Yields what runs in place of a step or before it, and bytes of a device held meanwhile."""
-    run, parallelism = experiment.run, experiment.parallelism
+    run = experiment.run
     if run.check_every:
         options = step.self_checks(mesh_lib.device_kind(mesh))
         yield lower_step(experiment, number, mesh, state, options), 0
     if run.replay_every:
-        objective = objective_lib.of_phase(experiment, number)
-        micro_batches = parallelism.accumulation_of(number)
-        replay = step.make_replay(objective, experiment.optimizer, parallelism, micro_batches, mesh)
+        replay = step.make_replay(_spec(experiment, number, mesh))
         batch, key = _batch_and_key(experiment, number, mesh)
         given = state["params"], None, state["step"], batch, key, batch
         others = jax.tree.leaves({name: state[name] for name in state if name != "params"})
@@ -384,12 +381,11 @@ def _batch_and_key(experiment: Experiment, number: int, mesh: jax.sharding.Mesh)
 
 def parameter_table(params: Any) -> list[str]:
     """Returns a line for each parameter: path, shape, dtype, shape of what one device holds."""
-    lines = []
-    for path, leaf in jax.tree.leaves_with_path(params):
-        name = "/".join(part.key for part in path)
-        mine = leaf.sharding.shard_shape(leaf.shape)
-        lines.append(f"{name} {list(leaf.shape)} {leaf.dtype}, on a device {list(mine)}")
-    return lines
+    return [
+        f"{path_of(path)} {list(leaf.shape)} {leaf.dtype}, on a device "
+        f"{list(leaf.sharding.shard_shape(leaf.shape))}"
+        for path, leaf in jax.tree.leaves_with_path(params)
+    ]
 
 
 def _placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:

@@ -67,24 +67,10 @@ Place = Sequence[int]
 class Seconds:
     """A step's time: its terms; and what they come from."""
 
-    products: float  # the terms
-    copies: float
-    other: float
-    kernels: float
-    random_bits: float
-    prefetch: float
-    issue: float
-    collectives: float
-    latency: float
-    network: float
+    terms: dict[str, float]  # by name, all of TERMS
     # For each of the program's collectives, what all its runs are waited for.
     waits: tuple[float, ...]
     busy: dict[int, float]  # for each axis, or WITHIN_CHIPS, how long its links transfer
-
-    @property
-    def terms(self) -> dict[str, float]:
-        """The terms by name."""
-        return {name: getattr(self, name) for name in TERMS}
 
     @property
     def total(self) -> float:
@@ -114,7 +100,7 @@ def estimate(program: Program, topology: Topology, places: Sequence[Place]) -> S
     timeline = _Timeline(program, topology, places)
     timeline.run(program.schedule, 1)
     return Seconds(
-        **{name: timeline.terms[name] for name in TERMS},
+        terms={name: timeline.terms[name] for name in TERMS},
         waits=tuple(timeline.waits),
         busy={axis: busy for axis, busy in sorted(timeline.busy.items()) if axis != NETWORK},
     )

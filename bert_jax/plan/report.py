@@ -8,10 +8,8 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
-
-from etils import epath
 
 from bert_jax import config
 from bert_jax.config import Experiment
@@ -22,8 +20,6 @@ from bert_jax.plan import estimate
 from bert_jax.plan.compile import Job, Outcome
 from bert_jax.plan.schedule import Program
 from bert_jax.plan.topology import Layout, Topology, layout_of, shards_of, with_layout
-from bert_jax.storage import buckets
-from bert_jax.storage.workdir import require_plain, sealed
 from bert_jax.training.collectives import method_of
 
 FORMAT_VERSION = 3
@@ -41,28 +37,6 @@ _GIB = 2**30
 _log_progress = functools.partial(print, file=sys.stderr, flush=True)
 
 Entry = dict[str, Any]
-
-
-def plan_and_write(
-    experiment: Experiment,
-    topologies: Sequence[Topology],
-    mode: Literal["plan", "search"],
-    price_per_chip_hour: float | None,
-    path: epath.Path | None,
-    log: Callable[[str], None],
-) -> None:
-    """Makes a plan, prints it, and writes it to `path`, unless that is None.
-
-    Without a price, which is in any currency, costs are left out.
-    """
-    if path is not None:
-        require_plain(path)
-    plan = make_plan(experiment, topologies, mode, price_per_chip_hour)
-    for line in lines(plan):
-        log(line)
-    if path is not None:
-        buckets.write(path, json.dumps(sealed(plan), indent=2) + "\n")
-        log(f"plan: {path}")
 
 
 def make_plan(

@@ -91,7 +91,7 @@ def parse(name: str) -> Topology:
 
 def parse_list(names: str) -> list[Topology]:
     """Returns the slices of names separated by commas, each once."""
-    return [parse(name.strip()) for name in dict.fromkeys(names.split(","))]
+    return [parse(name) for name in dict.fromkeys(map(str.strip, names.split(",")))]
 
 
 class Layout(NamedTuple):
@@ -115,12 +115,8 @@ def with_layout(experiment: Experiment, phase: int, layout: Layout) -> Experimen
     """Returns the experiment with another layout of a phase."""
     parts = [experiment.parallelism.accumulation_of(n) for n in range(len(experiment.phases))]
     parts[phase] = layout.accumulation
-    parallelism = dataclasses.replace(
-        experiment.parallelism,
-        state=layout.state,
-        remat=layout.remat,
-        accumulation=tuple(parts),
-    )
+    changed = layout._asdict() | {"accumulation": tuple(parts)}
+    parallelism = dataclasses.replace(experiment.parallelism, **changed)
     return dataclasses.replace(experiment, parallelism=parallelism)
 
 

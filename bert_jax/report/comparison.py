@@ -133,11 +133,6 @@ def table(records: Sequence[Record]) -> Table:
     return Table.of(rows)
 
 
-def notes(records: Sequence[Record]) -> list[str]:
-    """Returns what of these runs does not compare, and why."""
-    return [note for note in (no_nats(records), no_scores(records)) if note]
-
-
 def _spent_by(record: Record) -> dict[str, str]:
     known = {axis: axis.of(record) for axis in AXES}
     return {axis.name: axis.text(of([record.done])[0]) for axis, of in known.items() if of}

@@ -183,7 +183,7 @@ def _minimal_pairs(record: Record) -> list[Plot]:
 
 
 def of_layers(record: dict[str, Any]) -> Plot:
-    """Returns a plot of what layers know; see `tasks.layers.record_of`."""
+    """Returns a plot of what layers know; see `tasks.layers.ask`."""
     curves = []
     for number, task in enumerate(record.get("tasks", ())):
         scores, guess = task["scores"], task["guess"]
@@ -249,9 +249,3 @@ def curve(
 
 def _level(line: Line, name: str, label: str) -> list[tuple[float, str]]:
     return [(line[name], label)] if name in line else []
-
-
-def phase_starts(record: Record) -> list[int]:
-    """Returns steps at which a phase after the first begins, as far as the run has come."""
-    of = record.experiment
-    return [end for end in of.ends[:-1] if end < record.done] if isinstance(of, Experiment) else []

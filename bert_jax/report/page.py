@@ -148,7 +148,9 @@ def _learning(records: list[Record]) -> list[tuple[str, list[Figure]]]:
     """
     if len(records) == 1:
         plots = [*curves.of_learning(records), *curves.of_steps(*records)]
-        by_axis = {"steps": figures.drawn(plots, curves.phase_starts(records[0]))}
+        ends = getattr(records[0].experiment, "ends", ())[:-1]  # of phases
+        begun = [end for end in ends if end < records[0].done]
+        by_axis = {"steps": figures.drawn(plots, begun)}
     else:
         by_axis = {
             axis.name: figures.drawn(curves.of_learning(records, axis), (), f"axis{number}")
@@ -162,7 +164,7 @@ def _of_several(records: list[Record]) -> dict[str, Any]:
     """Returns what stands on the page of several runs alone."""
     return {
         "table": comparison.table(records),
-        "notes": comparison.notes(records),
+        "notes": [*filter(None, (comparison.no_nats(records), comparison.no_scores(records)))],
         "steps": figures.drawn(curves.of_steps(*records)),
         "differing": _differing(records),
     }
@@ -170,6 +172,7 @@ def _of_several(records: list[Record]) -> dict[str, Any]:
 
 def _of_one(record: Record, price: float | None) -> dict[str, Any]:
     """Returns what stands on the page of a single run alone."""
+    environment = record.starts[-1].get("environment", {}) if record.starts else {}
     of_one = {
         "record": record,
         "tiles": _tiles(record, price),
@@ -177,7 +180,7 @@ def _of_one(record: Record, price: float | None) -> dict[str, Any]:
         "goodput": record.goodput.line(price),
         "evaluations": _evaluations(record),
         "config": [(path, _text(value)) for path, value in config.flatten(record.experiment)],
-        "environment": sorted((name, _text(value)) for name, value in record.environment.items()),
+        "environment": sorted((name, _text(value)) for name, value in environment.items()),
     }
     if isinstance(record.experiment, Finetuning):
         return of_one | {"own": "tuned.html"}
@@ -258,14 +261,14 @@ def _plan(plan: dict[str, Any]) -> Table:
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(folder: os.PathLike, experiment: str) -> dict[str, Any]:
-    return corpus_statistics(config.from_json(experiment, "the run"), Prepared.open(folder))
+def _opened(folder: os.PathLike, experiment: Experiment) -> dict[str, Any]:
+    return corpus_statistics(experiment, Prepared.open(folder))
 
 
 def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[dict[str, Any] | None, str]:
     """Returns those of the corpus, made once a process; or why there are none."""
     try:
-        return _opened(workdir.corpus, config.to_json(experiment)), ""
+        return _opened(workdir.corpus, experiment), ""
     except InputError as error:
         return None, str(error)
 
@@ -307,7 +310,7 @@ def write_layers(
 ) -> None:
     """Writes W/layers.html: what each layer knows, and where heads look in a text.
 
-    `record` is as `tasks.layers.record_of` makes it, empty if the layers were not asked;
+    `record` is as `tasks.layers.ask` makes it, empty if the layers were not asked;
     `attention` the pieces of a text, and float [L, H, S, S], where each of them looks.
     """
     maps = None

@@ -126,11 +126,6 @@ class Record:
         """Timings of starts."""
         return [line for line in self.timings if line.get("kind") == "start"]
 
-    @property
-    def environment(self) -> dict[str, Any]:
-        """Returns what the newest start ran on."""
-        return self.starts[-1].get("environment", {}) if self.starts else {}
-
     @functools.cached_property
     def goodput(self) -> times.Goodput:
         """Parts of its time so far, and what was paid for."""

@@ -276,28 +276,20 @@ class Watched:
 
 
 def on_one_device(params: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Gathers the parameters whole on one device of process 0; all processes take part.
+    """Gathers the parameters whole on one device of process 0; all take part, others get None.
 
     Array by array: the other devices hold one of them at a time, next to their own parts.
-
-    Returns:
-      The tree of process 0; None on the others.
     """
     whole = mesh_lib.replicated(mesh)
 
     def gather(leaf: jax.Array) -> jax.Array | None:
         if not leaf.is_fully_replicated:
             # Waits, since memory of results is taken when a program is handed over.
-            leaf = jax.block_until_ready(jax.jit(_same, out_shardings=whole)(leaf))
+            leaf = jax.block_until_ready(jax.jit(jnp.copy, out_shardings=whole)(leaf))
         return None if jax.process_index() else leaf.addressable_data(0)
 
     gathered = jax.tree.map(gather, params)
     return None if jax.process_index() else gathered
-
-
-def _same(leaf: jax.Array) -> jax.Array:
-    """Returns the leaf: one function, so that jax finds what it has compiled for it."""
-    return leaf
 
 
 def held_out_sentences(validation: Stream, tokenizer: Tokenizer, longest: int) -> list[Sentence]:

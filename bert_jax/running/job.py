@@ -145,16 +145,14 @@ class Job:
 
     def steps_of(self, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[Callable, ...]:
         """Returns the step, that in which a TPU checks itself if there is one, and the replay."""
-        parallelism = self.experiment.parallelism
-        spec = (
-            *(phase.objective or self.objective, self.optimizer, parallelism),
-            parallelism.accumulation_of(phase.number),
-        )
-        train_step = checked_step = step.make_train_step(*spec, self.total_steps, mesh)
+        parallelism, objective = self.experiment.parallelism, phase.objective or self.objective
+        parts = parallelism.accumulation_of(phase.number)
+        spec = step.StepSpec(objective, self.optimizer, parallelism, parts, mesh)
+        train_step = checked_step = step.make_train_step(spec, self.total_steps)
         if self.experiment.run.check_every:
             checks = step.self_checks(mesh_lib.device_kind(mesh))
-            checked_step = step.make_train_step(*spec, self.total_steps, mesh, checks)
-        return train_step, checked_step, step.make_replay(*spec, mesh)
+            checked_step = step.make_train_step(spec, self.total_steps, checks)
+        return train_step, checked_step, step.make_replay(spec)
 
 
 @dataclasses.dataclass(frozen=True)

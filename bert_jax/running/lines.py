@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -34,21 +34,6 @@ _DEVIATION = 1.4826
 def means(sums: Sums) -> dict[str, float]:
     """Divides each sum by its count; what was never counted is left out."""
     return {name: float(s) / float(n) for name, (s, n) in sorted(sums.items()) if n}
-
-
-def train_line(
-    step: int, means: Mapping[str, float], losses: Iterable[str], worst: np.ndarray
-) -> dict[str, Any]:
-    """Returns the line of training up to a step.
-
-    `losses` names the terms of the loss among the means; `worst` is the highest loss of a step and
-    which step it was, float32 [2].
-    """
-    line: dict[str, Any] = {"step": step, "kind": "train", **means}
-    if terms := [line[name] for name in losses if name in line]:
-        line["loss"] = sum(terms)
-        line |= {"worst_step": int(worst[1]), "worst_step_loss": float(worst[0])}
-    return line
 
 
 def in_vain(held_out: Sequence[tuple[int, float]], patience: int) -> bool:

@@ -252,11 +252,13 @@ class PretrainingJob(Job):
         if moved and corpus.is_made_of(self.workdir.corpus, experiment.corpus):
             changed = [line for line in changed if line not in moved]
         if experiment.init_from and not changed:
-            if base_lib.is_base(epath.Path(experiment.init_from)):
-                base_lib.require_same_weights(experiment.init_from, metadata["init_sha256"])
-            else:
-                self.say(
-                    f"resume: {experiment.init_from} is gone; its weights are not compared again"
+            base = epath.Path(experiment.init_from)
+            if not base_lib.is_base(base):
+                self.say(f"resume: {base} is gone; its weights are not compared again")
+            elif base_lib.begins_with(base) != metadata["init_sha256"]:
+                raise InputError(
+                    f"init_from={base}: holds other weights than those this run began with; put "
+                    "those back, or choose another --workdir"
                 )
         return changed
 
@@ -398,7 +400,7 @@ class PretrainingJob(Job):
             "give all of them the same files of run.probes",
         )
         seldom = self._when_probed(open_probes(experiment.model_of(0)))
-        self.say(f"probes: {self.probes.describe()}")
+        self.say(f"probes: {self.probes.about}")
         yield Evaluator("probes", seldom, probe, self._describe_probes, wait="probes")
 
     def _describe_probes(self, line: dict[str, Any]) -> str:

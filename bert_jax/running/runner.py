@@ -312,14 +312,17 @@ class Trainer:
             return
         (done, window, counters, counts), self.pending = self.pending, None
         sums, counters = jax.device_get((window, counters))
-        worst = sums.pop(step.WORST_STEP)
+        worst, number = sums.pop(step.WORST_STEP)  # the highest loss of a step, and of which
         means = lines_lib.means(sums)
         # Here, when the device has done these steps: handing them over takes no time.
         seconds = self.clock.lap(counts, means.get("filled"))
         reached, in_a_row = int(counters["step"]), int(counters["bad_in_a_row"])
         if in_a_row >= self.experiment.optimizer.bad_steps_in_a_row:
             self._diverged(range(reached - in_a_row, reached))
-        line = lines_lib.train_line(done, means, self.losses, worst)
+        line: dict[str, Any] = {"step": done, "kind": "train", **means}
+        if terms := [means[name] for name in self.losses if name in means]:
+            line["loss"] = sum(terms)
+            line |= {"worst_step": int(number), "worst_step_loss": float(worst)}
         self.lines.append(line, "metrics")
         self.lines.time(done, "train", seconds)
         self.context.progress.train(line, seconds)

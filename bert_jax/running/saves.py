@@ -8,7 +8,6 @@ several, all end and start again.
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -27,7 +26,7 @@ from bert_jax.errors import DiskFull, Unavailable
 from bert_jax.running.checkpoint import ASIDE, FORMAT_VERSION, Checkpoints, context, sha256_of
 from bert_jax.running.peers import Peers
 from bert_jax.storage import buckets, retry
-from bert_jax.storage.workdir import Workdir, absolute, named_errors, sealed, write_atomic
+from bert_jax.storage.workdir import Workdir, absolute, named_errors, write_json
 from bert_jax.training.checksums import checksums
 
 # Orbax's, in a whole checkpoint; in a bucket one without it is not whole.
@@ -47,7 +46,7 @@ class Saves(Checkpoints):
         self.step = 0  # of the newest checkpoint, perhaps still on its way
         self.missing = ""  # why the last steps are in no checkpoint; "" if they are
         self._workdir, self._run, self._peers, self._say = workdir, run, peers, say
-        self._kept = Kept(run)
+        self._losses: dict[int, float | None] = {}  # of checkpoints
         self._opened: ocp.training.Checkpointer | None = None
         self._is_saving = False
         self._has_failed = False  # the save under way, in this process: `wait` will raise why
@@ -74,7 +73,7 @@ class Saves(Checkpoints):
             **metadata,
         }
         whole = metadata | {"sha256": sha256_of(metadata)}
-        self._kept.losses[done] = held_out_loss
+        self._losses[done] = held_out_loss
 
         def begin() -> None:
             with self._writing():
@@ -235,16 +234,31 @@ class Saves(Checkpoints):
         """Orbax's own. It cannot be opened where one checkpoint is not readable."""
         if self._opened is None:
             for step in self.steps:
-                self._kept.losses[step] = self.metadata(step)["held_out_loss"]
+                self._losses[step] = self.metadata(step)["held_out_loss"]
             barriers = _Barriers()
             barriers.fail = lambda: setattr(self, "_has_failed", True)
             self._opened = ocp.training.Checkpointer(
                 absolute(self._folder),
                 context=context(async_options=barriers),
-                preservation_policy=self._kept,
+                preservation_policy=self,
                 cleanup_tmp_directories=True,
             )
         return self._opened
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Decides whether to keep each checkpoint, the oldest first: Orbax asks before it removes.
+
+        Not its `best_fn` with `max_to_keep`, which removes the newest; nor its metrics, files
+        without which it cannot be opened.
+        """
+        del context
+        run, steps = self._run, [checkpoint.step for checkpoint in checkpoints]
+        losses = {step: self._losses.get(step) for step in steps}
+        known = sorted((loss, step) for step, loss in losses.items() if loss is not None)
+        kept = {*steps[-run.keep_checkpoints :], *(step for _, step in known[: run.keep_best])}
+        replayed = (steps[-1] - 1) // run.replay_every * run.replay_every if run.replay_every else 0
+        kept.update([step for step in steps if step <= replayed][-1:])
+        return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -274,9 +288,8 @@ class Saves(Checkpoints):
         """Writes down which checkpoint is whole: a start that misses it must not begin again."""
         if self._peers.is_primary:
             step = max(self.steps, default=0) if step is None else step
-            record = json.dumps(sealed({"format_version": 1, "step": step}))
             with contextlib.suppress(DiskFull):
-                write_atomic(self._workdir.saved, record + "\n")
+                write_json(self._workdir.saved, {"format_version": 1, "step": step})
 
     def _lost(self, done: int, error: Unavailable) -> None:
         """One process goes on without a checkpoint that could not be written for now."""
@@ -310,25 +323,3 @@ class _Barriers(ocp.options.AsyncOptions):
             self.fail()
             raise error
         multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-
-class Kept:
-    """Orbax's question which checkpoints to keep, answered by the losses in their metadata.
-
-    Not its `best_fn` with `max_to_keep`, which removes the newest; nor its metrics, files without
-    which it cannot be opened.
-    """
-
-    def __init__(self, run: Run):
-        self.losses: dict[int, float | None] = {}
-        self._run = run
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Decides whether to keep each checkpoint, the oldest first."""
-        del context
-        run, steps = self._run, [checkpoint.step for checkpoint in checkpoints]
-        known = sorted((self.losses[s], s) for s in steps if self.losses.get(s) is not None)
-        kept = {*steps[-run.keep_checkpoints :], *(step for _, step in known[: run.keep_best])}
-        replayed = (steps[-1] - 1) // run.replay_every * run.replay_every if run.replay_every else 0
-        kept.update([step for step in steps if step <= replayed][-1:])
-        return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]

@@ -10,7 +10,6 @@ luck; many in a row say that the parameters are broken, by the update before or 
 then the run starts again from a checkpoint before them, and leaves these steps out.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,7 +26,7 @@ from bert_jax.running.environment import changes
 from bert_jax.running.job import Context
 from bert_jax.running.peers import Peers
 from bert_jax.storage import retry
-from bert_jax.storage.workdir import fork_of, read_json, sealed, write_atomic
+from bert_jax.storage.workdir import fork_of, read_json, write_atomic, write_json
 from bert_jax.training import feed, step
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.replay import Erred
@@ -109,7 +108,7 @@ def write_experiment(context: Context) -> None:
     if origin is not None:
         if (fork := fork_of(workdir)) and context.saves.steps:  # which other settings do not undo
             origin = {"fork": fork} | origin
-        write_atomic(workdir.origin, json.dumps(sealed(origin), indent=2) + "\n")
+        write_json(workdir.origin, origin)
 
 
 def _start(context: Context, at_most: int | None) -> Restored:

@@ -25,7 +25,7 @@ from flax import traverse_util
 from bert_jax import config
 from bert_jax.errors import InputError, printable
 from bert_jax.running.lines import Lines
-from bert_jax.storage.workdir import Workdir, read_json, sealed, write_atomic
+from bert_jax.storage.workdir import Workdir, read_json, write_json
 
 _FORMAT_VERSION = 1
 # Seconds between two looks at the files, and for what is under way when the run ends.
@@ -188,8 +188,7 @@ def _follow(
                         log(group, step, values)
                         sent[group] = step
         if json.dumps(known) != before:
-            record = {"format_version": _FORMAT_VERSION, "trackers": known}
-            write_atomic(state, json.dumps(sealed(record), indent=2) + "\n")
+            write_json(state, {"format_version": _FORMAT_VERSION, "trackers": known})
 
     with without_on_failure("trackers.json"):
         if state.exists():

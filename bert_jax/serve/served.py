@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import itertools
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from bert_jax.errors import InputError, quantity
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.predict import TaskModel
+from bert_jax.text.records import encodable
 from bert_jax.vectors.embed import Embedder
 
 # What is asked about, a text or an example, and how many rows it is as much work as: its own, and
@@ -24,7 +24,6 @@ _CHARACTERS = 2**13
 _BATCHES = (1, 8)
 _RETRY_SECONDS = 1
 _WRITTEN = 16  # results of an answer that are written at once
-_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +130,7 @@ class Answers:
                 (example,) = examples_lib.parse_arguments(self._task, texts, number + 1)
             except InputError as error:
                 raise Refused(400, f"{where}: {error}", "input") from error
-            rows = self._model.rows_of(example, limits.rows)
+            rows = self._model.kind.rows_of(example, limits.rows)
             if rows > limits.rows:
                 message = f"{where}: more than --max-rows {limits.rows} windows; send it in parts"
                 raise Refused(413, message, "input")
@@ -182,7 +181,7 @@ def _asked(body: dict[str, Any], parts: int, most: int) -> list[list[str]]:
             why = f"an example of this task has {quantity(parts, 'text')}"
         elif not all(isinstance(text, str) for text in texts):
             why = "must be a text; ids of pieces are not taken"
-        elif _HALF.search("".join(texts)):
+        elif encodable("".join(texts)) != "".join(texts):
             why = "is not text: half of a surrogate pair"
         if why:
             raise Refused(400, f"input[{number}]: {why}", "input")

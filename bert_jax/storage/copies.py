@@ -50,12 +50,9 @@ def copy_of(folder: epath.PathLike) -> Iterator[epath.Path]:
 
 @contextlib.contextmanager
 def here(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[epath.Path]]:
-    """Gives files on this machine: themselves, or copies of those that lie in a bucket.
+    """Gives files on this machine: themselves, or copies if all of them lie in a bucket.
 
-    Args:
-      paths: of the files, all on this machine or all in a bucket.
-      folder: where copies lie, which stay there and are not made twice; "": the cache of this
-        machine, and they go at the end.
+    Copies lie in `folder`, stay there and are not made twice; "": in the cache, and go at the end.
     """
     there = [epath.Path(path) for path in paths]
     if not any(map(buckets.is_bucket, there)):
@@ -133,12 +130,10 @@ def is_copy(folder: epath.Path) -> bool:
 
 def fetch(path: epath.Path, folder: epath.Path) -> None:
     """Copies one object into a local folder; see `fetch_all`."""
-    listed = buckets.about(path)
-    if listed is None:
+    if (listed := buckets.about(path)) is None:
         raise InputError(f"{path}: is missing")
 
-    def damage(name: str, file: epath.Path) -> str:
-        del name
+    def damage(_: str, file: epath.Path) -> str:
         return "" if buckets.is_same(file, listed) else "was changed on its way"
 
     fetch_all(path.parent, folder, {path.name: listed.size}, damage, "copy it again")
@@ -152,15 +147,10 @@ def fetch_all(
     mend: str,
     say: Say | None = None,
 ) -> None:
-    """Copies objects to local files, each in several streams, whole and checked or not at all.
+    """Copies objects of a folder to a local one, in several streams, each checked or not there.
 
-    Args:
-      source: a folder of a bucket.
-      target: a local one.
-      sizes: bytes of each file, by its path in both folders.
-      damage: (path in the folders, local file) to what is wrong with the content; "": nothing.
-      mend: what to do about a damaged object, in words.
-      say: is given a line now and then.
+    `sizes` are their bytes, by their paths in both. `damage` says of such a path and the local file
+    what is wrong with it ("": nothing), and `mend` what to do then.
 
     Raises:
       Unavailable: no answer for ten minutes, or a full disk; the files that are whole stay.
@@ -196,13 +186,9 @@ def fetch_all(
 def send_all(
     source: epath.Path, target: epath.Path, files: Iterable[str], say: Say | None = None
 ) -> None:
-    """Copies local files to objects, several at once; what is there already is not sent again.
+    """Copies files of a local folder to a bucket's, several at once; those there are not sent.
 
-    Args:
-      source: a local folder.
-      target: a folder of a bucket.
-      files: paths in both.
-      say: is given a line now and then.
+    `files` are paths in both folders.
     """
 
     def wanted() -> list[str]:

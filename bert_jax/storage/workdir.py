@@ -38,7 +38,7 @@ from typing import IO, Any, Literal, TypeVar
 from etils import epath
 
 from bert_jax.config import Experiment, Finetuning, Section, code, files
-from bert_jax.errors import DiskFull, InputError, Unavailable, reading
+from bert_jax.errors import DiskFull, InputError, Unavailable, json_object, reading
 from bert_jax.storage import retry
 
 T = TypeVar("T", bound=Section)
@@ -71,25 +71,17 @@ _FULL = "{}: the disk is full; free some space and run again"
 
 
 class Workdir:
-    """Names of the files of one run; `mirror.opened` gives them for a run in a bucket, too.
-
-    Args:
-      root: a folder of this machine.
-      corpus_dir: where the corpus is, on this machine or in a bucket; "": next to the run.
-      remote: the place in a bucket that `root` is written for, or was fetched from.
-    """
+    """Names of the files of one run; `mirror.opened` gives them for a run in a bucket, too."""
 
     def __init__(
-        self,
-        root: str | epath.PathLike,
-        corpus_dir: str = "",
-        remote: epath.Path | None = None,
+        self, root: str | epath.PathLike, corpus_dir: str = "", remote: epath.Path | None = None
     ):
         require_local(root)
-        self.root, self.remote = epath.Path(root), remote  # as above
+        # On this machine; and the place in a bucket that it is written for, or was fetched from.
+        self.root, self.remote = epath.Path(root), remote
         # Where users say that the run lies: in its bucket, or `root`.
         self.named = self.root if remote is None else remote
-        # Below `named`: corpora are copied, and Orbax writes to buckets itself.
+        # Below `named`: corpora are copied, and Orbax writes to buckets itself. Or elsewhere.
         self.corpus = epath.Path(corpus_dir) if corpus_dir else self.named / "corpus"
         self.checkpoints = self.named / "checkpoints"
         self.experiment = self.root / "experiment.json"
@@ -122,7 +114,7 @@ def holds_finetuning(workdir: Workdir) -> bool:
     if not workdir.experiment.exists():
         return False
     text, where = _experiment_text(workdir)
-    return files.kind_of(files.parse_object(text, where)) is Finetuning
+    return files.kind_of(json_object(text, where)) is Finetuning
 
 
 def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
@@ -257,6 +249,11 @@ def sealed(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, _CHECKSUM: _checksum(record)}
 
 
+def write_json(path: epath.Path, record: dict[str, Any]) -> None:
+    """Replaces the file with a record, `sealed`, as `read_json` reads it."""
+    write_atomic(path, json.dumps(sealed(record), indent=2) + "\n")
+
+
 def _checksum(record: dict[str, Any]) -> str:
     held = {name: value for name, value in record.items() if name != _CHECKSUM}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
@@ -292,12 +289,7 @@ def parse_json(
     seal: Literal["required", "optional"] = "optional",
 ) -> dict[str, Any]:
     """Returns what `read_json` does, of a file whose content was read."""
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: damaged, not readable as JSON ({error}); {restore}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: damaged, not a JSON object; {restore}")
+    value = json_object(content, f"{path}: damaged", f"; {restore}")
     if value.get("format_version") != format_version:
         raise InputError(
             f"{path}: format_version {value.get('format_version')!r}, "

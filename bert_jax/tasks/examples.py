@@ -268,10 +268,6 @@ def _number(value: Any, what: str, place: str) -> float:
 # --- typed texts ----------------------------------------------------------------------------------
 
 
-def _no_label(place: str, number: int, texts: Sequence[str]) -> Sentence:
-    return Sentence(place, tuple(texts), None)
-
-
 class Form(NamedTuple):
     """The way in which examples of a kind of task are written."""
 
@@ -279,17 +275,16 @@ class Form(NamedTuple):
     # Of the task, the place, and the cells of texts and of labels, if any.
     of_cells: Callable[[Task, str, list[Any], list[Any]], Example] = _sentence
     # Of the place, the number from 1, and typed texts.
-    of_texts: Callable[[str, int, Sequence[str]], Example] = _no_label
+    of_texts: Callable[[str, int, Sequence[str]], Example] = lambda place, number, texts: Sentence(
+        place, tuple(texts), None
+    )
 
 
 # By `task.kind`.
 FORMS = {
-    "classify": Form("TEXT"),
-    "pair": Form("A<tab>B"),
-    "regress": Form("A<tab>B"),
+    **dict.fromkeys(("classify", "generate"), Form("TEXT")),
+    **dict.fromkeys(("pair", "regress", "similar"), Form("A<tab>B")),
     "choice": Form("TEXT<tab>A<tab>B and so on, one for each of task.choice_columns"),
-    "generate": Form("TEXT"),
-    "similar": Form("A<tab>B"),
     "tag": Form(
         "words separated by blanks",
         _tagged,

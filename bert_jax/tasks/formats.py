@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, json_object
 from bert_jax.text import lines as text_lines
 from bert_jax.text import records as text_records
 from bert_jax.text import tfds_files
@@ -106,10 +106,7 @@ def _json_lines(path: str) -> Iterator[Record]:
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
             place = f"{path}:{number}"
-            record = text_records.of_json(line, place)
-            if not isinstance(record, dict):
-                raise InputError(f"{place}: not an object with columns")
-            yield place, record
+            yield place, json_object(line, place)
 
 
 def _dataset(source: str) -> Iterator[Record]:

@@ -132,13 +132,7 @@ class GenerateObjective(TaskObjective):
         return decoder.target_logits(generator, self.model, batch, noise, loop)
 
     def texts(
-        self,
-        beams: int,
-        params: Any,
-        fixed: Any,
-        batch: Batch,
-        noise: layers.Noise | None,
-        loop: Loop,
+        self, beams: int, params: Any, fixed: Any, batch: Batch, noise: None, loop: Loop
     ) -> jax.Array:
         """Returns what is written by a search with so many beams: int32 [B, length]."""
         del fixed, noise

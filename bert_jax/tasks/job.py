@@ -25,9 +25,8 @@ from bert_jax.tasks import rows, scores, similar
 from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.generate import TargetRows
-from bert_jax.tasks.objective import require_parallelism
 from bert_jax.tasks.rows import Batch
-from bert_jax.text import unknown
+from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.vectors import packing
@@ -132,7 +131,6 @@ class FinetuningJob(Job):
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """Raises InputError if the batches or the state cannot be laid over these devices."""
-        require_parallelism(self.experiment.adapt, self.experiment.parallelism)
         step.abstract_state(self.objective, self.optimizer, self.experiment.parallelism, mesh)
         size = self.experiment.batch_size
         parts = self.experiment.parallelism.accumulation_of(0)
@@ -180,7 +178,7 @@ class FinetuningJob(Job):
         if guess is not None:
             self._guessing = f"; {guess[0]}: {experiment.task.main_score} {guess[1]:.4f}"
         shares = {
-            name: unknown.Share(self._base.tokenizer).add(made.ids)
+            name: UnknownShare(self._base.tokenizer).add(made.ids)
             for name, made in (("train", self._rows), ("validation", self._eval_rows))
             if made is not None
         }
@@ -225,7 +223,7 @@ class FinetuningJob(Job):
             *wrong,
         )
 
-    def _about(self, shares: dict[str, unknown.Share]) -> Iterator[str]:
+    def _about(self, shares: dict[str, UnknownShare]) -> Iterator[str]:
         """Yields lines about what is learned, and what of it may go wrong."""
         experiment, task, labels = self.experiment, self.experiment.task, self.labels[:_LABELS]
         more = f" and {len(self.labels) - _LABELS} more" if len(self.labels) > _LABELS else ""

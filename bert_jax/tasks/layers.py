@@ -6,14 +6,13 @@ it is the cosine of the means of both texts' pieces. How long texts are is asked
 needs no labels and is the surface task of Conneau et al. 2018.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from bert_jax.config import Task
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, naming
 from bert_jax.loaded import Loaded
 from bert_jax.tasks import probes as probes_lib
 from bert_jax.tasks import scores
@@ -28,48 +27,20 @@ _LENGTH = "length"
 _BINS = 6
 
 
-@dataclasses.dataclass(frozen=True)
-class Knowledge:
-    """A task as it is read off the layers."""
-
-    name: str  # of the task's file
-    score: str  # which one
-    guess: float  # the score without an encoder: of the commonest label; 0 of a similarity
-    scores: tuple[float, ...]  # of the embeddings, then of each layer
-
-    @property
-    def best(self) -> int:
-        """Returns the layer with the highest score, the lowest of them."""
-        return int(np.argmax(self.scores))
-
-    @property
-    def centre(self) -> float:
-        """Returns the layer that adds to the embeddings on average; 0 if none does.
-
-        Each layer counts by how much it adds to the best score below it, as in the expected layer
-        of Tenney et al. 2019, whose probes read all layers below at once.
-        """
-        gains = np.diff(np.maximum.accumulate(self.scores))
-        numbers = np.arange(1, len(self.scores))
-        return float(gains @ numbers / gains.sum()) if gains.any() else 0.0
-
-
-def ask(paths: Sequence[str], trained: Loaded, say: Callable[[str], None]) -> list[Knowledge]:
+def ask(paths: Sequence[str], trained: Loaded, say: Callable[[str], None]) -> dict[str, Any]:
     """Reads tasks off each layer of a run's checkpoint or a base, on all devices.
 
-    Of the experiments in the files the task alone is read. Returns the length of texts, then the
-    tasks.
+    Of the experiments in the files the task alone is read. Returns JSON: of the length of texts,
+    then of the `tasks`, what `known` does.
     """
     tasks = [(name, task) for _, name, task in probes_lib.tasks_of(paths, _KINDS, _WHERE)]
     if _LENGTH in dict(tasks):
         raise InputError(f"{_WHERE}: the name {_LENGTH} is taken by length of texts; rename a task")
     linear = [path for path, (_, task) in zip(paths, tasks, strict=True) if task.kind != "regress"]
     asked, first = Probes(linear, where=_WHERE), tasks[0][1]
-    try:
+    with naming(_WHERE):
         lengths = _lengths(first, *(drawn(first, part) for part in ("train", "validation")))
         similar = {n: drawn(task, "validation") for n, task in tasks if task.kind == "regress"}
-    except InputError as error:
-        raise InputError(f"{_WHERE}: {error}") from error
     if lengths is None:
         say(f"layers: all texts of {paths[0]} have the same length: {_LENGTH} is not scored")
     asked.probes[:0] = [lengths] if lengths else []
@@ -79,22 +50,31 @@ def ask(paths: Sequence[str], trained: Loaded, say: Callable[[str], None]) -> li
                 f"{_WHERE}: {name}: all pairs to score on have one similarity; give others"
             )
     params = probes_lib.opened(asked, trained)
-    read: dict[str, Knowledge] = {}
+    read: dict[str, dict[str, Any]] = {}
     for probe in asked.probes:
-        of_layers = tuple(probe.scores(params, "all"))
-        read[probe.name] = Knowledge(probe.name, probe.task.main_score, probe.majority, of_layers)
+        score, of_layers = probe.task.main_score, probe.scores(params, "all")
+        read[probe.name] = known(probe.name, score, probe.majority, of_layers)
         say(f"layers: {probe.name} is scored")
     for name, pairs in similar.items():
         score = dict(tasks)[name].main_score
-        read[name] = Knowledge(name, score, 0.0, _similarity(score, pairs, trained))
+        read[name] = known(name, score, 0.0, _similarity(score, pairs, trained))
         say(f"layers: {name} is scored")
-    return [read[name] for name in (_LENGTH, *dict(tasks)) if name in read]
+    each = [read[name] for name in (_LENGTH, *dict(tasks)) if name in read]
+    return {"format_version": FORMAT_VERSION, "step": trained.step, "tasks": each}
 
 
-def record_of(trained: Loaded, known: Sequence[Knowledge]) -> dict[str, Any]:
-    """Returns the JSON of what was read off a checkpoint."""
-    tasks = [dataclasses.asdict(one) | {"best": one.best, "centre": one.centre} for one in known]
-    return {"format_version": FORMAT_VERSION, "step": trained.step, "tasks": tasks}
+def known(name: str, score: str, guess: float, scores: Sequence[float]) -> dict[str, Any]:
+    """Returns a task as it is read off the embeddings and each layer, and the `best` of these.
+
+    `guess` is the score without an encoder: of the commonest label; 0 of a similarity. The `centre`
+    is the layer that adds to the embeddings on average, 0 if none does. Each counts by how much it
+    adds to the best score below it, as in the expected layer of Tenney et al. 2019, whose probes
+    read all layers below at once.
+    """
+    gains, best = np.diff(np.maximum.accumulate(scores)), int(np.argmax(scores))
+    centre = float(gains @ np.arange(1, len(scores)) / gains.sum()) if gains.any() else 0.0
+    read = {"name": name, "score": score, "guess": guess, "scores": list(scores)}
+    return read | {"best": best, "centre": centre}
 
 
 def _lengths(task: Task, train: list[Example], validation: list[Example]) -> Probe | None:
@@ -118,11 +98,10 @@ def _lengths(task: Task, train: list[Example], validation: list[Example]) -> Pro
 
 def _similarity(score: str, pairs: Sequence[Sentence], trained: Loaded) -> tuple[float, ...]:
     """Returns the correlation of cosines with the truth, of each layer."""
-    every, sides = range(trained.model.num_hidden_layers + 1), []
-    for side in range(2):
-        texts = [pair.texts[side] for pair in pairs]
-        vectors = trained.embed(texts, "mean", every).reshape(len(texts), len(every), -1)
-        sides.append(vectors / np.linalg.norm(vectors, axis=-1, keepdims=True))
-    cosines = (sides[0] * sides[1]).sum(-1)
+    every = range(trained.model.num_hidden_layers + 1)
+    texts = [text for pair in pairs for text in pair.texts]
+    vectors = trained.embed(texts, "mean", every).reshape(len(pairs), 2, len(every), -1)
+    vectors = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    cosines = vectors.prod(axis=1).sum(-1)
     truth = np.array([pair.label for pair in pairs])
     return tuple(float(scores.score(score, truth, of_layer)) for of_layer in cosines.T)

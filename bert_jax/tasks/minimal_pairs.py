@@ -49,10 +49,6 @@ class MinimalPairs:
         pairs: list[Any] = examples_lib.read(task, task.validation, "labelled")
         self.pairs = pairs if most is None else _drawn(pairs, most)  # those that are asked
 
-    def describe(self) -> str:
-        """Returns them in words."""
-        return f"{self.name} ({len(self.pairs)} minimal pairs)"
-
     def open(self, reader: Reader) -> int:
         """Makes ids of the texts; returns the operations of asking once."""
         self._reader, model = reader, reader.model

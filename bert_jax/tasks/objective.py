@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bert_jax.config import Adapt, Features, Model, Parallelism
-from bert_jax.errors import InputError
+from bert_jax.config import Adapt, Features, Model
 from bert_jax.model import heads, layers, similarity, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, filled, initializer, params_of
@@ -91,15 +90,6 @@ def merged_params(adapt: Adapt, trainable: Tree, fixed: Tree | None) -> Tree:
             stacked[name] = {**stacked[name], "kernel": stacked[name]["kernel"] + more}
         params["encoder"] = {**encoder, "layers": stacked}
     return params
-
-
-def require_parallelism(adapt: Adapt, parallelism: Parallelism) -> None:
-    """Raises InputError if what learns would be cut although it is small."""
-    if adapt.how != "full" and parallelism.state != "replicated":
-        raise InputError(
-            f"parallelism.state={parallelism.state}: adapt.how={adapt.how} learns so little that "
-            "it lies whole on every device; leave this setting out"
-        )
 
 
 # --- the loss -----------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 import collections
 import csv
 import dataclasses
-import io
 import itertools
 import json
 import sys
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from bert_jax.tasks.examples import Example, Question, Sentence
 from bert_jax.tasks.objective import merged_params
 from bert_jax.tasks.similar import asked_of, led_by
 from bert_jax.text import records as text_records
-from bert_jax.text import unknown
+from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 
@@ -77,12 +77,12 @@ class TaskModel:
         self.labels = tuple(metadata["notes"]["labels"])
         self._vectors = base_lib.vectors_of(metadata["notes"]) or loaded.vectors
         led = led_by(task, self._vectors) if task.kind == "similar" else task
-        self._kind = kind_of(led, self.labels, loaded.tokenizer)
+        self.kind = kind_of(led, self.labels, loaded.tokenizer)
         # Runs of the time before there were any have none.
         weights = metadata["notes"].get("class_weights", ())
         if task.kind == "similar":
-            self._kind.outputs = metadata["notes"]["teacher_width"]
-        objective = loaded.objective(self.experiment, self._kind, weights)
+            self.kind.outputs = metadata["notes"]["teacher_width"]
+        objective = loaded.objective(self.experiment, self.kind, weights)
         self.pooling = objective.adapt.pooling  # of what the head reads
         abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
         restored = saved.read(which, {"params": abstract["params"]})
@@ -93,12 +93,11 @@ class TaskModel:
         # The line of scores of this step; None if there is none.
         self.evaluation = line_of(workdir, "scores", self.step)
         if task.kind == "span" and task.no_answer == "possible":
-            self._kind = kind_of(task, self.labels, loaded.tokenizer, _threshold(restored))
-        self.column = self._kind.column  # what of an answer a table shows
+            self.kind = kind_of(task, self.labels, loaded.tokenizer, _threshold(restored))
         self.fixed = loaded.fixed(objective, mesh)  # those of the base that did not
         self._forward = forward_of(objective, parallelism, mesh, beams or 1)
         self._pad_id = loaded.tokenizer.pad_id
-        self.unknown = unknown.Share(loaded.tokenizer)
+        self.unknown = UnknownShare(loaded.tokenizer)
         self._shards = mesh_lib.batch_shards(mesh)
         self._sizes: tuple[int, ...] = ()  # of batches, in examples, smallest first, once warm
         self._most = 0  # examples of a batch so far, before that
@@ -107,15 +106,13 @@ class TaskModel:
         """Returns the encoder as it was adapted, to be asked for vectors, or exported."""
         learned = merged_params(self.experiment.adapt, self.params, self.fixed)
         params, fresh = heads.completed(self.model, {"encoder": learned["encoder"]})
+        return self.stated(params, fresh)
+
+    def stated(self, params: dict[str, Any], fresh: tuple[str, ...] = ()) -> Loaded:
+        """Returns parameters that are made of its own, and what is known of them."""
+        known = {"vectors": self._vectors, "step": self.step, "evaluation": self.evaluation}
         return Loaded(
-            self.model,
-            params,
-            self.tokenizer,
-            fresh=fresh,
-            vectors=self._vectors,
-            name=self.experiment.name,
-            step=self.step,
-            evaluation=self.evaluation,
+            self.model, params, self.tokenizer, fresh=fresh, name=self.experiment.name, **known
         )
 
     def warm(self, sizes: tuple[int, ...]) -> None:
@@ -131,10 +128,6 @@ class TaskModel:
             for size in sizes:
                 list(self.predict(examples_lib.parse_arguments(task, example * size)))
 
-    def rows_of(self, example: Example, most: int) -> int:
-        """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
-        return self._kind.rows_of(example, most)
-
     def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
         """Yields answers to examples in their order; `WINDOW` examples are in memory at once.
 
@@ -145,7 +138,7 @@ class TaskModel:
         examples = iter(examples)
         while window := list(itertools.islice(examples, WINDOW)):
             outputs, _, of_window = self.outputs(window)
-            yield from _with_inputs(window, self._kind.answers(outputs, of_window, window))
+            yield from _with_inputs(window, self.kind.answers(outputs, of_window, window))
 
     def score(self, examples: Sequence[Example]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
         """Returns the scores of labelled examples, all in memory, and the answers to them.
@@ -158,11 +151,11 @@ class TaskModel:
             scores_lib.require_sacrebleu()
         examples_lib.require_known(self.labels, examples)
         outputs, loss, of_all = self.outputs(examples)
-        scores = self._kind.scores(outputs, of_all, examples)
+        scores = self.kind.scores(outputs, of_all, examples)
         score = scores[self.task.main_score]
         loss = 1 - score if self.task.kind == "similar" else loss
         line = {"step": self.step, "loss": loss, "score": score}
-        answers = self._kind.answers(outputs, of_all, examples)
+        answers = self.kind.answers(outputs, of_all, examples)
         return line | {"examples": len(examples)} | scores, _with_inputs(examples, answers)
 
     def outputs(self, examples: Sequence[Example]) -> tuple[list[np.ndarray], float, rows.Rows]:
@@ -171,7 +164,7 @@ class TaskModel:
         Returns:
           As `adapted.Forward` does, and `TaskKind.rows`.
         """
-        made = self._kind.rows(examples)
+        made = self.kind.rows(examples)
         self.unknown.add(made.ids)
         count = len(made.ids) // made.rows_per_example
         # Few texts make a small batch, until a window holds more.
@@ -312,7 +305,7 @@ def _predicted_rows(
     model: TaskModel, source: str, counts: collections.Counter[str], blank: list[str]
 ) -> Iterator[text_records.Named]:
     """Yields place, names and values of each row, with the predicted ones; counts labels."""
-    task, column = model.task, model.column
+    task, column = model.task, model.kind.column
     records = formats.records(source, task.header, blank_lines=True)
     more = [_PREDICTED] if column else [_PREDICTED, _PROBABILITY]
     none = True
@@ -342,10 +335,10 @@ def _predicted_rows(
 def _written(rows_: Iterable[text_records.Named], ending: str, header: str) -> Iterator[str]:
     """Yields lines of a file that ends so; .csv and .tsv begin with names if `header` says so."""
     first: list[str] = []
-    text = io.StringIO()
     plain = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
     # Characters of a line's end are quoted, which here becomes a newline alone.
-    table = csv.writer(text, lineterminator="\r\n", **(plain if ending == ".tsv" else {}))
+    plain = plain if ending == ".tsv" else {}
+    table = csv.writer(types.SimpleNamespace(write=str), lineterminator="\r\n", **plain)
     for place, names, values in rows_:
         if ending == ".jsonl":
             if len(set(names)) < len(names):
@@ -360,14 +353,11 @@ def _written(rows_: Iterable[text_records.Named], ending: str, header: str) -> I
             lines = [[values[names.index(name)] for name in first]]
         for line in lines:
             try:
-                table.writerow(map(_cell, line))
+                yield table.writerow(map(_cell, line)).removesuffix("\r\n") + "\n"
             except csv.Error as error:
                 raise InputError(
                     f"{place}: a cell holds a tab or a newline; write it as .csv or .jsonl"
                 ) from error
-            yield text.getvalue().removesuffix("\r\n") + "\n"
-            text.seek(0)
-            text.truncate()
 
 
 def _cell(value: Any) -> str:

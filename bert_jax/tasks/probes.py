@@ -21,14 +21,13 @@ import numpy as np
 
 from bert_jax import config
 from bert_jax.base import TextVectors
-from bert_jax.config import Finetuning, Model, Parallelism, Run, Task
+from bert_jax.config import Adapt, Finetuning, Model, Parallelism, Run, Task
 from bert_jax.data import draws
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, naming
 from bert_jax.loaded import Loaded
 from bert_jax.model import heads
-from bert_jax.model.encoder import Loop, filled
-from bert_jax.model.kinds import encode, encoder_of, of_text
-from bert_jax.model.similarity import pooled, unit
+from bert_jax.model.encoder import Loop
+from bert_jax.model.kinds import encode, of_text
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
 from bert_jax.tasks.adapted import Reader, kind_of, require_finite, run_rows
@@ -56,13 +55,6 @@ class Probe:
     labels: tuple[str, ...]  # by number
     train: Sequence[Example]  # to learn from
     validation: Sequence[Example]  # to score
-
-    def describe(self) -> str:
-        """Returns it in words."""
-        return (
-            f"{self.name} ({self.task.main_score}; {len(self.train)} examples to learn from, "
-            f"{len(self.validation)} to score)"
-        )
 
     def open(self, reader: Reader) -> int:
         """Makes rows of the examples; returns the operations of scoring them once."""
@@ -139,10 +131,6 @@ class Compared:
         self.name, self.task = name, similar.asked_of(task)
         self.examples = examples_lib.read(self.task, task.validation, "labelled")
 
-    def describe(self) -> str:
-        """Returns it in words."""
-        return f"{self.name} ({self.task.main_score}; {len(self.examples)} examples to score)"
-
     def open(self, reader: Reader) -> int:
         """Makes rows of the examples; returns the operations of scoring them once."""
         self._reader, task = reader, similar.led_by(self.task, reader.vectors)
@@ -162,15 +150,8 @@ class Compared:
 @functools.lru_cache(maxsize=8)
 def vectors_of(reader: Reader) -> Callable[..., jax.Array]:
     """Returns what gives the vectors of a batch's rows, compiled for the devices."""
-    pooling = (reader.vectors or TextVectors()).pooling
-
-    def of_rows(params: Any, _: Any, batch: Any, noise: Any, loop: Loop) -> jax.Array:
-        ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-        encoder = filled(params["encoder"], encoder_of(reader.model).encoder, reader.model)
-        hidden = encode(encoder, reader.model, *ids, noise, loop)
-        return unit(pooled(hidden, batch["input_mask"], pooling))
-
-    return reader.program(of_rows)
+    pooling, how = (reader.vectors or TextVectors()).pooling, ("labels", "vectors", 0, 1, Adapt())
+    return reader.program(similar.SimilarObjective(reader.model, *how, pooling=pooling).vectors)
 
 
 class Probes:
@@ -182,25 +163,29 @@ class Probes:
     def __init__(self, paths: Sequence[str], pairs: int | None = _MOST, where: str = "run.probes"):
         self._where = where
         self.probes: list[Probe | MinimalPairs | Compared] = []  # in the order of the files
-        digest = hashlib.sha256()
+        about, digest = list[str](), hashlib.sha256()
         for path, name, task in tasks_of(paths, _KINDS, where):
-            try:
+            with naming(f"{where}: {path}"):
                 if task.kind == "minimal_pairs":
                     probe, labels = MinimalPairs(name, task, pairs), ()
                     learned = probe.pairs
+                    words = f"{len(learned)} minimal pairs"
                 elif task.kind == "similar":
                     probe, labels = Compared(name, task), ()
                     learned = probe.examples
+                    words = f"{probe.task.main_score}; {len(learned)} examples to score"
                 else:
                     train, validation = (drawn(task, part) for part in ("train", "validation"))
                     learned = [*train, *validation]
                     labels = examples_lib.labels_of(task, learned)
                     probe = Probe(name, task, labels, train, validation)
-            except InputError as error:
-                raise InputError(f"{where}: {path}: {error}") from error
+                    words = f"{task.main_score}; {len(train)} examples to learn from, "
+                    words += f"{len(validation)} to score"
             self.probes.append(probe)
+            about.append(f"{name} ({words})")
             digest.update(examples_lib.sha256(learned, labels).encode())
-        self.sha256 = digest.hexdigest()  # of their examples and labels
+        # The probes in words, and a hash of their examples and labels.
+        self.about, self.sha256 = ", ".join(about), digest.hexdigest()
 
     def open(
         self,
@@ -221,10 +206,6 @@ class Probes:
         reader = Reader(model, tokenizer, parallelism, mesh, size, vectors)
         return sum(probe.open(reader) for probe in self.probes)
 
-    def describe(self) -> str:
-        """Returns the probes in words."""
-        return ", ".join(probe.describe() for probe in self.probes)
-
     def ask(self, params: Any) -> dict[str, dict[str, Any]]:
         """Returns what a linear layer reads off the encoder, and how often the acceptable text of a
         minimal pair is the likelier one; all processes call it.
@@ -236,10 +217,8 @@ class Probes:
         """
         line: dict[str, Any] = {"scores": {}, "majority": {}}
         for probe in self.probes:
-            try:
+            with naming(self._where):
                 answer = probe.ask(params)
-            except InputError as error:
-                raise InputError(f"{self._where}: {error}") from error
             line["scores"][probe.name] = answer[probe.task.main_score]
             line["majority"][probe.name] = probe.majority
             if probe.task.kind in ("minimal_pairs", "similar"):
@@ -281,27 +260,13 @@ def ridge(features: np.ndarray, classes: np.ndarray, count: int) -> tuple[np.nda
     Returns:
       float64 weights [F, C] and bias [C]: `features @ weights + bias` is highest at the class.
     """
-    centre = features.mean(axis=0, dtype=np.float64)
+    from sklearn.linear_model import RidgeCV
+
     scale = features.std(axis=0, dtype=np.float64)
     scale = np.where(scale > 1e-6 * max(scale.max(), 1e-30), scale, np.inf)  # constant: not read
-    inputs = (features - centre) / scale
-    wanted = np.eye(count)[classes]
-    mean = wanted.mean(axis=0)
-    rows_ = len(inputs)
-    strengths, directions = np.linalg.eigh(inputs.T @ inputs)
-    strengths = np.maximum(strengths, 0.0)
-    rotated = inputs @ directions
-    along = rotated.T @ (wanted - mean)
-
-    def left_out(penalty: float) -> float:
-        shrunk = 1 / (strengths + penalty)
-        error = wanted - mean - rotated @ (shrunk[:, None] * along)
-        pull = np.square(rotated) @ shrunk + 1 / rows_  # the mean is fitted, too
-        return float(np.square(error / np.maximum(1 - pull, 1e-6)[:, None]).sum())
-
-    penalty = min((share * rows_ for share in _PENALTIES), key=left_out)
-    weights = directions @ (along / (strengths + penalty)[:, None]) / scale[:, None]
-    return weights, mean - centre @ weights
+    solved = RidgeCV([share * len(features) for share in _PENALTIES])
+    solved.fit(features.astype(np.float64) / scale, np.eye(count)[classes])
+    return solved.coef_.T / scale[:, None], solved.intercept_
 
 
 # --- tasks and their examples -------------------------------------------------------------------
@@ -316,10 +281,8 @@ def tasks_of(
     """
     names = set[str]()
     for path in paths:
-        try:
+        with naming(f"{where} takes files of tasks"):
             experiment = config.load(path, Finetuning)
-        except InputError as error:
-            raise InputError(f"{where} takes files of tasks: {error}") from error
         name, kind = experiment.name, experiment.task.kind
         if kind not in kinds:
             raise InputError(

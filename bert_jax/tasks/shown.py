@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from rich.text import Text
@@ -50,10 +50,10 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
         yield from _compared(batch, base.tokenizer, each, most)
         return
     for row in batches.of_step(done)[:most]:
-        example = train[_example(rows, int(row))]
+        example = train[rows.notes[row][0] if rows.notes else row // each]
         yield Text(f"\n{printable(example.place)}{_answer(rows, int(row), labels)}")
         pieces = [printable(base.tokenizer.piece(int(i))) for i in rows.ids[row]]
-        text = _marked(pieces, dict(_marks(rows, int(row), labels)))
+        text = marked(pieces, dict(_marks(rows, int(row), labels)))
         if isinstance(rows, TargetRows):
             target = (printable(base.tokenizer.piece(int(i))) for i in rows.targets[row])
             text.append(f"-> {' '.join(target)}")
@@ -67,11 +67,7 @@ def _compared(batch: Batch, tokenizer: Tokenizer, each: int, most: int) -> Itera
             score = f", to be {batch['scores'][row]:g}" if "scores" in batch else ""
             yield Text(f"\nexample {row // each} of the step{score}")
         pieces = ids[batch["input_mask"][row] > 0]
-        yield _marked([printable(tokenizer.piece(int(i))) for i in pieces], {})
-
-
-def _example(rows: Rows, row: int) -> int:
-    return rows.notes[row][0] if rows.notes else row // rows.rows_per_example
+        yield marked([printable(tokenizer.piece(int(i))) for i in pieces], {})
 
 
 def _answer(rows: Rows, row: int, labels: Sequence[str]) -> str:
@@ -99,7 +95,8 @@ def _marks(rows: Rows, row: int, labels: Sequence[str]) -> Iterator[tuple[int, s
         yield from {end: "last", start: "first" if start != end else "answer"}.items()
 
 
-def _marked(pieces: Sequence[str], marks: dict[int, str]) -> Text:
+def marked(pieces: Sequence[str], marks: Mapping[int, str]) -> Text:
+    """Returns pieces as a line; one with a mark is written {piece|mark}."""
     text = Text()
     for place, piece in enumerate(pieces):
         word = f"{{{piece}|{marks[place]}}}" if place in marks else piece

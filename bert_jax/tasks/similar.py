@@ -30,7 +30,7 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.objective import HEAD_RULE, Batch, TaskObjective, Tree, merged_params
-from bert_jax.tasks.rows import Rows, TaskKind, TrainBatches
+from bert_jax.tasks.rows import Answer, Outputs, Rows, Scores, TaskKind, TrainBatches
 from bert_jax.text.tokenizer import Tokenizer, joined
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import sharding
@@ -38,6 +38,7 @@ from bert_jax.vectors import retrieval
 from bert_jax.vectors.pairs import CorpusPairs, How
 from bert_jax.vectors.retrieval import Passage
 
+_Examples = Sequence[Sentence | Passage]
 _SCALE_RULE = sharding.Rule("head/scale")
 
 
@@ -55,7 +56,7 @@ class Similar(TaskKind):
         self._prefixes = task.query_prefix, task.text_prefix
         self.rows_per_example = len(task.text_columns)
 
-    def rows(self, examples: Sequence[Sentence | Passage]) -> Rows:
+    def rows(self, examples: _Examples) -> Rows:
         """Returns a row of each text, behind its prefix; what is too long is cut at its end."""
         ids, keys = [], []
         for example in examples:
@@ -71,9 +72,7 @@ class Similar(TaskKind):
         numbers = {"keys": np.array(keys, np.uint32)}
         return Rows(ids, first, numbers, {}, [], self._limit, len(texts))
 
-    def answers(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence | Passage]
-    ) -> list[dict[str, Any]]:
+    def answers(self, outputs: Outputs, rows: Rows, examples: _Examples) -> list[Answer]:
         """Returns the `cosine` of the two texts of each example."""
         if rows.rows_per_example == 1:
             raise InputError(
@@ -82,9 +81,7 @@ class Similar(TaskKind):
             )
         return [{"cosine": float(value)} for value in _cosines(np.stack(outputs))]
 
-    def scores(
-        self, outputs: list[np.ndarray], rows: Rows, examples: Sequence[Sentence | Passage]
-    ) -> dict[str, float]:
+    def scores(self, outputs: Outputs, rows: Rows, examples: _Examples) -> Scores:
         """Returns correlations of the cosine with scores; of queries how well texts are found."""
         del rows
         vectors = np.stack(outputs)
@@ -262,9 +259,7 @@ def read(
         return _of_corpus(experiment, tokenizer, *place.rpartition(":")[::2])
     if how.loss == "distil":
         task = dataclasses.replace(task, second_column="")
-    labelled: Literal["labelled", "unlabelled"] = "unlabelled"
-    if how.loss == "cosine":
-        labelled = "labelled"
+    labelled: examples_lib.Labelled = "labelled" if how.loss == "cosine" else "unlabelled"
     examples = examples_lib.read(task, task.train, labelled, blank)
     kind = Similar(task, (), tokenizer)
     rows, width, more = kind.rows(examples), 0, ""

@@ -32,13 +32,6 @@ class Window(NamedTuple):
     counts: np.ndarray  # bool [n], whether the piece has most context here
 
 
-class _Predicted(NamedTuple):
-    """Answers predicted for a question."""
-
-    best: list[tuple[float, str]]  # (score, text) of answers, the best first
-    no_answer: float  # by how much no answer is better than the best
-
-
 class Spans(TaskKind):
     """The kind of `span`.
 
@@ -102,15 +95,13 @@ class Spans(TaskKind):
           For each question its `id`, the best `answer`, the `score` of it and of others, and, if
           there may be none, `no_answer`: by how much that is better.
         """
-        answers = []
-        for example, predicted in zip(
-            examples, self._predicted(outputs, rows, examples), strict=True
-        ):
-            answer: Answer = {"id": example.id, "answer": predicted.best[0][1]}
-            answer["best"] = [{"answer": text, "score": score} for score, text in predicted.best]
+        answers, predicted = [], self._predicted(outputs, rows, examples)
+        for example, (best, no_answer) in zip(examples, predicted, strict=True):
+            answer: Answer = {"id": example.id, "answer": best[0][1]}
+            answer["best"] = [{"answer": text, "score": score} for score, text in best]
             if self._task.no_answer == "possible":
-                answer["no_answer"] = predicted.no_answer
-                if self._threshold is not None and predicted.no_answer > self._threshold:
+                answer["no_answer"] = no_answer
+                if self._threshold is not None and no_answer > self._threshold:
                     answer["answer"] = ""
             answers.append(answer)
         return answers
@@ -121,10 +112,10 @@ class Spans(TaskKind):
         """
         predicted = self._predicted(outputs, rows, examples)
         pairs = list(zip(examples, predicted, strict=True))
-        answers = {example.id: p.best[0][1] for example, p in pairs}
+        answers = {example.id: best[0][1] for example, (best, _) in pairs}
         if self._task.no_answer == "never":
             return scores.span_scores(examples, answers, "never")
-        nothing = {example.id: p.no_answer for example, p in pairs}
+        nothing = {example.id: no_answer for example, (_, no_answer) in pairs}
         limit = self._threshold
         if limit is None:
             limit = scores.best_threshold(examples, answers, nothing)
@@ -158,7 +149,10 @@ class Spans(TaskKind):
 
     def _predicted(
         self, outputs: Outputs, rows: Rows, examples: Sequence[Question]
-    ) -> list[_Predicted]:
+    ) -> list[tuple[list[tuple[float, str]], float]]:
+        """Returns of each question (score, text) of answers, the best first, and by how much no
+        answer is better.
+        """
         candidates: list[list[tuple[float, str]]] = [[] for _ in examples]
         nothing = [np.inf] * len(examples)
         for logits, window in zip(outputs, rows.notes, strict=True):
@@ -174,7 +168,7 @@ class Spans(TaskKind):
             for score, text in sorted(answers, key=lambda answer: -answer[0]):
                 best.setdefault(text, score)
             first = [(score, text) for text, score in best.items()][:_RETURNED] or [(none, "")]
-            predicted.append(_Predicted(first, none - first[0][0]))
+            predicted.append((first, none - first[0][0]))
         return predicted
 
     def _best(self, logits: np.ndarray, window: Window) -> list[tuple[float, int, int]]:

@@ -41,14 +41,7 @@ _HELD = 32
 _SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
 
 # In these a byte 0x0A is a line's end and nothing else.
-_LINE_ENCODINGS = frozenset(
-    (
-        "utf-8",
-        "ascii",
-        *(f"iso8859-{n}" for n in range(1, 17)),
-        *(f"cp{n}" for n in range(1250, 1259)),
-    )
-)
+_LINE_ENCODINGS = re.compile(r"utf-8|ascii|iso8859-\d+|cp125\d")
 
 Layout = Literal["sentences_by_line", "wrapped", "paragraphs_by_line"]
 
@@ -164,11 +157,11 @@ def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
         or word not in ("text", "jsonl")
         or "://" in path
         or (by_blank_line and corpus.layout != "sentences_by_line")
-        or codecs.lookup(corpus.encoding).name not in _LINE_ENCODINGS
+        or not _LINE_ENCODINGS.fullmatch(codecs.lookup(corpus.encoding).name)
     ):
         return []
     cuts: list[int] = []
-    with text_lines.named_damage(path), open(path, "rb") as file:
+    with text_lines.answering(path), open(path, "rb") as file:
         size = file.seek(0, io.SEEK_END)
         while (begin := (cuts[-1] if cuts else 0) + most) < size:
             file.seek(begin)
@@ -193,7 +186,10 @@ def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
         )
     )
     for name, line, text in texts_of:
-        layout = decide_layout(_lines_of(text())) if corpus.layout == "per_file" else corpus.layout
+        layout = corpus.layout
+        if layout == "per_file":
+            is_long = any(len(line) > _WRAPPED_LINE for line in _lines_of(text()))
+            layout = "paragraphs_by_line" if is_long else "wrapped"
         texts: Iterable[tuple[int, Iterable[str]]] = [(0, text())]
         if corpus.document_starts:
             texts = _cut(_lines_of(text()), corpus.document_starts)
@@ -247,9 +243,9 @@ def _lines_of(text: Iterable[str]) -> Iterator[str]:
 
 
 # Titles as wikis and Markdown write them, and numbered parts of books.
-_TITLE = re.compile(r"\s*= (?!= )\S.*(?<! =) =\s*$|\s*=(?!=)[^=]+=\s*$|# +\S")
-_PART = re.compile(
-    r"\s*(?:CHAPTER|Chapter|BOOK|PART|VOLUME|LETTER|STAVE|ACT) +(?:[0-9]+|[IVXLCDM]+|(?i:(?:the )?"
+_HEADING = re.compile(
+    r"\s*= (?!= )\S.*(?<! =) =\s*$|\s*=(?!=)[^=]+=\s*$|# +\S"
+    r"|\s*(?:CHAPTER|Chapter|BOOK|PART|VOLUME|LETTER|STAVE|ACT) +(?:[0-9]+|[IVXLCDM]+|(?i:(?:the )?"
     r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|first|second|third|fourth|"
     r"fifth|sixth|seventh|eighth|ninth|tenth|last)))\b.{0,80}$"
 )
@@ -260,11 +256,12 @@ def _cut(lines: Iterable[str], pattern: str) -> Iterator[tuple[int, Iterator[str
 
     Such lines that follow each other begin one document, as those of a table of contents.
     """
+    begins = _HEADING if pattern == "headings" else re.compile(pattern)
 
     def numbered() -> Iterator[tuple[int, str]]:
         first, is_empty, is_blank = 0, True, True
         for number, line in enumerate(lines):
-            if _begins(line, pattern, is_blank):
+            if (is_blank or begins is not _HEADING) and begins.match(line):
                 if not is_empty:
                     first, is_empty = number, True
             elif line.strip():
@@ -274,18 +271,6 @@ def _cut(lines: Iterable[str], pattern: str) -> Iterator[tuple[int, Iterator[str
 
     for first, own in itertools.groupby(numbered(), operator.itemgetter(0)):
         yield first, (line for _, line in own)
-
-
-def _begins(line: str, pattern: str, after_blank: bool) -> bool:
-    if pattern == "headings":
-        return after_blank and bool(_TITLE.match(line) or _PART.match(line))
-    return bool(re.match(pattern, line))
-
-
-def decide_layout(lines: Iterable[str]) -> Layout:
-    """Returns `wrapped` if no line is over 200 characters, else `paragraphs_by_line`."""
-    is_long = any(len(line) > _WRAPPED_LINE for line in lines)
-    return "paragraphs_by_line" if is_long else "wrapped"
 
 
 def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
@@ -406,7 +391,7 @@ def _lines(
     errors = {"stop": "strict", "replace": "replace"}[corpus.encoding_errors]
     try:
         with (
-            text_lines.named_damage(path),
+            text_lines.answering(path),
             _extent_bytes(extent) as raw,
             io.TextIOWrapper(raw, encoding, errors, "\n" if how == "by line" else None) as file,
         ):
@@ -430,7 +415,7 @@ def _extent_bytes(extent: Extent) -> IO[bytes]:
 
 def _first_bad_byte(path: str, encoding: str) -> int:
     """Returns the offset in the uncompressed file: decoding reports it relative to a buffer."""
-    with text_lines.named_damage(path), text_lines.open_bytes(path) as file:
+    with text_lines.answering(path), text_lines.open_bytes(path) as file:
         data = file.read()
     try:
         data.decode(encoding)

@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 from etils import epath
 
-from bert_jax.errors import InputError, reading
+from bert_jax.errors import InputError, json_object, reading
 from bert_jax.storage.workdir import write_atomic
 
 FILE = "tokenizer.json"
@@ -56,20 +56,14 @@ class Cache(dict):
 
 
 class Library:
-    """A tokenizer.json and what names its specials.
-
-    Args:
-      content: of tokenizer.json.
-      named: {"mask_token": "[MASK]", ...}, of the files next to it.
-      where: begins complaints.
-    """
+    """A tokenizer.json, and what names its specials next to it: {"mask_token": "[MASK]", ...}."""
 
     kind = "library"
     case = "cased"  # the file itself says what becomes of the case
 
     def __init__(self, content: bytes, named: Mapping[str, str], where: str):
         self.content, self.named = content, dict(named)
-        self._parts = parts = _parsed(content, where)
+        self._parts = parts = json_object(content, where)
         self._library = opened(content, parts, where)
         self._library.encode_special_tokens = True
         self.size = self._library.get_vocab_size(with_added_tokens=True)
@@ -159,15 +153,10 @@ class Library:
 
     def _special(self, role: str, ids: Mapping[str, int], where: str) -> int:
         piece = self.named.get(role)
-        if piece is None:
-            raise InputError(
-                f"{where}: no {role} is named; add it to tokenizer.json as a special token, and "
-                f'"{role}": "..." to {NAMING[0]} next to it'
-            )
         if piece not in ids:
             raise InputError(
-                f"{where}: {role} {piece!r} is not in the vocabulary; add it to tokenizer.json "
-                "as a special token"
+                f"{where}: {role}={piece!r}: names no piece of the vocabulary; add one to "
+                f'tokenizer.json as a special token, and "{role}": "..." to {NAMING[0]} next to it'
             )
         return ids[piece]
 
@@ -206,7 +195,7 @@ def read(path: epath.Path) -> Library:
         naming = path.parent / name
         if not naming.exists():
             continue
-        for role, token in _parsed(naming.read_bytes(), str(naming)).items():
+        for role, token in json_object(naming.read_bytes(), str(naming)).items():
             piece = token.get("content") if isinstance(token, dict) else token
             if role.endswith("_token") and isinstance(piece, str):
                 named.setdefault(role, piece)
@@ -217,16 +206,6 @@ def read(path: epath.Path) -> Library:
 def is_of_library(content: bytes) -> bool:
     """Returns whether a tokenizer.json is one of the library's, and not a record of ours."""
     return b'"model"' in content
-
-
-def _parsed(content: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not readable as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: not a JSON object")
-    return value
 
 
 def opened(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:

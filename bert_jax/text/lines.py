@@ -24,8 +24,6 @@ _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _SURELY_UTF8 = 6
 _HIGH = bytes(range(128, 256))
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
 
 def read(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Reads files as `decoded` does; one whose name ends in .gz or .zst is uncompressed."""
@@ -39,7 +37,7 @@ def decoded(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
     """Yields (NAME:NUMBER, line) of lines of UTF-8, split at \\n alone."""
     for number, line in enumerate(raw, 1):
         if number == 1:
-            line = line.removeprefix(_BYTE_ORDER_MARK)
+            line = line.removeprefix(codecs.BOM_UTF8)
         where = f"{name}:{number}"
         try:
             yield where, line.removesuffix(b"\n").decode("utf-8")
@@ -51,37 +49,25 @@ def decoded(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
 
 def of_file(path: str) -> Iterator[tuple[str, str]]:
     """Reads one file as `read` does, but sees that it is missing only when a line is asked for."""
-    with named_damage(path), open_bytes(path) as file:
+    with answering(path), open_bytes(path) as file:
         yield from decoded(file, path)
 
 
 @contextlib.contextmanager
 def answering(where: str) -> Iterator[None]:
-    """Raises InputError or Unavailable, which begin with `where`, for what an address is asked."""
+    """Raises InputError or Unavailable, which begin with `where`, for what cannot be read there."""
     try:
         yield
-    except (InputError, Unavailable):
+    except (InputError, Unavailable, UnicodeError):
         raise
-    except Exception as error:  # every client has its own
+    except Exception as error:  # every client of an address has its own
+        if not ("://" in where or isinstance(error, OSError)):
+            raise
         missing = "is missing" * isinstance(error, FileNotFoundError)
         why = getattr(error, "strerror", None) or missing or str(error) or type(error).__name__
         if "://" in where and retry.is_transient(error):
             raise Unavailable(f"{where}: out of reach ({why}); run again to go on") from error
-        if not ("://" in where or isinstance(error, OSError)):
-            raise
-        raise InputError(f"{where}: {why}") from error
-
-
-@contextlib.contextmanager
-def named_damage(path: str) -> Iterator[None]:
-    """Raises InputError, which names the file, where it is damaged or cannot be read."""
-    try:
-        with answering(path) if "://" in path else contextlib.nullcontext():
-            yield
-    except OSError as error:
-        raise InputError(
-            f"{path}: damaged, or cannot be read ({error.strerror or error})"
-        ) from error
+        raise InputError(f"{where}: damaged, or cannot be read ({why})") from error
 
 
 def open_bytes(path: str) -> IO[bytes]:

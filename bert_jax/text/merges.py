@@ -108,8 +108,9 @@ class _Merger:
         where = np.arange(total) + (self._starts[holders] - ends + lengths)[row]
         pieces = self._pieces[where]
         at = np.flatnonzero((pieces[:-1] == left) & (pieces[1:] == right) & (row[:-1] == row[1:]))
-        if left == right and len(at) > 1:
-            at = _apart(at)
+        if left == right:  # of places that overlap every other, from the left
+            begin = np.maximum.accumulate(np.where(np.diff(at, prepend=-2) > 1, at, 0))
+            at = at[(at - begin) % 2 == 0]
         if not len(at):
             return
         # Pairs that end: with the piece before, and the one behind, except the merged one itself.
@@ -173,12 +174,3 @@ class _Merger:
 def _code(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Returns a pair of ids as one int64, in the order of pairs."""
     return (left.astype(np.int64) << 32) | right
-
-
-def _apart(at: np.ndarray) -> np.ndarray:
-    """Selects, of places of equal pairs, those left where overlapping ones go, from the left."""
-    kept = [int(at[0])]
-    for place in at[1:].tolist():
-        if place > kept[-1] + 1:
-            kept.append(place)
-    return np.array(kept)

@@ -164,27 +164,20 @@ def parquet(path: str, column: str, start: int, stop: int) -> Iterator[tuple[str
             number = sum(file.metadata.row_group(group).num_rows for group in groups[:start])
             chosen = groups[start:] if stop < 0 else groups[start:stop]
             for batch in file.iter_batches(_ROWS, row_groups=list(chosen), columns=[column]):
-                for text in _leaf(batch).to_pylist():
+                for text in batch.column(0).to_pylist():
+                    while isinstance(text, dict):  # a column within another
+                        (text,) = text.values()
                     yield f"{path}:{number}", text or ""
                     number += 1
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             raise InputError(f"{path}: damaged Parquet file ({error})") from error
 
 
-def _leaf(batch: pyarrow.RecordBatch) -> pyarrow.Array:
-    values = batch.column(0)
-    while pyarrow.types.is_struct(values.type):
-        values = values.flatten()[0]
-    return values
-
-
 @contextlib.contextmanager
 def _opened(path: str, column: str) -> Iterator[tuple[pyarrow.parquet.ParquetFile, int]]:
     """Gives a Parquet file, and the place of its column of texts; closed at the end."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(text_lines.named_damage(path))
+    with text_lines.answering(path), text_lines.packed(path) as data:
         try:
-            data = stack.enter_context(text_lines.packed(path))
             file = pyarrow.parquet.ParquetFile(data)
         except (pyarrow.ArrowException, OSError) as error:
             raise InputError(f"{path}: cannot be read as Parquet ({error})") from error

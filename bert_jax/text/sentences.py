@@ -59,15 +59,6 @@ def ends_of(count: int, corpus: Corpus) -> list[int]:
 
 def _cut(text: str, language: str, blanked: dict[int, str]) -> list[str]:
     """Returns the text, cut where sentencex cuts it with some characters blanked."""
-    if blanked is _BLANKED and text.isascii():
-        pieces = sentencex.segment(language, text)
-        rest = text[sum(map(len, pieces)) :]
-        return [*pieces, rest] if rest else pieces
-    result = []
-    start = 0
-    for piece in sentencex.segment(language, text.translate(blanked)):
-        result.append(text[start : start + len(piece)])
-        start += len(piece)
-    if start < len(text):
-        result.append(text[start:])
-    return result
+    plain = text if blanked is _BLANKED and text.isascii() else text.translate(blanked)
+    ends = itertools.accumulate(map(len, sentencex.segment(language, plain)), initial=0)
+    return [text[a:b] for a, b in itertools.pairwise([*ends, len(text)])]

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -33,6 +33,8 @@ _KNOWN_FEATURES = frozenset(
         "optional_feature.Optional",
     )
 )
+# What TFDS imports, wherever it stands in a features.json.
+_NAMING = ("pythonClassName", "python_class_name", "type", "proto_cls")
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
@@ -44,37 +46,36 @@ def find(name: str) -> epath.Path:
     root = epath.Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")).expanduser()
     name, _, version = name.partition(":")
     folder = root / name
-    if version:
-        versions = [version]
-    else:
-        names = buckets.names(folder)
-        versions = sorted(
-            filter(_VERSION.fullmatch, names), key=lambda v: [*map(int, v.split("."))]
-        )
-    if not versions or not buckets.exists(folder / versions[-1] / "dataset_info.json"):
+    versions = filter(_VERSION.fullmatch, {version} if version else buckets.names(folder))
+    latest = max(versions, key=lambda v: [*map(int, v.split("."))], default="")
+    if not latest or not buckets.exists(folder / latest / "dataset_info.json"):
         raise InputError(
             f"tfds:{name}: no prepared dataset in {folder}; set TFDS_DATA_DIR to the folder that "
             "holds it (the public bucket needs the [gcs] extra), or prepare it with TFDS"
         )
-    return folder / versions[-1]
+    return folder / latest
 
 
 def open_folder(folder: epath.PathLike) -> "tfds.core.DatasetBuilder":
     """Returns a builder for the dataset in `folder`, whose features are seen to be plain data."""
-    folder = epath.Path(folder)
+    folder, named = epath.Path(folder), []
+
+    def note(fields: list[tuple[str, Any]]) -> None:
+        named.extend(value for key, value in fields if key in _NAMING and isinstance(value, str))
+
     try:
         texts = {
             name: buckets.read(folder / name).decode()
             for name in ("features.json", "dataset_info.json")
         }
-        tree = json.loads(texts["features.json"])
+        json.loads(texts["features.json"], object_pairs_hook=note)
         json.loads(texts["dataset_info.json"])
     except FileNotFoundError as error:
         missing = error.filename or folder / "features.json"
         raise InputError(f"{folder}: no TFDS dataset here (no {missing})") from error
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{folder}: damaged TFDS metadata ({error})") from error
-    for name in _class_names(tree):
+    for name in named:
         if name not in _KNOWN_FEATURES:
             raise InputError(
                 f"{folder / 'features.json'}: feature class {name!r} is not one of TFDS's plain "
@@ -114,7 +115,7 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
     if split not in info.splits:
         raise InputError(f"{folder}: no split {split!r}; it has {', '.join(info.splits)}")
     kind = getattr(info.file_format, "value", None)
-    if kind not in _READERS:
+    if kind not in ("array_record", "tfrecord"):
         raise InputError(f"{folder}: stored as {kind}; only array_record and tfrecord can be read")
     try:
         lengths = info.splits[split].shard_lengths
@@ -148,7 +149,7 @@ def shard_records(
     path, info = epath.Path(path), open_folder(folder).info
     read = start
     with copies.here(path) as (local,):
-        raw = _READERS[info.file_format.value](str(local), start, stop)
+        raw = _records_of(info.file_format.value, str(local), start, stop)
         for record in _whole(path, raw, info.features):
             read += 1
             yield record
@@ -185,34 +186,13 @@ def _damaged(path: epath.Path, reason: str) -> InputError:
     return InputError(f"{path}: missing or damaged ({reason}); put the whole file back")
 
 
-def _array_records(path: str, start: int, stop: int) -> Iterator[bytes]:
+def _records_of(kind: str, path: str, start: int, stop: int) -> Iterator[bytes]:
+    if kind == "tfrecord":  # always all
+        import grain
+
+        yield from grain.experimental.TFRecordIterDataset(path)
+        return
     source = ArrayRecordDataSource(path)
     stop = len(source) if stop < 0 else min(stop, len(source))
     for first in range(start, stop, 256):
         yield from source.__getitems__(range(first, min(first + 256, stop)))
-
-
-def _tf_records(path: str, start: int, stop: int) -> Iterator[bytes]:
-    del start, stop  # always all
-    import grain
-
-    yield from grain.experimental.TFRecordIterDataset(path)
-
-
-# By the word of a file format.
-_READERS = {"array_record": _array_records, "tfrecord": _tf_records}
-
-
-def _class_names(tree: Any) -> Sequence[str]:
-    """Every class that TFDS would import for this features.json, wherever it stands."""
-    if isinstance(tree, list):
-        return [name for item in tree for name in _class_names(item)]
-    if not isinstance(tree, dict):
-        return []
-    own = [
-        value
-        for key, value in tree.items()
-        if key in ("pythonClassName", "python_class_name", "type", "proto_cls")
-        and isinstance(value, str)
-    ]
-    return own + [name for value in tree.values() for name in _class_names(value)]

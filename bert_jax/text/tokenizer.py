@@ -52,6 +52,7 @@ class Tokenizer(Protocol):
     second_segment: int = 1  # of the second text: 1, or 0 where there is one segment
     sha256: str  # of all that decides the ids
     continues: np.ndarray  # bool [size]: the piece goes on a word, for whole-word masks
+    _pieces: list[str]
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without specials around it."""
@@ -61,16 +62,13 @@ class Tokenizer(Protocol):
         return self.encode(text)
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
-        """Yields where each word of a text stands, and its ids, which are the text's together.
-
-        Yields:
-          (first character, one past the last, ids) of each, in order.
-        """
+        """Yields (first character, one past the last, ids) of each word, which are the text's."""
         for start, end in units(text, self):
             yield start, end, self.encode(text[start:end])
 
     def piece(self, token_id: int) -> str:
         """Returns how the piece is written in the vocabulary."""
+        return self._pieces[token_id]
 
     def decode(self, ids: list[int]) -> str:
         """Returns readable text; spaces are restored as well as the vocabulary allows."""
@@ -89,7 +87,7 @@ class WordPiece(Tokenizer):
 
     def __init__(self, vocab: list[str], case: Case):
         self.case = case
-        self.vocab = vocab
+        self.vocab = self._pieces = vocab
         self.size = len(vocab)
         self._ids = {piece: i for i, piece in enumerate(vocab)}
         self._longest = max(map(len, vocab))
@@ -109,10 +107,6 @@ class WordPiece(Tokenizer):
         for word in basic_tokens(text, self.case):
             ids += pieces_of[word]
         return ids
-
-    def piece(self, token_id: int) -> str:
-        """Returns how the piece is written in the vocabulary."""
-        return self.vocab[token_id]
 
     def decode(self, ids: list[int]) -> str:
         """Returns the pieces joined by blanks, continuations to the piece before."""
@@ -148,12 +142,7 @@ class SentencePiece(Tokenizer):
 
     kind = "sentencepiece"
 
-    _NAMES: ClassVar = {
-        "pad": ("[PAD]", "<pad>"),
-        "cls": ("[CLS]", "<cls>"),
-        "sep": ("[SEP]", "<sep>"),
-        "mask": ("[MASK]", "<mask>"),
-    }
+    _NAMES: ClassVar = [(f"[{r.upper()}]", f"<{r}>") for r in ("pad", "cls", "sep", "mask")]
 
     def __init__(self, model: bytes, case: Case):
         self.case = case
@@ -161,20 +150,16 @@ class SentencePiece(Tokenizer):
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         count = self._processor.get_piece_size()
         self._pieces = [self._processor.id_to_piece(i) for i in range(count)]
-        specials = {}
-        self.appended: list[str] = []
-        for role, names in self._NAMES.items():
-            token_id = vocabulary.find_special(self._pieces, names)
-            if token_id is None:
-                token_id = len(self._pieces)
-                self._pieces.append(names[0])
-                self.appended.append(names[0])
-            specials[role] = token_id
-        self.pad_id, self.cls_id = specials["pad"], specials["cls"]
-        self.sep_id, self.mask_id = specials["sep"], specials["mask"]
+        self.appended = [names[0] for names in self._NAMES if not {*names} & {*self._pieces}]
+        self._pieces += self.appended
+        specials = [
+            self._pieces.index(next(name for name in names if name in self._pieces))
+            for names in self._NAMES
+        ]
+        self.pad_id, self.cls_id, self.sep_id, self.mask_id = specials
         self.between_ids = (self.sep_id,)
         self.unk_id = self._processor.unk_id()
-        self._specials = frozenset(specials.values())
+        self._specials = frozenset(specials)
         self.size = len(self._pieces)
         self.continues = np.array(
             [
@@ -191,10 +176,6 @@ class SentencePiece(Tokenizer):
             return ids
         # A user-defined symbol of the model that serves as a special: text must not yield it.
         return [self.unk_id if i in self._specials else i for i in ids]
-
-    def piece(self, token_id: int) -> str:
-        """Returns how the piece is written in the model."""
-        return self._pieces[token_id]
 
     def decode(self, ids: list[int]) -> str:
         """Returns the pieces joined, word marks as blanks; specials are written by name."""
@@ -289,12 +270,9 @@ def around(tokenizer: Tokenizer, texts: int) -> int:
 
 
 def units(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
-    """Yields where the words stand that a tokenizer cuts into pieces one by one.
+    """Yields (first character, one past the last) of words that are cut into pieces one by one.
 
     Words between blanks; with WordPiece, punctuation marks and CJK ideographs stand alone.
-
-    Yields:
-      (first character, one past the last) of each, in order.
     """
     start = 0
     for place, char in enumerate(text):
@@ -366,19 +344,7 @@ def _clean(char: str) -> str:
         return " "
     if char in "\0\ufffd" or unicodedata.category(char) in ("Cc", "Cf"):
         return ""
-    return f" {char} " if _is_cjk(char) else char
-
-
-def _unaccented(char: str) -> str:
-    return "" if unicodedata.category(char) == "Mn" else char
-
-
-def _apart(char: str) -> str:
-    return f" {char} " if _is_punctuation(char) else char
-
-
-def _is_punctuation(char: str) -> bool:
-    return char in string.punctuation or unicodedata.category(char).startswith("P")
+    return f" {char} " if any(low <= ord(char) <= high for low, high in _CJK) else char
 
 
 # Blocks of CJK ideographs (tokenization.py, _is_chinese_char): no kana, no hangul.
@@ -392,13 +358,46 @@ _CJK = (
     (0xF900, 0xFAFF),
     (0x2F800, 0x2FA1F),
 )
+_CLEAN = _Table(_clean)
+_UNACCENTED = _Table(lambda char: "" if unicodedata.category(char) == "Mn" else char)
+_APART = _Table(
+    lambda c: f" {c} " if c in string.punctuation or unicodedata.category(c)[0] == "P" else c
+)
 
 
-def _is_cjk(char: str) -> bool:
-    return any(low <= ord(char) <= high for low, high in _CJK)
+# More of them is no accident of spelling.
+MOST_UNKNOWN = 0.02
 
 
-_CLEAN, _UNACCENTED, _APART = _Table(_clean), _Table(_unaccented), _Table(_apart)
+class UnknownShare:
+    """The share of pieces that are [UNK], of rows as they come; [CLS] and [SEP] are left out."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._unknown = tokenizer.unk_id
+        self._around = [tokenizer.cls_id, tokenizer.sep_id]
+        self._pieces = self._lost = 0
+
+    def add(self, rows: Iterable[Sequence[int] | np.ndarray]) -> "UnknownShare":
+        """Counts rows of ids; returns itself."""
+        for row in rows:
+            ids = np.asarray(row)
+            self._pieces += len(ids) - int(np.isin(ids, self._around).sum())
+            self._lost += int((ids == self._unknown).sum())
+        return self
+
+    @property
+    def value(self) -> float:
+        """The share of pieces that are unknown, in [0, 1]; of none 0."""
+        return self._lost / max(self._pieces, 1)
+
+    def warning(self, what: str) -> str:
+        """Returns a line of warning about texts that `what` names; "" if few pieces are unknown."""
+        if self.value <= MOST_UNKNOWN:
+            return ""
+        return (
+            f"warning: {self.value:.0%} of {what} is [UNK]: the vocabulary cannot read it, and the "
+            "model sees nothing there; use a model whose vocabulary is of this language and script"
+        )
 
 
 def _digest(kind: str, case: Case, content: bytes) -> str:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import sentencepiece
@@ -183,11 +183,3 @@ def scores(model: bytes) -> list[tuple[str, float]]:
         for i in range(read.get_piece_size())
         if not read.is_control(i) and not read.is_unknown(i)
     ]
-
-
-def find_special(pieces: Sequence[str], names: Sequence[str]) -> int | None:
-    """Returns the id of the first of `names` among the pieces, or None."""
-    for name in names:
-        if name in pieces:
-            return pieces.index(name)
-    return None

@@ -97,14 +97,8 @@ class NumberWriter:
         words = list(self._numbers)
         # Lines are words, so the end of a sentence is written as none.
         self._words.write("\n".join(["", *words[1:], ""]).encode())
-        counts = np.zeros(len(words), np.int64)
-        counts[: len(self._counts)] = self._counts
-        self.offsets.append(
-            _write_sections(
-                {w: n for w, n in zip(words[2:], counts[2:].tolist(), strict=True) if n},
-                self._sections,
-            )
-        )
+        counted = zip(words[2:], self._counts[2:].tolist(), strict=True)
+        self.offsets.append(_write_sections({w: n for w, n in counted if n}, self._sections))
         self._first += len(words)
         self._numbers, self._counts = Numbers(self._first), np.zeros(0, np.int64)
 
@@ -173,7 +167,8 @@ def count(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
                     for word, number in part.items():
                         counts[word] = counts.get(word, 0) + number
         counted.add(counts)
-        kept += [(-number, _scrambled(_hash(word)), word) for word, number in counts.items()]
+        # Like words have like checksums, which Knuth's factor scatters over 32 bits.
+        kept += [(-n, _hash(word) * 2654435761 & 0xFFFFFFFF, word) for word, n in counts.items()]
         if len(kept) > MOST_WORDS:
             kept.sort()
             del kept[MOST_WORDS:]
@@ -196,8 +191,3 @@ def _write_sections(words: Mapping[str, int], file: IO[bytes]) -> list[int]:
 
 def _hash(word: str) -> int:
     return zlib.crc32(word.encode("utf-8", "surrogatepass"))
-
-
-def _scrambled(value: int) -> int:
-    """Permutes numbers of 32 bits (Knuth's factor): like words have like checksums."""
-    return value * 2654435761 & 0xFFFFFFFF

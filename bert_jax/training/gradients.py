@@ -20,7 +20,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import replay, sharding
 from bert_jax.training.collectives import Collectives, method_of
-from bert_jax.training.objective import Batch, Comparing, Objective
+from bert_jax.training.objective import Batch, Objective
 
 Metrics = losses.Metrics
 
@@ -83,7 +83,12 @@ def gradients(
             params, loop = gathered_but_layers(params, partition, collectives, loop, mark)
         else:
             params = replay.watched(params, mark)
-        noise = _noise(objective.model, axes, step, micro, number, key)
+        noise: layers.Noise
+        if objective.model.dropout_rng == "threefry8":
+            noise = row_noise(micro, key)
+        else:
+            places = step, number, lax.axis_index(axes)
+            noise = layers.ShardNoise(functools.reduce(jax.random.fold_in, places, key))
         return function(params, fixed, micro, noise, loop)
 
     def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
@@ -103,7 +108,7 @@ def gradients(
         accumulation = optimizer.reference_replicas // mesh_lib.batch_shards(spec.mesh)
 
     def summed(batch: Batch) -> tuple[Any, Metrics]:
-        if accumulation > 1 and isinstance(objective, Comparing):
+        if accumulation > 1 and hasattr(objective, "compare"):
             return _cached(objective, run, params, batch, accumulation, total)
         return _accumulate(gradient, batch, accumulation)
 
@@ -143,22 +148,6 @@ def gathered_but_layers(
         return (stacked, sharding.gathered_ahead(stacked, layer_partitions, collectives)), whole
 
     return outside, loop._replace(gather=gather)
-
-
-def _noise(
-    model: Model,
-    axes: tuple[str, ...],
-    step: jax.Array,
-    micro: Batch,
-    number: jax.Array,
-    key: jax.Array,
-) -> layers.Noise:
-    """Returns the noise of a micro-batch."""
-    if model.dropout_rng == "threefry8":
-        return row_noise(micro, key)
-    for value in (step, number, lax.axis_index(axes)):
-        key = jax.random.fold_in(key, value)
-    return layers.ShardNoise(key)
 
 
 def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
@@ -205,7 +194,7 @@ def _accumulate(
 
 
 def _cached(
-    objective: Comparing,
+    objective: Objective,
     run: Callable[..., Any],
     params: Any,
     batch: Batch,

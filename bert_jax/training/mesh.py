@@ -10,7 +10,8 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -172,6 +173,12 @@ def batch_spec(mesh: jax.sharding.Mesh) -> PartitionSpec:
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     """Returns the sharding of a batch: rows over slices and DATA."""
     return NamedSharding(mesh, batch_spec(mesh))
+
+
+def over_shards(function: Callable, mesh: jax.sharding.Mesh, given: Any, out: Any) -> Callable:
+    """Returns a function over all shards of the batch, with these specs; `tensor` is XLA's."""
+    axes, specs = set(batch_axes(mesh)), {"in_specs": given, "out_specs": out}
+    return jax.shard_map(function, mesh=mesh, **specs, axis_names=axes, check_vma=False)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:

@@ -70,14 +70,7 @@ def over(partition: Tree, mesh: jax.sharding.Mesh) -> Orthogonalized:
 
     def of_all(momentum: dict[str, jax.Array]) -> dict[str, jax.Array]:
         places = specs({path: cuts[path] for path in momentum})
-        return jax.shard_map(
-            on_a_shard,
-            mesh=mesh,
-            in_specs=(places,),
-            out_specs=places,
-            axis_names=set(mesh_lib.batch_axes(mesh)),
-            check_vma=False,
-        )(momentum)
+        return mesh_lib.over_shards(on_a_shard, mesh, (places,), places)(momentum)
 
     return of_all
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -22,6 +22,11 @@ class Objective(Protocol):
     Two that compute the same are equal and hashable, as frozen dataclasses are: compiled steps are
     found by them. An experiment's own (`data.code`) is what a function of (model, data) returns.
     One that has `idle` names there what of its parameters learns nothing: that stays as it is.
+
+    One whose rows are compared with each other, those of all micro-batches at once, has `vectors`
+    and `compare`. The first takes what `forward` does, and gives a vector of each row, float32
+    [B, D]; the second takes such vectors before the rest, and gives the metrics, which depend on no
+    noise any more. Its `forward` is `compare` of `vectors`.
     """
 
     model: Model  # the encoder's shape and numerics
@@ -56,30 +61,6 @@ class Objective(Protocol):
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
         """Returns what is differentiated: the sums of some rows over the counts of all."""
-
-
-@runtime_checkable
-class Comparing(Objective, Protocol):
-    """An objective whose rows are compared with each other, those of all micro-batches at once.
-
-    `forward` is `compare` of `vectors`.
-    """
-
-    def vectors(
-        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
-    ) -> jax.Array:
-        """Returns a vector of each of some rows: float32 [B, D]."""
-
-    def compare(
-        self,
-        vectors: jax.Array,
-        params: Any,
-        fixed: Any,
-        batch: Batch,
-        noise: layers.Noise | None,
-        loop: Loop,
-    ) -> losses_lib.Metrics:
-        """Computes the metrics of rows by their vectors, which depend on no noise any more."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ both as optax has them, except for LAMB's trust ratio, which here knows that lay
 has orthogonal updates for the matrices of layers and adamw for the rest (Jordan et al. 2024).
 """
 
+import functools
 import math
 from typing import Any
 
@@ -34,18 +35,15 @@ def make(
     `orthogonalized` is how `muon` treats matrices that lie on several devices.
     """
     if cfg.name == "muon":
-        return optax.chain(*_muon(cfg, orthogonalized), *_by_layer(cfg))
-    if cfg.name == "stable_adamw":
+        chain = _muon(cfg, orthogonalized)
+    elif cfg.name == "stable_adamw":
         chain = [stable_adamw(cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay)]
-        return optax.chain(*chain, *_by_layer(cfg))
-    if cfg.name == "bert_adam":
-        moments = scale_by_bert_adam(cfg.b1, cfg.b2, cfg.eps)
     else:
-        moments = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
-    chain = [moments, optax.add_decayed_weights(cfg.weight_decay, mask=decays)]
-    if cfg.name == "lamb":
-        chain.append(scale_by_stacked_trust_ratio())
-    return optax.chain(*chain, *_by_layer(cfg))
+        adam = scale_by_bert_adam if cfg.name == "bert_adam" else optax.scale_by_adam
+        decay = optax.add_decayed_weights(cfg.weight_decay, mask=decays)
+        chain = [adam(cfg.b1, cfg.b2, cfg.eps), decay]
+        chain += [scale_by_stacked_trust_ratio()] * (cfg.name == "lamb")
+    return optax.chain(*chain, *[scale_by_layer(cfg.layer_decay)] * (cfg.layer_decay < 1.0))
 
 
 def _muon(
@@ -63,10 +61,6 @@ def _muon(
         optax.add_decayed_weights(cfg.weight_decay, mask=decays),
         optax.masked(optax.scale(cfg.matrix_learning_rate / cfg.peak_learning_rate), matrices),
     ]
-
-
-def _by_layer(cfg: Optimizer) -> list[optax.GradientTransformation]:
-    return [scale_by_layer(cfg.layer_decay)] if cfg.layer_decay < 1.0 else []
 
 
 def schedule(cfg: Optimizer, total_steps: int, step: jax.Array) -> jax.Array:
@@ -126,12 +120,6 @@ def decays(params: Tree) -> Tree:
 def scale_by_bert_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """Returns Adam without bias correction: m / (sqrt(v) + eps)."""
 
-    def init(params: Tree) -> optax.ScaleByAdamState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return optax.ScaleByAdamState(
-            count=jnp.zeros([], jnp.int32), mu=zeros, nu=jax.tree.map(jnp.copy, zeros)
-        )
-
     def update(
         gradient: Tree, state: optax.ScaleByAdamState, params: Tree = None
     ) -> tuple[Tree, optax.ScaleByAdamState]:
@@ -141,7 +129,7 @@ def scale_by_bert_adam(b1: float, b2: float, eps: float) -> optax.GradientTransf
         direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
         return direction, optax.ScaleByAdamState(count=state.count + 1, mu=mu, nu=nu)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(optax.scale_by_adam(b1, b2, eps).init, update)
 
 
 def stable_adamw(
@@ -199,10 +187,7 @@ def scale_by_muon(
         ]
         return jax.tree.unflatten(tree, scaled), optax.TraceState(trace)
 
-    def init(params: Tree) -> optax.TraceState:
-        return optax.TraceState(jax.tree.map(jnp.zeros_like, params))
-
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(optax.trace(momentum).init, update)
 
 
 def _axes(path: tuple[Any, ...], leaf: jax.Array) -> tuple[int, ...]:
@@ -223,13 +208,12 @@ def scale_by_layer(decay: float) -> optax.GradientTransformation:
             return update * above.reshape(-1, *[1] * (update.ndim - 1))
         return update * (decay * above[0]) if names[:2] == _EMBEDDINGS else update
 
-    def apply(updates: Tree, state: optax.EmptyState, params: Tree = None) -> tuple[Tree, Any]:
-        del params
+    def apply(updates: Tree, _: Tree) -> Tree:
         layers = len(jax.tree.leaves(updates["encoder"]["layers"])[0])
         above = jnp.asarray([decay ** (layers - number) for number in range(layers)], jnp.float32)
-        return jax.tree.map_with_path(lambda p, u: scale(p, u, above), updates), state
+        return jax.tree.map_with_path(lambda p, u: scale(p, u, above), updates)
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), apply)
+    return optax.stateless(apply)
 
 
 def scale_by_stacked_trust_ratio() -> optax.GradientTransformation:
@@ -250,7 +234,4 @@ def scale_by_stacked_trust_ratio() -> optax.GradientTransformation:
         usable = (param_norm > 0) & (update_norm > 0)
         return update * jnp.where(usable, param_norm / jnp.where(usable, update_norm, 1.0), 1.0)
 
-    def apply(updates: Tree, state: optax.EmptyState, params: Tree) -> tuple[Tree, Any]:
-        return jax.tree.map_with_path(scale, updates, params), state
-
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), apply)
+    return optax.stateless(functools.partial(jax.tree.map_with_path, scale))

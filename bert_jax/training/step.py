@@ -31,6 +31,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import muon, sharding
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.collectives import Collectives, CompilerOptions, method_of
+from bert_jax.training.gradients import StepSpec
 from bert_jax.training.objective import Batch, Objective
 
 State = dict[str, Any]
@@ -130,13 +131,7 @@ def self_checks(device_kind: str) -> CompilerOptions:
 # same again.
 @functools.lru_cache(maxsize=_KEPT_STEPS)
 def make_train_step(
-    objective: Objective,
-    optimizer: Optimizer,
-    parallelism: Parallelism,
-    accumulation: int,
-    total_steps: int,
-    mesh: jax.sharding.Mesh,
-    compiler_options: CompilerOptions = (),
+    spec: StepSpec, total_steps: int, compiler_options: CompilerOptions = ()
 ) -> Callable[..., tuple[State, Metrics]]:
     """Compiles `(state, window, batch, phase key, fixed) -> (state, window)`.
 
@@ -145,7 +140,7 @@ def make_train_step(
     be left out. `total_steps`, of all phases, are the schedule's length; `compiler_options` come on
     top of those of the devices' `collectives.Method`, see `self_checks`.
     """
-    spec = gradients_lib.StepSpec(objective, optimizer, parallelism, accumulation, mesh)
+    objective, optimizer, parallelism, _, mesh = spec
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
     tx = optimizer_lib.make(optimizer, muon.over(partition, mesh))
@@ -176,18 +171,12 @@ def make_train_step(
 
 
 @functools.lru_cache(maxsize=_KEPT_STEPS)
-def make_replay(
-    objective: Objective,
-    optimizer: Optimizer,
-    parallelism: Parallelism,
-    accumulation: int,
-    mesh: jax.sharding.Mesh,
-) -> Callable[..., jax.Array]:
+def make_replay(spec: StepSpec) -> Callable[..., jax.Array]:
     """Compiles `(params, fixed, step, batch, phase key, other) -> replay.fingerprints`.
 
     They are of what `make_train_step` computes; `other` is the batch as `replay.turned` gives it.
     """
-    spec = gradients_lib.StepSpec(objective, optimizer, parallelism, accumulation, mesh)
+    objective, optimizer, parallelism, _, mesh = spec
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
     replay = _over_shards(spec, partition, PartitionSpec(), mesh_lib.batch_spec(mesh))
@@ -196,18 +185,13 @@ def make_replay(
 
 
 def _over_shards(
-    spec: gradients_lib.StepSpec, partition: Any, out: Any, *other: PartitionSpec
+    spec: StepSpec, partition: Any, out: Any, *other: PartitionSpec
 ) -> Callable[..., Any]:
     """Returns `gradients` of (params, fixed, step, batch, phase key, other) over all shards."""
-    given = sharding.specs(partition), PartitionSpec(), PartitionSpec()
-    return jax.shard_map(
-        functools.partial(gradients_lib.gradients, spec, partition),
-        mesh=spec.mesh,
-        in_specs=(*given, mesh_lib.batch_spec(spec.mesh), PartitionSpec(), *other),
-        out_specs=out,
-        axis_names=set(mesh_lib.batch_axes(spec.mesh)),
-        check_vma=False,
-    )
+    whole, rows = PartitionSpec(), mesh_lib.batch_spec(spec.mesh)
+    given = (sharding.specs(partition), whole, whole, rows, whole, *other)
+    function = functools.partial(gradients_lib.gradients, spec, partition)
+    return mesh_lib.over_shards(function, spec.mesh, given, out)
 
 
 def _but_idle(new: State, old: State, idle: tuple[str, ...]) -> State:
@@ -222,7 +206,7 @@ def _but_idle(new: State, old: State, idle: tuple[str, ...]) -> State:
 
 
 def _guarded(
-    spec: gradients_lib.StepSpec,
+    spec: StepSpec,
     state: State,
     new: State,
     window: Metrics,
@@ -309,11 +293,5 @@ def _without_noise(
             params, loop = gradients_lib.gathered_but_layers(params, partition, collectives, loop)
         return function(params, fixed, batch, None, loop)
 
-    return jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=(sharding.specs(partition), PartitionSpec(), mesh_lib.batch_spec(mesh)),
-        out_specs=out,
-        axis_names=set(mesh_lib.batch_axes(mesh)),
-        check_vma=False,
-    )
+    given = sharding.specs(partition), PartitionSpec(), mesh_lib.batch_spec(mesh)
+    return mesh_lib.over_shards(shard, mesh, given, out)

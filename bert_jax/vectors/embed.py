@@ -27,7 +27,7 @@ from bert_jax.model import heads
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
-from bert_jax.text import unknown
+from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.vectors import files, packing
 from bert_jax.vectors.quantized import SAMPLE, Quantize, dtype_and_width, quantized, recall
@@ -118,7 +118,7 @@ class Embedder:
         self.max_length = max_length or known.max_length or most
         self.texts = self.cut = 0  # done so far, and those of them that were longer
         # Pieces of them that the vocabulary cannot read.
-        self.unknown = unknown.Share(base.tokenizer)
+        self.unknown = UnknownShare(base.tokenizer)
         self.features, self._mesh, self._tokenizer = features, mesh, base.tokenizer
         self._row_tokens = max(
             batch_tokens or (_CPU_TOKENS if on_cpu else _OTHER_TOKENS), self.max_length

@@ -120,6 +120,7 @@ ODD = {
         SAMPLE.replace(b"the", "\u00c9\u0130\u03a3 \u4e2d\u6587a\u0301".encode())
     ],
     "a very long line": [SAMPLE, b"so it went on and on " * 2000 + b"\n\n" + SAMPLE],
+    "a word alone, then a long sentence": [(b"so\n" + b"it went on and " * 50 + b"\n\n") * 9],
     "no document ends with a file": [SAMPLE[:2000], SAMPLE[2000:].rstrip(), b"\n\n", SAMPLE],
 }
 

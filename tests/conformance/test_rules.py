@@ -137,7 +137,7 @@ def test_a_setting_that_leaves_the_paper_is_named_with_the_paper_s_and_its_comme
 def test_a_phase_that_is_left_out_is_named():
     whole = command.deviations(CERTIFIED)
     changed = command.deviations(dataclasses.replace(CERTIFIED, phases=CERTIFIED.phases[:1]))
-    names = [each.setting for each in changed if each not in whole]
+    names = [each[0] for each in changed if each not in whole]
     assert "phases.1.steps='absent'" in names
 
 

@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+import test_batches as alone
 from etils import epath
 
 from bert_jax.data import plans, stream
@@ -20,13 +21,7 @@ from bert_jax.errors import InputError, Unavailable
 
 def write_stream(folder, documents=200):
     """A stream on disk, as `prepare` leaves it."""
-    rng = np.random.default_rng(0)
-    made = stream.from_documents(
-        [
-            [rng.integers(5, 100, rng.integers(1, 25)).tolist() for _ in range(rng.integers(2, 12))]
-            for _ in range(documents)
-        ]
-    )
+    made = alone.make_stream(documents)
     folder.mkdir()
     arrays = {}
     for name in ("ids", "sentence_offsets", "document_offsets", "unigrams"):

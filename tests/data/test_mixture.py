@@ -268,24 +268,6 @@ def test_too_few_documents_of_a_source_are_refused(mixed, tmp_path):
         corpus.prepare(changed, SIZE, epath.Path(tmp_path / "corpus"), quiet)
 
 
-def test_weights_that_mean_nothing_are_refused():
-    for weights, named in (
-        ((1.0,), "2 weights"),
-        ((1.0, 1.0, 1.0), "2 weights"),
-        ((1.0, 0.0), "text:b"),
-        ((-1.0, 2.0), "text:a"),
-        ((1e308, 1e300), "text:b"),
-        ((1.0, float("nan")), "finite"),
-    ):
-        with pytest.raises(InputError, match=rf"^corpus\.mixture.*{named}"):
-            Corpus(sources=("text:a", "text:b"), mixture=weights)
-
-
-def test_weights_are_set_as_numbers():
-    tiny, changes = "experiments/tiny.py", ["corpus.sources=text:a,text:b", "corpus.mixture=3,0.5"]
-    assert config.load_with_origin(tiny, changes)[0].corpus.mixture == (3.0, 0.5)
-
-
 def test_a_source_that_gives_no_row_of_a_later_phase_is_refused_at_once(mixed):
     settings, folder, manifest = mixed
     experiment = dataclasses.replace(config.load("bert_base"), corpus=settings)

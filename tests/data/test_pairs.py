@@ -1,13 +1,17 @@
-"""Pairs: a plan is the reference's loop, and truncation. Its laws: `conformance.data_rules`."""
+"""Pairs: a plan is the reference's loop, swapped pairs, and truncation.
+
+The laws of a plan: `conformance.data_rules`.
+"""
 
 import collections
-import random
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bert_jax.data import draws, pairs, stream
+from bert_jax.errors import InputError
 
 # --- The laws of a plan ---
 
@@ -25,12 +29,13 @@ def of_lengths(corpus):
 
 
 Row = collections.namedtuple("Row", pairs.ROW_DTYPE.names)
+UNITS = ("pairs", "swapped_pairs")
 
 
-def plan(small, seed=0, length=16, short_seq_prob=0.3):
+def plan(small, seed=0, length=16, units="pairs"):
     key = draws.key_of(seed)
-    chunks = pairs.plan(small, length, short_seq_prob, key)
-    rows = pairs.rows(small, chunks, draws.Counter(key, chunks["sentence"]))
+    chunks = pairs.plan(small, length, 0.3, key, units)
+    rows = pairs.rows(small, chunks, draws.Counter(key, chunks["sentence"]), units)
     return [Row(*row) for row in rows.tolist()]
 
 
@@ -40,26 +45,28 @@ def document_of(small, offset):
     return int(np.searchsorted(starts, offset, "right")) - 1
 
 
+@pytest.mark.parametrize("units", UNITS)
 @given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
-def test_how_much_is_planned_at_once_changes_nothing(corpus, seed, length):
+def test_how_much_is_planned_at_once_changes_nothing(units, corpus, seed, length):
     """Blocks end within documents and within chunks."""
+    assume(units == "pairs" or any(len(document) > 1 for document in corpus))
     small = of_lengths(corpus)
-    whole = plan(small, seed, length)
+    whole = plan(small, seed, length, units)
     before, pairs._BLOCK = pairs._BLOCK, 3
     try:
-        assert plan(small, seed, length) == whole
+        assert plan(small, seed, length, units) == whole
     finally:
         pairs._BLOCK = before
 
 
-def test_a_sample_is_of_whole_documents_of_the_plan():
+@pytest.mark.parametrize("units", UNITS)
+def test_a_sample_is_of_whole_documents_of_the_plan(units):
     rng = np.random.default_rng(0)
     small = of_lengths([rng.integers(1, 12, rng.integers(1, 9)).tolist() for _ in range(600)])
     key = draws.key_of(0)
-    rows = collections.Counter(plan(small))
-    sampled = [Row(*row) for row in pairs.sample(small, 16, 0.3, key, 10**6).tolist()]
-    assert collections.Counter(sampled) == rows
-    few = pairs.sample(small, 16, 0.3, key, 100)
+    sampled = [Row(*row) for row in pairs.sample(small, 16, 0.3, key, 10**6, units).tolist()]
+    assert sorted(sampled) == sorted(plan(small, units=units))
+    few = pairs.sample(small, 16, 0.3, key, 100, units)
     assert [Row(*row) for row in few.tolist()] == sampled[:100]
     documents = [document_of(small, row.a_offset) for row in sampled[:100]]
     assert len(set(documents)) > 20
@@ -94,18 +101,10 @@ class Answers(draws.Sequential):
 
 
 @given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
-def test_a_plan_is_what_the_reference_makes_of_the_same_answers(corpus, seed, length):
-    """The reference's loop, document by document and chunk by chunk, asked with the same draws."""
+def test_a_plan_is_what_the_reference_s_loop_makes_of_the_same_answers(corpus, seed, length):
+    """The loop is `one_by_one`, which conformance holds to the reference's own instances."""
     small, key = of_lengths(corpus), draws.key_of(seed)
-    answers = Answers(small, key)
-    slow = slow_plan(corpus, length - pairs.SPECIAL_TOKENS, 0.3, answers)
-    assert [
-        (r.a_offset, r.a_length, r.b_offset, r.b_length, r.is_random_next)
-        for r in plan(small, seed, length)
-    ] == slow
-    # And so does `one_by_one`, with which conformance asks.
-    answers = Answers(small, key)
-    found, sentence = [], np.searchsorted(small.sentence_offsets, 0)
+    answers, found, sentence = Answers(small, key), [], 0
     source = pairs.one_by_one(small, length, 0.3, answers)
     while True:
         answers.at(sentence)
@@ -115,58 +114,59 @@ def test_a_plan_is_what_the_reference_makes_of_the_same_answers(corpus, seed, le
         found.append(row[0].tolist())
         used = row["a_length"] + np.where(row["is_random_next"], 0, row["b_length"])
         sentence = int(np.searchsorted(small.sentence_offsets, row["a_offset"] + used)[0])
-    assert found == slow
-
-
-def slow_plan(corpus, most, short_seq_prob, draw):
-    """`create_instances_from_document`, with places in the stream for ids."""
-    one = np.array([True])
-    starts = np.cumsum([0, *(length for document in corpus for length in document)]).tolist()
-    first_of = np.cumsum([0, *map(len, corpus)]).tolist()
-    rows = []
-    for number, document in enumerate(corpus):
-        target = int(draw.target_length(most, short_seq_prob)[0])
-        chunk, length, i = [], 0, 0
-        while i < len(document):
-            chunk.append(first_of[number] + i)
-            length += document[i]
-            if i == len(document) - 1 or length >= target:
-                draw.at(chunk[0])
-                count = int(draw.split_point(np.array([len(chunk)]))[0])
-                a = chunk[:count]
-                a_length = starts[a[-1] + 1] - starts[a[0]]
-                random_next = len(chunk) == 1 or bool(draw.is_random(one)[0])
-                if random_next:
-                    other = int(draw.other_document(len(corpus), np.array([number]), one)[0])
-                    begin = first_of[other] + int(
-                        draw.start(np.array([len(corpus[other])]), one)[0]
-                    )
-                    b = []
-                    for j in range(begin, first_of[other + 1]):
-                        b.append(j)
-                        if starts[j + 1] - starts[begin] >= target - a_length:
-                            break
-                    i -= len(chunk) - count
-                else:
-                    b = chunk[count:]
-                rows.append(
-                    (
-                        starts[a[0]],
-                        a_length,
-                        starts[b[0]],
-                        starts[b[-1] + 1] - starts[b[0]],
-                        random_next,
-                    )
-                )
-                chunk, length = [], 0
-            i += 1
-    return rows
+    assert found == plan(small, seed, length)
 
 
 def test_a_sentence_of_70000_tokens_is_one_pair_s_a():
     small = of_lengths([[70_000], [3, 4]])
     rows = [row for row in plan(small) if row.a_length == 70_000]
     assert [(row.a_offset, row.is_random_next) for row in rows] == [(0, True)]
+
+
+# --- Pairs that follow each other, half of them swapped (Lan et al. 2019) ---
+
+
+def in_order(row):
+    """The two runs of a pair as they stand in the text: (start, end) each."""
+    runs = [
+        (row.a_offset, row.a_offset + row.a_length),
+        (row.b_offset, row.b_offset + row.b_length),
+    ]
+    return runs[::-1] if row.is_random_next else runs
+
+
+@given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
+def test_a_pair_is_two_runs_of_sentences_one_behind_the_other(corpus, seed, length):
+    """Together they are every sentence once, of documents that have two."""
+    assume(any(len(document) > 1 for document in corpus))
+    small = of_lengths(corpus)
+    bounds, covered = set(small.sentence_offsets.tolist()), []
+    for row in plan(small, seed, length, "swapped_pairs"):
+        (start, middle), (same, end) = in_order(row)
+        assert middle == same and start < middle < end
+        assert {start, middle, end} <= bounds
+        assert document_of(small, start) == document_of(small, end - 1)
+        covered += range(start, end)
+    expected = [
+        place for place in range(len(small.ids)) if len(corpus[document_of(small, place)]) > 1
+    ]
+    assert covered == expected
+
+
+def test_half_of_the_pairs_are_swapped_wherever_they_stand():
+    rng = np.random.default_rng(0)
+    small = of_lengths([rng.integers(1, 12, rng.integers(2, 9)).tolist() for _ in range(3_000)])
+    swapped = np.array([row.is_random_next for row in plan(small, units="swapped_pairs")])
+    error = 0.5 / len(swapped) ** 0.5
+    assert abs(swapped.mean() - 0.5) < 4 * error
+    assert abs((swapped[1:] == swapped[:-1]).mean() - 0.5) < 4 * error
+
+
+def test_documents_of_one_sentence_alone_are_named():
+    with pytest.raises(InputError, match="no document has two sentences"):
+        plan(of_lengths([[3], [5], [2]]), units="swapped_pairs")
+    with pytest.raises(InputError, match="no held-out document has two sentences"):
+        pairs.sample(of_lengths([[3], [5]]), 16, 0.3, draws.key_of(0), 10, "swapped_pairs")
 
 
 # --- Truncation ---
@@ -182,24 +182,6 @@ def slow_truncate(a, b, most, random_draw):
         else:
             longer.pop()
     return a, b
-
-
-@given(
-    a=st.integers(1, 60), b=st.integers(1, 60), length=st.integers(8, 70), seed=st.integers(0, 99)
-)
-def test_truncation_equals_the_loop_over_tokens(a, b, length, seed):
-    row = np.array([(100, a, 500, b, False)], pairs.ROW_DTYPE)
-    generator = random.Random(seed)
-    slow = slow_truncate(range(100, 100 + a), range(500, 500 + b), length - 3, generator.random)
-    draw = draws.Sequential(random.Random(seed))
-    cut = pairs.truncate(row, length, draw)
-    for expected, start, size in (
-        (slow[0], cut.a_start, cut.a_length),
-        (slow[1], cut.b_start, cut.b_length),
-    ):
-        assert list(range(start[0], start[0] + size[0])) == expected
-    # And it drew as many numbers.
-    assert draw._rng.random() == generator.random()
 
 
 @given(

@@ -11,6 +11,7 @@ import time
 import types
 
 import dying
+import forms
 import numpy as np
 import pytest
 import samples
@@ -20,7 +21,7 @@ from etils import epath
 from bert_jax.config import Corpus
 from bert_jax.data import build, corpus, dataset, parts, workers
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.text import documents, library, sentences, tokenizer, vocabulary
+from bert_jax.text import documents, sentences, tokenizer
 from bert_jax.text import sources as text_sources
 
 SIZE = 90
@@ -130,26 +131,21 @@ def test_two_processes_make_the_bytes_of_one_with_shards_in_order(whole, tmp_pat
     assert len([name for name in files if "train.array_record" in name]) > 5
 
 
-def test_parts_of_another_size_make_the_same_ids(whole, tmp_path, monkeypatch):
-    claim, _, files = whole
+@pytest.mark.parametrize(("kind", "size"), [("wordpiece", SIZE), ("byte_bpe", 300)])
+def test_parts_of_another_size_make_the_same_ids(kind, size, text, tmp_path, monkeypatch):
+    claim = settings(text, tokenizer_kind=kind)
+    cut = prepare(claim, tmp_path / "cut", size)
     monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
     monkeypatch.setattr(parts, "_BATCH", 1)
     monkeypatch.setattr(parts, "_TOKENS", 1)
     monkeypatch.setattr("bert_jax.text.words._HELD", 50)
-    uncut = prepare(claim, tmp_path / "uncut")
+    uncut = prepare(claim, tmp_path / "uncut", size)
     names = [n for n in uncut if n.startswith(("stream/", "tokenizer/"))]
     assert len(names) > 10
     for name in names:
-        assert uncut[name] == files[name], name
-
-
-def test_a_vocabulary_of_pieces_is_trained_on_all_parts(text, tmp_path, monkeypatch):
-    claim = settings(text, tokenizer_kind="byte_bpe")
-    cut = prepare(claim, tmp_path / "cut", 300)
-    monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
-    uncut = prepare(claim, tmp_path / "uncut", 300)
-    names = [name for name in cut if name.startswith(("stream/", "tokenizer/"))]
-    assert {name: cut[name] for name in names} == {name: uncut[name] for name in names}
+        assert uncut[name] == cut[name], name
+    assert json.loads(cut["manifest.json"])["splits"]["train"]["unknown_tokens"] == 0
+    assert tokenizer.load(tmp_path / "cut" / "tokenizer").size == size
 
 
 def test_the_ids_are_those_of_the_tokenizer_and_tfds_opens_the_dataset(whole):
@@ -296,8 +292,11 @@ def test_killed_with_its_processes_and_begun_again_it_is_the_same(text, tmp_path
                 break
             time.sleep(0.05)
         assert not alive
-        assert not (tmp_path / "made" / "COMPLETE").exists()
-    assert prepare(claim, tmp_path / "made") == whole
+        with pytest.raises(InputError, match="no prepared corpus here"):
+            corpus.open_manifest(epath.Path(tmp_path / "made"))
+    # By a process with other hashes than this one's, and undisturbed.
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert made(tmp_path / "made") == whole
 
 
 def ended(process):
@@ -373,10 +372,7 @@ def test_a_word_of_a_megabyte_costs_nothing(kind, text, tmp_path):
 
 @pytest.mark.parametrize("name", ["modernbert", "gemma"])
 def test_an_unknown_word_takes_the_blank_before_it(name, tmp_path):
-    golden = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers" / f"{name}.json"
-    content, named = golden.read_bytes(), {"modernbert": vocabulary.NAMED}.get(name)
-    angled = {f"{role}_token": f"<{role}>" for role in ("pad", "unk", "mask")}
-    tok = library.Library(content, named or angled, name)
+    tok = forms.OURS[name]
     writer = parts._IdWriter(tmp_path, tok, "@@")
     lengths = writer.add(["@@ the people @@ @@ let the.", "the @@", "the people let"])
     writer.close()

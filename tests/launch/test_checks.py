@@ -2,10 +2,9 @@
 
 from unittest import mock
 
-import fake_gcs
-import fsspec
 import pytest
 from etils import epath
+from fake_gcs import Fault
 
 from bert_jax.doctor import corpus as corpus_lib
 from bert_jax.doctor.finding import Rule
@@ -50,23 +49,16 @@ def test_no_commit(tmp_path, monkeypatch):
         check(tmp_path, "commit")
 
 
-def test_a_workdir_in_a_bucket_that_may_be_written(monkeypatch):
-    pytest.importorskip("gcsfs")
-    monkeypatch.setitem(fsspec.config.conf["gs"], "token", "anon")
-    with fake_gcs.serve() as (bucket, environment):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        assert check("gs://b/fine", "workdir")
-        assert bucket.files("fine") == {}, "what was tried is removed"
-        epath.Path("gs://b/other/novel.txt").write_text("x")
-        with pytest.raises(InputError, match=r"gs://b/other: holds other files .*--force workdir"):
-            check("gs://b/other", "workdir")
-        monkeypatch.setattr(buckets, "_granted", set())
-        monkeypatch.setattr(
-            bucket, "fault", lambda *of: fake_gcs.Fault(403) if of[2] == "write" else None
-        )
-        with pytest.raises(InputError, match=r"gs://b/closed.*; --force workdir launches"):
-            check("gs://b/closed", "workdir")
+def test_a_workdir_in_a_bucket_that_may_be_written(objects):
+    assert check("gs://b/fine", "workdir")
+    assert objects.files("fine") == {}, "what was tried is removed"
+    objects.put("other/novel.txt", b"x", {})
+    with pytest.raises(InputError, match=r"gs://b/other: holds other files .*--force workdir"):
+        check("gs://b/other", "workdir")
+    buckets._granted.clear()
+    objects.fault = lambda method, name, kind: Fault(403) if kind == "write" else None
+    with pytest.raises(InputError, match=r"gs://b/closed.*; --force workdir launches"):
+        check("gs://b/closed", "workdir")
 
 
 @pytest.mark.parametrize("setting", ["init_from=base", "run.corpus_dir=/x", "run.probes=sst2.py"])

@@ -11,8 +11,7 @@ from sklearn import metrics
 
 from bert_jax import cli
 from bert_jax.tasks import adapted, scores
-from bert_jax.text import unknown
-from bert_jax.text.tokenizer import WordPiece
+from bert_jax.text.tokenizer import UnknownShare, WordPiece
 
 # Of questions, and what is answered.
 ANSWERS = [["wa"], ["wa wb"], ["wa"], ["wa"], [], []]
@@ -94,11 +93,11 @@ def test_guessing_of_tags_and_of_questions():
 
 def test_the_share_of_unknown_pieces_leaves_out_what_stands_around():
     vocabulary = WordPiece(tuned.PIECES, "uncased")
-    share = unknown.Share(vocabulary).add([[2, 1, 6, 3], [2, 6, 6, 3, 6, 1, 3]])
+    share = UnknownShare(vocabulary).add([[2, 1, 6, 3], [2, 6, 6, 3, 6, 1, 3]])
     assert share.value == 2 / 6 and "33%" in share.warning("train")
-    few = unknown.Share(vocabulary).add([[2, *[6] * 98, 1, 1, 3]])
+    few = UnknownShare(vocabulary).add([[2, *[6] * 98, 1, 1, 3]])
     assert few.value == 0.02 and not few.warning("train")
-    assert unknown.Share(vocabulary).value == 0
+    assert UnknownShare(vocabulary).value == 0
 
 
 @pytest.mark.long

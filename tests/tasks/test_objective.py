@@ -17,7 +17,6 @@ from sklearn.utils.class_weight import compute_class_weight
 
 from bert_jax import base as base_lib
 from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Parallelism
-from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective as objective_lib
 from bert_jax.tasks import rows
@@ -212,13 +211,6 @@ def test_what_learns_has_a_gradient_and_nothing_else_is_kept(how, fresh, expecte
     if how == "lora":
         for thin in gradient["lora"].values():  # as `up` is zero, `down` waits a step
             assert np.abs(thin["up"]).max() > 0 and not thin["down"].any()
-
-
-def test_what_is_small_is_not_cut():
-    for how, state in (("frozen", "zero1"), ("lora", "zero3")):
-        with pytest.raises(InputError, match=rf"^parallelism.state={state}: adapt.how={how} "):
-            objective_lib.require_parallelism(Adapt(how=how), Parallelism(state=state))
-        objective_lib.require_parallelism(Adapt(), Parallelism(state=state))
 
 
 def test_a_layer_learns_by_so_much_slower_than_the_one_above():

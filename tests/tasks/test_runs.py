@@ -258,7 +258,6 @@ def test_a_run_goes_on_over_its_own_base_settings_and_examples_alone(lora):
         (("task.train=jsonl:none",), "--from run", ("none",)),
         (("task.max_sequence_length=33",), "--from run", ("task.max_sequence_length=33", "32")),
         (("batch_size=6",), "--from run", ("finetuning.batch_size=6",)),
-        (("adapt.how=lora", "parallelism.state=zero1"), "--from run", ("adapt.how=lora",)),
         (("task.labels=bad,maybe",), "--from run", ("train:1", "'good'", "task.labels")),
         ((), "", ("--from: name a base or a run",)),
         ((), "--from nowhere", ("nowhere",)),

@@ -34,12 +34,10 @@ class Task_:
         files = "squad:x" if task["kind"] == "span" else "jsonl:x"
         task = Task(train=(files,), validation=(files,), **task)
         self.experiment = type("Experiment", (), {"name": "run", "task": task})
+        self.kind = type("Kind", (), {"rows_of": lambda example, most: 1})
 
     def warm(self, sizes):
         pass
-
-    def rows_of(self, example, most):
-        return 1
 
     def predict(self, examples):
         return [{"texts": list(getattr(e, "texts", None) or e.words)} for e in examples]

@@ -76,9 +76,8 @@ def train(loss, parallelism=Parallelism(), devices=4, steps=1, sharing=False):  
     abstract = step.abstract_state(objective, update, parallelism, mesh)
     state = jax.device_get(step.init_state(objective, update, 0))
     state = feed.put(state, jax.tree.map(lambda s: s.sharding, abstract))
-    make = step.make_train_step(
-        objective, update, parallelism, parallelism.accumulation_of(0), 9, mesh
-    )
+    spec = step.StepSpec(objective, update, parallelism, parallelism.accumulation_of(0), mesh)
+    make = step.make_train_step(spec, 9)
     size = EXAMPLES * rows.rows_per_example
     everything, sharding, seen = np.arange(size), mesh_lib.batch_sharding(mesh), []
     for number in range(steps):

@@ -31,7 +31,7 @@ def train(objective, rows, parallelism=Parallelism(), devices=4):  # noqa: B008
             fixed = feed.put(base, mesh_lib.replicated(mesh))
     state = feed.put(state, jax.tree.map(lambda s: s.sharding, abstract))
     parts = parallelism.accumulation_of(0)
-    make = step.make_train_step(objective, optimizer, parallelism, parts, 9, mesh)
+    make = step.make_train_step(step.StepSpec(objective, optimizer, parallelism, parts, mesh), 9)
     size = EXAMPLES * rows.rows_per_example
     everything, sharding = np.arange(size), mesh_lib.batch_sharding(mesh)
     seen = []

@@ -150,7 +150,7 @@ def test_what_a_client_raises_is_one_line(elsewhere, error, kind):
     elsewhere.error = error
     with pytest.raises(kind, match=r"elsewhere://texts/a\.txt: .*nobody"):
         text_sources.fingerprint(corpus_of)
-    with pytest.raises(kind, match=r"x://a: .*nobody"), text_lines.named_damage("x://a"):
+    with pytest.raises(kind, match=r"x://a: .*nobody"), text_lines.answering("x://a"):
         raise error
 
 

@@ -2,8 +2,8 @@
 
 import itertools
 import json
-import pathlib
 
+import forms
 import numpy as np
 import pytest
 import tokenizers
@@ -15,18 +15,11 @@ from bert_jax.errors import InputError
 from bert_jax.text import fitting, library
 from bert_jax.text.tokenizer import WordPiece
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "tokenizers"
-SQUARE = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
-ANGLED = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
-NAMED = {"modernbert": SQUARE, "roberta": ANGLED, "xlmr": ANGLED, "gemma": ANGLED}
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]"]
 LETTERS = [f"{before}{letter}" for before in ("", "##") for letter in "abehlnopst'"]
 PIECES = [*SPECIALS, *LETTERS, "the", "##th", "people", "peo", "##ple", "##let", "on", "##on"]
 
-FORMS = {
-    name: library.Library((GOLDEN / f"{name}.json").read_bytes(), named, name)
-    for name, named in NAMED.items()
-} | {"wordpiece": WordPiece(PIECES, "uncased")}
+FORMS = forms.OURS | {"wordpiece": WordPiece(PIECES, "uncased")}
 each_form = pytest.mark.parametrize("name", FORMS)
 words = st.sampled_from(["the", "people", "nation", "let", "then", "a", "o'er", "states", "not"])
 words |= st.text(st.sampled_from("abehlnopst' \n,\u00e9\u4e2d\U0001f600"), max_size=5)
@@ -112,7 +105,7 @@ def test_words_become_pieces_that_begin_as_what_stood_for_them(name, tmp_path):
         fitting.with_words(old, epath.Path(file))
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", forms.NAMED)
 def test_the_library_reads_what_was_cut_with_the_same_ids(name, tmp_path):
     old = FORMS[name]
     padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None}

@@ -150,24 +150,24 @@ def test_one_long_text_is_refused_by_the_settings_that_help_and_then_taken(tmp_p
     assert sum(made["splits"][s]["sentences"] for s in ("train", "validation")) == 200
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
-def test_the_text_s_own_unknown_word_becomes_unk(tmp_path, kind):
+def prepared(folder, size, *texts, **settings):
+    """Manifest, tokenizer and lines of a corpus of these texts, a file each, or of those there."""
+    (folder / "text").mkdir(exist_ok=True)
+    for number, text in enumerate(texts):
+        (folder / "text" / f"{number:03}.txt").write_text(text)
+    given = {"sources": (f"text:{folder}/text",), "validation_share": 0.4} | settings
+    said, made = [], epath.Path(folder / f"of {size}")
+    manifest = corpus.prepare(Corpus(**given), size, made, said.append)
+    return manifest, corpus.open_tokenizer(made, manifest), said
+
+
+@pytest.mark.parametrize(("kind", "size"), [("wordpiece", 23), ("unigram", 15)])
+def test_the_text_s_own_unknown_word_becomes_unk(tmp_path, kind, size):
     lines = [f"{words(i)} <unk> {words(-i % 99)} <unk>.\n" for i in range(100)]
-    (tmp_path / "a.txt").write_text("\n".join("".join(lines[i : i + 4]) for i in range(0, 100, 4)))
-    made = corpus.prepare(
-        Corpus(
-            sources=(f"text:{tmp_path}",),
-            layout="sentences_by_line",
-            unknown_word="<unk>",
-            tokenizer_kind=kind,
-            validation_share=0.4,
-        ),
-        23 if kind == "wordpiece" else 15,
-        epath.Path(tmp_path / "c"),
-        lambda line: None,
-    )
+    texts = ["".join(lines[i : i + 4]) for i in range(0, 100, 4)]
+    settings = {"layout": "sentences_by_line", "unknown_word": "<unk>", "tokenizer_kind": kind}
+    made, vocabulary, _ = prepared(tmp_path, size, *texts, **settings)
     assert sum(made["splits"][s]["unknown_tokens"] for s in ("train", "validation")) == 200
-    vocabulary = corpus.open_tokenizer(epath.Path(tmp_path / "c"), made)
     assert not {"<", "u", "unk"} & {vocabulary.piece(i) for i in range(vocabulary.size)}
 
 
@@ -282,20 +282,14 @@ def test_wrong_bytes_are_replaced_by_choice(tmp_path, layout):
 @pytest.mark.parametrize("kind", ["wordpiece", pytest.param("unigram", marks=pytest.mark.long)])
 def test_a_text_too_small_for_the_vocabulary_leaves_pieces_unused(tmp_path, kind):
     """As in the vocabularies of BERT itself; what is there is what the exact size gives."""
-    (tmp_path / "text").mkdir()
-    for number in range(20):
-        (tmp_path / "text" / f"{number}.txt").write_text(f"{words(number)}. {words(number + 50)}.")
-    said = []
-    settings = Corpus(sources=(f"text:{tmp_path}/text",), tokenizer_kind=kind, validation_share=0.4)
-    made = corpus.prepare(settings, 900, epath.Path(tmp_path / "c"), said.append)
+    texts = [f"{words(number)}. {words(number + 50)}." for number in range(20)]
+    made, opened, said = prepared(tmp_path, 900, *texts, tokenizer_kind=kind)
     (line,) = [line for line in said if "[unused]" in line]
     exact = int(line.rpartition("=")[2].split()[0])
-    opened = corpus.open_tokenizer(epath.Path(tmp_path / "c"), made)
     assert opened.size == 900 and exact < 900
     assert not any("unused" in opened.piece(i) for i in opened.encode("[unused0]"))
-    small = corpus.prepare(settings, exact, epath.Path(tmp_path / "d"), said.append)
-    assert len([line for line in said if "[unused]" in line]) == 1
-    pieces = corpus.open_tokenizer(epath.Path(tmp_path / "d"), small)
+    small, pieces, said = prepared(tmp_path, exact, tokenizer_kind=kind)
+    assert not [line for line in said if "[unused]" in line]
     assert small["splits"] == made["splits"]
     for text in (words(3), words(77) + "."):
         assert list(map(opened.piece, opened.encode(text))) == list(
@@ -317,16 +311,10 @@ def test_utf8_under_another_name_is_refused_by_prepare(tmp_path):
 
 
 def test_prepare_says_how_much_is_unknown_and_warns(tmp_path):
-    (tmp_path / "text").mkdir()
-    for number in range(20):
-        (tmp_path / "text" / f"{number}.txt").write_text(f"{'ab ' * number}x ab.")
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nab\n.\n")
-    settings = Corpus(
-        sources=(f"text:{tmp_path}/text",), tokenizer=str(vocab), validation_share=0.4
-    )
-    said = []
-    made = corpus.prepare(settings, 7, epath.Path(tmp_path / "c"), said.append)
+    texts = [f"{'ab ' * number}x ab." for number in range(20)]
+    made, _, said = prepared(tmp_path, 7, *texts, tokenizer=str(vocab))
     counts = made["splits"]["train"]
     share = 100 * counts["unknown_tokens"] / counts["tokens"]
     assert share > 2
@@ -337,19 +325,10 @@ def test_prepare_says_how_much_is_unknown_and_warns(tmp_path):
 
 def test_words_too_long_for_pieces_train_no_vocabulary_and_are_counted(tmp_path):
     """A pair of letters of such a word is merged again and again: training would stand still."""
-    (tmp_path / "text").mkdir()
-    for number in range(20):
-        (tmp_path / "text" / f"{number}.txt").write_text(
-            f"{words(number)} <unk> {words(99 - number)}."
-        )
-    (tmp_path / "text" / "x.txt").write_text(f"{'ab' * 200_000} {'c' * 201} {'d' * 200}")
-    settings = Corpus(
-        sources=(f"text:{tmp_path}/text",), unknown_word="<unk>", validation_share=0.4
-    )
-    said = []
-    made = corpus.prepare(settings, 26, epath.Path(tmp_path / "c"), said.append)
+    texts = [f"{words(number)} <unk> {words(99 - number)}." for number in range(20)]
+    texts.append(f"{'ab' * 200_000} {'c' * 201} {'d' * 200}")
+    _, opened, said = prepared(tmp_path, 26, *texts, unknown_word="<unk>")
     assert any("2 words of over 200 characters" in line for line in said)
-    opened = corpus.open_tokenizer(epath.Path(tmp_path / "c"), made)
     assert "##ab" not in {opened.piece(i) for i in range(opened.size)}
 
 

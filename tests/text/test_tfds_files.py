@@ -1,7 +1,6 @@
 """Ready TFDS datasets, in both formats, without TensorFlow and without running their code."""
 
 import json
-import os
 import pathlib
 import shutil
 import struct
@@ -9,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import samples
 import tensorflow_datasets as tfds
 
 from bert_jax.config import Corpus
@@ -21,35 +21,9 @@ ARTICLES = [
 ]
 
 
-class Wiki(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Articles as in the dataset `wikipedia`."""
-
-    name = "wiki"
-    VERSION = tfds.core.Version("1.0.0")
-
-    def _info(self):
-        text = tfds.features.Text()
-        features = tfds.features.FeaturesDict({"title": text, "text": text})
-        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
-
-    def _split_generators(self, dl_manager):
-        return {"train": enumerate(ARTICLES)}
-
-    def _generate_examples(self, examples):
-        yield from examples
-
-
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tfds")
-    tfds.disable_progress_bar()
-    Wiki(data_dir=root, file_format="array_record").download_and_prepare()
-    return root
-
-
-@pytest.fixture(scope="module")
-def array_record(data_dir):
-    return data_dir / "wiki" / "1.0.0"
+def array_record(tmp_path_factory):
+    return samples.text_dataset(tmp_path_factory.mktemp("tfds"), ARTICLES)
 
 
 def crc32c(data: bytes) -> int:
@@ -71,7 +45,7 @@ def as_tfrecord(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
 
     target.mkdir()
     features = tfds.builder_from_directory(source).info.features
-    with (target / "wiki-train.tfrecord-00000-of-00001").open("wb") as file:
+    with (target / "texts-train.tfrecord-00000-of-00001").open("wb") as file:
         for article in ARTICLES:
             record = features.serialize_example(features.encode_example(article))
             length = struct.pack("<Q", len(record))
@@ -98,12 +72,12 @@ def test_articles_are_read_from_either_format(kind, request):
     assert [d.text for d in titles] == [article["title"] for article in ARTICLES]
 
 
-def test_a_dataset_is_found_by_name_at_its_latest_version(data_dir, array_record, monkeypatch):
-    monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
-    found = documents.read(Corpus(sources=("tfds:wiki",)))
+def test_a_dataset_is_found_by_name_at_its_latest_version(array_record, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(array_record.parents[1]))
+    found = documents.read(Corpus(sources=("tfds:texts",)))
     assert [d.text for d in found] == [article["text"] for article in ARTICLES]
-    assert tfds_files.find("wiki:1.0.0") == tfds_files.find("wiki")
-    for name in ("wiki:2.0.0", "other"):
+    assert tfds_files.find("texts:1.0.0") == tfds_files.find("texts")
+    for name in ("texts:2.0.0", "other"):
         with pytest.raises(InputError, match=r"no prepared dataset in .*TFDS_DATA_DIR"):
             tfds_files.find(name)
 
@@ -145,23 +119,12 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("features", PLANTED)
-def test_a_feature_class_of_another_module_is_refused_and_not_imported(
-    features, array_record, tmp_path, monkeypatch
-):
-    (tmp_path / "planted.py").write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Feature: pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    folder = tmp_path / "dataset"
-    folder.mkdir()
-    for path in array_record.iterdir():
-        os.link(path, folder / path.name)
-    (folder / "features.json").unlink()
-    (folder / "features.json").write_text(json.dumps(features("planted.Feature")))
+def test_a_feature_class_of_another_module_is_refused(features, tmp_path):
+    """Before TFDS sees the folder; that nothing is imported: test_security."""
+    (tmp_path / "features.json").write_text(json.dumps(features("planted.Feature")))
+    (tmp_path / "dataset_info.json").write_text("{}")
     with pytest.raises(InputError, match=r"features\.json: feature class 'planted\.Feature'"):
-        list(tfds_files.records(folder))
-    assert "planted" not in sys.modules
-    assert not (tmp_path / "ran").exists()
+        tfds_files.open_folder(tmp_path)
 
 
 def test_what_cannot_be_read_is_named(array_record, tmp_path):

@@ -5,11 +5,11 @@ import io
 import json
 import os
 import string
-import subprocess
 import sys
 import unicodedata
 
 import numpy as np
+import plain
 import pytest
 import sentencepiece
 import tokenizers
@@ -41,73 +41,26 @@ def too_new(char):
     return unicodedata.category(char) == "Cn"
 
 
-# --- A second implementation, one character at a time, from the description of BasicTokenizer ---
-
-
-def slow_tokens(text, case):
-    cleaned = ""
-    for char in text:
-        category = unicodedata.category(char)
-        if char in "\t\n\r" or category == "Zs":
-            cleaned += " "
-        elif char in "\0\ufffd" or category in ("Cc", "Cf"):
-            continue
-        elif is_ideograph(ord(char)):
-            cleaned += " " + char + " "
-        else:
-            cleaned += char
-    words = []
-    for token in cleaned.split():
-        if case == "uncased":
-            decomposed = unicodedata.normalize("NFD", token.lower())
-            token = "".join(c for c in decomposed if unicodedata.category(c) != "Mn")
-        word = ""
-        for char in token:
-            if is_mark(char):
-                words += [word, char]
-                word = ""
-            else:
-                word += char
-        words.append(word)
-    return " ".join(words).split()
-
-
-def is_ideograph(code):
-    return (
-        0x4E00 <= code <= 0x9FFF
-        or 0x3400 <= code <= 0x4DBF
-        or 0x20000 <= code <= 0x2A6DF
-        or 0x2A700 <= code <= 0x2B73F
-        or 0x2B740 <= code <= 0x2B81F
-        or 0x2B820 <= code <= 0x2CEAF
-        or 0xF900 <= code <= 0xFAFF
-        or 0x2F800 <= code <= 0x2FA1F
-    )
-
-
-def is_mark(char):
-    code = ord(char)
-    ascii_mark = 33 <= code <= 47 or 58 <= code <= 64 or 91 <= code <= 96 or 123 <= code <= 126
-    return ascii_mark or unicodedata.category(char)[0] == "P"
+# --- A second implementation, one character at a time ---
 
 
 @pytest.mark.parametrize("case", CASES)
 @given(text=st.text(st.characters(max_codepoint=127)) | st.text())
-def test_words_of_any_text_are_those_of_the_slow_implementation(case, text):
+def test_words_of_any_text_are_those_of_the_plain_implementation(case, text):
     words = tokenizer.basic_tokens(text, case)
-    assert words == slow_tokens(text, case)
+    assert words == plain.words(text, case)
     # An ideograph at the end sends ASCII, which has a shorter way, the general one.
     assert tokenizer.basic_tokens(text + " \u4e00", case) == [*words, "\u4e00"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_character_is_taken_as_by_the_slow_implementation(case):
+def test_every_character_is_taken_as_by_the_plain_implementation(case):
     # Between letters, so that a blank, a mark and nothing at all differ.
     chars = [chr(c) for c in range(sys.maxunicode + 1) if not 0xD800 <= c < 0xE000]
     chars = [c for c in chars if ord(c) < 0x30000 and not too_new(c)]
     for start in range(0, len(chars), 997):
         text = " ".join(f"a{c}B" for c in chars[start : start + 997])
-        assert tokenizer.basic_tokens(text, case) == slow_tokens(text, case)
+        assert tokenizer.basic_tokens(text, case) == plain.words(text, case)
 
 
 # --- An implementation nobody here wrote ---
@@ -168,23 +121,6 @@ def prose(lines=250):
 
 def counted(lines):
     return vocabulary.Counted.of(collections.Counter(" ".join(lines).split()))
-
-
-def test_training_twice_gives_the_same_vocabulary_in_any_process(tmp_path):
-    code = """
-import collections, json, sys
-from bert_jax.text import vocabulary
-words = collections.Counter(" ".join(json.load(sys.stdin)).split())
-print(json.dumps(vocabulary.train_wordpiece(vocabulary.Counted.of(words), 200)))
-"""
-    trained = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(prose()).encode(),
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        timeout=100,
-    )
-    assert json.loads(trained.stdout) == vocabulary.train_wordpiece(counted(prose()), 200)
 
 
 def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():

@@ -153,12 +153,13 @@ def test_a_step_is_compiled_with_its_devices_options(torus, monkeypatch):
     seen = []
     monkeypatch.setattr(jax, "jit", lambda function, **kwargs: seen.append(kwargs))
     mesh = samples.mesh_of(4, Parallelism())
-    spec = Pretraining(samples.MODEL), samples.OPTIMIZER, Parallelism(), 1, 100, mesh
+    spec = step.StepSpec(Pretraining(samples.MODEL), samples.OPTIMIZER, Parallelism(), 1, mesh)
     for further, expected in [((), {"one": True}), ((("two", 2),), {"one": True, "two": 2})]:
-        step.make_train_step(*spec, further)
+        step.make_train_step(spec, 100, further)
         assert seen.pop()["compiler_options"] == expected
     layout = Parallelism(state="zero3", slices=2)
-    step.make_train_step(*spec[:2], layout, 1, 100, samples.mesh_of(4, layout))
+    spec = spec._replace(parallelism=layout, mesh=samples.mesh_of(4, layout))
+    step.make_train_step(spec, 100)
     assert dict(collectives._BETWEEN_SLICES).items() < seen.pop()["compiler_options"].items()
 
 

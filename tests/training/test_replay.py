@@ -96,7 +96,7 @@ def finder(devices, layout):
     mesh, rows = samples.mesh_of(devices, spec[-1]), np.arange(ROWS)
     places = jax.tree.map(lambda leaf: leaf.sharding, step.abstract_state(*spec, mesh))
     state = jax.device_put(step.init_state(*spec[:2], 0), places)
-    program = step.make_replay(*spec, spec[-1].accumulation_of(0), mesh)
+    program = step.make_replay(step.StepSpec(*spec, spec[-1].accumulation_of(0), mesh))
     batch = samples.train_batches(SHAPE).batch(0, rows)
     batch = feed.place(batch, rows, ROWS, mesh_lib.batch_sharding(mesh))
     given = state, None, batch, step.phase_key(samples.MODEL, 0, 0), None
@@ -196,12 +196,13 @@ def sicken(monkeypatch, sick, place=2):
 
         return one
 
-    def replays(objective, *args):
+    def replays(spec):
         def one(params, fixed, number, *rest):
             errs = {"device": place if int(number) in sick else -1}
             if isinstance(sick, set) and errs["device"] == place:
                 sick.clear()
-            program = make_replay(Faulty(objective.model, objective.learns), *args)
+            faulty = Faulty(spec.objective.model, spec.objective.learns)
+            program = make_replay(spec._replace(objective=faulty))
             return program(params, FAULT | errs, number, *rest)
 
         return one

@@ -237,7 +237,7 @@ def test_every_so_many_steps_one_is_checked(file, tmp_path, monkeypatch):
     made, checked = step.make_train_step, []
 
     def make(*args):
-        *usual, options = args if len(args) == 7 else (*args, ())
+        *usual, options = args if len(args) == 3 else (*args, ())
         train_step = made(*usual)  # no TPU's compiler is here
 
         def noting(state, *rest):

@@ -177,9 +177,8 @@ def test_zero3_gathers_a_layer_where_it_is_used():
 def _collectives(parallelism, parts):
     """How often each collective runs outside and inside of loops over layers or micro-batches."""
     mesh = samples.mesh_of(2, parallelism)
-    run = step.make_train_step(
-        Pretraining(samples.MODEL), samples.OPTIMIZER, parallelism, parts, 100, mesh
-    )
+    spec = step.StepSpec(Pretraining(samples.MODEL), samples.OPTIMIZER, parallelism, parts, mesh)
+    run = step.make_train_step(spec, 100)
     state = step.abstract_state(Pretraining(samples.MODEL), samples.OPTIMIZER, parallelism, mesh)
     batch = samples.train_batches().batch(0, np.arange(8))
     key = step.phase_key(samples.MODEL, 0, 0)

@@ -81,10 +81,11 @@ def test_between_slices_only_sums_of_shards_travel(parallelism):
     objective, parts = Pretraining(samples.MODEL), parallelism.accumulation_of(0)
     mesh = samples.mesh_of(4, parallelism)
     abstract = step.abstract_state(objective, samples.OPTIMIZER, parallelism, mesh)
-    how = objective, samples.OPTIMIZER, parallelism, parts, samples.TOTAL, mesh
+    spec = step.StepSpec(objective, samples.OPTIMIZER, parallelism, parts, mesh)
     batch = samples.train_batches().batch(0, np.arange(8))
     window, key = step.empty_window(objective.metrics), step.phase_key(samples.MODEL, 0, 0)
-    compiled = step.make_train_step(*how).lower(abstract, window, batch, key).compile()
+    train_step = step.make_train_step(spec, samples.TOTAL)
+    compiled = train_step.lower(abstract, window, batch, key).compile()
     program = schedule.read(hlo.parse(compiled.as_text()))
     across = [one for one in program.collectives if len({n // 2 for n in one.group}) > 1]
     early = parallelism == ZERO3  # behind the next layer's work

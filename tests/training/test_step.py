@@ -224,9 +224,8 @@ def test_no_logits_of_every_position_exist():
     shape = batches.Shape(sequence_length=20, max_predictions=3, batch_size=8)
     batch = samples.train_batches(shape).batch(0, np.arange(8))
     mesh = samples.mesh_of(1)
-    train_step = step.make_train_step(
-        Pretraining(samples.MODEL), samples.OPTIMIZER, Parallelism(), 1, 100, mesh
-    )
+    spec = step.StepSpec(Pretraining(samples.MODEL), samples.OPTIMIZER, Parallelism(), 1, mesh)
+    train_step = step.make_train_step(spec, 100)
     state = step.init_state(Pretraining(samples.MODEL), samples.OPTIMIZER, 0)
     key = step.phase_key(samples.MODEL, 0, 0)
     text = train_step.lower(

@@ -52,16 +52,21 @@ class Instance:
 # --- text to pieces ---
 
 
-def tokenize(
-    text: str, vocab: dict[str, int], case: Literal["cased", "uncased"] = "uncased"
-) -> list[str]:
+Case = Literal["cased", "uncased"]
+
+
+def tokenize(text: str, vocab: dict[str, int], case: Case = "uncased") -> list[str]:
     """WordPiece of a text."""
+    return [piece for word in words(text, case) for piece in _pieces(word, vocab)]
+
+
+def words(text: str, case: Case) -> list[str]:
+    """Words and marks of a text, as BasicTokenizer parts them."""
     found = []
     for word in _spaced(text).split():
         if case == "uncased":
             word = _without_accents(word.lower())
-        for part in _punctuation_apart(word):
-            found.extend(_pieces(part, vocab))
+        found.extend(_punctuation_apart(word))
     return found
 
 
