@@ -104,6 +104,7 @@ def _rent(args: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, script)
     spec.say(f"running {path}")
+    sys.stdout.flush()  # doctor's findings, which a program in our place would not write
     # In our place, so that what should end us ends it.
     return os.execvp("bash", ["bash", os.fspath(path)])
 

@@ -86,5 +86,5 @@ def _script(spec: Spec, file: pathlib.Path, args: argparse.Namespace) -> Iterato
         yield from script_that_writes(file.with_name(name), text)
     given = ("processes", "devices_per_process", "slices", "arrive_within", "hang_after")
     flags = (f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given)
-    start = [sys.executable, "-m", __package__, "local", *flags, "--"]
-    yield shlex.join([*start, *spec.command(os.fspath(file))])
+    start = [sys.executable, "-m", __package__, "local", *flags, f"--retries={spec.retries}"]
+    yield shlex.join([*start, *spec.command(os.fspath(file))[2:]])

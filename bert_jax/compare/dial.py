@@ -55,7 +55,7 @@ _WORDS = {
     "id": "yang dan di untuk dengan itu dari ini pada tidak",
 }
 # Settings without which a text cannot be looked at.
-_READ_BY = ("corpus.text_field=", "corpus.encoding=")
+_READ_BY = ("corpus.text_field", "corpus.encoding")
 # Characters of a text that are looked at, from so many of its parts.
 _SAMPLE, _PARTS = 200_000, 20
 
@@ -156,8 +156,9 @@ def look(path: str, settings: Sequence[str] = ()) -> Text:
     """Looks at a text: how much it is, and in which language, by a sample of it."""
     with naming(f"--text {path}"):
         read = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
-    how = [one.removeprefix("corpus.") for one in settings if one.startswith(_READ_BY)]
-    read = config.override(read, how)
+    pairs = (one.partition("=") for one in settings)
+    how = {name.strip(): value for name, _, value in pairs if name.strip() in _READ_BY}
+    read = config.override(read, [f"{n.removeprefix('corpus.')}={v}" for n, v in how.items()])
     extents = list(documents.extents(read))
     sample = ""
     for extent in extents[:: max(1, len(extents) // _PARTS)]:

@@ -180,7 +180,7 @@ def _kept(job: Job) -> Outcome | None:
 
 
 def _place(job: Job) -> epath.Path:
-    return cache_folder() / "plans" / f"{key(job)}.json"
+    return cache_folder() / "compiled" / f"{key(job)}.json"
 
 
 def _begin(job: Job, folder: pathlib.Path, log: Callable[[str], None]) -> subprocess.Popen:

@@ -50,13 +50,17 @@ class Spans(TaskKind):
     ):
         super().__init__(task, labels, tokenizer)
         self._threshold = no_answer_threshold
+        # Fields reckon with three pieces around two texts: where a tokenizer has more, questions
+        # and steps are shorter, so that no piece of a context falls between windows.
+        places = task.max_sequence_length - around(tokenizer, 2)
+        self._longest_question = min(task.max_query_length, places - 1)
 
     def rows(self, examples: Sequence[Question]) -> Rows:
         """Returns windows; the target of those that do not hold the whole answer is [CLS]."""
         ids, first, notes, targets = [], [], [], []
         contexts: dict[str, tuple[list[int], np.ndarray]] = {}
         for number, example in enumerate(examples):
-            question = self._tokenizer.encode(example.question)[: self._task.max_query_length]
+            question = self._tokenizer.encode(example.question)[: self._longest_question]
             if example.context not in contexts:
                 contexts[example.context] = self._pieces(example.context)
             pieces, places = contexts[example.context]
@@ -80,11 +84,11 @@ class Spans(TaskKind):
 
     def rows_of(self, example: Question, most: int) -> int:
         """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
-        question = len(self._tokenizer.encode(example.question)[: self._task.max_query_length])
+        question = len(self._tokenizer.encode(example.question)[: self._longest_question])
         room, pieces = self._room(question), 0
         for _, _, ids in self._tokenizer.words(example.context):
             pieces += len(ids)
-            if pieces > room + (most - 1) * self._task.document_stride:
+            if pieces > room + (most - 1) * min(self._task.document_stride, room):
                 break
         return len(self._window_starts(pieces, question))
 
@@ -135,7 +139,7 @@ class Spans(TaskKind):
     def _window_starts(self, pieces: int, question: int) -> list[int]:
         room, starts = self._room(question), [0]
         while starts[-1] + room < pieces:
-            starts.append(starts[-1] + self._task.document_stride)
+            starts.append(starts[-1] + min(self._task.document_stride, room))
         return starts
 
     def _pieces(self, context: str) -> tuple[list[int], np.ndarray]:

@@ -63,8 +63,9 @@ def answering(where: str) -> Iterator[None]:
     except Exception as error:  # every client of an address has its own
         if not ("://" in where or isinstance(error, OSError)):
             raise
-        missing = "is missing" * isinstance(error, FileNotFoundError)
-        why = getattr(error, "strerror", None) or missing or str(error) or type(error).__name__
+        if isinstance(error, FileNotFoundError):
+            raise InputError(f"{where}: is missing") from error
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if "://" in where and retry.is_transient(error):
             raise Unavailable(f"{where}: out of reach ({why}); run again to go on") from error
         raise InputError(f"{where}: damaged, or cannot be read ({why})") from error

@@ -104,7 +104,9 @@ def _json_lines(file: IO[bytes], width: int, longest_piece: int, dtype: np.dtype
     form = f"[{', '.join([_NUMBERS[dtype.kind]] * width)}]"
 
     def add(vectors: np.ndarray, pieces: list[list[str]] | None) -> None:
-        rows = (form % tuple(row.tolist()) for row in vectors)
+        # Nine digits before the point leave none behind it, which JSON wants.
+        texts = (form % tuple(row.tolist()) for row in vectors)
+        rows = (text.replace(".,", ".0,").replace(".]", ".0]") for text in texts)
         if pieces is None:
             lines = (f'{{"vector": {row}}}\n' for row in rows)
         else:

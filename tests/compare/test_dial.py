@@ -110,7 +110,7 @@ def test_what_is_set_holds_so_that_the_same_command_changes_nothing(here, monkey
 
 def test_text_is_looked_at_in_the_field_and_encoding_that_are_set(here, monkeypatch):
     (here / "d.jsonl").write_text(json.dumps({"body": SENTENCES["fr"]}))
-    experiment, _ = chosen(monkeypatch, "corpus.text_field=body", text="d.jsonl")
+    experiment, _ = chosen(monkeypatch, "corpus.text_field =body", text="d.jsonl")
     assert (experiment.corpus.language, experiment.corpus.text_field) == ("fr", "body")
     (here / "d.txt").write_text(SENTENCES["ru"], encoding="utf-16")
     experiment, _ = chosen(monkeypatch, "corpus.encoding=utf-16", text="d.txt")

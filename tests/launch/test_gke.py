@@ -1,9 +1,14 @@
 """Launches on GKE: the whole script, run by bash, with a cluster that is a folder."""
 
+import io
 import json
+import os
+import sys
 
 import cluster
 import pytest
+
+from launch import __main__, checks
 
 FLAGS = ("--topology", "v5e:4x4", "--image", "registry.example/bert/bert-jax:1")
 
@@ -59,6 +64,15 @@ def test_a_launch_applies_a_valid_manifest(cloud, launch):
     shipped = json.loads(config["data"]["experiment.json"])
     assert shipped["corpus"]["sources"] == ["text:$(touch x) 'a' \"b\""]
     assert not (cloud / "x").exists()
+
+
+def test_what_doctor_says_is_written_before_a_script_takes_our_place(programs, monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw))
+    monkeypatch.setattr(checks, "check", lambda *given: print("a finding"))
+    monkeypatch.setattr(os, "execvp", lambda *argv: raw.getvalue())
+    given = ["gke", "experiments/mini.py", "--workdir", "gs://b/x", *FLAGS]
+    assert __main__.main(given) == b"a finding\n"
 
 
 def test_the_same_again_goes_on_and_one_that_has_ended_makes_room(cloud, launch):

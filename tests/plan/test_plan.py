@@ -15,7 +15,7 @@ import samples
 from stand_in import TOO_LARGE, VERSIONS, compiled, text
 
 from bert_jax import cli, config
-from bert_jax.data import batches
+from bert_jax.data import batches, plans
 from bert_jax.errors import InputError
 from bert_jax.plan import bundles, estimate, hlo, report, schedule, topology
 from bert_jax.plan import compile as compile_lib
@@ -200,6 +200,8 @@ def test_what_was_compiled_is_kept_and_not_compiled_again(job, monkeypatch, tmp_
     first = compile_lib.compile_all([job], lines.append)
     (kept,) = (tmp_path / "here").rglob("*.json")
     assert json.loads(kept.read_text()) == value
+    os.utime(kept, (time.time() - 9 * 24 * 3600,) * 2)
+    plans._prune(str(tmp_path / "here" / "plans"))  # as a run does, after each plan of an epoch
     worker_does(monkeypatch, "sys.exit(1)")
     assert compile_lib.compile_all([job], lines.append) == first and len(lines) == 1
     other = dataclasses.replace(job, phase=1)

@@ -1,6 +1,7 @@
 """Windows over contexts, and answers out of them, against slow readings of run_squad.py's rules."""
 
 import collections
+import copy
 import tracemalloc
 
 import numpy as np
@@ -67,6 +68,22 @@ def test_questions_are_cut_and_leave_their_room_to_the_context():
     first, second = (next(w for w in rows.notes if w.question == number) for number in (0, 1))
     assert len(first.places) == 21 and len(second.places) == 23
     assert len(rows.ids[0]) == LONGEST
+
+
+@pytest.mark.parametrize("longest", [3, 23])
+def test_two_separators_between_texts_leave_no_piece_out(longest):
+    """As RoBERTa has them: task's fields reckon with one."""
+    tokenizer = copy.copy(TOKENIZER)
+    tokenizer.between_ids = (TOKENIZER.sep_id, TOKENIZER.sep_id)
+    fields = {"max_sequence_length": LONGEST, "document_stride": 24 - longest}
+    of_two = Spans(task("span", **fields, max_query_length=longest), (), tokenizer)
+    words = [WORDS[i % 20] for i in range(60)]
+    asked = question(" ".join(words), text=" ".join(WORDS[:20] * 2))
+    rows = of_two.rows([asked])
+    assert of_two.rows_of(asked, 99) == len(rows.ids)
+    assert max(map(len, rows.ids)) <= LONGEST
+    counted = np.concatenate([window.places[window.counts, 0] for window in rows.notes])
+    assert len(counted) == len(set(counted.tolist())) == 60
 
 
 def slow_windows(pieces, room, stride):

@@ -81,6 +81,14 @@ def test_an_object_that_clients_unpack_unasked_is_refused(objects):
 
 
 @pytest.mark.parametrize("system", ["gs://bucket", "memory://"])
+def test_bytes_of_another_encoding_are_named_as_those_here(objects, system):
+    objects.put("latin/a.txt", b"Text.\n" * 9 + b"\xff", {})
+    fsspec.filesystem("memory").pipe("/latin/a.txt", b"Text.\n" * 9 + b"\xff")
+    with pytest.raises(InputError, match=r"latin/a\.txt: byte 54 is not utf-8.*corpus\.encoding"):
+        read(f"text:{system}/latin/a.txt")
+
+
+@pytest.mark.parametrize("system", ["gs://bucket", "memory://"])
 def test_names_and_patterns_are_asked_as_those_here(objects, system):
     objects.put("plain/reviews.jsonl", b'{"text": "Text."}', {})
     fsspec.filesystem("memory").pipe("/plain/reviews.jsonl", b'{"text": "Text."}')

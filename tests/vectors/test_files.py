@@ -15,7 +15,7 @@ WIDTH = 3
 # Texts of one, no and two pieces, then of one.
 PIECES = [[["wa"], [], ['"\\', "é"]], [["##\u2028x"]]]
 rng = np.random.default_rng(0)
-EXTREME = np.array([[1 / 3, -0.0, 3.4028235e38], [1e-45, 1e10, 16777217.0]], np.float32)
+EXTREME = np.array([[1 / 3, -0.0, 3.4028235e38], [1e-45, 123456792.0, -987654336.0]], np.float32)
 PARTS = [np.concatenate([EXTREME, rng.standard_normal((1, WIDTH), np.float32)]), EXTREME[:1]]
 
 
