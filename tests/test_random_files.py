@@ -116,8 +116,11 @@ def test_a_folder_of_others_gives_what_its_files_say(imported, data):
         )
     if found is REFUSED:
         return
-    assert found.tokenizer.vocab == whole.tokenizer.vocab
-    assert found.tokenizer.case == whole.tokenizer.case
+    ours, theirs = found.tokenizer, whole.tokenizer
+    pieces = [[tok.piece(i) for i in range(tok.size)] for tok in (ours, theirs)]
+    assert pieces[0] == pieces[1]
+    # A file that leaves out how texts are put together is read by its library, as it says.
+    assert ours.case == theirs.case or ours.kind == "library"
     if name == "model.safetensors" or read is not None:
         # A file of others carries no checksum: what it says is what is in it.
         said = reference_tensors(content)
