@@ -70,10 +70,12 @@ class Size(NamedTuple):
     pieces: int
 
 
-# At 6.5e14 operations the second is 0.02 nat ahead of the first, at 5e13 0.9 behind; where the
-# others begin is not measured (see docs/learning.md).
+# At 2.1e14 operations the second is 0.12 nat ahead of the first on one text, and 0.03 and 0.07
+# behind on two; at 5e13 0.3 and more behind. At 6.5e14 the third is 0.02 ahead of the first. Where
+# the others begin is not measured (see docs/learning.md).
 SIZES = (
     Size(0.0, 2, 128, 32, 8_000),
+    Size(2e14, 4, 128, 32, 8_000),
     Size(5e14, 4, 192, 32, 8_000),
     Size(5e15, 4, 256, 48, 16_000),
     Size(3e16, 6, 384, 64, 16_000),
@@ -320,13 +322,13 @@ def expected(experiment: Experiment, seen: int) -> str:
     """Returns in words how far below the unigram line a run of so many tokens ends.
 
     On novels the first of SIZES is 2.17 nat below after 2.7 million, 2.59 after 6.3, 3.07 after
-    25, 3.29 after 59; the second 2.27 after 2.2 and 3.32 after 22.
+    25, 3.29 after 59; the second 2.96 after 9.9; the third 2.27 after 2.2 and 3.32 after 22.
     """
     if experiment.init_from:
         return "what the base makes of it"
     decade = 0.8 if seen > 6.3e6 else 1.14
     below = 2.59 + decade * math.log10(max(seen, 1e6) / 6.3e6)
-    below += 0.25 * (experiment.model.hidden_size > SIZES[0].width)
+    below += 0.25 * (experiment.model.num_hidden_layers > SIZES[0].layers)
     words = f"{'under' if seen < 1e6 else 'about'} {below:.1f} nat" if seen < 4e7 else "over 3 nat"
     return f"{words} below the unigram line, if it is as novels are"
 
