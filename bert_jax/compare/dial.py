@@ -158,9 +158,8 @@ def look(path: str, settings: Sequence[str] = ()) -> Text:
     """Looks at a text: how much it is, and in which language, by a sample of it."""
     with naming(f"--text {path}"):
         read = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
-    pairs = (one.partition("=") for one in settings)
-    how = {name.strip(): value for name, _, value in pairs if name.strip() in _READ_BY}
-    read = config.override(read, [f"{n.removeprefix('corpus.')}={v}" for n, v in how.items()])
+    how = [one.strip() for one in settings if one.partition("=")[0].strip() in _READ_BY]
+    read = config.override(read, [one.removeprefix("corpus.") for one in how])
     extents = list(documents.extents(read))
     sample = ""
     for extent in extents[:: max(1, len(extents) // _PARTS)]:

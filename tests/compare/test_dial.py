@@ -163,6 +163,8 @@ def test_more_operations_want_a_larger_encoder(here):
     assert "2.2 nat" in dial.expected(small, 2_700_000)
     assert "2.9" in dial.expected(small, 15_000_000)
     assert "3.3 nat" in dial.expected(larger, 22_000_000)
+    deeper = dataclasses.replace(small.model, num_hidden_layers=4)
+    assert "2.8 nat" in dial.expected(dataclasses.replace(small, model=deeper), 6_300_000)
     # Of fewer tokens than were ever measured.
     assert dial.expected(small, 900_000) == dial.expected(small, 9_000)
     assert "about" not in dial.expected(small, 9_000)
