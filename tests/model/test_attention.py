@@ -48,6 +48,15 @@ def test_nothing_kept_gives_the_same_context_and_gradients(noise):
     assert_close(run(attend_recomputed), run(attention.attend), 1e-5)
 
 
+@pytest.mark.parametrize("kept", ["kept", "recomputed"])
+def test_only_what_is_kept_has_a_place_for_each_two_pieces(kept):
+    qkv, mask, _ = inputs(jnp.float32)
+    attend = functools.partial(attention.attend, kept=kept)
+    _, backward = jax.vjp(lambda *qkv: attend(*qkv, mask, None, 0.0), *qkv)
+    shapes = {leaf.shape[-2:] for leaf in jax.tree.leaves(backward)}
+    assert ((16, 16) in shapes) == (kept == "kept")
+
+
 def test_in_bfloat16_both_are_near_float64():
     (query, key, value), mask, _ = inputs(jnp.bfloat16)
     q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))

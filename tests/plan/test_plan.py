@@ -216,6 +216,11 @@ def test_bundles_of_a_kernel_are_found_by_its_instruction(tmp_path):
     assert (cycles("looped.1"), cycles("looped.2"), cycles("ooped.1")) == (2829, None, None)
 
 
+def test_a_slice_that_is_named_twice_is_planned_once():
+    found = topology.parse_list("v5e:8x8, v5e:8x8,v5e:4x4")
+    assert [one.name for one in found] == ["v5e:8x8", "v5e:4x4"]
+
+
 def test_another_program_is_another_compilation(job):
     plain = config.override(job.experiment, ["model.dropout_rng=threefry8"])
 
