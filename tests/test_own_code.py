@@ -186,6 +186,16 @@ def test_electra_takes_no_rows_of_several_documents_and_no_probes(tmp_path):
         config.override(experiment, ["run.probes=a.py"])
 
 
+def test_rows_that_are_compared_are_not_clipped_in_parts(tmp_path):
+    small_run.write_text(tmp_path)
+    file = write(tmp_path, "electra", ("    metrics:", "    compare = None\n    metrics:"))
+    experiment = config.load(str(file))
+    mesh = mesh_lib.make_mesh(experiment.parallelism)
+    own.require_sound(experiment, mesh)
+    with pytest.raises(InputError, match=r"electra\.py: compare: .*optimizer\.clip=per_replica"):
+        own.require_sound(config.override(experiment, ["optimizer.clip=per_replica"]), mesh)
+
+
 def test_the_page_s_own_example_keeps_to_the_protocol(tmp_path):
     page = (ROOT / "docs" / "extending.md").read_text()
     block = page.split("```python\n")[1].split("```")[0]

@@ -32,6 +32,9 @@ def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     if data.code:
         with code.failures(code.path_of(data.code)):
             objective = objective_lib.of(model, data)
+            compares = hasattr(objective, "compare")
+            apart = "takes the rows of a batch at once: not with optimizer.clip=per_replica"
+            _require(experiment.optimizer.clip != "per_replica" or not compares, "compare", apart)
             params = _init_params(objective)
             sharding.partitions(params, experiment.parallelism, mesh, objective.rules)
             for number, phase in enumerate(experiment.phases):
