@@ -49,6 +49,13 @@ def call(command: str | list[str], stdin: bytes = b"") -> tuple[int, str]:
     return code, err
 
 
+def said(command: str | list[str], *more: object, stdin: bytes = b"") -> str:
+    """What a command that works prints."""
+    code, out, err = asked(command, *more, stdin=stdin)
+    assert code == 0, err
+    return out
+
+
 def fails(command: str | list[str], *words: str, code: int = 2, stdin: bytes = b"") -> str:
     """Asserts that a command ends with this exit code and one line with the words; returns it."""
     found, err = call(command, stdin)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from broken import asked as call
+from broken import fails, said
 
 from bert_jax import cli, config, loaded
 from bert_jax.running import environment, evaluators
@@ -47,8 +48,7 @@ def test_help_shows_the_exit_codes_of_the_command(capsys):
     "command", ["predict wa", "embed --out v.npz", "search x wa", "evaluate", "evaluate --task x"]
 )
 def test_the_base_of_a_run_that_has_none_is_refused(command, run):
-    code, _, err = call(f"{command} --workdir run --from elsewhere")
-    assert code == 2 and "--from" in err
+    fails(f"{command} --workdir run --from elsewhere", "--from")
 
 
 def test_arguments_are_what_the_manual_says():
@@ -64,8 +64,7 @@ def test_arguments_are_what_the_manual_says():
         ("serve --workdir run --port x", "--port: invalid int value"),
         ("serve --workdir run --timeout nan", "--timeout nan: must be from 1 to 3600"),
     ):
-        code, _, err = call(words)
-        assert code == 2 and why in err
+        fails(words, why)
 
 
 def test_an_answer_without_a_model_is_given_without_jax():
@@ -97,25 +96,21 @@ def test_a_run_goes_on_by_its_workdir_alone(copy_of_run):
     """With the settings that it was started with; its record of them stays."""
     origin = pathlib.Path("run/origin.json").read_bytes()
     for experiment in ("", "small.py", "run/experiment.json"):
-        code, out, _ = call(f"pretrain {experiment} --workdir run")
-        assert code == 0 and "holds the finished run" in out
+        assert "holds the finished run" in said(f"pretrain {experiment} --workdir run")
         if not experiment:
             assert pathlib.Path("run/origin.json").read_bytes() == origin
-    code, _, err = call("pretrain --workdir run --set phases.1.steps=20")
-    assert code == 2 and "phases.1.steps: 8 -> 20" in err and "--extend" in err
-    code, _, err = call("pretrain --workdir run --set phases.1.steps=20 --set seed=3")
-    assert code == 2 and "--extend" not in err
+    longer = "pretrain --workdir run --set phases.1.steps=20"
+    fails(longer, "phases.1.steps: 8 -> 20", "--extend")
+    assert "--extend" not in fails(f"{longer} --set seed=3")
 
 
 @pytest.mark.long
 def test_a_run_goes_on_where_its_text_was_moved_and_not_on_other_text(copy_of_run):
     shutil.copytree("text", "moved")
     moved = "pretrain small.py --workdir run --set corpus.sources=text:moved"
-    code, out, _ = call(moved)
-    assert code == 0 and "holds the finished run" in out
+    assert "holds the finished run" in said(moved)
     pathlib.Path("moved/another.txt").write_text("Another text.")
-    code, _, err = call(moved)
-    assert code == 2 and "corpus.sources: " in err
+    fails(moved, "corpus.sources: ")
 
 
 @pytest.mark.long
@@ -183,16 +178,14 @@ def test_a_setting_without_effect_is_noted(copy_of_run, monkeypatch):
 @pytest.mark.long
 def test_evaluate_gives_the_run_s_own_last_evaluation(run):
     """From the workdir alone, with its saved config; another batch size changes nothing."""
-    code, out, _ = call("evaluate --workdir run --set run.eval_batch_size=4")
-    assert code == 0
-    known = json.loads(out.splitlines()[-1])
+    *_, line = said("evaluate --workdir run --set run.eval_batch_size=4").splitlines()
+    known = json.loads(line)
     saved = lines_of(run / "metrics.jsonl", "evaluation")[-1]
     for name in ("masked_lm_loss", "next_sentence_accuracy", "unigram_loss", "rows"):
         assert known[name] == pytest.approx(saved[name], rel=1e-5)
     assert known["step"] == 22
     for setting in ("seed=4", "model.hidden_size=32"):
-        code, _, err = call(f"evaluate --workdir run --set {setting}")
-        assert code == 2 and setting.split("=")[0] in err
+        fails(f"evaluate --workdir run --set {setting}", setting.split("=")[0])
 
 
 def test_metrics_lines_are_complete(run):
@@ -233,9 +226,8 @@ def test_watched_sentences_are_asked_at_every_evaluation(run):
 
 
 def test_show_decodes_the_batch_that_was_trained_on(run):
-    code, out, _ = call("show small.py --workdir run --step 9 --rows 2")
-    lines = out.splitlines()
-    assert code == 0 and lines[0].startswith("step 9: phase 0, step 9 of 14 there, 8 rows of 16")
+    lines = said("show small.py --workdir run --step 9 --rows 2").splitlines()
+    assert lines[0].startswith("step 9: phase 0, step 9 of 14 there, 8 rows of 16")
     assert any(line.startswith("epoch 1: ") for line in lines)
     text = [line for line in lines if line.startswith("[CLS] ")]
     assert len(text) == 2 and all(line.count("[SEP]") == 2 and "|" in line for line in text)
@@ -243,9 +235,8 @@ def test_show_decodes_the_batch_that_was_trained_on(run):
 
 
 def test_config_prints_what_the_run_was(run):
-    code, out, _ = call("config --workdir run")
-    assert code == 0 and config.from_json(out, "out") == config.load("small.py")
-    assert config.from_json(call("config small.py --set seed=4")[1], "out").seed == 4
+    assert config.from_json(said("config --workdir run"), "out") == config.load("small.py")
+    assert config.from_json(said("config small.py --set seed=4"), "out").seed == 4
 
 
 # --- asking it ---
@@ -292,8 +283,7 @@ def test_tokenize_writes_ids_line_for_line(run):
 
 def test_doctor_shows_its_findings_and_exits_1_if_one_is_a_problem(run, tmp_path):
     for path in ("run", "small.py"):
-        code, out, _ = call(f"doctor {path}")
-        assert code == 0 and out.splitlines()[-1].startswith("no problem, "), out
+        assert said(f"doctor {path}").splitlines()[-1].startswith("no problem, ")
     code, out, _ = call("doctor small.py --set corpus.layout=paragraphs_by_line")
     lines = out.splitlines()
     assert code == 1 and lines[0].startswith("problem: ") and lines[-1].startswith("1 problem")

@@ -21,9 +21,7 @@ def bug(*_):
 
 def test_an_error_of_ours_is_one_line_and_exit_1(copy_of_run, monkeypatch):
     monkeypatch.setattr(config, "load", bug)
-    code, err = call("config small.py")
-    assert code == 1
-    assert err == (
+    assert fails("config small.py", code=1) == (
         "bert-jax: internal error: RuntimeError: first line; run again with --debug for the "
         "traceback\n"
     )
@@ -101,8 +99,7 @@ def test_a_refused_start_leaves_an_existing_run_to_go_on(copy_of_run):
     states = sorted(pathlib.Path("run/checkpoints").glob("*/state"))
     for state in states:
         shutil.move(state, f"away-{state.parent.name}")
-    code, err = call("pretrain small.py --workdir run")
-    assert code == 2 and "put the files back" in err
+    fails("pretrain small.py --workdir run", "put the files back")
     shutil.move(f"away-{states[0].parent.name}", states[0])
     assert call("pretrain small.py --workdir run") == (0, "")
     assert pathlib.Path("run/metrics.jsonl").read_bytes() == lines
@@ -116,5 +113,4 @@ def test_a_model_that_does_not_fit_into_memory_is_named(copy_of_run):
 
 
 def test_flags_before_the_command_are_refused(copy_of_run):
-    code, err = call("--workdir=elsewhere --set=seed=2 config small.py")
-    assert code == 2 and "--workdir=elsewhere" in err
+    fails("--workdir=elsewhere --set=seed=2 config small.py", "--workdir=elsewhere")

@@ -6,10 +6,11 @@ import pathlib
 import types
 import unicodedata
 
+import broken
 import pytest
 from small_run import write_text
 
-from bert_jax import cli, config, errors
+from bert_jax import config, errors
 from bert_jax.compare import budget, dial
 from bert_jax.storage.workdir import Workdir
 
@@ -51,10 +52,6 @@ def timed(monkeypatch, rate):
     return asked
 
 
-def pretrain(*args):
-    return cli.main(["pretrain", *args])
-
-
 @pytest.mark.parametrize("code", SENTENCES)
 def test_a_language_is_known_by_its_letters_or_words(code):
     for form in ("NFC", "NFD"):
@@ -62,27 +59,25 @@ def test_a_language_is_known_by_its_letters_or_words(code):
 
 
 @pytest.mark.long
-def test_a_run_is_chosen_once_and_then_goes_on_as_it_is(here, monkeypatch, capsys):
+def test_a_run_is_chosen_once_and_then_goes_on_as_it_is(here, monkeypatch):
     asked = timed(monkeypatch, rate=0.25)
-    hours = ["--text", "text", "--hours", "0.05", "--workdir", "w"]
-    chosen_only = [*hours, "--set", "data.short_seq_prob=0.2"]
-    assert pretrain(*chosen_only) == errors.FINISHED
+    command = "pretrain --text text --hours 0.05 --workdir w"
+    said = broken.said(f"{command} --set data.short_seq_prob=0.2")
     saved = config.load("w/experiment.json")
     # 180 seconds are 45 steps, of which 9 evaluations take a third each; the corpus took some, too.
     assert 30 <= saved.total_steps <= 42
     assert saved.optimizer.warmup_steps == saved.total_steps // 10
     assert saved.data.short_seq_prob == 0.2 and len(asked) == 1
     assert saved.corpus.language == "en" and saved.model.hidden_size == 64
-    said = capsys.readouterr().out
     for word in ("text:", "model:", "steps:", "expect:"):
         assert f"\n{word}" in f"\n{said}"
     origin = json.loads(pathlib.Path("w/origin.json").read_text())
     assert origin["experiment"] == "the command line"
 
-    assert pretrain(*hours) == errors.FINISHED and len(asked) == 1
+    broken.said(command)
+    assert len(asked) == 1
     for other in ("other", "ext"):
-        assert pretrain("--text", other, "--hours", "1", "--workdir", "w") == errors.BAD_INPUT
-        assert f"--text {other}" in capsys.readouterr().err
+        broken.fails(f"pretrain --text {other} --hours 1 --workdir w", f"--text {other}")
 
 
 def chosen(monkeypatch, *settings, text="text", workdir="w", base=None):
@@ -134,23 +129,20 @@ def test_a_run_in_the_current_folder_has_a_name(here, monkeypatch):
     assert chosen(monkeypatch, workdir=".")[0].name == "text"
 
 
-def test_several_processes_are_refused_before_the_text_is_looked_at(here, monkeypatch, capsys):
+def test_several_processes_are_refused_before_the_text_is_looked_at(here, monkeypatch):
     place = {"COORDINATOR_ADDRESS": "here:1", "PROCESS_ID": "0", "NUM_PROCESSES": "2"}
     for name, value in place.items():
         monkeypatch.setenv(f"JAX_{name}", value)
-    assert pretrain("--text", "nowhere", "--hours", "1", "--workdir", "w") == errors.BAD_INPUT
-    assert "--hours" in capsys.readouterr().err
+    broken.fails("pretrain --text nowhere --hours 1 --workdir w", "--hours")
 
 
-def test_a_request_to_stop_while_steps_are_timed_stops_the_run(here, monkeypatch, capsys):
-    monkeypatch.setattr(budget.pretraining, "pretrain", lambda *_, **__: "stopped")
-    args = ["--text", "text", "--hours", "1", "--workdir", "w"]
-    assert [pretrain(*args), pretrain(*args)] == [errors.STOPPED, errors.STOPPED]
-    assert "run the same command again" in capsys.readouterr().out
-    assert not pathlib.Path("w/experiment.json").exists()
-    monkeypatch.setattr(budget.pretraining, "pretrain", lambda *_, **__: "failed")
-    assert pretrain(*args) == errors.FAILED
-    assert "run the same command again" not in capsys.readouterr().out
+def test_a_request_to_stop_while_steps_are_timed_stops_the_run(here, monkeypatch):
+    for outcome in ("stopped", "stopped", "failed"):
+        monkeypatch.setattr(budget.pretraining, "pretrain", lambda *_, end=outcome, **__: end)
+        code, out, _ = broken.asked("pretrain --text text --hours 1 --workdir w")
+        assert code == (errors.STOPPED if outcome == "stopped" else errors.FAILED)
+        assert ("run the same command again" in out) == (outcome == "stopped")
+        assert not pathlib.Path("w/experiment.json").exists()
 
 
 def test_more_operations_want_a_larger_encoder(here):
@@ -171,7 +163,7 @@ def test_more_operations_want_a_larger_encoder(here):
 
 
 def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypatch):
-    assert cli.main(["import", "run", "--workdir", "base"]) == errors.FINISHED
+    broken.said("import run --workdir base")
     experiment = dial._going_on("w", dial.look("text"), "base")
     assert experiment.init_from == "base" and experiment.corpus.tokenizer == "base/tokenizer"
     assert experiment.model.vocab_size == 45 and experiment.optimizer.schedule == "wsd"
@@ -203,10 +195,9 @@ def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypat
         (["small.py", "--text", "text", "--hours", "1"], "EXPERIMENT"),
     ],
 )
-def test_what_cannot_be_chosen_is_named(here, monkeypatch, capsys, args, named):
+def test_what_cannot_be_chosen_is_named(here, monkeypatch, args, named):
     timed(monkeypatch, rate=0.25)
-    assert pretrain(*args, "--workdir", "w") == errors.BAD_INPUT
-    assert named in capsys.readouterr().err
+    broken.fails(["pretrain", *args, "--workdir", "w"], named)
     assert not pathlib.Path("w/experiment.json").exists()
 
 
