@@ -12,9 +12,10 @@ import jax
 import numpy as np
 import pytest
 import samples
+from broken import fails, said
 from stand_in import TOO_LARGE, VERSIONS, compiled, text
 
-from bert_jax import cli, config
+from bert_jax import config
 from bert_jax.data import batches, plans
 from bert_jax.errors import InputError
 from bert_jax.plan import bundles, estimate, hlo, report, schedule, topology
@@ -27,18 +28,9 @@ from bert_jax.training.objective import Pretraining, abstract_batch
 POD = "experiments/bert_large_pod.py"
 
 
-def call(capsys, *args):
-    code = cli.main([str(arg) for arg in args])
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-def test_a_plan_shows_each_term_and_the_whole_recipe(answers, capsys, tmp_path):
+def test_a_plan_shows_each_term_and_the_whole_recipe(answers, tmp_path):
     file = tmp_path / "plan.json"
-    code, out, _ = call(
-        capsys, "plan", POD, "--topology", "v5e:8x8", "--out", file, "--price-per-chip-hour", 1.5
-    )
-    assert code == 0
+    out = said(f"plan {POD} --topology v5e:8x8 --out {file} --price-per-chip-hour 1.5")
     plan = json.loads(file.read_text())
     (entry,) = plan["slices"]
     phase = entry["phases"][1]
@@ -68,13 +60,13 @@ def test_a_plan_shows_each_term_and_the_whole_recipe(answers, capsys, tmp_path):
     assert plan["config_sha256"] == report.config_sha256(config.load(POD))
 
 
-def test_what_slices_wait_for_each_other_is_a_term(answers, capsys, tmp_path):
+def test_what_slices_wait_for_each_other_is_a_term(answers, tmp_path):
     """Of a program for two slices of v5e:2x2 that add up a MiB a chip, and for as many others."""
     program = schedule.read(hlo.parse(text("summed_slices")))
     answers[0] = lambda job: dataclasses.replace(compiled(job.topology), program=program)
     file, names = tmp_path / "plan.json", "2*v5e:2x2,16*v5e:2x2"
-    code, out, _ = call(capsys, "plan", POD, "--topology", names, "--out", file)
-    assert code == 0 and out.count("MB a chip") == 4
+    out = said(f"plan {POD} --topology {names} --out {file}")
+    assert out.count("MB a chip") == 4
     for entry, slices in zip(json.loads(file.read_text())["slices"], (2, 16), strict=True):
         phase = entry["phases"][1]
         assert entry["chips"] == 4 * slices and phase["rows_per_device"] == 64 / slices
@@ -104,7 +96,7 @@ def test_kernels_of_unknown_cycles_are_named(answers):
     assert line.endswith("2 x attention")
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_helps(answers, capsys):
+def test_what_does_not_fit_says_by_how_much_and_what_helps(answers):
     """Here recomputation and micro-batches help, and other shardings do not."""
     answers[0] = lambda job: (
         compiled(job.topology)
@@ -112,32 +104,30 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(answers, capsys):
         or job.experiment.parallelism.accumulation_of(1) > 1
         else TOO_LARGE
     )
-    code, out, _ = call(capsys, "plan", POD, "--topology", "v5e:8x8")
-    assert code == 0
+    out = said(f"plan {POD} --topology v5e:8x8")
     assert "20.00 GiB wanted of the 16.00 GiB of a device, 4.00 too many" in out
     assert "fits with parallelism.remat=full: 1.00 GiB" in out
     assert "fits with parallelism.accumulation=1,2: 1.00 GiB" in out, "of this phase alone"
     assert "recipe: unknown" in out
 
 
-def test_a_single_row_on_a_device_is_not_cut_into_micro_batches(answers, capsys):
+def test_a_single_row_on_a_device_is_not_cut_into_micro_batches(answers):
     answers[0] = lambda job: TOO_LARGE
-    code, out, _ = call(capsys, "plan", POD, "--topology", "v5e:16x16")
-    assert code == 0 and "take more chips" in out
+    assert "take more chips" in said(f"plan {POD} --topology v5e:16x16")
     assert {job.experiment.parallelism.accumulation for job in answers[1:]} == {(1,), (1, 1)}
 
 
-def test_a_crash_of_the_compiler_is_named_and_the_rest_planned(answers, capsys):
+def test_a_crash_of_the_compiler_is_named_and_the_rest_planned(answers):
     crashed = Outcome(kind="crashed", message="the compiler crashed (SIGSEGV)")
     answers[0] = lambda job: crashed if job.phase else compiled(job.topology)
-    code, out, _ = call(capsys, "plan", POD, "--topology", "v6e:8x8")
-    assert code == 0 and "crashed: the compiler crashed (SIGSEGV)" in out and "fits:" in out
+    out = said(f"plan {POD} --topology v6e:8x8")
+    assert "crashed: the compiler crashed (SIGSEGV)" in out and "fits:" in out
 
 
-def test_a_plan_goes_into_the_workdir_and_a_run_may_start_there(answers, capsys, tmp_path):
+def test_a_plan_goes_into_the_workdir_and_a_run_may_start_there(answers, tmp_path):
     workdir = tmp_path / "run"
-    code, _, _ = call(capsys, "plan", POD, "--topology", "v5e:8x8", "--workdir", workdir)
-    assert code == 0 and (workdir / "plan.json").exists()
+    said(f"plan {POD} --topology v5e:8x8 --workdir {workdir}")
+    assert (workdir / "plan.json").exists()
     from bert_jax.storage.workdir import Workdir
 
     Workdir(workdir).require_ours()
@@ -146,28 +136,25 @@ def test_a_plan_goes_into_the_workdir_and_a_run_may_start_there(answers, capsys,
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--topology", "v9:4x4"], ["v9:4x4", "v5e:8x8", "v3: 2x2, 4x4, 8x8"]),
-        (["--topology", "v5e:3x5"], ["v5e:3x5", "v5e:16x16"]),
-        (["--topology", "2*v3:8x8"], ["2*v3:8x8", "v5e"]),
-        (["--topology", "1*v5e:8x8"], ["1*v5e:8x8", "2*v5e:8x8"]),
-        (["--topology", "v5e:8x8", "--price-per-chip-hour", "-1"], ["--price-per-chip-hour"]),
-        (["--topology", "v5e:8x8", "--price-per-chip-hour", "nan"], ["--price-per-chip-hour"]),
-        (["--topology", "v5e:8x8", "--workdir", "w", "--out", "o"], ["--out", "--workdir"]),
+        ("v9:4x4", ["v9:4x4", "v5e:8x8", "v3: 2x2, 4x4, 8x8"]),
+        ("v5e:3x5", ["v5e:3x5", "v5e:16x16"]),
+        ("2*v3:8x8", ["2*v3:8x8", "v5e"]),
+        ("1*v5e:8x8", ["1*v5e:8x8", "2*v5e:8x8"]),
+        ("v5e:8x8 --price-per-chip-hour -1", ["--price-per-chip-hour"]),
+        ("v5e:8x8 --price-per-chip-hour nan", ["--price-per-chip-hour"]),
+        ("v5e:8x8 --workdir w --out o", ["--out", "--workdir"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(args, words, answers, capsys, tmp_path, monkeypatch):
+def test_bad_input_is_one_line_and_exit_2(args, words, answers, tmp_path, monkeypatch):
     here = os.path.abspath(POD)
     monkeypatch.chdir(tmp_path)
-    code, _, err = call(capsys, "plan", here, *args)
-    assert code == 2 and err.count("\n") == 1
-    assert all(word in err for word in words)
+    fails(f"plan {here} --topology {args}", *words)
     assert not list(tmp_path.iterdir())
 
 
-def test_without_libtpu_the_extra_is_named(capsys, monkeypatch):
+def test_without_libtpu_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, _, err = call(capsys, "plan", POD, "--topology", "v5e:8x8")
-    assert code == 2 and "[tpu]" in err and err.count("\n") == 1
+    fails(f"plan {POD} --topology v5e:8x8", "[tpu]")
 
 
 # --- how a worker's end is read -----------------------------------------------------------------

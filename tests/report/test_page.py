@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 
+import broken
 import numpy as np
 import pytest
 from small_run import settings, write_text
 
-from bert_jax import cli
 from bert_jax.data import corpus, draws, pairs
 from bert_jax.errors import InputError
 from bert_jax.plan import estimate
@@ -177,25 +177,23 @@ def prepared_documents(stream):
 def test_several_runs_are_compared_on_one_page(run, undrawn):
     shutil.copytree(run, "other")
     named(run.with_name("other"), seed=5)
-    assert cli.main(["report", str(run), "other"]) == 0
+    broken.said(["report", str(run), "other"])
     text = run.with_name("comparison.html").read_text()
     assert "What differs" in text and "Masked LM loss, nat" in text
     assert re.search(r">seed</td>\s*<td[^>]*>0</td>\s*<td[^>]*>5</td>", text)
 
 
-def test_goodput_and_cost_are_printed_and_shown(run, undrawn, capsys):
+def test_goodput_and_cost_are_printed_and_shown(run, undrawn):
     """As if the run had had four chips, a price at which a second of one costs 1."""
-    arguments = ["report", str(run), "--price-per-chip-hour", "3600"]
-    assert cli.main(arguments) == 0
-    assert "; no cost, since cpu has no price\n" in capsys.readouterr().out
+    command = f"report {run} --price-per-chip-hour 3600"
+    assert "; no cost, since cpu has no price\n" in broken.said(command)
     assert "cost so far" not in (run / "report.html").read_text()
     timings = run / "timings.jsonl"
     text = timings.read_text()
     timings.write_text(text.replace('["cpu", 4]', '["TPU v4", 4]'))
     assert timings.read_text() != text
     lines = [json.loads(line) for line in text.splitlines()]
-    assert cli.main(arguments) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
+    line = broken.said(command).splitlines()[-1]
     cost = f"{4 * sum(one['seconds'] for one in lines):,.2f}"
     assert line.startswith("goodput ") and line.endswith(f"chip-hours, cost {cost}")
     text = Tags((run / "report.html").read_text()).text
@@ -224,14 +222,14 @@ def test_how_a_run_stands_is_read_off_its_last_line_and_its_lock(run, monkeypatc
 @pytest.mark.long
 def test_a_run_that_ends_in_an_error_says_why_and_a_finished_one_keeps_its_times(run, monkeypatch):
     before = (run / "timings.jsonl").read_bytes()
-    assert cli.main(["pretrain", "small.py", "--workdir", str(run)]) == 0
+    broken.said(f"pretrain small.py --workdir {run}")
     assert (run / "timings.jsonl").read_bytes() == before
 
     def fails(*_):
         raise InputError("the disk is full")
 
     monkeypatch.setattr("bert_jax.running.runner.Trainer._evaluate", fails)
-    assert cli.main(["pretrain", "small.py", "--workdir", "w"]) == 2
+    broken.fails("pretrain small.py --workdir w", "the disk is full")
     record = Record.read("w")
     assert record.state == "failed" and record.timings[-1]["why"] == "the disk is full"
     assert record.done == 6
@@ -280,10 +278,9 @@ def test_following_ends_with_the_run(tmp_path):
         (["run", "--price-per-chip-hour", "-1"], "--price-per-chip-hour -1"),
     ],
 )
-def test_bad_input_is_named(args, name, run, capsys):
+def test_bad_input_is_named(args, name, run):
     run.with_name("empty").mkdir()
-    assert cli.main(["report", *args]) == 2
-    assert name in capsys.readouterr().err
+    broken.fails(["report", *args], name)
     assert not list(run.with_name("empty").iterdir()) and not (run / "report.html").exists()
 
 

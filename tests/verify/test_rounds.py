@@ -7,9 +7,10 @@ import signal
 
 import numpy as np
 import pytest
+from broken import fails
 from small_run import write_text
 
-from bert_jax import cli, config
+from bert_jax import config
 from bert_jax.verify import compare, resume
 from bert_jax.verify.compare import Execution, Journal
 from bert_jax.verify.faults import Fault, Plan
@@ -248,19 +249,16 @@ def test_rows_that_were_missed_or_seen_twice_are_counted(experiment):
         (["--workdir", "{}/vocab.txt"], "vocab.txt: is a file where a folder is needed"),
     ],
 )
-def test_what_cannot_be_verified_is_refused_in_one_line(args, words, tmp_path, capsys):
+def test_what_cannot_be_verified_is_refused_in_one_line(args, words, tmp_path):
     file = write_text(tmp_path)
     args = [arg.format(tmp_path) for arg in args]
     before = sorted(tmp_path.rglob("*"))
     place = ["--workdir", str(tmp_path / "v")] if "--workdir" not in args else []
-    assert cli.main(["verify-resume", str(file), *place, *args]) == 2
-    error = capsys.readouterr().err
-    assert words in error and len(error.splitlines()) == 1
+    fails(["verify-resume", str(file), *place, *args], words)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_one_of_several_processes_is_refused(tmp_path, capsys, monkeypatch):
+def test_one_of_several_processes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
-    args = ["verify-resume", str(write_text(tmp_path)), "--workdir", str(tmp_path / "v")]
-    assert cli.main(args) == 2
-    assert "JAX_NUM_PROCESSES: this command starts processes of its own" in capsys.readouterr().err
+    command = f"verify-resume {write_text(tmp_path)} --workdir {tmp_path}/v"
+    fails(command, "JAX_NUM_PROCESSES: this command starts processes of its own")
