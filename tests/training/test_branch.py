@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import jax
 import numpy as np
 import pytest
-from broken import call, tree
+from broken import call, fails, tree
 from compare import assert_identical
 from etils import epath
 from small_run import command, final_state, killed, pretrain, write_text
@@ -29,6 +29,7 @@ from bert_jax.verify.faults import Fault, Plan
 # Phases of 14 and 8 steps, a checkpoint every 4, of which all are kept.
 STABLE = ("optimizer.schedule=wsd", "run.keep_checkpoints=9", "run.log_every=2")
 DECAY = ("optimizer.decay_steps=4", "phases.1.steps=6")  # from step 16 on, to 20
+FOUR = ("phases.0.steps=2", "phases.1.steps=2", "optimizer.warmup_steps=1")  # so many steps
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +42,15 @@ def runs(tmp_path_factory):
 
 
 def branch(folder, workdir, *options, step=16, run="stable"):
+    """The command."""
     words = f"pretrain --workdir {workdir} --decay-from {folder}/{run}/checkpoints/{step}"
-    return call([*words.split(), "--set", "optimizer.decay_steps=4", *options])
+    return [*words.split(), "--set", "optimizer.decay_steps=4", *options]
 
 
 @pytest.mark.long
 def test_a_branch_is_the_run_that_decays_there_bit_for_bit(runs, tmp_path):
     assert pretrain(runs / "small.py", runs / "decayed", *STABLE, *DECAY)[0] == "finished"
-    assert branch(runs, tmp_path / "w") == (0, "")
+    assert call(branch(runs, tmp_path / "w")) == (0, "")
     (step, state), (there, expected) = final_state(tmp_path / "w"), final_state(runs / "decayed")
     assert step == there == 20
     assert_identical(state, expected)
@@ -61,41 +63,19 @@ def test_a_branch_is_the_run_that_decays_there_bit_for_bit(runs, tmp_path):
     assert first["branch"] == f"{runs}/stable/checkpoints/16"
     assert (tmp_path / "w" / "checkpoints" / "16").exists()
     assert call(f"pretrain --workdir {tmp_path}/w") == (0, "")
-    assert branch(runs, tmp_path / "w") == (0, "")  # the same command again
-    place = f"{runs}/decayed/checkpoints/20 --set optimizer.decay_steps=3"
-    code, error = call(f"pretrain --workdir {tmp_path}/x --decay-from {place}")
-    assert code == 2 and "at its peak from step 3 to 16" in error
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("options", "step", "words"),
-    [
-        ((), 15, ["checkpoints/15", "22, 20, 16, 12, 8, 4"]),
-        ((), 12, ["before the last phase", "step 14"]),
-        (("--set", "optimizer.b1=0.8"), 16, ["other settings", "optimizer.b1"]),
-        (("--set", "optimizer.decay_steps=0"), 16, ["optimizer.decay_steps", "schedule=wsd"]),
-        (("--extend",), 16, ["--decay-from", "no --extend"]),
-        (("--set", "data.final_masked_lm_prob=0.1"), 16, ["final_masked_lm_prob"]),
-        ((), "newest", ["RUN/checkpoints/STEP"]),
-    ],
-)
-def test_what_cannot_branch_off_is_one_line_and_leaves_nothing(
-    runs, tmp_path, options, step, words
-):
-    code, error = branch(runs, tmp_path / "w", *options, step=step)
-    assert code == 2 and error.count("\n") == 1
-    assert not [word for word in words if word not in error], error
-    assert not (tmp_path / "w").exists()
+    assert call(branch(runs, tmp_path / "w")) == (0, "")  # the same command again
+    place = f"--decay-from {runs}/decayed/checkpoints/20 --set optimizer.decay_steps=3"
+    fails(f"pretrain --workdir {tmp_path}/x {place}", "at its peak from step 3 to 16")
 
 
 # --- forks ---
 
 
-def fork(folder, workdir, *settings, step=8, file=(), run="stable"):
+def fork(folder, workdir, *settings, step=8, run="stable"):
+    """The command."""
     changed = [word for setting in settings for word in ("--set", setting)]
     place = f"--workdir {workdir} --fork {folder}/{run}/checkpoints/{step}"
-    return call(["pretrain", *file, *place.split(), *changed])
+    return ["pretrain", *place.split(), *changed]
 
 
 def forked(folder, run, step, *settings):
@@ -116,7 +96,7 @@ def rows_of(experiment, first, last):
 
 
 def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(copy_of_run):
-    assert fork(".", "w", step=16, run="run") == (0, "")
+    assert call(fork(".", "w", step=16, run="run")) == (0, "")
     one, other = copy_of_run / "w", copy_of_run / "run"
     assert_identical(final_state(one), final_state(other))
     for name in ("metrics.jsonl", "experiment.json"):
@@ -147,7 +127,7 @@ def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_pa
     """Also in a phase that was done and is on again."""
     sizes = ("phases.0.batch_size=4", "phases.1.batch_size=8")
     shorter = (*sizes, "phases.0.steps=18", "phases.1.steps=2", "optimizer.b1=0.8")
-    assert fork(runs, tmp_path / "one", *shorter) == (0, "")
+    assert call(fork(runs, tmp_path / "one", *shorter)) == (0, "")
     one = config.from_json((tmp_path / "one" / "experiment.json").read_text(), "experiment")
     longer = ("phases.0.steps=21", "phases.1.steps=8", "phases.0.batch_size=16")
     two = forked(tmp_path, "one", 20, *longer, "phases.1.batch_size=4")
@@ -160,11 +140,11 @@ def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_pa
 @pytest.mark.long
 def test_a_decay_of_a_fork_is_a_fork(runs, tmp_path):
     """Nor is it what its settings give from step 0, of whose rows there are none."""
-    assert fork(runs, tmp_path / "one", "phases.0.batch_size=16", "phases.1.steps=4") == (0, "")
-    assert branch(tmp_path, tmp_path / "two", run="one") == (0, "")
+    settings = "phases.0.batch_size=16", "phases.1.steps=4"
+    assert call(fork(runs, tmp_path / "one", *settings)) == (0, "")
+    assert call(branch(tmp_path, tmp_path / "two", run="one")) == (0, "")
     assert fork_of(Workdir(tmp_path / "two")) == fork_of(Workdir(tmp_path / "one")) != {}
-    code, error = call(f"pretrain {tmp_path}/two/experiment.json --workdir {tmp_path}/three")
-    assert code == 2 and "row_offset=-64" in error and error.count("\n") == 1
+    fails(f"pretrain {tmp_path}/two/experiment.json --workdir {tmp_path}/three", "row_offset=-64")
 
 
 @pytest.mark.long
@@ -172,7 +152,7 @@ def test_a_decay_of_a_fork_is_a_fork(runs, tmp_path):
 def test_another_optimizer_begins_with_fresh_moments(runs, tmp_path):
     _, before = final_state(runs / "stable", 8)
     changed = ("optimizer.name=lamb", "phases.0.steps=8", "phases.1.steps=1")
-    assert fork(runs, tmp_path / "w", *changed) == (0, "")
+    assert call(fork(runs, tmp_path / "w", *changed)) == (0, "")
     _, state = final_state(tmp_path / "w", 8)
     assert_identical(state["params"], before["params"])
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state["optimizer"]))
@@ -181,12 +161,9 @@ def test_another_optimizer_begins_with_fresh_moments(runs, tmp_path):
 @pytest.mark.long
 def test_a_fork_that_is_killed_needs_the_run_it_left_until_its_first_save(runs, tmp_path):
     shutil.copytree(runs / "stable", tmp_path / "stable")
-    sets = ("--set", "phases.0.batch_size=4", "--set", "optimizer.name=lamb", "--set", "name=x")
-    for name in ("alone", "w"):
-        begin = ["pretrain", "--fork", f"{tmp_path}/stable/checkpoints/8", *sets]
-        begin += ["--workdir", f"{tmp_path}/{name}"]
-        if name == "alone":
-            assert call(begin) == (0, "")
+    settings = "phases.0.batch_size=4", "optimizer.name=lamb", "name=x"
+    alone, begin = (fork(tmp_path, tmp_path / name, *settings) for name in ("alone", "w"))
+    assert call(alone) == (0, "")
     first = Plan(Fault("save", signal.SIGKILL, 8, part=1))
     dead = command("-m", "bert_jax.cli.child", first.to_json(), *begin)
     assert (
@@ -204,20 +181,25 @@ def test_a_fork_that_is_killed_needs_the_run_it_left_until_its_first_save(runs, 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("settings", "step", "words"),
+    ("begin", "options", "step", "words"),
     [
-        ((), 15, ["checkpoints/15", "22, 20, 16, 12, 8, 4"]),
-        (("model.hidden_size=32", "optimizer.b1=0.8"), 8, ["model.hidden_size: 16 -> 32"]),
-        (("phases.0.steps=2", "phases.1.steps=2", "optimizer.warmup_steps=1"), 8, ["4 steps"]),
-        (("corpus.tokenizer=train",), 8, ["corpus.tokenizer", "corpus/tokenizer"]),
+        (branch, (), 15, ["checkpoints/15", "22, 20, 16, 12, 8, 4"]),
+        (branch, (), 12, ["before the last phase", "step 14"]),
+        (branch, (), "newest", ["RUN/checkpoints/STEP"]),
+        (branch, ("--set=optimizer.b1=0.8",), 16, ["other settings", "optimizer.b1"]),
+        (branch, ("--set=optimizer.decay_steps=0",), 16, ["optimizer.decay_steps", "schedule=wsd"]),
+        (branch, ("--set=data.final_masked_lm_prob=0.1",), 16, ["final_masked_lm_prob"]),
+        (branch, ("--extend",), 16, ["--decay-from", "no --extend"]),
+        (fork, (), 15, ["checkpoints/15", "22, 20, 16, 12, 8, 4"]),
+        (fork, ("model.hidden_size=32", "optimizer.b1=0.8"), 8, ["model.hidden_size: 16 -> 32"]),
+        (fork, FOUR, 8, ["4 steps"]),
+        (fork, ("corpus.tokenizer=train",), 8, ["corpus.tokenizer", "corpus/tokenizer"]),
     ],
 )
-def test_what_cannot_be_forked_is_one_line_and_leaves_nothing(
-    runs, tmp_path, settings, step, words
+def test_what_cannot_begin_there_is_one_line_and_leaves_nothing(
+    runs, tmp_path, begin, options, step, words
 ):
-    code, error = fork(runs, tmp_path / "w", *settings, step=step)
-    assert code == 2 and error.count("\n") == 1
-    assert not [word for word in words if word not in error], error
+    fails(begin(runs, tmp_path / "w", *options, step=step), *words)
     assert not (tmp_path / "w").exists()
 
 
@@ -226,20 +208,18 @@ def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(r
     text = (runs / "vocab.txt").read_text().replace("wa\n", "wz\n", 1)
     (tmp_path / "vocab.txt").write_text(text)
     other = (f"corpus.tokenizer={tmp_path}/vocab.txt", f"run.corpus_dir={tmp_path}/corpus")
-    code, error = fork(runs, tmp_path / "w", *other)
-    assert code == 2 and "vocabulary" in error and error.count("\n") == 1
+    fails(fork(runs, tmp_path / "w", *other), "vocabulary")
     shutil.copytree(runs / "stable", tmp_path / "stable")
     for file in (tmp_path / "stable" / "checkpoints" / "8").rglob("d/*"):
         file.write_bytes(file.read_bytes()[::-1])
-    code, error = fork(tmp_path, tmp_path / "w")
-    assert code == 2 and "checkpoints/8" in error and error.count("\n") == 1
+    fails(fork(tmp_path, tmp_path / "w"), "checkpoints/8")
     assert not (tmp_path / "w").exists()
 
 
 def test_a_run_is_no_fork_for_one_that_was_killed_in_its_workdir(copy_of_run, monkeypatch):
     """Before its first save, after which a run with other settings is refused there."""
     monkeypatch.setattr(Saves, "require_space", Mock(side_effect=Unavailable("at once")))
-    assert fork(".", "w", step=16, run="run")[0] == 74
+    assert call(fork(".", "w", step=16, run="run"))[0] == 74
     assert fork_of(Workdir(copy_of_run / "w"))
     assert call("pretrain small.py --workdir w --set seed=7")[0] == 74
     assert not fork_of(Workdir(copy_of_run / "w"))
@@ -258,6 +238,5 @@ def test_a_workdir_holds_one_fork(copy_of_run):
     shutil.copytree("run", "other")
     before = tree(copy_of_run)
     for workdir in ("run", "other"):  # the run itself, and another one
-        code, error = fork(".", workdir, step=16, run="run")
-        assert code == 2 and workdir in error and "checkpoints/16" in error
+        fails(fork(".", workdir, step=16, run="run"), workdir, "checkpoints/16")
     assert tree(copy_of_run) == before
