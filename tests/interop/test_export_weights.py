@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
+from compare import assert_identical
 from etils import epath
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from bert_jax import base as base_lib
-from bert_jax import cli
 from bert_jax.config import Corpus, Finetuning, Model, Task, Vectors
 from bert_jax.errors import InputError
 from bert_jax.interop import card, huggingface, vocabularies
@@ -46,37 +46,28 @@ def wordpiece(case: tokenizer_lib.Case) -> tokenizer_lib.WordPiece:
     return tokenizer_lib.WordPiece(list(dict.fromkeys(pieces)), case)
 
 
-def flat(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    return base_lib.flat(jax.device_get(Loaded.of(epath.Path(folder)).params))
-
-
 @pytest.mark.long
-def test_what_is_imported_scored_exported_and_imported_again_has_every_bit_and_score(
-    copy_of_run, capsys
-):
-    def score(base: str) -> str:
-        capsys.readouterr()
-        assert cli.main(["evaluate", "small.py", "--workdir", base]) == 0
-        return capsys.readouterr().out
-
-    assert broken.call("import run --workdir one")[0] == 0
-    first = score("one")
-    for command in ("export --workdir one --as pretraining --out hf", "import hf --workdir two"):
-        assert broken.call(command)[0] == 0
+def test_what_is_imported_exported_and_imported_again_has_every_bit_and_says_the_same(copy_of_run):
+    broken.said("import run --workdir one")
+    broken.said("export --workdir one --as pretraining --out hf")
+    broken.said("import hf --workdir two")
     assert "A BERT written with bert_jax" in pathlib.Path("hf/README.md").read_text()
     weights = [pathlib.Path(base, "params.safetensors").read_bytes() for base in ("one", "two")]
-    assert weights[0] == weights[1] and score("two") == first
-    run, base = flat(copy_of_run / "run"), flat(copy_of_run / "two")
-    assert run.keys() == base.keys()
-    for name in run:
-        np.testing.assert_array_equal(run[name], base[name], name)
+    assert weights[0] == weights[1]
+    assert_identical(*(Loaded.of(epath.Path(name)).params for name in ("run", "two")))
+    ask = "predict --workdir {} wa[MASK] --top 3"
+    assert broken.said(ask.format("run")) == broken.said(ask.format("one"))
+    one, two = (broken.said(f"evaluate small.py --workdir {base}") for base in ("one", "two"))
+    *_, of_run = broken.said("evaluate --workdir run").splitlines()
+    assert one == two and json.loads(one.splitlines()[-1]) == json.loads(of_run) | {"step": 0}
+    broken.refuses(broken.Case("no text", "evaluate --workdir one", ("one", "EXPERIMENT")))
 
 
 @pytest.mark.long
 def test_bfloat16_is_the_nearest_and_is_labelled(copy_of_run):
-    assert broken.call(f"export {RUN} --as encoder --out whole")[0] == 0
-    assert broken.call(f"export {RUN} --as encoder --out half --dtype bfloat16")[0] == 0
-    assert broken.call("import half --workdir base")[0] == 0
+    broken.said(f"export {RUN} --as encoder --out whole")
+    broken.said(f"export {RUN} --as encoder --out half --dtype bfloat16")
+    broken.said("import half --workdir base")
     whole = load_file("whole/model.safetensors")
     with safe_open("half/model.safetensors", "numpy") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
