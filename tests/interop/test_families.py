@@ -82,8 +82,7 @@ def test_a_cut_vocabulary_keeps_rows_and_scores_and_leaves_as_it_is(imported, tm
     (tmp_path / "text.txt").write_text(f"{TEXTS[0]}\n{TEXTS[1]}\n")
     (tmp_path / "words.txt").write_text("flabbergasting\n")
     command = f"import {tmp_path}/whole --workdir {tmp_path}/cut --vocabulary {tmp_path}/text.txt"
-    code, err = broken.call(f"{command} --add {tmp_path}/words.txt")
-    assert code == 0, err
+    broken.said(f"{command} --add {tmp_path}/words.txt")
     cut = base.read(epath.Path(tmp_path / "cut"))
     assert cut.model.vocab_size == cut.tokenizer.size < loaded.tokenizer.size
     old = {loaded.tokenizer.piece(i): i for i in range(loaded.tokenizer.size)}
@@ -104,8 +103,7 @@ def test_a_cut_vocabulary_keeps_rows_and_scores_and_leaves_as_it_is(imported, tm
         last = encode(model.encoder, one.model, ids, 0 * ids, 0 * ids + 1, None, Loop())
         scores.append(heads.piece_logits(model, one.model, last)[..., np.array(columns)])
     np.testing.assert_allclose(*scores, atol=1e-6)
-    code, err = broken.call(f"export --workdir {tmp_path}/cut --as masked_lm --out {tmp_path}/out")
-    assert code == 0, err
+    broken.said(f"export --workdir {tmp_path}/cut --as masked_lm --out {tmp_path}/out")
     again = library.read(epath.Path(tmp_path / "out" / "tokenizer.json"))
     assert again.encode(f"{TEXTS[1]} flabbergasting") == [*cut.tokenizer.encode(TEXTS[1]), made]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -118,5 +116,4 @@ def test_what_would_change_a_vocabulary_twice_or_not_at_all_is_refused():
         ("--tokenizer v.txt --add w.txt", "--tokenizer"),
         ("--tokenizer v.txt --vocabulary t.txt", "--tokenizer"),
     ):
-        code, err = broken.call(f"import nowhere --workdir nothing {flags}")
-        assert code == 2 and word in err
+        broken.fails(f"import nowhere --workdir nothing {flags}", word)
