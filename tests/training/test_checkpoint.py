@@ -10,14 +10,14 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from broken import tree
+from broken import asked, fails, said, tree
 from compare import assert_identical
 from etils import epath
 from fake_gcs import Fault
 from orbax.checkpoint._src.path import atomicity
 from small_run import final_state, pretrain, saves_in
 
-from bert_jax import cli, loaded
+from bert_jax import loaded
 from bert_jax.config import Run
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import checkpoint
@@ -366,9 +366,8 @@ def newest(run: pathlib.Path, *agreed, folder=None) -> checkpoint.Restored:
 
 
 @pytest.mark.long
-def test_checkpoints_are_listed_and_verified(run, capsys):
-    assert cli.main(["checkpoints", str(run), "--verify"]) == 0
-    out = capsys.readouterr().out.splitlines()
+def test_checkpoints_are_listed_and_verified(run):
+    out = said(f"checkpoints {run} --verify").splitlines()
     assert [line.split()[0] for line in out[1:4]] == ["22", "20", "16"]
     assert out[1].endswith("newest, best") and "finished" in out[4]
     assert not [*run.rglob("array_metadatas")], "which nothing would compare"
@@ -376,13 +375,12 @@ def test_checkpoints_are_listed_and_verified(run, capsys):
 
     flipped_bit(run / "checkpoints" / "20")
     other_window(run / "checkpoints" / "16")
-    assert cli.main(["checkpoints", str(run)]) == 0
-    out = capsys.readouterr().out.splitlines()
+    out = said(f"checkpoints {run}").splitlines()
     assert out[3].endswith("damaged") and "damaged" not in out[2]  # which is not read
-    assert cli.main(["checkpoints", str(run), "--verify"]) == 1
-    out = capsys.readouterr().out.splitlines()
-    assert "20: damaged" in out[6] and "16: damaged" in out[7]
-    assert cli.main(["checkpoints", str(run / "nowhere")]) == 2
+    code, out, _ = asked(f"checkpoints {run} --verify")
+    assert code == 1
+    assert "20: damaged" in out.splitlines()[6] and "16: damaged" in out.splitlines()[7]
+    fails(f"checkpoints {run}/nowhere", "nowhere")
 
 
 def test_saved_are_the_newest_the_best_and_every_so_many(tmp_path):

@@ -3,11 +3,9 @@
 import json
 
 import pytest
-from broken import call
+from broken import call, fails, said
 from compare import assert_identical
 from small_run import OBJECTIVES, bert_jax, final_state, pretrain, write_text
-
-from bert_jax import cli
 
 MODERN = (
     *("model.kind=modern", "model.global_every=1", "run.keep_checkpoints=9"),
@@ -44,13 +42,13 @@ def test_each_phase_is_trained_and_scored_with_its_own_base(runs):
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", [12, 22])
-def test_a_checkpoint_is_read_with_the_base_it_was_trained_with(runs, step, capsys):
+def test_a_checkpoint_is_read_with_the_base_it_was_trained_with(runs, step):
     of_line = [x for x in lines(runs / "own") if (x["step"], x["kind"]) == (step, "evaluation")]
-    assert cli.main(["evaluate", "--workdir", f"{runs}/own", "--checkpoint", str(step)]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    *_, line = said(f"evaluate --workdir {runs}/own --checkpoint {step}").splitlines()
+    found = json.loads(line)
     assert found["masked_lm_loss"] == pytest.approx(of_line[0]["masked_lm_loss"], rel=1e-6)
     out = runs / f"exported{step}"
-    assert call(f"export --workdir {runs}/own --checkpoint {step} --as encoder --out {out}")[0] == 0
+    said(f"export --workdir {runs}/own --checkpoint {step} --as encoder --out {out}")
     fields = json.loads((out / "config.json").read_text())
     assert fields["global_rope_theta"] == (20 if step == 12 else 500)
 
@@ -58,9 +56,8 @@ def test_a_checkpoint_is_read_with_the_base_it_was_trained_with(runs, step, caps
 @pytest.mark.long
 def test_a_base_without_a_meaning_is_one_line(runs, tmp_path):
     settings = ["model.kind=modern", "model.global_every=1", "phases.0.global_rotary_base=1"]
-    given = [x for setting in settings for x in ("--set", setting)]
-    code, error = call(["pretrain", f"{runs}/small.py", "--workdir", f"{tmp_path}/w", *given])
-    assert code == 2 and error.count("\n") == 1 and "must be over 1, or 0" in error
+    given = " ".join(f"--set {setting}" for setting in settings)
+    fails(f"pretrain {runs}/small.py --workdir {tmp_path}/w {given}", "must be over 1, or 0")
 
 
 PHASES = (*OBJECTIVES["phases"], "run.keep_checkpoints=9", "run.log_every=4")
@@ -110,15 +107,15 @@ def test_a_checkpoint_is_read_as_its_phase_learned(learned):
         export = f"export --workdir {learned}/both --checkpoint {step} --out {learned}/e{step} --as"
         assert call(f"{export} {other}")[0] == 2
         assert call(f"{export} {form}") == (0, "")
-    code, error = call(f"predict --workdir {learned}/both --checkpoint 12 w[MASK]")
-    assert code == 2 and "sees no text to the right of a [MASK]" in error
+    predict = f"predict --workdir {learned}/both --checkpoint 12 w[MASK]"
+    fails(predict, "sees no text to the right of a [MASK]")
 
 
 @pytest.mark.parametrize("step", [12, 22])
-def test_held_out_rows_are_of_the_last_objective_from_the_start(learned, step, capsys):
+def test_held_out_rows_are_of_the_last_objective_from_the_start(learned, step):
     given = [x for x in lines(learned / "both") if (x["step"], x["kind"]) == (step, "evaluation")]
-    assert cli.main(["evaluate", "--workdir", f"{learned}/both", "--checkpoint", str(step)]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    *_, line = said(f"evaluate --workdir {learned}/both --checkpoint {step}").splitlines()
+    found = json.loads(line)
     for name in ("masked_lm_loss", "next_sentence_loss"):
         assert found[name] == pytest.approx(given[0][name], rel=1e-6)
 
