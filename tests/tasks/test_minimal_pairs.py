@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import broken
 import jax
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import tuned
 from etils import epath
 
 from bert_jax import base as base_lib
-from bert_jax import cli
 from bert_jax.config import Parallelism, Task
 from bert_jax.conformance import golden
 from bert_jax.errors import InputError
@@ -193,21 +193,20 @@ def test_a_draw_has_as_many_of_each_paradigm():
     assert minimal_pairs._drawn(pairs, 100) == pairs
 
 
-def test_a_base_is_asked_by_evaluate(tmp_path, capsys, monkeypatch):
+def test_a_base_is_asked_by_evaluate(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tuned.write_base("base")
-    task = write_task(tmp_path, [record("wa wb", "xa ?"), record("xd", "wb wb", "islands")])
-    assert cli.main(["evaluate", "--workdir", "base", "--task", str(task)]) == 0
-    *shown, line = capsys.readouterr().out.splitlines()
+    write_task(tmp_path, [record("wa wb", "xa ?"), record("xd", "wb wb", "islands")])
+    evaluate = "evaluate --workdir base --task small_pairs.py"
+    *shown, line = broken.said(evaluate).splitlines()
     answer = json.loads(line)["minimal_pairs"]["small_pairs"]
     assert json.loads(line)["scores"] == {"small_pairs": answer["accuracy"]}
     assert [text.split()[0] for text in shown] == [
         *("small_pairs", "morphology", "agreement", "islands")
     ]
     # The same text on both sides, by a trained base or any other.
-    task = write_task(tmp_path, [record("wa wb", "WA wb")])
-    assert cli.main(["evaluate", "--workdir", "base", "--task", str(task)]) == 0
-    assert capsys.readouterr().out.startswith("small_pairs  0.500 +- 0.000  (1 pairs)")
+    write_task(tmp_path, [record("wa wb", "WA wb")])
+    assert broken.said(evaluate).startswith("small_pairs  0.500 +- 0.000  (1 pairs)")
 
 
 @pytest.mark.parametrize(
@@ -221,19 +220,16 @@ def test_a_base_is_asked_by_evaluate(tmp_path, capsys, monkeypatch):
         ("wa", "--workdir headless --task small_pairs.py", "has no masked LM head"),
     ],
 )
-def test_what_cannot_be_asked_is_named(tmp_path, capsys, monkeypatch, good, arguments, words):
+def test_what_cannot_be_asked_is_named(tmp_path, monkeypatch, good, arguments, words):
     monkeypatch.chdir(tmp_path)
     tuned.write_base("base")
     base = base_lib.read(epath.Path("base"))
     base.fresh = ("masked_lm",)
     base_lib.write(base, epath.Path("headless"))
     write_task(tmp_path, [record(good, "wb")])
-    assert cli.main(["evaluate", *arguments.split()]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
-    for task in (["small_pairs.py"], ["--kind", "minimal_pairs", "--validation", "some"]):
-        assert cli.main(["finetune", *task, "--from", "base"]) == 2
-        assert "nothing is learned from them" in capsys.readouterr().err
+    broken.fails(f"evaluate {arguments}", words)
+    for task in ("small_pairs.py", "--kind minimal_pairs --validation some"):
+        broken.fails(f"finetune {task} --from base", "nothing is learned from them")
 
 
 def test_a_record_without_its_paradigm_is_named(tmp_path):

@@ -2,18 +2,16 @@
 
 import csv
 import dataclasses
-import io
 import json
 import pathlib
 import shutil
-import sys
 
+import broken
 import numpy as np
 import pytest
 import tuned
 from safetensors.numpy import load_file
 
-from bert_jax import cli
 from bert_jax.tasks import examples, objective, predict
 from bert_jax.tasks.predict import TaskModel
 
@@ -34,7 +32,7 @@ def finished(tmp_path_factory):
             tuned.write_task(here, kind, how, epochs=8 if kind == "classify" else 1)
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(here)
-                assert tuned.finetune() == 0
+                tuned.finetune()
             made[kind] = here
         return made[kind]
 
@@ -48,14 +46,9 @@ def run(finished, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "copy")
 
 
-def typed(monkeypatch, text):
-    stdin = io.TextIOWrapper(io.BytesIO(text.encode()))
-    monkeypatch.setattr(sys, "stdin", stdin)
-
-
-def test_typed_texts_are_answered_in_their_order(run, capsys, monkeypatch):
+def test_typed_texts_are_answered_in_their_order(run):
     asked = ["wa wb", "xb", "wa wc wa", "xd xa"]
-    found = tuned.predict(capsys, *asked)
+    found = tuned.predict(*asked)
     assert [(answer["text"], answer["label"]) for answer in found] == list(
         zip(asked, ["good", "bad"] * 2, strict=True)
     )
@@ -63,8 +56,8 @@ def test_typed_texts_are_answered_in_their_order(run, capsys, monkeypatch):
         assert list(answer["probabilities"]) == ["bad", "good"]
         assert sum(answer["probabilities"].values()) == pytest.approx(1)
         assert max(answer["probabilities"], key=answer["probabilities"].get) == answer["label"]
-    typed(monkeypatch, "\n".join(["", *asked, " ", ""]))
-    for answer, other in zip(tuned.predict(capsys), found, strict=True):
+    typed = tuned.predict(stdin="\n".join(["", *asked, " ", ""]).encode())
+    for answer, other in zip(typed, found, strict=True):
         assert answer["text"] == other["text"]
         np.testing.assert_allclose(
             list(answer["probabilities"].values()),
@@ -73,14 +66,14 @@ def test_typed_texts_are_answered_in_their_order(run, capsys, monkeypatch):
         )
 
 
-def test_answers_to_a_source_are_the_same_in_any_windows(run, capsys, monkeypatch):
+def test_answers_to_a_source_are_the_same_in_any_windows(run, monkeypatch):
     # Without labels: they are not read.
     rows = [{"sentence": row["sentence"]} for row in tuned.rows("classify", 11)]
     pathlib.Path("bare").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    whole = tuned.predict(capsys, "--source", "jsonl:bare")
+    whole = tuned.predict("--source", "jsonl:bare")
     assert [answer["text"] for answer in whole] == [row["sentence"] for row in rows]
     monkeypatch.setattr(predict, "WINDOW", 3)
-    assert tuned.predict(capsys, "--source", "jsonl:bare", "--out", "answers") == []
+    assert tuned.predict("--source", "jsonl:bare", "--out", "answers") == []
     for a, b in zip(whole, tuned.lines("answers"), strict=True):
         assert a["label"] == b["label"]
         assert a["probabilities"]["bad"] == pytest.approx(b["probabilities"]["bad"], rel=1e-5)
@@ -101,19 +94,17 @@ def test_examples_are_taken_as_they_are_needed(run, monkeypatch):
 
 
 @pytest.mark.long
-def test_best_and_numbered_checkpoints_are_chosen_by_name(run, capsys):
+def test_best_and_numbered_checkpoints_are_chosen_by_name(run):
     evaluations = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"]
     kept = {int(path.name) for path in pathlib.Path("run/checkpoints").iterdir()}
     best = min((x for x in evaluations if x["step"] in kept), key=lambda x: x["loss"])
-    (found,) = tuned.predict(capsys, "--score", "--checkpoint", "best")
+    (found,) = tuned.predict("--score", "--checkpoint", "best")
     assert found["step"] == best["step"]
-    (found,) = tuned.predict(capsys, "--score", "--checkpoint", str(min(kept)))
+    (found,) = tuned.predict("--score", "--checkpoint", str(min(kept)))
     assert found["step"] == min(kept)
     first = TaskModel("run", None, str(min(kept)))
     assert first.evaluation == next(x for x in evaluations if x["step"] == min(kept))
-    capsys.readouterr()
-    assert cli.main(["checkpoints", "run", "--verify"]) == 0
-    assert "step 32: every array is what was saved" in capsys.readouterr().out
+    assert "step 32: every array is what was saved" in broken.said("checkpoints run --verify")
 
 
 @pytest.mark.parametrize(
@@ -124,11 +115,11 @@ def test_best_and_numbered_checkpoints_are_chosen_by_name(run, capsys):
     ],
 )
 def test_scores_are_those_of_the_last_evaluation_and_of_the_answers(
-    finished, kind, capsys, monkeypatch, tmp_path
+    finished, kind, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(finished(kind))
     out = str(tmp_path / "answers")
-    (found,) = tuned.predict(capsys, "--score", "--out", out)
+    (found,) = tuned.predict("--score", "--out", out)
     last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
     assert found == pytest.approx({k: v for k, v in last.items() if k != "kind"}, abs=1e-5)
     answers = tuned.lines(out)
@@ -147,46 +138,42 @@ def test_scores_are_those_of_the_last_evaluation_and_of_the_answers(
 
 
 @pytest.mark.long
-def test_no_answer_is_given_above_the_threshold_of_the_checkpoint(
-    finished, capsys, monkeypatch, tmp_path
-):
+def test_no_answer_is_given_above_the_threshold_of_the_checkpoint(finished, monkeypatch, tmp_path):
     shutil.copytree(finished("span"), tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
-    for answer in tuned.predict(capsys, "--source", "squad:test"):
+    for answer in tuned.predict("--source", "squad:test"):
         best, limit = answer["best"][0]["answer"], last["no_answer_threshold"]
         # The threshold may be the score of one of these questions; seven digits of it are printed.
         score = answer["no_answer"]
         above = score > limit and score != pytest.approx(limit, rel=1e-6)
         assert answer["answer"] == ("" if above else best)
     # Typed ones are numbered.
-    found = tuned.predict(capsys, "wa ?", "wb wc", "wa ?", "xa")
+    found = tuned.predict("wa ?", "wb wc", "wa ?", "xa")
     assert [(answer["id"], answer["question"]) for answer in found] == [
         ("1", "wa ?"),
         ("2", "wa ?"),
     ]
     # A checkpoint between two evaluations has none.
     sets = ("run.eval_every=100", "run.keep_checkpoints=9", "run.checkpoint_every=2")
-    assert tuned.finetune("--workdir", "other", *(w for x in sets for w in ("--set", x))) == 0
-    assert cli.main(["predict", "--workdir", "other", "--checkpoint", "2", "wa ?", "wb"]) == 0
-    assert "step 2 was not evaluated" in capsys.readouterr().err
+    tuned.finetune("--workdir", "other", *(w for x in sets for w in ("--set", x)))
+    code, err = broken.call("predict --workdir other --checkpoint 2 'wa ?' wb")
+    assert code == 0 and "step 2 was not evaluated" in err
 
 
 @pytest.mark.long
-def test_a_base_is_found_where_it_lies_now_and_no_other_is_taken(run, capsys):
-    before = tuned.predict(capsys, "wa")
+def test_a_base_is_found_where_it_lies_now_and_no_other_is_taken(run):
+    before = tuned.predict("wa")
     shutil.move("base", "moved")
-    (line,) = tuned.predict(capsys, "wa", code=2)
-    assert "run adapts base: name with --from the folder it is in now" in line
-    assert tuned.predict(capsys, "--from", "moved", "wa") == before
+    words = "predict --workdir run wa"
+    broken.fails(words, "run adapts base: name with --from the folder it is in now")
+    assert tuned.predict("--from", "moved", "wa") == before
     tuned.write_base("other", seed=1)
-    (line,) = tuned.predict(capsys, "--from", "other", "wa", code=2)
-    assert "other: holds other weights" in line and "those that run adapts" in line
+    broken.fails(f"{words} --from other", "other: holds other weights", "those that run adapts")
 
 
-def test_texts_cannot_command_a_terminal(run, capsys):
-    assert cli.main(["predict", "--workdir", "run", "wa \x9b2J \u65e5"]) == 0
-    out = capsys.readouterr().out
+def test_texts_cannot_command_a_terminal(run):
+    out = broken.said(["predict", "--workdir", "run", "wa \x9b2J \u65e5"])
     assert "\x9b" not in out and "\u65e5" in out
     assert json.loads(out)["text"] == "wa \x9b2J \u65e5"
 
@@ -194,7 +181,7 @@ def test_texts_cannot_command_a_terminal(run, capsys):
 def test_an_exported_run_holds_what_transformers_writes(run, tmp_path):
     says = json.loads((TASK_CLASSES / "says.json").read_text())["bert classify"]
     out = tmp_path / "hf"
-    assert cli.main(["export", "--workdir", "run", "--out", str(out)]) == 0
+    broken.said(f"export --workdir run --out {out}")
     found = load_file(out / "model.safetensors")
     assert {n: list(value.shape) for n, value in found.items()} == says["shapes"]
     written = json.loads((out / "config.json").read_text())
@@ -215,9 +202,9 @@ def test_an_exported_run_holds_what_transformers_writes(run, tmp_path):
     assert f"`{written['architectures'][0]}`" in card and str(tmp_path) not in card
 
 
-def test_an_adapter_over_its_base_is_the_whole_model_and_cards_have_scores_and_recipe(run, capsys):
+def test_an_adapter_over_its_base_is_the_whole_model_and_cards_have_scores_and_recipe(run):
     for form in ("task", "adapter", "encoder"):
-        assert cli.main(["export", "--workdir", "run", "--as", form, "--out", form]) == 0
+        broken.said(f"export --workdir run --as {form} --out {form}")
         card = pathlib.Path(form, "README.md").read_text()
         assert all(f"\n- {name}: " in card for name in ("accuracy", "task.kind", "epochs")), form
     whole = load_file("task/model.safetensors")
@@ -238,30 +225,29 @@ def test_an_adapter_over_its_base_is_the_whole_model_and_cards_have_scores_and_r
         np.testing.assert_allclose(base[name], value, atol=1e-6, err_msg=name)
 
 
-def test_a_head_over_the_mean_of_all_pieces_goes_out_and_comes_back(tmp_path, monkeypatch, capsys):
+def test_a_head_over_the_mean_of_all_pieces_goes_out_and_comes_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tuned.write_base("base", model=dataclasses.replace(tuned.MODEL, kind="modern", global_every=1))
     tuned.write_task(tmp_path, "classify", "frozen")
     texts = ("wa xb wc", "xd")
-    assert tuned.finetune("--set", "adapt.pooling=mean") == 0
-    expected = [answer["probabilities"] for answer in tuned.predict(capsys, *texts)]
-    assert cli.main(["export", "--workdir", "run", "--as", "task", "--out", "hf"]) == 0
+    tuned.finetune("--set", "adapt.pooling=mean")
+    expected = [answer["probabilities"] for answer in tuned.predict(*texts)]
+    broken.said("export --workdir run --as task --out hf")
     assert json.loads(pathlib.Path("hf/config.json").read_text())["classifier_pooling"] == "mean"
-    assert cli.main(["import", "hf", "--workdir", "again"]) == 0
+    broken.said("import hf --workdir again")
     still = ("--from", "again", "--workdir", "run", "--set", "optimizer.peak_learning_rate=1e-9")
     for pooling, says in (("cls", "a fresh head: the base's is of pooling mean"), ("", "the head")):
         shutil.rmtree("run")
-        assert tuned.finetune(*still, "--set", f"adapt.pooling={pooling}") == 0
-        assert f"begins with {says}" in capsys.readouterr().out
-    for answer, wanted in zip(tuned.predict(capsys, *texts), expected, strict=True):
+        assert f"begins with {says}" in tuned.finetune(*still, "--set", f"adapt.pooling={pooling}")
+    for answer, wanted in zip(tuned.predict(*texts), expected, strict=True):
         assert answer["probabilities"] == pytest.approx(wanted, abs=1e-5)
     # Again as it was read: a task that says nothing.
-    assert cli.main(["export", "--workdir", "run", "--as", "task", "--out", "more"]) == 0
+    broken.said("export --workdir run --as task --out more")
     assert json.loads(pathlib.Path("more/config.json").read_text())["classifier_pooling"] == "mean"
 
 
 @pytest.mark.long
-def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, capsys, monkeypatch):
+def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, monkeypatch):
     monkeypatch.chdir(finished("tag"))
     for words, what in (
         ("--workdir run --out base", "base"),
@@ -271,8 +257,8 @@ def test_what_cannot_be_exported_of_a_fine_tuning_is_named(finished, capsys, mon
         ("--workdir base --as task --out new", "--as task: base is not"),
         ("--workdir base --out new", "--as: choose"),
     ):
-        assert cli.main(["export", *words.split()]) == 2
-        assert what in capsys.readouterr().err and not pathlib.Path("new").exists()
+        broken.fails(f"export {words}", what)
+        assert not pathlib.Path("new").exists()
 
 
 def table(name, ending, rows_):
@@ -290,13 +276,11 @@ def table(name, ending, rows_):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ending", "other"), [("csv", "csv"), ("tsv", "jsonl"), ("jsonl", "tsv")])
-def test_rows_of_a_file_keep_their_columns_and_get_two_more(run, capsys, ending, other):
+def test_rows_of_a_file_keep_their_columns_and_get_two_more(run, ending, other):
     rows_ = [["id", "sentence", "note"], ["7", "wa wb", "x y"], ["8", "xb xa", "é"]]
     file = table("asked", ending, rows_)
-    answers = tuned.predict(capsys, "wa wb", "xb xa")
-    words = ["--workdir", "run", "--input", file, "--out", f"found.{other}"]
-    assert cli.main(["predict", *words]) == 0
-    said = capsys.readouterr().out
+    answers = tuned.predict("wa wb", "xb xa")
+    said = broken.said(f"predict --workdir run --input {file} --out found.{other}")
     assert f"found.{other}: 2 rows of {file}; predicted bad 1, good 1" in said
     text = pathlib.Path(f"found.{other}").read_text()
     if other == "jsonl":
@@ -310,7 +294,7 @@ def test_rows_of_a_file_keep_their_columns_and_get_two_more(run, capsys, ending,
         assert float(row["probability"]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run, capsys):
+def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run):
     """In a file of one column a blank line is such a row."""
     table("two", "csv", [["sentence", "id"], ["wa", "1"], [" ", "2"], ["xa", "3"]])
     pathlib.Path("one.csv").write_text('sentence\nwa\n\n"xa\nxb"\nxa\n\n')
@@ -319,9 +303,8 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run, capsys
         "one": [["wa", "good"], ["", ""], ["xa\nxb", "bad"], ["xa", "bad"]],
     }
     for name, rows_ in expected.items():
-        words = ["--workdir", "run", "--input", f"{name}.csv", "--out", "found.csv"]
-        assert cli.main(["predict", *words]) == 0
-        assert f"for 1 of them (the first at {name}.csv:3)" in capsys.readouterr().out
+        said = broken.said(f"predict --workdir run --input {name}.csv --out found.csv")
+        assert f"for 1 of them (the first at {name}.csv:3)" in said
         with open("found.csv", newline="") as file:
             _, *found = csv.reader(file)
         assert [row[:-1] for row in found] == rows_
@@ -352,7 +335,7 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run, capsys
         ("--input twice.csv --out a.jsonl", "twice.csv:2: two columns have one name"),
     ],
 )
-def test_what_cannot_be_predicted_is_one_line_and_nothing_is_written(run, capsys, words, what):
+def test_what_cannot_be_predicted_is_one_line_and_nothing_is_written(run, words, what):
     table("had", "csv", [["sentence", "predicted"], ["wa", "1"]])
     table("none", "csv", [["sentence"]])
     table("lines", "csv", [["sentence", "id"], ['"wa\nwb"', "1"]])
@@ -362,25 +345,21 @@ def test_what_cannot_be_predicted_is_one_line_and_nothing_is_written(run, capsys
     pathlib.Path("blank").write_text('{"sentence": "wa"}\n{"sentence": " "}\n')
     pathlib.Path("strange").write_text('{"sentence": "wa", "label": "odd"}\n')
     shutil.copytree("run", "begun", ignore=shutil.ignore_patterns("checkpoints"))
-    (line,) = tuned.predict(capsys, *words.split(), code=2)
-    assert what in line
+    broken.fails(f"predict --workdir run {words}", what)
     assert not list(pathlib.Path().glob("a.*"))
 
 
 @pytest.mark.parametrize("flag", ["--pooling cls", "--layers 0", "--max-length 9", "--normalize"])
-def test_a_task_is_not_served_as_vectors(flag, run, capsys, monkeypatch):
+def test_a_task_is_not_served_as_vectors(flag, run, monkeypatch):
     monkeypatch.setattr("bert_jax.serve.service.serve", lambda *_: None)
-    assert cli.main(["serve", "--workdir", "run", "--port", "0", *flag.split()]) == 2
-    assert flag.split()[0] in capsys.readouterr().err
+    broken.fails(f"serve --workdir run --port 0 {flag}", flag.split()[0])
 
 
-def test_json_lines_may_have_any_order_a_return_and_half_a_character(run, capsys):
+def test_json_lines_may_have_any_order_a_return_and_half_a_character(run):
     lines = ['{"sentence": "wa\\rwb", "id": 1}', '{"id": 2, "sentence": "xa \\ud83d"}']
     pathlib.Path("asked.jsonl").write_text("\n".join(lines) + "\n")
     for out in ("found.csv", "found.jsonl"):
-        assert (
-            cli.main(["predict", "--workdir", "run", "--input", "asked.jsonl", "--out", out]) == 0
-        )
+        broken.said(f"predict --workdir run --input asked.jsonl --out {out}")
     with open("found.csv", newline="") as file:
         rows_ = list(csv.DictReader(file))
     assert [row["id"] for row in rows_] == ["1", "2"] and rows_[0]["sentence"] == "wa\rwb"

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 
+import broken
 import kinds
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from etils import epath
 from small_run import final_state, pretrain, write_text
 
 from bert_jax import base as base_lib
-from bert_jax import cli
 from bert_jax.base import TextVectors
 from bert_jax.config import Parallelism
 from bert_jax.errors import InputError
@@ -164,17 +164,17 @@ def test_probes_run_before_between_and_after_and_change_nothing(folder, finished
     np.testing.assert_array_equal(*word)
     timings = Lines(tmp_path / "with" / "timings.jsonl").read()
     assert sum(line.get("probes_seconds", 0) > 0 for line in timings) >= 2
-    assert cli.main(["report", str(tmp_path / "with")]) == 0
+    broken.said(f"report {tmp_path}/with")
     page = (tmp_path / "with" / "report.html").read_text()
     for words in ("layer reads off", "Probe letters", ">commonest<", "Minimal pairs minimal"):
         assert words in page, words
 
 
 @pytest.mark.long
-def test_vectors_that_get_lost_are_spoken_of(folder, copy_of_run, tmp_path, capsys):
+def test_vectors_that_get_lost_are_spoken_of(folder, copy_of_run, tmp_path):
     """Those of a base that gives vectors, as it makes them."""
     base, vectors = epath.Path(tmp_path / "base"), TextVectors("cls", normalize=True)
-    assert cli.main(["import", "run", "--workdir", str(base)]) == 0
+    broken.said(f"import run --workdir {base}")
     known = base_lib.read(base)
     shutil.rmtree(base)
     base_lib.write(dataclasses.replace(known, vectors=vectors), base)
@@ -184,11 +184,10 @@ def test_vectors_that_get_lost_are_spoken_of(folder, copy_of_run, tmp_path, caps
     before, *_, after = (line["scores"]["near"] for line in lines(tmp_path / "run"))
     assert after < before - 0.01
     assert f"near was {before:.4f} in {base}" in shown
-    capsys.readouterr()
     asked = {}
     for place in (str(base), "run"):  # the same encoder, pooled as it says, and by the mean
-        assert cli.main(["evaluate", "--workdir", place, "--task", str(folder / "near.py")]) == 0
-        asked[place] = json.loads(capsys.readouterr().out.splitlines()[-1])["scores"]["near"]
+        said = broken.said(f"evaluate --workdir {place} --task {folder}/near.py")
+        asked[place] = json.loads(said.splitlines()[-1])["scores"]["near"]
     # Cosines of [CLS] are so near to each other that rounding decides about some places.
     assert asked[str(base)] == pytest.approx(before, abs=0.05)
     assert abs(asked["run"] - before) > 0.1

@@ -16,7 +16,6 @@ import tuned
 from compare import assert_identical
 from etils import epath
 
-from bert_jax import cli
 from bert_jax.config import Finetuning
 from bert_jax.loaded import Loaded
 from bert_jax.running.checkpoint import Checkpoints
@@ -45,13 +44,13 @@ def here(folder, monkeypatch):
 
 
 def finetune(workdir, *settings, base="--from run"):
+    """The command."""
     words = " ".join(f"--set {setting}" for setting in settings)
-    return broken.call(f"finetune task.py {base} --workdir {workdir} {words}")
+    return f"finetune task.py {base} --workdir {workdir} {words}"
 
 
 def finished(workdir, *settings, **options):
-    code, err = finetune(workdir, *settings, **options)
-    assert code == 0, err
+    broken.said(finetune(workdir, *settings, **options))
     return lines(workdir)
 
 
@@ -108,7 +107,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(how, request, monke
     """In the middle of an epoch and of a line; the base need not be named again."""
     settings = LORA if how == "lora" else ()
     with tuned.signal_before(6, monkeypatch):
-        code, err = finetune(f"{how}-stopped", *settings)
+        code, err = broken.call(finetune(f"{how}-stopped", *settings))
     assert code == 75, err
     again = finished(f"{how}-stopped", *settings, base="")
     undisturbed = request.getfixturevalue(how)
@@ -164,20 +163,12 @@ def test_a_checkpoint_holds_what_learns_alone(lora):
 
 
 @pytest.mark.long
-def test_a_run_whose_evaluations_are_in_vain_ends_and_so_does_one_that_goes_on(capsys):
+def test_a_run_whose_evaluations_are_in_vain_ends_and_so_does_one_that_goes_on():
     """With so small a learning rate no float32 moves: 5 is the best, 10 and 15 are in vain."""
-
-    def said(command):
-        capsys.readouterr()
-        assert cli.main(command.split()) == 0
-        return capsys.readouterr().out
-
     settings = ("patience=2", "run.eval_every=5", "run.checkpoint_every=5", "run.log_every=4")
     settings += ("run.keep_checkpoints=9", "class_weights=balanced")
     settings += ("optimizer.peak_learning_rate=1e-30",)
-    words = " ".join(f"--set {setting}" for setting in settings)
-    finetune_ = f"finetune task.py --from run --workdir patient {words}"
-    out = said(finetune_)
+    out = broken.said(finetune("patient", *settings))
     assert "step 15: ends here, since of 2 evaluations none is below the held-out loss" in out
     assert "of step 5 (patience)" in out and "finished: step 15" in out
     assert "finetune: class weights bad 1, good 1" in out
@@ -185,13 +176,14 @@ def test_a_run_whose_evaluations_are_in_vain_ends_and_so_does_one_that_goes_on(c
     assert [x["step"] for x in done if x["kind"] == "scores"] == [5, 10, 15]
     # Those since the last line have one, too, though none is due.
     assert [x["step"] for x in done if x["kind"] == "train"] == [4, 8, 12, 15]
-    assert "the run is finished" in said("checkpoints patient")
+    assert "the run is finished" in broken.said("checkpoints patient")
     (end,) = (x for x in lines("patient", "predictions") if x["kind"] == "mistakes")
     assert end["step"] == 15
     # What was killed before its end comes to the same.
     for number in (10, 15):
         shutil.rmtree(f"patient/checkpoints/{number}")
-    assert "resume: from step 5" in said(finetune_) and lines("patient") == done
+    assert "resume: from step 5" in broken.said(finetune("patient", *settings))
+    assert lines("patient") == done
 
 
 def test_evaluations_are_in_vain_if_none_of_the_last_is_the_lowest():
@@ -210,23 +202,18 @@ def test_evaluations_are_in_vain_if_none_of_the_last_is_the_lowest():
 def test_flags_alone_are_a_task_file_and_a_run_goes_on_by_its_workdir():
     flags = "--kind classify --train jsonl:train --validation jsonl:test --from run"
     sets = "--set task.max_sequence_length=30 --set epochs=0.5 --set batch_size=4"
-    code, err = broken.call(f"finetune {flags} --workdir flagged {sets}")
-    assert code == 0, err
+    broken.said(f"finetune {flags} --workdir flagged {sets}")
     experiment = load_experiment(Workdir("flagged"), Finetuning)
     assert experiment.name == "flagged" and experiment.task.text_column == "sentence"
-    code, err = broken.call("finetune --workdir flagged")
-    assert code == 0, err
-    code, err = broken.call(f"finetune task.py {flags} --workdir new")
-    assert code == 2 and "--kind: task.py sets this" in err
+    broken.said("finetune --workdir flagged")
+    broken.fails(f"finetune task.py {flags} --workdir new", "--kind: task.py sets this")
 
 
 # --- refused, in one line, with nothing left behind ---
 
 
 def refuses(workdir, *words, settings=(), base="--from run"):
-    sets = " ".join(f"--set {setting}" for setting in settings)
-    command = f"finetune task.py {base} --workdir {workdir} {sets}"
-    broken.refuses(broken.Case("", command, words))
+    broken.refuses(broken.Case("", finetune(workdir, *settings, base=base), words))
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import broken
 import jax
 import kinds
 import numpy as np
@@ -220,26 +221,25 @@ def write_task(vectors="", train="jsonl:train", test="jsonl:test"):
     ("vectors", "negative"),
     [("", "c"), pytest.param('loss="cosine"', "", marks=pytest.mark.long)],
 )
-def test_pairs_are_learned_kept_and_asked(vectors, negative, here, capsys):
+def test_pairs_are_learned_kept_and_asked(vectors, negative, here):
     """Also those that were learned with a third text, which nobody has who asks."""
     write_task(vectors)
-    assert tuned.finetune("--set", f"task.negative_column={negative}") == 0
+    tuned.finetune("--set", f"task.negative_column={negative}")
     lines = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
     assert lines[-1]["loss"] == pytest.approx(1 - lines[-1]["spearman"])
     train = [line["loss"] for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "train"]
     assert train[-1] < train[0]
-    answers = tuned.predict(capsys, "wa wb", "wb wa", "wa wb", "xa xb")
+    answers = tuned.predict("wa wb", "wb wa", "wa wb", "xa xb")
     assert [set(answer) & {"cosine"} for answer in answers] == [{"cosine"}] * 2
     assert answers[0]["cosine"] > answers[1]["cosine"]
     asked = [("wa wb", "wb wa"), ("wa", ""), ("wa wb", "xa xb")]
     rows = [json.dumps(dict(zip(("sentence", "b"), pair, strict=True))) + "\n" for pair in asked]
     pathlib.Path("asked.jsonl").write_text("".join(rows))
-    words = ["predict", "--workdir", "run", "--input", "asked.jsonl", "--out", "found.jsonl"]
-    assert cli.main(words) == 0
+    broken.said("predict --workdir run --input asked.jsonl --out found.jsonl")
     found = [row["predicted"] for row in tuned.lines("found.jsonl")]
     expected = answers[0]["cosine"], answers[1]["cosine"]
     assert found == [pytest.approx(expected[0]), None, pytest.approx(expected[1])]
-    (scored,) = tuned.predict(capsys, "--score")
+    (scored,) = tuned.predict("--score")
     assert scored["loss"] == pytest.approx(1 - scored["spearman"])
     assert TaskModel("run").experiment.task.negative_column == negative
 
@@ -252,28 +252,25 @@ def test_of_single_texts_there_is_no_cosine():
 
 
 @pytest.mark.long
-def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
+def test_a_run_and_its_base_are_scored_as_they_are(here):
     """And what a run learned leaves it as an encoder whose vectors are the same."""
     settings = ("task.query_prefix=wa wb ", "task.text_prefix=xa ", "vectors.pooling=last")
     write_task()
-    assert tuned.finetune(*(word for one in settings for word in ("--set", one))) == 0
-    assert cli.main(["export", "--workdir", "run", "--as", "task", "--out", "out"]) == 2
-    assert cli.main(["export", "--workdir", "run", "--out", "out"]) == 0
-    assert cli.main(["import", "out", "--workdir", "again"]) == 0
+    tuned.finetune(*(word for one in settings for word in ("--set", one)))
+    broken.fails("export --workdir run --as task --out out", "--as ")
+    broken.said("export --workdir run --out out")
+    broken.said("import out --workdir again")
     pathlib.Path("texts").write_text("wa wb\nxa xb xc\n")
-    capsys.readouterr()
     vectors, answers = {}, {}
     for place in ("run", "again", "base"):
         for role in ("text", "query"):
-            words = ["--workdir", place, "--role", role, "--dimensions", "8"]
-            assert cli.main(["embed", "texts", *words, "--out", "v.npz"]) == 0
+            embed = f"embed texts --workdir {place} --role {role} --dimensions 8 --out v.npz"
+            broken.said(embed)
             vectors[place, role] = np.load("v.npz")["vectors"]
-        capsys.readouterr()
-        assert cli.main(["evaluate", "--workdir", place, "--task", "task.py"]) == 0
-        answers[place] = json.loads(capsys.readouterr().out.splitlines()[-1])["scores"]["small"]
-    words = ["evaluate", "--workdir", "run", "--also", "again", "base", "--task", "task.py"]
-    assert cli.main(words) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()[1::2]]
+        said = broken.said(f"evaluate --workdir {place} --task task.py")
+        answers[place] = json.loads(said.splitlines()[-1])["scores"]["small"]
+    said = broken.said("evaluate --workdir run --also again base --task task.py")
+    found = [json.loads(line) for line in said.splitlines()[1::2]]
     assert {one["workdir"]: one["scores"]["small"] for one in found} == answers
     last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
     assert answers["run"] == pytest.approx(last["spearman"])
@@ -281,8 +278,7 @@ def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
     for role in ("text", "query"):
         np.testing.assert_allclose(vectors["again", role], vectors["run", role], atol=1e-6)
     # What learns over it puts the same before its texts, though its task names nothing.
-    words = ["finetune", "task.py", "--from", "again", "--workdir", "further"]
-    assert cli.main([*words, "--set", "epochs=0.25"]) == 0
+    broken.said("finetune task.py --from again --workdir further --set epochs=0.25")
     kept = TaskModel("further").encoder().vectors
     assert (kept.pooling, kept.query_prefix, kept.text_prefix) == ("last", "wa wb ", "xa ")
     assert np.abs(vectors["run", "text"] - vectors["run", "query"]).max() > 1e-3
@@ -293,7 +289,7 @@ def test_a_run_and_its_base_are_scored_as_they_are(here, capsys):
 @pytest.mark.long
 def test_queries_find_their_texts(here):
     write_task("dimensions=(8, 16)", test="beir:beir:test")
-    assert tuned.finetune() == 0
+    tuned.finetune()
     lines = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
     assert {"recall@1", "recall@10", "mrr@10", "ndcg@10"} <= set(lines[0])
     assert lines[0]["score"] == lines[0]["ndcg@10"]
@@ -302,11 +298,11 @@ def test_queries_find_their_texts(here):
 @pytest.mark.long
 def test_a_stopped_run_of_vectors_ends_at_the_same_bits(here, monkeypatch):
     write_task()
-    assert tuned.finetune() == 0
+    tuned.finetune()
     whole = pathlib.Path("run").rename("whole")
     with tuned.signal_before(3, monkeypatch):
-        assert tuned.finetune() == 75
-    assert tuned.finetune() == 0
+        assert broken.call(tuned.FINETUNE)[0] == 75
+    tuned.finetune()
     assert (whole / "metrics.jsonl").read_text() == pathlib.Path("run/metrics.jsonl").read_text()
 
 
@@ -343,18 +339,16 @@ def test_two_processes_compare_the_texts_of_both(here):
 
 
 @pytest.mark.long
-def test_a_teacher_s_vectors_are_learned(here, capsys):
+def test_a_teacher_s_vectors_are_learned(here):
     texts = [row["sentence"] for row in tuned.lines("train")]
     pathlib.Path("sentences").write_text("\n".join(texts) + "\n")
-    assert cli.main(["embed", "--workdir", "base", "sentences", "--out", "t.npz"]) == 0
+    broken.said("embed --workdir base sentences --out t.npz")
     write_task('loss="distil", teacher="t.npz", geometry=1.0')
-    assert tuned.finetune() == 0
+    tuned.finetune()
     lines = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "train"]
     assert lines[-1]["loss"] < lines[0]["loss"]
     pathlib.Path("t.npz").unlink()  # what a step reads is shown without it
-    capsys.readouterr()
-    assert cli.main(["show", "--workdir", "run", "--step", "1"]) == 0
-    shown = capsys.readouterr().out
+    shown = broken.said("show --workdir run --step 1")
     assert "step 1 of 8, epoch 0: 8 rows of 30" in shown
     pieces = [line.removeprefix("[CLS] ").removesuffix("[SEP] ") for line in shown.splitlines()]
     assert sum(line.strip() in texts for line in pieces) >= 3
@@ -380,7 +374,7 @@ def test_a_teacher_s_vectors_are_learned(here, capsys):
         ("score_range=(0, 5)", "jsonl:train", [], "vectors.score_range"),
     ],
 )
-def test_what_cannot_be_learned_is_named(here, capsys, vectors, train, settings, named):
+def test_what_cannot_be_learned_is_named(here, vectors, train, settings, named):
     np.savez("short.npz", vectors=np.ones((3, 16), np.float32))
     np.savez("wide.npz", vectors=np.ones((32, 24), np.float32))
     whole = pathlib.Path("wide.npz").read_bytes()
@@ -389,16 +383,14 @@ def test_what_cannot_be_learned_is_named(here, capsys, vectors, train, settings,
         '{"sentence": "wa", "b": "wb", "value": 1}\n{"sentence": "wa", "b": " ", "value": 1}\n'
     )
     write_task(vectors, train)
-    words = [word for one in settings for word in ("--set", one)]
-    assert tuned.finetune(*words) == 2
-    assert named in capsys.readouterr().err
+    sets = " ".join(f"--set {setting}" for setting in settings)
+    broken.fails(f"{tuned.FINETUNE} {sets}", named)
     assert not pathlib.Path("run").exists()
 
 
 @pytest.mark.long
-def test_another_kind_has_no_vectors(here, capsys):
+def test_another_kind_has_no_vectors(here):
     write_task("temperature=0.1")
     text = pathlib.Path("task.py").read_text().replace('"similar"', '"regress"')
     pathlib.Path("task.py").write_text(text)
-    assert tuned.finetune() == 2
-    assert "vectors" in capsys.readouterr().err
+    broken.fails(tuned.FINETUNE, "vectors")

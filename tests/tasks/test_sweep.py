@@ -6,8 +6,9 @@ import statistics
 
 import pytest
 import tuned
+from broken import asked, fails, said
 
-from bert_jax import cli, errors
+from bert_jax import errors
 from bert_jax.compare import sweep
 from bert_jax.running.runner import Trainer
 from bert_jax.tasks import job
@@ -24,9 +25,10 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(*axes, base="base"):
-    words = [word for axis in axes for word in ("--sweep", axis)]
-    return cli.main(["finetune", "task.py", "--from", base, "--workdir", "all", *words])
+def words(*axes, base="base"):
+    """Of the command, which are a list since values hold blanks."""
+    swept = [word for axis in axes for word in ("--sweep", axis)]
+    return ["finetune", "task.py", "--from", base, "--workdir", "all", *swept]
 
 
 def names(*axes):
@@ -47,7 +49,7 @@ def test_runs_are_all_products_named_by_their_values(here):
     assert names("name=a,b", "optimizer.name=adamw")[0] == "name-a_optimizer.name-adamw"
 
 
-def test_what_cannot_be_swept_is_refused_before_anything_is_run(here, capsys):
+def test_what_cannot_be_swept_is_refused_before_anything_is_run(here):
     for axes, what in (
         (["seed"], "--sweep seed: write it as FIELD=V1,V2"),
         (["seed=1,,2"], "each value once"),
@@ -57,24 +59,18 @@ def test_what_cannot_be_swept_is_refused_before_anything_is_run(here, capsys):
         (["seed=1,x"], "seed=x"),
         (["task.label_column=a b,a/b"], "label_column-a_b"),
     ):
-        capsys.readouterr()
-        assert run(*axes) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert what in line and not pathlib.Path("all").exists()
-    assert run("seed=1", base="nowhere") == 2
+        fails(words(*axes), what)
+        assert not pathlib.Path("all").exists()
+    fails(words("seed=1", base="nowhere"), "nowhere")
     (here / "all").mkdir()
     (here / "all" / "mine").touch()
-    assert run("seed=1") == 2
-    assert "all: holds a run or other files and no sweep" in capsys.readouterr().err
+    fails(words("seed=1"), "all: holds a run or other files and no sweep")
 
 
 @pytest.mark.long
-def test_scores_are_shown_with_means_over_seeds_and_finished_runs_are_kept(
-    here, capsys, monkeypatch
-):
+def test_scores_are_shown_with_means_over_seeds_and_finished_runs_are_kept(here, monkeypatch):
     axes = ("seed=1,2", f"{RATE}=0.5")
-    assert run(*axes) == 0
-    out = capsys.readouterr().out.splitlines()
+    out = said(words(*axes)).splitlines()
     record = json.loads(pathlib.Path("all/sweep.json").read_text())
     assert [r["folder"] for r in record["runs"]] == names(*axes)
     scores = []
@@ -91,8 +87,7 @@ def test_scores_are_shown_with_means_over_seeds_and_finished_runs_are_kept(
     assert out[-1].split() == ["0.5", "2", f"{mean:.4f}", f"{deviation:.4f}"]
 
     monkeypatch.setattr(Trainer, "_train", None)  # nothing is left to do
-    assert run(*axes) == 0
-    again = capsys.readouterr().out.splitlines()
+    again = said(words(*axes)).splitlines()
     assert sum("holds the finished run" in line for line in again) == 2
     assert again[-7:] == out[-7:]
 
@@ -100,15 +95,13 @@ def test_scores_are_shown_with_means_over_seeds_and_finished_runs_are_kept(
     monkeypatch.undo()
     monkeypatch.chdir(here)
     tuned.write_base("other", seed=1)
-    assert run(*axes, base="other") == errors.BAD_INPUT
-    assert "holds other weights than those this run adapts" in capsys.readouterr().err
+    fails(words(*axes, base="other"), "holds other weights than those this run adapts")
     text = pathlib.Path("task.py").read_text().replace("batch_size=4", "batch_size=8")
     pathlib.Path("task.py").write_text(text)
-    assert run(*axes) == errors.BAD_INPUT
-    assert "this run was started with other settings (batch_size" in capsys.readouterr().err
+    fails(words(*axes), "this run was started with other settings (batch_size")
 
 
-def test_a_signal_stops_the_sweep_and_a_run_that_fails_does_not(here, capsys, monkeypatch):
+def test_a_signal_stops_the_sweep_and_a_run_that_fails_does_not(here, monkeypatch):
     def outcomes(**of_seeds):
         def instead(experiment, base, root, progress, origin):
             begun.append(root)
@@ -116,7 +109,8 @@ def test_a_signal_stops_the_sweep_and_a_run_that_fails_does_not(here, capsys, mo
 
         begun: list[str] = []
         monkeypatch.setattr(job, "finetune", instead)
-        code = run("seed=1,2,3")
+        code, out, _ = asked(words("seed=1,2,3"))
+        assert ("failed" in out) == (code == errors.FAILED)
         record = json.loads(pathlib.Path("all/sweep.json").read_text())
         return code, len(begun), [r["outcome"] for r in record["runs"]]
 
@@ -124,4 +118,3 @@ def test_a_signal_stops_the_sweep_and_a_run_that_fails_does_not(here, capsys, mo
     assert stopped == (errors.STOPPED, 2, ["failed", "stopped", ""])
     ended = outcomes(of_1="failed", of_2="failed", of_3="failed")
     assert ended == (errors.FAILED, 3, ["failed"] * 3)
-    assert "failed" in capsys.readouterr().out

@@ -3,12 +3,12 @@
 import json
 import pathlib
 
+import broken
 import jax
 from etils import epath
 from small_run import signal_before as signal_before
 
 from bert_jax import base as base_lib
-from bert_jax import cli
 from bert_jax.config import Model
 from bert_jax.model import heads
 from bert_jax.text.tokenizer import WordPiece
@@ -24,6 +24,7 @@ MODEL = Model(
     max_position_embeddings=64,
     initializer_range=0.2,  # so small a model would say the same of all texts
 )
+FINETUNE = "finetune task.py --from base --workdir run"
 # Of each kind its own fields.
 TASKS = {
     "classify": "",
@@ -101,17 +102,15 @@ def write_task(folder: pathlib.Path, kind: str, how: str = "full", epochs: float
     (folder / "task.py").write_text(text)
 
 
-def finetune(*more: str) -> int:
-    """In the current folder, from `base` to `run`."""
-    return cli.main(["finetune", "task.py", "--from", "base", "--workdir", "run", *more])
+def finetune(*more: str) -> str:
+    """Fine-tunes in the current folder; returns what is printed."""
+    return broken.said(FINETUNE, *more)
 
 
-def predict(capsys, *words: str, code: int = 0) -> list:
-    """What `bert-jax predict --workdir run WORDS` prints, a value a line; its error if any."""
-    capsys.readouterr()
-    assert cli.main(["predict", "--workdir", "run", *words]) == code
-    out, err = capsys.readouterr()
-    return [json.loads(line) for line in out.splitlines()] if code == 0 else err.splitlines()
+def predict(*words: str, stdin: bytes = b"") -> list:
+    """What `bert-jax predict --workdir run WORDS` prints, a value a line."""
+    printed = broken.said("predict --workdir run", *words, stdin=stdin)
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 def lines(path: str) -> list:
