@@ -155,10 +155,7 @@ def test_the_command_prints_a_table_and_writes_a_page(here):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "layers: name --tasks, --attention, or both"),
         ("--tasks generate.py", "--tasks: generate.py: task.kind=generate cannot be read off"),
-        ("--tasks nowhere.py", "--tasks takes files of tasks: nowhere.py"),
-        ("--tasks classify.py classify.py", "two tasks have the name 'classify'"),
         ("--tasks length.py", "--tasks: the name length is taken"),
         ("--tasks empty.py", "--tasks: "),
         ("--tasks constant.py", "--tasks: constant: all pairs to score on have one similarity"),

@@ -317,7 +317,6 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run):
         ("--top 3 wa", "--top: run: "),
         ("--score wa", "TEXT: --source and --score"),
         ("--source text:test", "'text:test'"),
-        ("--source jsonl:nowhere", "nowhere"),
         ("--source jsonl:blank --out a.jsonl", "blank:2: column 'sentence'"),
         ("--score --source jsonl:strange", "strange:1: label 'odd'"),
         ("--checkpoint 3 wa", "--checkpoint 3"),

@@ -241,11 +241,8 @@ def test_a_run_goes_on_over_its_own_base_settings_and_examples_alone(lora):
 @pytest.mark.parametrize(
     ("settings", "base", "words"),
     [
-        (("task.text_column=text",), "--from run", ("train:1", "'text'")),
-        (("task.train=jsonl:none",), "--from run", ("none",)),
         (("task.max_sequence_length=33",), "--from run", ("task.max_sequence_length=33", "32")),
         (("batch_size=6",), "--from run", ("finetuning.batch_size=6",)),
-        (("task.labels=bad,maybe",), "--from run", ("train:1", "'good'", "task.labels")),
         ((), "", ("--from: name a base or a run",)),
         ((), "--from nowhere", ("nowhere",)),
     ],
