@@ -12,10 +12,11 @@ import time
 import jax
 import numpy as np
 import pytest
+from broken import asked
 from etils import epath
 from small_run import OBJECTIVES, bert_jax, pretrain, saves_in, settings, write_text
 
-from bert_jax import cli, config
+from bert_jax import config
 from bert_jax.verify import compare, resume
 
 HERE = pathlib.Path(__file__).parent
@@ -156,18 +157,13 @@ def test_another_corpus_is_named(alike, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_run_that_goes_on_with_another_batch_is_found(tmp_path, monkeypatch, capsys):
+def test_a_run_that_goes_on_with_another_batch_is_found(tmp_path, monkeypatch):
     for name, value in settings(1).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
     monkeypatch.setattr(resume, "CHILD", "one_step_on")
-    code = cli.main(
-        [
-            *("verify-resume", str(write_text(tmp_path)), "--workdir", str(tmp_path / "v")),
-            *("--rounds", "1", "--set", "optimizer.bad_steps_in_a_row=3"),
-        ]
-    )
-    printed = capsys.readouterr().out
+    words = f"verify-resume {write_text(tmp_path)} --workdir {tmp_path}/v --rounds 1"
+    code, printed, _ = asked(f"{words} --set optimizer.bad_steps_in_a_row=3")
     assert code == 1, printed
     assert "steps saw another batch, the first is step " in printed
     assert "killed: went on to its end" in printed
