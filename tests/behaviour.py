@@ -126,14 +126,9 @@ def of_arrays(tree: dict[str, np.ndarray]) -> str:
 def prepared(name: str, settings: tuple[str, ...]) -> tuple[config.Experiment, Prepared]:
     """The small experiment with some settings, and its corpus."""
     words = [*STEPS, *settings, f"run.corpus_dir=corpus_{name}"]
-    command(["prepare", "small.py", *(f"--set={word}" for word in words)])
+    broken.said(["prepare", "small.py", *(f"--set={word}" for word in words)])
     experiment = config.override(config.load("small.py"), words)
     return experiment, Prepared.open(epath.Path(f"corpus_{name}"))
-
-
-def command(words: list[str]) -> None:
-    code, err = broken.call(words)
-    assert code == 0, err
 
 
 def corpora() -> Iterator[tuple[str, str]]:
@@ -165,9 +160,9 @@ def batches() -> Iterator[tuple[str, str]]:
 def exports() -> Iterator[tuple[str, str]]:
     """What `import` and `export` make of weights that are given."""
     hf_folder.write(pathlib.Path("given"))
-    command(["import", "given", "--workdir", "base"])
+    broken.said("import given --workdir base")
     for kind in ("pretraining", "masked_lm", "encoder"):
-        command(["export", "--workdir", "base", "--as", kind, "--out", kind])
+        broken.said(f"export --workdir base --as {kind} --out {kind}")
         for file in ("model.safetensors", "config.json", "vocab.txt", "tokenizer_config.json"):
             yield f"export {kind} {file}", sha(pathlib.Path(kind, file).read_bytes())
 
@@ -207,10 +202,10 @@ def here() -> dict[str, str | int]:
     runs = {"mlm_nsp": (), **small_run.OBJECTIVES}
     for name, settings in runs.items():
         words = ["pretrain", "small.py", "--workdir", f"run_{name}"]
-        command([*words, *(f"--set={s}" for s in (*settings, f"run.corpus_dir=of_{name}"))])
+        broken.said([*words, *(f"--set={s}" for s in (*settings, f"run.corpus_dir=of_{name}"))])
     resumed = ("pretrain", "small.py", "--workdir", "run_resumed")
     small_run.killed(9, signal.SIGKILL, *resumed, devices=4)
-    command([*resumed])
+    broken.said([*resumed])
     bad = child.Plan(not_finite=(9, 10, 11)).to_json()
     words = ("pretrain", "small.py", "--workdir", "run_rolled_back")
     done = small_run.command(
