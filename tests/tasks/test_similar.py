@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -324,15 +321,7 @@ def test_two_processes_compare_the_texts_of_both(here):
     command = ["finetune", "task.py", "--from", "base"]
     command += [word for one in settings for word in ("--set", one)]
     assert cli.main([*command, "--workdir", "run"]) == 0
-    launched = [sys.executable, "-m", "bert_jax.launch", "local", "--processes", "2", "--"]
-    done = subprocess.run(
-        [*launched, sys.executable, "-m", "bert_jax.cli", *command, "--workdir", "pod"],
-        env=os.environ | small_run.settings(1),
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    small_run.on_two("bert-jax", *command, "--workdir", "pod")
     both = zip(tuned.lines("pod/metrics.jsonl"), tuned.lines("run/metrics.jsonl"), strict=True)
     for ours, theirs in both:
         assert ours.pop("kind") == theirs.pop("kind")

@@ -1,15 +1,13 @@
 """Slices: parts of the devices with a state each, whose gradients alone travel between them."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 import samples
 from compare import assert_close
+from small_run import on_eight
 from test_feed import digest
 from test_sharding import MUON
 
@@ -61,10 +59,7 @@ def test_slices_change_nothing(parallelism):
 
 @pytest.mark.long
 def test_slices_change_nothing_on_eight_devices():
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = "import test_slices; test_slices.check_eight()"
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    on_eight("import test_slices; test_slices.check_eight()")
 
 
 def test_batches_are_the_same_on_any_slices():
