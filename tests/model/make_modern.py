@@ -22,16 +22,6 @@ CONFIG = {
     "pad_token_id": 0,
 }
 ROWS, LENGTH = 3, 24
-# A second size, whose gradients are not kept.
-DEEPER = CONFIG | {
-    "hidden_size": 32,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 80,
-    "local_attention": 16,
-}
-DEEPER_ROWS, DEEPER_LENGTH = 2, 72
 _IGNORED = -100
 
 
@@ -56,21 +46,21 @@ def batch(config: dict[str, int], rows: int, length: int) -> dict[str, np.ndarra
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
 
 
-def outputs(config: dict[str, int], rows: int, length: int) -> dict[str, np.ndarray]:
-    """Returns hidden_states [L + 1, rows, length, D], logits, loss, and gradients by `grad.NAME`.
+def outputs() -> dict[str, np.ndarray]:
+    """Returns hidden_states [L + 1, ROWS, LENGTH, D], logits, loss, and gradients by `grad.NAME`.
 
     At padding they are 0.
     """
     import torch
     import transformers
 
-    model = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**config))
+    model = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**CONFIG))
     state = model.state_dict()
     drawn = weights({name: tuple(v.shape) for name, v in state.items() if name != "decoder.weight"})
     drawn["decoder.weight"] = drawn["model.embeddings.tok_embeddings.weight"]
     model.load_state_dict({name: torch.from_numpy(value) for name, value in drawn.items()})
     model.eval()
-    made = batch(config, rows, length)
+    made = batch(CONFIG, ROWS, LENGTH)
     inputs = {name: torch.from_numpy(value) for name, value in made.items()}
     found = model(**inputs, output_hidden_states=True)
     found.loss.backward()
@@ -87,7 +77,4 @@ def outputs(config: dict[str, int], rows: int, length: int) -> dict[str, np.ndar
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    np.savez_compressed(FOLDER / "outputs.npz", **outputs(CONFIG, ROWS, LENGTH))
-    deeper = outputs(DEEPER, DEEPER_ROWS, DEEPER_LENGTH)
-    kept = {name: deeper[name] for name in ("hidden_states", "logits", "loss")}
-    np.savez_compressed(FOLDER / "deeper.npz", **kept)
+    np.savez_compressed(FOLDER / "outputs.npz", **outputs())
