@@ -10,28 +10,28 @@ import pathlib
 import numpy as np
 
 FOLDER = pathlib.Path(__file__).parent / "modern"
-# Of ModernBertConfig. A window of 8 places lets a token see 4 on each side, of rows of 24.
-CONFIG = {
+SIZES = {
     "vocab_size": 61,
     "hidden_size": 24,
-    "num_hidden_layers": 7,
     "num_attention_heads": 2,
     "intermediate_size": 20,
     "max_position_embeddings": 32,
-    "local_attention": 8,
     "pad_token_id": 0,
 }
+# Of ModernBertConfig. A window of 8 places lets a token see 4 on each side, of rows of 24.
+CONFIG = {**SIZES, "num_hidden_layers": 7, "local_attention": 8}
 ROWS, LENGTH = 3, 24
 _IGNORED = -100
 
 
 def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Draws tensors of these names and shapes, float32: norms around 1, all others around 0."""
+    """Draws tensors of these names and shapes, float32: scales around 1, all others around 0."""
     rng = np.random.default_rng(0)
     made = {}
     for name, shape in sorted(shapes.items()):
         value = rng.standard_normal(shape)
-        made[name] = (1 + 0.3 * value if "norm" in name else 0.2 * value).astype(np.float32)
+        is_scale = "norm" in name.lower() and name.endswith("weight")
+        made[name] = (1 + 0.3 * value if is_scale else 0.2 * value).astype(np.float32)
     return made
 
 
