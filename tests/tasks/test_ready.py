@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+import samples
 import tensorflow_datasets as tfds
 
 from bert_jax.config import Task
@@ -59,28 +60,8 @@ KINDS = {"span": {"max_sequence_length": 384}}
 def data_dir(tmp_path_factory):
     """The three, as `download_and_prepare` leaves them."""
     root = tmp_path_factory.mktemp("tfds")
-    tfds.disable_progress_bar()
-    for key in FEATURES:
-
-        class Ready(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-            """A dataset of a few examples."""
-
-            name = key
-            VERSION = tfds.core.Version("1.0.0")
-
-            def _info(self):
-                features = tfds.features.FeaturesDict(FEATURES[self.name])
-                return tfds.core.DatasetInfo(
-                    builder=self, features=features, disable_shuffling=True
-                )
-
-            def _split_generators(self, dl_manager):
-                return {name: enumerate(found) for name, found in EXAMPLES[self.name].items()}
-
-            def _generate_examples(self, examples):
-                yield from examples
-
-        Ready(data_dir=root, file_format="array_record").download_and_prepare()
+    for key, features in FEATURES.items():
+        samples.ready_dataset(root, key, features, EXAMPLES[key])
     return root
 
 
