@@ -216,3 +216,11 @@ def final_state(workdir: pathlib.Path, step: int | None = None) -> tuple[int, di
     saved = Checkpoints(epath.Path(workdir / "checkpoints"))
     step = step or max(saved.steps)
     return step, jax.device_get(saved.restore(step, abstract).state)
+
+
+def assert_same_run(one: pathlib.Path, other: pathlib.Path) -> None:
+    """Two runs have the same lines, last step and state, bit for bit."""
+    from compare import assert_identical
+
+    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    assert_identical(final_state(one), final_state(other))

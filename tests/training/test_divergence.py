@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_identical
-from small_run import final_state, pretrain, signal_before, write_text
+from small_run import assert_same_run, final_state, pretrain, signal_before, write_text
 
 from bert_jax.data import batches
 from bert_jax.running import evaluators, start
@@ -102,9 +102,7 @@ def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(file, gone_back, tmp
     poison(monkeypatch, {5, 6, 7})
     monkeypatch.setattr(step, "make_init", without)
     pretrain(file, tmp_path / "reference")
-    assert_identical(state, final_state(tmp_path / "reference")[1])
-    ours, theirs = (w / "metrics.jsonl" for w in (workdir, tmp_path / "reference"))
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert_same_run(workdir, tmp_path / "reference")
 
 
 @pytest.mark.nightly
@@ -185,9 +183,7 @@ def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
     assert f"stopped at step {at + 1}, not saved, {why}" in shown
     assert f"the newest checkpoint is of step {every}" in shown
     assert pretrain(file, tmp_path / "w", settings)[0] == "finished"
-    assert_identical(final_state(tmp_path / "w")[1], final_state(gone_back[0])[1])
-    ours, theirs = (w / "metrics.jsonl" for w in (tmp_path / "w", gone_back[0]))
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert_same_run(tmp_path / "w", gone_back[0])
 
 
 def test_a_stop_in_a_roll_back_finds_all_saved(file, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import samples
 from broken import call
 from compare import assert_identical
 from jax import lax
-from small_run import OBJECTIVES, final_state, on_eight, pretrain
+from small_run import OBJECTIVES, assert_same_run, final_state, on_eight, pretrain
 
 from bert_jax.config import Parallelism, Run
 from bert_jax.errors import InputError, Unavailable
@@ -216,9 +216,7 @@ def test_a_run_goes_back_before_a_device_that_erred(copy_of_run, finished_run, m
     device = f"device 2 of process 0 ({socket.gethostname()})"
     words = f"step 10: {device} came to another result of the same rows; going back to step 4"
     assert outcome == "finished" and words in shown
-    assert_identical(final_state(copy_of_run / "w")[1], final_state(finished_run / "run")[1])
-    ours, theirs = (w / "metrics.jsonl" for w in (copy_of_run / "w", finished_run / "run"))
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert_same_run(copy_of_run / "w", finished_run / "run")
     timings = map(json.loads, (copy_of_run / "w" / "timings.jsonl").read_text().splitlines())
     backs = [x for x in timings if x["kind"] == "roll_back"]
     assert [(x["step"], x["replayed"], x["erred"]) for x in backs] == [(4, 10, [2])]
