@@ -53,9 +53,6 @@ EXAMPLES = {
 }
 
 
-KINDS = {"span": {"max_sequence_length": 384}}
-
-
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     """The three, as `download_and_prepare` leaves them."""
@@ -71,7 +68,7 @@ def ready(data_dir, monkeypatch):
 
 
 def read(kind, source, labelled="labelled", **settings):
-    task = Task(kind=kind, train=(source,), validation=(source,), **KINDS.get(kind, {}) | settings)
+    task = Task(kind=kind, train=(source,), validation=(source,), **settings)
     return examples.read(task, (source,), labelled)
 
 
@@ -103,7 +100,7 @@ def test_words_and_tags_are_sequences():
 
 
 def test_answers_are_nested_features():
-    first, second = read("span", "tfds:squad:train", no_answer="possible")
+    first, second = read("span", "tfds:squad:train", no_answer="possible", max_sequence_length=384)
     assert first.place == "tfds:squad:train: question q1"
     assert (first.context, first.answers) == (CONTEXT, (Answer("12 m", 7), Answer("12", 7)))
     assert (second.question, second.answers, second.possible) == ("How wide?", (), False)
@@ -115,7 +112,7 @@ def test_answers_are_nested_features():
         ("classify", "tfds:glue:train", {"text_column": "text"}, "train:0: no column 'text'"),
         ("classify", "tfds:glue:dev", {}, "no split 'dev'"),
         ("classify", "tfds:other:train", {}, "no prepared dataset"),
-        ("span", "tfds:glue:train", {}, "tfds:glue:train:0: .*'id'"),
+        ("span", "tfds:glue:train", {"max_sequence_length": 384}, "tfds:glue:train:0: .*'id'"),
         ("tag", "tfds:glue:train", {"text_column": "sentence1"}, "column 'sentence1'"),
         ("pair", "tfds:glue:test", PAIRS, "tfds:glue:test:1: column 'label' is missing"),
     ],
