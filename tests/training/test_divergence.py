@@ -29,14 +29,14 @@ def file(tmp_path_factory):
     return file
 
 
-def poison(monkeypatch, poisoned: set[int]):
-    """No finite loss at these steps of the first phase."""
+def poison(monkeypatch, poisoned: set[int], name="masked_lm_weights", value=np.nan):
+    """Fills a part of the batches of these steps of the first phase; with NaN: no finite loss."""
     good = batches.TrainBatches.batch
 
     def batch(self, number, rows):
         found = good(self, number, rows)
         if number in poisoned and found["input_ids"].shape[1] == 16:
-            found["masked_lm_weights"][:] = np.nan
+            found[name][:] = value
         return found
 
     monkeypatch.setattr(batches.TrainBatches, "batch", batch)
@@ -349,15 +349,7 @@ def test_noise_and_learning_are_no_jumps():
 
 @pytest.mark.long
 def test_the_step_of_a_jump_is_named_while_the_run_goes_on(file, tmp_path, monkeypatch):
-    good = batches.TrainBatches.batch
-
-    def batch(self, number, rows):
-        found = good(self, number, rows)
-        if number == 11 and found["input_ids"].shape[1] == 16:
-            found["masked_lm_ids"][:] = 0  # which never is an answer
-        return found
-
-    monkeypatch.setattr(batches.TrainBatches, "batch", batch)
+    poison(monkeypatch, {11}, "masked_lm_ids", 0)  # which never is an answer
     monkeypatch.setattr(lines_lib, "_SHARE", 0.0)
     monkeypatch.setattr(lines_lib, "_TIMES", 2.0)
     _, shown = pretrain(file, tmp_path / "w", "run.log_every=1")
