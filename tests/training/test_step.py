@@ -42,19 +42,29 @@ def assert_same_run(run, reference, tolerance=1e-5):
     ("devices", "parallelism"),
     [
         (4, Parallelism()),
-        # Of what is cut over devices accumulation and remat are asked in `make test`, too.
+        (4, Parallelism(state="zero1", accumulation=2)),
+        (4, Parallelism(state="zero3", tensor=2)),
         *(
             pytest.param(devices, parallelism, marks=pytest.mark.long)
             for devices, parallelism in (
                 (2, Parallelism(accumulation=4)),
                 (1, Parallelism(remat="full")),
                 (1, Parallelism(layer_loop="unroll")),
+                (4, Parallelism(state="zero3")),
+                (4, Parallelism(state="zero1", tensor=2)),
+                (4, Parallelism(state="zero3", accumulation=2, remat="dots")),
+                (4, Parallelism(state="zero3", layer_loop="unroll", remat="full")),
             )
         ),
     ],
-    ids=["devices", "accumulation", "remat", "unrolled"],
+    ids=lambda m: (
+        f"{m.state}-tensor{m.tensor}-{m.accumulation[0]}-{m.remat}-{m.layer_loop}"
+        if isinstance(m, Parallelism)
+        else m
+    ),
 )
 def test_a_layout_does_not_change_the_run(devices, parallelism, reference):
+    """Against one device that holds everything; with dropout."""
     assert_same_run(samples.run(STEPS, devices=devices, parallelism=parallelism), reference)
 
 
