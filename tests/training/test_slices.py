@@ -8,7 +8,6 @@ import pytest
 import samples
 from compare import assert_close
 from small_run import on_eight
-from test_feed import digest
 from test_sharding import MUON
 
 from bert_jax import config
@@ -16,8 +15,7 @@ from bert_jax.config import Data, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.plan import hlo, schedule
 from bert_jax.running.pretraining import require_runnable
-from bert_jax.training import feed, step
-from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
 from bert_jax.training.objective import Pretraining
 
 PACKED = Data(objective="mlm", attention="per_document")
@@ -60,13 +58,6 @@ def test_slices_change_nothing(parallelism):
 @pytest.mark.long
 def test_slices_change_nothing_on_eight_devices():
     on_eight("import test_slices; test_slices.check_eight()")
-
-
-def test_batches_are_the_same_on_any_slices():
-    host = [samples.train_batches().batch(number, np.arange(8)) for number in range(2)]
-    for slices in (1, 2, 4):
-        places = mesh_lib.batch_sharding(samples.mesh_of(4, Parallelism(slices=slices)))
-        assert digest(map(jax.device_get, feed.place_all(host, places))) == digest(host)
 
 
 @pytest.mark.long
