@@ -63,12 +63,10 @@ def forwards():
     batch |= {"segment_ids": jnp.zeros((2, 6), jnp.int32), "decoder_ids": batch["input_ids"]}
     batch["masked_lm_positions"] = jnp.ones((2, 1), jnp.int32)
     every_layer = 3 * LAYERS
-    for cfg, run, draws in (
-        (samples.MODEL, heads.pretraining_logits, 1 + every_layer),
-        (modern, heads.pretraining_logits, 1 + every_layer),
-    ):
+    for cfg in (samples.MODEL, modern):
         params = functools.partial(heads.init_params, cfg)
-        yield cfg.kind, params, functools.partial(run, cfg), batch, draws
+        run = functools.partial(heads.pretraining_logits, cfg)
+        yield cfg.kind, params, run, batch, 1 + every_layer
     cfg = samples.MODEL
 
     def generate(params, batch, noise, loop):
