@@ -81,7 +81,7 @@ def both(tmp_path) -> list[tuple[int, int]]:
     """Two processes with one cache folder; what each prints."""
     cache = "env", "-u", "JAX_COMPILATION_CACHE_DIR", f"BERT_JAX_CACHE_DIR={tmp_path}"
     said = on_two(*cache, sys.executable, "-c", PROGRAM)
-    numbered = sorted(line for line in said.splitlines() if re.match(r"\[\d\] \[", line))
+    numbered = sorted(line for line in said.splitlines() if re.match(r"\[\d\] \[\d", line))
     return [tuple(json.loads(line[4:])) for line in numbered]
 
 
