@@ -17,5 +17,5 @@ def assert_identical(a, b) -> None:
     assert [k for k, _ in ours] == [k for k, _ in theirs]
     for (path, x), (_, y) in zip(ours, theirs, strict=True):
         x, y = np.asarray(x), np.asarray(y)
-        assert x.dtype == y.dtype, path
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), path
         assert x.tobytes() == y.tobytes(), f"{jax.tree_util.keystr(path)} differs"

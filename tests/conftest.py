@@ -112,6 +112,12 @@ def copy_of_run(finished_run, tmp_path, monkeypatch):
     return tmp_path / "copy"
 
 
+@pytest.fixture
+def run(copy_of_run):
+    """A finished run to be broken, with checkpoints 16, 20 and 22."""
+    return copy_of_run / "run"
+
+
 @pytest.fixture(scope="session")
 def bucket_server():
     """One for all tests of a process: clients keep their connections."""

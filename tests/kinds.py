@@ -35,6 +35,16 @@ def task(kind, **settings):
     return Task(kind=kind, **fields | FIELDS[kind] | settings)
 
 
+def write_task_file(file, **fields):
+    """Writes the file of a task with these fields, called as the file is; returns the file."""
+    of = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+    file.write_text(
+        "from bert_jax.config import Finetuning, Task\n\n\ndef experiment():\n"
+        f"    return Finetuning(name={file.stem!r}, task=Task({of}))\n"
+    )
+    return file
+
+
 def sentence(*texts, label=None):
     return Sentence("f:1", texts, label)
 

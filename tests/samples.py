@@ -118,32 +118,35 @@ def small_corpus(folder: pathlib.Path) -> tuple[Experiment, epath.Path]:
     return experiment, made
 
 
-class _Texts(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Texts as a TFDS dataset."""
+def ready_dataset(
+    folder: pathlib.Path, key: str, features: dict, splits: dict[str, list[dict]]
+) -> pathlib.Path:
+    """Writes a TFDS dataset as `download_and_prepare` leaves it; returns its own folder."""
 
-    name = "texts"
-    VERSION = tfds.core.Version("1.0.0")
+    class Ready(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        """A dataset of a few examples."""
 
-    def __init__(self, rows: list[dict[str, str]], **kwargs):
-        self._rows = rows
-        super().__init__(**kwargs)
+        name = key
+        VERSION = tfds.core.Version("1.0.0")
 
-    def _info(self):
-        columns = dict.fromkeys(self._rows[0], tfds.features.Text())
-        features = tfds.features.FeaturesDict(columns)
-        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+        def _info(self):
+            of = tfds.features.FeaturesDict(features)
+            return tfds.core.DatasetInfo(builder=self, features=of, disable_shuffling=True)
 
-    def _split_generators(self, dl_manager):
-        return {"train": self._generate_examples()}
+        def _split_generators(self, dl_manager):
+            return {name: enumerate(examples) for name, examples in splits.items()}
 
-    def _generate_examples(self):
-        yield from enumerate(self._rows)
+        def _generate_examples(self, examples):
+            yield from examples
+
+    tfds.disable_progress_bar()
+    with contextlib.redirect_stdout(None):
+        Ready(data_dir=folder, file_format="array_record").download_and_prepare()
+    return folder / key / "1.0.0"
 
 
 def text_dataset(folder: pathlib.Path, texts: list[str] | list[dict[str, str]]) -> pathlib.Path:
-    """Writes a TFDS dataset of these texts, or of rows of texts; returns its own folder."""
+    """The same of texts, or of rows of texts."""
     rows = [text if isinstance(text, dict) else {"text": text} for text in texts]
-    tfds.disable_progress_bar()
-    with contextlib.redirect_stdout(None):
-        _Texts(rows, data_dir=folder, file_format="array_record").download_and_prepare()
-    return folder / "texts" / "1.0.0"
+    features = dict.fromkeys(rows[0], tfds.features.Text())
+    return ready_dataset(folder, "texts", features, {"train": rows})

@@ -95,6 +95,20 @@ def bert_jax(*args: object, **options) -> subprocess.CompletedProcess:
     return command("-m", "bert_jax.cli", *args, **options)
 
 
+def on_two(*words: object) -> str:
+    """What a command prints in two processes that know each other, both of which must finish."""
+    local = "-m", "bert_jax.launch", "local", "--processes", 2, "--"
+    done = command(*local, *words)
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    return done.stdout.decode()
+
+
+def on_eight(code: str) -> None:
+    """Runs code of the tests where there are eight devices."""
+    done = command("-c", f"import sys; sys.path[:] = {sys.path!r}; {code}", devices=8)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def killed(step: int, by: int, *args: object, **options) -> subprocess.CompletedProcess:
     """Runs `bert-jax ARGS`, sent the signal before step STEP."""
     # Not above: conftest reads this module before jax may start.
@@ -202,3 +216,11 @@ def final_state(workdir: pathlib.Path, step: int | None = None) -> tuple[int, di
     saved = Checkpoints(epath.Path(workdir / "checkpoints"))
     step = step or max(saved.steps)
     return step, jax.device_get(saved.restore(step, abstract).state)
+
+
+def assert_same_run(one: pathlib.Path, other: pathlib.Path) -> None:
+    """Two runs have the same lines, last step and state, bit for bit."""
+    from compare import assert_identical
+
+    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    assert_identical(final_state(one), final_state(other))

@@ -9,6 +9,7 @@ import hf_folder
 import ml_dtypes
 import numpy as np
 import pytest
+from compare import assert_identical
 from damage import REFUSED, damage, result
 from etils import epath
 from hypothesis import given
@@ -25,14 +26,6 @@ from bert_jax.text import sources as text_sources
 
 def silent(line: str) -> None:
     pass
-
-
-def same_trees(ours: dict, theirs: dict) -> None:
-    ours, theirs = base_lib.flat(ours), base_lib.flat(theirs)
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert value.dtype == theirs[name].dtype
-        np.testing.assert_array_equal(value, theirs[name], name)
 
 
 # --- vocabularies ---
@@ -130,7 +123,7 @@ def test_a_folder_of_others_gives_what_its_files_say(imported, data):
                 np.testing.assert_array_equal(value, said[ours], ours)
         assert read is None or read.keys() == said.keys()
     else:
-        same_trees(found.params, whole.params)
+        assert_identical(found.params, whole.params)
     if name != "config.json":
         assert found.model == whole.model
     else:
@@ -193,8 +186,8 @@ def test_a_base_is_as_it_was_written(base, data):
         assert (found.model, found.source, found.fresh) == (whole.model, whole.source, whole.fresh)
         assert found.tokenizer.sha256 == whole.tokenizer.sha256
         assert found.moments.step == whole.moments.step
-        same_trees(found.params, whole.params)
-        same_trees(found.moments.mean, whole.moments.mean)
+        assert_identical(found.params, whole.params)
+        assert_identical(found.moments.mean, whole.moments.mean)
 
 
 @given(data=st.data())

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import pytest
+from kinds import write_task_file
 from made import TASK, compare, fake_runs, small, write_table, write_task
 
 from bert_jax.config import Row, Table
@@ -103,14 +104,6 @@ def test_files_that_give_no_table_are_named(here, capsys, text, words):
     is_refused(capsys, words)
 
 
-def of_task(**fields):
-    fields = ", ".join(f"{name}={value!r}" for name, value in fields.items())
-    return (
-        "from bert_jax.config import Finetuning, Task\n\n\ndef experiment():\n"
-        f"    return Finetuning(name='t', task=Task({fields}))\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("column", "words"),
     [
@@ -134,12 +127,12 @@ def test_tasks_that_cannot_be_asked_are_named_before_anything_is_run(here, capsy
     (here / "gone.py").write_text(renamed.replace("jsonl:train", "jsonl:gone"))
     (here / "pairs").write_text('{"good": "wa", "bad": "wb", "label": "x"}\n')
     columns = {"text_column": "good", "second_column": "bad"}
-    pairs = of_task(kind="minimal_pairs", validation=("jsonl:pairs",), **columns)
-    (here / "pairs.py").write_text(pairs)
+    pairs = {"kind": "minimal_pairs", "validation": ("jsonl:pairs",)}
+    write_task_file(here / "pairs.py", **pairs, **columns)
     (here / "tags").write_text("wa O\n")
     columns = {"text_column": "0", "label_column": "1", "max_sequence_length": 32}
     sources = {"train": ("conll:tags",), "validation": ("conll:tags",)}
-    (here / "tags.py").write_text(of_task(kind="tag", **sources, **columns))
+    write_task_file(here / "tags.py", kind="tag", **sources, **columns)
     write_table(here, ("finetune:task.py", column))
     is_refused(capsys, words)
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from compare import assert_identical
 
 from bert_jax.config import Data
 from bert_jax.data import batches, draws, pairs, plans, stream
@@ -54,12 +55,6 @@ def plan_rows(small=SMALL, names=(0, "train", 0, 0), data=None):
     key = draws.key_of(*names)
     chunks = pairs.plan(small, LENGTH, (data or Data()).short_seq_prob, key)
     return pairs.rows(small, chunks, draws.Counter(key, chunks["sentence"]))
-
-
-def assert_equal(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
 def take(batch, indices):
@@ -129,10 +124,10 @@ def test_a_row_depends_on_its_number_alone(data):
         # A TPU host's rows need not be one range, nor in order.
         parts = [*np.split(np.arange(64), 4), [5], rng.permutation(64)[:5], rng.permutation(64)]
         for part in parts:
-            assert_equal(train.batch(step, np.asarray(part)), take(full, part))
+            assert_identical(train.batch(step, np.asarray(part)), take(full, part))
         for half in (0, 1):
             part = take(full, np.arange(32 * half, 32 * half + 32))
-            assert_equal(whole(small, 2 * step + half, 32), part)
+            assert_identical(whole(small, 2 * step + half, 32), part)
 
 
 def planned_rows(train, epoch):
@@ -167,7 +162,7 @@ def test_phases_seeds_and_epochs_differ():
 
 def assert_same_examples(a, b):
     """All but the rows' numbers, which dropout is drawn from."""
-    assert_equal({**a, "rows": 0}, {**b, "rows": 0})
+    assert_identical({**a, "rows": 0}, {**b, "rows": 0})
 
 
 @pytest.mark.parametrize("masking", ["piece", "whole_word", "span"])
@@ -187,7 +182,7 @@ def test_static_masks_come_back_after_dupe_factor_epochs(masking):
 def test_a_batch_may_go_over_the_end_of_an_epoch_and_be_larger_than_one():
     batch, one = whole(make(64, rows=20), 1, 64), make(1, rows=20)
     for i in range(64):
-        assert_equal(one.batch(64 + i, np.array([0])), take(batch, [i]))
+        assert_identical(one.batch(64 + i, np.array([0])), take(batch, [i]))
 
 
 def test_whole_word_masks_keep_words_together():
@@ -230,7 +225,7 @@ def test_documents_of_a_row_are_numbered_where_they_are_apart():
     whole_row = whole(make(16, data=MLM), 2, 16)
     apart = whole(make(16, data=Data(objective="mlm", attention="per_document")), 2, 16)
     numbers, positions = apart.pop("example_numbers"), apart.pop("positions")
-    assert_equal(apart, whole_row)
+    assert_identical(apart, whole_row)
     np.testing.assert_array_equal(numbers > 0, apart["input_mask"] > 0)
     ended = np.cumsum(apart["input_ids"] == IDS.sep, axis=1) - (apart["input_ids"] == IDS.sep)
     np.testing.assert_array_equal(numbers, (ended + 1) * apart["input_mask"])
@@ -288,7 +283,7 @@ def test_held_out_rows_are_the_same_at_every_batch_size(data):
     for size in (7, 1000):
         found, real = batches.eval_batches(SMALL, IDS, data, size)
         assert real == count and all(len(batch["rows"]) == size for batch in found)
-        assert_equal(real_rows(found), expected)
+        assert_identical(real_rows(found), expected)
         # What fills up the last batch weighs nothing.
         last, filled = found[-1], (count - 1) % size + 1
         assert not last["row_weights"][filled:].any()
@@ -297,7 +292,7 @@ def test_held_out_rows_are_the_same_at_every_batch_size(data):
     few = dataclasses.replace(data, eval_rows=5)
     found, count = batches.eval_batches(SMALL, IDS, few, 4)
     assert count == 5
-    assert_equal(real_rows(found), take(expected, np.arange(5)))
+    assert_identical(real_rows(found), take(expected, np.arange(5)))
 
 
 def test_evaluation_rows_are_a_plan_in_a_random_order_of_documents():
@@ -328,7 +323,7 @@ def test_evaluation_rows_are_masked_alike_whatever_is_trained_with():
     )
     found = batches.eval_batches(SMALL, IDS, other, 8)[0]
     for one, expected in zip(found, batches.eval_batches(SMALL, IDS, EVAL, 8)[0], strict=True):
-        assert_equal(one, expected)
+        assert_identical(one, expected)
 
 
 def test_a_step_masks_the_share_of_its_place_in_the_run():

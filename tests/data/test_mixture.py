@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 import test_batches as alone
+from compare import assert_identical
 from etils import epath
 from test_corpus import SIZE, quiet, write_texts, write_vocab
 from test_epoch_plans import write_stream
@@ -100,10 +101,10 @@ def test_seeking_equals_walking_and_hosts_equal_one():
     assert steps[-1]["rows"][-1] > mixture.BLOCK  # in the second block
     for step in (299, 0, 257, 100):
         sought = pickle.loads(pickle.dumps(make()))
-        alone.assert_equal(alone.whole(sought, step, SIZE_OF_BATCH), steps[step])
+        assert_identical(alone.whole(sought, step, SIZE_OF_BATCH), steps[step])
         for host in range(4):
             rows = np.arange(host, SIZE_OF_BATCH, 4)[::-1]
-            alone.assert_equal(sought.batch(step, rows), alone.take(steps[step], rows))
+            assert_identical(sought.batch(step, rows), alone.take(steps[step], rows))
 
 
 def test_a_part_is_planned_as_the_same_documents_by_themselves():
@@ -150,7 +151,7 @@ def test_large_sources_are_planned_as_small_ones(tmp_path, monkeypatch):
     large = of_parts()
     try:
         for step, batch in zip(steps, expected, strict=True):
-            alone.assert_equal(alone.whole(large, step, SIZE_OF_BATCH), batch)
+            assert_identical(alone.whole(large, step, SIZE_OF_BATCH), batch)
     finally:
         large.close()
     assert list((tmp_path / "cache" / "plans").glob("*.plan"))

@@ -33,15 +33,7 @@ from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective
 from bert_jax.text.tokenizer import WordPiece
 
-BERT = Model(
-    vocab_size=14,
-    hidden_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    intermediate_size=32,
-    max_position_embeddings=64,
-    initializer_range=0.2,
-)
+BERT = Model(**{name: value for name, value in made.SIZES.items() if name != "pad_token_id"})
 MODELS = {
     "bert": BERT,
     "roberta": dataclasses.replace(BERT, type_vocab_size=1, position_offset=1, layer_norm_eps=1e-5),

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
+from compare import assert_identical
 from etils import epath
 from hf_folder import PIECES, TENSORS, VOCAB
 from safetensors.numpy import save_file
@@ -52,13 +53,6 @@ def old_norms(name: str) -> str:
     return name
 
 
-def same(a: dict, b: dict) -> None:
-    a, b = base_lib.flat(a), base_lib.flat(b)
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], name)
-
-
 TIED = {
     "cls.predictions.decoder.weight": TENSORS[WORD],
     "cls.predictions.decoder.bias": TENSORS["cls.predictions.bias"],
@@ -78,7 +72,7 @@ TIED = {
 )
 def test_other_spellings_give_the_same_weights(tensors, config, tmp_path):
     base, _ = imported(hf_folder.write(tmp_path / "hf", tensors, config))
-    same(base.params, weights.to_ours(TENSORS, base.model, "golden")[0])
+    assert_identical(base.params, weights.to_ours(TENSORS, base.model, "golden")[0])
     assert base.model.vocab_size == PIECES and not base.fresh
     # Nothing of the padding is kept: ours is zero, and masked out of the softmax.
     assert not base.params["encoder"]["embeddings"]["word"]["embedding"][PIECES:].any()
@@ -88,7 +82,7 @@ def test_other_spellings_give_the_same_weights(tensors, config, tmp_path):
 def test_any_rows_beyond_the_vocabulary_are_left_out_and_named(tmp_path):
     folder = hf_folder.write(tmp_path / "hf", padded(1035), {"vocab_size": 1035})
     base, lines = imported(folder)
-    same(base.params, weights.to_ours(TENSORS, base.model, "golden")[0])
+    assert_identical(base.params, weights.to_ours(TENSORS, base.model, "golden")[0])
     assert "warning" in lines[0] and "1000 pieces: rows 1000 to 1034" in lines[0]
 
 
@@ -111,7 +105,7 @@ def test_weights_in_several_files_are_those_in_one(tmp_path, monkeypatch):
     shards()
     broken.said("import hf --workdir several")
     one, several = (base_lib.read(epath.Path(name)) for name in ("one", "several"))
-    same(one.params, several.params)
+    assert_identical(one.params, several.params)
     assert one.sha256 == several.sha256 and not several.fresh
 
 
@@ -119,7 +113,7 @@ def test_half_precision_is_read_exactly(tmp_path):
     halves = {name: t.astype(ml_dtypes.bfloat16) for name, t in TENSORS.items()}
     base, _ = imported(hf_folder.write(tmp_path / "hf", halves))
     whole = {name: t.astype(np.float32) for name, t in halves.items()}
-    same(base.params, weights.to_ours(whole, base.model, "golden")[0])
+    assert_identical(base.params, weights.to_ours(whole, base.model, "golden")[0])
 
 
 @pytest.mark.parametrize(
@@ -140,7 +134,7 @@ def test_parts_that_are_missing_are_fresh_and_named(architecture, missing, tmp_p
         assert any(f"{part}/" in line and "fresh" in line for line in lines)
         spread = base_lib.flat(base.params[part])
         assert all(v.std() > 0.01 for name, v in spread.items() if name.endswith("kernel"))
-    same(base.params["encoder"], whole.params["encoder"])
+    assert_identical(base.params["encoder"], whole.params["encoder"])
     place = tmp_path / "part" / "base"
     for part, asked in (("masked_lm", "w7[MASK]"), ("next_sentence", "w7 --next w8")):
         code, err = broken.call(f"predict --workdir {place} {asked}")

@@ -1,25 +1,13 @@
-"""Writes causal/: what transformers' decoders make of random weights and one batch.
-
-Run in an environment of its own with torch 2.13.0 and transformers 5.23.0:
-python tests/model/make_causal.py. Float32, no dropout. The weights are not kept: `weights` draws
-them again.
-"""
+"""Writes causal/: what transformers' decoders make of a batch, drawn and run as in make_modern."""
 
 import pathlib
 
 import make_modern
 import numpy as np
+from make_modern import SIZES
 
 FOLDER = pathlib.Path(__file__).parent / "causal"
 ROWS, LENGTH = 3, 24
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "num_attention_heads": 2,
-    "intermediate_size": 20,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-}
 # A window of 8 places lets a token see 4 to its left; of the decoder's window, which is counted
 # twice and itself included, those are 10.
 CONFIGS = {
@@ -37,17 +25,6 @@ GRADIENTS = {
 }
 
 
-def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Draws tensors of these names and shapes, float32: scales around 1, all others around 0."""
-    rng = np.random.default_rng(0)
-    made = {}
-    for name, shape in sorted(shapes.items()):
-        value = rng.standard_normal(shape)
-        is_scale = "norm" in name.lower() and name.endswith("weight")
-        made[name] = (1 + 0.3 * value if is_scale else 0.2 * value).astype(np.float32)
-    return made
-
-
 def batch() -> dict[str, np.ndarray]:
     """Returns ids and mask, int64 [ROWS, LENGTH]: padding behind all rows but the first."""
     made = make_modern.batch(SIZES, ROWS, LENGTH)
@@ -62,7 +39,8 @@ def outputs(kind: str) -> dict[str, np.ndarray]:
     model_class, config_class = (getattr(transformers, name) for name in CLASSES[kind])
     model = model_class(config_class(**CONFIGS[kind]))
     state, tied = model.state_dict(), dict(model._tied_weights_keys)
-    drawn = weights({name: tuple(v.shape) for name, v in state.items() if name not in tied})
+    shapes = {name: tuple(value.shape) for name, value in state.items() if name not in tied}
+    drawn = make_modern.weights(shapes)
     drawn |= {copy: drawn[original] for copy, original in tied.items()}
     model.load_state_dict({name: torch.from_numpy(value) for name, value in drawn.items()})
     model.eval()

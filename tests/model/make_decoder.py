@@ -1,29 +1,15 @@
-"""Writes decoder/: what transformers' EncoderDecoderModel makes of random weights and one batch.
-
-Run in an environment of its own with torch 2.13.0 and transformers 5.23.0:
-python tests/model/make_decoder.py. Float32, no dropout. The weights are not kept: `weights` draws
-them again.
-"""
+"""Writes decoder/: what transformers' EncoderDecoderModel makes of a batch, as in make_modern."""
 
 import pathlib
 
+import make_modern
 import numpy as np
-from make_causal import weights
-from make_modern import batch as source_batch
 
 FOLDER = pathlib.Path(__file__).parent / "decoder"
 ROWS, SOURCE, TARGET = 3, 20, 14
 # The last piece is one that greedy search comes to.
 FIRST, LAST = 2, 51
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 20,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-}
+SIZES = {**make_modern.SIZES, "num_hidden_layers": 2}
 TIED = "decoder.cls.predictions.decoder."
 GRADIENTS = {
     "cross_key": "decoder.bert.encoder.layer.0.crossattention.self.key.weight",
@@ -33,7 +19,8 @@ GRADIENTS = {
 
 def drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Draws their tensors; both embeddings are the same."""
-    made = weights({name: shape for name, shape in shapes.items() if not name.startswith(TIED)})
+    own = {name: shape for name, shape in shapes.items() if not name.startswith(TIED)}
+    made = make_modern.weights(own)
     for name in made:
         if name.startswith("decoder.bert.embeddings."):
             made[name] = made[name.replace("decoder.bert.", "encoder.")]
@@ -42,8 +29,8 @@ def drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
 
 def batch() -> dict[str, np.ndarray]:
     """Returns a source with padding, and int64 [ROWS, TARGET]: ids, and labels or -100."""
-    made = source_batch(SIZES, ROWS, SOURCE)
-    target = source_batch(SIZES, ROWS, TARGET + 1)
+    made = make_modern.batch(SIZES, ROWS, SOURCE)
+    target = make_modern.batch(SIZES, ROWS, TARGET + 1)
     ids, mask = target["input_ids"], target["attention_mask"]
     ids[:, 0] = FIRST
     return {

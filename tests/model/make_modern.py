@@ -10,38 +10,28 @@ import pathlib
 import numpy as np
 
 FOLDER = pathlib.Path(__file__).parent / "modern"
-# Of ModernBertConfig. A window of 8 places lets a token see 4 on each side, of rows of 24.
-CONFIG = {
+SIZES = {
     "vocab_size": 61,
     "hidden_size": 24,
-    "num_hidden_layers": 7,
     "num_attention_heads": 2,
     "intermediate_size": 20,
     "max_position_embeddings": 32,
-    "local_attention": 8,
     "pad_token_id": 0,
 }
+# Of ModernBertConfig. A window of 8 places lets a token see 4 on each side, of rows of 24.
+CONFIG = {**SIZES, "num_hidden_layers": 7, "local_attention": 8}
 ROWS, LENGTH = 3, 24
-# A second size, whose gradients are not kept.
-DEEPER = CONFIG | {
-    "hidden_size": 32,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 80,
-    "local_attention": 16,
-}
-DEEPER_ROWS, DEEPER_LENGTH = 2, 72
 _IGNORED = -100
 
 
 def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Draws tensors of these names and shapes, float32: norms around 1, all others around 0."""
+    """Draws tensors of these names and shapes, float32: scales around 1, all others around 0."""
     rng = np.random.default_rng(0)
     made = {}
     for name, shape in sorted(shapes.items()):
         value = rng.standard_normal(shape)
-        made[name] = (1 + 0.3 * value if "norm" in name else 0.2 * value).astype(np.float32)
+        is_scale = "norm" in name.lower() and name.endswith("weight")
+        made[name] = (1 + 0.3 * value if is_scale else 0.2 * value).astype(np.float32)
     return made
 
 
@@ -56,21 +46,21 @@ def batch(config: dict[str, int], rows: int, length: int) -> dict[str, np.ndarra
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
 
 
-def outputs(config: dict[str, int], rows: int, length: int) -> dict[str, np.ndarray]:
-    """Returns hidden_states [L + 1, rows, length, D], logits, loss, and gradients by `grad.NAME`.
+def outputs() -> dict[str, np.ndarray]:
+    """Returns hidden_states [L + 1, ROWS, LENGTH, D], logits, loss, and gradients by `grad.NAME`.
 
     At padding they are 0.
     """
     import torch
     import transformers
 
-    model = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**config))
+    model = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**CONFIG))
     state = model.state_dict()
     drawn = weights({name: tuple(v.shape) for name, v in state.items() if name != "decoder.weight"})
     drawn["decoder.weight"] = drawn["model.embeddings.tok_embeddings.weight"]
     model.load_state_dict({name: torch.from_numpy(value) for name, value in drawn.items()})
     model.eval()
-    made = batch(config, rows, length)
+    made = batch(CONFIG, ROWS, LENGTH)
     inputs = {name: torch.from_numpy(value) for name, value in made.items()}
     found = model(**inputs, output_hidden_states=True)
     found.loss.backward()
@@ -87,7 +77,4 @@ def outputs(config: dict[str, int], rows: int, length: int) -> dict[str, np.ndar
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    np.savez_compressed(FOLDER / "outputs.npz", **outputs(CONFIG, ROWS, LENGTH))
-    deeper = outputs(DEEPER, DEEPER_ROWS, DEEPER_LENGTH)
-    kept = {name: deeper[name] for name in ("hidden_states", "logits", "loss")}
-    np.savez_compressed(FOLDER / "deeper.npz", **kept)
+    np.savez_compressed(FOLDER / "outputs.npz", **outputs())

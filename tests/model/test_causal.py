@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import make_causal
+import make_modern
 import numpy as np
 import pytest
 from compare import assert_close
@@ -43,7 +44,7 @@ def theirs(kind):
     cfg = config_of(kind)
     held = names.PARTS[names_of(kind)]
     tensors = [t for t in names.HUGGING_FACE[kind].tensors(cfg) if t.part in held]
-    return make_causal.weights({tensor.name: tensor.shape for tensor in tensors})
+    return make_modern.weights({tensor.name: tensor.shape for tensor in tensors})
 
 
 def names_of(kind):

@@ -1,4 +1,4 @@
-"""The primitives against float64."""
+"""The primitives against float64, and hits against NumPy's argmax."""
 
 import math
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from compare import assert_close
 
-from bert_jax.model import layers
+from bert_jax.model import layers, losses
 
 
 def sample(rows, inputs, outputs, dtype):
@@ -63,3 +63,13 @@ def test_dropout_in_bfloat16_is_scaled_in_float32():
     noise = layers.ShardNoise(jax.random.key(1, impl="rbg"))
     found = layers.dropout(jnp.ones((4, 64), jnp.bfloat16), noise, 0.1)
     assert set(np.unique(found)) == {0.0, np.float32(noise.scale(0.1))}
+
+
+@pytest.mark.parametrize("classes", [2, 64])
+def test_of_equal_scores_the_first_is_the_answer(classes):
+    """Scores are few whole numbers, so that most rows have several at the top."""
+    rng = np.random.default_rng(classes)
+    logits = rng.integers(0, 3, (500, classes)).astype(np.float32)
+    labels = rng.integers(0, classes, 500).astype(np.int32)
+    _, hits = losses.classification(logits, labels, np.ones(500, np.float32))
+    assert hits.tolist() == [np.sum(logits.argmax(axis=-1) == labels), 500]

@@ -56,12 +56,6 @@ def assert_inert(text):
 
 
 @pytest.fixture
-def run(copy_of_run):
-    """A copy of a finished run."""
-    return copy_of_run / "run"
-
-
-@pytest.fixture
 def undrawn(monkeypatch):
     """Pictures are not drawn: their titles are what these tests look at."""
     for name in ("draw", "draw_histogram"):

@@ -5,29 +5,26 @@ import gzip
 import io
 import json
 
+import kinds
 import pytest
 from damage import few
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax.config import Task
 from bert_jax.errors import InputError
 from bert_jax.tasks import examples
 from bert_jax.tasks.examples import Sentence, Tagged
 
-NEEDED = {
-    "pair": {"second_column": "b"},
-    "regress": {"second_column": "b"},
-    "choice": {"choice_columns": ("b", "c")},
-    "span": {"max_sequence_length": 384},
-    "words": {"kind": "tag", "text_column": "0", "label_column": "1"},
+TAGS = {
+    "words": {"kind": "tag"},
     "lists": {"kind": "tag", "text_column": "w", "label_column": "t"},
 }
 
 
 def task(kind="classify", source="jsonl:none", **settings):
+    """Of a kind, or of the tags of either form."""
     fields = {"kind": kind, "train": (source,), "validation": (source,)}
-    return Task(**fields | NEEDED.get(kind, {}) | settings)
+    return kinds.task(**fields | TAGS.get(kind, {}) | settings)
 
 
 def read(tmp_path, word, content, labelled="labelled", kind="classify", **settings):

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import tuned
 from etils import epath
+from kinds import write_task_file
 
 from bert_jax import base as base_lib
-from bert_jax.config import Parallelism, Task
+from bert_jax import config
+from bert_jax.config import Finetuning, Parallelism
 from bert_jax.conformance import golden
 from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
@@ -24,17 +26,6 @@ from bert_jax.tasks.rows import padded
 from bert_jax.text.tokenizer import WordPiece
 from bert_jax.training import mesh as mesh_lib
 
-FILE = """
-from bert_jax.config import Finetuning, Task
-
-
-def experiment():
-    return Finetuning(
-        name="{name}",
-        task=Task(kind="minimal_pairs", validation=("jsonl:{folder}/pairs",), text_column="good",
-                  second_column="bad", label_column="paradigm", field_column="field"),
-    )
-"""
 # Piece 17 is w17.
 NUMBERED = WordPiece(
     ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(5, 1000))], "uncased"
@@ -58,9 +49,9 @@ def words(ids):
 def write_task(folder, records, name="small_pairs"):
     text = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "pairs").write_text(text)
-    file = folder / f"{name}.py"
-    file.write_text(FILE.format(name=name, folder=folder))
-    return file
+    columns = {"text_column": "good", "second_column": "bad", "label_column": "paradigm"}
+    source = {"kind": "minimal_pairs", "validation": (f"jsonl:{folder}/pairs",)}
+    return write_task_file(folder / f"{name}.py", **source, **columns, field_column="field")
 
 
 def record(good, bad, paradigm="agreement", field="morphology"):
@@ -70,13 +61,7 @@ def record(good, bad, paradigm="agreement", field="morphology"):
 def opened(folder, records, model, tokenizer, size=8):
     """The pairs, opened on all devices."""
     file = write_task(folder, records)
-    task = Task(
-        kind="minimal_pairs",
-        validation=(f"jsonl:{folder}/pairs",),
-        **{"text_column": "good", "second_column": "bad", "label_column": "paradigm"},
-        field_column="field",
-    )
-    pairs = MinimalPairs(file.stem, task, None)
+    pairs = MinimalPairs(file.stem, config.load(str(file), Finetuning).task, None)
     mesh = mesh_lib.make_mesh(Parallelism())
     assert pairs.open(Reader(model, tokenizer, Parallelism(), mesh, size)) > 0
     return pairs, mesh

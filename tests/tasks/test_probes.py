@@ -22,29 +22,6 @@ from bert_jax.tasks import probes
 from bert_jax.tasks.adapted import Reader
 from bert_jax.tasks.similar import Similar
 
-TASK = """
-from bert_jax.config import Finetuning, Task
-
-
-def experiment():
-    return Finetuning(
-        name="{name}",
-        task=Task(kind="{kind}", train=("jsonl:{folder}/train",),
-                  validation=("jsonl:{folder}/test",), {fields}),
-    )
-"""
-MINIMAL = """
-from bert_jax.config import Finetuning, Task
-
-
-def experiment():
-    return Finetuning(
-        name="minimal",
-        task=Task(kind="minimal_pairs", validation=("jsonl:{folder}/goods",), text_column="good",
-                  second_column="bad", label_column="of"),
-    )
-"""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -75,19 +52,21 @@ def folder(tmp_path_factory):
     pairs = [{"good": "wa", "bad": f"xa {'wb ' * i}", "of": f"p{i % 3}"} for i in range(9)]
     (folder / "goods").write_text("\n".join(map(json.dumps, pairs)) + "\n")
     (folder / "same").write_text('{"sentence": "wa", "b": "wb", "same": 1}\n')
-    for name, kind, fields in (
-        ("letters", "classify", ""),
-        ("pairs", "pair", 'second_column="b", label_column="same"'),
-        ("words", "tag", 'text_column="words", label_column="tags", score="accuracy"'),
-        ("values", "regress", 'second_column="b"'),
-        ("near", "similar", 'second_column="b", label_column="value"'),
-        ("alike", "pair", 'second_column="b", label_column="same"'),
-    ):
-        made = TASK.format(name=name, kind=kind, fields=fields, folder=folder)
-        if name == "alike":
-            made = made.replace(f"{folder}/train", f"{folder}/same").replace("/test", "/same")
-        (folder / f"{name}.py").write_text(made)
-    (folder / "minimal.py").write_text(MINIMAL.format(folder=folder))
+
+    def write(name, train="train", test="test", **fields):
+        sources = {"train": (f"jsonl:{folder}/{train}",), "validation": (f"jsonl:{folder}/{test}",)}
+        kinds.write_task_file(folder / f"{name}.py", **sources, **fields)
+
+    same = {"kind": "pair", "second_column": "b", "label_column": "same"}
+    write("letters", kind="classify")
+    write("pairs", **same)
+    write("words", kind="tag", text_column="words", label_column="tags", score="accuracy")
+    write("values", kind="regress", second_column="b")
+    write("near", kind="similar", second_column="b", label_column="value")
+    write("alike", "same", "same", **same)
+    goods = {"kind": "minimal_pairs", "validation": (f"jsonl:{folder}/goods",)}
+    columns = {"text_column": "good", "second_column": "bad", "label_column": "of"}
+    kinds.write_task_file(folder / "minimal.py", **goods, **columns)
     return folder
 
 

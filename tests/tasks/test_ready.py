@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+import samples
 import tensorflow_datasets as tfds
 
 from bert_jax.config import Task
@@ -52,35 +53,12 @@ EXAMPLES = {
 }
 
 
-KINDS = {"span": {"max_sequence_length": 384}}
-
-
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     """The three, as `download_and_prepare` leaves them."""
     root = tmp_path_factory.mktemp("tfds")
-    tfds.disable_progress_bar()
-    for key in FEATURES:
-
-        class Ready(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-            """A dataset of a few examples."""
-
-            name = key
-            VERSION = tfds.core.Version("1.0.0")
-
-            def _info(self):
-                features = tfds.features.FeaturesDict(FEATURES[self.name])
-                return tfds.core.DatasetInfo(
-                    builder=self, features=features, disable_shuffling=True
-                )
-
-            def _split_generators(self, dl_manager):
-                return {name: enumerate(found) for name, found in EXAMPLES[self.name].items()}
-
-            def _generate_examples(self, examples):
-                yield from examples
-
-        Ready(data_dir=root, file_format="array_record").download_and_prepare()
+    for key, features in FEATURES.items():
+        samples.ready_dataset(root, key, features, EXAMPLES[key])
     return root
 
 
@@ -90,7 +68,7 @@ def ready(data_dir, monkeypatch):
 
 
 def read(kind, source, labelled="labelled", **settings):
-    task = Task(kind=kind, train=(source,), validation=(source,), **KINDS.get(kind, {}) | settings)
+    task = Task(kind=kind, train=(source,), validation=(source,), **settings)
     return examples.read(task, (source,), labelled)
 
 
@@ -122,7 +100,7 @@ def test_words_and_tags_are_sequences():
 
 
 def test_answers_are_nested_features():
-    first, second = read("span", "tfds:squad:train", no_answer="possible")
+    first, second = read("span", "tfds:squad:train", no_answer="possible", max_sequence_length=384)
     assert first.place == "tfds:squad:train: question q1"
     assert (first.context, first.answers) == (CONTEXT, (Answer("12 m", 7), Answer("12", 7)))
     assert (second.question, second.answers, second.possible) == ("How wide?", (), False)
@@ -134,7 +112,7 @@ def test_answers_are_nested_features():
         ("classify", "tfds:glue:train", {"text_column": "text"}, "train:0: no column 'text'"),
         ("classify", "tfds:glue:dev", {}, "no split 'dev'"),
         ("classify", "tfds:other:train", {}, "no prepared dataset"),
-        ("span", "tfds:glue:train", {}, "tfds:glue:train:0: .*'id'"),
+        ("span", "tfds:glue:train", {"max_sequence_length": 384}, "tfds:glue:train:0: .*'id'"),
         ("tag", "tfds:glue:train", {"text_column": "sentence1"}, "column 'sentence1'"),
         ("pair", "tfds:glue:test", PAIRS, "tfds:glue:test:1: column 'label' is missing"),
     ],

@@ -1,20 +1,17 @@
 """Fine-tunings from end to end: what is learned, kept, gone on with and refused."""
 
 import contextlib
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import broken
 import jax
 import numpy as np
 import pytest
-import small_run
 import tuned
 from compare import assert_identical
 from etils import epath
+from small_run import on_two
 
 from bert_jax.config import Finetuning
 from bert_jax.loaded import Loaded
@@ -118,20 +115,8 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(how, request, monke
 @pytest.mark.nightly
 def test_two_processes_are_one_run(lora):
     """Each reads the base's checkpoint and the examples, once they are connected."""
-    command = ["finetune", "task.py", "--from", "run", "--workdir", "pod"]
-    command += [word for setting in LORA for word in ("--set", setting)]
-    root = str(pathlib.Path(__file__).parents[2])
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "launch", "local", "--processes", "2", "--"),
-            *(sys.executable, "-m", "bert_jax.cli", *command),
-        ],
-        env=os.environ | small_run.settings(1) | {"PYTHONPATH": root},
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    settings = [word for setting in LORA for word in ("--set", setting)]
+    on_two("bert-jax", "finetune", "task.py", "--from", "run", "--workdir", "pod", *settings)
     for ours, theirs in zip(lines("pod"), lines(lora), strict=True):
         assert ours.pop("kind") == theirs.pop("kind")
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)

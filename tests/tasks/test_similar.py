@@ -2,22 +2,18 @@
 
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import broken
-import jax
 import kinds
 import numpy as np
 import pytest
-import samples
 import small_run
 import tokenizers
 import tuned
 from compare import assert_close
+from test_steps import train
 
 from bert_jax import cli
 from bert_jax.config import Adapt, Finetuning, Parallelism, Task, Vectors
@@ -27,14 +23,10 @@ from bert_jax.errors import InputError
 from bert_jax.tasks import similar
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.predict import TaskModel
-from bert_jax.tasks.rows import TrainBatches
 from bert_jax.tasks.similar import Similar, SimilarObjective
 from bert_jax.text import library
-from bert_jax.training import feed, optimizer, step
-from bert_jax.training import mesh as mesh_lib
-from bert_jax.vectors import packing
+from bert_jax.training import optimizer
 
-EXAMPLES = 8
 # Of float32 gradients whose sums have another order: by the CPU up to 1.05e-6 of the largest entry.
 ROUNDING = 2e-6
 LOSSES = {
@@ -69,41 +61,18 @@ def setting(loss):
     return SimilarObjective(kinds.MODEL, *shape, Adapt(), how=LOSSES[loss]), rows
 
 
-def train(loss, parallelism=Parallelism(), devices=4, steps=1, sharing=False):  # noqa: B008
-    """A step, or some; the state and each step's sums. Texts may share rows."""
-    objective, rows = setting(loss)
-    batches = TrainBatches(rows, kinds.TOKENIZER.pad_id, EXAMPLES, 3)
-    mesh, update = samples.mesh_of(devices, parallelism), kinds.OPTIMIZER
-    abstract = step.abstract_state(objective, update, parallelism, mesh)
-    state = jax.device_get(step.init_state(objective, update, 0))
-    state = feed.put(state, jax.tree.map(lambda s: s.sharding, abstract))
-    spec = step.StepSpec(objective, update, parallelism, parallelism.accumulation_of(0), mesh)
-    make = step.make_train_step(spec, 9)
-    size = EXAMPLES * rows.rows_per_example
-    everything, sharding, seen = np.arange(size), mesh_lib.batch_sharding(mesh), []
-    for number in range(steps):
-        host = batches.batch(number, everything)
-        if sharing:
-            together = size // (devices * parallelism.accumulation_of(0))
-            host = packing.shared(host, batches.lengths(number), together)
-        batch = feed.place(host, everything, size, sharding)
-        window = jax.device_put(step.empty_window(objective.metrics), mesh_lib.replicated(mesh))
-        state, window = make(state, window, batch, step.phase_key(objective.model, 0, 0))
-        seen.append(jax.device_get(window))
-    return jax.device_get(state), seen
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("loss", ["contrastive", "cosine", "distil"])
 def test_cached_gradients_and_devices_change_nothing(loss):
     """Four devices, and on them and on one so many parts that each holds an example or two."""
-    state, seen = train(loss, devices=1)
+    state, seen = train(*setting(loss), devices=1, steps=1)
     layouts = [(Parallelism(accumulation=(2,)), 4)]
     if loss == "contrastive":
         layouts += [(Parallelism(accumulation=(4,)), 1), (Parallelism(), 4)]
         layouts += [(Parallelism(slices=2), 4)]
+        layouts += [(Parallelism(state=cut, accumulation=(2,)), 4) for cut in ("zero1", "zero3")]
     for parallelism, devices in layouts:
-        other, other_seen = train(loss, parallelism, devices)
+        other, other_seen = train(*setting(loss), parallelism, devices, steps=1)
         for ours, theirs in zip(seen, other_seen, strict=True):
             for name in ours:
                 np.testing.assert_allclose(theirs[name], ours[name], 1e-6, err_msg=name)
@@ -121,7 +90,7 @@ def test_cached_gradients_and_devices_change_nothing(loss):
 def test_texts_that_share_rows_are_as_those_alone(loss, parts, devices):
     """With the same dropout."""
     (state, seen), (other, other_seen) = (
-        train(loss, Parallelism(accumulation=(parts,)), devices, sharing=sharing)
+        train(*setting(loss), Parallelism(accumulation=(parts,)), devices, 1, sharing)
         for sharing in (False, True)
     )
     for ours, theirs in zip(seen, other_seen, strict=True):
@@ -134,14 +103,6 @@ def test_texts_that_share_rows_are_as_those_alone(loss, parts, devices):
 def gradient(state):
     """A tenth of the first step's, as Adam keeps it."""
     return optimizer.moments(state["optimizer"]).mu
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("state", ["zero1", "zero3"])
-def test_cut_states_change_nothing(state):
-    whole, _ = train("contrastive")
-    other, _ = train("contrastive", Parallelism(state=state, accumulation=(2,)))
-    assert_close(gradient(other), gradient(whole), ROUNDING)
 
 
 def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
@@ -320,15 +281,7 @@ def test_two_processes_compare_the_texts_of_both(here):
     command = ["finetune", "task.py", "--from", "base"]
     command += [word for one in settings for word in ("--set", one)]
     assert cli.main([*command, "--workdir", "run"]) == 0
-    launched = [sys.executable, "-m", "bert_jax.launch", "local", "--processes", "2", "--"]
-    done = subprocess.run(
-        [*launched, sys.executable, "-m", "bert_jax.cli", *command, "--workdir", "pod"],
-        env=os.environ | small_run.settings(1),
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    small_run.on_two("bert-jax", *command, "--workdir", "pod")
     both = zip(tuned.lines("pod/metrics.jsonl"), tuned.lines("run/metrics.jsonl"), strict=True)
     for ours, theirs in both:
         assert ours.pop("kind") == theirs.pop("kind")

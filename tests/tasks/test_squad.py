@@ -3,9 +3,9 @@
 import copy
 import json
 
+import kinds
 import pytest
 
-from bert_jax.config import Task
 from bert_jax.errors import InputError
 from bert_jax.tasks import examples
 from bert_jax.tasks.examples import Answer, Question
@@ -27,16 +27,11 @@ PARAGRAPH = {"context": CONTEXT, "qas": QUESTIONS}
 TREE = {"version": "v2.0", "data": [{"title": "Ada", "paragraphs": [PARAGRAPH]}]}
 
 
-def span_task(sources, no_answer):
-    fields = {"max_sequence_length": 384, "no_answer": no_answer}
-    return Task(kind="span", train=sources, validation=sources, **fields)
-
-
 def read(tmp_path, tree, labelled="labelled", no_answer="possible"):
     path = tmp_path / "x.json"
     path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
     source = (f"squad:{path}",)
-    task = span_task(source, no_answer)
+    task = kinds.task("span", train=source, validation=source, no_answer=no_answer)
     return examples.read(task, source, labelled)
 
 
@@ -136,6 +131,6 @@ def test_two_questions_of_one_id_are_named_across_sources(tmp_path):
     read(tmp_path, TREE)
     (tmp_path / "y.json").write_text(json.dumps(TREE))
     sources = (f"squad:{tmp_path}/x.json", f"squad:{tmp_path}/y.json")
-    task = span_task(sources, "possible")
+    task = kinds.task("span", train=sources, validation=sources, no_answer="possible")
     with pytest.raises(InputError, match=r"y\.json: question q1: .*x\.json: question q1 has the s"):
         examples.read(task, sources, "labelled")

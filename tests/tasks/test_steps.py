@@ -12,18 +12,20 @@ from bert_jax.tasks.adapted import forward_of
 from bert_jax.tasks.rows import TrainBatches, eval_batches
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
+from bert_jax.vectors import packing
 
 STEPS, EXAMPLES = 3, 8
 
 
-def train(objective, rows, parallelism=Parallelism(), devices=4):  # noqa: B008
-    """Three steps over shuffled rows; the state and each step's sums."""
+def train(objective, rows, parallelism=None, devices=4, steps=STEPS, sharing=False):
+    """Steps over shuffled rows, which texts may share; the state and each step's sums."""
+    parallelism = parallelism or Parallelism()
     optimizer, mesh = kinds.OPTIMIZER, samples.mesh_of(devices, parallelism)
     batches = TrainBatches(rows, kinds.TOKENIZER.pad_id, EXAMPLES, 3)
     abstract = step.abstract_state(objective, optimizer, parallelism, mesh)
     state = jax.device_get(step.init_state(objective, optimizer, 0))
     fixed = None
-    if objective.reads != "decoder":
+    if objective.reads in ("pooled", "tokens"):
         base = kinds.base_params(objective.reads)
         if objective.adapt.how == "full":
             state["params"] |= base
@@ -35,8 +37,11 @@ def train(objective, rows, parallelism=Parallelism(), devices=4):  # noqa: B008
     size = EXAMPLES * rows.rows_per_example
     everything, sharding = np.arange(size), mesh_lib.batch_sharding(mesh)
     seen = []
-    for number in range(STEPS):
-        batch = feed.place(batches.batch(number, everything), everything, size, sharding)
+    for number in range(steps):
+        host = batches.batch(number, everything)
+        if sharing:
+            host = packing.shared(host, batches.lengths(number), size // (devices * parts))
+        batch = feed.place(host, everything, size, sharding)
         window = jax.device_put(step.empty_window(objective.metrics), mesh_lib.replicated(mesh))
         key = step.phase_key(objective.model, 0, 0)
         state, window = make(state, window, batch, key, fixed)

@@ -16,7 +16,7 @@ import pytest
 from broken import call, fails, tree
 from compare import assert_identical
 from etils import epath
-from small_run import command, final_state, killed, pretrain, write_text
+from small_run import assert_same_run, command, final_state, killed, pretrain, write_text
 
 from bert_jax import config
 from bert_jax.errors import Unavailable
@@ -51,12 +51,10 @@ def branch(folder, workdir, *options, step=16, run="stable"):
 def test_a_branch_is_the_run_that_decays_there_bit_for_bit(runs, tmp_path):
     assert pretrain(runs / "small.py", runs / "decayed", *STABLE, *DECAY)[0] == "finished"
     assert call(branch(runs, tmp_path / "w")) == (0, "")
-    (step, state), (there, expected) = final_state(tmp_path / "w"), final_state(runs / "decayed")
-    assert step == there == 20
-    assert_identical(state, expected)
-    lines = (tmp_path / "w" / "metrics.jsonl").read_bytes()
-    assert lines == (runs / "decayed" / "metrics.jsonl").read_bytes()
-    rates = [json.loads(line).get("learning_rate") for line in lines.splitlines()]
+    assert_same_run(tmp_path / "w", runs / "decayed")
+    assert final_state(tmp_path / "w")[0] == 20
+    lines = (tmp_path / "w" / "metrics.jsonl").read_text().splitlines()
+    rates = [json.loads(line).get("learning_rate") for line in lines]
     assert rates.count(None) < len(rates) and min(filter(None, rates)) < 0.004
     # It is a run like any other: it needs the stable one no more, and says what it came from.
     first = json.loads((tmp_path / "w" / "timings.jsonl").read_text().splitlines()[0])
@@ -174,9 +172,7 @@ def test_a_fork_that_is_killed_needs_the_run_it_left_until_its_first_save(runs, 
     assert killed(13, signal.SIGKILL, *again).returncode == -signal.SIGKILL
     shutil.rmtree(tmp_path / "stable")
     assert call(begin) == (0, "")
-    assert_identical(final_state(tmp_path / "w"), final_state(tmp_path / "alone"))
-    lines = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("w", "alone"))
-    assert len(set(lines)) == 1
+    assert_same_run(tmp_path / "w", tmp_path / "alone")
 
 
 @pytest.mark.long

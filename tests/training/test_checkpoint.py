@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from broken import asked, fails, said, tree
-from compare import assert_identical
 from etils import epath
 from fake_gcs import Fault
 from orbax.checkpoint._src.path import atomicity
-from small_run import final_state, pretrain, saves_in
+from small_run import assert_same_run, pretrain, saves_in
 
 from bert_jax import loaded
 from bert_jax.config import Run
@@ -29,12 +28,6 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state
-
-
-@pytest.fixture
-def run(copy_of_run):
-    """A finished run to be damaged, with checkpoints 16, 20 and 22."""
-    return copy_of_run / "run"
 
 
 def again(run: pathlib.Path) -> tuple[str, str]:
@@ -118,9 +111,7 @@ def test_a_run_puts_a_damaged_checkpoint_aside_and_comes_to_the_same_bits(finish
     assert outcome == "finished" and "now damaged-22, going on from step 20" in shown
     assert "now damaged-16" in shown
     assert {"damaged-22", "damaged-16", "22", "20"} <= names(run)
-    undisturbed = finished_run / "run"
-    assert (run / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
-    assert_identical(final_state(run)[1], final_state(undisturbed)[1])
+    assert_same_run(run, finished_run / "run")
 
 
 def test_readers_use_the_one_before_and_touch_nothing(run, capsys):
@@ -297,15 +288,13 @@ def test_a_save_that_fails_for_a_while_is_made_up_for(
     owner, name, finished_run, copy_of_run, monkeypatch
 ):
     """At its beginning, and behind the next steps, where a later one takes its place."""
-    undisturbed, workdir = finished_run / "run", copy_of_run / "other"
+    workdir = copy_of_run / "other"
     monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(owner, name, now_and_then(getattr(owner, name)))
     outcome, shown = again(workdir)
     assert outcome == "finished"
     assert "22" in names(workdir) and all(name.isdecimal() for name in names(workdir))
-    assert_identical(final_state(workdir)[1], final_state(undisturbed)[1])
-    lines = (workdir / "metrics.jsonl").read_bytes()
-    assert lines == (undisturbed / "metrics.jsonl").read_bytes()
+    assert_same_run(workdir, finished_run / "run")
     assert name == "save_async" or "no checkpoint was written" in shown
 
 

@@ -5,15 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import samples
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bert_jax.training.checksums import checksums
 
 
 def reference(array: np.ndarray) -> str:
-    """Written anew, in Python's integers."""
+    """Written anew, in Python's integers.
+
+    Two flips of one bit would cancel out in a sum of products with odd numbers.
+    """
 
     def mixed(x: int) -> int:
         x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
@@ -40,14 +41,3 @@ def test_checksums_are_the_same_on_any_mesh(spec):
     array = jnp.arange(64.0).reshape(8, 8)
     sharding = NamedSharding(samples.mesh_of(4), PartitionSpec(*spec))
     assert checksums([jax.device_put(array, sharding)]) == checksums([array])
-
-
-@settings(deadline=None, database=None)
-@given(st.data())
-def test_two_changes_do_not_cancel_out(data):
-    """Two flips of one bit would in a sum of products with odd numbers."""
-    array = np.zeros(50, np.uint32)
-    places = data.draw(st.lists(st.integers(0, 49), min_size=1, max_size=4, unique=True))
-    changed = array.copy()
-    changed[places] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
-    assert checksums([changed]) != checksums([array])

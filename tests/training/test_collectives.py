@@ -1,9 +1,6 @@
 """Other ways of exchanging the same: sums in another order, state cut in another order of axes."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import ml_dtypes
@@ -12,7 +9,7 @@ import pytest
 import samples
 from compare import assert_identical
 from jax.sharding import PartitionSpec
-from small_run import saves_in
+from small_run import on_eight, saves_in
 
 from bert_jax.config import Model, Parallelism
 from bert_jax.model import heads
@@ -124,11 +121,7 @@ def test_ring_and_joint_gather_equal_the_plain_ones_on_four_devices():
 
 @pytest.mark.long
 def test_ring_and_joint_gather_equal_the_plain_ones_on_eight_devices():
-    flags = "--xla_force_host_platform_device_count=8"
-    code = "import test_collectives; test_collectives.check_grids(8)"
-    path = os.pathsep.join(sys.path)
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    on_eight("import test_collectives; test_collectives.check_grids(8)")
 
 
 @pytest.fixture

@@ -1,15 +1,13 @@
 """Compiled programs are found again, on this machine alone, and a damaged one is not run."""
 
 import json
-import os
 import pathlib
-import socket
-import subprocess
+import re
 import sys
 
 import pytest
 from jax._src import cache_key, compilation_cache
-from small_run import settings
+from small_run import on_two
 
 from bert_jax.running import environment as environment_lib
 
@@ -81,25 +79,10 @@ def test_an_entry_without_a_checksum_is_not_read(tmp_path):
 
 def both(tmp_path) -> list[tuple[int, int]]:
     """Two processes with one cache folder; what each prints."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    processes = []
-    for number in range(2):
-        environment = os.environ | settings(1)
-        environment |= {
-            "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": "2",
-            "JAX_PROCESS_ID": str(number),
-            "BERT_JAX_CACHE_DIR": str(tmp_path),
-        }
-        del environment["JAX_COMPILATION_CACHE_DIR"]
-        command = [sys.executable, "-c", PROGRAM]
-        out = subprocess.PIPE
-        processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
-    said = [process.communicate(timeout=120) for process in processes]
-    assert [p.returncode for p in processes] == [0, 0], said[0][1].decode() + said[1][1].decode()
-    return [tuple(json.loads(out.splitlines()[-1])) for out, _ in said]
+    cache = "env", "-u", "JAX_COMPILATION_CACHE_DIR", f"BERT_JAX_CACHE_DIR={tmp_path}"
+    said = on_two(*cache, sys.executable, "-c", PROGRAM)
+    numbered = sorted(line for line in said.splitlines() if re.match(r"\[\d\] \[\d", line))
+    return [tuple(json.loads(line[4:])) for line in numbered]
 
 
 @pytest.mark.long

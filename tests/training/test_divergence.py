@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_identical
-from small_run import final_state, pretrain, signal_before, write_text
+from small_run import assert_same_run, final_state, pretrain, signal_before, write_text
 
 from bert_jax.data import batches
 from bert_jax.running import evaluators, start
@@ -29,14 +29,14 @@ def file(tmp_path_factory):
     return file
 
 
-def poison(monkeypatch, poisoned: set[int]):
-    """No finite loss at these steps of the first phase."""
+def poison(monkeypatch, poisoned: set[int], name="masked_lm_weights", value=np.nan):
+    """Fills a part of the batches of these steps of the first phase; with NaN: no finite loss."""
     good = batches.TrainBatches.batch
 
     def batch(self, number, rows):
         found = good(self, number, rows)
         if number in poisoned and found["input_ids"].shape[1] == 16:
-            found["masked_lm_weights"][:] = np.nan
+            found[name][:] = value
         return found
 
     monkeypatch.setattr(batches.TrainBatches, "batch", batch)
@@ -102,9 +102,7 @@ def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(file, gone_back, tmp
     poison(monkeypatch, {5, 6, 7})
     monkeypatch.setattr(step, "make_init", without)
     pretrain(file, tmp_path / "reference")
-    assert_identical(state, final_state(tmp_path / "reference")[1])
-    ours, theirs = (w / "metrics.jsonl" for w in (workdir, tmp_path / "reference"))
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert_same_run(workdir, tmp_path / "reference")
 
 
 @pytest.mark.nightly
@@ -185,9 +183,7 @@ def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
     assert f"stopped at step {at + 1}, not saved, {why}" in shown
     assert f"the newest checkpoint is of step {every}" in shown
     assert pretrain(file, tmp_path / "w", settings)[0] == "finished"
-    assert_identical(final_state(tmp_path / "w")[1], final_state(gone_back[0])[1])
-    ours, theirs = (w / "metrics.jsonl" for w in (tmp_path / "w", gone_back[0]))
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert_same_run(tmp_path / "w", gone_back[0])
 
 
 def test_a_stop_in_a_roll_back_finds_all_saved(file, tmp_path, monkeypatch):
@@ -353,15 +349,7 @@ def test_noise_and_learning_are_no_jumps():
 
 @pytest.mark.long
 def test_the_step_of_a_jump_is_named_while_the_run_goes_on(file, tmp_path, monkeypatch):
-    good = batches.TrainBatches.batch
-
-    def batch(self, number, rows):
-        found = good(self, number, rows)
-        if number == 11 and found["input_ids"].shape[1] == 16:
-            found["masked_lm_ids"][:] = 0  # which never is an answer
-        return found
-
-    monkeypatch.setattr(batches.TrainBatches, "batch", batch)
+    poison(monkeypatch, {11}, "masked_lm_ids", 0)  # which never is an answer
     monkeypatch.setattr(lines_lib, "_SHARE", 0.0)
     monkeypatch.setattr(lines_lib, "_TIMES", 2.0)
     _, shown = pretrain(file, tmp_path / "w", "run.log_every=1")

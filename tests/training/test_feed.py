@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import samples
 
+from bert_jax.config import Parallelism
 from bert_jax.training import feed
 from bert_jax.training import mesh as mesh_lib
 
@@ -19,18 +20,19 @@ def digest(batches) -> list[str]:
     ]
 
 
-def global_batches(devices: int, first: int, last: int, workers: int = 0):
-    sharding = mesh_lib.batch_sharding(samples.mesh_of(devices))
+def global_batches(devices: int, first: int, last: int, workers: int = 0, slices: int = 1):
+    mesh = samples.mesh_of(devices, Parallelism(slices=slices))
+    sharding = mesh_lib.batch_sharding(mesh)
     train = samples.train_batches()
     with feed.Feed(train.batch, first, last, 8, sharding, 2, workers, print) as batches:
         return [jax.device_get(batch) for batch in batches]
 
 
-def test_global_batches_are_the_same_on_1_2_and_4_devices():
+def test_global_batches_are_the_same_on_any_devices_and_slices():
     host = samples.train_batches()
     expected = digest(host.batch(step, np.arange(8)) for step in range(5))
-    for devices in (1, 2, 4):
-        assert digest(global_batches(devices, 0, 5)) == expected
+    for devices, slices in ((1, 1), (2, 1), (4, 1), (4, 2), (4, 4)):
+        assert digest(global_batches(devices, 0, 5, slices=slices)) == expected
 
 
 def test_the_feed_starts_at_any_step():

@@ -18,12 +18,13 @@ LAYERS = samples.MODEL.num_hidden_layers
 
 
 def test_a_row_s_bits_are_the_words_of_its_key_whatever_is_left_of_the_last():
+    """A key is folded with the row's number, then with each place on the way."""
     key, rows = jax.random.key(5), np.array([3, 2**31], np.uint32)
 
     @jax.jit
     def drawn(rows):
-        noise = layers.RowNoise.of(key, rows).at(3)
-        own = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), 3))(rows)
+        noise = layers.RowNoise.of(key, rows).at(3).at(1)
+        own = jax.vmap(lambda row: functools.reduce(jax.random.fold_in, (row, 3, 1), key))(rows)
         words = [
             jax.vmap(lambda k, n=n: jax.random.bits(k, (9, n), jnp.uint32))(own) for n in (2, 6)
         ]
@@ -62,12 +63,10 @@ def forwards():
     batch |= {"segment_ids": jnp.zeros((2, 6), jnp.int32), "decoder_ids": batch["input_ids"]}
     batch["masked_lm_positions"] = jnp.ones((2, 1), jnp.int32)
     every_layer = 3 * LAYERS
-    for cfg, run, draws in (
-        (samples.MODEL, heads.pretraining_logits, 1 + every_layer),
-        (modern, heads.pretraining_logits, 1 + every_layer),
-    ):
+    for cfg in (samples.MODEL, modern):
         params = functools.partial(heads.init_params, cfg)
-        yield cfg.kind, params, functools.partial(run, cfg), batch, draws
+        run = functools.partial(heads.pretraining_logits, cfg)
+        yield cfg.kind, params, run, batch, 1 + every_layer
     cfg = samples.MODEL
 
     def generate(params, batch, noise, loop):

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import socket
-import sys
 from unittest import mock
 
 import jax
@@ -15,7 +13,7 @@ import samples
 from broken import call
 from compare import assert_identical
 from jax import lax
-from small_run import OBJECTIVES, command, final_state, pretrain
+from small_run import OBJECTIVES, assert_same_run, final_state, on_eight, pretrain
 
 from bert_jax.config import Parallelism, Run
 from bert_jax.errors import InputError, Unavailable
@@ -143,10 +141,9 @@ def test_a_device_that_errs_is_named():
     ("layout", "count"),
     [("zero3", 100), ("zero1", 20), ("replicated", 20), ("groups", 20), ("slices", 20)],
 )
-def test_each_of_a_hundred_is_named(layout, count, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    done = command(__file__, 8, layout, count, devices=8)
-    assert done.stdout == f"({count}, {count})\n".encode(), done.stderr
+def test_each_of_a_hundred_is_named(layout, count):
+    code = f"import test_replay; found = test_replay.found(8, {layout!r}, {count})"
+    on_eight(f"{code}; assert found == ({count}, {count}), found")
 
 
 @pytest.mark.long
@@ -219,9 +216,7 @@ def test_a_run_goes_back_before_a_device_that_erred(copy_of_run, finished_run, m
     device = f"device 2 of process 0 ({socket.gethostname()})"
     words = f"step 10: {device} came to another result of the same rows; going back to step 4"
     assert outcome == "finished" and words in shown
-    assert_identical(final_state(copy_of_run / "w")[1], final_state(finished_run / "run")[1])
-    ours, theirs = (w / "metrics.jsonl" for w in (copy_of_run / "w", finished_run / "run"))
-    assert ours.read_bytes() == theirs.read_bytes()
+    assert_same_run(copy_of_run / "w", finished_run / "run")
     timings = map(json.loads, (copy_of_run / "w" / "timings.jsonl").read_text().splitlines())
     backs = [x for x in timings if x["kind"] == "roll_back"]
     assert [(x["step"], x["replayed"], x["erred"]) for x in backs] == [(4, 10, [2])]
@@ -268,7 +263,3 @@ def test_rows_of_several_documents_are_compared_too(copy_of_run):
 def test_it_takes_two_devices():
     with pytest.raises(InputError, match=r"run.replay_every=5: takes two devices"):
         session._require_checkable(Run(replay_every=5), samples.mesh_of(1))
-
-
-if __name__ == "__main__":
-    print(found(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -8,19 +8,11 @@ import signal
 
 import numpy as np
 import pytest
-from compare import assert_identical
-from small_run import bert_jax, command, final_state, killed, pretrain
+from small_run import assert_same_run, bert_jax, command, final_state, killed, pretrain
 
 from bert_jax.errors import InputError
 from bert_jax.training import step as step_lib
 from bert_jax.verify.faults import Fault, Plan
-
-
-def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
-    assert (a / "metrics.jsonl").read_bytes() == (b / "metrics.jsonl").read_bytes()
-    (a_step, a_state), (b_step, b_state) = final_state(a), final_state(b)
-    assert a_step == b_step
-    assert_identical(a_state, b_state)
 
 
 def test_a_run_that_breaks_off_goes_on_bit_exact(finished_run, copy_of_run, monkeypatch):

@@ -47,12 +47,6 @@ def test_a_run_that_is_stopped_before_its_first_step_has_saved_nothing(file, mon
     assert "stopped at step 0, nothing to save; run" in pretrain(file, pathlib.Path("w"))[1]
 
 
-@pytest.fixture
-def finished(copy_of_run):
-    """A finished run that may be changed."""
-    return copy_of_run / "run"
-
-
 @pytest.mark.long
 def test_the_host_reads_the_device_once_a_log_interval(file, tmp_path, monkeypatch):
     """And one step late: the read of step 3 happens when step 4 is under way."""
@@ -168,16 +162,16 @@ def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path):
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "x": 0.1}\n{"step": 2, "x": 0.1}\n'
 
 
-def test_the_checkpoint_knows_its_experiment(file, finished):
+def test_the_checkpoint_knows_its_experiment(file, run):
     """Without experiment.json too: another seed must not go on from it."""
-    (finished / "experiment.json").unlink()
+    (run / "experiment.json").unlink()
     with pytest.raises(InputError, match="seed: 0 -> 5"):
-        pretrain(file, finished, "seed=5")
+        pretrain(file, run, "seed=5")
 
 
-def test_a_finished_run_without_its_lines_is_still_finished(file, finished):
-    (finished / "metrics.jsonl").unlink()
-    outcome, shown = pretrain(file, finished)
+def test_a_finished_run_without_its_lines_is_still_finished(file, run):
+    (run / "metrics.jsonl").unlink()
+    outcome, shown = pretrain(file, run)
     assert outcome == "finished" and "finished: step 22\n" in shown
     assert "metrics.jsonl: " in shown and "predictions.jsonl: " not in shown
 
@@ -196,12 +190,12 @@ def test_a_full_disk_under_a_checkpoint_is_named(tmp_path, monkeypatch):
         saved.save(1, {"x": jax.numpy.zeros(3)}, {})
 
 
-def test_a_line_cut_off_in_timings_is_not_glued_to_the_next(file, finished):
-    timings = finished / "timings.jsonl"
+def test_a_line_cut_off_in_timings_is_not_glued_to_the_next(file, run):
+    timings = run / "timings.jsonl"
     with timings.open("a") as out:
         out.write('{"step": 22, "ti')
-    shutil.rmtree(finished / "checkpoints" / "22")
-    pretrain(file, finished)
+    shutil.rmtree(run / "checkpoints" / "22")
+    pretrain(file, run)
     assert lines_lib.Lines(epath.Path(timings)).read()[-1]["step"] == 22
 
 

@@ -27,28 +27,6 @@ STEPS = 10
 KERNEL = ("encoder", "layers", "query", "kernel")
 
 
-@pytest.mark.parametrize(
-    "parallelism",
-    [
-        Parallelism(state="zero1", accumulation=2),
-        Parallelism(state="zero3", tensor=2),
-        *(
-            pytest.param(parallelism, marks=pytest.mark.long)
-            for parallelism in (
-                Parallelism(state="zero3"),
-                Parallelism(state="zero1", tensor=2),
-                Parallelism(state="zero3", accumulation=2, remat="dots"),
-                Parallelism(state="zero3", layer_loop="unroll", remat="full"),
-            )
-        ),
-    ],
-    ids=lambda m: f"{m.state}-tensor{m.tensor}-{m.accumulation[0]}-{m.remat}-{m.layer_loop}",
-)
-def test_sharded_equals_replicated(parallelism, reference):  # noqa: F811
-    """On 4 devices, against one device that holds everything; with dropout."""
-    assert_same_run(samples.run(STEPS, devices=4, parallelism=parallelism), reference)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("method", [RING, Method(order="innermost")], ids=lambda m: m.order)
 def test_a_run_is_the_same_however_state_travels(method, torus, reference):  # noqa: F811

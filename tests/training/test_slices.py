@@ -1,16 +1,13 @@
 """Slices: parts of the devices with a state each, whose gradients alone travel between them."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 import samples
 from compare import assert_close
-from test_feed import digest
+from small_run import on_eight
 from test_sharding import MUON
 
 from bert_jax import config
@@ -18,8 +15,7 @@ from bert_jax.config import Data, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.plan import hlo, schedule
 from bert_jax.running.pretraining import require_runnable
-from bert_jax.training import feed, step
-from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
 from bert_jax.training.objective import Pretraining
 
 PACKED = Data(objective="mlm", attention="per_document")
@@ -61,17 +57,7 @@ def test_slices_change_nothing(parallelism):
 
 @pytest.mark.long
 def test_slices_change_nothing_on_eight_devices():
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = "import test_slices; test_slices.check_eight()"
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-
-
-def test_batches_are_the_same_on_any_slices():
-    host = [samples.train_batches().batch(number, np.arange(8)) for number in range(2)]
-    for slices in (1, 2, 4):
-        places = mesh_lib.batch_sharding(samples.mesh_of(4, Parallelism(slices=slices)))
-        assert digest(map(jax.device_get, feed.place_all(host, places))) == digest(host)
+    on_eight("import test_slices; test_slices.check_eight()")
 
 
 @pytest.mark.long
