@@ -71,12 +71,12 @@ class Size(NamedTuple):
 
 
 # At 2.1e14 operations the second is 0.12 nat ahead of the first on one text, and 0.03 and 0.07
-# behind on two; at 5e13 0.3 and more behind. At 6.5e14 the third is 0.02 ahead of the first. Where
-# the others begin is not measured (see docs/learning.md).
+# behind on two; at 5e13 0.3 and more behind. At 6.5e14 it is 0.07 ahead of the first and 0.05 of
+# the third. Where that and the others begin is not measured (see docs/learning.md).
 SIZES = (
     Size(0.0, 2, 128, 32, 8_000),
     Size(2e14, 4, 128, 32, 8_000),
-    Size(5e14, 4, 192, 32, 8_000),
+    Size(8e14, 4, 192, 32, 8_000),
     Size(5e15, 4, 256, 48, 16_000),
     Size(3e16, 6, 384, 64, 16_000),
     Size(2e17, 8, 512, 64, 30_000),
@@ -321,7 +321,8 @@ def expected(experiment: Experiment, seen: int) -> str:
     """Returns in words how far below the unigram line a run of so many tokens ends.
 
     On novels the first of SIZES is 2.17 nat below after 2.7 million, 2.59 after 6.3, 3.07 after
-    25, 3.29 after 59; the second 2.96 after 9.9; the third 2.27 after 2.2 and 3.32 after 22.
+    25, 3.29 after 59; the second 2.96 after 9.9 and 3.36 after 35; the third 2.27 after 2.2, 3.32
+    after 22 and 3.40 after 28.
     """
     if experiment.init_from:
         return "what the base makes of it"
