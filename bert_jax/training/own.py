@@ -32,9 +32,9 @@ def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     if data.code:
         with code.failures(code.path_of(data.code)):
             objective = objective_lib.of(model, data)
-            compares = hasattr(objective, "compare")
-            apart = "takes the rows of a batch at once: not with optimizer.clip=per_replica"
-            _require(experiment.optimizer.clip != "per_replica" or not compares, "compare", apart)
+            in_parts = experiment.optimizer.clip == "per_replica"
+            why = "takes a batch at once, optimizer.clip=per_replica its parts; set that to global"
+            _require(not (in_parts and hasattr(objective, "compare")), "compare", why)
             params = _init_params(objective)
             sharding.partitions(params, experiment.parallelism, mesh, objective.rules)
             for number, phase in enumerate(experiment.phases):

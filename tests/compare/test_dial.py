@@ -162,6 +162,14 @@ def test_more_operations_want_a_larger_encoder(here):
     assert "about" not in dial.expected(small, 9_000)
 
 
+def test_the_page_has_the_rule():
+    page = pathlib.Path(__file__).parents[2] / "docs" / "learning.md"
+    table = page.read_text().split("| from so many operations on |")[1].split("\n\n")[0]
+    rows = [line.strip("| ").replace(",", "").split() for line in table.splitlines()[2:]]
+    numbers = [[float(word) for word in row if word != "|"] for row in rows]
+    assert numbers == [list(map(float, size)) for size in dial.SIZES]
+
+
 def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypatch):
     broken.said("import run --workdir base")
     experiment = dial._going_on("w", dial.look("text"), "base")
