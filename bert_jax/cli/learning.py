@@ -110,7 +110,7 @@ def _pretraining(args: argparse.Namespace):
     """
     if (args.text, args.hours, args.base) != (None, None, None):
         if args.text is None or args.hours is None or not 0 < args.hours < float("inf"):
-            raise InputError("--text, --hours: go together, hours above 0; --base is theirs")
+            raise InputError("--text, --hours: go together, finite hours above 0; --base is theirs")
         if args.experiment or args.decay_from or args.fork or args.extend:
             raise InputError("--text: chooses the experiment; leave out EXPERIMENT and other flags")
         return None, None, None
