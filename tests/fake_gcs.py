@@ -169,7 +169,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.is_answered = True
         kind, named = self._kind()
         self.bucket.requests.append((named, kind))
-        fault = self.bucket.fault(self.command, named, kind)
+        fault = self._fault(kind, named)
         if fault is None and not self.bucket.exists:
             return self._send(404, b'{"error": {"code": 404, "message": "no such bucket"}}')
         if fault is None and (right := self.bucket.refused(kind, named, "/moveTo/" in self.url)):
@@ -192,6 +192,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         self.connection.close()
+
+    def _fault(self, kind: Kind, name: str) -> Fault | None:
+        return self.bucket.fault(self.command, name, kind)
 
     def _kind(self) -> tuple[Kind, str]:
         """What is asked for, and the object, or the prefix of a list."""

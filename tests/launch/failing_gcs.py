@@ -5,12 +5,10 @@ import dataclasses
 import json
 import pathlib
 import random
-import socket
-import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import fake_gcs
 
@@ -144,42 +142,22 @@ class _Handler(fake_gcs._Handler):
     door: int
     weather: Weather
 
-    def _answer(self, act: Callable[[], None]) -> None:
-        super()._answer(lambda: self._answer_or_fail(act))
-
-    def _answer_or_fail(self, act: Callable[[], None]) -> None:
+    def _fault(self, kind: str, name: str) -> fake_gcs.Fault | None:
         agent = self.headers.get("User-Agent") or ""
         client = "TensorStore" if "tensorstore" in agent.lower() else "gcsfs"
-        what = self.weather.of(Call(self.door, *self._kind(), client))
+        what = self.weather.of(Call(self.door, kind, name, client))
         if not what:
-            return act()
-        if what == "silence":
-            time.sleep(_SILENCE)
-        if what in ("reset", "silence"):
-            # A reset instead of an orderly end.
-            option = struct.pack("ii", 1, 0)
-            with contextlib.suppress(OSError):
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
-                self.connection.shutdown(socket.SHUT_RDWR)
-            self.close_connection = True
             return None
-        body = {"error": {"code": int(what), "message": "injected"}}
-        return self._send(int(what), json.dumps(body).encode())
+        status = int(what) if what.isdecimal() else 0
+        return fake_gcs.Fault(status, seconds=_SILENCE if what == "silence" else 0.0)
 
     def _kind(self) -> tuple[str, str]:
-        if self.command == "DELETE":
-            return "delete", self.name
-        if self.command == "GET":
-            if not self.name:
-                return super()._kind()
-            return ("read" if self.query.get("alt") == "media" else "stat"), self.name
-        if "/rewriteTo/" in self.url:
-            return "copy", self.name
-        if self.url.startswith("/session/"):
-            session = self.bucket.sessions.get(self.url.rsplit("/", 1)[1])
-            return "write", session[0] if session else ""
-        name = self.query.get("name", "")
-        return ("begin" if self.query.get("uploadType") == "resumable" else "write"), name
+        kind, name = super()._kind()
+        if kind == "read" and self.query.get("alt") != "media":
+            kind = "stat"
+        if kind == "write" and self.query.get("uploadType") == "resumable":
+            kind = "begin"
+        return kind, name
 
 
 @contextlib.contextmanager
