@@ -25,7 +25,7 @@ LINES = {
     "report": 1_525,
     "storage": 1_465,
     "tasks": 4_046,
-    "text": 2_830,
+    "text": 2_836,
     "training": 2_287,
     "running": 4_688,
     "serve": 533,
@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_024,
     "experiments": 1_425,
     "tables": 498,
-    "tests": 32_570,
+    "tests": 32_573,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -9,6 +9,7 @@ Texts whose words stand a blank apart are cut word by word where the file allows
 word once: the library needs three to six times as long for the whole text.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -208,17 +209,24 @@ def is_of_library(content: bytes) -> bool:
     return b'"model"' in content
 
 
+@contextlib.contextmanager
+def _raising(where: str, what: str) -> Iterator[None]:
+    """Says of the library's errors that a file is at fault."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises nothing narrower, and its panics are these
+        version = tokenizers.__version__
+        raise InputError(
+            f"{where}: the tokenizers library {version} {what} ({error}); save it with that version"
+        ) from error
+
+
 def opened(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:
     """Opens a tokenizer.json in its library; `parts` is what it says."""
-    try:
+    with _raising(where, "does not read it"):
         library = tokenizers.Tokenizer.from_buffer(content)
-    except BaseException as error:  # the library raises nothing narrower, and its panics are these
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise InputError(
-            f"{where}: the tokenizers library {tokenizers.__version__} does not read it ({error}); "
-            "save it with that version"
-        ) from error
     if parts["model"].get("dropout"):
         raise InputError(
             f"{where}: model.dropout={parts['model']['dropout']}: a text would be cut another way "
@@ -236,11 +244,9 @@ def around(of: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...], 
       The ids of `cls`, `between` and `sep`, and the segment of B and of what ends it: 0 or 1.
     """
     texts = ("a", *of.get_vocab())
-    try:
+    with _raising(where, "cuts no text by it"):
         text = next(t for t in texts if of.encode(t, add_special_tokens=False).ids)
-    except Exception as error:  # the library raises nothing narrower
-        raise InputError(f"{where}: the tokenizers library cuts no text by it ({error})") from error
-    one, two = of.encode(text), of.encode(text, text)
+        one, two = of.encode(text), of.encode(text, text)
     size, gap = one.sequence_ids.count(0), two.sequence_ids.count(None) - 2
     shape = [None, *[0] * size, *[None] * gap, *[1] * size, None]
     cls, sep, between = two.ids[0], two.ids[-1], two.ids[1 + size :][:gap]

@@ -170,6 +170,8 @@ ONE = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A",
 
 UNENDED = {"pair": [*ONE, {"Sequence": {"id": "B", "type_id": 1}}]}
 UNENDED = json.loads(CONTENT["modernbert"])["post_processor"] | UNENDED
+# The library opens it, and panics at the first text.
+UNKNOWN = UNENDED | {"special_tokens": {}}
 
 
 def test_a_file_that_cannot_be_computed_with_is_named(tmp_path):
@@ -182,6 +184,7 @@ def test_a_file_that_cannot_be_computed_with_is_named(tmp_path):
         ),
         (changed("modernbert", post_processor=None), SQUARE, "post_processor"),
         (changed("modernbert", post_processor=UNENDED), SQUARE, "post_processor"),
+        (changed("modernbert", post_processor=UNKNOWN), SQUARE, "tokenizers library"),
         (CONTENT["modernbert"], {"pad_token": "[PAD]", "unk_token": "[UNK]"}, "mask_token"),
         (CONTENT["modernbert"], SQUARE | {"pad_token": "<none>"}, "<none>"),
     ):
