@@ -35,7 +35,7 @@ LINES = {
     "benchmarks": 3_024,
     "experiments": 1_425,
     "tables": 554,
-    "tests": 32_573,
+    "tests": 32_580,
 }
 # How far a folder may fall below its number before the number follows.
 SLACK = 30

@@ -63,6 +63,7 @@ def folder(tmp_path_factory):
     write("pairs", **same)
     write("words", kind="tag", text_column="words", label_column="tags", score="accuracy")
     write("values", kind="regress", second_column="b")
+    write("near", "own", "own", kind="similar", second_column="b", label_column="value")
     write("alike", "same", "same", **same)
     goods = {"kind": "minimal_pairs", "validation": (f"jsonl:{folder}/goods",)}
     columns = {"text_column": "good", "second_column": "bad", "label_column": "of"}
@@ -152,22 +153,17 @@ def test_probes_run_before_between_and_after_and_change_nothing(folder, finished
 @pytest.mark.long
 def test_vectors_that_get_lost_are_spoken_of(folder, copy_of_run, tmp_path):
     """Those of a base that gives vectors, as it makes them."""
-    base, vectors = epath.Path(tmp_path / "base"), TextVectors("cls", normalize=True)
+    base = epath.Path(tmp_path / "base")
     broken.said(f"import run --workdir {base}")
     known = base_lib.read(base)
     shutil.rmtree(base)
-    base_lib.write(dataclasses.replace(known, vectors=vectors), base)
+    base_lib.write(dataclasses.replace(known, vectors=TextVectors("cls", normalize=True)), base)
     # What the base itself thinks of the texts is the truth: whatever is learned leads away from it.
+    model = bert_jax.load(str(base))
     texts = list(map(json.loads, (folder / "test").read_text().splitlines()))
-    first, second = (
-        bert_jax.load(str(base)).embed([text[name] for text in texts]) for name in ("sentence", "b")
-    )
-    for text, cosine in zip(texts, (first * second).sum(-1), strict=True):
-        text["value"] = float(cosine)
+    for text in texts:
+        text["value"] = float(np.prod(model.embed([text["sentence"], text["b"]]), axis=0).sum())
     (folder / "own").write_text("\n".join(map(json.dumps, texts)) + "\n")
-    own = (f"jsonl:{folder}/own",)
-    fields = {"kind": "similar", "second_column": "b", "label_column": "value"}
-    kinds.write_task_file(folder / "near.py", train=own, validation=own, **fields)
     settings = f"init_from={base}", "optimizer.peak_learning_rate=0.3", probed(folder, "near")
     outcome, shown = pretrain(folder / "small.py", tmp_path / "run", *settings)
     assert outcome == "finished" and f"{base} gives vectors of texts" in shown
