@@ -51,11 +51,34 @@ class Fault:
         an answer that ends in the middle.
       seconds: that pass before.
       is_done: whether what was asked for is done all the same, and its answer alone is lost.
+      change: the request is answered, with its body changed so; the answer is whole as HTTP.
+      breaks_off: the request is answered, but the connection closes after half of the body.
     """
 
     status: int = 0
     seconds: float = 0.0
     is_done: bool = False
+    change: Callable[[bytes], bytes] | None = None
+    breaks_off: bool = False
+
+
+def emptied(body: bytes) -> bytes:
+    """Returns nothing: a `Fault.change` of an answer without a body."""
+    del body
+    return b""
+
+
+def halved(body: bytes) -> bytes:
+    """Returns the first half of a body: a `Fault.change` of an answer that is cut short."""
+    return body[: len(body) // 2]
+
+
+def flipped(body: bytes) -> bytes:
+    """Returns a body with one bit flipped in its middle: a `Fault.change` of damaged content."""
+    middle = len(body) // 2
+    return (
+        body[:middle] + bytes([byte ^ 1 for byte in body[middle : middle + 1]]) + body[middle + 1 :]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +101,7 @@ class Bucket:
         """Empties it, and takes its faults away."""
         self.objects: dict[str, Object] = {}
         self.encoding = ""  # Content-Encoding of all
+        self.hidden: set[str] = set()  # names that a lagging list does not show yet
         self.sessions: dict[str, tuple[str, dict[str, str], bytearray]] = {}
         self.exists = True
         self.role = "objectUser"  # which docs/pods.md names
@@ -167,6 +191,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.headers.get("Transfer-Encoding") == "chunked":
             self.body = b"".join(self._chunks())
         self.is_answered = True
+        self.fault = None
         kind, named = self._kind()
         self.bucket.requests.append((named, kind))
         fault = self._fault(kind, named)
@@ -179,6 +204,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if fault is None:
             return act()
         time.sleep(fault.seconds)
+        if fault.change or fault.breaks_off:
+            self.fault = fault
+            return act()
         if fault.is_done:
             self.is_answered = False
             act()
@@ -251,7 +279,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         found: dict[str, Object | None] = {}
         with self.bucket.lock:
             for name in sorted(self.bucket.objects):
-                if not name.startswith(prefix):
+                if not name.startswith(prefix) or name in self.bucket.hidden:
                     continue
                 rest = name[len(prefix) :]
                 if delimiter and delimiter in rest:
@@ -362,10 +390,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _send(self, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
         if not self.is_answered:
             return
+        fault, size = self.fault or Fault(), len(data)
+        if fault.change:
+            data = fault.change(data)
+            size = len(data)
+        if fault.breaks_off:
+            data = halved(data)
+            self.close_connection = True
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(size))
         with contextlib.suppress(ConnectionError):  # a client that was killed, or has enough
             self.end_headers()
             self.wfile.write(data)
