@@ -239,15 +239,15 @@ def test_documents_of_a_row_are_numbered_where_they_are_apart():
 @pytest.mark.parametrize("data", [CAUSAL, APART], ids=["whole row", "apart"])
 def test_every_next_piece_is_predicted_and_nothing_is_masked(data):
     """Where documents are apart, all but the first piece of each."""
-    train = make(16, data=data)
-    batch = whole(train, 1, 16)
-    masked = whole(make(16, data=MLM), 1, 16)
+    batch, masked = whole(make(64, data=data), 1, 64), whole(make(64, data=MLM), 1, 64)
     plain = masked["input_ids"].copy()
     row, place = np.nonzero(masked["masked_lm_weights"])
     plain[row, masked["masked_lm_positions"][row, place]] = masked["masked_lm_ids"][row, place]
     np.testing.assert_array_equal(batch["input_ids"], plain)
+    borders = 0
     for i, ids in enumerate(plain.tolist()):
         real = int(batch["input_mask"][i].sum())
+        borders += ids[: real - 1].count(IDS.sep)
         expected = [
             (at, ids[at + 1])
             for at in range(real - 1)
@@ -257,6 +257,7 @@ def test_every_next_piece_is_predicted_and_nothing_is_masked(data):
         places = batch["masked_lm_positions"][i][there].tolist()
         assert list(zip(places, batch["masked_lm_ids"][i][there].tolist(), strict=True)) == expected
         assert not batch["masked_lm_positions"][i][~there].any()
+    assert borders > 4, "at a border documents that are apart differ from those that are not"
     assert set(batch) - set(masked) == (
         set() if data.attention == "whole_row" else {"example_numbers", "positions"}
     )
