@@ -76,10 +76,10 @@ def fork(folder, workdir, *settings, step=8, run="stable"):
     return ["pretrain", *place.split(), *changed]
 
 
-def forked(folder, run, step, *settings):
+def forked(folder, run, step, *settings, file=None):
     """What a fork would compute, without computing it."""
     place = f"{folder}/{run}/checkpoints/{step}"
-    return branch_lib.forked(place, None, settings, Workdir(folder / "not there"))[0]
+    return branch_lib.forked(place, file, settings, Workdir(folder / "not there"))[0]
 
 
 def rows_of(experiment, first, last):
@@ -117,6 +117,21 @@ def test_other_batches_go_on_at_the_rows_that_were_not_seen(copy_of_run):
     # Another seed has other rows, of which none was seen.
     other = forked(copy_of_run, "run", 16, "seed=1", "phases.1.batch_size=2")
     assert rows_of(other, 16, 18) == [(1, row) for row in range(4)]
+
+
+@pytest.mark.parametrize("file", [None, "small.py"], ids=["its own experiment", "a file"])
+def test_a_fork_of_a_fork_skips_the_rows_of_both(file, copy_of_run, monkeypatch):
+    """Whether or not the experiment that is given holds the row offset of the first fork."""
+    small = config.load("small.py")
+    # The run saw the rows 0 to 7 of the second phase, the fork that left it at step 16 8 to 15.
+    first = config.override(small, ["phases.1.batch_size=2", "phases.1.row_offset=4"])
+    assert rows_of(first, 16, 20) == [(1, row) for row in range(8, 16)]
+    (copy_of_run / "run" / "experiment.json").write_text(config.to_json(first))
+    monkeypatch.setattr(branch_lib.Branch, "saved", lambda branch: (first, ""))
+    second = forked(copy_of_run, "run", 20, "phases.1.batch_size=4", file=file)
+    assert rows_of(second, 20, 22) == [(1, row) for row in range(16, 24)]
+    other = forked(copy_of_run, "run", 20, "phases.1.batch_size=4", "seed=1", file=file)
+    assert rows_of(other, 20, 22) == [(1, row) for row in range(8)]
 
 
 @pytest.mark.long
