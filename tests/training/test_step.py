@@ -173,6 +173,23 @@ def test_a_skipped_step_does_nothing_but_count():
     assert_identical(new["params"], before["params"])
 
 
+@pytest.mark.parametrize("name", ["bert_adam", "adamw", "lamb", "stable_adamw", "muon"])
+def test_heads_that_learn_nothing_neither_decay_nor_forget(name):
+    """Masked LM alone teaches neither the pooler nor the next sentence head."""
+    objective = Pretraining(samples.MODEL, "mlm")
+    optimizer = dataclasses.replace(samples.OPTIMIZER, name=name, layer_decay=0.9)
+    shapes = jax.eval_shape(lambda: step.init_state(objective, optimizer, 0))
+    updated, before = (
+        {part: jax.tree.map(lambda x, v=value: np.full(x.shape, v), shapes[part]) for part in parts}
+        for value, parts in ((1, ("params", "optimizer")), (0, shapes))
+    )
+    after = step._but_idle(updated, before, objective.idle)
+    assert after.keys() == updated.keys()
+    for path, leaf in jax.tree.leaves_with_path(after):
+        is_idle = bool({getattr(key, "key", None) for key in path} & {"pooler", "next_sentence"})
+        assert leaf.all() == (not is_idle), jax.tree_util.keystr(path)
+
+
 def test_vocabulary_padding_stays_zero(reference):
     params = reference[0]["params"]
     assert not params["encoder"]["embeddings"]["word"]["embedding"][100:].any()
