@@ -173,6 +173,50 @@ def test_a_skipped_step_does_nothing_but_count():
     assert_identical(new["params"], before["params"])
 
 
+@pytest.mark.parametrize(
+    ("loss", "norm", "is_skipped", "bad_in_a_row", "changes", "counts", "bad_after"),
+    [
+        (1.0, 1.0, False, 0, True, True, 0),
+        (1.0, 1.0, False, 2, True, True, 0),
+        (np.nan, 1.0, False, 0, False, True, 1),
+        (1.0, np.inf, False, 2, False, True, 3),
+        # A step that is left out is no bad step, whatever it comes to.
+        (1.0, 1.0, True, 2, False, True, 0),
+        (np.nan, 1.0, True, 2, False, True, 0),
+        # Three bad steps in a row: nothing changes until the host has decided.
+        (1.0, 1.0, False, 3, False, False, 3),
+        (np.nan, 1.0, False, 3, False, False, 3),
+        (1.0, 1.0, True, 3, False, False, 3),
+    ],
+)
+def test_what_a_step_changes(loss, norm, is_skipped, bad_in_a_row, changes, counts, bad_after):
+    optimizer = dataclasses.replace(samples.OPTIMIZER, bad_steps_in_a_row=3)
+    spec = step.StepSpec(Pretraining(samples.MODEL, "mlm"), optimizer, Parallelism(), 1, None)
+    metrics = {name: jnp.array([1.0, 1.0]) for name in spec.objective.metrics}
+    metrics |= {name: jnp.array([loss, 1.0]) for name in spec.objective.losses}
+    state = {
+        "step": jnp.int32(7),
+        "params": jnp.zeros(2),
+        "optimizer": jnp.zeros(3),
+        "skipped_steps": jnp.array([3, 7 if is_skipped else 8, -1]),
+        "bad_in_a_row": jnp.int32(bad_in_a_row),
+    }
+    new = {"params": jnp.ones(2), "optimizer": jnp.ones(3)}
+    window = step.empty_window(spec.objective.metrics)
+    window |= {"filled": jnp.array([2.0, 4.0])}
+    metrics |= {"filled": jnp.array([1.0, 1.0])}
+    after, window = step._guarded(
+        spec, state, new, window, metrics, jnp.float32(norm), jnp.float32(0.1)
+    )
+    assert (after["step"], after["bad_in_a_row"]) == (7 + counts, bad_after)
+    assert after["params"].tolist() == [changes] * 2
+    assert after["optimizer"].tolist() == [changes] * 3
+    assert after["skipped_steps"].tolist() == state["skipped_steps"].tolist()
+    assert window["bad_steps"].tolist() == [counts and not changes, counts]
+    assert window["filled"].tolist() == [2 + changes, 4 + changes]
+    assert window[step.WORST_STEP].tolist() == ([loss, 7] if changes else [0, 0])
+
+
 @pytest.mark.parametrize("name", ["bert_adam", "adamw", "lamb", "stable_adamw", "muon"])
 def test_heads_that_learn_nothing_neither_decay_nor_forget(name):
     """Masked LM alone teaches neither the pooler nor the next sentence head."""
