@@ -313,6 +313,7 @@ def test_which_steps_are_left_out():
 def test_how_far_a_roll_back_goes():
     assert start.can_go_back([], 7, 5)  # nothing was saved yet
     assert start.can_go_back([25, 30], 29, 5)
+    assert start.can_go_back([29, 35], 29, 5)  # a checkpoint just before the bad steps
     assert start.can_go_back([20, 30], 29, 5)  # at 25 the state was bad, and was not saved
     assert start.can_go_back([25, 20], 90, 5)  # a full disk: the newest, however old
     assert start.can_go_back([5, 10], 4, 5)  # to step 0

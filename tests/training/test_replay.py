@@ -17,7 +17,10 @@ from small_run import OBJECTIVES, assert_same_run, final_state, on_eight, pretra
 
 from bert_jax.config import Parallelism, Run
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.running import session
+from bert_jax.running import session, start
+from bert_jax.running.checkpoint import Restored
+from bert_jax.running.peers import Peers
+from bert_jax.running.progress import Clock
 from bert_jax.running.runner import Trainer
 from bert_jax.training import feed, replay, step
 from bert_jax.training import mesh as mesh_lib
@@ -206,6 +209,42 @@ def sicken(monkeypatch, sick, place=2):
 
     monkeypatch.setattr(step, "make_train_step", train_step)
     monkeypatch.setattr(step, "make_replay", replays)
+
+
+@pytest.mark.parametrize(
+    ("steps", "begun_at", "step", "left"),
+    [
+        ([8, 4], 0, 4, [4]),
+        ([10, 5], 0, 5, [5]),
+        ([8], 0, 0, []),  # before its first checkpoint a run began at step 0
+        ([8, 6], 6, 6, [6]),  # a fork did not: its oldest checkpoint is the best there is
+    ],
+)
+def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
+    """The check before step 10 failed, that before step 5 did not."""
+    trainer = Trainer.__new__(Trainer)  # as far as a roll-back needs it
+    trainer.done, trainer.begun_at, trainer.skipped, saves = 10, begun_at, (), mock.Mock()
+    trainer.job = trainer.experiment = mock.Mock(run=Run(replay_every=5, checkpoint_every=4))
+    trainer.watchdog = trainer.say = trainer.lines = mock.Mock()
+    trainer.clock, trainer.job.experiment = Clock(), trainer.experiment
+    peers, saves.steps = Peers(0, 1, None, 1.0), steps
+    trainer.context = mock.Mock(peers=peers, saves=saves, job=trainer.job)
+
+    def newest(context, at_most):
+        del context
+        return Restored(max((one for one in steps if one <= at_most), default=0), {}, {}, {})
+
+    def forget_after(last, send):
+        del send
+        saves.steps = [one for one in steps if one <= last]
+
+    saves.forget_after = forget_after
+    with (
+        mock.patch.object(start, "_start", newest),
+        mock.patch.object(Trainer, "_go_on_from") as go_on,
+    ):
+        trainer._go_back(replay.Erred(jax.devices()[2:3], is_sure=True, is_last=False))
+    assert (go_on.call_args.args[0].step, saves.steps) == (step, left)
 
 
 @pytest.mark.long
