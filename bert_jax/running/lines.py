@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +34,31 @@ _DEVIATION = 1.4826
 def means(sums: Sums) -> dict[str, float]:
     """Divides each sum by its count; what was never counted is left out."""
     return {name: float(s) / float(n) for name, (s, n) in sorted(sums.items()) if n}
+
+
+def skipped_steps(lines: Iterable[Mapping[str, Any]], left_out: Iterable[int]) -> tuple[int, str]:
+    """Returns how many steps of a run changed no parameter, and which ones, in words.
+
+    `lines` are those of metrics.jsonl. The `bad_steps` of a training line are a share of the steps
+    since the training line before, those that were left out on purpose included. Of the others a
+    line tells the number, not which steps of the line they were.
+    """
+    known, others, total, before = set(left_out), [], 0, 0
+    for line in lines:
+        if line["kind"] != "train":
+            continue
+        steps, before = range(before, line["step"]), line["step"]
+        bad = round(line.get("bad_steps", 0.0) * len(steps))
+        if 0 < bad == len(steps):
+            known.update(steps)
+        elif (bad := bad - len(known.intersection(steps))) > 0:
+            total += bad
+            others.append(f"{bad} of {steps[0]} to {steps[-1]}")
+    ordered = sorted(known)
+    first = [step for step in ordered if step - 1 not in known]
+    last = [step for step in ordered if step + 1 not in known]
+    ranges = [f"{a} to {b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True)]
+    return total + len(known), ", ".join([*ranges, *others])
 
 
 def in_vain(held_out: Sequence[tuple[int, float]], patience: int) -> bool:

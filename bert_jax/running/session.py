@@ -9,13 +9,13 @@ import jax
 
 from bert_jax import config, hardware, system
 from bert_jax.config import Run
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, quantity
 from bert_jax.running import peers as peers_lib
 from bert_jax.running import trackers
 from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.running.environment import code, keep_compiled_programs, versions
 from bert_jax.running.job import Context, Job, Result
-from bert_jax.running.lines import EVALUATIONS
+from bert_jax.running.lines import EVALUATIONS, skipped_steps
 from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Clock, Progress
 from bert_jax.running.runner import Trainer
@@ -87,12 +87,15 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
                     result = trainer.run()
             watchdog.pause()
             mirror.flush()
-        _show(result, job, trainer.lines.metrics.read())
+        _show(result, job, trainer.lines.metrics.read(), trainer.skipped)
     return result.outcome
 
 
-def _show(result: Result, job: Job, lines: list[dict[str, Any]]) -> None:
-    """Says how a run ended, and how to go on."""
+def _show(result: Result, job: Job, lines: list[dict[str, Any]], left_out: tuple[int, ...]) -> None:
+    """Prints how a run ended and how to go on.
+
+    `lines` are those of metrics.jsonl, `left_out` the steps that roll-backs left out.
+    """
     if result.outcome == "failed":
         job.say(f"failed: {result.why}")
     elif result.outcome == "stopped":
@@ -102,6 +105,11 @@ def _show(result: Result, job: Job, lines: list[dict[str, Any]]) -> None:
         describe = {e.name: e.describe for e in job.evaluators}
         last = [line for line in lines if line["kind"] in EVALUATIONS][-1:]
         words = [describe[line["kind"]](line) for line in last]
+        if lines and [line["step"] for line in last] != [result.done]:
+            words = [f"step {line['step']}: {word}" for line, word in zip(last, words, strict=True)]
+            words.append(f"the newest checkpoint (step {result.done}) was not evaluated")
+        count, which = skipped_steps(lines, left_out)
+        words += [f"{quantity(count, 'step')} skipped ({which})"] * bool(count)
         job.say("; ".join([f"finished: step {result.done}", *words]))
         place = job.workdir.named
         job.say(f"{place} holds the finished run; to start again {job.how_to_go_on}")

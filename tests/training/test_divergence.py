@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from compare import assert_identical
 from small_run import assert_same_run, final_state, pretrain, signal_before, write_text
 
 from bert_jax.data import batches
-from bert_jax.running import evaluators, start
+from bert_jax.running import evaluators, session, start
 from bert_jax.running import lines as lines_lib
+from bert_jax.running.job import Evaluator, Result
 from bert_jax.running.runner import Trainer
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import step
@@ -29,13 +31,16 @@ def file(tmp_path_factory):
     return file
 
 
-def poison(monkeypatch, poisoned: set[int], name="masked_lm_weights", value=np.nan):
-    """Fills a part of the batches of these steps of the first phase; with NaN: no finite loss."""
+def poison(monkeypatch, poisoned: set[int], name="masked_lm_weights", value=np.nan, width=16):
+    """Fills a part of the batches of these steps of the first phase; with NaN: no finite loss.
+
+    `width` 24: of the second phase.
+    """
     good = batches.TrainBatches.batch
 
     def batch(self, number, rows):
         found = good(self, number, rows)
-        if number in poisoned and found["input_ids"].shape[1] == 16:
+        if number in poisoned and found["input_ids"].shape[1] == width:
             found[name][:] = value
         return found
 
@@ -123,6 +128,7 @@ def test_bad_steps_that_come_back_are_left_out_with_earlier_ones(file, tmp_path,
     assert shown.count("going back to step 0, since there is no earlier checkpoint") == 1
     skipped = final_state(tmp_path / "w")[1]["skipped_steps"]
     assert skipped[:13].tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 13, 14, 15, 16, -1]
+    assert "12 steps skipped (3 to 10, 13 to 16)" in shown
 
 
 @pytest.mark.long
@@ -300,6 +306,18 @@ def test_held_out_losses_that_are_not_finite_fail_by_name(file, tmp_path, monkey
     assert outcome == "failed" and "the held-out loss of step 6 is not finite" in shown
 
 
+@pytest.mark.long
+def test_a_run_whose_last_state_was_not_evaluated_says_so(file, tmp_path, monkeypatch):
+    """The last two steps are bad, too few for a roll-back, and so is the loss of what they left."""
+    poison(monkeypatch, {6, 7}, width=24)
+    found, losses = evaluators.evaluate, iter([1.0, 1.0, 1.0, float("nan")])
+    monkeypatch.setattr(evaluators, "evaluate", lambda *args: found(*args) | {"loss": next(losses)})
+    outcome, shown = pretrain(file, tmp_path / "w")
+    (last,) = (line for line in shown.splitlines() if line.startswith("finished: "))
+    assert outcome == "finished" and "step 18: " in last and "(step 22)" in last
+    assert "2 steps skipped" in last
+
+
 # --- the decisions ------------------------------------------------------------------------------
 
 
@@ -321,6 +339,50 @@ def test_how_far_a_roll_back_goes():
     assert not start.can_go_back([5, 35, 40], 28, 5)  # the best so far
     assert not start.can_go_back([8], 7, 5, begun_at=8)  # a fork has no step 0
     assert start.can_go_back([8], 8, 5, begun_at=8) and start.can_go_back([], 7, 5, begun_at=8)
+
+
+def trained(*lines):
+    """Training lines of (steps done, share of bad steps)."""
+    return [{"kind": "train", "step": step, "bad_steps": bad} for step, bad in lines]
+
+
+def test_which_steps_changed_nothing():
+    healthy = trained((10, 0.0), (20, 0.0))
+    assert lines_lib.skipped_steps(healthy, ()) == (0, "")
+    some = trained((10, 0.2), (14, 0.25), (15, 1.0))
+    assert lines_lib.skipped_steps(some, ()) == (4, "14, 2 of 0 to 9, 1 of 10 to 13")
+    # Those that were left out are counted in a line as well.
+    assert lines_lib.skipped_steps(some, (3, 4)) == (4, "3 to 4, 14, 1 of 10 to 13")
+    assert lines_lib.skipped_steps(some, (4,)) == (4, "4, 14, 1 of 0 to 9, 1 of 10 to 13")
+    assert lines_lib.skipped_steps([], (7, 8, 11)) == (3, "7 to 8, 11")  # lines that were removed
+    between = [healthy[0], {"kind": "evaluation", "step": 12}, *trained((20, 0.3))]
+    assert lines_lib.skipped_steps(between, ()) == (3, "3 of 10 to 19")
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "bad", "left_out", "step", "words"),
+    [
+        (20, 0.0, (), 20, ["finished: step 20; loss at 20"]),
+        (10, 0.0, (), 20, ["finished: step 20", "10: loss at 10", "(step 20)"]),
+        (None, 0.0, (), 20, ["finished: step 20", "(step 20)"]),
+        (20, 0.3, (), 20, ["finished: step 20; loss at 20", "3 steps", "3 of 10 to 19"]),
+        (20, 0.2, (18, 19), 20, ["finished: step 20; loss at 20", "2 steps", "18 to 19"]),
+    ],
+)
+def test_the_last_line_tells_what_was_skipped_and_not_evaluated(
+    evaluated, bad, left_out, step, words
+):
+    lines, shown = trained((10, 0.0), (step, bad)), []
+    if evaluated:
+        lines.append({"kind": "scores", "step": evaluated})
+    scores = Evaluator("scores", bool, dict, lambda line: f"loss at {line['step']}")
+    job = types.SimpleNamespace(
+        evaluators=[scores], say=shown.append, workdir=Workdir("w"), how_to_go_on="w"
+    )
+    session._show(Result("finished", step), job, lines, left_out)
+    parts = shown[0].split("; ")
+    assert shown[0].startswith(words[0]) and all(word in shown[0] for word in words)
+    assert len(parts) == 1 + bool(evaluated) + (evaluated != step) + bool(bad)
 
 
 def lines(losses):
