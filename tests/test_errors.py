@@ -78,9 +78,11 @@ def test_a_terminal_without_unicode_shows_escapes(copy_of_run):
     assert (done.returncode, done.stderr) == (0, b"") and b"\\xe9" in done.stdout
 
 
-@pytest.mark.parametrize("folder", ["run", "new/corpus"])
-def test_a_folder_that_another_process_holds_is_named(folder, copy_of_run):
-    """And keeps its lock: what another process made is not ours to remove."""
+@pytest.mark.parametrize(
+    ("folder", "setting"), [("run", "--workdir"), ("new/corpus", "run.corpus_dir")]
+)
+def test_a_folder_that_another_process_holds_is_named(folder, setting, copy_of_run):
+    """With the setting that names it. It keeps its lock: another process made that."""
     from etils import epath
 
     with lock(epath.Path(folder)):
@@ -88,7 +90,8 @@ def test_a_folder_that_another_process_holds_is_named(folder, copy_of_run):
         workdir = folder.split("/")[0]
         words = f"pretrain small.py --workdir {workdir} --set run.corpus_dir=new/corpus"
         holder = f"{folder}: in use by process {os.getpid()} of {socket.gethostname()} since"
-        fails(words, holder, "; wait for it")
+        line = fails(words, holder, "; wait for it")
+        assert {name for name in ("--workdir", "run.corpus_dir") if name in line} == {setting}
         assert tree(copy_of_run) == before
 
 

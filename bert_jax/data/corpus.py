@@ -52,6 +52,8 @@ _LONG_WORK = 3
 _SMALL = 1 << 25
 # Seconds for which a bucket may be out of reach where its text is compared, and not read.
 _SECONDS = 10.0
+# The field by which users choose the folder.
+_SETTING = "run.corpus_dir"
 
 Say = Callable[[str], None]
 
@@ -86,7 +88,7 @@ def prepare(
         _require_ours(folder, buckets.names(folder))
         if is_complete(folder):  # without its lock: runs may share a folder they cannot write
             return _found(corpus, vocab_size, folder, say)
-        with lock(folder):
+        with lock(folder, setting=_SETTING):
             if is_complete(folder):  # by now
                 return _found(corpus, vocab_size, folder, say)
             _remove_leftovers(folder)
@@ -163,7 +165,7 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
         buckets.read(path),
         path,
         FORMAT_VERSION,
-        "go on with the bert-jax that wrote it; for new runs choose another folder, or remove "
+        f"go on with the bert-jax that wrote it; for new runs choose another {_SETTING}, or remove "
         f"{folder} to prepare it again",
         "put the whole file back",
         seal="required",
@@ -189,7 +191,7 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
     manifest, target = open_manifest(folder), folder / "stream" / split
     depth = "cheap"
     if not is_complete(target):
-        with lock(folder):
+        with lock(folder, setting=_SETTING):
             if not is_complete(target):
                 for place in (target.parent, target):
                     if os.path.islink(place):  # what lies where it leads would be removed
@@ -267,7 +269,7 @@ def _require_same(
     manifest: dict[str, Any], corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say
 ) -> None:
     """Raises InputError if the folder was made from other text, settings or another tokenizer."""
-    mend = f"choose another --workdir, or remove {folder} to prepare it again"
+    mend = f"choose another {_SETTING}, or remove {folder} to prepare it again"
     settings = build.settings_of(corpus)
     # What a corpus made by an earlier version has no word of was as it is by default.
     earlier = dataclasses.asdict(Corpus(sources=corpus.sources)) | manifest["settings"]

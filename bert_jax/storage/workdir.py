@@ -354,20 +354,23 @@ def named_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lock(folder: epath.Path, named: epath.PathLike | None = None) -> Iterator[Holder]:
+def lock(
+    folder: epath.Path, named: epath.PathLike | None = None, setting: str = "--workdir"
+) -> Iterator[Holder]:
     """Holds the folder, made if need be, for this process; the system frees it when it dies.
 
     Gives what `FOLDER/lock` says of this process meanwhile.
 
     If what is done meanwhile fails and leaves nothing, the lock and the folder go too, where they
-    were not there before. `named` is what users call the folder; None: the same.
+    were not there before. `named` is what users call the folder; None: the same. `setting` is the
+    flag or field by which they choose it.
     """
     require_local(folder)
     path = folder / "lock"
     with made(folder):
         with named_errors(path):
             before = {other.name for other in folder.iterdir()}
-            file = _held(path, named or folder)
+            file = _held(path, named or folder, setting)
         with file:
             try:
                 me = Holder.me()
@@ -401,7 +404,7 @@ def made(folder: epath.Path) -> Iterator[None]:
         raise
 
 
-def _held(path: epath.Path, named: epath.PathLike) -> IO[bytes]:
+def _held(path: epath.Path, named: epath.PathLike, setting: str) -> IO[bytes]:
     """Returns the lock file, opened and locked."""
     tries = 0
     while True:
@@ -421,7 +424,7 @@ def _held(path: epath.Path, named: epath.PathLike) -> IO[bytes]:
                     holder = Holder.parse(file.read()) or "another process"
                     raise InputError(
                         f"{named}: in use by {holder}; wait for it, or choose another folder with "
-                        "--workdir"
+                        f"{setting}"
                     ) from error
                 time.sleep(0.05)
 

@@ -76,7 +76,7 @@ class Index:
             self._first.setdefault(_key(text), place)
         if not self._first:
             raise InputError(f"{path}: no text in it; put one on each line")
-        with lock(folder):
+        with lock(folder, setting="--vectors"):
             self._require_same(_fingerprint(model, embedder))
             row_of = self._embedded(say)
         self._places = np.array(list(self._first.values()))
