@@ -47,7 +47,14 @@ _TASK = (("loss", "loss"), ("accuracy", "accuracy"))
 
 
 class LineConsole(Console):
-    """A console whose reader, terminal or room on a disk may go: the run goes on without it."""
+    """A console whose reader, terminal or room on a disk may go: the run goes on without it.
+
+    In a notebook its lines are plain text on standard output, all in one output of the cell.
+    """
+
+    def __init__(self, quiet: bool = False):
+        # For Jupyter rich would display each line as an output of its own.
+        super().__init__(quiet=quiet, force_jupyter=False)
 
     def on_broken_pipe(self) -> None:
         """Silences the console; rich would end the process, and lose steps that are not saved."""

@@ -1,14 +1,16 @@
 """What a run says about its speed: tokens that are no padding, and the share that is; to nobody."""
 
+import builtins
 import io
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 from rich.console import Console
 
-from bert_jax.running.progress import Clock, Counts, Progress
+from bert_jax.running.progress import Clock, Counts, LineConsole, Progress
 
 
 def test_the_rate_that_is_shown_counts_no_padding():
@@ -45,6 +47,25 @@ def test_the_time_left_leaves_out_compilation_and_counts_saves():
     first, second = text.getvalue().splitlines()
     assert first.endswith("  50 s left")
     assert second.endswith("  1 min left")
+
+
+def test_a_notebook_shows_all_lines_as_one_text(monkeypatch, capsys):
+    """Not each as an output of its own, which is what rich does by IPython.display."""
+    shell = type("ZMQInteractiveShell", (), {})  # by which rich knows Jupyter
+    outputs, display = [], types.ModuleType("IPython.display")
+    monkeypatch.setattr(builtins, "get_ipython", shell, raising=False)
+    monkeypatch.setattr(display, "display", outputs.append, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    Console().print("zero")
+    assert len(outputs) == 1
+    progress = Progress(LineConsole())
+    progress.say("one")
+    with progress.bar(0, 20):
+        progress.train({"step": 10, "loss": 1.5}, {})
+    assert len(outputs) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "one" and second.startswith("step 10/20  loss 1.500")
 
 
 def saying(words: str, **places) -> subprocess.Popen:
