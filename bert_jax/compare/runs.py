@@ -193,7 +193,7 @@ class Comparison:
 
 
 def _measured(name: str, record: Record) -> float | None:
-    """Returns what a finished run has written down itself; None for what it does not learn."""
+    """Returns what a finished run has written down itself; None for what it does not know."""
     if name == "steps":
         return float(record.total_steps)
     if name == "cpu_seconds":
@@ -201,6 +201,8 @@ def _measured(name: str, record: Record) -> float | None:
     if name == "real_tokens":
         return _real_tokens(record)
     reach, last = REACH.fullmatch(name), record.evaluation[-1]
+    if not reach and last["step"] != record.total_steps:
+        return None  # the last state was not evaluated, since its loss was not finite
     if (reach or name == "below_unigrams") and "unigram_loss" not in last:
         return None  # of an objective without pieces
     if reach:
@@ -243,7 +245,7 @@ def _real_tokens(record: Record) -> float:
         for phase, end in zip(experiment.phases, experiment.ends, strict=True):
             steps = min(end, line["step"]) - max(end - phase.steps, before)
             positions += max(steps, 0) * phase.batch_size * phase.sequence_length
-        total += positions * line["filled"]
+        total += positions * line.get("filled", 0.0)  # all steps of the line may be skipped
         before = line["step"]
     return total
 

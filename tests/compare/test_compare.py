@@ -74,6 +74,21 @@ def test_what_is_missing_is_run_and_measured_and_means_are_written(here, capsys,
     assert pathlib.Path("w/table.txt").read_text().splitlines() == text
 
 
+def test_a_run_with_skipped_steps_is_measured(here):
+    """Of steps that were skipped no row counts; nor does an evaluation before the last step."""
+    last = {"step": 2, "masked_lm_loss": 4.0, "masked_lm_accuracy": 0.25, "unigram_loss": 6.5}
+    record = types.SimpleNamespace(
+        experiment=small(here, "phases.0.steps=3", "phases.1.steps=1"),
+        total_steps=4,
+        evaluation=[last],
+        train=[{"step": 1, "filled": 0.5}, {"step": 3}, {"step": 4, "filled": 0.75}],
+    )
+    assert runs._measured("real_tokens", record) == 128 * 0.5 + 96 * 0.75
+    assert [runs._measured(name, record) for name in ("loss", "below_unigrams")] == [None, None]
+    record.evaluation.append(last | {"step": 4})
+    assert runs._measured("loss", record) == 4.0
+
+
 def members_of(here):
     table = config.load_table("table.py")
     return Comparison(Results.read(table, "w"), Quiet())._results.members
