@@ -25,7 +25,7 @@ from typing import IO, Literal
 import pyarrow
 
 from bert_jax.config import Corpus
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, naming
 from bert_jax.text import lines as text_lines
 from bert_jax.text import records, sources, tfds_files
 
@@ -346,17 +346,10 @@ def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
         if not line.strip():
             continue
         try:
-            text = json.loads(line)[extent.field]
-            text = "" if text is None else text  # as a table's
-            wrong = "" if isinstance(text, str) else "no text"
-        except (ValueError, RecursionError) as error:
-            wrong = f"not JSON ({error})"
-        except (LookupError, TypeError):
-            wrong = "no text"
-        if wrong == "no text":
-            wrong += f" in field {extent.field!r}; name it with --set corpus.text_field=..."
-        if wrong:
-            raise InputError(f"{path}:{number + _lines_before(extent)}: {wrong}")
+            text = records.text_field(json.loads(line), extent.field)
+        except (InputError, ValueError, RecursionError) as error:
+            wrong = error if isinstance(error, InputError) else f"not JSON ({error})"
+            raise InputError(f"{path}:{number + _lines_before(extent)}: {wrong}") from error
         yield f"{path}:{number}", records.encodable(text)
 
 
@@ -372,12 +365,9 @@ def _dataset_texts(extent: Extent) -> Iterator[tuple[str, str]]:
     folder, field = extent.folder, extent.field
     shard = tfds_files.shard_records(folder, extent.path, extent.count, extent.start, extent.stop)
     for number, record in enumerate(shard, extent.before + extent.start):
-        value = record.get(field)
-        if isinstance(value, bytes):
-            value = records.of_utf8(value, f"{folder}: record {number}")
-        if not isinstance(value, str):
-            raise InputError(f"{folder}: no text in field {field!r}; it has {', '.join(record)}")
-        yield f"{folder}:{number}", value
+        with naming(f"{folder}: record {number}"):
+            text = records.text_field(record, field)
+        yield f"{folder}:{number}", text
 
 
 def _lines(

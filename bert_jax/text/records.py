@@ -8,10 +8,12 @@ nothing. Blank lines are no rows.
 import contextlib
 import csv
 import json
+import numbers
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
@@ -25,6 +27,8 @@ Named = tuple[str, list[str], list[Any]]
 _LONGEST_CELL = 2**31 - 1
 # Rows of a Parquet file that are held as Python's strings.
 _ROWS = 1_000
+# Names that a message lists.
+_LISTED = 20
 # Half of a surrogate pair.
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -99,6 +103,79 @@ def of_json(text: str, place: str) -> Any:
         raise InputError(f"{place}: not JSON ({error})") from error
 
 
+def field_value(record: Mapping[str, Any], name: str) -> Any:
+    """Returns the value of a field; `data.text` names the field `text` of the object `data`.
+
+    A key that itself contains the dots wins. A field of a null object is null.
+
+    Raises:
+      KeyError: the record has no such field.
+    """
+    if name in record:
+        return record[name]
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        outer = record.get(key := ".".join(parts[:count]))
+        if isinstance(outer, Mapping):
+            return field_value(outer, ".".join(parts[count:]))
+        if key in record and outer is None:
+            return None
+    raise KeyError(name)
+
+
+def field_names(record: Mapping[str, Any]) -> list[str]:
+    """Returns the names by which `field_value` finds the values of a record, except objects."""
+    names: list[str] = []
+    for key, value in record.items():
+        inner = field_names(value) if isinstance(value, Mapping) else []
+        names += [f"{key}.{name}" for name in inner] or [key]
+    return names
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns names in quotation marks for a message, the first twenty of many."""
+    names = list(names)
+    shown = [repr(name) for name in names[:_LISTED]]
+    if len(names) > _LISTED:
+        shown.append(f"and {len(names) - _LISTED} more")
+    return ", ".join(shown) or "none"
+
+
+def type_name(value: object) -> str:
+    """Returns the JSON name of a value's type for a message, such as "a number"."""
+    if isinstance(value, np.generic):  # as TFDS gives numbers
+        value = value.item()
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, str):
+        return "a text"
+    if isinstance(value, Mapping):
+        return "an object"
+    return "a number" if isinstance(value, numbers.Number) else "a list"
+
+
+def text_field(record: Any, name: str) -> str:
+    """Returns the text in a field of a record; null gives the empty text."""
+    if not isinstance(record, Mapping):
+        raise InputError(f"{type_name(record)}, not an object with the field {name!r}")
+    try:
+        value = field_value(record, name)
+    except KeyError:
+        wrong = f"no field {name!r}"
+    else:
+        if isinstance(value, bytes):  # as TFDS gives texts
+            value = of_utf8(value, f"field {name!r}")
+        if value is None or isinstance(value, str):
+            return value or ""
+        wrong = f"{type_name(value)} in field {name!r}, not a text"
+    raise InputError(
+        f"{wrong}; its fields are {listed(field_names(record))}: name one with --set "
+        "corpus.text_field=..."
+    )
+
+
 def of_utf8(data: bytes, place: str) -> str:
     """Returns the text of a record's bytes."""
     try:
@@ -126,8 +203,8 @@ def column_of(rows: Iterable[Named], column: str, path: str) -> Iterator[tuple[s
 def _place_of(column: str, names: Sequence[str], path: str) -> int:
     if column not in names:
         raise InputError(
-            f"{path}: no column {column!r}; it has {', '.join(map(repr, names))}: name one with "
-            "--set corpus.text_field=..."
+            f"{path}: no column {column!r}; it has {listed(names)}: name one with --set "
+            "corpus.text_field=..."
         )
     return names.index(column)
 
@@ -186,5 +263,8 @@ def _opened(path: str, column: str) -> Iterator[tuple[pyarrow.parquet.ParquetFil
         place = _place_of(column, names, path)
         chosen = schema.column(place)
         if chosen.logical_type.type != "STRING" or chosen.max_repetition_level:
-            raise InputError(f"{path}: column {column!r} holds no texts")
+            raise InputError(
+                f"{path}: column {column!r} holds no texts ({chosen.physical_type}); it has "
+                f"{listed(names)}: name one with --set corpus.text_field=..."
+            )
         yield file, place

@@ -225,6 +225,54 @@ def test_a_column_of_numbers_and_one_within_another(tmp_path):
     assert [d.text for d in found] == [row["body"] for row in rows]
 
 
+NESTED = [{"id": i, "data": {"text": f"Text {i}.", "page": {"number": i}}} for i in range(5)]
+
+
+def test_a_field_within_another_is_read_from_json_as_from_parquet(tmp_path):
+    rows = [*NESTED, {"id": 5, "data": {"text": None}}, {"id": 6, "data": None}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = [
+        [d.text for d in read(f"{word}:{tmp_path}", text_field="data.text")]
+        for word in ("jsonl", "parquet")
+    ]
+    assert found[0] == found[1] == [row["data"]["text"] for row in NESTED]
+
+
+def test_a_key_that_has_the_dot_itself_is_the_field():
+    record = {"a": {"b": 1, "c.d": 2, "null": None}, "a.b": 3, "a.x": {"y": 4}}
+    names = ["a.b", "a.c.d", "a.x.y", "a.null", "a.null.z"]
+    assert [records.field_value(record, name) for name in names] == [3, 2, 4, None, None]
+    for name in ("a.b.c", "a.d", "b", ""):
+        with pytest.raises(KeyError):
+            records.field_value(record, name)
+    assert records.field_names(record) == ["a.b", "a.c.d", "a.null", "a.b", "a.x.y"]
+    assert records.field_names(NESTED[0]) == ["id", "data.text", "data.page.number"]
+
+
+@pytest.mark.parametrize(
+    ("word", "field", "named"),
+    [
+        ("jsonl", "text", "'data.page.number'"),
+        ("jsonl", "id", "a number in field 'id'"),
+        ("jsonl", "data", "an object in field 'data'.*'data.text'"),
+        ("parquet", "text", "'data.page.number'"),
+        ("parquet", "id", "'id'.*'data.text'"),
+        ("csv", "text", "'id', 'data'"),
+    ],
+)
+def test_a_refused_field_is_told_which_fields_there_are(tmp_path, word, field, named):
+    path = tmp_path / f"a.{word}"
+    if word == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(NESTED), path)
+    elif word == "csv":
+        path.write_text("id,data\n1,2\n")
+    else:
+        path.write_text(json.dumps(NESTED[0]))
+    with pytest.raises(InputError, match=rf"{path.name}.*{named}.*corpus\.text_field="):
+        read(f"{word}:{tmp_path}", text_field=field)
+
+
 def test_a_large_parquet_file_is_read_in_parts(tmp_path):
     texts = [f"{i} " * 100 for i in range(100)]
     pyarrow.parquet.write_table(
