@@ -106,8 +106,8 @@ def embed(args: argparse.Namespace) -> int:
     """Write vectors of texts: of each text, or of each of its pieces.
 
     CODE RUN_OR_BASE CACHE
-    [TEXT_FILE...]: files with a text on each line, also .gz and .zst; left out: standard input. An
-        empty line is a text
+    [TEXT_FILE...]: files with a text on each line, also compressed (.gz, .zst, .bz2, .xz); without
+        a file: standard input. An empty line is a text
     --out FILE (required): file to write, a row for each text: .npz, .parquet or .jsonl
     --pooling (mean | cls | last | tokens): mean of a text's tokens, [CLS] and [SEP] too; the vector
         of [CLS], or of the last token; or a vector for each piece, without [CLS] and [SEP] [as the
@@ -150,7 +150,7 @@ def search(args: argparse.Namespace) -> int:
     """Find the texts of a file that are nearest to a question, by the cosine of their vectors.
 
     CODE RUN_OR_BASE CACHE
-    TEXTS: a file with a text on each line, also .gz and .zst; empty lines are no texts
+    TEXTS: a file with a text on each line, also compressed; empty lines are no texts
     [QUESTION...]: left out: lines of standard input
     --queries FILE: ask each line of this file instead; needs --out
     --out FILE: with --queries: file to write, a line of JSON for each query

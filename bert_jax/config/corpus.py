@@ -55,7 +55,7 @@ def named(source: str) -> str:
 
 def source_of_text(path: str) -> str:
     """Returns the source that a path of text is, by the end of its name; a source stays one."""
-    word = pathlib.PurePath(re.sub(r"\.(gz|zst)$", "", path)).suffix[1:]
+    word = pathlib.PurePath(re.sub(r"(?i)\.(gz|zst|bz2|xz)$", "", path)).suffix[1:].lower()
     if re.match(r"\w+:(?!//)", path):
         return path
     return f"{word if word in TEXT_FILES else 'text'}:{re.sub(r'(?<=[^:/])/+$', '', path)}"

@@ -24,7 +24,7 @@ from bert_jax.config import Corpus, named
 from bert_jax.data import beam, dataset, parts, stream, workers
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.workers import Progress, Task
-from bert_jax.errors import InputError, quantity
+from bert_jax.errors import InputError, printable, quantity
 from bert_jax.storage import buckets
 from bert_jax.text import documents, tokenizer, trained, vocabulary, words
 from bert_jax.text import sources as text_sources
@@ -115,6 +115,8 @@ def build(
     # Of a corpus that is mixed, the parts of each source by itself.
     by_source = [parts.plan(one) for one in (corpus.alone() if corpus.mixture else (corpus,))]
     planned = [part for own in by_source for part in own]
+    for line in text_sources.left_out(corpus):
+        say(f"prepare: {printable(line)}")
     say(f"prepare: reading {quantity(len(sources), 'file')}, in {quantity(len(planned), 'part')}")
     counting: list[parts.CountStretches] = []
     if corpus.tokenizer_kind == "wordpiece" if given is None else given.kind == "wordpiece":

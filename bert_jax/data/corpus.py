@@ -25,7 +25,7 @@ from etils import epath
 
 from bert_jax.config import Corpus, Experiment, named
 from bert_jax.data import build, dataset, mixture, pairs, plans, sentences, stream
-from bert_jax.errors import InputError, Unavailable
+from bert_jax.errors import InputError, Unavailable, printable
 from bert_jax.storage import buckets, copies, mirror
 from bert_jax.storage.workdir import (
     COMPLETE,
@@ -292,6 +292,7 @@ def _require_same(
         return
     try:
         sources = text_sources.fingerprint(corpus, _SECONDS)
+        unread = text_sources.left_out(corpus, _SECONDS)
     except (InputError, Unavailable) as error:
         say(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
@@ -302,6 +303,8 @@ def _require_same(
             change = "is new" if file not in old_files else "is gone"
             change = "has changed" if file in old_files.keys() & new_files.keys() else change
             raise Changed(f"{folder}: {file} {change} since this corpus was prepared; {mend}")
+    for line in unread:
+        say(f"corpus: {printable(line)}")
 
 
 def is_made_of(folder: epath.Path, corpus: Corpus) -> bool:

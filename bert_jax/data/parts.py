@@ -89,7 +89,7 @@ def plan(corpus: Corpus) -> list[Part]:
     sizes: list[int] = []
     for one in corpus.alone():
         for extent in documents.extents(one, PART_BYTES):
-            is_packed = extent.kind == "tfds" or extent.path.endswith((".gz", ".zst"))
+            is_packed = extent.kind == "tfds" or text_lines.compression(extent.path) != ""
             more = extent.bytes * (_PACKED if is_packed else 1)
             if not parts or sizes[-1] + more > PART_BYTES:
                 parts.append([])

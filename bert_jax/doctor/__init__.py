@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from bert_jax import config
 from bert_jax.config import Corpus, Experiment
+from bert_jax.config.corpus import TEXT_FILES
 from bert_jax.doctor import corpus, text
 from bert_jax.doctor.finding import ONE_SENTENCE, Finding
 from bert_jax.errors import InputError, printable, quantity
@@ -26,7 +27,7 @@ def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
     Args:
       path: a corpus folder, the workdir of a pre-training (its corpus is looked at), an experiment
         file (its sources are looked at), or text: a file or folder of .txt, .jsonl, .csv, .tsv or
-        .parquet, all except the last also as .gz or .zst.
+        .parquet, all except the last also compressed.
       settings: changes to an experiment, as `--set` takes them.
     """
     return sorted(_examine(path, settings), key=lambda finding: finding.severity != "problem")
@@ -48,7 +49,9 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
     for folder in (workdir.named, workdir.corpus):
         if buckets.exists(folder / COMPLETE):
             return corpus.examine(folder)
-    return text.examine(Corpus(sources=_sources(path)))
+    sources = _sources(path)
+    # `prepare` reads one kind of file; a path alone is its first.
+    return text.examine(Corpus(sources=sources), prepared_as=Corpus(sources=sources[:1]))
 
 
 def _of_run(workdir: Workdir) -> list[Finding]:
@@ -77,13 +80,10 @@ def _lengths_of_pairs(experiment: Experiment) -> tuple[int, ...]:
 
 def _sources(path: str) -> tuple[str, ...]:
     """Returns the sources in a file or folder of text, each of one kind."""
-    names = [path] * os.path.isfile(path)
-    names += [name for _, _, names in os.walk(path) for name in names]
-    sources = tuple(
-        f"{word}:{path}"
-        for word, suffixes in text_sources.SUFFIXES.items()
-        if any(name.endswith(suffixes) for name in names)
-    )
+    is_there = "://" in path or os.path.exists(path)
+    files, others = text_sources.find(f"text:{path}") if is_there else ([], [])
+    kinds = {text_sources.kind_of(file) for file in (*files, *others)}
+    sources = tuple(f"{word}:{path}" for word in TEXT_FILES if word in kinds)
     if not sources:
         raise InputError(
             f"{path}: nothing to examine; name a run's workdir, a prepared corpus, an experiment "

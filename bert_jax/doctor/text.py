@@ -43,21 +43,35 @@ TOO_FEW = Rule(
     f"`prepare` stops: it holds out {LEAST_VALIDATION_DOCUMENTS}, and learns from as many others",
     ONE_FILE,
 )  # fmt: skip
+LEFT_OUT = Rule(
+    "{line}",
+    0, math.inf,
+    "this is not part of the corpus",
+    "name further sources in corpus.sources, or a pattern for files with other endings, if it is "
+    "text to learn from",
+)  # fmt: skip
 
 
-def examine(corpus: Corpus) -> list[Finding]:
-    """Examines the sources of a corpus."""
+def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
+    """Examines the sources of a corpus.
+
+    Reports what `prepared_as`, by default the corpus itself, leaves out of its folders.
+    """
     places: list[tuple[Corpus, str, int]] = []
     for one in corpus.alone():
         (source,) = one.sources
         word = source.partition(":")[0]
-        if word in ("parquet", "tfds", "tfds_dir"):
+        if word in ("tfds", "tfds_dir"):
             places.append((one, source, 0))
             continue
         for path in text_sources.files(source):
             alone = dataclasses.replace(one, sources=(f"{word}:{path}",))
-            places.append((alone, path, text_sources.state(path)["bytes"]))
-    return _Survey(corpus, places).findings()
+            size = 0 if word == "parquet" else text_sources.state(path)["bytes"]
+            places.append((alone, path, size))
+    findings = _Survey(corpus, places).findings()
+    for line in text_sources.left_out(prepared_as or corpus):
+        findings += LEFT_OUT.check(1, line=printable(line))
+    return findings
 
 
 # --- lines read in a layout that they were not written in ---

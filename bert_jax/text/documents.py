@@ -153,7 +153,7 @@ def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
     """Returns bytes of a large file where a part of it may begin, about `most` apart."""
     by_blank_line = word == "text"
     if (
-        path.endswith((".gz", ".zst"))
+        text_lines.compression(path)
         or word not in ("text", "jsonl")
         or "://" in path
         or (by_blank_line and corpus.layout != "sentences_by_line")

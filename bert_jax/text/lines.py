@@ -2,13 +2,14 @@
 
 Files may lie in a bucket, or at another address with `://`, which fsspec opens. Compressed ones are
 read by Arrow: the readers of fsspec take a .zst cut short for a whole one, and end after the first
-of several frames.
+of several frames. Arrow does not read .xz; Python's `lzma` does.
 """
 
 import codecs
 import contextlib
 import io
 import itertools
+import lzma
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
@@ -19,14 +20,15 @@ import pyarrow
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import buckets, retry
 
-_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+# What Arrow calls the compression of a file with this ending.
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 # Bytes above 127 that all make UTF-8 characters do so by chance once in thousands, if this many.
 _SURELY_UTF8 = 6
 _HIGH = bytes(range(128, 256))
 
 
 def read(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Reads files as `decoded` does; one whose name ends in .gz or .zst is uncompressed."""
+    """Reads files as `decoded` does; compressed ones as `open_bytes` does."""
     for path in paths:
         if not os.path.exists(path):
             raise InputError(f"{path}: no such file")
@@ -72,16 +74,44 @@ def answering(where: str) -> Iterator[None]:
 
 
 def open_bytes(path: str) -> IO[bytes]:
-    """Returns the bytes of a file, uncompressed if its name ends in .gz or .zst.
+    """Returns the bytes of a file, uncompressed if its name ends in .gz, .zst, .bz2 or .xz.
 
     Raises:
       OSError: it cannot be read; later, it is damaged.
     """
-    file, kind = packed(path), _COMPRESSED.get(os.path.splitext(path)[1])
+    file, kind = packed(path), _COMPRESSED.get(compression(path))
     if kind is None:
         return file
+    if kind == "xz":
+        return io.BufferedReader(_XzFile(file), 1 << 17)
     stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), kind)
     return io.BufferedReader(stream, 1 << 17)
+
+
+def compression(path: str) -> str:
+    """Returns the ending of a compressed file's name in lower case; "" for other files."""
+    ending = os.path.splitext(path)[1].lower()
+    return ending if ending in _COMPRESSED else ""
+
+
+class _XzFile(io.RawIOBase):
+    """The uncompressed bytes of an .xz file; reading a damaged one raises OSError."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file, self._stream = file, lzma.LZMAFile(file)  # noqa: SIM115
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        try:
+            return self._stream.readinto(buffer)
+        except (EOFError, lzma.LZMAError) as error:
+            raise OSError(str(error)) from error
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def packed(path: str) -> IO[bytes]:

@@ -1,96 +1,239 @@
 """Files of sources of text: on this machine, in a bucket, or wherever fsspec reads."""
 
+import collections
 import glob
 import hashlib
 import os
 import re
-from typing import Any
+from typing import Any, NoReturn
 
+from etils import epath
 from fsspec.utils import glob_translate
 
 from bert_jax.config import Corpus
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, quantity
 from bert_jax.storage import buckets
 from bert_jax.text import lines as text_lines
 from bert_jax.text import tfds_files
 
-# What files of a source are called.
-SUFFIXES = {
-    "text": (".txt", ".txt.gz", ".txt.zst"),
-    **{word: (f".{word}", f".{word}.gz", f".{word}.zst") for word in ("jsonl", "csv", "tsv")},
+# Endings of the files that a source reads of a folder, in upper or lower case; all except Parquet
+# files may be compressed.
+_ENDINGS = {
+    "text": (".txt", ".text"),
+    "jsonl": (".jsonl",),
+    "csv": (".csv",),
+    "tsv": (".tsv",),
     "parquet": (".parquet",),
 }
+# Files that are no text to learn from: hidden ones, also as Hadoop and Arrow mark them.
+_NO_TEXT = re.compile(r"(?i)[._]|(readme|licen[cs]e)\b")
+# Endings and folders that a line names.
+_NAMED = 5
 # What places say of a file that another content changes.
 _VERSIONS = ("ETag", "etag", "md5", "blob_id", "LastModified", "last_modified", "mtime", "created")
+
+
+def kind_of(path: str) -> str:
+    """Returns the kind of source that reads a file of this name of a folder; "" if none does."""
+    packed = text_lines.compression(path)
+    name = path.lower().removesuffix(packed)
+    for kind, endings in _ENDINGS.items():
+        if name.endswith(endings):
+            return "" if kind == "parquet" and packed else kind
+    return ""
 
 
 def files(source: str, seconds: float | None = None) -> list[str]:
     """Returns the files of a source of files, sorted; for `seconds` see `buckets.read`."""
     word, _, place = source.partition(":")
-    if "://" in place:
-        with text_lines.answering(f"corpus.sources: {source}"):
-            paths = _files_there(word, place, seconds)
-        if not paths:
-            raise InputError(f"corpus.sources: {source}: no such files there")
-    else:
-        paths = _files_here(source, word, place)
+    paths, others = find(source, seconds)
+    if not paths:
+        held = f"; it holds {_summary(others)}{_advice(others, place)}" if others else ""
+        missing = "no such files there"
+        if os.path.isdir(place):
+            missing = f"the folder holds no {' or '.join(_ENDINGS[word])} file"
+        raise InputError(f"corpus.sources: {source}: {missing}{held}")
     for path in paths if word == "text" else ():
-        for other, suffixes in SUFFIXES.items():
-            if other != "text" and path.endswith(suffixes):
-                raise InputError(
-                    f"corpus.sources: {source}: {path} is not plain text by its name; write "
-                    f"{other}:{place}, and in corpus.text_field which field is the text"
-                )
+        if (other := kind_of(path)) not in ("", "text"):
+            raise InputError(
+                f"corpus.sources: {source}: {path} is not plain text by its name; write "
+                f"{other}:{place}, and in corpus.text_field which field is the text"
+            )
     return paths
 
 
-def _files_here(source: str, word: str, place: str) -> list[str]:
-    if os.path.isdir(place):
-        paths = [
-            os.path.join(folder, name)
-            for folder, _, names in os.walk(place)
-            for name in names
-            if name.endswith(SUFFIXES[word])
-        ]
-        if not paths:
-            raise InputError(
-                f"corpus.sources: {source}: the folder holds no {', '.join(SUFFIXES[word])} file"
-            )
-        return sorted(paths)
-    there = [place] if os.path.exists(place) else glob.glob(place, recursive=True)
-    paths = sorted(filter(os.path.isfile, there))
+def find(source: str, seconds: float | None = None) -> tuple[list[str], list[str]]:
+    """Returns the files that a source reads, and what else lies there; both sorted.
+
+    The latter are files of a folder with other endings, or folders that a pattern matches, whose
+    names end in "/".
+    """
+    word, _, place = source.partition(":")
+    if "://" in place:
+        with text_lines.answering(f"corpus.sources: {source}"):
+            paths, is_folder = _paths_there(place, seconds)
+    elif os.path.isdir(place):
+        paths, is_folder = files_below(place), True
+    else:
+        return _matches(source, place)
+    read = [path for path in paths if kind_of(path) == word] if is_folder else paths
+    return read, sorted(set(paths).difference(read))
+
+
+def files_below(folder: str) -> list[str]:
+    """Returns all files below a folder of this machine, sorted by their paths.
+
+    Linked folders are entered once, those nearest to `folder` first, and a file that two links
+    lead to is listed once.
+    """
+    listed: list[str] = []
+    # Real paths: of folders, and of files where there are linked folders.
+    entered, known = set[str](), set[str]()
+    starts, is_linked = [folder], False
+    while starts:
+        paths, links = list[str](), list[str]()
+        for start in sorted(starts):
+            for parent, folders, names in os.walk(start, onerror=_refuse):
+                if (real := os.path.realpath(parent)) in entered:
+                    folders.clear()
+                    continue
+                entered.add(real)
+                folders.sort()
+                links += filter(os.path.islink, (os.path.join(parent, name) for name in folders))
+                paths += (os.path.join(parent, name) for name in sorted(names))
+        if is_linked:
+            by_file = {os.path.realpath(path): path for path in reversed(paths)}
+            paths = [path for real, path in by_file.items() if real not in known]
+        if links:
+            known.update(map(os.path.realpath, paths))
+        listed += paths
+        starts, is_linked = links, True
+    return sorted(listed)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise InputError(f"corpus.sources: {error.filename}: cannot be read ({error.strerror})")
+
+
+def _matches(source: str, place: str) -> tuple[list[str], list[str]]:
+    """Returns the files that a path or a pattern names, and folders whose files it leaves out."""
+    there = [place] if os.path.exists(place) else _matching(place)
+    paths = sorted(set(filter(os.path.isfile, there)))
     if not paths:
         what = "the pattern matches no file" if glob.has_magic(place) else "no such file or folder"
         if os.path.exists(place):
             what = "not a regular file, and text is read more than once"
         raise InputError(f"corpus.sources: {source}: {what} (in {os.getcwd()})")
-    return paths
+    folders = (f"{path.rstrip('/')}/" for path in set(there).difference(paths))
+    unread = [name for name in folders if not any(path.startswith(name) for path in paths)]
+    return paths, sorted(filter(os.path.isdir, unread))
 
 
-def _files_there(word: str, place: str, seconds: float | None) -> list[str]:
-    """Returns the files at an address, which may be one's, a folder's or a pattern."""
+def _matching(pattern: str) -> list[str]:
+    """Returns what a pattern matches, as `glob` does; with ** each file only once."""
+    begin = re.split(r"[*?[]", pattern)[0]
+    root = begin[: begin.rfind("/") + 1]
+    parts = pattern.removeprefix(root).split("/")
+    is_plain = all(part == "**" or ("**" not in part and part[:1] != ".") for part in parts)
+    if "**" not in parts or not is_plain or not os.path.isdir(root or "."):
+        return glob.glob(pattern, recursive=True)
+    # `glob` follows a link that leads back forty times, and two such links practically for ever.
+    fits = re.compile(glob_translate("/".join(parts)))
+    names = (path.removeprefix(root or "./") for path in files_below(root or "."))
+    return [f"{root}{name}" for name in names if fits.match(name) and "/." not in f"/{name}"]
+
+
+def _paths_there(place: str, seconds: float | None) -> tuple[list[str], bool]:
+    """Returns the files at an address, and whether the address is a folder's."""
     if place.startswith("gs://"):
-        return _files_in_bucket(word, place, seconds)
+        return _paths_in_bucket(place, seconds)
     system, name = text_lines.system_of(place)
-    if system.isdir(name):
-        names = [path for path in system.find(name) if path.endswith(SUFFIXES[word])]
-    else:
-        names = [name] * system.exists(name) or system.glob(name)
-    return sorted(system.unstrip_protocol(path) for path in names)
+    is_folder = system.isdir(name)
+    names = system.find(name) if is_folder else [name] * system.exists(name) or system.glob(name)
+    return sorted(system.unstrip_protocol(path) for path in names), is_folder
 
 
-def _files_in_bucket(word: str, place: str, seconds: float | None) -> list[str]:
-    """Returns the objects of a name, below a folder, or that fit a pattern."""
-    folder = re.sub(r"(?<=[^:/])/*$", "/", place)
-    fits = f".*({'|'.join(map(re.escape, SUFFIXES[word]))})"
+def _paths_in_bucket(place: str, seconds: float | None) -> tuple[list[str], bool]:
+    """Returns the objects of a name, below a folder, or that fit a pattern; see `_paths_there`."""
+    folder, fits = re.sub(r"(?<=[^:/])/*$", "/", place), ""
     if glob.has_magic(place):
         begin = re.split(r"[*?[]", place)[0]
         folder, fits = begin[: begin.rfind("/") + 1], glob_translate(place)
     if buckets.is_bucket(folder) and buckets.split(place)[1] and buckets.about(place, seconds):
-        return [place]
+        return [place], False
     names = buckets.listing(folder, seconds=seconds)
     paths = (folder + name for name in names if not name.endswith("/"))
-    return sorted(filter(re.compile(fits).fullmatch, paths))
+    return sorted(filter(re.compile(fits or ".*").fullmatch, paths)), not fits
+
+
+def left_out(corpus: Corpus, seconds: float | None = None) -> list[str]:
+    """Returns a line for each source that leaves out something which no other source reads.
+
+    Hidden files and those named README or LICENSE are not counted.
+    """
+    others: dict[str, list[str]] = {}
+    read: set[str] = set()
+    for source in corpus.sources:
+        word, _, place = source.partition(":")
+        if word in _ENDINGS:
+            paths, others[source] = find(source, seconds)
+            read.update(map(_identity, paths))
+        else:
+            others[source] = tfds_files.other_splits(_dataset(word, place))
+    lines: list[str] = []
+    for source, paths in others.items():
+        word, _, place = source.partition(":")
+        if word not in _ENDINGS:
+            what, names = "split", paths
+        else:
+            names = [p for p in paths if _identity(p) not in read and not _is_no_text(p, place)]
+            read.update(map(_identity, names))
+            what = "folder" if names and names[0].endswith("/") else "file"
+        if names:
+            in_short = _summary(names) if what == "file" else ", ".join(names[:_NAMED])
+            more = _advice(names, place) if what == "file" else ""
+            lines.append(f"{source} leaves out {quantity(len(names), what)} ({in_short}){more}")
+    return lines
+
+
+def _identity(path: str) -> str:
+    return path if "://" in path else os.path.realpath(path)
+
+
+def _is_no_text(path: str, place: str) -> bool:
+    if path.startswith(place):
+        names = path.removeprefix(place).split("/")
+    else:  # as a pattern's, or as a client of fsspec spells it
+        names = path.split("/")[3 if "://" in path else -1 :]
+    return any(map(_NO_TEXT.match, names))
+
+
+def _summary(paths: list[str]) -> str:
+    """Returns how many files there are of each ending: 2 .jsonl, 1 .md."""
+    counts = collections.Counter(map(_ending, paths))
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    shown = [f"{count:,} {ending}" for ending, count in ordered[:_NAMED]]
+    if rest := sum(count for _, count in ordered[_NAMED:]):
+        shown.append(f"{rest:,} others")
+    return ", ".join(shown)
+
+
+def _ending(path: str) -> str:
+    packed = text_lines.compression(path)
+    name = os.path.basename(path).lower().removesuffix(packed)
+    return os.path.splitext(name)[1] + packed or "without an ending"
+
+
+def _advice(paths: list[str], place: str) -> str:
+    """Returns which sources read files of a folder, to follow a `_summary`."""
+    kinds = sorted({kind_of(path) for path in paths} - {""})
+    words = [f"{kind}:{place} reads {' and '.join(_ENDINGS[kind])}" for kind in kinds]
+    return "".join(f"; {word}" for word in words)
+
+
+def _dataset(word: str, place: str) -> epath.PathLike:
+    """Returns the folder of a TFDS dataset."""
+    return tfds_files.find(place) if word == "tfds" else place
 
 
 def fingerprint(corpus: Corpus, seconds: float | None = None) -> list[dict[str, Any]]:
@@ -102,11 +245,10 @@ def fingerprint(corpus: Corpus, seconds: float | None = None) -> list[dict[str, 
     rows = []
     for source in corpus.sources:
         word, _, place = source.partition(":")
-        if word in SUFFIXES:
+        if word in _ENDINGS:
             paths = files(source, seconds)
         else:
-            folder = tfds_files.find(place) if word == "tfds" else place
-            paths = [f"{folder}/dataset_info.json"]
+            paths = [f"{_dataset(word, place)}/dataset_info.json"]
         rows += [{"file": path, **state(path, seconds)} for path in paths]
     return rows
 

@@ -102,6 +102,11 @@ def _unreadable(folder: epath.PathLike, error: Exception) -> InputError:
     return InputError(f"{folder}: TFDS cannot read it: {reason}")
 
 
+def other_splits(folder: epath.PathLike) -> list[str]:
+    """Returns the splits that a source of text does not read: all but `train`, sorted."""
+    return sorted(name for name in open_folder(folder).info.splits if name != "train")
+
+
 def records(folder: epath.PathLike, split: str = "train") -> Iterator[dict[str, Any]]:
     """Yields the examples of a split, in order, from array_record or tfrecord files."""
     for path, count, _, _ in shards(folder, split):

@@ -1,7 +1,9 @@
 """Files to documents: layouts, encodings, compression, and what is refused."""
 
+import bz2
 import gzip
 import json
+import lzma
 import re
 import tracemalloc
 
@@ -83,21 +85,27 @@ def test_compressed_files_read_as_plain_ones(tmp_path):
     (tmp_path / "b" / "b.txt.gz").write_bytes(gzip.compress(WRAPPED.encode()))
     # Two frames after one another: what `cat` of two files gives.
     half = len(WRAPPED) // 2
-    frames = [zstandard.compress(part.encode()) for part in (WRAPPED[:half], WRAPPED[half:])]
-    (tmp_path / "c.txt.zst").write_bytes(b"".join(frames))
+    for suffix, packer in PACKERS.items():
+        frames = [packer.compress(part.encode()) for part in (WRAPPED[:half], WRAPPED[half:])]
+        (tmp_path / f"c.txt.{suffix}").write_bytes(b"".join(frames))
     write(tmp_path / "notes.md", "no text file")
     found = read(f"text:{tmp_path}")
-    assert [d.name.rsplit("/", 1)[1] for d in found] == ["a.txt", "b.txt.gz", "c.txt.zst"]
+    assert [d.name.rsplit("/", 1)[1] for d in found] == [
+        *("a.txt", "b.txt.gz", "c.txt.bz2", "c.txt.gz", "c.txt.xz", "c.txt.zst")
+    ]
     assert len({d.text for d in found}) == 1
 
 
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
+PACKERS = {"gz": gzip, "zst": zstandard, "bz2": bz2, "xz": lzma}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
 def test_a_damaged_compressed_file_is_refused_by_name(tmp_path, suffix):
     text = "".join(f"line {i * 7919 % 1009}\n" for i in range(3000)).encode()
-    whole = gzip.compress(text) if suffix == "gz" else zstandard.compress(text)
+    whole = PACKERS[suffix].compress(text)
     middle = len(whole) // 2
     changed = whole[:middle] + bytes(~b & 255 for b in whole[middle : middle + 9])
-    latin = (gzip if suffix == "gz" else zstandard).compress(b"\xe9" + 9 * text)
+    latin = PACKERS[suffix].compress(b"\xe9" + 9 * text)
     for content in (whole[:middle], whole[:-1], changed + whole[middle + 9 :], text, latin[:-9]):
         (tmp_path / f"a.txt.{suffix}").write_bytes(content)
         with pytest.raises(InputError, match=rf"a\.txt\.{suffix}: damaged"):

@@ -72,6 +72,19 @@ def test_articles_are_read_from_either_format(kind, request):
     assert [d.text for d in titles] == [article["title"] for article in ARTICLES]
 
 
+def test_splits_that_are_not_read_are_left_out_by_name(array_record, tmp_path):
+    """Only the names of the splits matter here, so the other shards need not exist."""
+    settings = Corpus(sources=(f"tfds_dir:{tmp_path}",))
+    for path in array_record.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    assert text_sources.left_out(settings) == []
+    info = json.loads((tmp_path / "dataset_info.json").read_text())
+    info["splits"] += [info["splits"][0] | {"name": name} for name in ("validation", "test")]
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    (line,) = text_sources.left_out(settings)
+    assert str(tmp_path) in line and "(test, validation)" in line
+
+
 def test_a_dataset_is_found_by_name_at_its_latest_version(array_record, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(array_record.parents[1]))
     found = documents.read(Corpus(sources=("tfds:texts",)))
