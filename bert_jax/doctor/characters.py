@@ -16,6 +16,19 @@ _MOJIBAKE = re.compile(
     f"[ÂÃ][{_CONTINUES}]|â[€\x80][{_CONTINUES}]|ð[Ÿ\x9f][{_CONTINUES}]"
     f"|(?:[ÎÏÐÑ][{_CONTINUES}]){{2,}}|(?:[ä-é][{_CONTINUES}]{{2}}){{2,}}"
 )
+# Of tags, only names that HTML has: <s> and <unk> are words of other corpora.
+_TAG = (
+    "a|abbr|article|b|blockquote|body|br|button|center|cite|code|dd|div|dl|dt|em|figure|font|"
+    "footer|form|h[1-6]|head|header|hr|html|i|iframe|img|input|label|li|link|meta|nav|ol|option|p|"
+    "pre|script|section|select|small|span|strong|style|sub|sup|svg|table|tbody|td|th|thead|title|"
+    "tr|u|ul"
+)
+_HTML = re.compile(
+    rf"(?i)</?(?:{_TAG})(?:\s+[\w:-]+\s*=[^<>]{{0,1000}})?\s*/?>|<!--|<!doctype\s"
+    r"|&(?:amp|nbsp|lt|gt|quot|apos|#\d{1,7}|#x[0-9a-f]{1,6});"
+)
+# One tag in 1,000 characters is one in 200 words.
+_TAGGED = 1e-3
 # One broken character in 10,000 is one word in 2,000: more than a vocabulary learns to overlook.
 _BROKEN = 1e-4
 _COUNTED = ": {count:,} in {documents:,} documents{scope}, {value} of all characters"
@@ -46,6 +59,11 @@ FAULTS = {
         "control characters" + _COUNTED, 0, _BROKEN,
         "the tokenizer drops them, and what they stood between runs together",
         "remove them, e.g. `tr -d '\\000-\\010\\013\\016-\\037\\177'`",
+    )),
+    "html": (_HTML, 10, True, Rule(
+        "HTML tags or entities" + _COUNTED, 0, _TAGGED,
+        "the model learns to predict markup, and names of tags and attributes fill the vocabulary",
+        "convert the files to plain text, e.g. `pandoc --from html --to plain`",
     )),
 }  # fmt: skip
 

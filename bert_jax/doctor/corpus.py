@@ -44,7 +44,7 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
     text_at = text_of(train)
     causes = _one_sentence(train, text_at) if lengths else []
     causes += _long_sentences(train, text_at)
-    findings = list(causes)
+    findings = causes + _dominant_document(train, validation, text_of)
     if manifest["settings"]["repeated_documents"] == "keep":
         count = sum(split["documents"] for split in manifest["splits"].values())
         number = manifest["documents_repeated"], count, ""
@@ -77,6 +77,20 @@ def _one_sentence(train: Stream, text_at: TextAt) -> list[Finding]:
     number = len(single), len(train.document_offsets) - 1
     where = example(f"train document {single[0]}", text_at(at))
     return finding.of_documents(finding.ONE_SENTENCE, *number, where)
+
+
+def _dominant_document(
+    train: Stream, validation: Stream, text_of: Callable[[Stream], TextAt]
+) -> list[Finding]:
+    largest, where, total = 0, "", 0
+    for name, stream in (("train", train), ("validation", validation)):
+        sizes = np.diff(stream.document_offsets)
+        total += int(sizes.sum())
+        if sizes.max() > largest:
+            document, largest = int(sizes.argmax()), int(sizes.max())
+            at = int(stream.sentence_offsets[stream.document_offsets[document]])
+            where = example(f"{name} document {document}", text_of(stream)(at))
+    return finding.dominant_document(largest, total, where)
 
 
 def _long_sentences(train: Stream, text_at: TextAt) -> list[Finding]:

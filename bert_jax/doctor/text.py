@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import random
+import re
 from collections.abc import Iterator
 
 from bert_jax.config import Corpus
@@ -28,8 +29,8 @@ _MOST = 300_000_000
 _MOST_OF_A_FILE = 30_000_000
 # Some 500 pieces: the longest example. Of a longer sentence the rest is never seen.
 _LONG = 2_000
-# Refused files that are named.
-_NAMED = 8
+# Refused files that are named for each reason, and reasons that have a finding of their own.
+_NAMED, _REASONS = 8, 5
 
 REFUSED = Rule(
     "`prepare` refuses {count}",
@@ -144,10 +145,12 @@ class _Survey:
 
     def __init__(self, corpus: Corpus, places: list[tuple[Corpus, str, int]]):
         self._corpus, self._characters = corpus, Characters()
-        self._refused: dict[str, str] = {}  # by file
+        # By the reason, without what differs from file to file: the file and the whole message.
+        self._refused: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)
         self._count = self._read = self._repeats = self._ones = 0
         self._seen: set[int] = set()  # hashes of whole texts
         self._any = self._repeated = self._one = ""  # examples
+        self._sentences, self._largest = 0, (0, "")  # of all documents; of one, with an example
         self._long: list[int] = []  # characters of each long sentence
         self._longest = (0, "")  # with an example
         self._layouts: dict[str, list[str]] = collections.defaultdict(list)
@@ -177,7 +180,8 @@ class _Survey:
                 self._read += len(document.text)
                 yield document
         except InputError as error:
-            self._refused[name] = str(error)
+            reason = re.split(r"[(;]", str(error).replace(name, ""))[0]
+            self._refused[re.sub(r"\d+", "", reason)].append((name, str(error)))
 
     def _add(self, document: Document) -> None:
         self._characters.add(document)
@@ -186,6 +190,8 @@ class _Survey:
             where = example(document.place(0), text)
             self._any = self._any or where
             self._count += 1
+            self._sentences += len(split)
+            self._largest = max(self._largest, (len(split), where))
             if len(split) == 1:
                 self._ones += 1
                 self._one = self._one or where
@@ -205,13 +211,23 @@ class _Survey:
         if looks := _looks_like(document, lines, all_split, self._corpus.language):
             self._layouts[looks].append(example(document.place(0), document.text))
 
+    def _refusals(self) -> list[Finding]:
+        """Returns a finding for each reason why files are refused, the commonest first."""
+        by_reason = sorted(self._refused.values(), key=len, reverse=True)
+        rare = list(itertools.chain.from_iterable(by_reason[_REASONS:]))
+        findings: list[Finding] = []
+        for files in (*by_reason[:_REASONS], rare):
+            if files:
+                names = [os.path.basename(name) for name, _ in files[1 : 1 + _NAMED]]
+                names += [f"{len(files) - 1 - _NAMED:,} more"] * (len(files) > 1 + _NAMED)
+                also = f"; also {', '.join(names)}" if names else ""
+                count = quantity(len(files), "file")
+                findings += REFUSED.check(len(files), printable(files[0][1] + also), count=count)
+        return findings
+
     def findings(self) -> list[Finding]:
         """Returns the findings."""
-        refused = printable(next(iter(self._refused.values()), ""))
-        if others := [os.path.basename(name) for name in list(self._refused)[1 : 1 + _NAMED]]:
-            refused += printable(f"; also {', '.join(others)}")
-        count = quantity(len(self._refused), "file")
-        findings = REFUSED.check(len(self._refused), refused, count=count)
+        findings = self._refusals()
         if not self._refused and not self._is_sample:
             least, different = 2 * LEAST_VALIDATION_DOCUMENTS, len(self._seen)
             count = quantity(different, "different document")
@@ -221,6 +237,9 @@ class _Survey:
         sample = f" (in a sample of {self._read / 1e6:,.3g} million characters)"
         scope = sample if self._is_sample else ""
         findings += finding.of_documents(finding.ONE_SENTENCE, self._ones, self._count, self._one)
+        if len(self._seen) >= 2 * LEAST_VALIDATION_DOCUMENTS:
+            largest, where = self._largest
+            findings += finding.dominant_document(largest, self._sentences, where, scope)
         if self._corpus.repeated_documents == "keep":
             number = self._repeats, self._count, self._repeated
             findings += finding.of_documents(finding.REPEATED, *number)

@@ -94,7 +94,13 @@ def near_duplicates_of_a_text_with_a_word_for_unknown_ones(folder):
     return examine(folder, docs + [[*doc, "More."] for doc in docs], unknown_word="<unk>")
 
 
+def one_document_of_nearly_all(folder):
+    docs = documents(40, (4, 6))
+    return examine(folder, [*docs, [line for doc in documents(40) for line in doc]])
+
+
 FAULTS = [
+    (one_document_of_nearly_all, finding.DOMINANT, " document "),
     (one_sentence_documents, finding.ONE_SENTENCE, "train document "),
     (endless_sentences, finding.LONG_SENTENCES, "the lon"),
     (sentences_as_long_as_an_example, examined.RANDOM, ""),

@@ -144,6 +144,24 @@ def control_characters(folder):
     files(folder, [content + "\x1b[31mred\x1b[0m.\n" for content in paragraphs()])
 
 
+def html_pages(folder):
+    page = '<html><body class="x">\n{}<p>More &amp; more.</p>\n</body></html>\n'
+    files(folder, [page.format(content) for content in paragraphs()])
+
+
+def a_few_tags(folder):
+    files(folder, [content + "An <i>emphasis</i>.\n" for content in paragraphs(documents(24, 80))])
+
+
+def one_document_of_nearly_all(folder):
+    """99 % of the sentences, as one book among short notes."""
+    files(folder, [*paragraphs(documents(24, 2)), *paragraphs(documents(1, 5_000, seed=1))])
+
+
+def one_document_of_most(folder):
+    files(folder, [*paragraphs(documents(24, 8)), *paragraphs(documents(1, 300, seed=1))])
+
+
 def wrapped_with_one_long_line(folder):
     docs = documents(sentences=200)
     files(folder, [wrapped(doc) + "x" * 300 + "\n" for doc in docs])
@@ -173,6 +191,11 @@ def a_few_repeats(folder):
     files(folder, [*docs, docs[0]])
 
 
+def a_file_of_another_kind(folder):
+    files(folder, paragraphs())
+    (folder / "more.md").write_text("One sentence. Another one.\n")
+
+
 FAULTY = {name: rule for name, (*_, rule) in characters.FAULTS.items()}
 PROBLEMS = [
     (blank_line_after_every_sentence, finding.ONE_SENTENCE, "00.txt:1:"),
@@ -191,6 +214,8 @@ PROBLEMS = [
     (windows_read_as_latin1, FAULTY["windows"], "00.txt:3"),
     (replacement_characters, FAULTY["replaced"], "00.txt:3"),
     (control_characters, FAULTY["controls"], "00.txt:3"),
+    (html_pages, FAULTY["html"], "00.txt:1: "),
+    (one_document_of_nearly_all, finding.DOMINANT, "24.txt:1"),
     (wrapped_with_one_long_line, text.LAYOUTS["wrapped"], "00.txt:1"),
     (two_documents, text.TOO_FEW, ".txt:1"),
     (a_broken_record, text.REFUSED, "all.jsonl:25: not JSON"),
@@ -200,6 +225,9 @@ NOTES = [
     (one_sentence_a_line, text.LAYOUTS["sentences_by_line"], "00.txt:1"),
     (paragraphs_a_line, text.LAYOUTS["paragraphs_by_line"], "00.txt:1"),
     (a_few_repeats, finding.REPEATED, "24.txt:1:"),
+    (a_few_tags, FAULTY["html"], "00.txt:3"),
+    (one_document_of_most, finding.DOMINANT, "24.txt:1"),
+    (a_file_of_another_kind, text.LEFT_OUT, ""),
 ]
 
 
@@ -252,6 +280,43 @@ def test_text_in_the_encoding_that_is_named_has_no_finding(named, tmp_path):
     content = [one + "日本の文章、中国的文字。\n" for one in paragraphs(documents(sentences=60))]
     files(tmp_path / "text", content, named)
     assert examine(tmp_path / "text", encoding=named) == []
+
+
+def test_mathematics_and_words_in_angle_brackets_are_no_html(tmp_path):
+    lines = "If a<b and b>c, <unk> is <s> </s>, AT&T; x <- y & z <p, q> <Alice> &c. <a@b.org>\n"
+    files(tmp_path / "text", [content + 9 * lines for content in paragraphs()])
+    assert FAULTY["html"] not in [f.rule for f in examine(tmp_path / "text")]
+
+
+def test_all_refused_files_are_counted_by_their_reasons(tmp_path):
+    folder = files(tmp_path / "text", paragraphs())
+    bad = {
+        "cut": (gzip.compress(paragraphs()[3].encode())[:-20], ".txt.gz", 12),
+        "latin": ("é 1\n".encode("latin-1"), ".txt", 3),
+    }
+    for name, (content, ending, count) in bad.items():
+        for number in range(count):
+            padding = b"x" * number if ending == ".txt" else b""  # the bad byte is elsewhere
+            (folder / f"{name}{number}{ending}").write_bytes(padding + content)
+    found = [one for one in examine(folder) if one.rule is text.REFUSED]
+    assert len(found) == len(bad)
+    for one, (name, (_, _, count)) in zip(found, bad.items(), strict=True):
+        assert f"{count} file" in one.what and f"{name}0" in one.example
+        named = min(count, 9)
+        assert sum(f"{name}{number}." in one.example for number in range(count)) == named
+        assert (f"{count - named} more" in one.example) == (count > named)
+
+
+def test_rare_reasons_are_counted_together(tmp_path):
+    folder = tmp_path / "text"
+    files(folder, paragraphs(), suffix=".jsonl")
+    for number in range(9):  # each lacks the field in its own way
+        (folder / f"{number:02}.jsonl").write_text(json.dumps({"text": [], "x" * number: 1}))
+    for number, line in enumerate(("3", "[]", "null", "true", '"x"', "{}", '{"text": {}}')):
+        (folder / f"{number + 10}.jsonl").write_text(line)
+    found = text.examine(Corpus(sources=(f"jsonl:{folder}",)))
+    counts = [int(one.what.split()[2]) for one in found if one.rule is text.REFUSED]
+    assert sum(counts) == 24 and len(counts) <= 6
 
 
 def test_typography_of_other_languages_is_no_mojibake(tmp_path):
