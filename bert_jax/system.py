@@ -6,6 +6,7 @@ import glob
 import os
 import re
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
 # Opened here, since a child between fork and exec must not open libraries.
@@ -26,6 +27,20 @@ def devices_here() -> int:
         return int(flag[1]) if flag else 1
     kinds = "/dev/accel[0-9]*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*"
     return max(1, *(len(glob.glob(kind)) for kind in kinds))
+
+
+def restart_in_utf8_mode() -> None:
+    """Restarts this process in Python's UTF-8 mode if the locale knows only ASCII.
+
+    There Python reads other characters of the command line as half surrogates, which tokenizers do
+    not know, and cannot print them. Decoding the words of the command line alone would not do:
+    names of files are encoded as the process encodes them.
+    """
+    # The variable is inherited by the processes that this one starts, and prevents a second restart
+    # where Python does not obey it.
+    if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def die_with_parent() -> None:

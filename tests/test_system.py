@@ -21,6 +21,26 @@ code = "import sys, time; print('up', flush=True); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", code], preexec_fn=system.die_with_parent)
 sys.stdin.read()
 """
+ECHO = """
+import sys
+from bert_jax import system
+system.restart_in_utf8_mode()
+print(open(sys.argv[1]).read(), *map(ascii, sys.argv[1:]))
+"""
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize("option", [[], ["-X", "utf8=0"]])
+def test_words_and_files_are_utf8_where_the_locale_knows_only_ascii(tmp_path, option):
+    """An option wins over the variable: then Python stays as it is, and is not started for ever."""
+    (tmp_path / "béll.txt").write_text("Größe 😀", encoding="utf-8")
+    code = ECHO.replace("open(sys.argv[1]).read(), ", "") if option else ECHO
+    command = [sys.executable, *option, "-c", code, tmp_path / "béll.txt", "the béll 😀"]
+    done = subprocess.run(command, capture_output=True, env=os.environ | ASCII, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    if not option:
+        assert done.stdout.startswith("Größe 😀 ".encode())
+        assert done.stdout.endswith(ascii("the béll 😀").encode() + b"\n")
 
 
 def test_cores_are_those_that_this_process_may_use():
