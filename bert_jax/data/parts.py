@@ -61,12 +61,12 @@ class Part:
     files: tuple[tuple[str, int, int], ...]
     bytes: int  # of text, roughly
 
-    def documents(self, corpus: Corpus) -> Iterator[Document]:
-        """Yields the documents of this part."""
+    def documents(self, corpus: Corpus, tick: Tick = lambda characters: None) -> Iterator[Document]:
+        """Yields the documents of this part, whose pieces are reported as they are taken."""
         self._require_unchanged()
         try:
             for extent in self.extents:
-                yield from documents.read_extent(extent, corpus)
+                yield from _ticking(extent, corpus, tick)
         except InputError:
             self._require_unchanged()
             raise
@@ -134,9 +134,9 @@ class CountStretches(_OfPart):
         record = {"documents": 0}
 
         def pieces() -> Iterator[str]:
-            for document in self.part.documents(self.corpus):
+            for document in self.part.documents(self.corpus, tick):
                 record["documents"] += bool(document.pieces)
-                yield from _ticking(document.pieces, tick)
+                yield from document.pieces
 
         texts = pieces()
         if unknown := self.corpus.unknown_word:
@@ -178,12 +178,12 @@ class Read(_OfPart):
             else words.NumberWriter(folder, self.corpus.case, self.corpus.unknown_word)
         )
         made, layouts = _DocumentWriter(folder, writer, self.corpus), record["layouts"]
-        for document in self.part.documents(self.corpus):
+        for document in self.part.documents(self.corpus, tick):
             if not document.pieces:
                 record["empty"] += 1
                 continue
             layouts[document.layout] = layouts.get(document.layout, 0) + 1
-            for piece in _ticking(document.pieces, tick):
+            for piece in document.pieces:
                 if self.corpus.encoding_errors == "replace":
                     record["replaced"] += piece.count("\ufffd")
                 one = dataclasses.replace(document, pieces=(piece,))
@@ -375,10 +375,31 @@ def here(place: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Pat
         return pathlib.Path(path)
 
 
-def _ticking(pieces: Iterable[str], tick: Tick) -> Iterator[str]:
-    for piece in pieces:
-        yield piece
-        tick(len(piece))
+def _ticking(extent: Extent, corpus: Corpus, tick: Tick) -> Iterator[Document]:
+    """Yields the documents of an extent, whose pieces are reported as they are taken.
+
+    Of a compressed file, whose text has an unknown length, bytes are reported as `plan` counts
+    them.
+    """
+    is_packed = text_lines.compression(extent.path) != ""
+    position = reported = 0
+
+    def on_read(now: int) -> None:
+        nonlocal position
+        position = now
+        tick(0)  # the layout of a large file is judged before its first piece
+
+    def ticked(pieces: Iterable[str]) -> Iterator[str]:
+        nonlocal reported
+        for piece in pieces:
+            yield piece
+            more = max(_PACKED * position - reported, 0) if is_packed else len(piece)
+            reported += more
+            tick(more)
+
+    for document in documents.read_extent(extent, corpus, on_read):
+        pieces = ticked(document.pieces) if document.pieces else ()
+        yield dataclasses.replace(document, pieces=pieces)
 
 
 @functools.lru_cache(maxsize=1)

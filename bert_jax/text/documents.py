@@ -45,6 +45,11 @@ _LINE_ENCODINGS = re.compile(r"utf-8|ascii|iso8859-\d+|cp125\d")
 
 Layout = Literal["sentences_by_line", "wrapped", "paragraphs_by_line"]
 
+# Is called with the position in a compressed file whenever some of it is read.
+OnRead = Callable[[int], None]
+# Yields decoded lines of an extent, or pieces of its text.
+_Lines = Callable[[Literal["by line", "in pieces"]], Iterator[str]]
+
 # Yields a text in any pieces, from its beginning each time it is called.
 _Text = Callable[[], Iterable[str]]
 
@@ -175,14 +180,17 @@ def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
     return cuts
 
 
-def read_extent(extent: Extent, corpus: Corpus) -> Iterator[Document]:
+def read_extent(
+    extent: Extent, corpus: Corpus, on_read: OnRead | None = None
+) -> Iterator[Document]:
     """Yields the documents of an extent in order; those without any text have no pieces."""
+    lines = functools.partial(_lines, extent, corpus, on_read)
     texts_of: Iterable[tuple[str, int, _Text]] = (
-        _file_texts(extent, corpus)
+        _file_texts(extent, corpus, lines)
         if extent.kind == "text"
         else (
             (name, 0, functools.partial(iter, [_with_plain_ends(text)]))
-            for name, text in _record_texts(extent, corpus)
+            for name, text in _record_texts(extent, lines)
         )
     )
     for name, line, text in texts_of:
@@ -296,11 +304,13 @@ def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
     return None
 
 
-def _file_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Text]]:
+def _file_texts(
+    extent: Extent, corpus: Corpus, lines_of: _Lines
+) -> Iterator[tuple[str, int, _Text]]:
     """Yields one document a file, or in sentences_by_line one a block of lines."""
     path = extent.path
     if corpus.layout == "sentences_by_line":
-        lines = _lines(extent, corpus)
+        lines = lines_of("by line")
         head = [] if extent.start else list(itertools.islice(lines, 10 * _LINES_TO_JUDGE))
         _refuse_contradiction(path, head, corpus.layout)
         numbered = enumerate(itertools.chain(head, lines), 1)
@@ -311,10 +321,10 @@ def _file_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, int, _Tex
                 text = (line.replace("\r\n", "\n") for line in own)
                 yield f"{path}:{start}", start, functools.partial(iter, text)
         return
-    head = list(itertools.islice(_lines(extent, corpus, "in pieces"), _HELD))
+    head = list(itertools.islice(lines_of("in pieces"), _HELD))
 
     def text() -> Iterable[str]:
-        return head if len(head) < _HELD else _lines(extent, corpus, "in pieces")
+        return head if len(head) < _HELD else lines_of("in pieces")
 
     if corpus.layout != "per_file":
         _refuse_contradiction(path, _lines_of(text()), corpus.layout)
@@ -328,21 +338,22 @@ def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> No
         raise InputError(f"{path}: does not look like corpus.layout={layout}: {why}")
 
 
-def _record_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
+def _record_texts(extent: Extent, lines_of: _Lines) -> Iterator[tuple[str, str]]:
     """Yields the place and the text of each record."""
     path, field = extent.path, extent.field
     if extent.kind == "tfds":
         return _dataset_texts(extent)
     if extent.kind == "jsonl":
-        return _json_texts(extent, corpus)
+        return _json_texts(extent, lines_of("by line"))
     if extent.kind == "parquet":
         return records.parquet(path, field, extent.start, extent.stop)
-    return records.column_of(records.table(extent.kind, _lines(extent, corpus), path), field, path)
+    rows = records.table(extent.kind, lines_of("by line"), path)
+    return records.column_of(rows, field, path)
 
 
-def _json_texts(extent: Extent, corpus: Corpus) -> Iterator[tuple[str, str]]:
+def _json_texts(extent: Extent, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     path = extent.path
-    for number, line in enumerate(_lines(extent, corpus), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -371,7 +382,7 @@ def _dataset_texts(extent: Extent) -> Iterator[tuple[str, str]]:
 
 
 def _lines(
-    extent: Extent, corpus: Corpus, how: Literal["by line", "in pieces"] = "by line"
+    extent: Extent, corpus: Corpus, on_read: OnRead | None, how: Literal["by line", "in pieces"]
 ) -> Iterator[str]:
     """Yields decoded lines, split on \\n alone, or pieces of text, whose newlines are all \\n.
 
@@ -382,7 +393,7 @@ def _lines(
     try:
         with (
             text_lines.answering(path),
-            _extent_bytes(extent) as raw,
+            _extent_bytes(extent, on_read) as raw,
             io.TextIOWrapper(raw, encoding, errors, "\n" if how == "by line" else None) as file,
         ):
             pieces = iter(functools.partial(file.read, _PIECE), "")
@@ -396,9 +407,9 @@ def _lines(
         ) from error
 
 
-def _extent_bytes(extent: Extent) -> IO[bytes]:
+def _extent_bytes(extent: Extent, on_read: OnRead | None = None) -> IO[bytes]:
     if extent.stop < 0:
-        return text_lines.open_bytes(extent.path)
+        return text_lines.open_bytes(extent.path, on_read)
     size = extent.stop - extent.start
     return io.BufferedReader(pyarrow.OSFile(extent.path).get_stream(extent.start, size), 1 << 17)
 

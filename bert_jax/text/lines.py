@@ -11,7 +11,7 @@ import io
 import itertools
 import lzma
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO
 
 import fsspec
@@ -73,8 +73,10 @@ def answering(where: str) -> Iterator[None]:
         raise InputError(f"{where}: damaged, or cannot be read ({why})") from error
 
 
-def open_bytes(path: str) -> IO[bytes]:
+def open_bytes(path: str, on_read: Callable[[int], None] | None = None) -> IO[bytes]:
     """Returns the bytes of a file, uncompressed if its name ends in .gz, .zst, .bz2 or .xz.
+
+    `on_read` is called with the position in a compressed file whenever some of it is read.
 
     Raises:
       OSError: it cannot be read; later, it is damaged.
@@ -82,6 +84,8 @@ def open_bytes(path: str) -> IO[bytes]:
     file, kind = packed(path), _COMPRESSED.get(compression(path))
     if kind is None:
         return file
+    if on_read is not None:
+        file = io.BufferedReader(_WatchedFile(file, on_read), 1 << 16)
     if kind == "xz":
         return io.BufferedReader(_XzFile(file), 1 << 17)
     stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), kind)
@@ -92,6 +96,26 @@ def compression(path: str) -> str:
     """Returns the ending of a compressed file's name in lower case; "" for other files."""
     ending = os.path.splitext(path)[1].lower()
     return ending if ending in _COMPRESSED else ""
+
+
+class _WatchedFile(io.RawIOBase):
+    """The bytes of a file; reports the position in it after each read."""
+
+    def __init__(self, file: IO[bytes], on_read: Callable[[int], None]):
+        self._file, self._on_read = file, on_read
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        self._on_read(self._file.tell())
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _XzFile(io.RawIOBase):

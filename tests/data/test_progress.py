@@ -1,0 +1,48 @@
+"""How far the parts of a corpus are read, as they report it."""
+
+import gzip
+import lzma
+
+import numpy as np
+import pytest
+
+from bert_jax.config import Corpus
+from bert_jax.data import parts
+
+# About 8 MB: more than is held of a file, and a sixteenth of it when it is packed.
+rng = np.random.default_rng(0)
+LINES = [" ".join(map(str, row)) for row in rng.integers(10**7, size=(256, 4))]
+TEXT = "".join(f"{LINES[i]}\n\n" for i in rng.integers(len(LINES), size=250_000))
+
+
+@pytest.mark.parametrize("suffix", ["gz", "xz"])
+def test_of_a_compressed_file_the_share_of_its_bytes_is_reported(tmp_path, suffix):
+    """Not its characters, of which nobody knows how many there are."""
+    data = TEXT.encode()
+    packed = gzip.compress(data, 1) if suffix == "gz" else lzma.compress(data, preset=0)
+    (tmp_path / f"a.txt.{suffix}").write_bytes(packed)
+    corpus = Corpus(sources=(f"text:{tmp_path}",))
+    (part,) = parts.plan(corpus)
+    assert part.bytes < len(TEXT) / 2
+    done = read = 0
+
+    def tick(more):
+        nonlocal done
+        done += more
+
+    for document in part.documents(corpus, tick):
+        for piece in document.pieces:
+            # Of the last pieces all is read before they are taken.
+            assert abs(done / part.bytes - read / len(TEXT)) < 0.25
+            read += len(piece)
+    assert done == part.bytes
+
+
+def test_of_a_plain_file_characters_are_reported(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    corpus = Corpus(sources=(f"text:{tmp_path}",))
+    (part,) = parts.plan(corpus)
+    ticks = []
+    read = sum(len(p) for d in part.documents(corpus, ticks.append) for p in d.pieces)
+    # A piece is reported once the next is asked for.
+    assert read == sum(ticks) == pytest.approx(part.bytes, rel=0.01)
