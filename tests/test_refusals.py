@@ -124,7 +124,6 @@ task.text_column=
 task.labels=a,a
 task.labels=["a",""]
 task.kind=regress task.second_column=b task.labels=a,b
-{SPAN} task.blank_cells=skip
 {SPAN} -> task.document_stride
 {SPAN} task.document_stride=1 task.max_sequence_length=67 -> task.max_query_length
 task.kind=tag task.score=f1 -> task.train

@@ -9,7 +9,16 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax.cli.command import command, input_lines, is_finetuned, require_run, say, trained_of
+from bert_jax.cli.command import (
+    COLUMNS,
+    columns_of,
+    command,
+    input_lines,
+    is_finetuned,
+    require_run,
+    say,
+    trained_of,
+)
 from bert_jax.config import Parallelism
 from bert_jax.errors import FINISHED, InputError, naming, printable
 
@@ -25,9 +34,9 @@ def predict(args: argparse.Namespace) -> int:
 
     CODE CACHE
     --workdir W (required): a run
-    [TEXT...]: a text with [MASK]; of a fine-tuned run all texts of an example, e.g. QUESTION
+    [TEXTS...]: a text with [MASK]; of a fine-tuned run all texts of an example, e.g. QUESTION
         CONTEXT; left out: lines of standard input, texts separated by tabs
-    --next B: a second text; says whether it follows TEXT
+    --next B: a second text; says whether it follows the first
     --top K (int from 1): how many pieces are shown for each [MASK] [5]
     --source SOURCE...: of a fine-tuned run: answer the examples of a file, written as in
         task.train, e.g. tsv:FILE; may be repeated
@@ -39,9 +48,9 @@ def predict(args: argparse.Namespace) -> int:
         the likeliest piece each time [1]
     --out FILE: of a fine-tuned run: file to write answers to, as JSON lines [standard output]; with
         --input a .csv, .tsv or .jsonl
-    CHECKPOINT TUNED_BASE
+    COLUMNS CHECKPOINT TUNED_BASE
     """
-    tuned = ("source", "score", "input", "out", "beam", "base")
+    tuned = ("source", "score", "input", "out", "beam", "base", *COLUMNS)
     return _do_task(args) if is_finetuned(args, "next", "top", tuned=tuned) else _fill_masks(args)
 
 
@@ -49,32 +58,36 @@ def _do_task(args: argparse.Namespace) -> int:
     from bert_jax.running.environment import keep_compiled_programs
     from bert_jax.tasks import predict as predict_lib
 
-    if args.text and (args.source or args.score):
-        raise InputError("TEXT: --source and --score read examples elsewhere; leave it out")
-    if args.input is not None and (args.text or args.source or args.score or args.out is None):
-        raise InputError("--input: needs --out, and no TEXT, --source or --score")
+    if args.texts and (args.source or args.score):
+        raise InputError("TEXTS: --source and --score read examples elsewhere; leave it out")
+    if args.input is not None and (args.texts or args.source or args.score or args.out is None):
+        raise InputError("--input: needs --out, and no TEXTS, --source or --score")
+    reading = columns_of(args)
+    if reading and not (args.source or args.score or args.input):
+        flag = next(flag for flag, field in COLUMNS.items() if field in reading).replace("_", "-")
+        raise InputError(f"--{flag}: describes a file; name one with --source or --input")
     keep_compiled_programs()
-    model = predict_lib.TaskModel(args.workdir, args.base, args.checkpoint, args.beam)
+    model = predict_lib.TaskModel(args.workdir, args.base, args.checkpoint, args.beam, reading)
     if args.input is not None:
         written = predict_lib.predict_table(model, args.input, args.out)
         say(f"{printable(args.out)}: {printable(written)}")
         return FINISHED
-    texts, what = args.text or input_lines(), "score" if args.score else "predict"
+    texts, what = args.texts or input_lines(), "score" if args.score else "predict"
     for line in predict_lib.predict(model, texts, tuple(args.source), what, args.out):
         print(line)
     return FINISHED
 
 
 def _fill_masks(args: argparse.Namespace) -> int:
-    if args.next is not None and len(args.text) != 1:
-        raise InputError("--next: give exactly one TEXT with it")
+    if args.next is not None and len(args.texts) != 1:
+        raise InputError("--next: give exactly one text with it")
     trained = trained_of(args)
     from bert_jax.running.evaluators import Predictor
     from bert_jax.text.tokenizer import UnknownShare
 
     predictor = Predictor(trained.model, trained.tokenizer)
     share = UnknownShare(trained.tokenizer)
-    asked = [("TEXT", text, args.next) for text in args.text]
+    asked = [("TEXTS", text, args.next) for text in args.texts]
     for where, a, b in asked or _asked_lines():
         with naming(where):
             answer = trained.fill(a, b, args.top or 5)

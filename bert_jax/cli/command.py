@@ -83,6 +83,15 @@ SHARED = {
     "CHECKPOINT": """
         --checkpoint STEP (= newest): of a run: newest, best (by held-out loss), or a step
         """,
+    "COLUMNS": """
+        --text COLUMN: column of the text, or of the first of two [as the task says, else sentence]
+        --second COLUMN: column of the second text of a pair or a regression
+        --label COLUMN: column of the answer [as the task says, else label]
+        --header (first_line | none): whether the first line of a .tsv or .csv names its columns;
+            none: they are numbered from 0 [as the task says, else first_line]
+        --broken-rows (stop | skip): whether a row that is no example ends the command, or is left
+            out and counted [as the task says, else stop]
+        """,
     "TUNED_BASE": "--from BASE: of a fine-tuned run: the folder of its base, if it was moved",
     "PRICE": """
         --price-per-chip-hour X (float from 0): price of one chip for an hour, in any currency, to
@@ -106,6 +115,15 @@ SHARED = {
     "NORMALIZE": """
         --normalize (yes or no): scale each vector to length 1 [as the run or base says]
         """,
+}
+
+# Fields of a task, by the flag of COLUMNS that sets them.
+COLUMNS = {
+    "text": "text_column",
+    "second": "second_column",
+    "label": "label_column",
+    "header": "header",
+    "broken_rows": "broken_rows",
 }
 
 _DECLARED = re.compile(
@@ -237,10 +255,17 @@ def is_finetuned(args: argparse.Namespace, *others: str, tuned: tuple[str, ...] 
     for name in others if is_tuned else tuned:
         value = getattr(args, name)
         if value is not None and value is not False and value != []:
-            flag, runs = name.replace("base", "from"), "no" if is_tuned else "only a"
+            flag = name.replace("base", "from").replace("_", "-")
+            runs = "no" if is_tuned else "only a"
             why = f"{runs} fine-tuned run takes this; leave it out"
             raise InputError(f"--{flag}: {args.workdir}: {why}")
     return is_tuned
+
+
+def columns_of(args: argparse.Namespace) -> dict[str, str]:
+    """Returns the fields of a task that the flags of COLUMNS set."""
+    given = {field: getattr(args, flag) for flag, field in COLUMNS.items()}
+    return {field: value for field, value in given.items() if value is not None}
 
 
 def trained_of(args: argparse.Namespace):

@@ -5,7 +5,15 @@ import typing
 from typing import Any
 
 from bert_jax import config, errors, system
-from bert_jax.cli.command import CODES, command, experiment_of, saved_experiment, say, workdir_of
+from bert_jax.cli.command import (
+    CODES,
+    COLUMNS,
+    command,
+    experiment_of,
+    saved_experiment,
+    say,
+    workdir_of,
+)
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import FINISHED, InputError
 from bert_jax.storage import mirror
@@ -166,9 +174,7 @@ def finetune(args: argparse.Namespace) -> int:
     --train FILE...: examples to learn from: .csv, .tsv, .jsonl, .conll, SQuAD's .json, or a source
         as task.train has it; may be repeated
     --validation FILE...: examples to score on
-    --text COLUMN: column of the text, or of the first of two [sentence]
-    --second COLUMN: column of the second text of a pair or a regression
-    --label COLUMN: column of the answer [label]
+    COLUMNS
     --from BASE: the base or run whose encoder is adapted; left out: the config's init_from
     --workdir W: where the run lives [runs/NAME], or those of a sweep [runs/NAME-sweep]
     --sweep FIELD=V1,V2...: do a run for each value, e.g. seed=1,2,3, one after the other; repeated,
@@ -199,11 +205,11 @@ def _finetuning(args: argparse.Namespace) -> tuple[Finetuning | None, dict[str, 
 
     Of a run that goes on the record of that stays, and None is returned. Both are None of a sweep.
     """
-    columns = {name: f"{name}_column" for name in ("text", "second", "label")}
-    fields = {name: name for name in ("kind", "train", "validation")} | columns
+    fields = {name: name for name in ("kind", "train", "validation")} | COLUMNS
     given = [flag for flag in fields if getattr(args, flag) not in (None, [])]
     if args.taskfile is not None and given:
-        raise InputError(f"--{given[0]}: {args.taskfile} sets this already; change it with --set")
+        flag = given[0].replace("_", "-")
+        raise InputError(f"--{flag}: {args.taskfile} sets this already; change it with --set")
     if args.sweep:
         return None, None
     if args.taskfile is not None:

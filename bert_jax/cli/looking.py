@@ -11,6 +11,8 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.cli.command import (
+    COLUMNS,
+    columns_of,
     command,
     experiment_of,
     is_finetuned,
@@ -44,11 +46,12 @@ def evaluate(args: argparse.Namespace) -> int:
         it is, on similar texts by the cosine of its vectors, on others with a linear layer trained
         on them; may be repeated
     --also W (several): with --task: score these runs and bases, too
-    TUNED_BASE
+    COLUMNS TUNED_BASE
     """
     if args.task:
         return _evaluate_tasks(args)
-    for flag, value in (("--also", args.also), ("--from", args.base)):
+    columns = {f"--{flag.replace('_', '-')}": getattr(args, flag) for flag in COLUMNS}
+    for flag, value in {"--also": args.also, "--from": args.base, **columns}.items():
         if value:
             raise InputError(f"{flag}: goes with --task; leave it out")
     experiment, workdir = experiment_of(args)
@@ -81,7 +84,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
         is_finetuned(args)
     from bert_jax.tasks import minimal_pairs, probes
 
-    asked = probes.Probes(args.task, pairs=None, where="--task")
+    asked = probes.Probes(args.task, None, "--task", columns_of(args))
     for place in places:
         args.workdir = place
         trained = trained_of(args)

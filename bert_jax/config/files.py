@@ -293,6 +293,8 @@ _GONE = {
     "phases.N.examples_per_row": None,
     "phases.N.predictions_per_row": None,
 }
+# Former names of settings, which saved runs have.
+_RENAMED = {"task.blank_cells": "broken_rows"}
 
 
 def notes(experiment: Section) -> list[str]:
@@ -347,6 +349,7 @@ def _build(hint: Any, value: Any, where: str) -> Any:
         known = {f.name: f for f in dataclasses.fields(hint)}
         prefix = f"{where}." if where else ""
         value = {key: v for key, v in value.items() if not _is_gone(f"{prefix}{key}", v)}
+        value = {_RENAMED.get(f"{prefix}{key}", key): v for key, v in value.items()}
         for key in value:
             if key not in known:
                 near = suggestion(key, known)

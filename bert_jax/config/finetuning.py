@@ -4,9 +4,10 @@ Fine-tuning is section 3.2 and appendix A.3 of Devlin et al. 2018; `lora` is Hu 
 decay of the learning rate by layer Howard and Ruder 2018 and Clark et al. 2020.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from bert_jax.config.fields import (
     Count,
@@ -98,8 +99,9 @@ class Task(Section, role="identity", label="task"):
     train: Annotated[tuple[str, ...], _all_but("minimal_pairs")] = ()
     # Sources of examples to score on; of similar ones also beir:FOLDER:SPLIT.
     validation: tuple[str, ...]
-    # Whether an example with a blank text or label is an error, or left out.
-    blank_cells: Annotated[Literal["stop", "skip"], _all_but("span")] = "stop"
+    # Whether a broken row is an error, or left out and counted: one with a blank text or label,
+    # with more or fewer columns than the others, or with a label that `labels` does not name.
+    broken_rows: Literal["stop", "skip"] = "stop"
     # Whether a TSV or CSV file's first line names its columns.
     header: Literal["first_line", "none"] = "first_line"
     # The text, or the first of two; of minimal pairs the acceptable one.
@@ -166,12 +168,26 @@ class Task(Section, role="identity", label="task"):
         return self.text_column, *self.choice_columns, *filter(None, more)
 
     @property
-    def _columns(self) -> tuple[str, ...]:
-        of_pairs = (self.field_column,) if self.field_column else ()
-        return (*self.text_columns, self.label_column, *of_pairs)
+    def label_columns(self) -> tuple[str, ...]:
+        """The columns that are read with labels, next to those of texts."""
+        return (self.label_column, *((self.field_column,) if self.field_column else ()))
 
-    def require_readable(self, where: str, sources: tuple[str, ...]) -> None:
-        """Raises InputError, which names `where`, unless examples can be read from each source."""
+    def for_files(self, **fields: Any) -> "Task":
+        """Returns the task for files that are written otherwise than its own, with these fields.
+
+        `train` and `validation` are not checked again, since their columns are others.
+        """
+        if "second_column" in fields and self.kind not in (*_OF_TWO_TEXTS, "similar"):
+            self._refuse("kind", "has no second text; remove --second")
+        task = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(task, name, value)
+        return task
+
+    def require_readable(
+        self, where: str, sources: tuple[str, ...], columns: tuple[str, ...]
+    ) -> None:
+        """Raises InputError, which names `where`, unless columns can be read from each source."""
         for source in sources:
             word, _, place = source.partition(":")
             # The name of a dataset may end in a colon and its version.
@@ -181,7 +197,7 @@ class Task(Section, role="identity", label="task"):
                 forms = " or ".join(f"{word}:{_ENDS.get(word, 'FILE')}" for word in known)
                 raise InputError(f"{where}: {source!r}: task.kind={self.kind} reads {forms}")
             numbered = word == "conll" or (word in ("tsv", "csv") and self.header == "none")
-            for column in self._columns:
+            for column in columns:
                 if numbered and not (column.isascii() and column.isdecimal()):
                     raise InputError(
                         f"{where}: {source!r} has no names of columns: give task.text_column, "
@@ -197,7 +213,7 @@ class Task(Section, role="identity", label="task"):
             words = [source.partition(":")[0] for source in sources]
             if not sources and (self.kind, name) != ("minimal_pairs", "train"):
                 yield name, "name at least one source"
-            self.require_readable(f"task.{name}", sources)
+            self.require_readable(f"task.{name}", sources, self.text_columns + self.label_columns)
             if never in words:
                 yield name, f"{never}: is not for this; {kind} reads tables there, too"
             if alone in words and len(words) > 1:
@@ -219,7 +235,7 @@ class Task(Section, role="identity", label="task"):
             yield "second_column", why
         if self.kind == "choice" and len(self.choice_columns) < 2:
             yield "choice_columns", "task.kind=choice needs two at least"
-        columns = self._columns
+        columns = self.text_columns + self.label_columns
         if "" in columns or len(set(columns)) < len(columns):
             yield "text_column", f"of {columns} none may be empty, or named twice"
 

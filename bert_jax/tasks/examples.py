@@ -19,6 +19,7 @@ from bert_jax.config import Task
 from bert_jax.errors import InputError
 from bert_jax.tasks import formats
 from bert_jax.tasks.formats import field, listed, quoted, text_of
+from bert_jax.text.records import OnBroken
 from bert_jax.vectors import retrieval
 from bert_jax.vectors.retrieval import Passage
 
@@ -28,8 +29,8 @@ NoAnswer = Literal["never", "possible"]
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 # Outside an entity, at its beginning, inside. A type may be missing.
 _ENTITY_TAG = re.compile(r"O|[BI](-.+)?", re.DOTALL)
-# What to do about a blank cell.
-_CELL = "fill it in, leave the example out, or set task.blank_cells=skip"
+# Broken rows that a message names.
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -110,27 +111,47 @@ def names_of(example: Example) -> tuple[str, ...]:
 # --- files ----------------------------------------------------------------------------------------
 
 
+@dataclass
+class Tally:
+    """Counts of what was read of sources."""
+
+    examples: dict[str, int] = dataclasses.field(default_factory=dict)  # how many, by source
+    # Place and error of each row that `task.broken_rows` leaves out.
+    broken: list[tuple[str, InputError]] = dataclasses.field(default_factory=list)
+
+    def leave_out(self, place: str, error: InputError) -> None:
+        """Records a broken row."""
+        self.broken.append((place, error))
+
+    def __str__(self) -> str:
+        """Returns how many rows were left out, and where the first stood."""
+        places = [place for place, _ in self.broken]
+        shown = ", ".join(places[:_NAMED]) + (", ..." if len(places) > _NAMED else "")
+        return f"{len(places):,}" + (f" ({shown})" if places else "")
+
+
 def read(
-    task: Task, sources: tuple[str, ...], labelled: Labelled, blank: list[str] | None = None
+    task: Task, sources: tuple[str, ...], labelled: Labelled, tally: Tally | None = None
 ) -> list[Example]:
     """Returns the examples of all sources, in order; see `each`."""
-    return list(each(task, sources, labelled, blank))
+    return list(each(task, sources, labelled, tally))
 
 
 def each(
-    task: Task, sources: tuple[str, ...], labelled: Labelled, blank: list[str] | None = None
+    task: Task, sources: tuple[str, ...], labelled: Labelled, tally: Tally | None = None
 ) -> Iterator[Example]:
     """Yields the examples of all sources in order, as `FORMS` has them.
 
-    Where labels are not read their column may be missing. `blank` is given the places of examples
-    that are left out by `task.blank_cells`.
+    Where labels are not read their column may be missing. `tally` counts what is read.
     """
-    task.require_readable("source", sources)
+    columns = task.text_columns + (task.label_columns if labelled == "labelled" else ())
+    task.require_readable("source", sources, columns)
     places: dict[str, str] = {}  # of questions, by id
+    tally = Tally() if tally is None else tally
     for source in sources:
-        none, left_out = True, list[str]()
-        for example in _of_source(task, source, labelled, left_out):
-            none = False
+        count, left_out = 0, len(tally.broken)
+        for example in _of_source(task, source, columns, labelled, on_broken(task, tally)):
+            count += 1
             if isinstance(example, Question):
                 if example.id in places:
                     raise InputError(
@@ -139,28 +160,44 @@ def each(
                     )
                 places[example.id] = example.place
             yield example
-        if blank is not None:
-            blank += left_out
-        if none:
-            why = f"; left out for blank cells: {in_words({'them': left_out})}" if left_out else ""
+        if not count:
+            broken = [str(error) for _, error in tally.broken[left_out:]]
+            why = f"; all {len(broken)} rows are broken, the first: {broken[0]}" if broken else ""
             raise InputError(f"{source}: holds no examples{why}")
+        tally.examples[source] = tally.examples.get(source, 0) + count
 
 
-def _of_source(task: Task, source: str, labelled: Labelled, blank: list[str]) -> Iterator[Example]:
+def on_broken(task: Task, tally: Tally) -> OnBroken:
+    """Returns what is done about a broken row: it is refused, or left out and counted."""
+    return tally.leave_out if task.broken_rows == "skip" else _refuse
+
+
+def _refuse(place: str, error: InputError) -> None:
+    del place
+    raise InputError(f"{error}; --broken-rows skip (task.broken_rows) leaves such rows out")
+
+
+def _of_source(
+    task: Task, source: str, columns: tuple[str, ...], labelled: Labelled, on_broken: OnBroken
+) -> Iterator[Example]:
     if task.kind == "span":  # SQuAD's files are no tables
-        yield from _questions(source, task.no_answer, labelled)
+        for where, record in formats.questions(source):
+            try:
+                yield _question(source, where, record, task.no_answer, labelled)
+            except InputError as error:
+                on_broken(where, error)
         return
     if source.startswith("beir:"):
         yield from retrieval.read(*source.removeprefix("beir:").rsplit(":", 1))
         return
-    label_columns = (task.label_column,) if labelled == "labelled" else ()
-    if task.field_column:
-        label_columns += (task.field_column,)
-    for place, values in formats.rows(source, task.header, (*task.text_columns, *label_columns)):
-        if task.blank_cells == "skip" and any(map(is_blank, values)):
-            blank.append(place)
+    for place, values in formats.rows(source, task.header, columns, on_broken):
+        try:
+            example = of_values(task, place, values)
+            require_known(task.labels, [example])
+        except InputError as error:
+            on_broken(place, error)
         else:
-            yield of_values(task, place, values)
+            yield example
 
 
 def is_blank(value: Any) -> bool:
@@ -174,18 +211,9 @@ def of_values(task: Task, place: str, values: list[Any]) -> Example:
     return FORMS[task.kind].of_cells(task, place, values[:count], values[count:])
 
 
-def in_words(blank: Mapping[str, Sequence[str]]) -> str:
-    """Returns how many were left out of what, and where the first stood."""
-    shown = [
-        f"{len(places)} of {name}" + (f" (the first at {places[0]})" if places else "")
-        for name, places in blank.items()
-    ]
-    return ", ".join(shown)
-
-
 def _sentence(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Sentence:
     columns = zip(task.text_columns, texts, strict=True)
-    checked = tuple(text_of(value, f"column {column!r}", place, _CELL) for column, value in columns)
+    checked = tuple(text_of(value, f"column {column!r}", place) for column, value in columns)
     label_of = _number if task.kind in ("regress", "similar") else _name
     label = label_of(labels[0], f"column {task.label_column!r}", place) if labels else None
     return Sentence(place, checked, label)
@@ -214,27 +242,27 @@ def _tagged(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Tagg
     return Tagged(place, words, tuple(tags))
 
 
-def _questions(source: str, no_answer: NoAnswer, labelled: Labelled) -> Iterator[Question]:
-    for where, record in formats.questions(source):
-        id_ = text_of(field(record, "id", str, where), "id", where)
-        place = f"{source.removeprefix('squad:')}: question {id_}"
-        question = text_of(field(record, "question", str, place), "question", place)
-        context = text_of(field(record, "context", str, place), "context", place)
-        if labelled == "unlabelled":
-            yield Question(place, id_, question, context, (), True)
-            continue
-        given = field(record, "answers", list, place)
-        answers = tuple(_answer(answer, context, place) for answer in given)
-        if "is_impossible" in record:
-            impossible = field(record, "is_impossible", bool, place)
-            if impossible == bool(answers):
-                some = "answers" if answers else "no answer"
-                raise InputError(f"{place}: is_impossible={impossible}, but it has {some}")
-        if not answers and no_answer == "never":
-            raise InputError(
-                f"{place}: has no answer; set task.no_answer=possible, or leave the question out"
-            )
-        yield Question(place, id_, question, context, answers, bool(answers))
+def _question(
+    source: str, where: str, record: Mapping[str, Any], no_answer: NoAnswer, labelled: Labelled
+) -> Question:
+    id_ = text_of(field(record, "id", str, where), "id", where)
+    place = f"{source.removeprefix('squad:')}: question {id_}"
+    question = text_of(field(record, "question", str, place), "question", place)
+    context = text_of(field(record, "context", str, place), "context", place)
+    if labelled == "unlabelled":
+        return Question(place, id_, question, context, (), True)
+    given = field(record, "answers", list, place)
+    answers = tuple(_answer(answer, context, place) for answer in given)
+    if "is_impossible" in record:
+        impossible = field(record, "is_impossible", bool, place)
+        if impossible == bool(answers):
+            some = "answers" if answers else "no answer"
+            raise InputError(f"{place}: is_impossible={impossible}, but it has {some}")
+    if not answers and no_answer == "never":
+        raise InputError(
+            f"{place}: has no answer; set task.no_answer=possible, or leave the question out"
+        )
+    return Question(place, id_, question, context, answers, bool(answers))
 
 
 def _answer(answer: Any, context: str, place: str) -> Answer:
@@ -254,7 +282,7 @@ def _name(value: Any, what: str, place: str) -> str:
         raise InputError(f"{place}: {what} is missing: the example has no label")
     if isinstance(value, bool | int):
         return json.dumps(value)
-    return text_of(value, what, place, _CELL).strip()
+    return text_of(value, what, place).strip()
 
 
 def _number(value: Any, what: str, place: str) -> float:

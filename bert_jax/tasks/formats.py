@@ -25,33 +25,47 @@ from bert_jax.errors import InputError, json_object
 from bert_jax.text import lines as text_lines
 from bert_jax.text import records as text_records
 from bert_jax.text import tfds_files
+from bert_jax.text.records import OnBroken
 
 # Of a text, and of columns and labels, what messages quote.
 _QUOTED_CHARACTERS, _LISTED_NAMES = 60, 20
+_TABLES = ("tsv", "csv", "conll")
 # What JSON calls a type.
 _TYPE_NAMES = {list: "a list", str: "a text", bool: "a boolean", int: "an integer"}
 
 Record = tuple[str, dict[str, Any]]
 
 
-def rows(source: str, header: str, columns: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
+def rows(
+    source: str, header: str, columns: Sequence[str], on_broken: OnBroken = text_records.refuse
+) -> Iterator[tuple[str, list[Any]]]:
     """Yields the place and the values of some columns, example after example, but not of `squad`.
 
     With the header `none` columns of TSV and CSV files are called 0, 1 and so on, as those of CoNLL
-    files are.
+    files are. In JSON and TFDS `data.text` is the field `text` of the object `data`.
 
     Yields:
       For TSV and CSV texts, for JSON and TFDS what stands there, for CoNLL a list of texts, a line
       each.
     """
-    before, which = None, []
-    for place, names, values in records(source, header):
-        if names is not before:
-            before, which = names, chosen(columns, names, place)
-        yield place, [values[i] for i in which]
+    is_table = source.partition(":")[0] in _TABLES  # whose rows all have the same columns
+    for place, names, values in records(source, header, on_broken=on_broken):
+        try:
+            found = cells(columns, names, values, place)
+        except InputError as error:
+            if is_table:
+                raise
+            on_broken(place, error)
+        else:
+            yield place, found
 
 
-def records(source: str, header: str, blank_lines: bool = False) -> Iterator[text_records.Named]:
+def records(
+    source: str,
+    header: str,
+    blank_lines: bool = False,
+    on_broken: OnBroken = text_records.refuse,
+) -> Iterator[text_records.Named]:
     """Yields all of each example; arguments as of `rows`.
 
     With `blank_lines` those before another row are rows with a blank cell, in a table that has a
@@ -60,23 +74,32 @@ def records(source: str, header: str, blank_lines: bool = False) -> Iterator[tex
     word, _, path = source.partition(":")
     if word in ("tsv", "csv"):
         lines = (f"{line}\n" for line in _lines(path))
-        return text_records.table(word, lines, path, header, blank_lines)
+        return text_records.table(word, lines, path, header, blank_lines, on_broken)
     if word == "conll":
-        return _conll(path)
-    each = _json_lines(path) if word == "jsonl" else _dataset(source)
+        return _conll(path, on_broken)
+    each = _json_lines(path, on_broken) if word == "jsonl" else _dataset(source)
     return ((place, list(record), list(record.values())) for place, record in each)
 
 
-def chosen(columns: Sequence[str], names: list[str], place: str) -> list[int]:
-    """Returns where columns stand among those that there are."""
+def cells(
+    columns: Sequence[str], names: Sequence[str], values: Sequence[Any], place: str
+) -> list[Any]:
+    """Returns the values of some columns of a row."""
+    record, found = dict(zip(names, values, strict=True)), []
     for column in columns:
-        if names.count(column) != 1:
-            how_many = "more than one" if column in names else "no"
+        wrong = "more than one" if names.count(column) > 1 else ""
+        try:
+            found.append(text_records.field_value(record, column))
+        except KeyError:
+            wrong = "no"
+        if wrong:
             raise InputError(
-                f"{place}: {how_many} column {column!r} among {listed(names)}; name the task's in "
-                "task.text_column, task.label_column and others (see task.header)"
+                f"{place}: {wrong} column {column!r} among "
+                f"{listed(text_records.field_names(record))}; name the task's in task.text_column, "
+                f"task.label_column and others (see task.header)"
+                f"{text_records.separator_note(names)}"
             )
-    return [names.index(column) for column in columns]
+    return found
 
 
 def _lines(path: str) -> Iterator[str]:
@@ -84,29 +107,42 @@ def _lines(path: str) -> Iterator[str]:
     return (line.removesuffix("\r") for _, line in text_lines.of_file(path))
 
 
-def _conll(path: str) -> Iterator[text_records.Named]:
+def _conll(path: str, on_broken: OnBroken) -> Iterator[text_records.Named]:
     first, start, names = 0, 0, list[str]()
     words: list[list[str]] = []
+    broken: InputError | None = None  # of the sentence
     # The file's end ends a sentence, too.
     for number, line in enumerate(itertools.chain(_lines(path), [""]), 1):
         # Blanks and tabs alone: a word may hold other white space, such as U+3000.
-        cells = re.findall(r"[^ \t]+", line)
-        if cells and cells[0] != "-DOCSTART-":
+        columns = re.findall(r"[^ \t]+", line)
+        if columns and columns[0] != "-DOCSTART-":
             if not names:
-                first, names = number, [str(i) for i in range(len(cells))]
-            text_records.require_as_many(cells, len(names), f"{path}:{number}", first)
+                first, names = number, [str(i) for i in range(len(columns))]
+            try:
+                text_records.require_as_many(columns, len(names), f"{path}:{number}", first)
+            except InputError as error:
+                broken = broken or error
             start = start if words else number
-            words.append(cells)
+            words.append(columns)
         elif words:
-            yield f"{path}:{start}", names, [list(column) for column in zip(*words, strict=True)]
-            words = []
+            place = f"{path}:{start}"
+            if broken is None:
+                yield place, names, [list(column) for column in zip(*words, strict=True)]
+            else:
+                on_broken(place, broken)
+            words, broken = [], None
 
 
-def _json_lines(path: str) -> Iterator[Record]:
+def _json_lines(path: str, on_broken: OnBroken) -> Iterator[Record]:
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
             place = f"{path}:{number}"
-            yield place, json_object(line, place)
+            try:
+                record = json_object(line, place)
+            except InputError as error:
+                on_broken(place, error)
+            else:
+                yield place, record
 
 
 def _dataset(source: str) -> Iterator[Record]:

@@ -23,6 +23,7 @@ from bert_jax.storage.workdir import load_experiment
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows, scores, similar
 from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
+from bert_jax.tasks.examples import Tally
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.rows import Batch
@@ -75,7 +76,7 @@ class FinetuningJob(Job):
         if experiment.task.kind == "generate":
             scores.require_sacrebleu()
         self._base = LoadedBase.of(experiment)
-        self._blank: dict[str, list[str]] = {"train": [], "validation": []}
+        self._tallies = {"train": Tally(), "validation": Tally()}
         self.labels: tuple[str, ...] = ()  # names, by number
         if experiment.task.kind == "similar":
             self._read_similar()
@@ -94,8 +95,8 @@ class FinetuningJob(Job):
     def _read_labelled(self) -> None:
         experiment = self.experiment
         self._train, self._held_out = (
-            examples_lib.read(experiment.task, getattr(experiment.task, name), "labelled", left_out)
-            for name, left_out in self._blank.items()
+            examples_lib.read(experiment.task, getattr(experiment.task, name), "labelled", tally)
+            for name, tally in self._tallies.items()
         )
         self.labels = examples_lib.labels_of(experiment.task, self._train)
         examples_lib.require_known(self.labels, self._held_out)
@@ -112,13 +113,13 @@ class FinetuningJob(Job):
         )
 
     def _read_similar(self) -> None:
-        base, left_out = self._base, self._blank["train"]
+        base = self._base
         task = similar.led_by(self.experiment.task, base.vectors)
         experiment = dataclasses.replace(self.experiment, task=task)
-        learned = similar.read(experiment, base.model, base.tokenizer, left_out)
+        learned = similar.read(experiment, base.model, base.tokenizer, self._tallies["train"])
         task = similar.asked_of(experiment.task)
-        validation = self._blank["validation"]
-        self._held_out = examples_lib.read(task, task.validation, "labelled", validation)
+        tally = self._tallies["validation"]
+        self._held_out = examples_lib.read(task, task.validation, "labelled", tally)
         self.data_sha256 = examples_lib.sha256(self._held_out, (learned.sha256,))
         self._kind = kind_of(task, (), base.tokenizer)
         self._train, self._rows = [], learned.rows
@@ -170,6 +171,7 @@ class FinetuningJob(Job):
         size = -(-experiment.run.eval_batch_size // shards) * shards
         size *= self._eval_rows.rows_per_example
         self.eval_batches = rows.eval_batches(self._eval_rows, pad_id, size)
+        self._parts = self._kind.parts(self._held_out, self._tallies["validation"].examples)
         self.measured, self.patience = self.objective.metrics, experiment.patience
         self.fixed = self._base.fixed(self.objective, mesh)
         self._forward = forward_of(self.objective, experiment.parallelism, mesh)
@@ -250,8 +252,9 @@ class FinetuningJob(Job):
             same = experiment.adapt.pooling in ("", head.pooling)
             its = f"knows {listed(head.labels)}" if same else f"is of pooling {head.pooling}"
             yield f"finetune: begins with a fresh head: the base's {its}"
-        if task.blank_cells == "skip":
-            yield f"finetune: left out for blank cells: {examples_lib.in_words(self._blank)}"
+        if task.broken_rows == "skip":
+            parts = ", ".join(f"{tally} of {name}" for name, tally in self._tallies.items())
+            yield f"finetune: broken rows left out: {parts}"
         if isinstance(self._rows, TargetRows) and isinstance(self._eval_rows, TargetRows):
             names = ("texts", "max_sequence_length"), ("targets", "max_target_length")
             sides = zip(names, self._rows.cut, self._eval_rows.cut, strict=True)
@@ -318,7 +321,7 @@ class FinetuningJob(Job):
     def _evaluate(self, params: Any, done: int) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
         outputs, loss = self._forward(params, self.fixed, self.eval_batches, self._eval_rows)
-        by_name = self.scores(outputs)
+        by_name = self.scores(outputs) | self._kind.part_scores(outputs, self._parts)
         self._newest = outputs, by_name.get("no_answer_threshold")
         score = by_name[self.experiment.task.main_score]
         if math.isnan(loss) and not self._train:  # of vectors no loss is asked but this

@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats, rows
 from bert_jax.tasks import scores as scores_lib
 from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
-from bert_jax.tasks.examples import Example, Question, Sentence
+from bert_jax.tasks.examples import Example, Question, Sentence, Tally
 from bert_jax.tasks.objective import merged_params
 from bert_jax.tasks.similar import asked_of, led_by
 from bert_jax.text import records as text_records
@@ -44,6 +44,7 @@ class TaskModel:
     Args:
       base: where the run's base lies now; None: where it lay then.
       which: of the run's checkpoints: `newest`, `best` (by held-out loss), or a step.
+      reading: fields of the task for files that are written otherwise than its own.
       beams: with which texts are searched for; None: one, as while it was trained.
     """
 
@@ -53,6 +54,7 @@ class TaskModel:
         base: str | None = None,
         which: str = "newest",
         beams: int | None = None,
+        reading: Mapping[str, str] = types.MappingProxyType({}),
     ):
         workdir = mirror.opened(folder)
         parallelism = Parallelism()  # the run's own is for the devices it had
@@ -67,7 +69,8 @@ class TaskModel:
         )
         loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
         # What is asked of it.
-        task = self.task = asked_of(self.experiment.task)
+        task = asked_of(self.experiment.task)
+        self.task = task.for_files(**reading)
         if beams is not None and task.kind != "generate":
             raise InputError(
                 f"--beam: {folder} has learned task.kind={task.kind}, which writes no texts; "
@@ -77,7 +80,7 @@ class TaskModel:
         self.labels = tuple(metadata["notes"]["labels"])
         self._vectors = base_lib.vectors_of(metadata["notes"]) or loaded.vectors
         led = led_by(task, self._vectors) if task.kind == "similar" else task
-        self.kind = kind_of(led, self.labels, loaded.tokenizer)
+        self.kind = kind_of(led.for_files(**reading), self.labels, loaded.tokenizer)
         # Runs of the time before there were any have none.
         weights = metadata["notes"].get("class_weights", ())
         if task.kind == "similar":
@@ -140,8 +143,14 @@ class TaskModel:
             outputs, _, of_window = self.outputs(window)
             yield from _with_inputs(window, self.kind.answers(outputs, of_window, window))
 
-    def score(self, examples: Sequence[Example]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    def score(
+        self, examples: Sequence[Example], counts: Mapping[str, int]
+    ) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
         """Returns the scores of labelled examples, all in memory, and the answers to them.
+
+        Args:
+          examples: of all sources, one after the other.
+          counts: how many examples each source has.
 
         Returns:
           As metrics.jsonl keeps them: `step`, `loss`, `score`, `examples` and all scores by name,
@@ -152,6 +161,7 @@ class TaskModel:
         examples_lib.require_known(self.labels, examples)
         outputs, loss, of_all = self.outputs(examples)
         scores = self.kind.scores(outputs, of_all, examples)
+        scores |= self.kind.part_scores(outputs, self.kind.parts(examples, counts))
         score = scores[self.task.main_score]
         loss = 1 - score if self.task.kind == "similar" else loss
         line = {"step": self.step, "loss": loss, "score": score}
@@ -233,12 +243,13 @@ def predict(
       out: a file for the answers; None: they are yielded.
     """
     task = model.task
-    scores, blank = None, list[str]()
+    scores, tally = None, examples_lib.Tally()
     if what == "score":
-        examples = examples_lib.read(task, sources or task.validation, "labelled", blank)
-        scores, answers = model.score(examples)
+        known = task.for_files(labels=model.labels)
+        examples = examples_lib.read(known, sources or task.validation, "labelled", tally)
+        scores, answers = model.score(examples, tally.examples)
     elif sources:
-        answers = model.predict(examples_lib.each(task, sources, "unlabelled", blank))
+        answers = model.predict(examples_lib.each(task, sources, "unlabelled", tally))
     elif isinstance(texts, Sequence):
         answers = model.predict(examples_lib.parse_arguments(task, texts))
     else:
@@ -249,10 +260,13 @@ def predict(
         yield _json(_rounded(scores))
     elif out is None:
         yield from (_json(_rounded(answer)) for answer in answers)
-    if blank:
-        left_out = examples_lib.in_words({"the examples": blank})
-        print(f"left out for blank cells: {left_out}", file=sys.stderr)
+    _warn_of_broken(tally)
     _warn_of_unknown(model)
+
+
+def _warn_of_broken(tally: Tally) -> None:
+    if tally.broken:
+        print(f"broken rows left out: {tally}", file=sys.stderr)
 
 
 def _warn_of_unknown(model: TaskModel) -> None:
@@ -288,25 +302,33 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
         )
     if ending not in _WRITTEN:
         raise InputError(f"--out {out}: end its name in {', '.join(_WRITTEN)}")
-    counts, blank = collections.Counter[str](), list[str]()
-    rows_ = _predicted_rows(model, source, counts, blank)
+    counts, unread, tally = collections.Counter[str](), Tally(), Tally()
+    rows_ = _predicted_rows(model, source, counts, unread, tally)
     write_atomic(epath.Path(out), _written(rows_, ending, task.header))
+    _warn_of_broken(tally)
     _warn_of_unknown(model)
     shown = ", ".join(f"{label} {counts[label]:,}" for label in model.labels if counts[label])
-    parts = [f"{counts.total() + len(blank):,} rows of {file}"]
+    parts = [f"{counts.total() + len(unread.broken):,} rows of {file}"]
     parts += [f"predicted {shown}"] if shown else []
-    if blank:
-        left_out = examples_lib.in_words({"them": blank})
-        parts.append(f"no prediction, since a text is blank, for {left_out}")
+    if unread.broken:
+        parts.append(f"no prediction for rows with a blank text: {unread}")
     return "; ".join(parts)
 
 
 def _predicted_rows(
-    model: TaskModel, source: str, counts: collections.Counter[str], blank: list[str]
+    model: TaskModel,
+    source: str,
+    counts: collections.Counter[str],
+    unread: Tally,
+    tally: Tally,
 ) -> Iterator[text_records.Named]:
-    """Yields place, names and values of each row, with the predicted ones; counts labels."""
+    """Yields place, names and values of each row, with the predicted ones.
+
+    `counts` counts labels, `unread` rows without a prediction, `tally` rows that are left out.
+    """
     task, column = model.task, model.kind.column
-    records = formats.records(source, task.header, blank_lines=True)
+    on_broken = examples_lib.on_broken(task, tally)
+    records = formats.records(source, task.header, blank_lines=True, on_broken=on_broken)
     more = [_PREDICTED] if column else [_PREDICTED, _PROBABILITY]
     none = True
     while window := list(itertools.islice(records, WINDOW)):
@@ -314,11 +336,14 @@ def _predicted_rows(
         for place, names, values in window:
             if taken := [name for name in more if name in names]:
                 raise InputError(f"{place}: has a column {taken[0]!r} already; rename it")
-            cells = [values[i] for i in formats.chosen(task.text_columns, names, place)]
-            if any(map(examples_lib.is_blank, cells)):
-                blank.append(place)
-            else:
+            _require_json(values, place)
+            cells = formats.cells(task.text_columns, names, values, place)
+            try:
                 examples[place] = examples_lib.of_values(task, place, cells)
+            except InputError as error:
+                if task.broken_rows == "stop" and not any(map(examples_lib.is_blank, cells)):
+                    raise
+                unread.leave_out(place, error)
         answers = list(model.predict(examples.values())) if examples else []
         answer_at = dict(zip(examples, answers, strict=True))
         for place, names, values in window:
@@ -330,6 +355,16 @@ def _predicted_rows(
             yield place, [*names, *more], [*values, *predicted]
     if none:
         raise InputError(f"{source}: holds no examples")
+
+
+def _require_json(values: Sequence[Any], place: str) -> None:
+    """Raises InputError if a value is a number that JSON cannot spell, such as 1e400."""
+    try:
+        json.dumps(values, allow_nan=False)
+    except ValueError as error:
+        raise InputError(
+            f"{place}: holds a number that is not finite; write null or a smaller number"
+        ) from error
 
 
 def _written(rows_: Iterable[text_records.Named], ending: str, header: str) -> Iterator[str]:

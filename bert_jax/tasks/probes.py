@@ -12,7 +12,8 @@ Shape letters: B rows, S sequence, D width, N features' rows, F features, C clas
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -157,15 +158,23 @@ def vectors_of(reader: Reader) -> Callable[..., jax.Array]:
 class Probes:
     """The tasks of `run.probes`, or of `--task`: of the experiments in their files the task alone.
 
-    Of minimal pairs `pairs` are drawn at most; None: all are asked.
+    Of minimal pairs `pairs` are drawn at most; None: all are asked. `fields` replace those of each
+    task.
     """
 
-    def __init__(self, paths: Sequence[str], pairs: int | None = _MOST, where: str = "run.probes"):
+    def __init__(
+        self,
+        paths: Sequence[str],
+        pairs: int | None = _MOST,
+        where: str = "run.probes",
+        fields: Mapping[str, str] = types.MappingProxyType({}),
+    ):
         self._where = where
         self.probes: list[Probe | MinimalPairs | Compared] = []  # in the order of the files
         about, digest = list[str](), hashlib.sha256()
         for path, name, task in tasks_of(paths, _KINDS, where):
             with naming(f"{where}: {path}"):
+                task = dataclasses.replace(task, **fields)
                 if task.kind == "minimal_pairs":
                     probe, labels = MinimalPairs(name, task, pairs), ()
                     learned = probe.pairs

@@ -6,7 +6,8 @@ little; how far is known to every process from the lengths alone.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -101,6 +102,15 @@ class Judged(NamedTuple):
     off: float  # how far, in what the kind counts by; 0 if it is right
 
 
+class Part(NamedTuple):
+    """The examples of one source among those of several, and their rows."""
+
+    name: str
+    first: int  # its first row among those of all examples
+    rows: Rows
+    examples: Sequence[Any]
+
+
 class TaskKind:
     """A kind of task, for one tokenizer and one set of labels; `adapted.KINDS` has all.
 
@@ -130,6 +140,32 @@ class TaskKind:
     def scores(self, outputs: Outputs, rows: Rows, examples: Sequence[Any]) -> Scores:
         """Returns the scores of labelled examples by name."""
         raise NotImplementedError
+
+    def parts(self, examples: Sequence[Any], counts: Mapping[str, int]) -> list[Part]:
+        """Returns the examples of each source, by its name; none if there is but one source.
+
+        Args:
+          examples: of all sources, one after the other.
+          counts: how many examples each source has.
+        """
+        names = [re.split("[/:]", source)[-1].partition(".")[0] for source in counts]
+        if len({*names, ""}) <= len(names):  # equal or empty: name the whole sources
+            names = list(counts)
+        parts, start, first = list[Part](), 0, 0
+        for name, count in zip(names, counts.values(), strict=True):
+            of_source = examples[start : start + count]
+            rows = self.rows(of_source)
+            parts.append(Part(name, first, rows, of_source))
+            start, first = start + count, first + len(rows.ids)
+        return parts if len(parts) > 1 else []
+
+    def part_scores(self, outputs: Outputs, parts: Sequence[Part]) -> Scores:
+        """Returns the main score of each part, called SCORE/NAME; `outputs` are of all rows."""
+        score, found = self._task.main_score, Scores()
+        for name, first, rows, examples in parts:
+            of_part = outputs[first : first + len(rows.ids)]
+            found[f"{score}/{name}"] = self.scores(of_part, rows, examples)[score]
+        return found
 
     def judged(self, answer: Answer, example: Any) -> Judged:
         """Returns an answer to a labelled example next to the truth."""

@@ -12,6 +12,7 @@ from bert_jax.errors import InputError, printable
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
 from bert_jax.tasks.adapted import LoadedBase, kind_of
+from bert_jax.tasks.examples import Tally
 from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.rows import Batch, Rows, TrainBatches
 from bert_jax.text.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     if is_similar:
         task = similar.led_by(experiment.task, base.vectors)
         experiment = dataclasses.replace(experiment, task=task)
-        learned = similar.read(experiment, base.model, base.tokenizer, [], teacher="left_out")
+        learned = similar.read(experiment, base.model, base.tokenizer, Tally(), teacher="left_out")
         batches, each = learned.batches, learned.rows_per_example
         in_all = learned.examples * each
     else:

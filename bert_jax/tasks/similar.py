@@ -246,12 +246,12 @@ def read(
     experiment: Finetuning,
     model: Model,
     tokenizer: Tokenizer,
-    blank: list[str],
+    tally: examples_lib.Tally,
     teacher: Literal["asked", "left_out"] = "asked",
 ) -> Learned:
     """Reads what an experiment learns vectors from; a teacher's take a while.
 
-    `blank` is given the places of examples that are left out by `task.blank_cells`.
+    `tally` counts the examples.
     """
     task, how = experiment.task, experiment.vectors
     word, _, place = task.train[0].partition(":")
@@ -260,7 +260,7 @@ def read(
     if how.loss == "distil":
         task = dataclasses.replace(task, second_column="")
     labelled: examples_lib.Labelled = "labelled" if how.loss == "cosine" else "unlabelled"
-    examples = examples_lib.read(task, task.train, labelled, blank)
+    examples = examples_lib.read(task, task.train, labelled, tally)
     kind = Similar(task, (), tokenizer)
     rows, width, more = kind.rows(examples), 0, ""
     if how.loss == "cosine":

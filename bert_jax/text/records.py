@@ -10,7 +10,7 @@ import csv
 import json
 import numbers
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +22,8 @@ from bert_jax.text import lines as text_lines
 
 # The place of an example, the names of its columns, and their values.
 Named = tuple[str, list[str], list[Any]]
+# Takes the place of a broken row and the error; returns to leave the row out, or raises.
+OnBroken = Callable[[str, InputError], None]
 
 # Characters of a CSV cell; Python's own limit is 131,072.
 _LONGEST_CELL = 2**31 - 1
@@ -31,6 +33,18 @@ _ROWS = 1_000
 _LISTED = 20
 # Half of a surrogate pair.
 _HALF = re.compile("[\ud800-\udfff]")
+# What to do about a table whose columns another character separates.
+_SEPARATORS = {
+    ";": "semicolons: write it with commas",
+    "\t": "tabs: read it as tsv:FILE",
+    ",": "commas: read it as csv:FILE",
+}
+
+
+def refuse(place: str, error: InputError) -> None:
+    """Refuses a broken row."""
+    del place
+    raise error
 
 
 def table(
@@ -39,11 +53,13 @@ def table(
     path: str,
     header: str = "first_line",
     blank_lines: bool = False,
+    on_broken: OnBroken = refuse,
 ) -> Iterator[Named]:
     """Yields FILE:LINE, names and cells of each row of a file's decoded lines.
 
     The names are those of the first line; without such a `header` they are 0, 1 and so on. With
     `blank_lines` those before another row are rows with a blank cell, where there is one column.
+    `on_broken` is given rows with more or fewer cells than the first.
     """
     names: list[str] = []
     first = before = 0
@@ -57,16 +73,26 @@ def table(
         if blank_lines and len(names) == 1:
             yield from ((f"{path}:{blank}", names, [""]) for blank in range(before + 1, number))
             before = number + cells[0].count("\n")
-        require_as_many(cells, len(names), place, first)
-        yield place, names, cells
+        try:
+            require_as_many(cells, len(names), place, first, separator_note(names))
+        except InputError as error:
+            on_broken(place, error)
+        else:
+            yield place, names, cells
 
 
-def require_as_many(cells: list[str], count: int, place: str, first: int) -> None:
+def separator_note(names: Sequence[str]) -> str:
+    """Returns what to do about a header of one column that holds another separator, else ""."""
+    found = [what for mark, what in _SEPARATORS.items() if len(names) == 1 and mark in names[0]]
+    return f"; the file seems to be separated by {found[0]}" if found else ""
+
+
+def require_as_many(cells: list[str], count: int, place: str, first: int, note: str = "") -> None:
     """Raises InputError unless a row has as many cells as the line `first` of its file."""
     if len(cells) != count:
         raise InputError(
             f"{place}: {len(cells)} columns, but line {first} has {count}; mend the line, or leave "
-            "it out"
+            f"it out{note}"
         )
 
 
@@ -80,6 +106,7 @@ def _csv(lines: Iterable[str], path: str) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(_LONGEST_CELL)
     # Strict: a quotation mark that is never closed would take in the rest of the file.
     reader = csv.reader(lines, strict=True)
+    header: list[str] = []
     while True:
         number = reader.line_num + 1
         try:
@@ -89,9 +116,10 @@ def _csv(lines: Iterable[str], path: str) -> Iterator[tuple[int, list[str]]]:
         except csv.Error as error:
             raise InputError(
                 f"{path}:{number}: not CSV ({error}); quote cells that hold commas, newlines or "
-                "quotation marks, and double the marks inside"
+                f"quotation marks, and double the marks inside{separator_note(header)}"
             ) from error
         if cells:
+            header = header or cells
             yield number, cells
 
 
@@ -204,7 +232,7 @@ def _place_of(column: str, names: Sequence[str], path: str) -> int:
     if column not in names:
         raise InputError(
             f"{path}: no column {column!r}; it has {listed(names)}: name one with --set "
-            "corpus.text_field=..."
+            f"corpus.text_field=...{separator_note(names)}"
         )
     return names.index(column)
 

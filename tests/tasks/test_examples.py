@@ -303,10 +303,11 @@ def test_examples_with_blank_cells_are_left_out_by_choice_alone(tmp_path, word):
         content = "sentence,label\nwa,1\n ,0\nwb,\nwc,0\n"
     with pytest.raises(InputError, match=r"column 'sentence'"):
         read(tmp_path, word, content)
-    path, places = tmp_path / f"x.{word}", []
-    skipping = task("classify", f"{word}:{path}", blank_cells="skip")
-    found = examples.read(skipping, (f"{word}:{path}",), "labelled", places)
+    path, tally = tmp_path / f"x.{word}", examples.Tally()
+    skipping = task("classify", f"{word}:{path}", broken_rows="skip")
+    found = examples.read(skipping, (f"{word}:{path}",), "labelled", tally)
     assert [(example.texts, example.label) for example in found] == [(("wa",), "1"), (("wc",), "0")]
+    places = [place for place, _ in tally.broken]
     assert places == [f"{path}:{FIRST[word] + 1}", f"{path}:{FIRST[word] + 2}"]
     with pytest.raises(InputError, match="holds no examples"):
-        read(tmp_path, "jsonl", '{"sentence": "", "label": "1"}\n', blank_cells="skip")
+        read(tmp_path, "jsonl", '{"sentence": "", "label": "1"}\n', broken_rows="skip")

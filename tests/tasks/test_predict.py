@@ -304,7 +304,7 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run):
     }
     for name, rows_ in expected.items():
         said = broken.said(f"predict --workdir run --input {name}.csv --out found.csv")
-        assert f"for 1 of them (the first at {name}.csv:3)" in said
+        assert f" 1 ({name}.csv:3)" in said
         with open("found.csv", newline="") as file:
             _, *found = csv.reader(file)
         assert [row[:-1] for row in found] == rows_
@@ -315,7 +315,7 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run):
     [
         ("--next xa wa", "--next: run: "),
         ("--top 3 wa", "--top: run: "),
-        ("--score wa", "TEXT: --source and --score"),
+        ("--score wa", "TEXTS: --source and --score"),
         ("--source text:test", "'text:test'"),
         ("--source jsonl:blank --out a.jsonl", "blank:2: column 'sentence'"),
         ("--score --source jsonl:strange", "strange:1: label 'odd'"),
@@ -352,6 +352,52 @@ def test_what_cannot_be_predicted_is_one_line_and_nothing_is_written(run, words,
 def test_a_task_is_not_served_as_vectors(flag, run, monkeypatch):
     monkeypatch.setattr("bert_jax.serve.service.serve", lambda *_: None)
     broken.fails(f"serve --workdir run --port 0 {flag}", flag.split()[0])
+
+
+def test_files_may_have_other_columns_than_those_of_training(run):
+    """As CoLA's test file has."""
+    answers = tuned.predict("wa wb", "xb xa")
+    pathlib.Path("bare.tsv").write_text("7\twa wb\n8\txb xa\n")
+    pathlib.Path("named.tsv").write_text("id\ttext\n7\twa wb\n8\txb xa\n")
+    for flags in ("bare.tsv --header none --text 1", "named.tsv --text text"):
+        found = tuned.predict("--source", *f"tsv:{flags}".split())
+        assert [answer["label"] for answer in found] == [answer["label"] for answer in answers]
+        broken.said(f"predict --workdir run --out found.csv --input {flags}")
+        with open("found.csv", newline="") as file:
+            rows_ = list(csv.reader(file))[-2:]
+        assert [row[2] for row in rows_] == [answer["label"] for answer in answers]
+    for flags, what in (
+        ("--source tsv:bare.tsv --header none --text 2", "bare.tsv:1: no column '2'"),
+        ("--source tsv:named.tsv --second id", "--second"),
+        ("--header none wa", "--header"),
+        ("--workdir base --broken-rows skip wa", "--broken-rows"),
+    ):
+        broken.fails(f"predict --workdir run {flags}", what)
+
+
+def test_broken_rows_of_a_file_are_left_out_and_named(run):
+    pathlib.Path("a.tsv").write_text("sentence\tlabel\nwa wb\tgood\nxb\nxb xa\t-\nxa\tbad\n")
+    words = "predict --workdir run --broken-rows skip"
+    _, out, err = broken.asked(f"{words} --score --source tsv:a.tsv")
+    assert json.loads(out)["examples"] == 2 and "2 (a.tsv:3, a.tsv:4)" in err
+    _, out, err = broken.asked(f"{words} --input a.tsv --out found.tsv")
+    assert "3 rows of a.tsv" in out and "1 (a.tsv:3)" in err
+    broken.fails("predict --workdir run --score --source tsv:a.tsv", "a.tsv:3")
+
+
+def test_several_files_have_a_score_each(run):
+    for name, labels in (("right", ("good", "bad")), ("wrong", ("bad", "bad"))):
+        table(name, "csv", [["sentence", "label"], ["wa wb", labels[0]], ["xb xa", labels[1]]])
+    (found,) = tuned.predict("--score", "--source", "csv:right.csv", "--source", "csv:wrong.csv")
+    assert (found["accuracy"], found["score"], found["examples"]) == (0.75, 0.75, 4)
+    assert (found["accuracy/right"], found["accuracy/wrong"]) == (1.0, 0.5)
+    (found,) = tuned.predict("--score", "--source", "csv:right.csv")
+    assert not [name for name in found if "/" in name]
+
+
+def test_numbers_that_json_cannot_hold_are_refused_by_line(run):
+    pathlib.Path("large.jsonl").write_text('{"sentence": "wa"}\n{"sentence": "wa", "n": [1e400]}\n')
+    broken.fails("predict --workdir run --input large.jsonl --out found.jsonl", "large.jsonl:2")
 
 
 def test_json_lines_may_have_any_order_a_return_and_half_a_character(run):
