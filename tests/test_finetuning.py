@@ -1,9 +1,11 @@
 """A task in an experiment file: which sources, columns and labels go together."""
 
+from typing import get_args
+
 import pytest
 
 from bert_jax import config
-from bert_jax.config import SOURCES, Task
+from bert_jax.config import SOURCES, Finetuning, Kind, Task
 from bert_jax.errors import InputError
 
 KINDS = {
@@ -90,6 +92,42 @@ def test_a_task_is_described_by_fields_of_it_alone():
         wrong = {name: value for name, value in (described | changed).items() if value}
         with pytest.raises(InputError, match=words):
             config.finetuning_of(wrong, None, [])
+
+
+# Of each kind what flags and --set give next to --kind, --train and --validation.
+BY_FLAGS = {
+    "classify": ({}, []),
+    "pair": ({"second_column": "b"}, []),
+    "regress": ({"second_column": "b", "label_column": "value"}, ["task.score=pearson"]),
+    "choice": ({}, ["task.choice_columns=b,c"]),
+    "tag": ({"text_column": "0", "label_column": "1"}, ["task.labels=O,B-X"]),
+    "span": ({}, ["task.no_answer=possible"]),
+    "generate": ({"label_column": "b"}, ["task.max_target_length=20"]),
+    "similar": ({}, ["vectors.loss=distil", "vectors.teacher=base"]),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", sorted({*get_args(Kind)} - {"minimal_pairs"})
+)  # nothing is learned
+def test_each_kind_is_said_by_flags_and_settings_alone(kind):
+    """However many of its required fields have no flag."""
+    fields, settings = BY_FLAGS[kind]
+    source = FORMS[SOURCES[kind][0]]
+    held_out = "beir:x:test" if kind == "similar" else source
+    given = {"kind": kind, "train": [source], "validation": [held_out]}
+    sets = [*settings, "optimizer.peak_learning_rate=1e-4"]
+    made, origin = config.finetuning_of(given | fields, None, sets)
+    flat = dict(config.flatten(made))
+    for name, value in fields.items():
+        assert flat[f"task.{name}"] == value
+    for setting in settings:
+        path, _, value = setting.partition("=")
+        assert str(flat[path]) in (value, str(tuple(value.split(","))))
+    # What is not named is as in a file that does not name it.
+    usual = Finetuning(name="x", task=made.task, vectors=made.vectors)
+    assert made.run == usual.run and made.optimizer.schedule == usual.optimizer.schedule
+    assert made.optimizer.peak_learning_rate == 1e-4 and origin["settings"] == sets
 
 
 def test_windows_may_lie_side_by_side():

@@ -14,7 +14,7 @@ from bert_jax.config.comparison import Table
 from bert_jax.config.corpus import Corpus, named
 from bert_jax.config.explain import TYPES, suggestion
 from bert_jax.config.fields import Only, Section, fields_of
-from bert_jax.config.finetuning import SOURCES, Finetuning, Task
+from bert_jax.config.finetuning import SOURCES, Finetuning
 from bert_jax.config.pretraining import Experiment
 from bert_jax.errors import InputError, json_object, naming
 
@@ -64,7 +64,7 @@ def finetuning_of(
     """Makes a fine-tuning of fields of its task, as `load_with_origin` does of a file.
 
     Sources are given as files. The last part of `workdir` names it, or the first file to learn from
-    does.
+    does. Fields and settings are checked together: some kinds need fields that only settings name.
     """
     if task.get("kind") == "minimal_pairs":
         raise InputError(
@@ -78,8 +78,11 @@ def finetuning_of(
     fields = {"max_sequence_length": 384} if kind == "span" else {}  # as usual
     for part in ("train", "validation"):
         fields[part] = tuple(source_of(f"--{part}", kind, file) for file in task[part])
-    made = Finetuning(name=name or "task", task=Task(**{**task, **fields}))
-    experiment = override(made, settings)
+    sections = {f.name: f.default_factory for f in dataclasses.fields(Finetuning)}
+    usual = {n: dataclasses.asdict(f()) for n, f in sections.items() if callable(f)}
+    tree = json.loads(json.dumps(usual | {"name": name or "task", "task": {**task, **fields}}))
+    _apply(tree, settings, _hints(Finetuning))
+    experiment = _build(Finetuning, tree, "")
     return experiment, origin_of("the command line", settings, experiment)
 
 
@@ -210,6 +213,23 @@ def override(experiment: T, settings: Sequence[str]) -> T:
     del tree["format_version"]
     leaves = _leaves(experiment, "")
     hints = {path: fields_of(type(section))[name][0] for path, section, name in leaves}
+    _apply(tree, settings, hints)
+    return _build(type(experiment), tree, "")
+
+
+def _hints(kind: type[Section], path: str = "") -> dict[str, Any]:
+    """Returns the type of each field of a section without lists of sections, by its path."""
+    hints = {}
+    for name, (hint, _) in fields_of(kind).items():
+        if dataclasses.is_dataclass(hint):
+            hints |= _hints(hint, f"{path}{name}.")
+        else:
+            hints[f"{path}{name}"] = hint
+    return hints
+
+
+def _apply(tree: dict[str, Any], settings: Sequence[str], hints: Mapping[str, Any]) -> None:
+    """Writes `--set` strings into the JSON of an experiment, whose fields have these types."""
     for setting in settings:
         path, equals, text = setting.partition("=")
         path = path.strip()
@@ -222,11 +242,11 @@ def override(experiment: T, settings: Sequence[str]) -> T:
             below = next((other for other in hints if other.startswith(f"{path}.")), "")
             near = f"set one of its fields, as {below}" if below else suggestion(path, hints)
             raise InputError(f"--set {setting}: {path} is no field; {near}")
-        node, (*parents, key) = tree, path.split(".")
+        node: Any = tree
+        *parents, key = path.split(".")
         for parent in parents:
-            node = node[int(parent) if isinstance(node, list) else parent]
+            node = node[int(parent)] if isinstance(node, list) else node.setdefault(parent, {})
         node[key] = _parse(text, hints[path], setting)
-    return _build(type(experiment), tree, "")
 
 
 def _parse(text: str, hint: Any, setting: str) -> object:

@@ -51,13 +51,13 @@ def rows(
     is_table = source.partition(":")[0] in _TABLES  # whose rows all have the same columns
     for place, names, values in records(source, header, on_broken=on_broken):
         try:
-            found = cells(columns, names, values, place)
+            chosen = cells(columns, names, values, place)
         except InputError as error:
             if is_table:
                 raise
             on_broken(place, error)
         else:
-            yield place, found
+            yield place, chosen
 
 
 def records(
@@ -85,11 +85,11 @@ def cells(
     columns: Sequence[str], names: Sequence[str], values: Sequence[Any], place: str
 ) -> list[Any]:
     """Returns the values of some columns of a row."""
-    record, found = dict(zip(names, values, strict=True)), []
+    record, chosen = dict(zip(names, values, strict=True)), []
     for column in columns:
         wrong = "more than one" if names.count(column) > 1 else ""
         try:
-            found.append(text_records.field_value(record, column))
+            chosen.append(text_records.field_value(record, column))
         except KeyError:
             wrong = "no"
         if wrong:
@@ -99,7 +99,7 @@ def cells(
                 f"task.label_column and others (see task.header)"
                 f"{text_records.separator_note(names)}"
             )
-    return found
+    return chosen
 
 
 def _lines(path: str) -> Iterator[str]:

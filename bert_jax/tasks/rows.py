@@ -161,11 +161,11 @@ class TaskKind:
 
     def part_scores(self, outputs: Outputs, parts: Sequence[Part]) -> Scores:
         """Returns the main score of each part, called SCORE/NAME; `outputs` are of all rows."""
-        score, found = self._task.main_score, Scores()
+        score, by_name = self._task.main_score, Scores()
         for name, first, rows, examples in parts:
             of_part = outputs[first : first + len(rows.ids)]
-            found[f"{score}/{name}"] = self.scores(of_part, rows, examples)[score]
-        return found
+            by_name[f"{score}/{name}"] = self.scores(of_part, rows, examples)[score]
+        return by_name
 
     def judged(self, answer: Answer, example: Any) -> Judged:
         """Returns an answer to a labelled example next to the truth."""
