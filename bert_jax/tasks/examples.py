@@ -11,6 +11,7 @@ import json
 import math
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -97,6 +98,17 @@ def texts_of(example: Example) -> tuple[str, ...]:
     if isinstance(example, Passage):
         return (example.text,)
     return (example.question,) if isinstance(example, Question) else (example.good, example.bad)
+
+
+def text_key(example: Example) -> int:
+    """Returns a hash of all texts of an example.
+
+    Texts are the same if they are equal after Unicode's NFKC, without white space around them.
+    """
+    texts = texts_of(example)
+    if isinstance(example, Question):
+        texts = (example.question, example.context)
+    return hash(tuple(unicodedata.normalize("NFKC", text).strip() for text in texts))
 
 
 def names_of(example: Example) -> tuple[str, ...]:

@@ -100,6 +100,9 @@ class FinetuningJob(Job):
         )
         self.labels = examples_lib.labels_of(experiment.task, self._train)
         examples_lib.require_known(self.labels, self._held_out)
+        parts = {"train": self._train, "validation": self._held_out}
+        keys = frozenset(map(examples_lib.text_key, self._train))
+        self._warnings = scores.data_warnings(experiment.task, self.labels, parts, keys)
         self.data_sha256 = examples_lib.sha256([*self._train, *self._held_out], self.labels)
         self._kind = kind_of(experiment.task, self.labels, self._base.tokenizer)
         self._rows, self._eval_rows = map(self._kind.rows, (self._train, self._held_out))
@@ -120,6 +123,9 @@ class FinetuningJob(Job):
         task = similar.asked_of(experiment.task)
         tally = self._tallies["validation"]
         self._held_out = examples_lib.read(task, task.validation, "labelled", tally)
+        self._warnings = scores.data_warnings(
+            task, (), {"validation": self._held_out}, learned.keys
+        )
         self.data_sha256 = examples_lib.sha256(self._held_out, (learned.sha256,))
         self._kind = kind_of(task, (), base.tokenizer)
         self._train, self._rows = [], learned.rows
@@ -192,6 +198,7 @@ class FinetuningJob(Job):
             "unknown": {name: share.value for name, share in shares.items()},
             "cut": {"train": _cut(self._rows), "validation": _cut(self._eval_rows)},
             "guess": guess,
+            "warnings": self._warnings,
         }
         size = experiment.batch_size * self._per_example
         make = self._batches.batch
@@ -252,6 +259,7 @@ class FinetuningJob(Job):
             same = experiment.adapt.pooling in ("", head.pooling)
             its = f"knows {listed(head.labels)}" if same else f"is of pooling {head.pooling}"
             yield f"finetune: begins with a fresh head: the base's {its}"
+        yield from (f"finetune: warning: {warning}" for warning in self._warnings)
         if task.broken_rows == "skip":
             parts = ", ".join(f"{tally} of {name}" for name, tally in self._tallies.items())
             yield f"finetune: broken rows left out: {parts}"

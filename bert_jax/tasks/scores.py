@@ -11,19 +11,31 @@ the official scripts have percents. Next to scores stand mistakes, and what need
 import collections
 import re
 import string
+import unicodedata
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from bert_jax.config import Task
 from bert_jax.errors import InputError
-from bert_jax.tasks.examples import Example, NoAnswer, Question, names_of, texts_of
+from bert_jax.tasks.examples import (
+    Example,
+    NoAnswer,
+    Question,
+    Tagged,
+    names_of,
+    text_key,
+    texts_of,
+)
 from bert_jax.tasks.rows import Answer, TaskKind
 
 # Mistakes and confusions that are kept, and how many characters of a text.
 _MOST, _CHARACTERS = 20, 400
+
+# Kinds of task in which a text has one right answer.
+_OF_ONE_ANSWER = ("classify", "pair", "regress", "choice", "tag")
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -233,6 +245,60 @@ def best_threshold(
     if best:
         return float(levels[answered[best - 1] - 1])
     return 0.0 if levels[0] > 0 else float(np.nextafter(levels[0], -np.inf))
+
+
+# --- the data -----------------------------------------------------------------------------------
+
+
+def data_warnings(
+    task: Task,
+    labels: Sequence[str],
+    examples: Mapping[str, Sequence[Example]],
+    learned: Collection[int],
+) -> list[str]:
+    """Returns sentences about examples that scores should not be believed without.
+
+    Args:
+      task: whose examples they are.
+      labels: their names.
+      examples: labelled ones, by the name of their part: `validation`, and `train` if labels are
+        learned.
+      learned: `text_key` of each training example.
+    """
+    warnings_, held_out = [], examples["validation"]
+    if both := [example for example in held_out if text_key(example) in learned]:
+        warnings_.append(
+            f"{len(both):,} of {len(held_out):,} validation examples have the text of a training "
+            f"example (the first: {both[0].place}); scores of them say little about new texts"
+        )
+    for name, part in examples.items() if task.kind in _OF_ONE_ANSWER else ():
+        answers: dict[int, set[Any]] = collections.defaultdict(set)
+        several: dict[int, str] = {}  # the place where the second answer stands
+        for example in part:
+            answers[key := text_key(example)].add(_answer_of(example))
+            if len(answers[key]) > 1:
+                several.setdefault(key, example.place)
+        if several:
+            warnings_.append(
+                f"{len(several):,} of {len(answers):,} texts of {name} have several "
+                f"{'labels' if labels else 'numbers'} (the first: {next(iter(several.values()))})"
+            )
+    alike: dict[str, list[str]] = collections.defaultdict(list)
+    for label in labels:
+        alike[unicodedata.normalize("NFKC", label).casefold()].append(label)
+    for names in alike.values():
+        if len(names) > 1:
+            looks = {unicodedata.normalize("NFC", name) for name in names}
+            shown = " and ".join(map(ascii if len(looks) < len(names) else repr, names))
+            warnings_.append(
+                f"the labels {shown} differ in case or in Unicode normalization only; if they are "
+                "one label, spell it alike in all rows"
+            )
+    return warnings_
+
+
+def _answer_of(example: Any) -> Any:
+    return example.tags if isinstance(example, Tagged) else example.label
 
 
 # --- mistakes -----------------------------------------------------------------------------------

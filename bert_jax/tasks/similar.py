@@ -225,6 +225,7 @@ class Learned:
     rows_per_example: int
     rows: Rows | None  # None of a corpus, whose rows are made as they are asked for
     width: int  # of a teacher's vectors; 0: there is none
+    keys: frozenset[int] = frozenset()  # `text_key` of each example of a table with two texts
 
 
 def asked_of(task: Task) -> Task:
@@ -277,7 +278,9 @@ def read(
             )
     sha256 = examples_lib.sha256(examples, (more,))
     batches = TrainBatches(rows, tokenizer.pad_id, experiment.batch_size, experiment.seed)
-    return Learned(len(examples), sha256, batches, rows.rows_per_example, rows, width)
+    pairs = [dataclasses.replace(e, texts=e.texts[:2]) for e in examples if len(e.texts) > 1]
+    keys = frozenset(map(examples_lib.text_key, pairs))
+    return Learned(len(examples), sha256, batches, rows.rows_per_example, rows, width, keys)
 
 
 def _of_corpus(experiment: Finetuning, tokenizer: Tokenizer, place: str, how: str) -> Learned:

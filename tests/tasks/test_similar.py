@@ -190,6 +190,8 @@ def test_pairs_are_learned_kept_and_asked(vectors, negative, here):
     assert lines[-1]["loss"] == pytest.approx(1 - lines[-1]["spearman"])
     train = [line["loss"] for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "train"]
     assert train[-1] < train[0]
+    # All pairs to score on are learned, too.
+    assert tuned.lines("run/predictions.jsonl")[0]["warnings"][0].startswith("12 of 12 ")
     answers = tuned.predict("wa wb", "wb wa", "wa wb", "xa xb")
     assert [set(answer) & {"cosine"} for answer in answers] == [{"cosine"}] * 2
     assert answers[0]["cosine"] > answers[1]["cosine"]
