@@ -5,7 +5,9 @@ Shape letters: B rows, S pieces of a text with [CLS] and [SEP], D width, H heads
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import reprlib
+import typing
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -120,20 +122,42 @@ class Loaded(Base):
 
     def tokenize(self, text: str) -> list[str]:
         """Returns the pieces of a text, in which [MASK] stands for itself."""
+        _require_text(text, "text")
         return [self.tokenizer.piece(i) for i in self._predictor.encode(text)]
 
-    def fill(self, text: str, next_text: str | None = None, top: int = 5) -> Prediction:
+    @typing.overload
+    def fill(self, text: str, next_text: str | None = None, top: int = 5) -> Prediction: ...
+
+    @typing.overload
+    def fill(
+        self, text: Sequence[str], next_text: Sequence[str] | None = None, top: int = 5
+    ) -> list[Prediction]: ...
+
+    def fill(
+        self,
+        text: str | Sequence[str],
+        next_text: str | Sequence[str] | None = None,
+        top: int = 5,
+    ) -> Prediction | list[Prediction]:
         """Fills every [MASK] with its likeliest pieces.
 
         Args:
-          text: A, with any number of [MASK]s.
-          next_text: B, if the question is whether it follows A, too.
+          text: A, with any number of [MASK]s; or a list of such texts.
+          next_text: B, if the question is whether it follows A, too; or a list, one for each A.
           top: how many pieces are returned for each [MASK].
 
         Returns:
           `masks`, a list of (piece, probability) for each [MASK], and `is_next`, the probability
-          that B follows A, None without B.
+          that B follows A, None without B; of a list of texts a list of these.
         """
+        firsts = texts_of(text, "text")
+        seconds = [None] * len(firsts) if next_text is None else texts_of(next_text, "next_text")
+        if len(seconds) != len(firsts):
+            raise InputError(f"next_text: {len(seconds)} texts, but text has {len(firsts)}")
+        predictions = [self._fill(a, b, top) for a, b in zip(firsts, seconds, strict=True)]
+        return predictions[0] if isinstance(text, str) else predictions
+
+    def _fill(self, text: str, next_text: str | None, top: int) -> Prediction:
         is_masked, is_pair = MASK in f"{text} {next_text}", next_text is not None
         for head, is_asked in {"masked_lm": is_masked, "next_sentence": is_pair}.items():
             if is_asked and any(part.startswith(head) for part in (*self.fresh, *self.idle)):
@@ -153,7 +177,7 @@ class Loaded(Base):
         """
         chosen = embed_lib.layer_numbers(tuple(layers), self.model)
         results = []
-        for text in [texts] if isinstance(texts, str) else texts:
+        for text in texts_of(texts):
             ids = self._ids(text)
             every = np.asarray(self._all_hidden(ids))[:, 0, : len(ids)]
             results.append(every[list(chosen)])
@@ -172,8 +196,7 @@ class Loaded(Base):
         """
         features = Features(pooling=pooling, layers=tuple(layers), length=length)
         embedder = Embedder(self, features, mesh_lib.make_mesh(Parallelism()))
-        asked = [texts] if isinstance(texts, str) else texts
-        parts = [part.vectors for part in embedder.embed(asked)]
+        parts = [part.vectors for part in embedder.embed(texts_of(texts))]
         return np.concatenate(parts) if parts else np.empty((0, embedder.width), np.float32)
 
     def attention(self, text: str) -> tuple[list[str], np.ndarray]:
@@ -183,6 +206,7 @@ class Loaded(Base):
           The S pieces, and float32 [L, H, S, S]: of each layer and head the probabilities with
           which a piece (third dimension) attends to each piece (last dimension).
         """
+        _require_text(text, "text")
         ids = self._ids(text)
         hidden = self._all_hidden(ids)[:-1, 0, : len(ids)]
         encoder = heads.merge(self.model, self.params).encoder
@@ -228,6 +252,22 @@ class Loaded(Base):
         length = min(-(-len(ids) // _LENGTH_STEP) * _LENGTH_STEP, limit)
         row = np.pad(np.array(ids, np.int32), (0, length - len(ids)))
         return self._every_layer(self.params, row[None], (np.arange(length) < len(ids))[None])
+
+
+def texts_of(texts: str | Sequence[str], name: str = "texts") -> list[str]:
+    """Returns one or several texts as a list; errors begin with `name`, that of the argument."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        _require_text(texts, name)
+        return [texts]
+    listed = list(texts)
+    for position, text in enumerate(listed):
+        _require_text(text, f"{name}[{position}]")
+    return listed
+
+
+def _require_text(value: object, name: str) -> None:
+    if not isinstance(value, str):
+        raise InputError(f"{name}: {reprlib.repr(value)} is a {type(value).__name__}, not a text")
 
 
 def load_params(

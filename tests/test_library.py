@@ -110,8 +110,25 @@ def test_batches_are_those_of_the_run_and_apply_computes_its_loss(model):
         bert_jax.batches("small.py", 22, "run")
 
 
+def test_a_list_of_texts_is_filled_text_by_text(model):
+    texts, seconds = ["wa [MASK]", "xb"], ["wb", "[MASK] xd ."]
+    assert model.fill(texts) == [model.fill(text) for text in texts]
+    pairs = zip(texts, seconds, strict=True)
+    assert model.fill(texts, seconds, top=2) == [model.fill(a, b, 2) for a, b in pairs]
+    assert model.fill([]) == []
+
+
 def test_what_cannot_be_asked_is_named(model, tmp_path):
     for call, words in (
+        (lambda: model.fill(["wa", None]), r"text\[1\]: None"),
+        (lambda: model.fill(None), "text: None"),
+        (lambda: model.fill(["wa"], ["wb", "wc"]), "next_text: 2 texts"),
+        (lambda: model.fill("wa", 3), "next_text: 3"),
+        (lambda: model.embed(["wa", None]), r"texts\[1\]: None"),
+        (lambda: model.embed(7), "texts: 7"),
+        (lambda: model.hidden(["wa", b"wb"]), r"texts\[1\]: b'wb'"),
+        (lambda: model.tokenize(["wa"]), "text: "),
+        (lambda: model.attention(None), "text: None"),
         (lambda: model.hidden("wa", layers=(2,)), "the model has layers 1 to 1"),
         (lambda: model.hidden("wa " * 40), "42 pieces; the model reads 32"),
         (lambda: bert_jax.load(tmp_path), "no run here"),

@@ -169,6 +169,9 @@ show tiny --step -1 -> --step
 layers --workdir gs://none/run --attention a -> gs://none/run
 finetune sst2 --sweep seed=1,2 --second b -> --second
 predict wa -> --workdir
+predict --workdir nowhere --source tsv:a --out none/a.jsonl -> --out none/a.jsonl
+embed --workdir nowhere --out none/a.npz -> --out none/a.npz
+search a.txt --workdir nowhere --queries b --out none/a -> --out none/a
 pretrian tiny -> pretrain
 """
 

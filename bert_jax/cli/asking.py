@@ -15,6 +15,7 @@ from bert_jax.cli.command import (
     command,
     input_lines,
     is_finetuned,
+    require_file,
     require_run,
     say,
     trained_of,
@@ -50,6 +51,7 @@ def predict(args: argparse.Namespace) -> int:
         --input a .csv, .tsv or .jsonl
     COLUMNS CHECKPOINT TUNED_BASE
     """
+    require_file("--out", args.out)
     tuned = ("source", "score", "input", "out", "beam", "base", *COLUMNS)
     return _do_task(args) if is_finetuned(args, "next", "top", tuned=tuned) else _fill_masks(args)
 
@@ -84,12 +86,21 @@ def _fill_masks(args: argparse.Namespace) -> int:
     trained = trained_of(args)
     from bert_jax.running.evaluators import Predictor
     from bert_jax.text.tokenizer import UnknownShare
+    from bert_jax.text.vocabulary import MASK
 
     predictor = Predictor(trained.model, trained.tokenizer)
     share = UnknownShare(trained.tokenizer)
     asked = [("TEXTS", text, args.next) for text in args.texts]
     for where, a, b in asked or _asked_lines():
         with naming(where):
+            if trained.head is not None and MASK not in f"{a} {b}":
+                kinds = trained.head.kinds
+                raise InputError(
+                    f"{args.workdir} is a base with an imported head for task.kind="
+                    f"{' or '.join(kinds)}, which predict cannot use; write [MASK] in the text, or "
+                    f"run `bert-jax finetune --kind {kinds[0]} --from {args.workdir} ...`, which "
+                    "starts with this head, and give that run to predict"
+                )
             answer = trained.fill(a, b, args.top or 5)
         for text in (a,) if b is None else (a, b):
             share.add([predictor.encode(text)])
@@ -130,6 +141,7 @@ def embed(args: argparse.Namespace) -> int:
         lost by it
     FEATURES NORMALIZE CHECKPOINT TUNED_BASE
     """
+    require_file("--out", args.out)
     require_run(args.workdir)
     from bert_jax.text import lines
     from bert_jax.vectors import embed
@@ -180,6 +192,7 @@ def search(args: argparse.Namespace) -> int:
         raise InputError("QUESTION: --queries reads them elsewhere; leave it out")
     if "://" in args.texts and args.vectors is None:
         raise InputError(f"{args.texts}: name a folder of this machine for its --vectors")
+    require_file("--out", args.out)
     require_run(args.workdir)
     from bert_jax.vectors import search as search_lib
 

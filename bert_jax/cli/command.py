@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import keyword
+import os
 import re
 import sys
 import textwrap
@@ -234,6 +235,16 @@ def require_run(place: str) -> None:
         run = mirror.opened(place)
         if not (run.root / "base.json").exists() and not holds_finetuning(run):
             load_experiment(run)
+
+
+def require_file(flag: str, path: str | None) -> None:
+    """Raises InputError unless a file can be written there, before there is anything to write."""
+    if path is None or "://" in path:
+        return
+    if os.path.isdir(path):
+        raise InputError(f"{flag} {path}: is a folder; name a file")
+    if not os.path.isdir(folder := os.path.dirname(path) or "."):
+        raise InputError(f"{flag} {path}: no folder {folder}; make it first")
 
 
 def require_corpus(workdir: Workdir) -> None:

@@ -91,11 +91,15 @@ def name_of(place: str) -> str:
     return re.sub(r"[^\w.-]+", "-", pathlib.PurePath(place).name.partition(".")[0]).strip("-.")
 
 
+# Endings of compressed files.
+_PACKED = re.compile(r"\.(gz|zst|bz2|xz)$", re.IGNORECASE)
+
+
 def source_of(flag: str, kind: str, file: str) -> str:
     """Returns a source as `task.train` has it, by the end of the file's name."""
     if file.partition(":")[0] in SOURCES[kind]:
         return file
-    ending = pathlib.PurePath(file).suffix.lower()
+    ending = pathlib.PurePath(_PACKED.sub("", file)).suffix.lower()
     word = "squad" if ending == ".json" else ending.removeprefix(".")
     if word not in SOURCES[kind]:
         known = ", ".join(f"{word}:" for word in SOURCES[kind])

@@ -272,11 +272,11 @@ def data_warnings(
             f"example (the first: {both[0].place}); scores of them say little about new texts"
         )
     for name, part in examples.items() if task.kind in _OF_ONE_ANSWER else ():
-        answers: dict[int, set[Any]] = collections.defaultdict(set)
-        several: dict[int, str] = {}  # the place where the second answer stands
+        answers: dict[int, Any] = {}
+        several: dict[int, str] = {}  # where the second answer to a text stands
         for example in part:
-            answers[key := text_key(example)].add(_answer_of(example))
-            if len(answers[key]) > 1:
+            key, answer = text_key(example), _answer_of(example)
+            if answers.setdefault(key, answer) != answer:
                 several.setdefault(key, example.place)
         if several:
             warnings_.append(

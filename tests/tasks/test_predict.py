@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import gzip
 import json
 import pathlib
 import shutil
@@ -324,6 +325,9 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run):
         ("--workdir begun wa", "no checkpoint yet"),
         ("wa --out base", "base"),
         ("--input test --out a.csv", "--input test: the name does not say which format"),
+        ("--input none.csv.gz --out a.csv", "none.csv.gz"),
+        ("--source jsonl:test --out none/a.jsonl", "--out none/a.jsonl"),
+        ("--source jsonl:test --out base", "--out base"),
         ("--input jsonl:test --out a.xls", "--out a.xls: end its name in .csv"),
         ("--input jsonl:test", "--input: needs --out"),
         ("--input had.csv --out a.csv", "has a column 'predicted' already"),
@@ -373,6 +377,21 @@ def test_files_may_have_other_columns_than_those_of_training(run):
         ("--workdir base --broken-rows skip wa", "--broken-rows"),
     ):
         broken.fails(f"predict --workdir run {flags}", what)
+
+
+def test_compressed_files_are_known_by_the_name_before(run):
+    text = gzip.compress(b"sentence,id\nwa wb,1\n")
+    pathlib.Path("asked.csv.gz").write_bytes(text)
+    broken.said("predict --workdir run --input asked.csv.gz --out found.csv")
+    (row,) = csv.DictReader(pathlib.Path("found.csv").read_text().splitlines())
+    assert (row["sentence"], row["predicted"]) == ("wa wb", "good")
+
+
+def test_a_base_with_the_head_of_a_task_is_not_asked_in_silence(run):
+    broken.said("export --workdir run --out theirs")
+    broken.said("import theirs --workdir again")
+    for words, stdin in (("'wa wb'", b""), ("", b"wa wb\n"), ("wa --next wb", b"")):
+        broken.fails(f"predict --workdir again {words}", "again", "finetune", stdin=stdin)
 
 
 def test_broken_rows_of_a_file_are_left_out_and_named(run):
