@@ -226,7 +226,8 @@ class Task(Section, role="identity", label="task"):
         if self.kind == "span" and room <= 0:
             yield "max_query_length", f"{whole} has no room for a context next to it"
         if self.kind == "span" and self.document_stride > room:
-            yield "document_stride", f"{whole} has room for {room} next to a question, and no more"
+            why = f"{whole} has room for {room} tokens next to a question, which has up to "
+            yield "document_stride", f"{why}task.max_query_length={self.max_query_length}"
 
     def _wrong_columns(self) -> Iterator[Wrong]:
         if self.kind in _OF_TWO_TEXTS and not self.second_column:

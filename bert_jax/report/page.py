@@ -225,7 +225,7 @@ def _evaluations(record: Record) -> Table | None:
     for line in _spread(record.evaluation, _ROWS):
         if isinstance(record.experiment, Finetuning):
             names = [*curves.score_names(record), "loss"]
-            texts = {name: f"{line[name]:.4f}" for name in names}
+            texts = {name: f"{line[name]:.4f}" if name in line else "" for name in names}
         else:
             texts = comparison.said_by(record, line)
         rows.append({"step": f"{line['step']:,}"} | texts)

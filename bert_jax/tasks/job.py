@@ -273,6 +273,12 @@ class FinetuningJob(Job):
             yield f"finetune: cut {cut}"
             if self._base.tokenizer.case == "uncased":
                 yield "finetune: an uncased base writes lower case, and scores count case"
+        if self._rows is not None and self._rows.cut_questions + self._eval_rows.cut_questions:
+            yield (
+                f"finetune: questions cut at task.max_query_length={task.max_query_length}: "
+                f"{self._rows.cut_questions:,} of train, {self._eval_rows.cut_questions:,} of "
+                "validation"
+            )
         values = ", ".join(f"{share.value:.1%} of {name}" for name, share in shares.items())
         yield f"finetune: unknown pieces: {values}"
         yield from filter(None, (share.warning(name) for name, share in shares.items()))
@@ -329,19 +335,25 @@ class FinetuningJob(Job):
     def _evaluate(self, params: Any, done: int) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
         outputs, loss = self._forward(params, self.fixed, self.eval_batches, self._eval_rows)
-        by_name = self.scores(outputs) | self._kind.part_scores(outputs, self._parts)
+        by_name = self.scores(outputs)
         self._newest = outputs, by_name.get("no_answer_threshold")
+        by_name |= self._newest_kind().part_scores(outputs, self._parts)
         score = by_name[self.experiment.task.main_score]
         if math.isnan(loss) and not self._train:  # of vectors no loss is asked but this
             loss = 1 - score
         return {"loss": loss, "score": score, "examples": len(self._held_out), **by_name}
 
+    def _newest_kind(self) -> rows.TaskKind:
+        """Returns the kind of task, of spans with the threshold of the newest evaluation."""
+        _, threshold = self._newest
+        if threshold is None:
+            return self._kind
+        return kind_of(self.experiment.task, self.labels, self._base.tokenizer, threshold)
+
     def _mistakes(self) -> dict[str, Any]:
         """Returns what is wrong in the newest evaluation, which is of the same step."""
-        outputs, threshold = self._newest
-        kind = self._kind
-        if threshold is not None:
-            kind = kind_of(self.experiment.task, self.labels, self._base.tokenizer, threshold)
+        outputs, _ = self._newest
+        kind = self._newest_kind()
         answers = kind.answers(outputs, self._eval_rows, self._held_out)
         return scores.mistakes(kind, self.labels, answers, self._held_out)
 

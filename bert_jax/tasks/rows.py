@@ -43,6 +43,7 @@ class Rows:
     limit: int  # no row is longer, nor is padded further: the model may have no more positions
     # Rows that make one example, one after the other: the texts of a choice.
     rows_per_example: int = 1
+    cut_questions: int = 0  # how many questions of `span` were longer than they may be
 
     def __post_init__(self) -> None:
         self.lengths = np.array([len(ids) for ids in self.ids], np.int32)

@@ -59,8 +59,11 @@ class Spans(TaskKind):
         """Returns windows; the target of those that do not hold the whole answer is [CLS]."""
         ids, first, notes, targets = [], [], [], []
         contexts: dict[str, tuple[list[int], np.ndarray]] = {}
+        cut = 0
         for number, example in enumerate(examples):
-            question = self._tokenizer.encode(example.question)[: self._longest_question]
+            question = self._tokenizer.encode(example.question)
+            cut += len(question) > self._longest_question
+            question = question[: self._longest_question]
             if example.context not in contexts:
                 contexts[example.context] = self._pieces(example.context)
             pieces, places = contexts[example.context]
@@ -80,7 +83,8 @@ class Spans(TaskKind):
         both = np.array(targets, np.int32)
         numbers = {"starts": both[:, 0], "ends": both[:, 1]}
         limit = self._task.max_sequence_length
-        return Rows(ids, np.array(first, np.int32), numbers, {}, notes, limit)
+        segments = np.array(first, np.int32)
+        return Rows(ids, segments, numbers, {}, notes, limit, cut_questions=cut)
 
     def rows_of(self, example: Question, most: int) -> int:
         """Returns how many rows an example becomes, `most` + 1 or more if there are more."""

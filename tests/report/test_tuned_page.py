@@ -33,6 +33,13 @@ def test_a_fine_tuning_shows_its_scores_and_its_mistakes(kind, tmp_path):
     assert f"{run.mistakes['wrong']} examples are not right" in text
 
 
+def test_a_score_of_each_file_is_shown_also_after_lines_without(tmp_path):
+    run = Run()
+    run.scored[-1]["accuracy/dev_matched"] = 0.12342
+    text = Tags(page.render([Record.read(run.write(tmp_path / "run"))])).text
+    assert "accuracy/dev_matched" in text and "0.1234" in text
+
+
 def test_hostile_examples_are_shown_as_text(tmp_path):
     run = Run()
     for one in run.mistakes["worst"]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import broken
 import kinds
@@ -98,3 +99,24 @@ def test_a_run_says_it_at_the_start_and_on_its_page(tmp_path, monkeypatch):
         assert f"{line}\n" in printed
         assert line.split(" (")[0].replace("'", "&#39;") in text
     assert kept[0] in broken.said("finetune --workdir run")
+
+
+@pytest.mark.long
+def test_questions_that_are_cut_are_counted_and_files_scored_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tuned.write_base("base")
+    tuned.write_task(tmp_path, "span")
+    other = json.dumps(tuned.questions(6))
+    pathlib.Path("other.json").write_text(re.sub(r'"q(\d)', r'"p\1', other))
+    files = "task.validation=squad:test,squad:other.json"
+    printed = tuned.finetune("--set", "task.max_query_length=1", "--set", files)
+    assert "task.max_query_length=1: 16 of train, 17 of validation" in printed
+    (scored,) = tuned.predict("--score")
+    assert scored["examples"] == 17
+    for name, source in (("test", "squad:test"), ("other", "squad:other.json")):
+        (of_one,) = tuned.predict("--score", "--source", source)
+        assert scored[f"f1/{name}"] == pytest.approx(of_one["f1"])
+    # While it learns, too, by the threshold that is best for all.
+    (*_, last) = (line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores")
+    for name in ("f1", "f1/test", "f1/other"):
+        assert last[name] == pytest.approx(scored[name])
