@@ -65,7 +65,7 @@ def test_columns_without_names_are_numbers():
 def test_a_task_is_described_by_fields_of_it_alone():
     described = {
         "kind": "pair",
-        "train": ["data/my pairs.csv", "jsonl:more"],
+        "train": ["data/my pairs.csv.gz", "jsonl:more"],
         "validation": ["dev.TSV"],
         "text_column": "premise",
         "second_column": "hypothesis",
@@ -74,7 +74,7 @@ def test_a_task_is_described_by_fields_of_it_alone():
     assert made.name == "my-pairs" and made.epochs == 1.0
     assert made.task == Task(
         kind="pair",
-        train=("csv:data/my pairs.csv", "jsonl:more"),
+        train=("csv:data/my pairs.csv.gz", "jsonl:more"),
         validation=("tsv:dev.TSV",),
         text_column="premise",
         second_column="hypothesis",
@@ -96,7 +96,7 @@ def test_a_task_is_described_by_fields_of_it_alone():
 
 # Of each kind what flags and --set give next to --kind, --train and --validation.
 BY_FLAGS = {
-    "classify": ({}, []),
+    "classify": ({"header": "none", "text_column": "3", "label_column": "1"}, []),
     "pair": ({"second_column": "b"}, []),
     "regress": ({"second_column": "b", "label_column": "value"}, ["task.score=pearson"]),
     "choice": ({}, ["task.choice_columns=b,c"]),

@@ -172,6 +172,11 @@ predict wa -> --workdir
 predict --workdir nowhere --source tsv:a --out none/a.jsonl -> --out none/a.jsonl
 embed --workdir nowhere --out none/a.npz -> --out none/a.npz
 search a.txt --workdir nowhere --queries b --out none/a -> --out none/a
+export --workdir nowhere --out experiments -> experiments
+import nowhere --workdir experiments -> experiments
+evaluate tiny --text a -> --text
+finetune sst2 --broken-rows skip -> --broken-rows
+finetune --kind choice --train a.tsv --validation a.tsv --set task.choice_columns=b,c -> --from
 pretrian tiny -> pretrain
 """
 

@@ -22,6 +22,7 @@ from bert_jax.cli.command import (
 )
 from bert_jax.config import Parallelism
 from bert_jax.errors import FINISHED, InputError, naming, printable
+from bert_jax.storage import copies
 
 _SHOWN = 200  # characters of a text that was searched for
 # What is asked of vectors, where nothing is.
@@ -275,6 +276,7 @@ def import_(args: argparse.Namespace) -> int:
         raise InputError("--keep: says how many pieces of --vocabulary TEXT stay; name a TEXT")
     if args.tokenizer and (text or args.add):
         raise InputError("--tokenizer: brings pieces of its own; leave out --vocabulary and --add")
+    copies.require_new(epath.Path(args.workdir))
     _require_source(args.source)
     from bert_jax.interop import importing
 
@@ -312,6 +314,7 @@ def export(args: argparse.Namespace) -> int:
     --dtype (float32 | bfloat16 = float32): type of the weights written; float32 loses nothing
     CHECKPOINT TUNED_BASE
     """
+    copies.require_new(epath.Path(args.out))
     tuned = is_finetuned(args)
     from bert_jax.interop import finetuned, huggingface
     from bert_jax.tasks.predict import TaskModel

@@ -236,7 +236,7 @@ def _apply(tree: dict[str, Any], settings: Sequence[str], hints: Mapping[str, An
     """Writes `--set` strings into the JSON of an experiment, whose fields have these types."""
     for setting in settings:
         path, equals, text = setting.partition("=")
-        path = path.strip()
+        path = _RENAMED.get(path.strip(), path.strip())
         if not equals:
             raise InputError(
                 f"--set {setting}: write it as FIELD=VALUE, e.g. model.hidden_size=128; "
@@ -317,8 +317,8 @@ _GONE = {
     "phases.N.examples_per_row": None,
     "phases.N.predictions_per_row": None,
 }
-# Former names of settings, which saved runs have.
-_RENAMED = {"task.blank_cells": "broken_rows"}
+# Former names of settings, which saved runs and scripts have.
+_RENAMED = {"task.blank_cells": "task.broken_rows"}
 
 
 def notes(experiment: Section) -> list[str]:
@@ -373,7 +373,8 @@ def _build(hint: Any, value: Any, where: str) -> Any:
         known = {f.name: f for f in dataclasses.fields(hint)}
         prefix = f"{where}." if where else ""
         value = {key: v for key, v in value.items() if not _is_gone(f"{prefix}{key}", v)}
-        value = {_RENAMED.get(f"{prefix}{key}", key): v for key, v in value.items()}
+        renamed = {key: _RENAMED.get(f"{prefix}{key}", key).removeprefix(prefix) for key in value}
+        value = {renamed[key]: v for key, v in value.items()}
         for key in value:
             if key not in known:
                 near = suggestion(key, known)

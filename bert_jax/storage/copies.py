@@ -70,14 +70,19 @@ def here(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[e
         yield targets
 
 
-@contextlib.contextmanager
-def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
-    """Gives a folder to fill that takes its place, whole, at the end; a failure leaves nothing."""
+def require_new(folder: epath.Path) -> None:
+    """Raises InputError unless a folder is missing or empty."""
     require_local(folder)
-    folder = folder.absolute()  # else "." would have no folder above it
     with named_errors(folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise InputError(f"{folder}: is there already; choose another folder")
+
+
+@contextlib.contextmanager
+def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
+    """Gives a folder to fill that takes its place, whole, at the end; a failure leaves nothing."""
+    require_new(folder)
+    folder = folder.absolute()  # else "." would have no folder above it
     with _temporary(folder) as temporary:
         yield temporary
         os.rename(temporary, folder)  # also over an empty one

@@ -186,7 +186,9 @@ def on_broken(task: Task, tally: Tally) -> OnBroken:
 
 def _refuse(place: str, error: InputError) -> None:
     del place
-    raise InputError(f"{error}; --broken-rows skip (task.broken_rows) leaves such rows out")
+    raise InputError(
+        f"{error}; --broken-rows skip (task.broken_rows) leaves such rows out"
+    ) from error
 
 
 def _of_source(
@@ -422,7 +424,7 @@ def require_known(labels: Sequence[str], examples: Sequence[Example]) -> None:
                 raise InputError(
                     f"{example.place}: {what} {quoted(name)} is none of {listed(labels)}, those "
                     "of task.labels or of the training examples; if it is meant, name all in "
-                    "task.labels"
+                    "task.labels; if not, name the others there with task.broken_rows=skip"
                 )
 
 

@@ -218,13 +218,12 @@ def _squad_dataset(source: str) -> Iterator[Record]:
 def field(node: Any, key: str, of: type, where: str) -> Any:
     """Returns the value of a key of a JSON object."""
     if not isinstance(node, dict) or type(node.get(key)) is not of:
-        raise InputError(f"{where}: must be an object with {key!r}, {_TYPE_NAMES[of]}")
+        keys = f"; it has {listed(node)}" if isinstance(node, dict) else ""
+        raise InputError(f"{where}: must be an object with {key!r}, {_TYPE_NAMES[of]}{keys}")
     return node[key]
 
 
-def text_of(
-    value: object, name: str, place: str, remedy: str = "fill it in, or leave the example out"
-) -> str:
+def text_of(value: object, name: str, place: str) -> str:
     """Returns a text that any tokenizer takes, not a blank one.
 
     Halves of surrogate pairs, which JSON can spell and no encoding can, become U+FFFD.
@@ -232,7 +231,7 @@ def text_of(
     if not isinstance(value, str):
         raise InputError(f"{place}: {name} is {json.dumps(value)[:_QUOTED_CHARACTERS]}, not a text")
     if not value.strip():
-        raise InputError(f"{place}: {name} is blank; {remedy}")
+        raise InputError(f"{place}: {name} is blank; fill it in, or leave the example out")
     return text_records.encodable(value)
 
 

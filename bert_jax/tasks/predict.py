@@ -16,7 +16,7 @@ from etils import epath
 from bert_jax import base as base_lib
 from bert_jax import config
 from bert_jax.config import Finetuning, Parallelism
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, printable
 from bert_jax.loaded import Loaded, line_of
 from bert_jax.model import heads
 from bert_jax.running.checkpoint import Checkpoints, Restored
@@ -266,7 +266,7 @@ def predict(
 
 def _warn_of_broken(tally: Tally) -> None:
     if tally.broken:
-        print(f"broken rows left out: {tally}", file=sys.stderr)
+        print(f"broken rows left out: {printable(str(tally))}", file=sys.stderr)
 
 
 def _warn_of_unknown(model: TaskModel) -> None:
@@ -383,7 +383,10 @@ def _written(rows_: Iterable[text_records.Named], ending: str, header: str) -> I
         lines = [values] if first or header == "none" else [names, values]
         first = first or names
         if sorted(names) != sorted(first):
-            raise InputError(f"{place}: has other columns than the first row; write it as .jsonl")
+            raise InputError(
+                f"{place}: has the columns {formats.listed(names)}, and the first row "
+                f"{formats.listed(first)}; write it as .jsonl"
+            )
         if names != first:  # JSON has them in any order
             lines = [[values[names.index(name)] for name in first]]
         for line in lines:

@@ -78,6 +78,8 @@ def test_a_run_of_the_time_before_is_read():
     saved["task"]["blank_cells"] = saved["task"].pop("broken_rows")
     before = config.from_json(json.dumps(saved), "experiment.json", Finetuning)
     assert before == of_now and before.task.broken_rows == "skip"
+    stops = config.override(of_now, ["task.blank_cells=stop"])
+    assert stops.task.broken_rows == "stop"
 
 
 def test_fields_within_others_are_named_with_dots(tmp_path):

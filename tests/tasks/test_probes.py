@@ -211,6 +211,20 @@ def test_processes_with_other_examples_are_known_by_their_hash(folder):
     assert len(hashes) == 4
 
 
+def test_a_task_is_scored_on_files_with_other_columns(tmp_path):
+    (tmp_path / "bare.tsv").write_text("wa\tgood\nxb\tbad\nxa\n")
+    source = (f"tsv:{tmp_path}/bare.tsv",)
+    fields = {"kind": "classify", "train": source, "validation": source}
+    file = str(kinds.write_task_file(tmp_path / "letters.py", **fields))
+    other = {"header": "none", "text_column": "0", "label_column": "1", "broken_rows": "skip"}
+    (probe,) = probes.Probes([file], fields=other).probes
+    assert [(e.texts, e.label) for e in probe.train] == [(("wa",), "good"), (("xb",), "bad")]
+    for fields, named in (({}, "'sentence'"), ({"second_column": "2"}, "task.second_column")):
+        with pytest.raises(InputError, match=named) as caught:
+            probes.Probes([file], fields=fields)
+        assert file in str(caught.value)
+
+
 def test_what_cannot_be_a_probe_is_named(folder):
     for names, message in (
         (("values",), "task.kind=regress cannot be read off"),
