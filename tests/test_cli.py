@@ -54,8 +54,8 @@ def test_the_base_of_a_run_that_has_none_is_refused(command, run):
 def test_arguments_are_what_the_manual_says():
     """Words may stand on both sides of flags; numbers have bounds."""
     args = cli.parse(shlex.split("--debug predict a --workdir run b --top 3"))
-    assert (args.text, args.top, args.beam) == (["a", "b"], 3, None)
-    assert cli.parse(shlex.split("predict --workdir run -- -x y")).text == ["-x", "y"]
+    assert (args.texts, args.top, args.beam) == (["a", "b"], 3, None)
+    assert cli.parse(shlex.split("predict --workdir run -- -x y")).texts == ["-x", "y"]
     args = cli.parse(shlex.split("embed --workdir w --out a --layers -4,-3 f --no-normalize"))
     assert (args.layers, args.text_file, args.normalize) == ((-4, -3), ["f"], False)
     for words, why in (
