@@ -10,19 +10,22 @@ reason that is no network's or machine's (storage.retry): those say nothing abou
 tried again for ten minutes.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 from absl import logging as absl_logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint.utils import checkpoint_steps
 
@@ -277,15 +280,28 @@ def context(**options: Any) -> ocp.Context:
     )
 
 
-def _alone() -> ocp.Context:
-    """Returns a context in which a process reads for itself: one that fails leaves none waiting."""
-    me = jax.process_index()
-    if jax.process_count() == 1:
-        return context()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
-    )
-    return context(multiprocessing_options=alone)
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Lets this process read by itself: a process that fails leaves no other waiting.
+
+    Each process counts the operations of Orbax, reads included, and the number is part of the names
+    of a save's barriers. A process that repeats a read would wait at barriers to which no other
+    comes. So the count is put back after each read, and only saves, which all begin together, add
+    to it.
+    """
+    me, options = jax.process_index(), {}
+    if jax.process_count() > 1:
+        options["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
+            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
+        )
+    operations = synchronization.OperationIdGenerator
+    number = operations._operation_id
+    try:
+        with context(**options):
+            yield
+    finally:
+        operations._operation_id = number
+        operations._operation_id_counter = itertools.count(number + 1)
 
 
 def _require_open(folder: epath.Path) -> None:

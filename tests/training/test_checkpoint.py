@@ -13,6 +13,7 @@ import pytest
 from broken import asked, fails, said, tree
 from etils import epath
 from fake_gcs import Fault
+from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint._src.path import atomicity
 from small_run import assert_same_run, pretrain, saves_in
 
@@ -250,6 +251,27 @@ def test_a_fault_that_passes_while_one_is_read_damages_nothing(error, run, monke
     ):
         monkeypatch.setattr(owner, name, failing(error, error, error, then=getattr(owner, name)))
     assert newest(run).step == 22
+
+
+@pytest.mark.parametrize("name", ["load", "metadata"])
+def test_a_read_leaves_the_number_in_names_of_barriers_as_it_is(name, run, monkeypatch):
+    """Processes may read, and fail to read, unequally often, and still meet in the next save."""
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    read = getattr(checkpoint.ocp, name)
+    faults = [TimeoutError(), TimeoutError()]
+
+    def fail_after(*args, **kwargs):
+        done = read(*args, **kwargs)
+        if faults:
+            raise faults.pop()
+        return done
+
+    monkeypatch.setattr(checkpoint.ocp, name, fail_after)
+    operations = synchronization.OperationIdGenerator
+    before = operations.next_operation_id()
+    assert newest(run).step == 22 and not faults
+    assert operations.get_current_operation_id() == str(before)
+    assert operations.next_operation_id() == before + 1
 
 
 def test_a_storage_that_stays_away_is_unavailable_and_nothing_is_renamed(run, monkeypatch):
