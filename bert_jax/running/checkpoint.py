@@ -118,10 +118,28 @@ class Checkpoints:
           Damaged: it is not what was written.
           Unavailable: the storage has not answered for ten minutes.
         """
-        restored = self._load(step, abstract_state)
-        if changed := self._changed(restored):
-            raise Damaged(changed)
-        return restored
+        return self._load_unchanged(step, abstract_state, lambda what, error: error)
+
+    def _load_unchanged(
+        self, step: int, abstract_state: Any, agreed: Callable[[str, str], str]
+    ) -> Restored:
+        """Reads a step and compares its checksums, all processes together; see `newest`.
+
+        What differs is read once more: a bit may have flipped on its way from the storage.
+        """
+        error = ""
+        for _ in range(2):
+            restored, error = None, ""  # two states may be more than there is room for
+            try:
+                restored = self._load(step, abstract_state)
+            except Damaged as damage:
+                error = str(damage)
+            if error := agreed(f"{step} read", error):
+                break  # it was read twice already
+            assert restored is not None
+            if not (error := agreed(f"{step} checked", self._changed(restored))):
+                return restored
+        raise Damaged(error)
 
     def _load(self, step: int, abstract_state: Any) -> Restored:
         """Reads the metadata and the state of a step; each process by itself."""
@@ -175,17 +193,12 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         for step in (step for step in self.steps if at_most is None or step <= at_most):
-            restored, error = None, ""
             try:
-                restored = self._load(step, abstract_state)
+                restored = self._load_unchanged(step, abstract_state, agreed)
             except Damaged as damage:
-                error = str(damage)
-            error = agreed(f"{step} read", error)
-            if not error:
-                error = agreed(f"{step} checked", self._changed(restored))
-            if not error:
+                damaged[step] = str(damage)
+            else:
                 return dataclasses.replace(restored, damaged=damaged)
-            damaged[step] = error
         if damaged:
             raise InputError(
                 f"{'; '.join(damaged.values())}: no checkpoint is left to go on from; put the "

@@ -201,7 +201,7 @@ class Trainer:
         """Does what is due, in this order; to evaluate and to save waits for the devices."""
         run, is_last = self.experiment.run, self.done == self.job.total_steps
         self.context.mirror.check()
-        self.saves.look(self.done)
+        self.saves.look()
         self._write_pending()
         if self.done % run.log_every == 0 or is_last or ends_line:
             self._close_window()
@@ -431,7 +431,7 @@ class Trainer:
         }
         if self.job.patience:
             metadata["held_out"] = [*self.held_out]  # it is written while the run goes on
-        self.saves.end(self.done)
+        self.saves.end()
         with self.saves.unless_full(self.done):
             # Before the checkpoint that will not write them again.
             self.lines.flush()

@@ -44,6 +44,7 @@ class Saves(Checkpoints):
     def __init__(self, workdir: Workdir, run: Run, peers: Peers, say: Callable[[str], None]):
         super().__init__(workdir.checkpoints)
         self.step = 0  # of the newest checkpoint, perhaps still on its way
+        self._step_before = 0  # of the newest checkpoint whose save has ended
         self.missing = ""  # why the last steps are in no checkpoint; "" if they are
         self._workdir, self._run, self._peers, self._say = workdir, run, peers, say
         self._losses: dict[int, float | None] = {}  # of checkpoints
@@ -80,12 +81,13 @@ class Saves(Checkpoints):
                 self._checkpointer.save_async(done, state, force=True, custom_metadata=whole)
 
         self._outlast(begin)
+        self._step_before = self.step
         self.step, self.missing, self._is_saving = done, "", True
 
-    def look(self, done: int) -> None:
+    def look(self) -> None:
         """Notices that the save under way has failed, or has become a whole checkpoint."""
         if self._has_failed:
-            self.end(done)  # now: the others wait for it, inside Orbax
+            self.end()  # now: the others wait for it, inside Orbax
         if self._is_saving and self._opened and not self._opened.is_saving_in_progress():
             self._is_saving = False
             with contextlib.suppress(Exception):  # of a bucket that is away, and not waited for
@@ -103,22 +105,23 @@ class Saves(Checkpoints):
             if self._opened is not None:
                 self._opened.wait()
 
-    def end(self, done: int) -> None:
+    def end(self) -> None:
         """Waits for the save before the one that is due, which takes the place of a lost one."""
-        with self.unless_full(done):  # what it took is free again
+        with self.unless_full(self.step):  # what it took is free again
             try:
                 self.wait()
             except DiskFull:
+                self.step = self._step_before
                 raise
             except Unavailable as error:
-                self._lost(done, error)
+                self._lose(error)
 
     def finish(self, done: int, save: Callable[[], None] | None) -> None:
         """Waits for the last save; one that was lost to a passing fault is made again by `save`."""
         try:
             self.wait()
         except Unavailable as error:
-            self._lost(done, error)
+            self._lose(error)
             if save is None:
                 raise
 
@@ -291,14 +294,15 @@ class Saves(Checkpoints):
             with contextlib.suppress(DiskFull):
                 write_json(self._workdir.saved, {"format_version": 1, "step": step})
 
-    def _lost(self, done: int, error: Unavailable) -> None:
-        """One process goes on without a checkpoint that could not be written for now."""
+    def _lose(self, error: Unavailable) -> None:
+        """Gives up the checkpoint that was being saved; several processes end with the error."""
         if self._peers.count > 1:  # the others wait for it, inside Orbax
             raise error
-        self._say(f"step {done}: no checkpoint was written ({error})")
+        self._say(f"step {self.step}: no checkpoint was written ({error})")
+        self.step = self._step_before
 
     def _outlast(self, work: Callable[[], None]) -> None:
-        """Does the work, again after each passing fault; once in several processes, see `_lost`."""
+        """Does the work, again after each passing fault; once in several processes, see `_lose`."""
         if self._peers.count > 1:
             work()
         else:

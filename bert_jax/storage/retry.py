@@ -6,12 +6,14 @@ Orbax and the operating system each have their own words for the same few faults
 
 import errno
 import http.client
+import json
 import math
 import random
 import re
 import socket
 import ssl
 import time
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -40,11 +42,15 @@ _TRANSPORT = re.compile(
     r"Connect|Transport|Timeout|Payload|Disconnected|Proxy|Retry|Refresh|OSError|DNS|Checksum"
     r"|Chunked|SSL"
 )
+# What a client raises where it cannot read an answer: one that is cut short, for example.
+_UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError)
+_UNREADABLE += (AttributeError, AssertionError)
 # As TensorStore and gRPC write them into the text of a ValueError or a RuntimeError.
 _TEXT = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|INTERNAL: .*HTTP)\b"
     r"|HTTP response code: (408|429|5(?!01)\d\d)"
     r"|CURL error|Cannot connect|[Cc]onnection (reset|refused|aborted|closed)|[Tt]imed out"
+    r"|Failed to parse (object|response) metadata"
     r"|Stale file handle|Input/output error|Too many open files|Temporary failure in name"
 )
 _TEXT_DENIED = re.compile(
@@ -161,8 +167,15 @@ def _is_transient(error: BaseException) -> bool:
         isinstance(error, _KINDS)
         or (isinstance(error, OSError) and error.errno in _ERRNO)
         or (_module(error) in CLIENTS and bool(_TRANSPORT.search(type(error).__name__)))
+        or (isinstance(error, _UNREADABLE) and _is_raised_in_client(error))
         or _says(error, _TEXT)
     )
+
+
+def _is_raised_in_client(error: BaseException) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in frames)
+    return any(module.partition(".")[0] in CLIENTS for module in modules)
 
 
 def _module(error: BaseException) -> str:

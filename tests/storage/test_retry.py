@@ -1,11 +1,14 @@
 """Which errors pass, and how long one waits for them."""
 
 import errno
+import json
 import math
 import socket
 import types
 
 import pytest
+from etils import epath
+from fake_gcs import Fault, emptied, halved
 
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
@@ -20,6 +23,7 @@ PASSES = [
     ValueError("UNAVAILABLE: Error opening kvstore"),
     ValueError("DEADLINE_EXCEEDED: GCS request"),
     RuntimeError("HTTP response code: 503 with body 'try later'"),
+    ValueError("Error writing gs://b/x: Failed to parse object metadata: "),
     Unavailable("elsewhere"),
 ]
 STAYS = [
@@ -53,6 +57,21 @@ def test_statuses_as_gcsfs_raises_them():
             gcsfs_retry.validate_response(status, b"why", "b/o")
         assert retry.is_transient(caught.value) == (status in (408, 429, 500, 503))
         assert retry.is_denied(caught.value) == (status in (401, 403))
+
+
+@pytest.mark.parametrize("change", [emptied, halved, lambda body: b"[]"])
+def test_an_answer_that_a_client_cannot_read_passes(change, objects):
+    """An upload parses it outside of the call that is repeated."""
+    objects.fault = lambda method, name, kind: Fault(change=change) if kind == "write" else None
+    with pytest.raises((ValueError, AttributeError)) as caught:
+        epath.Path("gs://bucket/run/file").write_text("text")
+    assert retry.is_transient(caught.value)
+
+
+def test_a_file_that_cannot_be_read_stays():
+    with pytest.raises(ValueError) as caught:
+        json.loads("")
+    assert not retry.is_transient(caught.value)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import pathlib
+import re
 import shutil
 import time
 
@@ -318,6 +319,40 @@ def test_a_save_that_fails_for_a_while_is_made_up_for(
     assert "22" in names(workdir) and all(name.isdecimal() for name in names(workdir))
     assert_same_run(workdir, finished_run / "run")
     assert name == "save_async" or "no checkpoint was written" in shown
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "x"), OSError(errno.ENOSPC, "x")])
+def test_a_save_that_is_lost_is_named_by_its_own_step(error, tmp_path, monkeypatch, capsys):
+    """It is noticed at a later one. The newest checkpoint is again the one before."""
+    commit = atomicity.on_commit_callback
+    with saves_in(tmp_path, Run(when_disk_is_full="go_on")) as saved:
+        saved.save(4, {"x": jnp.zeros(3)}, {})
+        saved.end()
+        monkeypatch.setattr(atomicity, "on_commit_callback", failing(error, then=commit))
+        saved.save(7, {"x": jnp.zeros(3)}, {})
+        saved.end()
+    assert re.findall(r"^step (\d+):", capsys.readouterr().out, re.MULTILINE) == ["7"]
+    assert saved.step == 4 and saved.steps == [4]
+
+
+@pytest.mark.parametrize("bits", ["once", "for good"])
+def test_arrays_that_differ_are_read_once_more(bits, run, monkeypatch):
+    """A bit may flip on its way from the storage, where nothing but our checksums would notice."""
+    load, calls = checkpoint.ocp.load, []
+
+    def flip(*args):
+        calls.append(args)
+        state = load(*args)
+        if len(calls) == 1 or bits == "for good":
+            state["params"] = jax.tree.map(lambda leaf: -leaf, state["params"])
+        return state
+
+    monkeypatch.setattr(checkpoint.ocp, "load", flip)
+    if bits == "once":
+        assert newest(run).step == 22 and len(calls) == 2
+    else:
+        with pytest.raises(InputError, match=r"22.*20.*16"):
+            newest(run)
 
 
 @pytest.mark.long
