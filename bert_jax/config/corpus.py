@@ -84,8 +84,9 @@ class Corpus(Section, role="identity", label="corpus"):
     document_starts: _Starts = ""
     # A document of more sentences than this is cut into several of about so many; 0: none is cut.
     cut_documents: Count = 0
-    # The field of a JSON line or of a TFDS example that holds its text, or a column of a table; of
-    # several sources that differ one each, in their order: text,body.
+    # The field of a JSON line or of a TFDS example that holds its text, data.text within another
+    # field, or a column of a table; of several sources that differ one each, in their order:
+    # text,body.
     text_field: str = "text"
     # Encoding of text files, by its name in Python, such as latin-1.
     encoding: _Encoding = "utf-8"

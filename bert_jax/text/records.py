@@ -229,9 +229,10 @@ def column_of(rows: Iterable[Named], column: str, path: str) -> Iterator[tuple[s
 
 
 def _place_of(column: str, names: Sequence[str], path: str) -> int:
-    if column not in names:
+    if names.count(column) != 1:
+        how_many = "more than one" if column in names else "no"
         raise InputError(
-            f"{path}: no column {column!r}; it has {listed(names)}: name one with --set "
+            f"{path}: {how_many} column {column!r}; it has {listed(names)}: name one with --set "
             f"corpus.text_field=...{separator_note(names)}"
         )
     return names.index(column)

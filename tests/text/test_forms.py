@@ -259,6 +259,7 @@ def test_a_key_that_has_the_dot_itself_is_the_field():
         ("parquet", "text", "'data.page.number'"),
         ("parquet", "id", "'id'.*'data.text'"),
         ("csv", "text", "'id', 'data'"),
+        ("csv", "data", "'id', 'data', 'data'"),
     ],
 )
 def test_a_refused_field_is_told_which_fields_there_are(tmp_path, word, field, named):
@@ -266,7 +267,7 @@ def test_a_refused_field_is_told_which_fields_there_are(tmp_path, word, field, n
     if word == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(NESTED), path)
     elif word == "csv":
-        path.write_text("id,data\n1,2\n")
+        path.write_text("id,data,data\n1,2,3\n")
     else:
         path.write_text(json.dumps(NESTED[0]))
     with pytest.raises(InputError, match=rf"{path.name}.*{named}.*corpus\.text_field="):
