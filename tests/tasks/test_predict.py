@@ -405,8 +405,8 @@ def test_broken_rows_of_a_file_are_left_out_and_named(run):
 
 
 def test_several_files_have_a_score_each(run):
-    for name, labels in (("right", ("good", "bad")), ("wrong", ("bad", "bad"))):
-        table(name, "csv", [["sentence", "label"], ["wa wb", labels[0]], ["xb xa", labels[1]]])
+    table("right", "csv", [["sentence", "label"], ["wa wb", "good"], ["xb xa", "bad"]])
+    table("wrong", "csv", [["sentence", "label"], ["xb xa", "good"], ["xa", "bad"]])
     (found,) = tuned.predict("--score", "--source", "csv:right.csv", "--source", "csv:wrong.csv")
     assert (found["accuracy"], found["score"], found["examples"]) == (0.75, 0.75, 4)
     assert (found["accuracy/right"], found["accuracy/wrong"]) == (1.0, 0.5)
