@@ -134,8 +134,12 @@ class Compared:
 
     def open(self, reader: Reader) -> int:
         """Makes rows of the examples; returns the operations of scoring them once."""
-        self._reader, task = reader, similar.led_by(self.task, reader.vectors)
-        self._kind = similar.Similar(reader.fitted(task), (), reader.tokenizer)
+        self._reader, known = reader, reader.vectors or TextVectors()
+        task = reader.fitted(similar.led_by(self.task, known))
+        # No longer than `embed` reads them: its vectors are scored.
+        length = min(task.max_sequence_length, known.max_length or task.max_sequence_length)
+        task = dataclasses.replace(task, max_sequence_length=length)
+        self._kind = similar.Similar(task, (), reader.tokenizer)
         self._rows = self._kind.rows(self.examples)
         self._batches = reader.batches(self._rows)
         return reader.operations(self._batches)

@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.base import TextVectors
-from bert_jax.config import Finetuning, Model, Task, Vectors
+from bert_jax.config import Finetuning, Model, Parallelism, Task, Vectors
 from bert_jax.data import corpus
 from bert_jax.errors import InputError, reading
 from bert_jax.loaded import Loaded
@@ -35,6 +35,7 @@ from bert_jax.text.tokenizer import Tokenizer, joined
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import sharding
 from bert_jax.vectors import retrieval
+from bert_jax.vectors.embed import Embedder, Features, Role
 from bert_jax.vectors.pairs import CorpusPairs, How
 from bert_jax.vectors.retrieval import Passage
 
@@ -53,7 +54,7 @@ class Similar(TaskKind):
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         super().__init__(task, labels, tokenizer)
         self._limit = task.max_sequence_length
-        self._prefixes = task.query_prefix, task.text_prefix
+        self._prefixes = {"query": task.query_prefix, "text": task.text_prefix}
         self.rows_per_example = len(task.text_columns)
 
     def rows(self, examples: _Examples) -> Rows:
@@ -61,10 +62,9 @@ class Similar(TaskKind):
         ids, keys = [], []
         for example in examples:
             texts = example.texts if isinstance(example, Sentence) else (example.text,)
-            asks = isinstance(example, Sentence) or example.relevant is not None
-            for place, text in enumerate(texts):
+            for role, text in zip(roles_of(example), texts, strict=True):
                 pieces = self._tokenizer.encode(text)
-                prefix = self._prefixes[0 if asks and place == 0 else 1]
+                prefix = self._prefixes[role]
                 row = self._tokenizer.encode(prefix + text) if prefix else pieces
                 ids.append(joined(self._tokenizer, row[: self._limit - 2], None)[0])
                 keys.append(zlib.crc32(np.array(pieces, np.uint32).tobytes()))
@@ -93,6 +93,18 @@ class Similar(TaskKind):
         names = [example.id for example in examples if example.relevant is None]
         relevant = [example.relevant for example in examples if example.relevant is not None]
         return retrieval.scores(vectors[asks] @ vectors[~asks].T, names, relevant)
+
+
+def roles_of(example: Sentence | Passage) -> list[Role]:
+    """Returns the role of each text of an example, which decides its prefix.
+
+    The first of several texts is a query, as is a query of a BEIR folder. All others are texts. A
+    single text is a text too, since that is how `embed` encodes it by default.
+    """
+    if isinstance(example, Passage):
+        return ["text" if example.relevant is None else "query"]
+    count = len(example.texts)
+    return ["query", *["text"] * (count - 1)] if count > 1 else ["text"]
 
 
 def require_comparable(how: Vectors, model: Model) -> None:
@@ -268,7 +280,7 @@ def read(
         scaled = _scaled(examples, how)
         rows.numbers["scores"] = np.repeat(scaled, rows.rows_per_example)
     if how.loss == "distil" and teacher == "asked":
-        wanted = _taught(how, [example.texts[0] for example in examples])
+        wanted = _taught(how, examples)
         rows.numbers["wanted"], width = wanted, wanted.shape[1]
         more = hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
         if how.projection == "none" and width != model.hidden_size:
@@ -320,19 +332,26 @@ def _scaled(examples: Sequence[Sentence], how: Vectors) -> np.ndarray:
     return (values - low) / (high - low)
 
 
-def _taught(how: Vectors, texts: Sequence[str]) -> np.ndarray:
-    """Returns a teacher's vectors of texts, float32 [texts, W], of length 1."""
+def _taught(how: Vectors, examples: Sequence[Sentence]) -> np.ndarray:
+    """Returns a teacher's vectors of texts, float32 [E, W], of length 1.
+
+    A teacher reads each text in the role in which the student reads it, behind its own prefix.
+    """
     path = epath.Path(how.teacher)
     if path.suffix != ".npz":
-        return Loaded.of(path).embed(texts, length="unit")
+        mesh = mesh_lib.make_mesh(Parallelism())
+        embedder = Embedder(Loaded.of(path), Features(length="unit"), mesh)
+        (role,) = roles_of(examples[0])
+        parts = embedder.embed((example.texts[0] for example in examples), role)
+        return np.concatenate([part.vectors for part in parts])
     with reading(path, "name a file that `bert-jax embed` wrote"), np.load(path) as file:
         vectors = file["vectors"]
     if vectors.dtype == np.uint8:
         raise InputError(f"vectors.teacher={how.teacher}: holds bits alone; write it unquantized")
-    if len(vectors) != len(texts):
+    if len(vectors) != len(examples):
         raise InputError(
             f"vectors.teacher={how.teacher}: holds {len(vectors)} vectors, and there are "
-            f"{len(texts)} training examples; embed their texts again"
+            f"{len(examples)} training examples; embed their texts again"
         )
     vectors = vectors.astype(np.float32)
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
