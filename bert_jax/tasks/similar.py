@@ -55,10 +55,17 @@ class Similar(TaskKind):
         super().__init__(task, labels, tokenizer)
         self._limit = task.max_sequence_length
         self._prefixes = {"query": task.query_prefix, "text": task.text_prefix}
+        # Pieces of a text that fit behind the longer prefix, as in `CorpusPairs`.
+        longest = max(len(tokenizer.encode(it.rstrip())) for it in self._prefixes.values())
+        self._room = max(self._limit - 2 - longest, 0)
         self.rows_per_example = len(task.text_columns)
 
     def rows(self, examples: _Examples) -> Rows:
-        """Returns a row of each text, behind its prefix; what is too long is cut at its end."""
+        """Returns a row of each text, behind its prefix; what is too long is cut at its end.
+
+        Texts whose keys are equal are not each other's negatives. A key is of the text as far as it
+        is read, without its prefix.
+        """
         ids, keys = [], []
         for example in examples:
             texts = example.texts if isinstance(example, Sentence) else (example.text,)
@@ -67,7 +74,7 @@ class Similar(TaskKind):
                 prefix = self._prefixes[role]
                 row = self._tokenizer.encode(prefix + text) if prefix else pieces
                 ids.append(joined(self._tokenizer, row[: self._limit - 2], None)[0])
-                keys.append(zlib.crc32(np.array(pieces, np.uint32).tobytes()))
+                keys.append(zlib.crc32(np.array(pieces[: self._room], np.uint32).tobytes()))
         first = np.array([len(row) for row in ids], np.int32)
         numbers = {"keys": np.array(keys, np.uint32)}
         return Rows(ids, first, numbers, {}, [], self._limit, len(texts))

@@ -37,6 +37,7 @@ from bert_jax.text.tokenizer import WordPiece
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer
 from bert_jax.vectors.embed import Embedder, Features
+from bert_jax.vectors.retrieval import Passage
 
 # Of float32 gradients whose sums have another order: by the CPU up to 1.05e-6 of the largest entry.
 ROUNDING = 2e-6
@@ -142,6 +143,40 @@ def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
         for row, mask in zip(batch["input_ids"], batch["input_mask"], strict=True)
     ]
     assert found == [theirs.encode(f"{name}: how are").ids for name in ("query", "passage")]
+
+
+@pytest.mark.parametrize("prefixes", [("", ""), ("wa wb wc ", "wd ")])
+def test_texts_that_are_equal_as_far_as_they_are_read_are_one_text(prefixes):
+    """In both roles, behind a prefix of three pieces or of one."""
+    query, text = prefixes
+    task = Task(kind="similar", train=("jsonl:x",), validation=("jsonl:x",), second_column="b",
+                query_prefix=query, text_prefix=text, max_sequence_length=12)  # fmt: skip
+    kind, room = Similar(task, (), kinds.TOKENIZER), 10 - len(query.split())
+    words = kinds.WORDS[:room]
+    texts = [" ".join([*words, *more]) for more in ([], ["we"] * 5, ["wf", "wg"])]
+    last = " ".join([*words[:-1], "wt"])
+    examples = [Sentence("", (one, other), None) for one in texts for other in texts]
+    keys = kind.rows([*examples, Sentence("", (last, last), None)]).numbers["keys"]
+    assert len(set(keys[:-2])) == 1 and keys[-2] == keys[-1] != keys[0]
+
+
+@pytest.mark.parametrize(
+    ("second", "roles"),
+    [("", ["text"]), ("b", ["query", "text"]), ("bc", ["query", "text", "text"])],
+)
+def test_prefixes_follow_the_roles(second, roles):
+    columns = dict(zip(("second_column", "negative_column"), second, strict=False))
+    source = ("jsonl:x",)
+    task = Task(kind="similar", train=source, validation=("beir:x:test",), query_prefix="wa ",
+                text_prefix="wb ", **columns)  # fmt: skip
+    kind, before = Similar(task, (), kinds.TOKENIZER), {"query": "wa", "text": "wb"}
+    rows = kind.rows([Sentence("", ("wc wd",) * len(roles), None)])
+    assert [row.tolist() for row in rows.ids] == [
+        kinds.ids(f"[CLS] {before[role]} wc wd [SEP]") for role in roles
+    ]
+    found = kind.rows([Passage("", "q", "wc", {"t": 1}), Passage("", "r", "wc", {}),
+                       Passage("", "t", "wc")])  # fmt: skip
+    assert [row[1] for row in found.ids] == kinds.ids("wa wa wb")
 
 
 PROMPTS = TextVectors("last", max_length=12, query_prefix="wa wb ", text_prefix="xa ")

@@ -82,6 +82,17 @@ def test_prefixes_stand_before_the_texts_and_keys_are_of_the_texts():
     assert len(set(a["keys"].tolist())) == 16
 
 
+def test_keys_are_equal_where_whole_texts_are():
+    """Also where documents differ in their last piece alone."""
+    beginning = list(range(100, 109))
+    made = stream.from_documents([[[*beginning, 200 + d // 2]] for d in range(16)])
+    ids = Ids(0, CLS, SEP, 4, 8000, np.zeros(8000, bool))
+    batch = CorpusPairs(made, ids, "twice", ([], []), 16, 40, 0).batch(0, np.arange(32))
+    texts, keys = list(map(tuple, texts_of(batch))), batch["keys"].tolist()
+    assert len(set(texts)) == len(set(keys)) == len(set(zip(texts, keys, strict=True))) < 16
+    assert len({text for text in texts if len(text) == 12}) > 1
+
+
 def test_rows_without_room_are_refused():
     with pytest.raises(InputError, match="max_sequence_length"):
         pairs_of("twice", length=9)
