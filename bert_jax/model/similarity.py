@@ -112,8 +112,10 @@ def distilled(
 ) -> jax.Array:
     """Returns how far vectors are from a teacher's: (sum, count).
 
-    Of each text the squared distance of the two (Reimers and Gurevych 2020, section 2), and
-    `geometry` times the mean over all texts of the squared difference of cosines to them.
+    For each text it is the mean of the squared differences of the D numbers (Reimers and Gurevych
+    2020, section 2; `MSELoss` of sentence-transformers). `geometry` adds the mean, over all texts,
+    of the squared difference of the cosines to them, as `geometry` / D: D times the result is the
+    squared distance plus `geometry` times that mean.
 
     Args:
       vectors, wanted: float32 [B, D], of length 1.
@@ -126,7 +128,7 @@ def distilled(
         all_vectors, all_wanted, there = (_of_all(x, axes) for x in (vectors, wanted, weights))
         differences = jnp.square(_cosines(vectors, all_vectors) - _cosines(wanted, all_wanted))
         errors = errors + geometry * (differences * there).sum(axis=1) / there.sum()
-    return jnp.stack([(weights * errors).sum(), weights.sum()])
+    return jnp.stack([(weights * errors).sum() / vectors.shape[1], weights.sum()])
 
 
 def _of_all(values: jax.Array, axes: Axes) -> jax.Array:

@@ -115,12 +115,14 @@ def test_scored_and_distilled_equal_numpy():
     assert sums[0] / sums[1] == pytest.approx((errors * weights).sum() / weights.sum(), rel=1e-5)
 
     mine, wanted = v[:, 0], unit(rng.normal(size=v[:, 0].shape))
-    errors = ((mine - wanted) ** 2).sum(1)
-    apart = (mine @ mine.T - wanted @ wanted.T) ** 2
-    errors += 5.0 * (apart * weights).sum(1) / weights.sum()
+    there = weights > 0
+    mean = np.mean((mine - wanted)[there] ** 2)  # over all numbers of all texts
+    apart = (mine @ mine.T - wanted @ wanted.T)[there][:, there] ** 2
     arrays = (mine.astype(np.float32), wanted.astype(np.float32), weights)
-    sums = similarity.distilled(*arrays, geometry=5.0)
-    assert sums[0] / sums[1] == pytest.approx((errors * weights).sum() / weights.sum(), rel=1e-5)
+    for geometry in (0.0, 5.0):
+        sums = similarity.distilled(*arrays, geometry=geometry)
+        expected = mean + geometry / mine.shape[1] * apart.mean()
+        assert sums[0] / sums[1] == pytest.approx(expected, rel=1e-5)
 
 
 def test_pooling_reads_no_padding():
