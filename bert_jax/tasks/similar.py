@@ -91,15 +91,11 @@ class Similar(TaskKind):
     def scores(self, outputs: Outputs, rows: Rows, examples: _Examples) -> Scores:
         """Returns correlations of the cosine with scores; of queries how well texts are found."""
         del rows
-        vectors = np.stack(outputs)
-        if isinstance(examples[0], Sentence):
-            truth = np.array([example.label for example in examples], np.float32)
-            cosines = _cosines(vectors)
-            return {name: scores.score(name, truth, cosines) for name in ("spearman", "pearson")}
-        asks = np.array([example.relevant is not None for example in examples])
-        names = [example.id for example in examples if example.relevant is None]
-        relevant = [example.relevant for example in examples if example.relevant is not None]
-        return retrieval.scores(vectors[asks] @ vectors[~asks].T, names, relevant)
+        if isinstance(examples[0], Passage):
+            return retrieval.scores(outputs, examples)
+        truth = np.array([example.label for example in examples], np.float32)
+        cosines = _cosines(np.stack(outputs))
+        return {name: scores.score(name, truth, cosines) for name in ("spearman", "pearson")}
 
 
 def roles_of(example: Sentence | Passage) -> list[Role]:

@@ -6,8 +6,6 @@ and a search that was killed goes on:
 made.json  by which encoder, and how
 vectors    float32 [texts, W], of length 1, in the order in which they were embedded
 keys       16 bytes a text, of its SHA-256; written after its vector
-
-Shape letters: Q questions, N texts, W width of a vector, K answers.
 """
 
 import dataclasses
@@ -27,11 +25,12 @@ from bert_jax.base import Base, flat
 from bert_jax.errors import InputError, quantity
 from bert_jax.storage.workdir import absolute, lock, named_errors, new_file, read_json, write_atomic
 from bert_jax.text import lines as lines_lib
+from bert_jax.vectors import nearest as nearest_lib
 from bert_jax.vectors.embed import Embedder
 
 _VERSION = 1
 _KEY = 16  # bytes
-_TEXTS, _QUESTIONS = 65_536, 256  # vectors that are multiplied at once
+_QUESTIONS = 256  # that are answered together
 _SAVED = 1_024  # texts that are embedded at a time: what a kill costs
 _SECONDS_BETWEEN_LINES = 30.0
 
@@ -87,7 +86,8 @@ class Index:
         asked = np.concatenate([part.vectors for part in self._embedder.embed(questions, "query")])
         vectors = np.memmap(self._folder / "vectors", np.float32, "r")
         vectors = vectors.reshape(-1, self._embedder.width)
-        places, scores = nearest(vectors, self._rows, asked, top)
+        blocks = (vectors[rows] for rows in nearest_lib.parts(self._rows))
+        places, scores = nearest_lib.nearest(blocks, asked, top)
         numbers = self._places[places]
         wanted = set(numbers.flat)
         there = {place: text for place, text in enumerate(self._texts()) if place in wanted}
@@ -182,41 +182,6 @@ class Index:
             if (key := _key(text)) in missing:
                 missing.remove(key)
                 yield key, text
-
-
-def nearest(
-    vectors: np.ndarray, rows: np.ndarray, asked: np.ndarray, top: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the largest products exactly, a block of vectors at a time.
-
-    Args:
-      vectors: float32 [anything, W].
-      rows: int [N], of the vectors that are searched.
-      asked: float32 [Q, W].
-      top: how many are wanted, if there are as many.
-
-    Returns:
-      int64 [Q, K], places in `rows`, and float32 [Q, K], the products; the largest first, of
-      equals the one that stands first in `rows`.
-    """
-    best = np.empty((len(asked), 0), np.int64), np.empty((len(asked), 0), np.float32)
-    for start in range(0, len(rows), _TEXTS):
-        block = rows[start : start + _TEXTS]
-        products = asked @ vectors[block].T
-        places = np.broadcast_to(start + np.arange(len(block)), products.shape)
-        both = [np.concatenate(pair, axis=1) for pair in zip(best, (places, products), strict=True)]
-        kept = np.stack([_largest(of_one, top) for of_one in both[1]])
-        best = tuple(np.take_along_axis(one, kept, axis=1) for one in both)
-    return best
-
-
-def _largest(values: np.ndarray, top: int) -> np.ndarray:
-    """Returns where the largest values stand, the largest first, of equals the first."""
-    if top < len(values):
-        places = np.flatnonzero(values >= np.partition(values, -top)[-top])
-    else:
-        places = np.arange(len(values))
-    return places[np.argsort(-values[places], kind="stable")][:top]
 
 
 def _fingerprint(model: Base, embedder: Embedder) -> str:

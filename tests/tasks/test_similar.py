@@ -1,13 +1,11 @@
 """`similar`: one step however it is cut, whole runs, and what is refused."""
 
 import dataclasses
-import functools
 import json
 import pathlib
 from types import SimpleNamespace
 
 import broken
-import jax
 import kinds
 import numpy as np
 import pytest
@@ -15,29 +13,19 @@ import small_run
 import tokenizers
 import tuned
 from compare import assert_close
-from etils import epath
 from test_steps import train
 
-from bert_jax import base as base_lib
 from bert_jax import cli
-from bert_jax.base import TextVectors
 from bert_jax.config import Adapt, Finetuning, Parallelism, Task, Vectors
 from bert_jax.data import stream
 from bert_jax.data.batches import Ids
 from bert_jax.errors import InputError
-from bert_jax.model import heads
-from bert_jax.model.encoder import Loop
-from bert_jax.tasks import probes, similar
-from bert_jax.tasks.adapted import LoadedBase, Reader, run_rows
+from bert_jax.tasks import similar
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.predict import TaskModel
 from bert_jax.tasks.similar import Similar, SimilarObjective
 from bert_jax.text import library
-from bert_jax.text.tokenizer import WordPiece
-from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer
-from bert_jax.vectors.embed import Embedder, Features
-from bert_jax.vectors.retrieval import Passage
 
 # Of float32 gradients whose sums have another order: by the CPU up to 1.05e-6 of the largest entry.
 ROUNDING = 2e-6
@@ -143,99 +131,6 @@ def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
         for row, mask in zip(batch["input_ids"], batch["input_mask"], strict=True)
     ]
     assert found == [theirs.encode(f"{name}: how are").ids for name in ("query", "passage")]
-
-
-@pytest.mark.parametrize("prefixes", [("", ""), ("wa wb wc ", "wd ")])
-def test_texts_that_are_equal_as_far_as_they_are_read_are_one_text(prefixes):
-    """In both roles, behind a prefix of three pieces or of one."""
-    query, text = prefixes
-    task = Task(kind="similar", train=("jsonl:x",), validation=("jsonl:x",), second_column="b",
-                query_prefix=query, text_prefix=text, max_sequence_length=12)  # fmt: skip
-    kind, room = Similar(task, (), kinds.TOKENIZER), 10 - len(query.split())
-    words = kinds.WORDS[:room]
-    texts = [" ".join([*words, *more]) for more in ([], ["we"] * 5, ["wf", "wg"])]
-    last = " ".join([*words[:-1], "wt"])
-    examples = [Sentence("", (one, other), None) for one in texts for other in texts]
-    keys = kind.rows([*examples, Sentence("", (last, last), None)]).numbers["keys"]
-    assert len(set(keys[:-2])) == 1 and keys[-2] == keys[-1] != keys[0]
-
-
-@pytest.mark.parametrize(
-    ("second", "roles"),
-    [("", ["text"]), ("b", ["query", "text"]), ("bc", ["query", "text", "text"])],
-)
-def test_prefixes_follow_the_roles(second, roles):
-    columns = dict(zip(("second_column", "negative_column"), second, strict=False))
-    source = ("jsonl:x",)
-    task = Task(kind="similar", train=source, validation=("beir:x:test",), query_prefix="wa ",
-                text_prefix="wb ", **columns)  # fmt: skip
-    kind, before = Similar(task, (), kinds.TOKENIZER), {"query": "wa", "text": "wb"}
-    rows = kind.rows([Sentence("", ("wc wd",) * len(roles), None)])
-    assert [row.tolist() for row in rows.ids] == [
-        kinds.ids(f"[CLS] {before[role]} wc wd [SEP]") for role in roles
-    ]
-    found = kind.rows([Passage("", "q", "wc", {"t": 1}), Passage("", "r", "wc", {}),
-                       Passage("", "t", "wc")])  # fmt: skip
-    assert [row[1] for row in found.ids] == kinds.ids("wa wa wb")
-
-
-PROMPTS = TextVectors("last", max_length=12, query_prefix="wa wb ", text_prefix="xa ")
-LONG = " ".join(tuned.GOOD * 5)
-
-
-@pytest.fixture
-def prompted(tmp_path):
-    """A base with prompts and another pooling than the usual one, and the source of some pairs."""
-    params = jax.device_get(heads.init_params(tuned.MODEL, jax.random.key(0)))
-    tokenizer = WordPiece(tuned.PIECES, "uncased")
-    base_lib.write(
-        base_lib.Base(tuned.MODEL, params, tokenizer, vectors=PROMPTS),
-        epath.Path(tmp_path / "base"),
-    )
-    pairs = [("wc", "xb", 0), ("xb wd xc", LONG, 1), (LONG, "xc xb", 0.5)]
-    rows = [dict(zip(("sentence", "b", "label"), pair, strict=True)) for pair in pairs]
-    (tmp_path / "pairs").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return base_lib.read(epath.Path(tmp_path / "base")), f"jsonl:{tmp_path}/pairs"
-
-
-def test_a_base_that_is_its_own_teacher_is_at_distance_zero(prompted, tmp_path):
-    base, source = prompted
-    task = Task(kind="similar", train=(source,), validation=(source,),
-                second_column="b", max_sequence_length=12)  # fmt: skip
-    quiet = Adapt(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    experiment = Finetuning(
-        name="x",
-        init_from=str(tmp_path / "base"),
-        task=similar.led_by(task, base.vectors),
-        adapt=quiet,
-        vectors=Vectors(loss="distil", teacher=str(tmp_path / "base"), geometry=1.0),
-        batch_size=3,
-    )
-    learned = similar.read(experiment, base.model, base.tokenizer, [])
-    kind = Similar(experiment.task, (), base.tokenizer)
-    objective = LoadedBase.of(experiment).objective(experiment, kind)
-    batch = learned.batches.batch(0, np.arange(3))
-    forward = jax.jit(lambda *of: objective.forward(*of, None, Loop())["loss"])
-    loss = forward(base.params, None, batch)
-    assert loss[1] == 3 and loss[0] < 1e-10
-
-
-def test_a_base_is_scored_by_the_vectors_that_embed_gives(prompted):
-    """With the same roles, prefixes, pooling and limit, though the task's own limit is higher."""
-    base, source = prompted
-    mesh = mesh_lib.one_device()
-    task = Task(kind="similar", train=(source,), validation=(source,),
-                second_column="b", max_sequence_length=30)  # fmt: skip
-    reader = Reader(base.model, base.tokenizer, Parallelism(), mesh, 6, base.vectors)
-    probe = probes.Compared("x", task)
-    probe.open(reader)
-    run = functools.partial(probes.vectors_of(reader), base.params, None)
-    scored = np.stack(run_rows(run, probe._batches, probe._rows, mesh))
-    embedder = Embedder(base, Features(length="unit"), mesh)
-    for first, role in enumerate(("query", "text")):
-        texts = [example.texts[first] for example in probe.examples]
-        (part,) = embedder.embed(texts, role)
-        np.testing.assert_allclose(scored[first::2], part.vectors, atol=1e-6)
 
 
 TASKFILE = """

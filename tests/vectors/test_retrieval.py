@@ -1,45 +1,50 @@
-"""Scores of rankings, against the formulas one text after the other; and BEIR's files."""
+"""Scores of rankings, against those of trec_eval (`make_retrieval.py`); and BEIR's files."""
 
 import json
-import math
+import pathlib
 
 import numpy as np
 import pytest
 
 from bert_jax.errors import InputError
-from bert_jax.vectors import retrieval
+from bert_jax.vectors import nearest, retrieval
 
 
-def reference(cosines, texts, relevant):
-    """The same from whole sorted lists: by score, of equal ones the larger id first."""
-    values = []
-    for row, wanted in zip(cosines, relevant, strict=True):
-        order = sorted(zip(row, texts, strict=True), reverse=True)
-        gains = [wanted.get(text, 0) for _, text in order]
-        top = gains[:10]
-        ideal = sorted(wanted.values(), reverse=True)[:10]
-
-        def dcg(values):
-            return sum(v / math.log2(i + 2) for i, v in enumerate(values))
-
-        first = next((1 / (i + 1) for i, v in enumerate(top) if v), 0)
-        found = sum(v > 0 for v in top) / len(wanted)
-        values.append([(gains[0] > 0) / len(wanted), found, first, dcg(top) / dcg(ideal)])
-    return np.mean(values, axis=0)
+def write(folder, texts, queries, judged):
+    """Writes a folder as BEIR has it."""
+    for name, records in (("corpus", texts), ("queries", queries)):
+        lines = (json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    (folder / "qrels").mkdir()
+    lines = ("\t".join(map(str, line)) + "\n" for line in judged)
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
 
 
-@pytest.mark.parametrize("count", [5, 300])
-def test_scores_equal_those_of_sorted_lists_with_ties(count):
-    rng = np.random.default_rng(count)
-    texts = [f"d{i}" for i in rng.permutation(count)]
-    cosines = rng.integers(0, 12, (40, count)) / 12  # so few values that many are equal
-    relevant = [
-        {texts[i]: int(rng.integers(1, 4)) for i in rng.choice(count, rng.integers(1, 5), False)}
-        for _ in range(40)
-    ]
-    found = retrieval.scores(cosines, texts, relevant)
+def scores_of(case, folder):
+    """The scores of a case of `make_retrieval`, from files and vectors."""
+    texts, queries = (
+        [{"_id": name, "text": "x"} for name in case[side]] for side in ("texts", "queries")
+    )
+    write(folder, texts, queries, case["judged"])
+    products = np.array(case["products"], np.float32) / 16
+    of_query = dict(zip(case["queries"], np.eye(len(products), dtype=np.float32), strict=True))
+    of_text = dict(zip(case["texts"], products.T, strict=True))
+    passages = retrieval.read(str(folder), "test")
+    vectors = [(of_text if one.relevant is None else of_query)[one.id] for one in passages]
+    return retrieval.scores(vectors, passages)
+
+
+CASES = json.loads(pathlib.Path(__file__).with_name("retrieval.json").read_text())
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+@pytest.mark.parametrize("vectors", [65_536, 3])
+def test_scores_equal_those_of_trec_eval(number, vectors, tmp_path, monkeypatch):
+    """With ties, shared ids, grades, negative and repeated judgements, and nothing relevant."""
+    monkeypatch.setattr(nearest, "_VECTORS", vectors)
+    found = scores_of(CASES[number], tmp_path)
     assert list(found) == ["recall@1", "recall@10", "mrr@10", "ndcg@10"]
-    np.testing.assert_allclose(list(found.values()), reference(cosines, texts, relevant))
+    assert found == pytest.approx(CASES[number]["scores"], abs=1e-12)
 
 
 @pytest.fixture
@@ -49,10 +54,7 @@ def folder(tmp_path):
         {"_id": "b", "title": None, "text": "B\ud800"},
     ]
     queries = [{"_id": "1", "text": "who walks"}, {"_id": "2", "text": "not judged"}]
-    for name, records in (("corpus", texts), ("queries", queries)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    (tmp_path / "qrels").mkdir()
-    (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n1\ta\t2\n1\tb\t0\n")
+    write(tmp_path, texts, queries, [("1", "a", 2), ("1", "b", 0)])
     return tmp_path
 
 
@@ -75,6 +77,7 @@ def test_beir_s_files_as_they_come(folder):
         ("corpus.jsonl", '{"_id": "a", "text": 5}\n', "corpus.jsonl:1"),
         ("corpus.jsonl", '{"_id": "a", "title": ["x"], "text": "x"}\n', "corpus.jsonl:1"),
         ("queries.jsonl", '{"_id": "1", "text": null}\n', "queries.jsonl:1"),
+        ("queries.jsonl", '{"_id": "1", "text": "x"}\n' * 2, "queries.jsonl:2"),
     ],
 )
 def test_what_is_wrong_is_named(folder, file, text, named):

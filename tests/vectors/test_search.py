@@ -6,8 +6,6 @@ import types
 import broken
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bert_jax.base import TextVectors
 from bert_jax.errors import InputError
@@ -48,24 +46,6 @@ def index_of(tmp_path, embedder, model=MODEL, cut="beginning"):
 
 def write(tmp_path, *lines):
     (tmp_path / "texts.txt").write_text("".join(f"{line}\n" for line in lines))
-
-
-@given(data=st.data())
-def test_the_nearest_are_those_of_a_whole_sort_and_of_equals_the_first(data):
-    drawn = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    texts, questions, top = (data.draw(st.integers(1, most)) for most in (40, 3, 12))
-    vectors = drawn.integers(-2, 3, (50, 2)).astype(np.float32)  # many products are equal
-    rows, asked = drawn.permutation(50)[:texts], drawn.integers(-2, 3, (questions, 2))
-    before, search._TEXTS = search._TEXTS, data.draw(st.integers(1, 9))
-    try:
-        places, products = search.nearest(vectors, rows, asked.astype(np.float32), top)
-    finally:
-        search._TEXTS = before
-    every = asked.astype(np.float64) @ vectors[rows].astype(np.float64).T
-    for row, found, values in zip(every, places, products, strict=True):
-        expected = sorted(range(texts), key=lambda place: (-row[place], place))[:top]
-        assert found.tolist() == expected
-        assert values.tolist() == row[expected].tolist()
 
 
 def test_what_is_new_alone_is_embedded_and_a_text_that_went_is_not_found(tmp_path):
