@@ -6,6 +6,7 @@ Those of experiments/ stand for all: ELECTRA and ALiBi here, ELMo in test_elmo.p
 import hashlib
 import json
 import pathlib
+import re
 import shutil
 
 import jax
@@ -186,14 +187,18 @@ def test_electra_takes_no_rows_of_several_documents_and_no_probes(tmp_path):
         config.override(experiment, ["run.probes=a.py"])
 
 
-def test_rows_that_are_compared_are_not_clipped_in_parts(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "value"), [("optimizer.clip", "per_replica"), ("run.replay_every", "10")]
+)
+def test_rows_that_are_compared_are_neither_clipped_in_parts_nor_moved(name, value, tmp_path):
     small_run.write_text(tmp_path)
     file = write(tmp_path, "electra", ("    metrics:", "    compare = None\n    metrics:"))
     experiment = config.load(str(file))
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     own.require_sound(experiment, mesh)
-    with pytest.raises(InputError, match=r"electra\.py: compare: .*optimizer\.clip=per_replica"):
-        own.require_sound(config.override(experiment, ["optimizer.clip=per_replica"]), mesh)
+    changed = config.override(experiment, [f"{name}={value}"])
+    with pytest.raises(InputError, match=rf"electra\.py: compare: .*{re.escape(name)}"):
+        own.require_sound(changed, mesh)
 
 
 def test_the_page_s_own_example_keeps_to_the_protocol(tmp_path):

@@ -32,9 +32,8 @@ def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     if data.code:
         with code.failures(code.path_of(data.code)):
             objective = objective_lib.of(model, data)
-            in_parts = experiment.optimizer.clip == "per_replica"
-            why = "takes a batch at once, optimizer.clip=per_replica its parts; set that to global"
-            _require(not (in_parts and hasattr(objective, "compare")), "compare", why)
+            if hasattr(objective, "compare"):
+                _require_comparable(experiment)
             params = _init_params(objective)
             sharding.partitions(params, experiment.parallelism, mesh, objective.rules)
             for number, phase in enumerate(experiment.phases):
@@ -45,6 +44,15 @@ def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
 def _require(holds: bool, what: str, why: str) -> None:
     if not holds:
         raise InputError(f"{what}: {why}")
+
+
+def _require_comparable(experiment: Experiment) -> None:
+    """Raises InputError if settings do not suit an objective that compares rows of a batch."""
+    why = "takes a batch at once, optimizer.clip=per_replica its parts; set that to global"
+    _require(experiment.optimizer.clip != "per_replica", "compare", why)
+    # A replay moves rows to other devices. Sums over all of them are then taken in another order.
+    why = "adds up rows of all devices, whose order run.replay_every changes; set that to 0"
+    _require(not experiment.run.replay_every, "compare", why)
 
 
 def _require_array(given: Any, what: str, shape: tuple[int, ...], dtype: str = "float32") -> None:
