@@ -218,3 +218,28 @@ def test_scores_of_labels_have_f1_of_two_alone():
         outputs = list(np.eye(len(labels), dtype=np.float32))
         found = kind.scores(outputs, kind.rows(examples), examples)
         assert ("f1" in found) == (len(labels) == 2) and set(found.values()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        (
+            ("tsv:glue/dev_matched.tsv", "csv:dev_mismatched.csv.gz"),
+            ("dev_matched", "dev_mismatched"),
+        ),
+        (("tfds:glue/mnli:validation_matched", "tsv:x"), ("validation_matched", "x")),
+        # Equal names: whole sources, wherever a folder lies.
+        (
+            ("tsv:/here/./a/dev.tsv", "tsv:/here/./b/dev.tsv"),
+            ("tsv:./a/dev.tsv", "tsv:./b/dev.tsv"),
+        ),
+        (("tsv:only.tsv",), ()),
+    ],
+)
+def test_the_examples_of_each_source_are_a_part_with_its_rows(sources, names):
+    kind = Choices(task("choice"), ("0", "1"), TOKENIZER)
+    examples = [sentence("wa", "wb", "wc", label="0") for _ in range(3 * len(sources))]
+    parts = kind.parts(examples, dict.fromkeys(sources, 3))
+    assert tuple(part.name for part in parts) == names
+    assert [part.first for part in parts] == [0, 6][: len(names)]
+    assert all(len(part.rows.ids) == 6 and len(part.examples) == 3 for part in parts)
