@@ -320,7 +320,7 @@ class WriteShards:
                         path = folder / dataset.SPLITS[split]
                         writers[split] = dataset.ShardWriter(path, tok.unk_id)
                     writers[split].add(ids, lengths)
-                tick(0)
+                tick(self.bytes / len(self.splits))
         record = {}
         for split, writer in sorted(writers.items()):
             writer.close()

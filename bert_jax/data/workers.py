@@ -33,8 +33,8 @@ _TICK = 1.0
 
 _RECORD = "record.json"
 
-# Takes how many characters have been read since its last call.
-Tick = Callable[[int], None]
+# Takes how much of the task's `bytes` has been done since its last call.
+Tick = Callable[[float], None]
 
 
 class Task(Protocol):
@@ -80,8 +80,8 @@ class Progress:
     def __init__(self, what: str, say: Callable[[str], None]):
         self._what, self._say = what, say
         self._bar: rich_progress.Progress | None = None
-        self._total = self._left = self._done = self._part = 0
-        self._start = self._next = 0.0
+        self._total = self._left = self._done = 0
+        self._part = self._start = self._next = 0.0
 
     @contextlib.contextmanager
     def of(self, total: int, left: int) -> Iterator[None]:
@@ -107,9 +107,9 @@ class Progress:
             yield
         self._bar = None
 
-    def tick(self, characters: int) -> None:
-        """Counts characters that have been read of the present task."""
-        self._part += characters
+    def tick(self, size: float) -> None:
+        """Counts bytes, roughly, that have been done of the present task."""
+        self._part += size
         self._show()
 
     def end(self, size: int) -> None:
