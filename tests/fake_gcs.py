@@ -262,7 +262,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._send(412, b"")
         if self.query.get("alt") != "media":
             return self._json(self._resource(self.name, there))
-        headers = {"x-goog-generation": str(there.generation)}
+        about = self._resource(self.name, there)
+        headers = {
+            "x-goog-generation": about["generation"],
+            "x-goog-hash": f"crc32c={about['crc32c']}",
+            "x-goog-stored-content-length": about["size"],
+            "x-goog-stored-content-encoding": self.bucket.encoding or "identity",
+        }
         span = self.headers.get("Range")
         if span is None:
             return self._send(200, there.data, headers)

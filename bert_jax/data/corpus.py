@@ -129,11 +129,11 @@ def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
             copy.rmtree(missing_ok=True)  # of another corpus
             copy.mkdir(parents=True)
             write_atomic(path, text)
-        wanted = {
-            name: entry[0]
+        wanted = [
+            name
             for name, entry in listed.items()
             if not name.startswith("dataset/") and _damage(copy / name, entry, "cheap")
-        }
+        ]
         copies.fetch_all(
             folder,
             copy,

@@ -61,6 +61,19 @@ class Part:
     files: tuple[tuple[str, int, int], ...]
     bytes: int  # of text, roughly
 
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Has the objects of this part read from local copies while entered.
+
+        A large Parquet file is of several parts, and each reads ranges of it.
+        """
+        return copies.held(
+            {
+                extent.path: extent.listed
+                for extent in self.extents
+                if extent.listed and (extent.kind != "parquet" or extent.listed.size <= PART_BYTES)
+            }
+        )
+
     def documents(self, corpus: Corpus, tick: Tick = lambda characters: None) -> Iterator[Document]:
         """Yields the documents of this part, whose pieces are reported as they are taken."""
         self._require_unchanged()
@@ -74,6 +87,8 @@ class Part:
 
     def _require_unchanged(self) -> None:
         for path, size, date in self.files:
+            if path in buckets.held_copies.get():  # copied as it was listed
+                continue
             with contextlib.suppress(InputError):
                 if text_sources.state(path) == {"bytes": size, "mtime_ns": date}:
                     continue
@@ -98,13 +113,13 @@ def plan(corpus: Corpus) -> list[Part]:
             sizes[-1] += more
 
     @functools.cache
-    def state(path: str) -> tuple[str, int, int]:
-        return (path, *text_sources.state(path).values())
+    def state(path: str, listed: buckets.Listed | None) -> tuple[str, int, int]:
+        return (path, *text_sources.state(path, listed=listed).values())
 
     def files(part: list[Extent]) -> tuple[tuple[str, int, int], ...]:
         # A TFDS dataset is recognised by its metadata.
-        paths = (f"{e.folder}/dataset_info.json" if e.folder else e.path for e in part)
-        return tuple(map(state, dict.fromkeys(paths)))
+        paths = {f"{e.folder}/dataset_info.json" if e.folder else e.path: e.listed for e in part}
+        return tuple(itertools.starmap(state, paths.items()))
 
     return [Part(tuple(p), files(p), size) for p, size in zip(parts, sizes, strict=True)]
 
@@ -141,7 +156,8 @@ class CountStretches(_OfPart):
         texts = pieces()
         if unknown := self.corpus.unknown_word:
             texts = (text.replace(unknown, " ") for text in texts)
-        offsets = words.write_stretches(texts, self.corpus.case, folder / "counts.json")
+        with self.part.held():
+            offsets = words.write_stretches(texts, self.corpus.case, folder / "counts.json")
         return {"offsets": offsets, **record}
 
 
@@ -161,6 +177,10 @@ class Read(_OfPart):
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """Writes the documents of the part as words or ids; returns its record."""
+        with self.part.held():
+            return self._make(folder, tick)
+
+    def _make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         text_lines.require_not_utf8(
             (e.path for e in self.part.extents if e.kind in _ENCODED and e.start == 0),
             self.corpus.encoding,

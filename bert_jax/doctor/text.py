@@ -65,9 +65,9 @@ def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
         if word in ("tfds", "tfds_dir"):
             places.append((one, source, 0))
             continue
-        for path in text_sources.files(source):
+        for path, listed in text_sources.files(source).items():
             alone = dataclasses.replace(one, sources=(f"{word}:{path}",))
-            size = 0 if word == "parquet" else text_sources.state(path)["bytes"]
+            size = 0 if word == "parquet" else text_sources.state(path, listed=listed)["bytes"]
             places.append((alone, path, size))
     findings = _Survey(corpus, places).findings()
     for line in text_sources.left_out(prepared_as or corpus):

@@ -4,10 +4,15 @@ An object is whole or not there; nothing is renamed or appended. (Orbax writes t
 paths.) Every call tries again while the network fails, for ten minutes, and then raises
 `Unavailable`. A bucket that is not there, and rights that are refused at the first use, are bad
 input; from then on a refusal is taken for a token that has expired, and waited for.
+
+Content is compared with the size and the CRC32C that the bucket states for it, and read of one
+generation. Answers without a checksum (lists, descriptions, ranges of an object) are asked for
+twice and must agree. A mismatch is a passing fault like those of the network.
 """
 
 import base64
 import contextlib
+import contextvars
 import datetime
 import errno
 import functools
@@ -15,10 +20,12 @@ import hashlib
 import io
 import logging
 import os
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any, Literal, NamedTuple, TypeVar
 
 import fsspec
+import google_crc32c
 from etils import epath
 
 from bert_jax.errors import InputError
@@ -53,7 +60,18 @@ class Listed(NamedTuple):
     size: int  # in bytes
     crc32c: str  # of its content, base64 as the bucket says it
     updated: str  # when it was written, RFC 3339
-    encoding: str = ""  # Content-Encoding: gzip, which clients unpack unasked
+    generation: str  # changes with every write
+    encoding: str  # Content-Encoding: gzip, which clients unpack unasked
+
+
+class Replaced(ConnectionError):
+    """An object is no longer the one that was described: it was replaced or removed."""
+
+
+# Local copies of objects by their paths, which this thread reads instead of them (see `copies`).
+held_copies: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
+    "held_copies", default=types.MappingProxyType({})
+)
 
 
 def is_bucket(place: epath.PathLike) -> bool:
@@ -77,22 +95,65 @@ def is_bucket(place: epath.PathLike) -> bool:
 # --- single objects -----------------------------------------------------------------------------
 
 
-def read(
-    path: epath.PathLike,
-    first: int | None = None,
-    end: int | None = None,
-    seconds: float | None = None,
-) -> bytes:
-    """Returns the content of a file of this machine, or of an object the bytes from `first` to
-    `end`; the network may fail for so many seconds, None: ten minutes.
+def read(path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None) -> bytes:
+    """Returns the content of a file of this machine, or of a small object, as it is now.
+
+    The network may fail for so many seconds, None: ten minutes. An object is asked about unless it
+    is `listed`.
 
     Raises:
       FileNotFoundError: nothing is there.
     """
     if not is_bucket(path):
         return epath.Path(path).read_bytes()
-    name = os.fspath(path)
-    return _tried("read", path, lambda: _files().cat_file(name, start=first, end=end), seconds)
+    known = [listed] if listed else []
+
+    def read_whole() -> bytes:
+        listed = known.pop() if known else _described(path)
+        content = _media(path, listed, 0, listed.size)
+        if not _is_of(google_crc32c.Checksum(content), listed):
+            raise ConnectionError(f"{path}: other content than the bucket's checksum says")
+        return content
+
+    return _tried("read", path, read_whole, seconds)
+
+
+def read_range(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
+    """Returns the bytes of an object from `first` to `end`; their number alone is compared.
+
+    Raises:
+      InputError: the object was replaced or removed since it was listed.
+    """
+
+    def read_it() -> bytes:
+        try:
+            return _media(path, listed, first, end)
+        except Replaced as error:
+            if (now := about(path)) is not None and now.generation == listed.generation:
+                raise
+            raise InputError(
+                f"{path}: changed while it was read; run again once nothing writes there"
+            ) from error
+
+    return _tried("read", path, read_it)
+
+
+def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
+    """Asks once for the bytes of an object from `first` to `end`."""
+    if listed.encoding:
+        raise InputError(
+            f"{path}: is stored with Content-Encoding: {listed.encoding}, and its length is not "
+            "that of its text; upload it without (gcloud storage cp), or as a .gz file"
+        )
+    headers = {} if (first, end) == (0, listed.size) else {"Range": f"bytes={first}-{end - 1}"}
+    about_it = {"alt": "media", "ifGenerationMatch": listed.generation, "headers": headers}
+    try:
+        _, content = _files().call("GET", "b/{}/o/{}", *split(path), **about_it)
+    except (FileExistsError, FileNotFoundError) as error:  # gcsfs's name for 412, and 404
+        raise Replaced(f"{path}: was replaced while it was read") from error
+    if len(content) != end - first:
+        raise ConnectionError(f"{path}: {len(content)} bytes came of {end - first}")
+    return content
 
 
 def opened(path: epath.PathLike) -> IO[bytes]:
@@ -101,37 +162,53 @@ def opened(path: epath.PathLike) -> IO[bytes]:
     Raises:
       FileNotFoundError: nothing is there.
     """
+    if copy := held_copies.get().get(os.fspath(path)):
+        return open(copy, "rb")
     listed = _there(path)
-    if listed.encoding:
-        raise InputError(
-            f"{path}: is stored with Content-Encoding: {listed.encoding}, and its length is not "
-            "that of its text; upload it without (gcloud storage cp), or as a .gz file"
-        )
     # A file of fsspec, but by our own client: it outlasts a bucket that fails, and names rights.
-    return io.BufferedReader(_Ranges(None, path, block_size=_RANGE, size=listed.size))
+    return io.BufferedReader(_Ranges(path, listed))
 
 
 class _Ranges(fsspec.spec.AbstractBufferedFile):
     """The bytes of an object as of a file, which holds a range of them."""
 
+    def __init__(self, path: epath.PathLike, listed: Listed):
+        super().__init__(None, path, block_size=_RANGE, size=listed.size)
+        self._listed = listed
+
     def _fetch_range(self, start: int, end: int) -> bytes:
-        return read(self.path, start, end)
+        # A bucket states checksums of whole objects alone.
+        def ask() -> bytes:
+            return read_range(self.path, self._listed, start, end)
+
+        return _tried("read", self.path, functools.partial(_agreed, ask))
+
+
+def _agreed(ask: Callable[[], T]) -> T:
+    """Asks twice for what has no checksum, and requires the same answer."""
+    first, second = ask(), ask()
+    if first != second:
+        raise ConnectionError("two answers to the same question differ")
+    return first
 
 
 def sha256(path: epath.PathLike) -> str:
-    """Returns the SHA-256 of a file of this machine, or of a small object."""
-    if is_bucket(path):
-        return hashlib.sha256(read(path)).hexdigest()
-    with open(path, "rb") as file:
+    """Returns the SHA-256 of a file of this machine, or of an object."""
+    with opened(path) if is_bucket(path) else open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def state(path: epath.PathLike, seconds: float | None = None) -> tuple[int, int]:
-    """Returns the bytes of a file of this machine or an object, and its date in nanoseconds."""
+def state(
+    path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
+) -> tuple[int, int]:
+    """Returns the bytes of a file of this machine or an object, and its date in nanoseconds.
+
+    An object is asked about unless it is `listed`.
+    """
     if not is_bucket(path):
         stat = os.stat(path)
         return stat.st_size, stat.st_mtime_ns
-    listed = _there(path, seconds)
+    listed = listed or _there(path, seconds)
     date = datetime.datetime.fromisoformat(listed.updated)
     return listed.size, round(date.timestamp() * 1e9)
 
@@ -155,17 +232,30 @@ def exists(path: epath.Path) -> bool:
 
 def about(path: epath.PathLike, seconds: float | None = None) -> Listed | None:
     """Returns what is known of an object; None if nothing is there."""
-    ask = functools.partial(_files().call, "GET", "b/{}/o/{}", *split(path), json_out=True)
     try:
-        return _of_item(_tried("read", path, ask, seconds))
+        return _there(path, seconds)
     except FileNotFoundError:
         return None
 
 
 def _there(path: epath.PathLike, seconds: float | None = None) -> Listed:
-    if (listed := about(path, seconds)) is None:
-        raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path))
-    return listed
+    """Returns what is known of an object.
+
+    Raises:
+      FileNotFoundError: nothing is there.
+    """
+    ask = functools.partial(_agreed, functools.partial(_described, path))
+    try:
+        return _tried("read", path, ask, seconds)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path)) from error
+
+
+def _described(path: epath.PathLike) -> Listed:
+    """Asks once about an object."""
+    item = _files().call("GET", "b/{}/o/{}", *split(path), json_out=True)
+    with _well_formed():
+        return _of_item(item)
 
 
 def names(folder: epath.Path) -> set[str]:
@@ -216,8 +306,6 @@ def send(file: epath.PathLike, path: epath.PathLike) -> None:
 
 def is_same(file: epath.PathLike, listed: Listed) -> bool:
     """Returns whether a local file is an object's content."""
-    import google_crc32c
-
     try:
         if os.stat(file).st_size != listed.size:
             return False
@@ -227,6 +315,10 @@ def is_same(file: epath.PathLike, listed: Listed) -> bool:
                 pass
     except FileNotFoundError:
         return False
+    return _is_of(checksum, listed)
+
+
+def _is_of(checksum: google_crc32c.Checksum, listed: Listed) -> bool:
     return base64.b64encode(checksum.digest()).decode() == listed.crc32c
 
 
@@ -235,20 +327,53 @@ def _listed(
 ) -> tuple[dict[str, Listed], set[str]]:
     """Returns objects and folders below a folder, by their paths in it."""
     bucket, key = split(folder)
-    ask = functools.partial(_files().list_objects, os.fspath(folder), delimiter=delimiter)
-    try:
-        items, folders = _tried("list", folder, ask, seconds)
-    except FileNotFoundError as error:
-        raise InputError(f"{folder}: there is no bucket {bucket}") from error
     prefix = f"{key}/" if key else ""
-    objects = {item["name"].removeprefix(f"{bucket}/{prefix}"): _of_item(item) for item in items}
+    objects: dict[str, Listed] = {}
+    folders: set[str] = set()
+    token: str | None = None
+    while token != "":
+        page = functools.partial(_page, bucket, prefix, delimiter, token)
+        try:
+            some, names_, token = _tried("list", folder, functools.partial(_agreed, page), seconds)
+        except FileNotFoundError as error:
+            raise InputError(f"{folder}: there is no bucket {bucket}") from error
+        objects |= some
+        folders |= names_
     objects.pop("", None)  # what the console makes for an empty folder
-    return objects, {name.removeprefix(prefix).rstrip("/") for name in folders}
+    return objects, folders
+
+
+def _page(
+    bucket: str, prefix: str, delimiter: str, token: str | None
+) -> tuple[dict[str, Listed], set[str], str]:
+    """Asks once for a page of a list; returns objects, folders and the token of the next page."""
+    asked = {"prefix": prefix or None, "delimiter": delimiter or None, "pageToken": token}
+    page = _files().call("GET", "b/{}/o", bucket, json_out=True, maxResults=1000, **asked)
+    with _well_formed():
+        if page["kind"] != "storage#objects":
+            raise ValueError(page["kind"])
+        objects = {i["name"].removeprefix(prefix): _of_item(i) for i in page.get("items", [])}
+        folders = {n.removeprefix(prefix).rstrip("/") for n in page.get("prefixes", [])}
+        return objects, folders, page.get("nextPageToken", "")
+
+
+@contextlib.contextmanager
+def _well_formed() -> Iterator[None]:
+    """Takes an answer that does not hold what it must for a passing fault."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConnectionError(f"an answer is damaged ({error!r})") from error
 
 
 def _of_item(item: dict[str, Any]) -> Listed:
-    encoding = item.get("contentEncoding", "")
-    return Listed(int(item["size"]), item.get("crc32c", ""), item["updated"], encoding)
+    return Listed(
+        int(item["size"]),
+        item.get("crc32c", ""),
+        item["updated"],
+        item["generation"],
+        item.get("contentEncoding", ""),
+    )
 
 
 def split(place: epath.PathLike) -> tuple[str, str]:

@@ -8,6 +8,7 @@ arrive.
 
     CACHE/corpora/NAME/          a copy of a corpus in a bucket: as the corpus, without its dataset
     CACHE/corpora/NAME.lock      held while it is made; other processes of this host wait
+    CACHE/sources/               objects of sources, while they are read
 """
 
 import contextlib
@@ -23,13 +24,16 @@ from concurrent.futures import ThreadPoolExecutor
 from etils import epath
 
 from bert_jax.errors import InputError, duration
-from bert_jax.storage import buckets, mirror
+from bert_jax.storage import buckets, mirror, retry
 from bert_jax.storage.workdir import cache_folder, made, named_errors, new_file, require_local
 
 Say = Callable[[str], None]
 
 # Streams at once, and bytes that each fetches at a time.
 STREAMS, PIECE = 8, 32 * 2**20
+# Bytes up to which an object is fetched by one of so many requests at once: the wait for an answer
+# is longer than the transfer.
+SMALL, REQUESTS = 2**20, 32
 # Seconds between two lines about a copy.
 _TELL = 10.0
 
@@ -137,55 +141,109 @@ def fetch(path: epath.Path, folder: epath.Path) -> None:
     """Copies one object into a local folder; see `fetch_all`."""
     if (listed := buckets.about(path)) is None:
         raise InputError(f"{path}: is missing")
+    with named_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with new_file(folder / path.name) as file:
+        _download({os.fspath(path): (listed, file)})
 
-    def damage(_: str, file: epath.Path) -> str:
-        return "" if buckets.is_same(file, listed) else "was changed on its way"
 
-    fetch_all(path.parent, folder, {path.name: listed.size}, damage, "copy it again")
+@contextlib.contextmanager
+def held(objects: Mapping[str, buckets.Listed]) -> Iterator[None]:
+    """Has this thread read local copies of objects, by their paths, while entered.
+
+    The copies lie in the cache and are whole before anything is read; at the end they go.
+    """
+    if not objects:
+        yield
+        return
+    sources = cache_folder() / "sources"
+    with named_errors(sources):
+        sources.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=sources) as folder:
+        files = {path: epath.Path(folder) / str(number) for number, path in enumerate(objects)}
+        _download({path: (listed, files[path]) for path, listed in objects.items()})
+        token = buckets.held_copies.set({path: os.fspath(file) for path, file in files.items()})
+        try:
+            yield
+        finally:
+            buckets.held_copies.reset(token)
 
 
 def fetch_all(
     source: epath.Path,
     target: epath.Path,
-    sizes: Mapping[str, int],
+    names: Iterable[str],
     damage: Callable[[str, epath.Path], str],
     mend: str,
     say: Say | None = None,
 ) -> None:
     """Copies objects of a folder to a local one, in several streams, each checked or not there.
 
-    `sizes` are their bytes, by their paths in both. `damage` says of such a path and the local file
-    what is wrong with it ("": nothing), and `mend` what to do then.
+    `names` are their paths in both. `damage` says of such a path and the local file, which is as
+    the bucket holds it, what is wrong with it ("": nothing), and `mend` what to do then.
 
     Raises:
       Unavailable: no answer for ten minutes, or a full disk; the files that are whole stay.
     """
+    wanted = list(names)
+    there = buckets.listing(source) if wanted else {}
+    for name in wanted:
+        if name not in there:
+            raise InputError(f"{source / name}: is missing; {mend}")
+    progress = _Progress(f"copy of {source}", sum(there[name].size for name in wanted), say)
+    for name in wanted:
+        with named_errors(target):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+        with new_file(target / name) as file:
+            _download({os.fspath(source / name): (there[name], file)}, progress.add)
+            if wrong := damage(name, file):
+                raise InputError(f"{source / name}: damaged ({wrong}); {mend}")
 
-    def fetch_piece(name: str, file: epath.Path, first: int) -> int:
-        length = min(PIECE, sizes[name] - first)
-        try:
-            data = buckets.read(source / name, first, first + length)
-        except FileNotFoundError as error:
-            raise InputError(f"{source / name}: is missing; {mend}") from error
-        if len(data) != length:
-            raise InputError(f"{source / name}: damaged (cut short); {mend}")
-        with named_errors(target / name), open(file, "r+b") as opened:
-            opened.seek(first)
-            opened.write(data)
-        return length
 
-    progress = _Progress(f"copy of {source}", sum(sizes.values()), say)
-    with ThreadPoolExecutor(STREAMS) as pool:
-        for name, size in sizes.items():
-            with named_errors(target):
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-            with new_file(target / name) as file:
+def _download(
+    files: Mapping[str, tuple[buckets.Listed, epath.Path]],
+    count: Callable[[int], None] = lambda size: None,
+) -> None:
+    """Copies objects, by their paths, to local files; `count` is given the bytes of each piece.
+
+    Raises:
+      InputError: an object was replaced or removed since it was listed.
+      Unavailable: for ten minutes there was no answer, or none with the object's checksum.
+    """
+
+    def fetch_one(path: str, each: Callable[..., Iterable[int]]) -> int:
+        listed, file = files[path]
+
+        def fetch_piece(first: int) -> int:
+            end = min(first + PIECE, listed.size)
+            data = buckets.read_range(path, listed, first, end)
+            with named_errors(path), open(file, "r+b") as opened:
+                opened.seek(first)
+                opened.write(data)
+            return len(data)
+
+        def fetch_pieces() -> int:
+            with named_errors(path):
                 file.write_bytes(b"")
-                piece = functools.partial(fetch_piece, name, file)
-                for count in pool.map(piece, range(0, max(size, 1), PIECE)):
-                    progress.add(count)
-                if wrong := damage(name, file):
-                    raise InputError(f"{source / name}: damaged ({wrong}); {mend}")
+            done = 0
+            for size in each(fetch_piece, range(0, listed.size, PIECE)):
+                count(size)
+                done += size
+            if not buckets.is_same(file, listed):
+                count(-done)
+                raise ConnectionError("other content than the bucket's checksum says")
+            return done
+
+        return retry.again(fetch_pieces, path)
+
+    large = [path for path, (listed, _) in files.items() if listed.size > SMALL]
+    if len(large) < len(files):
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            for _ in pool.map(functools.partial(fetch_one, each=map), files.keys() - large):
+                pass
+    with ThreadPoolExecutor(STREAMS) as pool:
+        for path in large:
+            fetch_one(path, pool.map)
 
 
 def send_all(

@@ -108,7 +108,7 @@ def _refresh(remote: epath.Path, local: epath.Path, files: Iterable[str]) -> Non
             if name not in there:
                 here.unlink(missing_ok=True)
             elif not buckets.is_same(here, there[name]):
-                data = buckets.read(remote / name)
+                data = buckets.read(remote / name, listed=there[name])
                 with new_file(here) as temporary:
                     temporary.write_bytes(data)
 

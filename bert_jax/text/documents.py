@@ -26,6 +26,7 @@ import pyarrow
 
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError, naming
+from bert_jax.storage import buckets
 from bert_jax.text import lines as text_lines
 from bert_jax.text import records, sources, tfds_files
 
@@ -110,6 +111,7 @@ class Extent:
     count: int = 0  # records of this shard
     before: int = 0  # records of the dataset before it
     bytes: int = 0  # how much there is to read, roughly
+    listed: buckets.Listed | None = None  # of an object in a bucket, what its list says
 
 
 def read(corpus: Corpus) -> Iterator[Document]:
@@ -142,16 +144,16 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
                 yield Extent(*of, start, stop, count, before, size // parts)
             before += count
         return
-    for path in sources.files(source):
-        size = sources.state(path)["bytes"]
+    for path, listed in sources.files(source).items():
+        size = sources.state(path, listed=listed)["bytes"]
         if word == "parquet" and most:
             for start, stop, text in records.parts(path, field, most):
-                yield Extent(word, path, field, start=start, stop=stop, bytes=text)
+                yield Extent(word, path, field, start=start, stop=stop, bytes=text, listed=listed)
             continue
         cuts = _cuts(path, word, corpus, most) if size > most > 0 else []
         for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
             length = (size if stop < 0 else stop) - start
-            yield Extent(word, path, field, start=start, stop=stop, bytes=length)
+            yield Extent(word, path, field, start=start, stop=stop, bytes=length, listed=listed)
 
 
 def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:

@@ -33,6 +33,10 @@ _NAMED = 5
 _VERSIONS = ("ETag", "etag", "md5", "blob_id", "LastModified", "last_modified", "mtime", "created")
 
 
+# Paths of files, and what the list of a bucket says of each.
+Files = dict[str, buckets.Listed | None]
+
+
 def kind_of(path: str) -> str:
     """Returns the kind of source that reads a file of this name of a folder; "" if none does."""
     packed = text_lines.compression(path)
@@ -43,7 +47,7 @@ def kind_of(path: str) -> str:
     return ""
 
 
-def files(source: str, seconds: float | None = None) -> list[str]:
+def files(source: str, seconds: float | None = None) -> Files:
     """Returns the files of a source of files, sorted; for `seconds` see `buckets.read`."""
     word, _, place = source.partition(":")
     paths, others = find(source, seconds)
@@ -62,7 +66,7 @@ def files(source: str, seconds: float | None = None) -> list[str]:
     return paths
 
 
-def find(source: str, seconds: float | None = None) -> tuple[list[str], list[str]]:
+def find(source: str, seconds: float | None = None) -> tuple[Files, list[str]]:
     """Returns the files that a source reads, and what else lies there; both sorted.
 
     The latter are files of a folder with other endings, or folders that a pattern matches, whose
@@ -73,11 +77,14 @@ def find(source: str, seconds: float | None = None) -> tuple[list[str], list[str
         with text_lines.answering(f"corpus.sources: {source}"):
             paths, is_folder = _paths_there(place, seconds)
     elif os.path.isdir(place):
-        paths, is_folder = files_below(place), True
+        paths, is_folder = dict.fromkeys(files_below(place)), True
     else:
-        return _matches(source, place)
-    read = [path for path in paths if kind_of(path) == word] if is_folder else paths
-    return read, sorted(set(paths).difference(read))
+        named, folders = _matches(source, place)
+        return dict.fromkeys(named), folders
+    read = {
+        path: listed for path, listed in paths.items() if not is_folder or kind_of(path) == word
+    }
+    return read, sorted(paths.keys() - read.keys())
 
 
 def files_below(folder: str) -> list[str]:
@@ -143,27 +150,29 @@ def _matching(pattern: str) -> list[str]:
     return [f"{root}{name}" for name in names if fits.match(name) and "/." not in f"/{name}"]
 
 
-def _paths_there(place: str, seconds: float | None) -> tuple[list[str], bool]:
+def _paths_there(place: str, seconds: float | None) -> tuple[Files, bool]:
     """Returns the files at an address, and whether the address is a folder's."""
     if place.startswith("gs://"):
         return _paths_in_bucket(place, seconds)
     system, name = text_lines.system_of(place)
     is_folder = system.isdir(name)
     names = system.find(name) if is_folder else [name] * system.exists(name) or system.glob(name)
-    return sorted(system.unstrip_protocol(path) for path in names), is_folder
+    return dict.fromkeys(sorted(system.unstrip_protocol(path) for path in names)), is_folder
 
 
-def _paths_in_bucket(place: str, seconds: float | None) -> tuple[list[str], bool]:
+def _paths_in_bucket(place: str, seconds: float | None) -> tuple[Files, bool]:
     """Returns the objects of a name, below a folder, or that fit a pattern; see `_paths_there`."""
     folder, fits = re.sub(r"(?<=[^:/])/*$", "/", place), ""
     if glob.has_magic(place):
         begin = re.split(r"[*?[]", place)[0]
         folder, fits = begin[: begin.rfind("/") + 1], glob_translate(place)
-    if buckets.is_bucket(folder) and buckets.split(place)[1] and buckets.about(place, seconds):
-        return [place], False
-    names = buckets.listing(folder, seconds=seconds)
-    paths = (folder + name for name in names if not name.endswith("/"))
-    return sorted(filter(re.compile(fits or ".*").fullmatch, paths)), not fits
+    is_named = buckets.is_bucket(folder) and buckets.split(place)[1]
+    if is_named and (listed := buckets.about(place, seconds)):
+        return {place: listed}, False
+    there = sorted(buckets.listing(folder, seconds=seconds).items())
+    paths = {folder + name: listed for name, listed in there if not name.endswith("/")}
+    matches = re.compile(fits or ".*").fullmatch
+    return {path: listed for path, listed in paths.items() if matches(path)}, not fits
 
 
 def left_out(corpus: Corpus, seconds: float | None = None) -> list[str]:
@@ -248,13 +257,15 @@ def fingerprint(corpus: Corpus, seconds: float | None = None) -> list[dict[str, 
         if word in _ENDINGS:
             paths = files(source, seconds)
         else:
-            paths = [f"{_dataset(word, place)}/dataset_info.json"]
-        rows += [{"file": path, **state(path, seconds)} for path in paths]
+            paths = {f"{_dataset(word, place)}/dataset_info.json": None}
+        rows += [{"file": path, **state(path, seconds, listed)} for path, listed in paths.items()]
     return rows
 
 
-def state(path: str, seconds: float | None = None) -> dict[str, int]:
-    """Returns `bytes` and `mtime_ns` of a file, or of an object in a bucket."""
+def state(
+    path: str, seconds: float | None = None, listed: buckets.Listed | None = None
+) -> dict[str, int]:
+    """Returns `bytes` and `mtime_ns` of a file, or of an object, which may be `listed`."""
     with text_lines.answering(f"corpus.sources: {path}"):
         if "://" in path and not path.startswith("gs://"):
             system, name = text_lines.system_of(path)
@@ -269,15 +280,14 @@ def state(path: str, seconds: float | None = None) -> dict[str, int]:
             version = str(next(filter(None, map(about.get, _VERSIONS)), "")).strip('"')
             date = int(hashlib.sha256(version.encode()).hexdigest()[:15], 16)
         else:
-            size, date = buckets.state(path, seconds)
+            size, date = buckets.state(path, seconds, listed)
     return {"bytes": size, "mtime_ns": date}
 
 
 def sha256(path: str) -> str:
     """Returns the SHA-256 of a file, wherever it lies."""
     with text_lines.answering(f"corpus.sources: {path}"):
-        # What describes a TFDS dataset is small, and lies here or in a bucket.
-        if "://" in path and not path.endswith("/dataset_info.json"):
+        if "://" in path and not path.startswith("gs://"):
             with text_lines.packed(path) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         return buckets.sha256(path)

@@ -1,11 +1,15 @@
 """Buckets: rights, and networks that fail."""
 
+import hashlib
+import itertools
+
+import fake_gcs
 import pytest
 from etils import epath
 from fake_gcs import Fault
 
-from bert_jax.errors import InputError
-from bert_jax.storage import buckets
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.storage import buckets, copies, retry
 
 RUN = epath.Path("gs://bucket/run")
 OPERATIONS = {
@@ -36,6 +40,60 @@ def test_a_fault_that_passes_costs_nothing(kind, objects):
         OPERATIONS[kind]()
         wanted = {"write": {"run/there", "run/new"}, "delete": set()}
         assert objects.files().keys() == wanted.get(kind, {"run/there"})
+
+
+DAMAGES = {
+    "emptied": Fault(change=fake_gcs.emptied),
+    "halved": Fault(change=fake_gcs.halved),
+    "flipped": Fault(change=fake_gcs.flipped),
+    "broken off": Fault(breaks_off=True),
+}
+CONTENT = bytes(range(256)) * 40
+
+
+def opened(path):
+    with buckets.opened(path) as file:
+        return file.read()
+
+
+def copied(path, tmp_path):
+    copies.fetch(path, epath.Path(tmp_path))
+    return (tmp_path / path.name).read_bytes()
+
+
+READS = {
+    "read": lambda path, _: buckets.read(path),
+    "opened": lambda path, _: opened(path),
+    "fetch": copied,
+    "epath": lambda path, _: path.read_bytes(),
+    "sha256": lambda path, _: (buckets.sha256(path) == SHA256) * CONTENT,
+}
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("way", READS)
+def test_content_that_is_not_what_the_bucket_states_is_read_again(
+    way, damage, objects, tmp_path, monkeypatch
+):
+    """A third of all answers are damaged, those about objects among them."""
+    monkeypatch.setattr(retry, "GIVE_UP", 10.0)
+    monkeypatch.setattr(buckets, "_RANGE", 3000)
+    monkeypatch.setattr(copies, "PIECE", 6000)
+    objects.put("run/there", CONTENT, {})
+    for begin in range(3):
+        turns = itertools.count(begin)
+        objects.fault = lambda *_, turns=turns: None if next(turns) % 3 else DAMAGES[damage]
+        assert READS[way](RUN / "there", tmp_path) == CONTENT
+
+
+@pytest.mark.parametrize("way", ["read", "opened", "fetch"])
+def test_content_that_stays_other_than_stated_is_out_of_reach(way, objects, tmp_path, monkeypatch):
+    monkeypatch.setattr(retry, "GIVE_UP", 0.1)
+    objects.put("run/there", CONTENT, {})
+    objects.fault = lambda method, name, kind: Fault(change=fake_gcs.halved)
+    with pytest.raises(Unavailable, match="gs://bucket/run/there"):
+        READS[way](RUN / "there", tmp_path)
 
 
 def test_a_write_whose_answer_is_lost_is_done(objects):

@@ -30,7 +30,7 @@ def filled(folder):
 
 def fetch(target, say=None):
     """What is not there, as a corpus is fetched."""
-    wanted = {n: len(data) for n, data in FILES.items() if not (target / n).exists()}
+    wanted = [name for name in FILES if not (target / name).exists()]
 
     def damage(name, file):
         return "" if file.read_bytes() == FILES[name] else "other bytes"

@@ -2,9 +2,15 @@
 
 import collections
 import gzip
+import io
 import itertools
+import json
+import random
 import re
+import threading
+import time
 
+import fake_gcs
 import fsspec
 import pyarrow
 import pyarrow.parquet
@@ -16,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, parts
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.storage import buckets
+from bert_jax.storage import buckets, copies
 from bert_jax.text import documents
 from bert_jax.text import lines as text_lines
 from bert_jax.text import sources as text_sources
@@ -56,7 +62,77 @@ def test_an_object_is_asked_for_a_range_at_a_time(objects, word, line, monkeypat
     content = "text\n" * (word == "csv") + "".join(line % i for i in range(20_000))
     objects.put(f"texts/a.{word}", content.encode(), {})
     assert len(read(f"{word}:gs://bucket/texts")) == 20_000
-    assert len([kind for _, kind in objects.requests if kind == "read"]) < len(content) / 2**16 + 5
+    asked = [kind for _, kind in objects.requests if kind == "read"]
+    assert len(asked) < 2 * (len(content) / 2**16 + 5)  # each range twice: it has no checksum
+
+
+@pytest.mark.parametrize("word", ["text", "jsonl", "parquet"])
+def test_a_bucket_whose_answers_are_cut_or_damaged_gives_the_same_corpus(
+    objects, tmp_path, word, monkeypatch
+):
+    monkeypatch.setattr(fake_gcs, "_PAGE", 20)
+    monkeypatch.setattr(parts, "PART_BYTES", 2000)  # some objects are read in ranges
+    rng = random.Random(0)
+    for number in range(3 if word == "parquet" else 40):
+        text = " ".join("".join(rng.choices("abcdef", k=4)) for _ in range(30)) + "."
+        if word == "parquet":
+            table = pyarrow.table({"text": [f"{text} {i}" for i in range(9)]})
+            sink = io.BytesIO()
+            pyarrow.parquet.write_table(table, sink, row_group_size=3)
+            content = sink.getvalue()
+        else:
+            content = (text if word == "text" else json.dumps({"text": text})).encode()
+        objects.put(f"texts/{number}.{'txt' if word == 'text' else word}", content, {})
+    source = Corpus(sources=(f"{word}:gs://bucket/texts",))
+
+    def prepared(name):
+        return corpus.prepare(source, 60, epath.Path(tmp_path) / name, lambda line: None)["files"]
+
+    whole, draw = prepared("whole"), rng.random
+    changes = {0.05: fake_gcs.emptied, 0.1: fake_gcs.halved, 0.15: fake_gcs.flipped}
+    objects.fault = lambda method, name, kind: next(
+        (Fault(change=change) for below, change in changes.items() if draw() < below), None
+    )
+    assert prepared("damaged") == whole
+
+
+def test_many_small_objects_are_asked_for_once_each(objects, tmp_path, monkeypatch):
+    monkeypatch.setattr(fake_gcs, "_PAGE", 1000)
+    for number in range(100):
+        objects.put(f"texts/{number}.txt", f"Text {number}.".encode(), {})
+    source = Corpus(sources=("text:gs://bucket/texts",))
+    at_once, most, lock = 0, 0, threading.Lock()
+
+    def count(method, name, kind):
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.01)
+        with lock:
+            at_once -= 1
+
+    objects.fault = count
+    corpus.prepare(source, 40, epath.Path(tmp_path) / "corpus", lambda line: None)
+    asked = collections.Counter(name for name, _ in objects.requests)
+    assert all(asked[name] == 1 for name in objects.files()) and asked.total() < 110
+    assert 4 < most <= copies.REQUESTS
+
+
+def test_text_that_is_replaced_while_it_is_read_is_refused(objects, tmp_path):
+    for number in range(30):
+        objects.put(f"texts/{number}.txt", f"Text {number}.".encode(), {})
+
+    def replace(method, name, kind):
+        if name == "texts/29.txt" and b"Other" not in objects.files()[name]:
+            objects.put("texts/17.txt", b"Other 17", {})
+            objects.put("texts/29.txt", b"Other 29", {})
+
+    objects.fault = replace
+    with pytest.raises(InputError, match=r"gs://bucket/texts/(17|29)\.txt: changed"):
+        corpus.prepare(
+            Corpus(sources=("text:gs://bucket/texts",)), 40, epath.Path(tmp_path), lambda line: None
+        )
 
 
 @pytest.mark.parametrize("place", ["", "none", "none/*.txt", "texts/*.csv", "texts/sub.txt"])

@@ -52,7 +52,7 @@ def texts(source):
 
 def test_endings_are_read_in_any_case_and_any_compression(tmp_path):
     folder = fill(tmp_path / "mix", [*READ, *UNREAD, *HIDDEN])
-    assert text_sources.files(f"text:{folder}") == sorted(str(folder / name) for name in READ)
+    assert list(text_sources.files(f"text:{folder}")) == sorted(str(folder / name) for name in READ)
     assert texts(f"text:{folder}") == [text_of(name) for name in sorted(READ)]
     assert texts(f"jsonl:{folder}") == [text_of(name) for name in ("a.jsonl", "sub/b.JSONL.xz")]
 
@@ -62,7 +62,7 @@ def test_files_of_plain_names_keep_their_order(tmp_path):
     names = ["b.txt", "a b.txt", "a/c.txt", "a.txt", "a-b/x.txt", "Z.txt", ".h/i.txt", "é.txt"]
     folder = fill(tmp_path / "plain", names)
     (folder / "link.txt").symlink_to("b.txt")
-    found = text_sources.files(f"text:{folder}")
+    found = list(text_sources.files(f"text:{folder}"))
     wanted = glob.glob(f"{folder}/**/*.txt", recursive=True, include_hidden=True)
     assert found == sorted(wanted) and len(found) == len(names) + 1
 
@@ -80,13 +80,13 @@ def test_linked_folders_are_entered_once_and_no_file_is_read_twice(tmp_path):
         "../elsewhere/back": "../mix",
     }.items():
         (folder / name).symlink_to(target)
-    found = text_sources.files(f"text:{folder}")
+    found = list(text_sources.files(f"text:{folder}"))
     assert len(set(map(os.path.realpath, found))) == len(found)
     assert [os.path.relpath(path, folder) for path in found] == [
         *("a.txt", "deeper/z2.txt", "filelink.txt", "linked/z1.txt", "sub/b.txt")
     ]
     for pattern in (f"{folder}/**/*.txt", f"{folder}/**"):
-        assert text_sources.files(f"text:{pattern}") == found
+        assert list(text_sources.files(f"text:{pattern}")) == found
         assert not text_sources.left_out(Corpus(sources=(f"text:{pattern}",)))
 
 
@@ -100,7 +100,7 @@ def test_patterns_match_what_pythons_glob_matches(tmp_path, monkeypatch, start):
     for end in [*ends, "*/**/[ab].txt", "**/b/**/?.txt", "*", "*/*.txt"]:
         wanted = sorted(set(filter(os.path.isfile, glob.glob(start + end, recursive=True))))
         if wanted:
-            assert text_sources.find(f"text:{start}{end}")[0] == wanted, end
+            assert list(text_sources.find(f"text:{start}{end}")[0]) == wanted, end
         else:
             with pytest.raises(InputError, match=re.escape(start + end)):
                 text_sources.find(f"text:{start}{end}")
