@@ -1,5 +1,6 @@
 """Commands on runs and corpora in buckets: a server in memory, asked by the real clients."""
 
+import collections
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import sys
 
+import fake_gcs
 import pytest
 from broken import call, fails
 from etils import epath
@@ -84,6 +86,19 @@ def assert_can_be_read(objects, tmp_path):
         assert call(words) == (0, ""), words
     assert b"finished" in objects.files("run/")["run/report.html"]
     assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+def test_a_start_asks_few_questions(objects, remote, monkeypatch):
+    monkeypatch.setattr(fake_gcs, "_PAGE", 1000)
+    for path in pathlib.Path("run").rglob("*"):
+        if path.is_file() and path.name != "lock":
+            objects.put(path.as_posix(), path.read_bytes(), {})
+    for step in (16, 20, 22):
+        objects.put(f"run/checkpoints/{step}/commit_success.txt", b"", {})
+    objects.requests.clear()
+    assert call(f"pretrain small.py {THERE}") == (0, "")  # restores, and finds that it is finished
+    assert len(objects.requests) <= 100, collections.Counter(objects.requests).most_common(20)
+    assert any(name.endswith("manifest.ocdbt") for name, _ in objects.requests)  # it was restored
 
 
 @pytest.mark.long

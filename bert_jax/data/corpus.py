@@ -159,10 +159,14 @@ def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
 def open_manifest(folder: epath.Path) -> dict[str, Any]:
     """Returns the manifest of a complete corpus, here or in a bucket."""
     path = folder / "manifest.json"
-    if not (buckets.exists(folder / COMPLETE) and buckets.exists(path)):
+    try:
+        content = buckets.read(path) if buckets.exists(folder / COMPLETE) else None
+    except FileNotFoundError:
+        content = None
+    if content is None:
         raise InputError(f"{folder}: no prepared corpus here; run `bert-jax prepare` first")
     manifest = parse_json(
-        buckets.read(path),
+        content,
         path,
         FORMAT_VERSION,
         f"go on with the bert-jax that wrote it; for new runs choose another {_SETTING}, or remove "

@@ -1,6 +1,7 @@
 """Starting, going on with and extending a run in its workdir."""
 
 import contextlib
+import json
 import platform
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -69,7 +70,8 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         clock = Clock()
         with _held(job, peers) as (mirror, forget):
             _require_one_place(workdir, mirror, peers)
-            _require_going_on(job)
+            with buckets.unchanging(workdir.checkpoints):
+                _require_going_on(job)
             # A signal ends this at once: a corpus half made is made again.
             watchdog.pause()
             with clock.waiting("prepare"):
@@ -185,14 +187,13 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
 def _require_going_on(job: Job) -> None:
     """Raises InputError if the newest checkpoint here belongs to another experiment."""
     workdir, experiment = job.workdir, job.experiment
-    if not buckets.names(workdir.checkpoints):
-        return
     checkpoints = Checkpoints(workdir.checkpoints)
     if not checkpoints.steps:
         return
     newest = checkpoints.named("newest")
-    saved = checkpoints.experiment(newest, type(experiment))
     metadata = checkpoints.metadata(newest)
+    where = f"{workdir.checkpoints / str(newest)}"
+    saved = config.from_json(json.dumps(metadata["experiment"]), where, type(experiment))
     if changed := job.differences(saved, metadata):
         phases, hint = getattr(saved, "phases", ()), ""
         is_last = len(changed) == 1 and changed[0].startswith(f"phases.{len(phases) - 1}.steps:")

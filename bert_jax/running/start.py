@@ -10,6 +10,7 @@ luck; many in a row say that the parameters are broken, by the update before or 
 then the run starts again from a checkpoint before them, and leaves these steps out.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,7 +26,7 @@ from bert_jax.running.checkpoint import Checkpoints, Restored
 from bert_jax.running.environment import changes
 from bert_jax.running.job import Context
 from bert_jax.running.peers import Peers
-from bert_jax.storage import retry
+from bert_jax.storage import buckets, retry
 from bert_jax.storage.workdir import fork_of, read_json, write_atomic, write_json
 from bert_jax.training import feed, step
 from bert_jax.training import optimizer as optimizer_lib
@@ -121,7 +122,11 @@ def _start(context: Context, at_most: int | None) -> Restored:
         # One may have tried to read until it gives up, and then all end with its line.
         return context.peers.first_error(f"checkpoint {what}", error, patience=2 * retry.GIVE_UP)
 
-    restored = context.saves.newest(abstract, at_most, agreed)
+    restored = None
+    with buckets.unchanging(job.workdir.checkpoints), contextlib.suppress(InputError):
+        restored = context.saves.newest(abstract, at_most, agreed)
+    if restored is None or restored.damaged:  # nothing is renamed because a list lags
+        restored = context.saves.newest(abstract, at_most, agreed)
     if restored is not None:  # 1
         job.require_same(restored.metadata)
     elif job.branch is not None:  # 2
@@ -167,8 +172,9 @@ def _agree_on_steps(context: Context) -> None:
     peers, saved = context.peers, context.saves
 
     def look() -> str:
-        saved.look_again()
-        return ", ".join(map(str, saved.steps))
+        with buckets.unchanging(context.job.workdir.checkpoints):
+            saved.look_again()
+            return ", ".join(map(str, saved.steps))
 
     peers.agree("last save", "")  # until then the first process may be saving one
     peers.await_same("checkpoints", look, "run again once all see the same files", Unavailable)
@@ -179,7 +185,10 @@ def _put_aside(context: Context, restored: Restored) -> None:
     saved = context.saves
 
     def rename() -> None:
-        for number, why in (saved.unreadable() | restored.damaged).items():
+        with buckets.unchanging(context.job.workdir.checkpoints):
+            unreadable = saved.unreadable()
+        unreadable = saved.unreadable() if unreadable else {}
+        for number, why in (unreadable | restored.damaged).items():
             aside = saved.set_aside(number)
             context.job.say(f"{why}; now {aside}, going on from step {restored.step}")
 
@@ -192,7 +201,10 @@ def _set_aside_if_lost(context: Context) -> None:
     job, saved = context.job, context.saves
     path, mend = job.workdir.saved, "remove it to go on"
     step = read_json(path, 1, mend, mend)["step"] if path.exists() else 0
-    newest = max(saved.steps, default=0)
+    with buckets.unchanging(job.workdir.checkpoints):
+        newest = max(saved.steps, default=0)
+    if step > newest:  # nothing is renamed because a list lags
+        newest = max(saved.steps, default=0)
     if step <= newest:
         return
     lost = f"{job.workdir.checkpoints / str(step)}: damaged, was saved whole (it is cut or gone)"

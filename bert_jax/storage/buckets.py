@@ -98,18 +98,26 @@ def is_bucket(place: epath.PathLike) -> bool:
 def read(path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None) -> bytes:
     """Returns the content of a file of this machine, or of a small object, as it is now.
 
-    The network may fail for so many seconds, None: ten minutes. An object is asked about unless it
-    is `listed`.
+    The network may fail for so many seconds, None: ten minutes. A server that states no checksum
+    with the content is asked for it, unless the object is `listed`.
 
     Raises:
       FileNotFoundError: nothing is there.
     """
     if not is_bucket(path):
         return epath.Path(path).read_bytes()
+    from bert_jax.storage import gcs
+
     known = [listed] if listed else []
 
     def read_whole() -> bytes:
-        listed = known.pop() if known else _described(path)
+        if known:
+            listed = known.pop()  # it may be of an earlier content: the next attempt asks
+        else:
+            headers, content = _files().call("GET", "b/{}/o/{}", *split(path), alt="media")
+            if "x-goog-hash" in headers and not gcs.is_unpacked(headers):
+                return content  # the client has compared them
+            listed = _described(path)
         content = _media(path, listed, 0, listed.size)
         if not _is_of(google_crc32c.Checksum(content), listed):
             raise ConnectionError(f"{path}: other content than the bucket's checksum says")
@@ -119,10 +127,9 @@ def read(path: epath.PathLike, seconds: float | None = None, listed: Listed | No
 
 
 def read_range(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
-    """Returns the bytes of an object from `first` to `end`; their number alone is compared.
+    """Returns the bytes of an object, as it was listed, from `first` to `end`.
 
-    Raises:
-      InputError: the object was replaced or removed since it was listed.
+    Their number alone is compared: a bucket states checksums of whole objects.
     """
 
     def read_it() -> bytes:
@@ -177,7 +184,6 @@ class _Ranges(fsspec.spec.AbstractBufferedFile):
         self._listed = listed
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        # A bucket states checksums of whole objects alone.
         def ask() -> bytes:
             return read_range(self.path, self._listed, start, end)
 
@@ -227,7 +233,11 @@ def exists(path: epath.Path) -> bool:
     if not is_bucket(path):
         with named_errors(path):
             return path.exists()
-    return about(path) is not None
+    try:
+        _tried("read", path, functools.partial(_described, path))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def about(path: epath.PathLike, seconds: float | None = None) -> Listed | None:
@@ -263,7 +273,7 @@ def names(folder: epath.Path) -> set[str]:
     if not is_bucket(folder):
         with named_errors(folder):
             return {path.name for path in folder.iterdir()} if folder.exists() else set()
-    objects, folders = _listed(folder, "/")
+    objects, folders = _listed(folder, "/", is_sure=False)
     return (objects.keys() | folders) - {_PROBE}
 
 
@@ -272,6 +282,23 @@ def listing(
 ) -> dict[str, Listed]:
     """Returns all objects below a folder of a bucket, by their paths in it; `/`: those in it."""
     return _listed(folder, delimiter, seconds)[0]
+
+
+@contextlib.contextmanager
+def unchanging(folder: epath.PathLike) -> Iterator[None]:
+    """Has epath's and Orbax's questions about a bucket's folder answered from one list of it.
+
+    For work that reads much of what nobody changes meanwhile: Orbax asks the same questions many
+    times. The list counts for half a minute at most, and until this process writes there.
+    """
+    if not is_bucket(folder):
+        yield
+        return
+    from bert_jax.storage import gcs
+
+    bucket, key = split(folder)
+    with gcs.answered_from(bucket, f"{key}/", listing(folder)):
+        yield
 
 
 def remove(paths: Iterable[epath.PathLike]) -> None:
@@ -323,18 +350,22 @@ def _is_of(checksum: google_crc32c.Checksum, listed: Listed) -> bool:
 
 
 def _listed(
-    folder: epath.PathLike, delimiter: str, seconds: float | None = None
+    folder: epath.PathLike, delimiter: str, seconds: float | None = None, is_sure: bool = True
 ) -> tuple[dict[str, Listed], set[str]]:
-    """Returns objects and folders below a folder, by their paths in it."""
+    """Returns objects and folders below a folder, by their paths in it.
+
+    To be sure of what it says of each, every page is asked for twice.
+    """
     bucket, key = split(folder)
     prefix = f"{key}/" if key else ""
     objects: dict[str, Listed] = {}
     folders: set[str] = set()
     token: str | None = None
     while token != "":
-        page = functools.partial(_page, bucket, prefix, delimiter, token)
+        ask = functools.partial(_page, bucket, prefix, delimiter, token)
+        ask = functools.partial(_agreed, ask) if is_sure else ask
         try:
-            some, names_, token = _tried("list", folder, functools.partial(_agreed, page), seconds)
+            some, names_, token = _tried("list", folder, ask, seconds)
         except FileNotFoundError as error:
             raise InputError(f"{folder}: there is no bucket {bucket}") from error
         objects |= some

@@ -207,7 +207,6 @@ def _download(
     """Copies objects, by their paths, to local files; `count` is given the bytes of each piece.
 
     Raises:
-      InputError: an object was replaced or removed since it was listed.
       Unavailable: for ten minutes there was no answer, or none with the object's checksum.
     """
 

@@ -5,8 +5,11 @@ Imported on the first use of a bucket; by fsspec, for paths gs:// (see `buckets`
 
 import asyncio
 import base64
+import contextlib
 import json
 import re
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import google_crc32c
@@ -18,6 +21,8 @@ from multidict import CIMultiDictProxy
 from bert_jax.errors import InputError
 from bert_jax.storage import retry
 
+# Seconds for which a list answers questions, and bytes up to which contents are kept.
+_COUNTS_FOR, _SMALL = 30.0, 2**20
 # Of the headers Content-Range and x-goog-hash.
 _RANGE, _CRC32C = re.compile(r"bytes (\d+)-(\d+)/(\d+)"), re.compile(r"crc32c=([^, ]+)")
 
@@ -56,10 +61,16 @@ class PatientFileSystem(CheckedFileSystem):
     _request = GCSFileSystem._request.__wrapped__
 
     async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        answer = _answers.find(method, path, args, kwargs) if _answers else None
+        if answer is not None:
+            return answer
         patience = retry.Patience(_place(path, args))
         while True:
             try:
-                return await super()._call(method, path, *args, **kwargs)
+                answer = await super()._call(method, path, *args, **kwargs)
+                if _answers:
+                    _answers.add(method, path, kwargs, answer)
+                return answer
             except Exception as error:
                 if not retry.passes(error):
                     raise
@@ -69,13 +80,97 @@ class PatientFileSystem(CheckedFileSystem):
     call = asyn.sync_wrapper(_call)  # by which opened files are written: that above is not patient
 
 
+class _Answers:
+    """What a list and earlier answers say of a bucket's folder, in place of new requests.
+
+    An object of the folder's own name is not looked for.
+    """
+
+    def __init__(
+        self, bucket: str, prefix: str, objects: Mapping[str, Any], last: "_Answers | None"
+    ):
+        self._bucket, self._prefix = bucket, prefix
+        self._items = {
+            prefix + name: {
+                "name": prefix + name,
+                "bucket": bucket,
+                "size": str(listed.size),
+                "updated": listed.updated,
+                "timeCreated": listed.updated,
+                "generation": listed.generation,
+            }
+            for name, listed in objects.items()
+        }
+        # By address and range; those of before where the same objects are there.
+        self._contents: dict[tuple[str, str], Any] = {}
+        if last is not None and (last._bucket, last._items) == (bucket, self._items):
+            self._contents = last._contents
+        self._end = time.monotonic() + _COUNTS_FOR
+
+    def find(
+        self, method: str, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any | None:
+        """Returns the answer to a request; None: the bucket must be asked.
+
+        Raises:
+          FileNotFoundError: nothing is there.
+        """
+        if method != "GET" or time.monotonic() > self._end:
+            return None
+        if "alt=media" in path:
+            return self._contents.get((path, str(kwargs.get("headers"))))
+        if args[:1] != (self._bucket,):
+            return None
+        if path == "b/{}/o" and (kwargs.get("prefix") or "").startswith(self._prefix):
+            return self._page(kwargs["prefix"], kwargs.get("delimiter"))
+        if path == "b/{}/o/{}" and f"{args[1]}/".startswith(self._prefix):
+            if args[1] not in self._items:
+                raise FileNotFoundError(_place(path, args))
+            return self._items[args[1]]
+        return None
+
+    def _page(self, prefix: str, delimiter: str | None) -> dict[str, Any]:
+        """Returns a list of the objects and folders whose names begin with a prefix."""
+        items, folders = [], dict[str, None]()
+        for name, item in sorted(self._items.items()):
+            rest = name[len(prefix) :]
+            if name.startswith(prefix) and delimiter and delimiter in rest:
+                folders[prefix + rest.partition(delimiter)[0] + delimiter] = None
+            elif name.startswith(prefix):
+                items.append(item)
+        return {"kind": "storage#objects", "items": items, "prefixes": list(folders)}
+
+    def add(self, method: str, path: str, kwargs: Mapping[str, Any], answer: Any) -> None:
+        """Keeps the content of a small object; a request that changes anything ends all answers."""
+        if method != "GET":
+            self._end = 0.0
+        elif "alt=media" in path and len(answer[1]) < _SMALL:
+            self._contents[path, str(kwargs.get("headers"))] = answer
+
+
+# What is asked before the bucket, if anything is; and what was asked last.
+_answers: _Answers | None = None
+_last: _Answers | None = None
+
+
+@contextlib.contextmanager
+def answered_from(bucket: str, prefix: str, objects: Mapping[str, Any]) -> Iterator[None]:
+    """Has questions about a folder answered from a list of it; see `buckets.unchanging`."""
+    global _answers, _last
+    _last = _answers = _Answers(bucket, prefix, objects, _last)
+    try:
+        yield
+    finally:
+        _answers = None
+
+
 def _require_as_stated(headers: CIMultiDictProxy[str], content: bytes) -> None:
     """Raises ConnectionError for content that is not what the headers of its answer state.
 
     The checksum is that of the whole object, and is not compared with a range of it.
     """
-    if headers.get("x-goog-stored-content-encoding", "identity") != "identity":
-        return  # the client has unpacked it
+    if is_unpacked(headers):
+        return
     whole = headers.get("x-goog-stored-content-length")
     size = int(whole) if whole else len(content)
     if span := _RANGE.fullmatch(headers.get("Content-Range", "")):
@@ -87,6 +182,11 @@ def _require_as_stated(headers: CIMultiDictProxy[str], content: bytes) -> None:
     checksum = google_crc32c.Checksum(content).digest()
     if crc and whole == str(size) and base64.b64decode(crc[1]) != checksum:
         raise ConnectionError("other content than the bucket's checksum says")
+
+
+def is_unpacked(headers: Mapping[str, str]) -> bool:
+    """Returns whether content was stored compressed and unpacked by the client: see `Listed`."""
+    return headers.get("x-goog-stored-content-encoding", "identity") != "identity"
 
 
 def _place(path: str, args: tuple[Any, ...]) -> str:

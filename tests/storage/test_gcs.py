@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import types
 
+import fake_gcs
 import pytest
 from etils import epath
 from fake_gcs import Fault
@@ -57,3 +58,45 @@ def test_what_orbax_does_with_a_file_outlasts_a_fault(kind, objects):
     assert path.read_text() == "text" and [*path.parent.iterdir()] == [path]
     path.parent.rmtree()
     assert not objects.files() and next(numbers) > 1
+
+
+def questions(folder):
+    """What a folder answers that is asked much."""
+    steps = sorted(path.name for path in folder.iterdir())
+    return {
+        "names": steps,
+        "files": sorted(path.name for path in folder.glob("*/*")),
+        "kinds": [(folder / name).is_dir() for name in (*steps, "1/state", "1/none", "none")],
+        "there": [(folder / name).exists() for name in ("1", "1/state/a", "1/st", "none", "1/b")],
+        "text": (folder / "1" / "state" / "a").read_text(),
+    }
+
+
+def test_a_folder_that_nobody_changes_is_listed_once_and_answers_alike(objects):
+    folder = epath.Path("gs://bucket/run/checkpoints")
+    for name in ("1/state/a", "1/b", "12/b", "2/state/a"):
+        objects.put(f"run/checkpoints/{name}", name.encode(), {})
+    objects.put("run/checkpoints2/b", b"of another folder", {})
+    wanted = questions(folder)
+    objects.requests.clear()
+    with buckets.unchanging(folder):
+        assert questions(folder) == questions(folder) == wanted
+        asked = [name for name, kind in objects.requests if kind == "read"]
+        assert asked == ["run/checkpoints/1/state/a"]
+        assert {path.name for path in folder.parent.iterdir()} == {"checkpoints", "checkpoints2"}
+        (folder / "1" / "state" / "a").write_text("other")
+        (folder / "3" / "b").write_text("new")
+        changed = questions(folder)
+        assert changed["text"] == "other" and changed["names"] == ["1", "12", "2", "3"]
+    assert questions(folder) == changed
+
+
+@pytest.mark.parametrize("change", [fake_gcs.emptied, fake_gcs.halved, fake_gcs.flipped])
+def test_what_orbax_reads_and_is_damaged_on_its_way_is_read_again(change, objects):
+    path = epath.Path("gs://bucket/run/checkpoints/1/_METADATA")
+    objects.put("run/checkpoints/1/_METADATA", b'{"format": 1}', {})
+    numbers = itertools.count()
+    objects.fault = lambda method, name, what: (
+        Fault(change=change) if next(numbers) % 2 == 0 else None
+    )
+    assert path.read_text() == '{"format": 1}' and next(numbers) > 1
