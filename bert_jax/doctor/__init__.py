@@ -81,7 +81,7 @@ def _lengths_of_pairs(experiment: Experiment) -> tuple[int, ...]:
 def _sources(path: str) -> tuple[str, ...]:
     """Returns the sources in a file or folder of text, each of one kind."""
     is_there = "://" in path or os.path.exists(path)
-    files, others = text_sources.find(f"text:{path}") if is_there else ([], [])
+    files, others = text_sources.find(f"text:{path}") if is_there else ({}, [])
     kinds = {text_sources.kind_of(file) for file in (*files, *others)}
     sources = tuple(f"{word}:{path}" for word in TEXT_FILES if word in kinds)
     if not sources:

@@ -161,7 +161,8 @@ def held(objects: Mapping[str, buckets.Listed]) -> Iterator[None]:
         sources.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=sources) as folder:
         files = {path: epath.Path(folder) / str(number) for number, path in enumerate(objects)}
-        _download({path: (listed, files[path]) for path, listed in objects.items()})
+        with named_errors(sources):
+            _download({path: (listed, files[path]) for path, listed in objects.items()})
         token = buckets.held_copies.set({path: os.fspath(file) for path, file in files.items()})
         try:
             yield
@@ -216,14 +217,13 @@ def _download(
         def fetch_piece(first: int) -> int:
             end = min(first + PIECE, listed.size)
             data = buckets.read_range(path, listed, first, end)
-            with named_errors(path), open(file, "r+b") as opened:
+            with open(file, "r+b") as opened:
                 opened.seek(first)
                 opened.write(data)
             return len(data)
 
         def fetch_pieces() -> int:
-            with named_errors(path):
-                file.write_bytes(b"")
+            file.write_bytes(b"")
             done = 0
             for size in each(fetch_piece, range(0, listed.size, PIECE)):
                 count(size)

@@ -19,6 +19,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Literal
 
@@ -26,7 +27,7 @@ import pyarrow
 
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError, naming
-from bert_jax.storage import buckets
+from bert_jax.storage import buckets, copies
 from bert_jax.text import lines as text_lines
 from bert_jax.text import records, sources, tfds_files
 
@@ -144,12 +145,19 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
                 yield Extent(*of, start, stop, count, before, size // parts)
             before += count
         return
-    for path, listed in sources.files(source).items():
+    files = sources.files(source)
+    if word == "parquet" and most:
+        # Many at a time: that of a file in a bucket is waited for.
+        with ThreadPoolExecutor(copies.REQUESTS) as pool:
+            of_files = pool.map(functools.partial(records.parts, column=field, most=most), files)
+            for (path, listed), of_file in zip(files.items(), of_files, strict=True):
+                for start, stop, text in of_file:
+                    yield Extent(
+                        word, path, field, start=start, stop=stop, bytes=text, listed=listed
+                    )
+        return
+    for path, listed in files.items():
         size = sources.state(path, listed=listed)["bytes"]
-        if word == "parquet" and most:
-            for start, stop, text in records.parts(path, field, most):
-                yield Extent(word, path, field, start=start, stop=stop, bytes=text, listed=listed)
-            continue
         cuts = _cuts(path, word, corpus, most) if size > most > 0 else []
         for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
             length = (size if stop < 0 else stop) - start
