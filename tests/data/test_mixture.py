@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import pickle
 import types
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -282,3 +283,15 @@ def test_a_source_that_gives_no_row_of_a_later_phase_is_refused_at_once(mixed):
     single = stream.from_documents([[[5, 6, 7]], [[8, 9]]])
     with pytest.raises(InputError, match=r"mlm_sop: no document of text:b has two sentences"):
         mixture.require_row("text:b", single, 2, "swapped_pairs")
+
+
+def test_rows_left_over_go_to_the_largest_remainders():
+    """By the method of Hamilton, in exact fractions."""
+    weights = (1, 3, 5, 8)
+    exact = [Fraction(weight, sum(weights)) * mixture.BLOCK for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: counts[i] - exact[i])
+    for source in by_remainder[: mixture.BLOCK - sum(counts)]:
+        counts[source] += 1
+    assert 0 < mixture.BLOCK - sum(map(int, exact)) < len(weights)
+    assert list(mixture.Order(weights, NAMES).counts) == counts

@@ -1,6 +1,7 @@
 """What a linear layer reads off an encoder while it is pre-trained."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -9,6 +10,7 @@ import kinds
 import numpy as np
 import pytest
 import samples
+from compare import assert_close
 from etils import epath
 from small_run import final_state, pretrain, write_text
 
@@ -20,7 +22,7 @@ from bert_jax.errors import InputError
 from bert_jax.running import evaluators
 from bert_jax.running.lines import Lines
 from bert_jax.tasks import probes
-from bert_jax.tasks.adapted import Reader
+from bert_jax.tasks.adapted import Reader, run_rows
 from bert_jax.tasks.similar import Similar
 
 
@@ -86,6 +88,18 @@ def test_examples_of_two_texts_are_whole_on_any_devices(size):
     batches = reader.batches(kind.rows([kinds.sentence("wa", "wb")] * 5))
     assert {len(batch["input_ids"]) for _, batch in batches} == {-(-size // 6) * 6}
     assert [i for which, _ in batches for i in which] == list(range(10))
+
+
+def test_features_of_a_text_do_not_depend_on_the_rows_beside_it():
+    reader = Reader(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(1), 8)
+    kind, params = kinds.kind_of("classify"), kinds.base_params("pooled")
+    features_of_rows = probes.features_of(reader, "pooled", "all")
+    features = []
+    for others in ([], [kinds.sentence("wa " * 12)]):
+        rows = kind.rows([kinds.sentence("wa wb"), *others])
+        run = functools.partial(features_of_rows, params, None)
+        features.append(run_rows(run, reader.batches(rows), rows, reader.mesh)[0])
+    assert_close(*features, 1e-6)
 
 
 def test_ridge_takes_the_penalty_that_does_best_on_rows_left_out():

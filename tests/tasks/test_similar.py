@@ -309,6 +309,12 @@ def test_a_teacher_s_vectors_are_learned(here):
     assert sum(line.strip() in texts for line in pieces) >= 3
 
 
+def test_scores_of_a_range_become_cosines_from_0_to_1():
+    examples = [Sentence(f"a:{score}", ("wa", "wb"), score) for score in (1.0, 2.0, 5.0)]
+    how = Vectors(loss="cosine", score_range=(1.0, 5.0))
+    assert similar._scaled(examples, how).tolist() == [0.0, 0.25, 1.0]
+
+
 @pytest.mark.parametrize(
     ("vectors", "train", "settings", "named"),
     [

@@ -1,5 +1,7 @@
 """The parameters that a few sentences are asked of."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -73,3 +75,22 @@ def test_cut_parameters_are_gathered_on_one_device_and_compiled_for_once(compile
             assert array.devices() == {mesh.devices[0]}
             np.testing.assert_array_equal(array, whole[name])
     assert [programs for _, programs in trees] == [2, 0]
+
+
+def test_later_phases_go_on_with_the_share_of_masks(prepared):
+    experiment, corpus_of_it, _ = prepared
+    phase = dataclasses.replace(experiment.phases[0], steps=10, max_predictions_per_seq=10)
+    data = dataclasses.replace(experiment.data, masked_lm_prob=0.5, final_masked_lm_prob=0.12)
+    experiment = dataclasses.replace(experiment, phases=(phase, phase), data=data)
+    batch = corpus_of_it.train_batches(experiment, 1).batch(0, np.arange(phase.batch_size))
+    expected = np.maximum(1, np.rint(batch["input_mask"].sum(axis=1) * (0.5 - 0.02 * 10)))
+    assert batch["masked_lm_weights"].sum(axis=1).tolist() == expected.tolist()
+
+
+def test_the_probability_that_b_follows_a_is_that_of_label_0(prepared):
+    """As in the paper's data, in which 0 is the label of a B that follows."""
+    experiment, corpus_of_it, _ = prepared
+    predictor = evaluators.Predictor(experiment.model, corpus_of_it.tokenizer)
+    logits = np.zeros((1, 8, experiment.model.vocab_size), np.float32)
+    predictor._logits = lambda params, batch: (logits, np.log([[0.8, 0.2]]))
+    assert predictor.predict({}, "wa", "wb", 1).is_next == pytest.approx(0.8)

@@ -109,6 +109,18 @@ def test_updates_equal_the_papers(name, steps):
     assert_close(flat(params), by_hand(cfg, tree(0), gradients, 0.01), 1e-6 if steps == 1 else 1e-5)
 
 
+def test_lamb_moves_tensors_of_zeros_as_adam_does():
+    """The trust ratio is 1 where a norm is 0 (You et al. 2019, algorithm 2)."""
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree(0))
+    gradient = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree(1))
+    updates = []
+    for name in ("lamb", "adamw"):
+        tx = optimizer_lib.make(Optimizer(name=name))
+        updates.append(flat(tx.update(gradient, tx.init(params), params)[0]))
+    assert_close(*updates, 1e-6)
+    assert all(np.any(update) for update in updates[0].values())
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
@@ -122,6 +134,12 @@ def test_schedules(schedule, expected):
     for step, share in expected:
         rate = optimizer_lib.schedule(cfg, 100, jnp.int32(step))
         np.testing.assert_allclose(rate, 0.02 * share, atol=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["paper", "linear", "cosine", "wsd"])
+def test_a_schedule_without_a_warm_up_begins_at_its_peak(schedule):
+    cfg = Optimizer(schedule=schedule, peak_learning_rate=0.02, warmup_steps=0, decay_steps=10)
+    assert float(optimizer_lib.schedule(cfg, 100, jnp.int32(0))) == np.float32(0.02)
 
 
 @pytest.mark.parametrize("shape", ["linear", "one_minus_sqrt"])

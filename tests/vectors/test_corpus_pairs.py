@@ -104,3 +104,16 @@ def test_documents_of_one_sentence_have_no_neighbours():
     with pytest.raises(InputError, match="neighbours"):
         CorpusPairs(alone, ids, "neighbours", ([], []), 2, 40, 0)
     assert CorpusPairs(alone, ids, "crops", ([], []), 2, 40, 0).total == 2
+
+
+def test_where_a_crop_begins_does_not_depend_on_its_length():
+    """A place is drawn uniformly from those at which a crop of its length fits."""
+    long = stream.from_documents([[list(range(100, 400))]] * 16)
+    ids = Ids(0, CLS, SEP, 4, 8000, np.zeros(8000, bool))
+    pairs = CorpusPairs(long, ids, "crops", ([], []), 16, 102, 0)
+    texts = [text for step in range(40) for text in texts_of(pairs.batch(step, np.arange(32)))]
+    lengths = np.array([len(text) - 2 for text in texts])
+    # A passage is as long as two crops may be at most: 200 tokens, the first of them 100.
+    shares = (np.array([text[1] for text in texts]) - 100) / (200 - lengths)
+    assert abs(np.corrcoef(lengths, shares)[0, 1]) < 4 / np.sqrt(len(texts))
+    assert abs(shares.mean() - 0.5) < 4 * np.sqrt(1 / 12 / len(texts))

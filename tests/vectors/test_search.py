@@ -26,7 +26,7 @@ class Letters:
     width, max_length, features, cut = 26, 9, Features(length="unit"), 0
 
     def __init__(self):
-        self.given = []
+        self.given, self.roles = [], []
 
     def passages(self, text):
         return text.split("|")
@@ -35,6 +35,7 @@ class Letters:
         for text in texts:
             assert role in ("text", "query")
             self.given.append(text)
+            self.roles.append(role)
             counts = np.array([text.count(chr(97 + i)) for i in range(26)], np.float32)
             yield Embedded((counts / np.linalg.norm(counts))[None], None, np.ones(1))
 
@@ -53,6 +54,7 @@ def test_what_is_new_alone_is_embedded_and_a_text_that_went_is_not_found(tmp_pat
     first, later = Letters(), Letters()
     (answers,) = index_of(tmp_path, first).nearest(["ab"], 9)
     assert first.given == ["abc", "xyz", "aab", "ab"]
+    assert first.roles == ["text", "text", "text", "query"]
     assert [(answer.line, answer.text) for answer in answers] == [
         (5, "aab"),
         (1, "abc"),
