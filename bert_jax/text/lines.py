@@ -21,7 +21,7 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import buckets, retry
 
 # What Arrow calls the compression of a file with this ending.
-_COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 # Bytes above 127 that all make UTF-8 characters do so by chance once in thousands, if this many.
 _SURELY_UTF8 = 6
 _HIGH = bytes(range(128, 256))
@@ -81,7 +81,7 @@ def open_bytes(path: str, on_read: Callable[[int], None] | None = None) -> IO[by
     Raises:
       OSError: it cannot be read; later, it is damaged.
     """
-    file, kind = packed(path), _COMPRESSED.get(compression(path))
+    file, kind = packed(path), COMPRESSED.get(compression(path))
     if kind is None:
         return file
     if on_read is not None:
@@ -95,7 +95,7 @@ def open_bytes(path: str, on_read: Callable[[int], None] | None = None) -> IO[by
 def compression(path: str) -> str:
     """Returns the ending of a compressed file's name in lower case; "" for other files."""
     ending = os.path.splitext(path)[1].lower()
-    return ending if ending in _COMPRESSED else ""
+    return ending if ending in COMPRESSED else ""
 
 
 class _WatchedFile(io.RawIOBase):

@@ -1,6 +1,7 @@
 """Files of sources of text: on this machine, in a bucket, or wherever fsspec reads."""
 
 import collections
+import functools
 import glob
 import hashlib
 import os
@@ -25,6 +26,13 @@ _ENDINGS = {
     "tsv": (".tsv",),
     "parquet": (".parquet",),
 }
+_SUFFIXES = {
+    kind: (
+        *endings,
+        *(e + packed for e in endings for packed in text_lines.COMPRESSED if kind != "parquet"),
+    )
+    for kind, endings in _ENDINGS.items()
+}
 # Files that are no text to learn from: hidden ones, also as Hadoop and Arrow mark them.
 _NO_TEXT = re.compile(r"(?i)[._]|(readme|licen[cs]e)\b")
 # Endings and folders that a line names.
@@ -39,12 +47,8 @@ Files = dict[str, buckets.Listed | None]
 
 def kind_of(path: str) -> str:
     """Returns the kind of source that reads a file of this name of a folder; "" if none does."""
-    packed = text_lines.compression(path)
-    name = path.lower().removesuffix(packed)
-    for kind, endings in _ENDINGS.items():
-        if name.endswith(endings):
-            return "" if kind == "parquet" and packed else kind
-    return ""
+    name = path.lower()
+    return next((kind for kind, suffixes in _SUFFIXES.items() if name.endswith(suffixes)), "")
 
 
 def files(source: str, seconds: float | None = None) -> Files:
@@ -81,10 +85,10 @@ def find(source: str, seconds: float | None = None) -> tuple[Files, list[str]]:
     else:
         named, folders = _matches(source, place)
         return dict.fromkeys(named), folders
-    read = {
-        path: listed for path, listed in paths.items() if not is_folder or kind_of(path) == word
-    }
-    return read, sorted(paths.keys() - read.keys())
+    if not is_folder:
+        return paths, []
+    read = {path: listed for path, listed in paths.items() if kind_of(path) == word}
+    return read, [path for path in paths if path not in read]
 
 
 def files_below(folder: str) -> list[str]:
@@ -180,13 +184,19 @@ def left_out(corpus: Corpus, seconds: float | None = None) -> list[str]:
 
     Hidden files and those named README or LICENSE are not counted.
     """
+    real_path = functools.cache(os.path.realpath)
+
+    def identity(path: str) -> str:
+        folder, name = os.path.split(path)
+        return path if "://" in path else f"{real_path(folder)}/{name}"
+
     others: dict[str, list[str]] = {}
     read: set[str] = set()
     for source in corpus.sources:
         word, _, place = source.partition(":")
         if word in _ENDINGS:
             paths, others[source] = find(source, seconds)
-            read.update(map(_identity, paths))
+            read.update(map(identity, paths))
         else:
             others[source] = tfds_files.other_splits(_dataset(word, place))
     lines: list[str] = []
@@ -195,18 +205,14 @@ def left_out(corpus: Corpus, seconds: float | None = None) -> list[str]:
         if word not in _ENDINGS:
             what, names = "split", paths
         else:
-            names = [p for p in paths if _identity(p) not in read and not _is_no_text(p, place)]
-            read.update(map(_identity, names))
+            names = [p for p in paths if identity(p) not in read and not _is_no_text(p, place)]
+            read.update(map(identity, names))
             what = "folder" if names and names[0].endswith("/") else "file"
         if names:
             in_short = _summary(names) if what == "file" else ", ".join(names[:_NAMED])
             more = _advice(names, place) if what == "file" else ""
             lines.append(f"{source} leaves out {quantity(len(names), what)} ({in_short}){more}")
     return lines
-
-
-def _identity(path: str) -> str:
-    return path if "://" in path else os.path.realpath(path)
 
 
 def _is_no_text(path: str, place: str) -> bool:
