@@ -19,7 +19,7 @@ from etils import epath
 from small_run import assert_same_run, command, final_state, killed, pretrain, write_text
 
 from bert_jax import config
-from bert_jax.errors import Unavailable
+from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import branch as branch_lib
 from bert_jax.running.pretraining import Prepared
 from bert_jax.running.saves import Saves
@@ -64,6 +64,27 @@ def test_a_branch_is_the_run_that_decays_there_bit_for_bit(runs, tmp_path):
     assert call(branch(runs, tmp_path / "w")) == (0, "")  # the same command again
     place = f"--decay-from {runs}/decayed/checkpoints/20 --set optimizer.decay_steps=3"
     fails(f"pretrain --workdir {tmp_path}/x {place}", "at its peak from step 3 to 16")
+
+
+@pytest.mark.parametrize(
+    ("flag", "step", "fits"),
+    [
+        *(("--fork", step, step < 4) for step in (0, 3, 4, 5)),
+        # The rate is at its peak from the end of the warm-up, 1, to the start of the decay, 3.
+        *(("--decay-from", step, 1 <= step <= 3) for step in (0, 1, 3, 4)),
+    ],
+)
+def test_at_which_steps_a_branch_may_begin(flag, step, fits, tmp_path, monkeypatch):
+    """A run of four steps; a decay of its last one for a decay, none yet done for a fork."""
+    decay = "optimizer.decay_steps=1"
+    experiment = config.override(config.load(str(write_text(tmp_path))), [*STABLE, *FOUR, decay])
+    monkeypatch.setattr(branch_lib.Branch, "saved", lambda branch: (experiment, ""))
+    begun = branch_lib.Branch(Workdir(tmp_path), step, flag)
+    if fits:
+        begun.require(experiment)
+    else:
+        with pytest.raises(InputError, match=f"{flag} .*checkpoints/{step}"):
+            begun.require(experiment)
 
 
 # --- forks ---

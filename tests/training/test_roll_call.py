@@ -49,6 +49,15 @@ def test_a_start_takes_what_is_whole_in_time_and_divides_the_batch(here, now, ta
     assert not taken or verdicts[int(taken[0])] == taken
 
 
+def test_a_slice_that_knows_of_a_run_decides_nothing():
+    roll = RollCall(HALVES, 0)
+    for host in range(8):
+        roll.came(host, 0.0)
+    assert roll.verdict(1.0) == (0, 1, 2, 3)
+    roll.goes_on = True
+    assert roll.verdict(1.0) == ()
+
+
 def test_time_is_counted_from_when_the_first_slice_was_whole_and_who_leaves_is_missing():
     roll = RollCall(HALVES, 0)
     for host, since in ((0, 0.0), (1, 100.0), (2, 90.0), (3, 95.0)):
@@ -127,6 +136,18 @@ def test_micro_batches_have_no_more_rows_on_fewer_slices(rows, parts, taken, acc
     assert {*found.parallelism.accumulation} == {accumulation}
     assert found.parallelism.slices == taken
     assert not config.differences(given, found, "identity")
+
+
+@pytest.mark.parametrize(("replicas", "fits"), [(256, False), (480, True)])
+def test_each_device_computes_whole_groups_of_rows_that_are_clipped(replicas, fits):
+    """15 slices have 240 devices; a group is not cut into micro-batches."""
+    settings = ["optimizer.clip=per_replica", f"optimizer.reference_replicas={replicas}"]
+    settings += ["parallelism.state=zero1", "parallelism.slices=16"]
+    settings += [f"phases.{i}.batch_size=3840" for i in (0, 1)]
+    given = config.override(config.load(str(EXPERIMENTS / "bert_large_pod.py")), settings)
+    found = slices.placed(given, 15, booked=16, shards=16)
+    assert (found is not None) == fits
+    assert not fits or {*found.parallelism.accumulation} == {1}
 
 
 def test_a_tensor_axis_longer_than_a_slice_is_left_to_the_mesh(tmp_path):
