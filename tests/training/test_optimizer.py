@@ -177,3 +177,32 @@ def test_singular_values_come_near_to_one_and_vectors_stay(shape):
         # Five steps lift what is a fiftieth of the norm or more.
         lifted = np.diag(values)[sizes > 0.02 * np.linalg.norm(before)]
         assert len(lifted) > 5 and 0.3 < lifted.min() < np.diag(values).max() < 1.3
+
+
+def test_lower_layers_learn_slower():
+    """Howard and Ruder 2018: by one factor a layer, from the heads down to the embeddings."""
+    ones = {
+        "encoder": {
+            "embeddings": {"word": {"embedding": jnp.ones((5, 2))}},
+            "layers": {"query": {"kernel": jnp.ones((3, 2, 2)), "bias": jnp.ones((3, 2))}},
+        },
+        "decoder": {"layers": {"query": {"bias": jnp.ones((3, 2))}}},
+        "pooler": {"kernel": jnp.ones((2, 2))},
+    }
+    scale = optimizer_lib.scale_by_layer(0.5)
+    scaled, _ = scale.update(ones, scale.init(ones), ones)
+    layers = scaled["encoder"]["layers"]["query"]
+    assert layers["bias"].tolist() == [[0.125] * 2, [0.25] * 2, [0.5] * 2]
+    assert layers["kernel"][:, 1, 0].tolist() == [0.125, 0.25, 0.5]
+    assert (scaled["encoder"]["embeddings"]["word"]["embedding"] == 0.0625).all()
+    for part in ("decoder", "pooler"):
+        assert all((leaf == 1.0).all() for leaf in jax.tree.leaves(scaled[part]))
+
+
+def test_a_tensor_of_zeros_is_updated_by_lamb_as_by_adamw():
+    """Its norm is no measure of a step, nor is that of an update of zeros."""
+    scale = optimizer_lib.scale_by_stacked_trust_ratio()
+    zeros, twos = {"kernel": jnp.zeros((3, 3))}, {"kernel": jnp.full((3, 3), 2.0)}
+    for update, params in ((twos, zeros), (zeros, twos)):
+        scaled, _ = scale.update(update, scale.init(params), params)
+        np.testing.assert_array_equal(scaled["kernel"], update["kernel"])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from bert_jax import config
 from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
-from bert_jax.running import evaluators, pretraining, session
+from bert_jax.running import evaluators, pretraining, session, start
 from bert_jax.running import lines as lines_lib
 from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.running.job import Evaluator, PhaseBatches
@@ -296,6 +297,40 @@ def test_waiting_for_a_plan_is_no_hang():
     assert seen.calls == ["ready 7", "pause", "ready 7", "ready 7", "ready 7", "reset"]
     assert trainer._await_rows(phase)
     assert seen.calls[6:] == ["ready 7"]
+
+
+@pytest.mark.parametrize(
+    ("done", "bad", "is_saved"), [(20, 0, True), (20, 2, False), (22, 0, True), (22, 2, True)]
+)
+def test_a_state_after_bad_steps_is_saved_at_the_end_alone(done, bad, is_saved):
+    """Before, a roll-back needs an older one; at the end there is no roll-back any more."""
+    trainer = Trainer.__new__(Trainer)  # as far as a save needs it
+    trainer.job = mock.Mock(patience=0, total_steps=22)
+    trainer.experiment = config.load("experiments/tiny.py")
+    trainer.done, trainer.window, trainer.pending = done, {}, None
+    trainer.held_out, trainer.evaluation = [], {"step": 18, "loss": 1.0}
+    trainer.state = {"bad_in_a_row": np.int32(bad)}
+    trainer.init_sha256, trainer.begun_at, trainer.say = "", 0, mock.Mock()
+    trainer.saves, trainer.lines = mock.MagicMock(), mock.Mock()
+    trainer.watchdog, trainer.context = mock.Mock(), mock.Mock()
+    trainer.job.data_sha256, trainer.job.notes.return_value = "", {}
+    trainer._save()
+    assert trainer.saves.save.called == is_saved and trainer.saves.skip.called != is_saved
+    if is_saved:  # the evaluation is of another step
+        assert trainer.saves.save.call_args.args[3] is None
+
+
+@pytest.mark.parametrize(
+    ("known", "after", "error"),
+    [(54, "roll_back", start.Diverged), (55, "roll_back", start.Failed), (0, "stop", start.Failed)],
+)
+def test_a_run_fails_once_more_steps_are_bad_than_a_state_can_leave_out(known, after, error):
+    """64 can be left out; next to nine bad ones it is the one before them."""
+    trainer = Trainer.__new__(Trainer)
+    trainer.experiment = mock.Mock(optimizer=mock.Mock(after_bad_steps=after))
+    trainer.skipped = tuple(range(known))
+    with pytest.raises(error):
+        trainer._diverged(range(100, 109))
 
 
 @pytest.mark.parametrize(("bad", "in_vain"), [(0, True), (3, False)])

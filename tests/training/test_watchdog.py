@@ -31,6 +31,34 @@ def test_a_hang_is_tried_again_also_where_no_thread_can_run(hang, code):
     assert b"Timeout (0:00:01.100000)!" in done.stderr and b'File "<string>", line 5' in done.stderr
 
 
+def test_until_when_nothing_may_happen(monkeypatch):
+    """Three timers that are set together, later with `times`, and not at all after a pause."""
+    now, shows, alarms = [1000.0], [], []
+    monkeypatch.delenv("BERT_JAX_HANG_AFTER", raising=False)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    handler = watchdog.faulthandler
+    monkeypatch.setattr(handler, "dump_traceback_later", lambda s, file: shows.append(s))
+    monkeypatch.setattr(handler, "cancel_dump_traceback_later", lambda: shows.append(0.0))
+    monkeypatch.setattr(watchdog.signal, "setitimer", lambda which, s: alarms.append(s))
+    dog = watchdog.Watchdog(100.0)
+    dog._watch = object()  # no thread
+    assert dog._deadline == float("inf")
+    dog.reset()
+    assert 1100 < dog._deadline < 1110 and 100 <= shows[-1] < alarms[-1] < 150
+    now[0] += 50.0
+    dog.reset()
+    assert 1150 < dog._deadline < 1160 and len(shows) == len(alarms) == 2
+    dog.reset(times=2)
+    assert 1250 < dog._deadline < 1260 and 200 <= shows[-1] < alarms[-1] < 250
+    dog.pause()
+    assert dog._deadline == float("inf") and shows[-1] == alarms[-1] == 0.0
+    dog.reset(times=2)  # at the same time as before
+    assert 1250 < dog._deadline < 1260 and 200 <= shows[-1] < alarms[-1]
+    never = watchdog.Watchdog(0.0)
+    never.reset()
+    assert never._deadline == float("inf") and len(shows) == len(alarms) == 5
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_heard_where_nobody_can_be_shown_so(number, monkeypatch):
     """As where Ctrl-C has ended `tee` first: the state is saved all the same."""
