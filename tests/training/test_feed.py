@@ -2,6 +2,7 @@
 
 import hashlib
 import multiprocessing
+from unittest import mock
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import samples
 
 from bert_jax.config import Parallelism
+from bert_jax.errors import InputError
 from bert_jax.training import feed
 from bert_jax.training import mesh as mesh_lib
 
@@ -97,3 +99,28 @@ def test_an_error_in_a_batch_reaches_the_loop():
         pytest.raises(ValueError, match="no such row"),
     ):
         next(batches)
+
+
+def test_after_a_third_death_no_more_workers_are_started():
+    started = []
+    killed = feed.Feed.__new__(feed.Feed)
+    killed._deaths, killed._workers, killed._say = 0, 2, lambda line: None
+    killed._iterator = mock.Mock()
+    with mock.patch.object(
+        feed.Feed, "_host_batches", lambda self: started.append(self._workers) or mock.Mock()
+    ):
+        for _ in range(3):
+            killed._replace_workers()
+    assert started == [2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "fits"), [(16, 1, True), (16, 4, True), (6, 1, False), (8, 4, False)]
+)
+def test_each_device_takes_as_many_rows_of_each_micro_batch(rows, parts, fits):
+    mesh = samples.mesh_of(4)
+    if fits:
+        mesh_lib.require_divisible(rows, "phases.0.batch_size", mesh, parts)
+    else:
+        with pytest.raises(InputError, match=f"phases.0.batch_size={rows}"):
+            mesh_lib.require_divisible(rows, "phases.0.batch_size", mesh, parts)

@@ -64,9 +64,10 @@ def take(profile, steps) -> None:
     profile.end(state)
 
 
-def test_a_roll_back_in_the_window_begins_another_trace(tmp_path):
+@pytest.mark.parametrize("back", [[1, 2], [2]], ids=["before the window", "within it"])
+def test_a_roll_back_in_the_window_begins_another_trace(back, tmp_path):
     one, _ = profile(tmp_path / "profile")
-    take(one, [0, 1, 2, 3, 1, 2, 3, 4, 5, 6])
+    take(one, [0, 1, 2, 3, *back, 3, 4, 5, 6])
     assert traced(tmp_path / "profile") == {"steps_3_to_4": [3, 4], "steps_3_to_5": [3, 4, 5]}
 
 

@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -25,6 +26,25 @@ def test_the_rate_that_is_shown_counts_no_padding():
     text = io.StringIO()
     Progress(Console(file=text, width=200)).train({"step": 10, "loss": 1.5}, seconds)
     assert "loss 1.500  7,653 tokens/s, 75% padding  " in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("what", "is_of_steps"),
+    [
+        ("data", True),
+        *((name, False) for name in ("compilation", "evaluation", "probes", "checkpoint")),
+    ],
+)
+def test_what_is_no_step_does_not_slow_the_rate_down(what, is_of_steps, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock = Clock()
+    with clock.waiting(what):
+        now[0] += 30.0
+    now[0] += 10.0
+    lap = clock.lap(Counts(steps=20, tokens=100))
+    assert (lap["seconds"], lap[f"{what}_seconds"]) == (40.0, 30.0)
+    assert lap["steps_per_second"] == pytest.approx(0.5 if is_of_steps else 2.0)
 
 
 def test_where_all_steps_were_skipped_no_rate_is_shown():
