@@ -155,6 +155,16 @@ def test_a_fork_of_a_fork_skips_the_rows_of_both(file, copy_of_run, monkeypatch)
     assert rows_of(other, 20, 22) == [(1, row) for row in range(8)]
 
 
+@pytest.mark.parametrize("file", [None, "small.py"], ids=["its own experiment", "a file"])
+def test_a_fork_that_is_resumed_keeps_its_rows(file, copy_of_run, monkeypatch):
+    first = config.override(config.load("small.py"), ["phases.1.row_offset=4"])
+    (copy_of_run / "run" / "experiment.json").write_text(config.to_json(first))
+    place = f"{copy_of_run}/other/checkpoints/16"
+    monkeypatch.setattr(branch_lib, "fork_of", lambda workdir: {"checkpoint": place})
+    resumed, *_ = branch_lib.forked(place, file, (), Workdir(copy_of_run / "run"))
+    assert [phase.row_offset for phase in resumed.phases] == [0, 4]
+
+
 @pytest.mark.long
 @pytest.mark.nightly
 def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_path):
