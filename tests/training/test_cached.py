@@ -1,0 +1,76 @@
+"""Gradients over parts of rows that are compared with each other."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import kinds
+import numpy as np
+import samples
+from jax.sharding import PartitionSpec
+
+from bert_jax.config import Model, Optimizer, Parallelism
+from bert_jax.training import gradients
+from bert_jax.training.step import StepSpec
+
+ROWS, WIDTH, PARTS = 8, 4, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Noisy:
+    """An objective whose vectors are `weight * x`, some of their numbers dropped."""
+
+    model: Model
+    seen: list  # of each call the rows, and which numbers it kept
+
+    def __hash__(self):
+        return id(self)
+
+    def counts(self, batch):
+        return (batch["row_weights"].sum(),)
+
+    def vectors(self, params, fixed, batch, noise, loop):
+        kept = noise.keep(batch["x"].shape, 0.5)
+        jax.debug.callback(
+            lambda *of: self.seen.append([np.array(x) for x in of]), batch["x"], kept
+        )
+        return batch["x"] * params["weight"] * kept
+
+    def compare(self, vectors, params, fixed, batch, noise, loop):
+        products = vectors @ vectors.T  # of rows of all parts
+        return {"loss": jnp.stack([jnp.tanh(products).sum(), batch["row_weights"].sum()])}
+
+    def loss(self, metrics, counts):
+        return metrics["loss"][0] / counts[0]
+
+
+def test_dropout_is_the_same_in_both_passes_of_each_part():
+    """Also where noise is of the part and not of the row."""
+    model = dataclasses.replace(kinds.MODEL, dropout_rng="rbg16")
+    objective, parallelism = Noisy(model, []), Parallelism(accumulation=(PARTS,))
+    mesh = samples.mesh_of(1, parallelism)
+    spec = StepSpec(objective, Optimizer(), parallelism, PARTS, mesh)
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    weights = np.ones(ROWS, np.float32)
+    batch = {"x": x, "row_weights": weights, "input_mask": np.ones((ROWS, 1), np.int32)}
+    params, key = {"weight": np.float32(0.7)}, jax.random.key(1, impl="rbg")
+
+    def shard(params, batch):
+        return gradients.gradients(spec, {"weight": None}, params, None, jnp.int32(3), batch, key)
+
+    whole = PartitionSpec()
+    run = jax.shard_map(shard, mesh=mesh, in_specs=(whole, whole), out_specs=whole, check_vma=False)
+    gradient, metrics = jax.block_until_ready(jax.jit(run)(params, batch))
+    jax.effects_barrier()
+    kept = []
+    for part in np.split(x, PARTS):
+        forward, backward = (mask for rows, mask in objective.seen if (rows == part).all())
+        np.testing.assert_array_equal(forward, backward)
+        kept.append(forward)
+    assert len({mask.tobytes() for mask in kept}) == PARTS
+
+    v = x.astype(np.float64) * np.concatenate(kept)
+    products = v @ v.T  # times the weight's square
+    expected = (2 * 0.7 * products / np.cosh(0.49 * products) ** 2).sum() / ROWS
+    np.testing.assert_allclose(gradient["weight"], expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"][0], np.tanh(0.49 * products).sum(), rtol=1e-5)
