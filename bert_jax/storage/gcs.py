@@ -61,15 +61,16 @@ class PatientFileSystem(CheckedFileSystem):
     _request = GCSFileSystem._request.__wrapped__
 
     async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
-        answer = _answers.find(method, path, args, kwargs) if _answers else None
+        answers = _answers
+        answer = answers.find(method, path, args, kwargs) if answers else None
         if answer is not None:
             return answer
         patience = retry.Patience(_place(path, args))
         while True:
             try:
                 answer = await super()._call(method, path, *args, **kwargs)
-                if _answers:
-                    _answers.add(method, path, kwargs, answer)
+                if answers:
+                    answers.add(method, path, kwargs, answer)
                 return answer
             except Exception as error:
                 if not retry.passes(error):

@@ -100,3 +100,6 @@ def test_what_orbax_reads_and_is_damaged_on_its_way_is_read_again(change, object
         Fault(change=change) if next(numbers) % 2 == 0 else None
     )
     assert path.read_text() == '{"format": 1}' and next(numbers) > 1
+    with path.open("rb") as file:  # a range, which has no checksum
+        file.seek(2)
+        assert change is fake_gcs.flipped or file.read() == b'format": 1}'

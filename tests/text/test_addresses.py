@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, parts
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.storage import buckets, copies
+from bert_jax.storage import buckets, copies, retry
 from bert_jax.text import documents
 from bert_jax.text import lines as text_lines
 from bert_jax.text import sources as text_sources
@@ -119,7 +119,8 @@ def test_many_small_objects_are_asked_for_once_each(objects, tmp_path, monkeypat
     assert 4 < most <= copies.REQUESTS
 
 
-def test_text_that_is_replaced_while_it_is_read_is_refused(objects, tmp_path):
+def test_text_that_is_replaced_while_it_is_read_is_refused(objects, tmp_path, monkeypatch):
+    monkeypatch.setattr(retry, "GIVE_UP", 5.0)
     for number in range(30):
         objects.put(f"texts/{number}.txt", f"Text {number}.".encode(), {})
 
