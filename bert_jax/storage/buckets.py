@@ -163,17 +163,16 @@ def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
     return content
 
 
-def opened(path: epath.PathLike) -> IO[bytes]:
-    """Returns the bytes of an object of any size, a range of which is read at a time.
+def opened(path: epath.PathLike, listed: Listed | None = None) -> IO[bytes]:
+    """Returns the bytes of an object, perhaps `listed`, a range of which is read at a time.
 
     Raises:
       FileNotFoundError: nothing is there.
     """
     if copy := held_copies.get().get(os.fspath(path)):
         return open(copy, "rb")
-    listed = _there(path)
     # A file of fsspec, but by our own client: it outlasts a bucket that fails, and names rights.
-    return io.BufferedReader(_Ranges(path, listed))
+    return io.BufferedReader(_Ranges(path, listed or _there(path)))
 
 
 class _Ranges(fsspec.spec.AbstractBufferedFile):
@@ -398,13 +397,8 @@ def _well_formed() -> Iterator[None]:
 
 
 def _of_item(item: dict[str, Any]) -> Listed:
-    return Listed(
-        int(item["size"]),
-        item.get("crc32c", ""),
-        item["updated"],
-        item["generation"],
-        item.get("contentEncoding", ""),
-    )
+    stated = (item[name] for name in ("crc32c", "updated", "generation"))
+    return Listed(int(item["size"]), *stated, item.get("contentEncoding", ""))
 
 
 def split(place: epath.PathLike) -> tuple[str, str]:
