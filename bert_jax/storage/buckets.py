@@ -163,8 +163,8 @@ def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
     return content
 
 
-def opened(path: epath.PathLike, listed: Listed | None = None) -> IO[bytes]:
-    """Returns the bytes of an object, perhaps `listed`, a range of which is read at a time.
+def opened(path: epath.PathLike) -> IO[bytes]:
+    """Returns the bytes of an object of any size, a range of which is read at a time.
 
     Raises:
       FileNotFoundError: nothing is there.
@@ -172,7 +172,7 @@ def opened(path: epath.PathLike, listed: Listed | None = None) -> IO[bytes]:
     if copy := held_copies.get().get(os.fspath(path)):
         return open(copy, "rb")
     # A file of fsspec, but by our own client: it outlasts a bucket that fails, and names rights.
-    return io.BufferedReader(_Ranges(path, listed or _there(path)))
+    return io.BufferedReader(_Ranges(path, _there(path)))
 
 
 class _Ranges(fsspec.spec.AbstractBufferedFile):

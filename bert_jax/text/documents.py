@@ -419,7 +419,7 @@ def _lines(
 
 def _extent_bytes(extent: Extent, on_read: OnRead | None = None) -> IO[bytes]:
     if extent.stop < 0:
-        return text_lines.open_bytes(extent.path, extent.listed, on_read)
+        return text_lines.open_bytes(extent.path, on_read)
     size = extent.stop - extent.start
     return io.BufferedReader(pyarrow.OSFile(extent.path).get_stream(extent.start, size), 1 << 17)
 

@@ -73,20 +73,15 @@ def answering(where: str) -> Iterator[None]:
         raise InputError(f"{where}: damaged, or cannot be read ({why})") from error
 
 
-def open_bytes(
-    path: str,
-    listed: buckets.Listed | None = None,
-    on_read: Callable[[int], None] | None = None,
-) -> IO[bytes]:
+def open_bytes(path: str, on_read: Callable[[int], None] | None = None) -> IO[bytes]:
     """Returns the bytes of a file, uncompressed if its name ends in .gz, .zst, .bz2 or .xz.
 
-    `listed` is what a bucket's list says of an object. `on_read` is called with the position in a
-    compressed file whenever some of it is read.
+    `on_read` is called with the position in a compressed file whenever some of it is read.
 
     Raises:
       OSError: it cannot be read; later, it is damaged.
     """
-    file, kind = packed(path, listed), COMPRESSED.get(compression(path))
+    file, kind = packed(path), COMPRESSED.get(compression(path))
     if kind is None:
         return file
     if on_read is not None:
@@ -143,12 +138,12 @@ class _XzFile(io.RawIOBase):
         super().close()
 
 
-def packed(path: str, listed: buckets.Listed | None = None) -> IO[bytes]:
-    """Returns the bytes of a file, or of an object as it was listed; raises as `open_bytes`."""
+def packed(path: str) -> IO[bytes]:
+    """Returns the bytes of a file as they are; raises as `open_bytes`."""
     if "://" not in path:
         return open(path, "rb")
     if path.startswith("gs://"):
-        return buckets.opened(path, listed)
+        return buckets.opened(path)
     system, name = system_of(path)
     return system.open(name, "rb")
 

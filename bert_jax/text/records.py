@@ -1,7 +1,7 @@
 """Records of files, each with its place: rows of CSV, TSV and Parquet, and JSON.
 
 CSV is what Python's `csv` reads: quoted cells may hold commas, newlines and doubled quotation
-advice. In TSV, as GLUE has it, a line is a row, tabs separate columns and quotation advice mean
+advice. In TSV, as GLUE has it, a line is a row, tabs separate columns and quotation marks mean
 nothing. Blank lines are no rows.
 """
 
@@ -116,7 +116,7 @@ def _csv(lines: Iterable[str], path: str) -> Iterator[tuple[int, list[str]]]:
         except csv.Error as error:
             raise InputError(
                 f"{path}:{number}: not CSV ({error}); quote cells that hold commas, newlines or "
-                f"quotation advice, and double the advice inside{separator_note(header)}"
+                f"quotation marks, and double the marks inside{separator_note(header)}"
             ) from error
         if cells:
             header = header or cells
@@ -161,7 +161,7 @@ def field_names(record: Mapping[str, Any]) -> list[str]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns names in quotation advice for a message, the first twenty of many."""
+    """Returns names in quotation marks for a message, the first twenty of many."""
     names = list(names)
     shown = [repr(name) for name in names[:_LISTED]]
     if len(names) > _LISTED:
