@@ -267,7 +267,7 @@ class Saves(Checkpoints):
     def _writing(self) -> Iterator[None]:
         """Names errors of a save; one that failed leaves nothing, and the next begins afresh."""
         try:
-            with named_errors(self._folder):
+            with named_errors(self._folder), self._bucket_faults():
                 yield
         except Exception:
             # What Orbax remembers of its checkpoints may be wrong now.
@@ -277,6 +277,21 @@ class Saves(Checkpoints):
                     opened.close()
             self._remove_unfinished()
             raise
+
+    @contextlib.contextmanager
+    def _bucket_faults(self) -> Iterator[None]:
+        """Takes what ends a save to a bucket for a fault that passes.
+
+        The start of the run has proven that the bucket may be used, and nothing else writes there.
+        For a damaged answer, or a list that lags, Orbax and TensorStore have many words.
+        """
+        try:
+            yield
+        except (OSError, ValueError) as error:  # TensorStore raises ValueError for everything
+            if not buckets.is_bucket(self._folder):
+                raise
+            reason = str(error).partition("\n")[0][:200]
+            raise Unavailable(f"{self._folder}: {reason}; run again to go on") from error
 
     def _remove_unfinished(self) -> None:
         """Removes what is unfinished, once nothing is being saved, lest a full disk stay full."""

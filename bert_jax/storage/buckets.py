@@ -322,7 +322,10 @@ def put(
     path: epath.PathLike, data: bytes, seconds: float | None = None, right: Right = "write"
 ) -> None:
     """Writes an object, or replaces it; where one is known to be there, that is the `right`."""
-    _tried(right, path, lambda: _files().pipe_file(os.fspath(path), data), seconds)
+    try:
+        _tried(right, path, lambda: _files().pipe_file(os.fspath(path), data), seconds)
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: there is no bucket {split(path)[0]}") from error
 
 
 def send(file: epath.PathLike, path: epath.PathLike) -> None:

@@ -50,7 +50,6 @@ _TEXT = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|INTERNAL: .*HTTP)\b"
     r"|HTTP response code: (408|429|5(?!01)\d\d)"
     r"|CURL error|Cannot connect|[Cc]onnection (reset|refused|aborted|closed)|[Tt]imed out"
-    r"|Failed to parse (object|response) metadata"
     r"|Stale file handle|Input/output error|Too many open files|Temporary failure in name"
 )
 _TEXT_DENIED = re.compile(

@@ -23,7 +23,6 @@ PASSES = [
     ValueError("UNAVAILABLE: Error opening kvstore"),
     ValueError("DEADLINE_EXCEEDED: GCS request"),
     RuntimeError("HTTP response code: 503 with body 'try later'"),
-    ValueError("Error writing gs://b/x: Failed to parse object metadata: "),
     Unavailable("elsewhere"),
 ]
 STAYS = [

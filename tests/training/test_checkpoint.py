@@ -23,8 +23,9 @@ from bert_jax.config import Run
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import checkpoint
 from bert_jax.running.checkpoint import Checkpoints, Damaged
+from bert_jax.running.peers import Peers
 from bert_jax.running.saves import Saves
-from bert_jax.storage import retry
+from bert_jax.storage import mirror, retry
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums
@@ -333,6 +334,27 @@ def test_a_save_that_is_lost_is_named_by_its_own_step(error, tmp_path, monkeypat
         saved.end()
     assert re.findall(r"^step (\d+):", capsys.readouterr().out, re.MULTILINE) == ["7"]
     assert saved.step == 4 and saved.steps == [4]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotADirectoryError("Path is not a directory: gs://bucket/run/checkpoints/1"),
+        ValueError("Error writing gs://bucket/run/checkpoints/1: Expected object, but received []"),
+    ],
+    ids=type,
+)
+def test_a_save_that_a_bucket_breaks_off_is_made_again(error, objects, monkeypatch):
+    """A list that lags and an answer that is damaged have errors of many kinds."""
+    workdir = mirror.opened(epath.Path("gs://bucket/run"), access="write")
+    workdir.root.mkdir(parents=True)
+    checkpointer = checkpoint.ocp.training.Checkpointer
+    with Saves(workdir, Run(), Peers(0, 1, None, 1.0), print) as saved:
+        save = failing(error, then=checkpointer.save_async)
+        monkeypatch.setattr(checkpointer, "save_async", save)
+        saved.save(1, {"x": jnp.zeros(3)}, {})
+        saved.finish(1, None)
+        assert saved.steps == [1]
 
 
 @pytest.mark.parametrize("bits", ["once", "for good"])
