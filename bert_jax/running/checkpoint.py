@@ -5,9 +5,9 @@ ran on, and the metrics summed since the last line was written, so that the line
 are those of an uninterrupted one. The JSON holds a checksum of every array, the same on any mesh,
 and one of itself: Orbax restores a flipped bit without a word.
 
-A checkpoint is damaged if its arrays have other checksums twice, or if Orbax fails to restore it for a
-reason that is no network's or machine's (storage.retry): those say nothing about it, and reading is
-tried again for ten minutes.
+A checkpoint is damaged if its arrays have other checksums twice, or if Orbax fails to restore it
+for a reason that is no network's or machine's (storage.retry): those say nothing about it, and
+reading is tried again for ten minutes.
 """
 
 import contextlib
