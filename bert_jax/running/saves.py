@@ -188,7 +188,8 @@ class Saves(Checkpoints):
             ends = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
             places = (self._folder / f"{ASIDE}{step}{end}" for end in ends)
             aside = next(place for place in places if not place.exists())
-            folder.rename(aside)
+            with self._bucket_faults():  # an object may have been moved, and the answer lost
+                folder.rename(aside)
             if buckets.is_bucket(aside):  # where Orbax removes what has none as unfinished
                 (aside / _COMMITTED).write_text("")
             return aside.name
@@ -213,7 +214,8 @@ class Saves(Checkpoints):
             gone = self._folder / f"{folder.name}{_UNFINISHED}"
             gone.rmtree(missing_ok=True)
             if folder.exists():
-                folder.rename(gone)
+                with self._bucket_faults():
+                    folder.rename(gone)
                 gone.rmtree()
 
         for newer in [number for number in self.steps if number > step]:
@@ -280,7 +282,7 @@ class Saves(Checkpoints):
 
     @contextlib.contextmanager
     def _bucket_faults(self) -> Iterator[None]:
-        """Takes what ends a save to a bucket for a fault that passes.
+        """Takes what ends a save or a renaming in a bucket for a fault that passes.
 
         The start of the run has proven that the bucket may be used, and nothing else writes there.
         For a damaged answer, or a list that lags, Orbax and TensorStore have many words.
