@@ -19,12 +19,12 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 from flax import traverse_util
-from safetensors import SafetensorError, deserialize
+from safetensors import deserialize
 from safetensors.numpy import save
 
 from bert_jax import config
 from bert_jax.config import Experiment, Model
-from bert_jax.errors import InputError, reading
+from bert_jax.errors import InputError, calling_rust, reading
 from bert_jax.storage.copies import new_folder
 from bert_jax.storage.workdir import is_complete, mark_complete, named_errors, read_json, write_json
 from bert_jax.text import tokenizer as tokenizer_lib
@@ -230,13 +230,8 @@ def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
     """
     with named_errors(path):
         content = path.read_bytes()
-    try:
+    with calling_rust(f"{path}: damaged or cut off; put the whole safetensors file back"):
         entries = deserialize(content)
-    except SafetensorError as error:
-        raise InputError(
-            f"{path}: damaged or cut off, not readable as safetensors ({error}); put the whole "
-            "file back"
-        ) from error
     tensors = {}
     for name, tensor in entries:
         dtype = _FLOATS.get(tensor["dtype"])

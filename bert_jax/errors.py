@@ -70,6 +70,20 @@ def reading(
         raise InputError(f"{path}: damaged ({what}); {remedy}") from error
 
 
+@contextlib.contextmanager
+def calling_rust(message: str) -> Iterator[None]:
+    """Turns the errors and panics of a Rust library into InputError: `message` and the reason.
+
+    pyo3 raises a panic as a BaseException, so `except Exception` does not catch it.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise InputError(f"{message} ({type(error).__name__}: {error})") from error
+
+
 def json_object(content: str | bytes, where: object, remedy: str = "") -> dict[str, Any]:
     """Returns the JSON object that a text is; errors begin with `where` and end with `remedy`."""
     try:
@@ -93,6 +107,12 @@ def naming(where: str) -> Iterator[None]:
 def printable(text: str) -> str:
     """Returns the text with control characters as escapes: a corpus may hold terminal commands."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def excerpt(text: str, longest: int = 40) -> str:
+    """Returns the beginning of a text in quotes, and how long the text is if that is not all."""
+    is_whole = len(text) <= longest
+    return repr(text) if is_whole else f"{text[:longest]!r}... ({len(text)} characters)"
 
 
 def quantity(count: int, one: str) -> str:

@@ -150,7 +150,10 @@ def embed(args: argparse.Namespace) -> int:
     texts = lines.read(args.text_file) if args.text_file else input_lines()
     _, embedder = _embedder(args, args.normalize)
     lines_only = (line for _, line in texts)
-    embed.write(embedder, lines_only, epath.Path(args.out), say, args.role, args.quantize)
+    files = args.text_file or ["standard input"]
+    place, out = files[0] if len(files) == 1 else "TEXT_FILE", epath.Path(args.out)
+    how = args.role, args.quantize, lambda number: f"{place}:{number}"
+    embed.write(embedder, lines_only, out, say, *how)
     return FINISHED
 
 

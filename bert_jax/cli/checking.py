@@ -7,7 +7,7 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.cli.command import command, experiment_of, input_lines, say
-from bert_jax.errors import FAILED, FINISHED, InputError, printable
+from bert_jax.errors import FAILED, FINISHED, InputError, naming, printable
 
 
 @command(codes={FAILED: "a problem was found, or failure"})
@@ -104,8 +104,10 @@ def tokenize(args: argparse.Namespace) -> int:
     from bert_jax.text import tokenizer
 
     tok = tokenizer.load(args.tokenizer, "cased" if args.cased else "uncased")
-    for _, line in input_lines():
-        print(" ".join(map(str, tok.encode(line))))
+    for where, line in input_lines():
+        with naming(where):
+            ids = tok.encode(line)
+        print(" ".join(map(str, ids)))
     return FINISHED
 
 

@@ -26,7 +26,7 @@ from etils import epath
 from bert_jax.config import Corpus
 from bert_jax.data import dataset
 from bert_jax.data.workers import Tick
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, naming
 from bert_jax.storage import buckets, copies
 from bert_jax.text import documents, sentences, tokenizer, words
 from bert_jax.text import lines as text_lines
@@ -193,7 +193,7 @@ class Read(_OfPart):
             if extent.kind != "tfds" and extent.start == 0
         }
         writer: words.NumberWriter | _IdWriter = (
-            _IdWriter(folder, _tokenizer(self.tokenizer, self.sha256), self.corpus.unknown_word)
+            _IdWriter(folder, self, _tokenizer(self.tokenizer, self.sha256))
             if self.tokenizer
             else words.NumberWriter(folder, self.corpus.case, self.corpus.unknown_word)
         )
@@ -285,15 +285,19 @@ class _DocumentWriter:
 class _IdWriter:
     """Writes sentences as ids: uint32 in FOLDER/tokens.bin."""
 
-    def __init__(self, folder: pathlib.Path, tokenizer: tokenizer.Tokenizer, unknown_word: str):
-        self._tokenizer, self._unknown_word = tokenizer, unknown_word
+    def __init__(self, folder: pathlib.Path, task: "Read", tokenizer: tokenizer.Tokenizer):
+        self._tokenizer, self._unknown_word = tokenizer, task.corpus.unknown_word
+        # Sentences of several documents wait to be tokenized, so errors name the files of the part.
+        files = dict.fromkeys(extent.path for extent in task.part.extents)
+        self._where = " to ".join([*files][:: max(len(files) - 1, 1)])
         self._file = open(folder / "tokens.bin", "wb")  # noqa: SIM115
         self.offsets: list[list[int]] = []  # of no counts
         self.long_words = 0  # SentencePiece has pieces for any
 
     def add(self, pieces: Iterable[str]) -> np.ndarray:
         """Writes sentences; returns how many ids each has, int64."""
-        ids = [self._encode(sentence) for sentence in pieces]
+        with naming(self._where):
+            ids = [self._encode(sentence) for sentence in pieces]
         self._file.write(np.fromiter(itertools.chain.from_iterable(ids), np.uint32).tobytes())
         return np.fromiter(map(len, ids), np.int64, len(ids))
 

@@ -232,7 +232,7 @@ def serve(file: int) -> None:
             task = connection.recv()
             try:
                 answer: Any = do(task)
-            except Exception as error:
+            except BaseException as error:  # a panic of a Rust library, too
                 answer = error
             try:
                 connection.send(answer)

@@ -65,7 +65,8 @@ class Vectors:
         self.about = f"{embedder.width} numbers a vector"
         if first := embedder.prefixes["query"]:
             self.about += f'; {first!r} stands before texts of requests with "role": "query"'
-        embedder.warm()
+        self.warm = embedder.warm  # raises if nothing can be computed
+        self.warm()
 
     def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
         """Returns the texts, and before each what the encoder knows its role by."""
@@ -82,7 +83,7 @@ class Vectors:
 
     def compute(self, items: list[str]) -> list[tuple[np.ndarray, int]]:
         """Returns of each text its vector, float32 [W], and how many tokens were read."""
-        parts = list(self._embedder.embed(items, "led"))
+        parts = list(self._embedder.embed(items, "led", lambda _: "input"))
         vectors = np.concatenate([part.vectors for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
         return list(zip(vectors, lengths.tolist(), strict=True))
@@ -119,7 +120,11 @@ class Answers:
         self._task = model.experiment.task
         self._texts = examples_lib.texts_of_example(self._task)
         self.about = f"{quantity(self._texts, 'text')} an example"
-        model.warm(_BATCHES)
+        self.warm()
+
+    def warm(self) -> None:
+        """Compiles every program; raises if nothing can be computed."""
+        self._model.warm(_BATCHES)
 
     def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
         """Returns the examples."""

@@ -2,7 +2,9 @@
 
     POST /v1/embeddings   as OpenAI's clients ask; of a run or a base
     POST /predict         of a fine-tuned run
-    GET  /health          200 once it listens, which it does when every program is compiled
+    GET  /v1/models       the name of what is served
+    GET  /health          200 once it listens, which it does when every program is compiled; 503
+                          while a turn takes longer than an answer may
     GET  /metrics         Prometheus text
 
 A loop of events takes requests, one thread computes. Whenever that thread is free it takes a turn:
@@ -18,6 +20,7 @@ import collections
 import contextlib
 import itertools
 import json
+import math
 import signal
 import socket
 import time
@@ -59,12 +62,19 @@ class Service:
         self.answered = collections.Counter[int]()  # requests, by HTTP's status
         self._counts = dict.fromkeys(("left", "refused", "turns", "texts"), 0)
         self._in_bucket, self._seconds = [0] * (len(_SECONDS) + 1), 0.0
+        self._turn_began = math.inf  # by the monotonic clock; infinite while no turn is computed
+        self._created = int(time.time())
         # To be run by an ASGI server.
+        routes = {"/health": self._health, "/metrics": self._metrics, "/v1/models": self._models}
         self.app = Starlette(
+            # A redirect to the path without the slash would lose the body of some clients.
             routes=[
-                Route(served.path, self, methods=["POST"]),
-                Route("/health", self._health),
-                Route("/metrics", self._metrics),
+                route
+                for slash in ("", "/")
+                for route in (
+                    Route(served.path + slash, self, methods=["POST"]),
+                    *(Route(path + slash, answer) for path, answer in routes.items()),
+                )
             ],
             exception_handlers=dict.fromkeys((HTTPException, Exception), self._misplaced),
             lifespan=self._lifespan,
@@ -177,23 +187,30 @@ class Service:
                     self._work.clear()
                     continue
                 asked = [item for item, _ in turn]
+                self._turn_began = time.monotonic()
                 results = await loop.run_in_executor(thread, self._computed, asked)
+                if all(_is_fault(result) for result in results):
+                    await loop.run_in_executor(thread, self._served.warm)
+                self._turn_began = math.inf
                 self._counts["turns"] += 1
                 self._counts["texts"] += len(turn)
                 for (_, future), result in zip(turn, results, strict=True):
                     if not future.done():  # its client is there, and no other item of it failed
                         failed = isinstance(result, Exception)
                         (future.set_exception if failed else future.set_result)(result)
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
             raise SystemExit(of_error(error)[0]) from error
 
     def _computed(self, items: list[Any]) -> list[Any]:
         """Returns the result of each item, of one at fault, found by halves, its error."""
         try:
             return self._served.compute(items)
-        except Exception as error:
-            half = len(items) // 2
-            return self._computed(items[:half]) + self._computed(items[half:]) if half else [error]
+        except BaseException as error:  # a panic of a library is no Exception
+            if half := len(items) // 2:
+                return self._computed(items[:half]) + self._computed(items[half:])
+            return [error if isinstance(error, Exception) else RuntimeError(repr(error))]
 
     def _turn(self) -> list[tuple[Any, asyncio.Future]]:
         """Returns what is to be computed next, an item of each request after the other."""
@@ -209,7 +226,17 @@ class Service:
         return turn
 
     async def _health(self, _: Request) -> Response:
+        """Answers whether requests are answered in time."""
+        seconds = time.monotonic() - self._turn_began
+        if seconds > self.limits.seconds:
+            stuck = {"status": f"computing for {seconds:.0f} s", "model": self._served.name}
+            return JSONResponse(stuck, 503)
         return JSONResponse({"status": "ready", "model": self._served.name})
+
+    async def _models(self, _: Request) -> Response:
+        model = {"id": self._served.name, "object": "model", "created": self._created}
+        data = [model | {"owned_by": "bert_jax"}]
+        return JSONResponse({"object": "list", "data": data})
 
     async def _metrics(self, _: Request) -> Response:
         of_codes = {f'{{code="{status}"}}': n for status, n in sorted(self.answered.items())}
@@ -231,13 +258,18 @@ class Service:
         """Answers what is asked elsewhere, or by another method, or meets a bug of ours."""
         refused, headers = Refused(500, f"internal error: {type(error).__name__}"), {}
         if isinstance(error, HTTPException):
-            known = f"there are POST {self._served.path}, GET /health and /metrics"
+            known = f"there are POST {self._served.path}, GET /v1/models, /health and /metrics"
             refused = Refused(error.status_code, f"{error.detail}: {known}")
             headers = error.headers or {}
         self.answered[refused.status] += 1
         response = refused.response()
         response.headers.update(headers)
         return response
+
+
+def _is_fault(result: Any) -> bool:
+    """Returns whether a result is an error for which the item is not to blame."""
+    return isinstance(result, Exception) and not isinstance(result, InputError)
 
 
 async def _left(request: Request) -> None:

@@ -62,10 +62,10 @@ class Generate(TaskKind):
     def rows(self, examples: Sequence[Sentence]) -> TargetRows:
         """Returns a row of each source, and its target; both lose what is too long at the end."""
         room, target_room = self._task.max_sequence_length - 2, self._task.max_target_length - 1
-        sources = [self._tokenizer.encode(example.texts[0]) for example in examples]
+        sources = [self.encode(example.texts[0], example.place) for example in examples]
         ids = [joined(self._tokenizer, pieces[:room], None)[0] for pieces in sources]
-        labels = [example.label for example in examples if example.label is not None]
-        targets = [self._tokenizer.encode(str(label)) for label in labels]
+        labelled = [example for example in examples if example.label is not None]
+        targets = [self.encode(str(example.label), example.place) for example in labelled]
         return TargetRows(
             ids,
             np.array([len(row) for row in ids], np.int32),

@@ -10,6 +10,7 @@ from itertools import chain
 import numpy as np
 
 from bert_jax.config import SCORES, Task
+from bert_jax.errors import naming
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence, Tagged
 from bert_jax.tasks.rows import Answer, Judged, Outputs, Rows, Scores, TaskKind
@@ -28,7 +29,7 @@ class Sentences(TaskKind):
         """
         ids, first = [], []
         for example in examples:
-            pieces = [self._tokenizer.encode(text) for text in example.texts]
+            pieces = [self.encode(text, example.place) for text in example.texts]
             pairs = [(pieces[0], other) for other in pieces[1:]] or [(pieces[0], None)]
             for a, b in pairs:
                 row, before = joined(self._tokenizer, *self._cut(a, b))
@@ -131,7 +132,9 @@ class Tags(TaskKind):
         ids, tags, weights, notes = [], [], [], []
         number_of = {label: i for i, label in enumerate(self._labels)}
         for number, example in enumerate(examples):
-            for pieces, begins, words in self._cut(example.words):
+            with naming(example.place):
+                cut = self._cut(example.words)
+            for pieces, begins, words in cut:
                 row, _ = joined(self._tokenizer, pieces, None)
                 at = np.zeros(len(row), np.float32)
                 at[begins] = 1.0

@@ -19,7 +19,7 @@ import numpy as np
 
 from bert_jax.config import Task
 from bert_jax.data import draws
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, naming
 from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
@@ -96,7 +96,8 @@ class MinimalPairs:
 
     def _number(self, text: str, place: str) -> int:
         """Returns the number of a text among those that differ."""
-        ids = tuple(self._reader.tokenizer.encode(text))
+        with naming(place):
+            ids = tuple(self._reader.tokenizer.encode(text))
         if not 1 <= len(ids) <= self._limit - 2:
             why = "no piece is left of it"
             if ids:

@@ -14,6 +14,7 @@ import numpy as np
 
 from bert_jax.config import Task, named
 from bert_jax.data import draws
+from bert_jax.errors import naming
 from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -129,6 +130,11 @@ class TaskKind:
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         self._task, self._labels, self._tokenizer = task, labels, tokenizer
         self.outputs = self.outputs or len(labels)
+
+    def encode(self, text: str, place: str) -> list[int]:
+        """Returns the ids of a text; errors begin with `place`, where the text stands."""
+        with naming(place):
+            return self._tokenizer.encode(text)
 
     def rows(self, examples: Sequence[Any]) -> Rows:
         """Returns the examples as the encoder reads them; with targets if they have labels."""

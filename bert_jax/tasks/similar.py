@@ -70,9 +70,9 @@ class Similar(TaskKind):
         for example in examples:
             texts = example.texts if isinstance(example, Sentence) else (example.text,)
             for role, text in zip(roles_of(example), texts, strict=True):
-                pieces = self._tokenizer.encode(text)
+                pieces = self.encode(text, example.place)
                 prefix = self._prefixes[role]
-                row = self._tokenizer.encode(prefix + text) if prefix else pieces
+                row = self.encode(prefix + text, example.place) if prefix else pieces
                 ids.append(joined(self._tokenizer, row[: self._limit - 2], None)[0])
                 keys.append(zlib.crc32(np.array(pieces[: self._room], np.uint32).tobytes()))
         first = np.array([len(row) for row in ids], np.int32)

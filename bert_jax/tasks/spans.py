@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bert_jax.config import Task
+from bert_jax.errors import naming
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Question
 from bert_jax.tasks.rows import Answer, Judged, Outputs, Rows, Scores, TaskKind
@@ -61,11 +62,12 @@ class Spans(TaskKind):
         contexts: dict[str, tuple[list[int], np.ndarray]] = {}
         cut = 0
         for number, example in enumerate(examples):
-            question = self._tokenizer.encode(example.question)
+            question = self.encode(example.question, example.place)
             cut += len(question) > self._longest_question
             question = question[: self._longest_question]
             if example.context not in contexts:
-                contexts[example.context] = self._pieces(example.context)
+                with naming(example.place):
+                    contexts[example.context] = self._pieces(example.context)
             pieces, places = contexts[example.context]
             answer = _answer(example, places)
             starts = self._window_starts(len(pieces), len(question))
@@ -88,12 +90,13 @@ class Spans(TaskKind):
 
     def rows_of(self, example: Question, most: int) -> int:
         """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
-        question = len(self._tokenizer.encode(example.question)[: self._longest_question])
+        question = len(self.encode(example.question, example.place)[: self._longest_question])
         room, pieces = self._room(question), 0
-        for _, _, ids in self._tokenizer.words(example.context):
-            pieces += len(ids)
-            if pieces > room + (most - 1) * min(self._task.document_stride, room):
-                break
+        with naming(example.place):
+            for _, _, ids in self._tokenizer.words(example.context):
+                pieces += len(ids)
+                if pieces > room + (most - 1) * min(self._task.document_stride, room):
+                    break
         return len(self._window_starts(pieces, question))
 
     def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Question]) -> list[Answer]:

@@ -9,7 +9,6 @@ Texts whose words stand a blank apart are cut word by word where the file allows
 word once: the library needs three to six times as long for the whole text.
 """
 
-import contextlib
 import hashlib
 import json
 import re
@@ -20,7 +19,7 @@ import numpy as np
 import tokenizers
 from etils import epath
 
-from bert_jax.errors import InputError, json_object, reading
+from bert_jax.errors import InputError, calling_rust, excerpt, json_object, reading
 from bert_jax.storage.workdir import write_atomic
 
 FILE = "tokenizer.json"
@@ -63,7 +62,7 @@ class Library:
     case = "cased"  # the file itself says what becomes of the case
 
     def __init__(self, content: bytes, named: Mapping[str, str], where: str):
-        self.content, self.named = content, dict(named)
+        self.content, self.named, self._where = content, dict(named), where
         self._parts = parts = json_object(content, where)
         self._library = opened(content, parts, where)
         self._library.encode_special_tokens = True
@@ -100,13 +99,21 @@ class Library:
             cut = [words[before + first], *(words[" " + word] for word in others)]
             if None not in cut:
                 return self._plain([i for ids in cut for i in ids])
-        return self._plain(self._library.encode(before + text, add_special_tokens=False).ids)
+        return self._plain(self._encoding(before + text).ids)
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
+        with calling_rust(
+            f"{self._where}: {_LIBRARY} cannot tokenize {excerpt(text)}; remove or shorten this "
+            "text, or use another tokenizer"
+        ):
+            return self._library.encode(text, add_special_tokens=False)
 
     def _alone(self, word: str) -> list[int] | None:
         """Returns a word's ids, with the blank before it; None if its neighbours change them."""
         normalizer = self._library.normalizer
-        plain = word if normalizer is None else normalizer.normalize_str(word)
-        ids = self._library.encode(word, add_special_tokens=False).ids
+        ids = self._encoding(word).ids
+        with calling_rust(f"{self._where}: {_LIBRARY} cannot normalize {excerpt(word)}"):
+            plain = word if normalizer is None else normalizer.normalize_str(word)
         # A normalizer may put blanks there, which join those of the neighbours; an added token may
         # take its neighbours' blanks away.
         blanks = word[:1].isspace() != plain[:1].isspace() or plain[1:2].isspace()
@@ -115,7 +122,7 @@ class Library:
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
         """Yields where each word of a text stands, and its ids; see `tokenizer.words`."""
-        cut = self._library.encode(text, add_special_tokens=False)
+        cut = self._encoding(text)
         first, end, held, last = 0, 0, [], None
         places = zip(self._plain(cut.ids), cut.word_ids, cut.offsets, strict=True)
         for token, word, (start, stop) in places:
@@ -138,7 +145,8 @@ class Library:
 
     def decode(self, ids: list[int]) -> str:
         """Returns readable text, as the file's decoder gives it; specials are written by name."""
-        return self._library.decode(ids, skip_special_tokens=False)
+        with calling_rust(f"{self._where}: {_LIBRARY} cannot decode {len(ids)} ids"):
+            return self._library.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: epath.Path) -> None:
         """Writes the file as it was read, and the names of the specials."""
@@ -173,7 +181,8 @@ class Library:
         if any(piece.startswith("##") for piece in self._pieces):
             begins = [not piece.startswith("##") for piece in self._pieces]
         elif by_bytes:
-            shown = self._library.decode_batch([[i] for i in range(self.size)], False)
+            with calling_rust(f"{self._where}: {_LIBRARY} cannot decode its tokens"):
+                shown = self._library.decode_batch([[i] for i in range(self.size)], False)
             begins = [
                 piece[:1] == BYTE_BLANK and "\ufffd" not in text and not text.isspace()
                 for piece, text in zip(self._pieces, shown, strict=True)
@@ -209,23 +218,12 @@ def is_of_library(content: bytes) -> bool:
     return b'"model"' in content
 
 
-@contextlib.contextmanager
-def _raising(where: str, what: str) -> Iterator[None]:
-    """Says of the library's errors that a file is at fault."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises nothing narrower, and its panics are these
-        version = tokenizers.__version__
-        raise InputError(
-            f"{where}: the tokenizers library {version} {what} ({error}); save it with that version"
-        ) from error
+_LIBRARY = f"the tokenizers library {tokenizers.__version__}"
 
 
 def opened(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:
     """Opens a tokenizer.json in its library; `parts` is what it says."""
-    with _raising(where, "does not read it"):
+    with calling_rust(f"{where}: save it with {_LIBRARY}, which cannot read it"):
         library = tokenizers.Tokenizer.from_buffer(content)
     if parts["model"].get("dropout"):
         raise InputError(
@@ -244,7 +242,7 @@ def around(of: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...], 
       The ids of `cls`, `between` and `sep`, and the segment of B and of what ends it: 0 or 1.
     """
     texts = ("a", *of.get_vocab())
-    with _raising(where, "cuts no text by it"):
+    with calling_rust(f"{where}: save it with {_LIBRARY}, which cannot tokenize any text"):
         text = next(t for t in texts if of.encode(t, add_special_tokens=False).ids)
         one, two = of.encode(text), of.encode(text, text)
     size, gap = one.sequence_ids.count(0), two.sequence_ids.count(None) - 2

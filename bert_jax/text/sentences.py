@@ -5,6 +5,7 @@ import itertools
 import sentencex
 
 from bert_jax.config import Corpus
+from bert_jax.errors import calling_rust, excerpt, naming
 from bert_jax.text.documents import Document
 
 # sentencex takes what stands between quotation marks or brackets for one sentence, be it a page.
@@ -29,12 +30,13 @@ def split(document: Document, language: str) -> list[str]:
     if document.layout == "sentences_by_line":
         return paragraphs
     pieces: list[str] = []
-    for paragraph in paragraphs:
-        for piece in _cut(paragraph, language, _BLANKED):
-            if len(piece) < _LONG:
-                pieces.append(piece)
-            else:
-                pieces += _cut(piece, language, _BLANKED_MARKS)
+    with naming(document.name):
+        for paragraph in paragraphs:
+            for piece in _cut(paragraph, language, _BLANKED):
+                if len(piece) < _LONG:
+                    pieces.append(piece)
+                else:
+                    pieces += _cut(piece, language, _BLANKED_MARKS)
     return [stripped for piece in pieces if (stripped := piece.strip())]
 
 
@@ -60,5 +62,7 @@ def ends_of(count: int, corpus: Corpus) -> list[int]:
 def _cut(text: str, language: str, blanked: dict[int, str]) -> list[str]:
     """Returns the text, cut where sentencex cuts it with some characters blanked."""
     plain = text if blanked is _BLANKED and text.isascii() else text.translate(blanked)
-    ends = itertools.accumulate(map(len, sentencex.segment(language, plain)), initial=0)
+    with calling_rust(f"sentencex cannot split {excerpt(text)}; remove this text"):
+        sentences = sentencex.segment(language, plain)
+    ends = itertools.accumulate(map(len, sentences), initial=0)
     return [text[a:b] for a, b in itertools.pairwise([*ends, len(text)])]

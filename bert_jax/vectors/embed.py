@@ -7,6 +7,7 @@ Shape letters: S tokens of a row, N texts of a row, W width of a vector.
 """
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec
 from bert_jax import system
 from bert_jax.base import Base, TextVectors
 from bert_jax.config import Model
-from bert_jax.errors import InputError, quantity
+from bert_jax.errors import InputError, naming, quantity
 from bert_jax.model import heads
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
@@ -60,6 +61,11 @@ class Features:
     length: Literal["as_is", "unit"] | None = None
     # Of a vector the first numbers alone, before it is scaled (Kusupati et al. 2022); 0: all.
     dimensions: int = 0
+
+
+# Names a text in an error, by its number from 1 on.
+NameText = Callable[[int], str]
+_NAME_TEXT: NameText = "text {}".format
 
 
 @dataclasses.dataclass
@@ -139,12 +145,15 @@ class Embedder:
             return 0
         return max(len(self._tokenizer.piece(i)) for i in range(self._tokenizer.size))
 
-    def embed(self, texts: Iterable[str], role: Role = "text") -> Iterator[Embedded]:
+    def embed(
+        self, texts: Iterable[str], role: Role = "text", name_text: NameText = _NAME_TEXT
+    ) -> Iterator[Embedded]:
         """Yields vectors of texts, in their order, some thousands at a time."""
         with ThreadPoolExecutor(1) as encoder:  # devices work on a window while the next is made
-            ready = None
+            ready, count, encoded = None, 0, functools.partial(self._encoded, name_text)
             for window in _windows(texts):
-                ready, before = encoder.submit(self._encoded, window, role), ready
+                ready, before = encoder.submit(encoded, window, role, count), ready
+                count += len(window)
                 if before is not None:
                     yield from self._embedded(before.result())
             if ready is not None:
@@ -175,11 +184,18 @@ class Embedder:
                 offsets = np.array([0, length - 2, length - 2])
                 self._compute(texts, offsets, np.empty((length, self.width), np.float32))
 
-    def _encoded(self, texts: Sequence[str], role: Role) -> list[np.ndarray]:
-        """Returns ids with [CLS] and [SEP], and what stands before such texts, not cut."""
+    def _encoded(
+        self, name_text: NameText, texts: Sequence[str], role: Role, before: int
+    ) -> list[np.ndarray]:
+        """Returns ids with [CLS] and [SEP], and what stands before such texts, not cut.
+
+        `before` texts came before these ones.
+        """
         tok, first = self._tokenizer, self.prefixes[role]
-        cut = (tok.encode(first + text) for text in texts)
-        ids = [np.array([tok.cls_id, *pieces, tok.sep_id], np.int32) for pieces in cut]
+        ids = []
+        for number, text in enumerate(texts, before + 1):
+            with naming(name_text(number)):
+                ids.append(np.array([tok.cls_id, *tok.encode(first + text), tok.sep_id], np.int32))
         self.unknown.add(ids)
         return ids
 
@@ -248,13 +264,14 @@ def write(
     say: Callable[[str], None],
     role: Role = "text",
     quantize: Quantize = "none",
+    name_text: NameText = _NAME_TEXT,
 ) -> None:
     """Writes the vectors of texts to a file (see `files`), a row or an object a text."""
     began = shown = time.monotonic()
     dtype, width = dtype_and_width(quantize, embedder.width)
     first = np.empty((0, embedder.width), np.float32)  # by which it is shown what is lost
     with files.writing(path, width, embedder.longest_piece, dtype) as add:
-        for part in embedder.embed(texts, role):
+        for part in embedder.embed(texts, role, name_text):
             add(quantized(part.vectors, quantize), part.pieces)
             if quantize != "none":
                 first = np.concatenate([first, part.vectors[: SAMPLE - len(first)]])

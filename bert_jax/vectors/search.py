@@ -26,7 +26,7 @@ from bert_jax.errors import InputError, quantity
 from bert_jax.storage.workdir import absolute, lock, named_errors, new_file, read_json, write_atomic
 from bert_jax.text import lines as lines_lib
 from bert_jax.vectors import nearest as nearest_lib
-from bert_jax.vectors.embed import Embedder
+from bert_jax.vectors.embed import Embedded, Embedder
 
 _VERSION = 1
 _KEY = 16  # bytes
@@ -153,16 +153,15 @@ class Index:
             shown = time.monotonic()
             texts = self._once(missing)
             while some := list(itertools.islice(texts, _SAVED)):
-                new = np.concatenate(
-                    [part.vectors for part in self._embedder.embed(text for _, text in some)]
-                )
+                of_batch = [(line, text) for _, line, text in some]
+                new = np.concatenate([part.vectors for part in self._vectors(of_batch)])
                 for file, content in (
                     (vectors, new.tobytes()),
-                    (keys, b"".join(key for key, _ in some)),
+                    (keys, b"".join(key for key, *_ in some)),
                 ):
                     file.write(content)
                     file.flush()
-                rows |= {key: len(rows) + i for i, (key, _) in enumerate(some)}
+                rows |= {key: len(rows) + i for i, (key, *_) in enumerate(some)}
                 if time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
                     shown = time.monotonic()
                     say(f"{self._folder}: {len(rows) - known:,} are done")
@@ -176,12 +175,19 @@ class Index:
             raise InputError(f"{self._path}: it changed while it was read; run again")
         return rows
 
-    def _once(self, missing: set[bytes]) -> Iterator[tuple[bytes, str]]:
-        """Yields each missing key and its text, and takes it from what is missing."""
-        for _, text in self._texts():
+    def _vectors(self, texts: Sequence[tuple[int, str]]) -> Iterator[Embedded]:
+        """Yields the vectors of texts, which are given with their lines."""
+        only_texts = [text for _, text in texts]
+        return self._embedder.embed(
+            only_texts, "text", lambda number: f"{self._path}:{texts[number - 1][0]}"
+        )
+
+    def _once(self, missing: set[bytes]) -> Iterator[tuple[bytes, int, str]]:
+        """Yields each missing key, its line and its text, and removes it from `missing`."""
+        for line, text in self._texts():
             if (key := _key(text)) in missing:
                 missing.remove(key)
-                yield key, text
+                yield key, line, text
 
 
 def _fingerprint(model: Base, embedder: Embedder) -> str:

@@ -31,7 +31,7 @@ class Letters:
     def passages(self, text):
         return text.split("|")
 
-    def embed(self, texts, role="text"):
+    def embed(self, texts, role="text", name_text=None):
         for text in texts:
             assert role in ("text", "query")
             self.given.append(text)
