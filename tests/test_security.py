@@ -162,10 +162,7 @@ def test_no_command_runs_what_lies_in_its_folders_or_writes_elsewhere(copy_of_ru
     ran, outside = tmp_path / "ran", tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("mine")
-    hf = hf_folder.write(copy_of_run / "hf", config={"auto_map": {"AutoModel": "planted.Feature"}})
-    (hf / "tokenizer_config.json").write_text(
-        json.dumps({"auto_map": {"AutoTokenizer": ["planted.Feature", None]}})
-    )
+    hf_folder.write(copy_of_run / "hf", config={"auto_map": {"AutoModel": "planted.Feature"}})
     hostile_run(copy_of_run / "run", outside)
     for folder in ("run", "corpus", "hf"):
         plant(copy_of_run / folder, ran)

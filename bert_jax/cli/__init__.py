@@ -108,11 +108,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if args is not None and args.debug and isinstance(error, Exception):
             raise
-        return _report(error)
+        return _report(error, words)
 
 
-def _report(error: BaseException) -> int:
-    """Prints in one line what is at fault; returns the exit code."""
+def _report(error: BaseException, words: Sequence[str]) -> int:
+    """Prints in one line what is at fault in a command of these words; returns the exit code."""
+    if isinstance(error, KeyError) and str(error.args[0]).endswith("://"):
+        # etils has no backend for such a path, whichever flag or setting names it.
+        path = next((word for word in words if error.args[0] in word), error.args[0])
+        error = InputError(f"{path}: not a local path or a bucket (gs://); download it first")
     if isinstance(error, OSError):
         kind: type[Exception] = InputError
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

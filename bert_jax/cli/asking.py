@@ -295,7 +295,8 @@ def _require_source(source: str) -> None:
     name = source.removesuffix(".index")  # the files of a TensorFlow checkpoint begin with it
     if "://" in source or os.path.isdir(source) or os.path.isfile(f"{name}.index"):
         return
-    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", source)
+    # Old names on the hub have no organization: bert-base-uncased.
+    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*|\w+(-[\w.]+)+", source)
     fetched = f"; a hub's model, where there is a network: `hf download {source} --local-dir D`"
     raise InputError(
         f"{source}: no such folder; SOURCE is a folder with config.json, model.safetensors and "

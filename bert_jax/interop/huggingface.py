@@ -14,6 +14,7 @@ from bert_jax.config import Finetuning, Model
 from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, sentence_transformers, vocabularies, weights
 from bert_jax.interop.names import Naming, Say
+from bert_jax.interop.settings import Settings
 from bert_jax.interop.vocabularies import read_object
 from bert_jax.loaded import Loaded
 from bert_jax.storage.copies import new_folder
@@ -58,7 +59,12 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
     naming = names.HUGGING_FACE[names.family(stated)]
     if stated.output_table == "own":
         naming = dataclasses.replace(naming, tied={})
-    tokenizer = vocabularies.read(folder)
+    settings = Settings(folder)
+    tokenizer = vocabularies.read(folder, settings)
+    settings.require_model(stated, tokenizer.pad_id)
+    if extra := settings.extra_special_tokens():
+        shown = ", ".join(extra[:5]) + ", ..." * (len(extra) > 5)
+        say(f"special tokens that are plain text where a text holds them: {shown}")
     file = _weights_file(folder)
     held = _read_shards(file) if file.suffix == ".json" else base_lib.read_tensors(file)
     tensors = _without_copies(held, naming, str(file))
@@ -74,7 +80,7 @@ def read_folder(folder: epath.Path, say: Say) -> Base:
             say(f"not in {file.name}, freshly initialised: {fresh[0]}")
     source = f"Hugging Face folder {folder.name}"
     base = weights.fitted(tensors, naming, stated, tokenizer, file, source, say)
-    base.vectors = sentence_transformers.read(folder, stated, tokenizer)
+    base.vectors = sentence_transformers.read(folder, stated, tokenizer, settings)
     base.head, base.fresh = head, (*base.fresh, *fresh)
     return base
 

@@ -8,6 +8,7 @@ from etils import epath
 from bert_jax.base import TextVectors
 from bert_jax.config import Model
 from bert_jax.errors import InputError, reading
+from bert_jax.interop.settings import Settings
 from bert_jax.interop.vocabularies import read_object, require, write_json
 from bert_jax.text.tokenizer import Tokenizer
 
@@ -23,14 +24,20 @@ _MODES = {
 _WORDS = {"lasttoken": "last"}
 # Names of prompts that stand for what we have, the usual one first.
 _PROMPTS = {"query_prefix": ("query",), "text_prefix": ("document", "passage", "corpus")}
-_REMEDY = "remove modules.json to import the encoder alone"
+_REMEDY = (
+    "its vectors cannot be imported; without modules.json the encoder alone is, and gives other "
+    "vectors"
+)
 
 
-def read(folder: epath.Path, model: Model, tokenizer: Tokenizer) -> TextVectors | None:
-    """Reads how vectors of texts are made; None: the folder is of transformers alone."""
+def read(
+    folder: epath.Path, model: Model, tokenizer: Tokenizer, settings: Settings
+) -> TextVectors | None:
+    """Reads how vectors of texts are made; None: the folder says nothing of it."""
     listed, pooling = folder / "modules.json", folder / "1_Pooling" / "config.json"
+    most = settings.max_length(model.max_position_embeddings)
     if not listed.exists():
-        return None
+        return TextVectors(max_length=most) if most else None
     with reading(listed, _REMEDY):
         modules = [(it["type"].split(".")[-1], it["path"]) for it in json.loads(listed.read_text())]
     if modules not in (_MODULES, _MODULES[:2]):
@@ -51,11 +58,6 @@ def read(folder: epath.Path, model: Model, tokenizer: Tokenizer) -> TextVectors 
     for name, value in others.items():
         if value:
             raise InputError(f"{listed}: with {name}={value!r}: not supported; {_REMEDY}")
-    # From version 6 on it stands where transformers has it.
-    most = _there(folder / "tokenizer_config.json").get("model_max_length")
-    most = reads.get("max_seq_length") or most or 0
-    with reading(folder / "sentence_bert_config.json", _REMEDY):
-        most = int(most) if 3 <= most < model.max_position_embeddings else 0
     prompts = written.get("prompts") or {}
     with reading(asked, _REMEDY):  # join takes nothing except texts
         prefixes = {

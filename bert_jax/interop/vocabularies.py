@@ -9,6 +9,7 @@ from etils import epath
 
 from bert_jax.errors import InputError, json_object, reading
 from bert_jax.interop.names import Say
+from bert_jax.interop.settings import AS_IT_IS, Settings
 from bert_jax.text import library, vocabulary
 from bert_jax.text import tokenizer as tokenizer_lib
 
@@ -16,13 +17,10 @@ from bert_jax.text import tokenizer as tokenizer_lib
 _ALWAYS = ("handle_chinese_chars", "tokenize_chinese_chars", "clean_text", "do_basic_tokenize")
 _OTHERS = ("spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "vocab.json")
 _OURS = ("vocab.txt", "tokenizer.json")
-_CUT_BY = {"word_tokenizer_type": "basic", "subword_tokenizer_type": "wordpiece"}
 # Characters of a word at most: the reference's, and theirs unless tokenizer.json says otherwise.
 # It is taken: such words are links and worse.
 _LONGEST_WORD, _THEIR_LONGEST_WORD = 200, 100
 _CUTTER, _NORMALIZER = "BertPreTokenizer", "BertNormalizer"
-# Classes that take a tokenizer.json as it is; theirs for BERT adds what it leaves out.
-_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def read_object(path: epath.Path) -> dict[str, Any]:
@@ -50,24 +48,29 @@ def require(path: epath.Path, name: str, value: Any, allowed: Iterable[Any]) -> 
     return value
 
 
-def read(folder: epath.Path) -> tokenizer_lib.Tokenizer:
+def read(folder: epath.Path, settings: Settings | None = None) -> tokenizer_lib.Tokenizer:
     """Reads the tokenizer of a checkpoint folder: BERT's as ours, any other by its library."""
+    settings = settings or Settings(folder)
+    tokenizer = _read(folder, settings)
+    settings.require_template(tokenizer)
+    return tokenizer
+
+
+def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
     for name in _OTHERS:
         if (folder / name).exists() and not any((folder / it).exists() for it in _OURS):
             raise InputError(f"{folder / name}: not read; {library.CONVERT}")
-    fast, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    parts = read_object(fast) if fast.exists() else {}
-    says = read_object(settings) if settings.exists() else {}
-    for name, ours in _CUT_BY.items():  # of Japanese models: by another program
-        require(settings, name, says.get(name, ours), [ours])
-    is_whole = says.get("tokenizer_class") in _PLAIN
+    fast, parts = folder / library.FILE, settings.parts
+    is_whole = settings.tokenizer_class in AS_IT_IS
     with reading(fast):
         kind, vocab = parts.get("model", {}).get("type", "WordPiece"), _pieces(parts, is_whole)
     if kind != "WordPiece":
-        return library.read(fast)
-    case = _case(folder, parts, says)
+        return library.read(fast, settings.named)
+    case = _case(folder, parts, settings.config)
     if parts and vocab is None:
-        return library.read(fast)
+        return library.read(fast, settings.named)
+    for name in _ALWAYS:
+        require(folder / "tokenizer_config.json", name, settings.config.get(name, True), [True])
     if (folder / "vocab.txt").exists():
         listed = vocabulary.read_vocab(folder / "vocab.txt")
         if vocab not in (None, listed):
@@ -82,7 +85,9 @@ def read(folder: epath.Path) -> tokenizer_lib.Tokenizer:
     if parts and (is_whole or parts.get("post_processor")):
         around = library.around(library.opened(fast.read_bytes(), parts, str(fast)), str(fast))
         if around != (ours.cls_id, ours.between_ids, ours.sep_id, ours.second_segment):
-            return library.read(fast)
+            return library.read(fast, settings.named)
+    for role, piece in vocabulary.NAMED.items():
+        require(folder / "tokenizer_config.json", role, settings.named.get(role, piece), [piece])
     return ours
 
 
@@ -147,8 +152,6 @@ def _case(folder: epath.Path, parts: dict[str, Any], says: dict[str, Any]) -> to
             f"{settings}: strip_accents={strips} with lower-casing {uncased}: bert-jax strips "
             "accents of uncased text, and of no other"
         )
-    for name in _ALWAYS:
-        require(settings, name, says.get(name, True), [True])
     return "uncased" if uncased else "cased"
 
 

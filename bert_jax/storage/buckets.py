@@ -80,7 +80,7 @@ def is_bucket(place: epath.PathLike) -> bool:
     if "://" not in name:
         return False
     if not name.startswith("gs://"):
-        raise InputError(f"{name}: of places with ://, only buckets (gs://) can be used")
+        raise InputError(f"{name}: not a local path or a bucket (gs://); download it first")
     if not split(place)[0]:
         raise InputError(f"{name}: names no bucket; write gs://BUCKET/FOLDER")
     try:

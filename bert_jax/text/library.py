@@ -62,7 +62,7 @@ class Library:
     case = "cased"  # the file itself says what becomes of the case
 
     def __init__(self, content: bytes, named: Mapping[str, str], where: str):
-        self.content, self.named, self._where = content, dict(named), where
+        self.content, self._where = content, where
         self._parts = parts = json_object(content, where)
         self._library = opened(content, parts, where)
         self._library.encode_special_tokens = True
@@ -71,9 +71,9 @@ class Library:
         if sorted(ids.values()) != list(range(self.size)):
             raise InputError(f"{where}: the ids of its {self.size} pieces are not 0 to the last")
         self._pieces = sorted(ids, key=ids.__getitem__)
-        self.pad_id, self.unk_id, self.mask_id = (
-            self._special(f"{role}_token", ids, where) for role in ("pad", "unk", "mask")
-        )
+        self.named = _complete(named, parts)
+        self._require_specials(ids, where)
+        self.pad_id, self.unk_id, self.mask_id = (ids[self.named[role]] for role in _ROLES)
         joined = around(self._library, where)
         self.cls_id, self.between_ids, self.sep_id, self.second_segment = joined
         special = {token["id"] for token in parts["added_tokens"] if token["special"]}
@@ -160,14 +160,21 @@ class Library:
             return ids
         return [self.unk_id if i in self._special_ids else i for i in ids]
 
-    def _special(self, role: str, ids: Mapping[str, int], where: str) -> int:
-        piece = self.named.get(role)
-        if piece not in ids:
+    def _require_specials(self, ids: Mapping[str, int], where: str) -> None:
+        """Raises InputError that names everything that a file lacks."""
+        lacking = [
+            f"{role}={self.named.get(role)!r} names no piece of the vocabulary"
+            for role in _ROLES
+            if self.named.get(role) not in ids
+        ]
+        if self._parts.get("post_processor") is None:
+            lacking.append("post_processor: nothing stands around a text, [CLS] and [SEP] should")
+        if lacking:
             raise InputError(
-                f"{where}: {role}={piece!r}: names no piece of the vocabulary; add one to "
-                f'tokenizer.json as a special token, and "{role}": "..." to {NAMING[0]} next to it'
+                f"{where}: {'; '.join(lacking)}: add special tokens such as [PAD] and [MASK] "
+                f"(other names stand in {NAMING[0]} next to it) and a TemplateProcessing, and save "
+                "it again; docs/data.md has an example"
             )
-        return ids[piece]
 
     def _continuing(self) -> np.ndarray:
         """Which pieces may go on a word: all that do not surely begin one, bool [size].
@@ -175,7 +182,7 @@ class Library:
         A blank alone begins none: it may be one of a run of them, or be followed by what it begins.
         Not so behind a Metaspace, where each blank begins a word.
         """
-        cutters = _each(self._parts.get("pre_tokenizer"), "pretokenizers")
+        cutters = each(self._parts.get("pre_tokenizer"), "pretokenizers")
         by_bytes = any(one["type"] == "ByteLevel" for one in cutters)
         by_blanks = any(one["type"] == "Metaspace" and one.get("split", True) for one in cutters)
         if any(piece.startswith("##") for piece in self._pieces):
@@ -198,8 +205,32 @@ class Library:
         return continues
 
 
-def read(path: epath.Path) -> Library:
-    """Reads a tokenizer.json, and the names of its specials from the files next to it."""
+# Roles that a file must name, and what they are called where nothing names them.
+_ROLES = {
+    "pad_token": ("[PAD]", "<pad>"),
+    "unk_token": ("[UNK]", "<unk>"),
+    "mask_token": ("[MASK]", "<mask>"),
+}
+
+
+def _complete(named: Mapping[str, str], parts: dict[str, Any]) -> dict[str, str]:
+    """Returns the names of special tokens, with usual ones that the file has as special tokens."""
+    special = {token["content"] for token in parts.get("added_tokens") or () if token["special"]}
+    usual = {role: [name for name in names if name in special] for role, names in _ROLES.items()}
+    return {role: names[0] for role, names in usual.items() if names} | dict(named)
+
+
+def read(path: epath.Path, named: Mapping[str, str] | None = None) -> Library:
+    """Reads a tokenizer.json, and the names of its specials from the files next to it.
+
+    `named` has the names if they are known.
+    """
+    with reading(path, "put the file there as its library wrote it"):
+        return Library(path.read_bytes(), _names(path) if named is None else named, str(path))
+
+
+def _names(path: epath.Path) -> dict[str, str]:
+    """Reads the names of special tokens from the files next to a tokenizer.json."""
     named: dict[str, str] = {}
     for name in NAMING:
         naming = path.parent / name
@@ -209,8 +240,7 @@ def read(path: epath.Path) -> Library:
             piece = token.get("content") if isinstance(token, dict) else token
             if role.endswith("_token") and isinstance(piece, str):
                 named.setdefault(role, piece)
-    with reading(path, "put the file there as its library wrote it"):
-        return Library(path.read_bytes(), named, str(path))
+    return named
 
 
 def is_of_library(content: bytes) -> bool:
@@ -263,12 +293,12 @@ def around(of: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...], 
     return cls, tuple(between), sep, second
 
 
-def _each(part: Any, inside: str) -> list[dict[str, Any]]:
+def each(part: Any, inside: str) -> list[dict[str, Any]]:
     """Returns the steps of a part of a tokenizer.json, which may be a sequence of them."""
     if not part:
         return []
     if part.get("type") == "Sequence":
-        return [step for one in part[inside] for step in _each(one, inside)]
+        return [step for one in part[inside] for step in each(one, inside)]
     return [part]
 
 
@@ -282,7 +312,7 @@ _OF_A_WORD += ("StripAccents",)
 def _by_words(parts: dict[str, Any]) -> bool:
     """Returns whether words that stand a blank apart are cut each by itself."""
     replaced = 0
-    for one in _each(parts.get("normalizer"), "normalizers"):
+    for one in each(parts.get("normalizer"), "normalizers"):
         if one["type"] == "Replace" and one["pattern"] == {"String": " "}:
             replaced += one["content"] == BLANK
         elif one["type"] == "Replace" and one["pattern"] == {"Regex": " {2,}"}:
@@ -302,7 +332,7 @@ def _by_words(parts: dict[str, Any]) -> bool:
 
 def cuts_words(parts: dict[str, Any]) -> bool:
     """Returns whether the pre-tokenizer of a tokenizer.json cuts a text at its blanks."""
-    cutters = _each(parts.get("pre_tokenizer"), "pretokenizers")
+    cutters = each(parts.get("pre_tokenizer"), "pretokenizers")
     return bool(cutters) and all(_cuts(one) for one in cutters)
 
 

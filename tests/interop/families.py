@@ -85,7 +85,8 @@ def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def write_tokenizer(vocabulary: str, folder: pathlib.Path) -> None:
     content = (GOLDEN / "tokenizers" / f"{vocabulary}.json").read_bytes()
     (folder / "tokenizer.json").write_bytes(content)
-    (folder / "tokenizer_config.json").write_text(json.dumps(NAMED[vocabulary]))
+    named = NAMED[vocabulary] | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
 
 
 def main() -> None:

@@ -155,6 +155,7 @@ def test_a_vocabulary_in_tokenizer_json_alone_is_read(tmp_path):
     (folder / "vocab.txt").unlink()
     parts = fast({"type": "BertNormalizer", "lowercase": False})
     (folder / "tokenizer.json").write_text(json.dumps(parts))
+    edit(folder / "tokenizer_config.json", do_lower_case=False)
     base, _ = imported(folder)
     assert base.tokenizer.vocab == VOCAB and base.tokenizer.case == "cased"
 
@@ -296,6 +297,11 @@ ROUNDED = TENSORS | {"cls.predictions.decoder.weight": TENSORS[WORD] + 1e-3}
 WIDER = TENSORS | {QUERY: np.zeros((64, 65), np.float32)}
 TWICE = TENSORS | {"embeddings.LayerNorm.gamma": np.ones(64, np.float32)}
 
+
+def as_it_is():
+    edit("hf/tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+
+
 REFUSED = {
     "a missing tensor": (tensors_are(without(QUERY)), [QUERY, "[64, 64]", "missing"]),
     "an extra tensor": (
@@ -332,11 +338,14 @@ REFUSED = {
     "no vocabulary": (lambda: pathlib.Path("hf/vocab.txt").unlink(), ["vocab.txt"]),
     "sentencepiece": (sentencepiece, ["spiece.model", "tokenizer.json"]),
     "another tokenizer": (
-        lambda: edit("hf/tokenizer.json", model={"type": "BPE", "vocab": {}}),
+        lambda: (as_it_is(), edit("hf/tokenizer.json", model={"type": "BPE", "vocab": {}})),
         ["tokenizer.json", "tokenizers library"],
     ),
     "another end of words": (
-        lambda: edit("hf/tokenizer.json", **fast(None) | {"pre_tokenizer": {"type": "Split"}}),
+        lambda: (
+            as_it_is(),
+            edit("hf/tokenizer.json", **fast(None) | {"pre_tokenizer": {"type": "Split"}}),
+        ),
         ["tokenizer.json", "tokenizers library"],
     ),
     "words of another program": (
@@ -376,8 +385,34 @@ def test_a_name_on_a_hub_says_how_it_is_fetched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = "hf download some-org/bert_v1.5 --local-dir"
     broken.refuses(broken.Case("hub", "import some-org/bert_v1.5 --workdir b", (command,)))
+    assert "hf download bert-base-uncased" in broken.call("import bert-base-uncased --workdir b")[1]
     for source in ("/some-org/bert", "../bert", "a/b/c", "bert"):
         assert "hf download" not in broken.call(f"import {source} --workdir b")[1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "import ADDRESS --workdir b",
+        "import hf --workdir ADDRESS",
+        "import hf --workdir b --tokenizer ADDRESS",
+        "export --workdir ADDRESS --as encoder --out o",
+        "export --workdir base --as encoder --out ADDRESS",
+        "embed --workdir base --out ADDRESS/v.npz",
+        "tokenize --tokenizer ADDRESS",
+        "predict --workdir ADDRESS w7",
+        "checkpoints ADDRESS",
+        "report ADDRESS",
+        "pretrain tiny --set init_from=ADDRESS",
+        "finetune --kind classify --from ADDRESS --workdir t --train tsv:x --validation tsv:x",
+    ],
+)
+def test_an_address_that_is_no_bucket_is_named(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hf_folder.write(tmp_path / "hf")
+    if "--workdir base" in command:
+        assert broken.call("import hf --workdir base")[0] == 0
+    broken.fails(command.replace("ADDRESS", "https://x.org/m"), "https://x.org/m")
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, monkeypatch):

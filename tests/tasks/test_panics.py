@@ -42,6 +42,7 @@ def folder(tmp_path_factory):
     made.save(str(hf / "tokenizer.json"))
     names = ("pad", "unk", "cls", "sep", "mask")
     naming = {f"{name}_token": f"[{name.upper()}]" for name in names}
+    naming["tokenizer_class"] = "PreTrainedTokenizerFast"
     (hf / "tokenizer_config.json").write_text(json.dumps(naming))
     (place / "bad.txt").write_text(f"w7 w8\nw9\n{TEXT}\nw10\n")
     (place / "good.txt").write_text("w7 w8\nw9\n")

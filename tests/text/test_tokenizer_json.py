@@ -185,7 +185,7 @@ def test_a_file_that_cannot_be_computed_with_is_named(tmp_path):
         (changed("modernbert", post_processor=None), SQUARE, "post_processor"),
         (changed("modernbert", post_processor=UNENDED), SQUARE, "post_processor"),
         (changed("modernbert", post_processor=UNKNOWN), SQUARE, "tokenizers library"),
-        (CONTENT["modernbert"], {"pad_token": "[PAD]", "unk_token": "[UNK]"}, "mask_token"),
+        (CONTENT["modernbert"], SQUARE | {"mask_token": "[M]"}, "mask_token"),
         (CONTENT["modernbert"], SQUARE | {"pad_token": "<none>"}, "<none>"),
     ):
         (tmp_path / "tokenizer.json").write_bytes(content)
@@ -193,6 +193,30 @@ def test_a_file_that_cannot_be_computed_with_is_named(tmp_path):
         with pytest.raises(InputError, match=what) as error:
             library.read(epath.Path(tmp_path / "tokenizer.json"))
         assert str(tmp_path) in str(error.value)
+
+
+def test_a_file_alone_is_read_if_it_has_the_usual_special_tokens(tmp_path):
+    """And one that has none is refused once, with everything that it lacks."""
+    path = tmp_path / "tokenizer.json"
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.BpeTrainer(show_progress=False)
+    made.train_from_iterator(["wa wb wc"], trainer)
+    made.save(str(path))
+    with pytest.raises(InputError) as error:
+        tokenizer.load(path)
+    for word in ("pad_token", "unk_token", "mask_token", "post_processor"):
+        assert word in str(error.value)
+    trainer = tokenizers.trainers.BpeTrainer(show_progress=False, special_tokens=list(SPECIALS))
+    made.train_from_iterator(["wa wb wc"], trainer)
+    cls, sep = ((piece, made.token_to_id(piece)) for piece in ("[CLS]", "[SEP]"))
+    made.post_processor = tokenizers.processors.BertProcessing(sep, cls)
+    made.save(str(path))
+    read = tokenizer.load(path)
+    assert read.encode("wa wb") == made.encode("wa wb", add_special_tokens=False).ids
+    assert [read.pad_id, read.mask_id] == [made.token_to_id(p) for p in ("[PAD]", "[MASK]")]
+    read.save(epath.Path(tmp_path / "saved"))
+    assert tokenizer.load(tmp_path / "saved").sha256 == read.sha256
 
 
 @pytest.mark.parametrize("name", ["modernbert", "xlmr"])
