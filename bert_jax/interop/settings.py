@@ -229,7 +229,7 @@ class Settings:
 
     def require_template(self, tokenizer: Any) -> None:
         """Raises InputError if the class puts other special tokens around a text."""
-        if not self.parts or self.tokenizer_class in AS_IT_IS:
+        if not self.parts.get("post_processor") or self.tokenizer_class in AS_IT_IS:
             return
         cls, sep = ("bos", "eos") if self.tokenizer_class in _SENTENCEPIECE else ("cls", "sep")
         known = tokenizers.Tokenizer.from_buffer((self._folder / library.FILE).read_bytes())
