@@ -17,7 +17,7 @@ from bert_jax.text import library
 
 
 class Rule(NamedTuple):
-    """What becomes of a key."""
+    """The effect of a key on token ids and vectors, and the reason."""
 
     effect: str  # "honoured", "none", or "refused" unless the value is one of `allowed`
     why: str
