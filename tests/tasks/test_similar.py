@@ -75,7 +75,7 @@ def test_cached_gradients_and_devices_change_nothing(loss):
         other, other_seen = train(*setting(loss), parallelism, devices, steps=1)
         for ours, theirs in zip(seen, other_seen, strict=True):
             for name in ours:
-                np.testing.assert_allclose(theirs[name], ours[name], 1e-6, err_msg=name)
+                np.testing.assert_allclose(theirs[name], ours[name], ROUNDING, err_msg=name)
         assert_close(gradient(other), gradient(state), ROUNDING)
 
 
