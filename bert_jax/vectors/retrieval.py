@@ -102,7 +102,7 @@ def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:
 def scores(vectors: Sequence[np.ndarray], passages: Sequence[Passage]) -> dict[str, float]:
     """Returns the means over queries, as BEIR's evaluator and trec_eval compute them.
 
-    All texts are ranked by their cosine with the query, but for a text with the query's own id. Of
+    All texts are ranked by their cosine with the query, except a text with the query's own id. Of
     texts with equal cosines the larger id, by code points, comes first. A query to which no text is
     relevant counts as 0.
 
@@ -122,11 +122,11 @@ def scores(vectors: Sequence[np.ndarray], passages: Sequence[Passage]) -> dict[s
     # One more than is looked at: the query's own text is left out.
     places, _ = nearest_lib.nearest(blocks, asked, _DEPTH + 1)
     sums = dict.fromkeys(("recall@1", "recall@10", "mrr@10", "ndcg@10"), 0.0)
-    for query, found in zip(queries, texts[places], strict=True):
+    for query, nearest in zip(queries, texts[places], strict=True):
         relevant = passages[query].relevant
         if not relevant:
             continue
-        ranking = [passages[i].id for i in found if passages[i].id != passages[query].id]
+        ranking = [passages[i].id for i in nearest if passages[i].id != passages[query].id]
         gains = [relevant.get(text, 0) for text in ranking[:_DEPTH]]
         hits = [place for place, gain in enumerate(gains) if gain]
         sums["recall@1"] += hits[:1] == [0] and 1 / len(relevant)
