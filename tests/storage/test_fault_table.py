@@ -186,6 +186,7 @@ LEFT_OUT = {
     ("prepare", "flipped"): "text of a bucket is not compared with its checksum",
     ("prepare", "other JSON"): "text of a bucket is not compared with its checksum",
     ("save", LAGS): "Orbax leaves out parts of a state that its list does not show",
+    ("save", "404"): "Orbax writes metadata anew, without ours, where it does not find them",
     ("list", LAGS): "what no list shows cannot be listed",
     ("set aside", LAGS): "what no list shows cannot be moved",
     ("set aside", "404"): "what is not there cannot be moved",

@@ -4,7 +4,6 @@ import errno
 import itertools
 import json
 import pathlib
-import re
 import shutil
 import time
 
@@ -23,9 +22,8 @@ from bert_jax.config import Run
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import checkpoint
 from bert_jax.running.checkpoint import Checkpoints, Damaged
-from bert_jax.running.peers import Peers
 from bert_jax.running.saves import Saves
-from bert_jax.storage import mirror, retry
+from bert_jax.storage import retry
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums
@@ -320,61 +318,6 @@ def test_a_save_that_fails_for_a_while_is_made_up_for(
     assert "22" in names(workdir) and all(name.isdecimal() for name in names(workdir))
     assert_same_run(workdir, finished_run / "run")
     assert name == "save_async" or "no checkpoint was written" in shown
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "x"), OSError(errno.ENOSPC, "x")])
-def test_a_save_that_is_lost_is_named_by_its_own_step(error, tmp_path, monkeypatch, capsys):
-    """It is noticed at a later one. The newest checkpoint is again the one before."""
-    commit = atomicity.on_commit_callback
-    with saves_in(tmp_path, Run(when_disk_is_full="go_on")) as saved:
-        saved.save(4, {"x": jnp.zeros(3)}, {})
-        saved.end()
-        monkeypatch.setattr(atomicity, "on_commit_callback", failing(error, then=commit))
-        saved.save(7, {"x": jnp.zeros(3)}, {})
-        saved.end()
-    assert re.findall(r"^step (\d+):", capsys.readouterr().out, re.MULTILINE) == ["7"]
-    assert saved.step == 4 and saved.steps == [4]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        NotADirectoryError("Path is not a directory: gs://bucket/run/checkpoints/1"),
-        ValueError("Error writing gs://bucket/run/checkpoints/1: Expected object, but received []"),
-    ],
-    ids=type,
-)
-def test_a_save_that_a_bucket_breaks_off_is_made_again(error, objects, monkeypatch):
-    """A list that lags and an answer that is damaged have errors of many kinds."""
-    workdir = mirror.opened(epath.Path("gs://bucket/run"), access="write")
-    workdir.root.mkdir(parents=True)
-    checkpointer = checkpoint.ocp.training.Checkpointer
-    with Saves(workdir, Run(), Peers(0, 1, None, 1.0), print) as saved:
-        save = failing(error, then=checkpointer.save_async)
-        monkeypatch.setattr(checkpointer, "save_async", save)
-        saved.save(1, {"x": jnp.zeros(3)}, {})
-        saved.finish(1, None)
-        assert saved.steps == [1]
-
-
-@pytest.mark.parametrize("bits", ["once", "for good"])
-def test_arrays_that_differ_are_read_once_more(bits, run, monkeypatch):
-    """A bit may flip on its way from the storage, where nothing but our checksums would notice."""
-    load, calls = checkpoint.ocp.load, []
-
-    def flip(*args):
-        calls.append(args)
-        state = load(*args)
-        if len(calls) == 1 or bits == "for good":
-            state["params"] = jax.tree.map(lambda leaf: -leaf, state["params"])
-        return state
-
-    monkeypatch.setattr(checkpoint.ocp, "load", flip)
-    if bits == "once":
-        assert newest(run).step == 22 and len(calls) == 2
-    else:
-        with pytest.raises(InputError, match=r"22.*20.*16"):
-            newest(run)
 
 
 @pytest.mark.long
