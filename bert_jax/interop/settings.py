@@ -166,9 +166,6 @@ class Settings:
 
     Args:
       folder: with config.json, or without if it is not one of transformers.
-
-    Raises:
-      InputError: a setting has an effect that is not supported.
     """
 
     def __init__(self, folder: epath.Path):
@@ -179,8 +176,9 @@ class Settings:
             for key, value in self._files[name].items():
                 rule = rules.get(key)
                 if rule is not None and rule.effect == "refused" and value not in rule.allowed:
-                    allowed = " or ".join(repr(it) for it in rule.allowed if it is not None)
-                    self._refuse(name, f"{key}={value!r}", f"{rule.why}; only {allowed} is read")
+                    shown = " or ".join(repr(it) for it in rule.allowed if it)
+                    remedy = f"only {shown} is read" if shown else "remove the key"
+                    self._refuse(name, f"{key}={value!r}", f"{rule.why}; {remedy}")
         self.tokenizer_class = self._class()
         self.named = self._named()
         self._require_direction()
@@ -236,8 +234,8 @@ class Settings:
         first, last = (known.token_to_id(self.named[f"{role}_token"]) for role in (cls, sep))
         is_bert = self.tokenizer_class in _WORDPIECE
         expected = (first, (last,) if is_bert else (last, last), last, int(is_bert))
-        found = tokenizer.cls_id, tokenizer.between_ids, tokenizer.sep_id, tokenizer.second_segment
-        if found != expected:
+        given = tokenizer.cls_id, tokenizer.between_ids, tokenizer.sep_id, tokenizer.second_segment
+        if given != expected:
             self._refuse_class("post_processor")
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -264,12 +262,12 @@ class Settings:
             name, stated = "config.json", self._files["config.json"].get("tokenizer_class")
         if stated is None:
             return _OF_TYPE.get(model_type, "BertTokenizer")
-        found = str(stated).removesuffix("Fast")
-        if found not in CLASSES:
+        given = str(stated).removesuffix("Fast")
+        if given not in CLASSES:
             self._refuse(
                 name, f"tokenizer_class={stated!r}", f"only {', '.join(CLASSES)} are; {_AGAIN}"
             )
-        return found
+        return given
 
     def _named(self) -> dict[str, str]:
         """Returns the names of special tokens by role: {"mask_token": "[MASK]", ...}."""
@@ -342,23 +340,23 @@ class Settings:
 
     def _require_parts(self, path: epath.Path) -> None:
         """Raises InputError if the class makes another part than tokenizer.json has."""
-        found, is_bert = self.parts, self.tokenizer_class in _WORDPIECE
+        given, is_bert = self.parts, self.tokenizer_class in _WORDPIECE
         if not is_bert:  # in the library's own words
-            known = library.opened(path.read_bytes(), found, str(path))
-            found = json.loads(known.to_str())
-        expected = self._made_parts(found)
+            known = library.opened(path.read_bytes(), given, str(path))
+            given = json.loads(known.to_str())
+        expected = self._made_parts(given)
         for name in ("model", "normalizer", "pre_tokenizer"):
-            part = found | {name: found.get(name) or expected[name]} if is_bert else found
-            if _plain(name, part, found) != _plain(name, expected, found):
+            part = given | {name: given.get(name) or expected[name]} if is_bert else given
+            if _plain(name, part, given) != _plain(name, expected, given):
                 self._refuse_class(name)
 
-    def _made_parts(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _made_parts(self, given: dict[str, Any]) -> dict[str, Any]:
         """Returns the normalizer, the pre-tokenizer and the model that the class makes."""
         says, unk = self.config, self.named["unk_token"]
         if self.tokenizer_class in _WORDPIECE:
             lowers = says.get("do_lower_case", True)
             if "do_lower_case" in says:  # interop.vocabularies compares the two
-                lowers = (found.get("normalizer") or {}).get("lowercase", True)
+                lowers = (given.get("normalizer") or {}).get("lowercase", True)
             normalizer = {
                 "type": "BertNormalizer",
                 "clean_text": True,
@@ -380,11 +378,11 @@ class Settings:
         scheme = "always" if says.get("add_prefix_space", True) else "never"
         metaspace = {"type": "Metaspace", "replacement": library.BLANK, "prepend_scheme": scheme}
         cutters = [{"type": "WhitespaceSplit"}, metaspace | {"split": True}]
-        vocab = found["model"].get("vocab")
+        vocab = given["model"].get("vocab")
         number = 3
         if self.tokenizer_class == "CamembertTokenizer" and isinstance(vocab, list):
             number = next((i for i, (piece, _) in enumerate(vocab) if piece == unk), 0)
-        steps = library.each(found.get("normalizer"), "normalizers")
+        steps = library.each(given.get("normalizer"), "normalizers")
         charsmap = next((step for step in steps if step["type"] == "Precompiled"), None)
         return {
             "normalizer": charsmap,
@@ -394,13 +392,13 @@ class Settings:
 
 
 def _attributes(token: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what decides where an added token is found in a text."""
+    """Returns what decides where an added token stands in a text."""
     special = token.get("special", False)
     defaults = _ATTRIBUTES | {"special": False, "normalized": not special}
     return {name: token.get(name, value) for name, value in defaults.items()}
 
 
-def _plain(name: str, parts: dict[str, Any], found: dict[str, Any]) -> Any:
+def _plain(name: str, parts: dict[str, Any], given: dict[str, Any]) -> Any:
     """Returns a part of a tokenizer.json without what changes no ids."""
     part = parts[name]
     if name == "model":
@@ -408,9 +406,9 @@ def _plain(name: str, parts: dict[str, Any], found: dict[str, Any]) -> Any:
         part.pop("max_input_chars_per_word", None)  # interop.vocabularies reads it
         if part.get("type", "WordPiece") == "WordPiece":
             part = _WORDPIECE_DEFAULTS | part
-        elif part["type"] == "BPE" and found["model"]["type"] == "BPE":
+        elif part["type"] == "BPE" and given["model"]["type"] == "BPE":
             alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-            if alphabet <= found["model"]["vocab"].keys():  # nothing is unknown
+            if alphabet <= given["model"]["vocab"].keys():  # nothing is unknown
                 part = {key: part[key] for key in part if key not in ("unk_token", "fuse_unk")}
         return {key: value for key, value in part.items() if value or type(value) is int}
     if name == "pre_tokenizer":
@@ -421,7 +419,7 @@ def _plain(name: str, parts: dict[str, Any], found: dict[str, Any]) -> Any:
         step = _NORMALIZER_DEFAULTS | steps[0]
         strips = step["lowercase"] if step["strip_accents"] is None else step["strip_accents"]
         steps = [step | {"strip_accents": strips}, *steps[1:]]
-    cutters = library.each(found.get("pre_tokenizer"), "pretokenizers")
+    cutters = library.each(given.get("pre_tokenizer"), "pretokenizers")
     if cutters and cutters[0]["type"] == "WhitespaceSplit":  # blanks at the ends, and runs of them
         steps = [step for step in steps if not _joins_blanks(step)]
     return steps
