@@ -48,7 +48,7 @@ TOKENIZERS = [
     Case("a vocabulary without [MASK]", f"prepare {NEW}", ("vocab.txt", "no [MASK]"),
          replace("vocab.txt", "[MASK]", "[mask]")),
     Case("a corpus made with another tokenizer", "pretrain small.py --workdir new",
-         ("corpus", "vocab.txt has changed since", "choose another --workdir"), other_vocabulary),
+         ("corpus", "vocab.txt has changed since", "run.corpus_dir"), other_vocabulary),
     Case("bytes that are not text", "tokenize --tokenizer vocab.txt",
          ("standard input:2", "byte 3", "UTF-8"), stdin=b"wa\nwb \xff\n"),
 ]  # fmt: skip

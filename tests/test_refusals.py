@@ -169,9 +169,9 @@ show tiny --step -1 -> --step
 layers --workdir gs://none/run --attention a -> gs://none/run
 finetune sst2 --sweep seed=1,2 --second b -> --second
 predict wa -> --workdir
-predict --workdir nowhere --source tsv:a --out none/a.jsonl -> --out none/a.jsonl
-embed --workdir nowhere --out none/a.npz -> --out none/a.npz
-search a.txt --workdir nowhere --queries b --out none/a -> --out none/a
+predict --workdir nowhere --source tsv:a --out /dev/null/a.jsonl -> --out /dev/null/a.jsonl
+embed --workdir nowhere --out /dev/null/a.npz -> --out /dev/null/a.npz
+search a.txt --workdir nowhere --queries b --out /dev/null/a -> --out /dev/null/a
 export --workdir nowhere --out experiments -> experiments
 import nowhere --workdir experiments -> experiments
 evaluate tiny --text a -> --text

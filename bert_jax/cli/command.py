@@ -243,8 +243,11 @@ def require_file(flag: str, path: str | None) -> None:
         return
     if os.path.isdir(path):
         raise InputError(f"{flag} {path}: is a folder; name a file")
-    if not os.path.isdir(folder := os.path.dirname(path) or "."):
-        raise InputError(f"{flag} {path}: no folder {folder}; make it first")
+    folder = os.path.dirname(path) or "."
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder) or "."
+    if not os.path.isdir(folder):
+        raise InputError(f"{flag} {path}: {folder} is a file where a folder is needed")
 
 
 def require_corpus(workdir: Workdir) -> None:

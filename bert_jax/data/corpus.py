@@ -129,11 +129,8 @@ def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
             copy.rmtree(missing_ok=True)  # of another corpus
             copy.mkdir(parents=True)
             write_atomic(path, text)
-        wanted = [
-            name
-            for name, entry in listed.items()
-            if not name.startswith("dataset/") and _damage(copy / name, entry, "cheap")
-        ]
+        files = {n: entry for n, entry in listed.items() if not n.startswith("dataset/")}
+        wanted = [n for n, entry in files.items() if _damage(copy / n, entry, "cheap")]
         copies.fetch_all(
             folder,
             copy,
@@ -159,10 +156,9 @@ def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
 def open_manifest(folder: epath.Path) -> dict[str, Any]:
     """Returns the manifest of a complete corpus, here or in a bucket."""
     path = folder / "manifest.json"
-    try:
+    content = None
+    with contextlib.suppress(FileNotFoundError):
         content = buckets.read(path) if buckets.exists(folder / COMPLETE) else None
-    except FileNotFoundError:
-        content = None
     if content is None:
         raise InputError(f"{folder}: no prepared corpus here; run `bert-jax prepare` first")
     manifest = parse_json(

@@ -62,17 +62,11 @@ class Part:
     bytes: int  # of text, roughly
 
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """Has the objects of this part read from local copies while entered.
-
-        A large Parquet file is of several parts, and each reads ranges of it.
-        """
-        return copies.held(
-            {
-                extent.path: extent.listed
-                for extent in self.extents
-                if extent.listed and (extent.kind != "parquet" or extent.listed.size <= PART_BYTES)
-            }
-        )
+        """Has the objects of this part read from local copies while entered."""
+        objects = {e.path: e.listed for e in self.extents if e.listed}
+        if any(e.kind == "parquet" for e in self.extents):  # several parts read ranges of one file
+            objects = {path: it for path, it in objects.items() if it.size <= PART_BYTES}
+        return copies.held(objects)
 
     def documents(self, corpus: Corpus, tick: Tick = lambda characters: None) -> Iterator[Document]:
         """Yields the documents of this part, whose pieces are reported as they are taken."""

@@ -21,7 +21,7 @@ from bert_jax.loaded import Loaded, line_of
 from bert_jax.model import heads
 from bert_jax.running.checkpoint import Checkpoints, Restored
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir, load_experiment, write_atomic
+from bert_jax.storage.workdir import Workdir, load_experiment, made, write_atomic
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats, rows
 from bert_jax.tasks import scores as scores_lib
@@ -255,7 +255,8 @@ def predict(
     else:
         answers = model.predict(examples_lib.parse_lines(task, texts))
     if out is not None:
-        write_atomic(epath.Path(out), (f"{_json(answer)}\n" for answer in answers))
+        with made(epath.Path(out).parent):
+            write_atomic(epath.Path(out), (f"{_json(answer)}\n" for answer in answers))
     if scores is not None:
         yield _json(_rounded(scores))
     elif out is None:
@@ -304,7 +305,8 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
         raise InputError(f"--out {out}: end its name in {', '.join(_WRITTEN)}")
     counts, unread, tally = collections.Counter[str](), Tally(), Tally()
     rows_ = _predicted_rows(model, source, counts, unread, tally)
-    write_atomic(epath.Path(out), _written(rows_, ending, task.header))
+    with made(epath.Path(out).parent):
+        write_atomic(epath.Path(out), _written(rows_, ending, task.header))
     _warn_of_broken(tally)
     _warn_of_unknown(model)
     shown = ", ".join(f"{label} {counts[label]:,}" for label in model.labels if counts[label])

@@ -23,7 +23,15 @@ from etils import epath
 
 from bert_jax.base import Base, flat
 from bert_jax.errors import InputError, quantity
-from bert_jax.storage.workdir import absolute, lock, named_errors, new_file, read_json, write_atomic
+from bert_jax.storage.workdir import (
+    absolute,
+    lock,
+    made,
+    named_errors,
+    new_file,
+    read_json,
+    write_atomic,
+)
 from bert_jax.text import lines as lines_lib
 from bert_jax.vectors import nearest as nearest_lib
 from bert_jax.vectors.embed import Embedded, Embedder
@@ -106,7 +114,8 @@ class Index:
 
         Each is `{"query": "...", "nearest": [{"line": 3, "score": 0.71, "text": "..."}, ...]}`.
         """
-        with new_file(absolute(out)) as unfinished, unfinished.open("w") as file:
+        path = absolute(out)
+        with made(path.parent), new_file(path) as unfinished, unfinished.open("w") as file:
             asked = (text for _, text in lines_lib.read([queries]))
             while some := list(itertools.islice(asked, _QUESTIONS)):
                 for query, answers in zip(some, self.nearest(some, top), strict=True):

@@ -132,7 +132,7 @@ def test_what_a_run_does_not_learn_is_a_blank_and_is_asked_once(here, capsys, mo
 @pytest.mark.parametrize("column", ["below_unigrams", "reach:1", "loss", "accuracy"])
 def test_an_objective_of_its_own_without_pieces_has_no_unigram_line(here, column):
     lines = [{"step": 2, "kind": "evaluation", "replaced_loss": 0.5, "loss": 0.5}]
-    record = types.SimpleNamespace(evaluation=lines, laps=[], timings=[])
+    record = types.SimpleNamespace(evaluation=lines, laps=[], timings=[], total_steps=2)
     assert runs._measured(column, record) is None
 
 

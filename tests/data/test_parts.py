@@ -373,7 +373,10 @@ def test_a_word_of_a_megabyte_costs_nothing(kind, text, tmp_path):
 @pytest.mark.parametrize("name", ["modernbert", "gemma"])
 def test_an_unknown_word_takes_the_blank_before_it(name, tmp_path):
     tok = forms.OURS[name]
-    writer = parts._IdWriter(tmp_path, tok, "@@")
+    task = types.SimpleNamespace(
+        corpus=Corpus(sources=("text:a",), unknown_word="@@"), part=parts.Part((), (), 0)
+    )
+    writer = parts._IdWriter(tmp_path, task, tok)
     lengths = writer.add(["@@ the people @@ @@ let the.", "the @@", "the people let"])
     writer.close()
     ids = iter(np.fromfile(tmp_path / "tokens.bin", np.uint32).tolist())

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import broken
+import jax
 import kinds
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from bert_jax.running.lines import Lines
 from bert_jax.tasks import probes
 from bert_jax.tasks.adapted import Reader, run_rows
 from bert_jax.tasks.similar import Similar
+from bert_jax.training.objective import Pretraining
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,8 @@ def test_examples_of_two_texts_are_whole_on_any_devices(size):
 
 def test_features_of_a_text_do_not_depend_on_the_rows_beside_it():
     reader = Reader(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(1), 8)
-    kind, params = kinds.kind_of("classify"), kinds.base_params("pooled")
+    kind = kinds.kind_of("classify")
+    params = Pretraining(kinds.MODEL).init_params(jax.random.key(0))
     features_of_rows = probes.features_of(reader, "pooled", "all")
     features = []
     for others in ([], [kinds.sentence("wa " * 12)]):

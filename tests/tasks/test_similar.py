@@ -21,7 +21,7 @@ from bert_jax.data import stream
 from bert_jax.data.batches import Ids
 from bert_jax.errors import InputError
 from bert_jax.tasks import similar
-from bert_jax.tasks.examples import Sentence
+from bert_jax.tasks.examples import Sentence, Tally
 from bert_jax.tasks.predict import TaskModel
 from bert_jax.tasks.similar import Similar, SimilarObjective
 from bert_jax.text import library
@@ -125,7 +125,7 @@ def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
     monkeypatch.setattr(similar.Prepared, "open", lambda folder: prepared)
     monkeypatch.setattr(similar.corpus, "open_stream", lambda folder, split: documents)
     experiment = Finetuning(name="x", task=task, batch_size=2)
-    batch = similar.read(experiment, kinds.MODEL, ours, []).batches.batch(0, np.arange(2))
+    batch = similar.read(experiment, kinds.MODEL, ours, Tally()).batches.batch(0, np.arange(2))
     found = [
         row[mask > 0].tolist()
         for row, mask in zip(batch["input_ids"], batch["input_mask"], strict=True)

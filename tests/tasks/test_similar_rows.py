@@ -17,7 +17,7 @@ from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import probes, similar
 from bert_jax.tasks.adapted import LoadedBase, Reader, run_rows
-from bert_jax.tasks.examples import Sentence
+from bert_jax.tasks.examples import Sentence, Tally
 from bert_jax.tasks.similar import Similar
 from bert_jax.text.tokenizer import WordPiece
 from bert_jax.training import mesh as mesh_lib
@@ -91,7 +91,7 @@ def test_a_base_that_is_its_own_teacher_is_at_distance_zero(prompted, tmp_path):
         vectors=Vectors(loss="distil", teacher=str(tmp_path / "base"), geometry=1.0),
         batch_size=3,
     )
-    learned = similar.read(experiment, base.model, base.tokenizer, [])
+    learned = similar.read(experiment, base.model, base.tokenizer, Tally())
     kind = Similar(experiment.task, (), base.tokenizer)
     objective = LoadedBase.of(experiment).objective(experiment, kind)
     batch = learned.batches.batch(0, np.arange(3))

@@ -244,7 +244,7 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
     def work(us):
         saved = mock.Mock(steps=[8, 4])
         saved.forget_after.side_effect = lambda *given: done.append(given)
-        job = mock.Mock(**{"experiment.run.checkpoint_every": 4})
+        job = mock.Mock(**{"experiment.run.checkpoint_every": 4, "workdir.checkpoints": "c"})
         context = mock.Mock(job=job, peers=us, saves=saved, mirror=mirror)
         start.before(Erred([], True, False), 5, 0, context)
 

@@ -224,7 +224,8 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
     """The check before step 10 failed, that before step 5 did not."""
     trainer = Trainer.__new__(Trainer)  # as far as a roll-back needs it
     trainer.done, trainer.begun_at, trainer.skipped, saves = 10, begun_at, (), mock.Mock()
-    trainer.job = trainer.experiment = mock.Mock(run=Run(replay_every=5, checkpoint_every=4))
+    run = Run(replay_every=5, checkpoint_every=4)
+    trainer.job = trainer.experiment = mock.Mock(run=run, **{"workdir.checkpoints": "c"})
     trainer.watchdog = trainer.say = trainer.lines = mock.Mock()
     trainer.clock, trainer.job.experiment = Clock(), trainer.experiment
     peers, saves.steps = Peers(0, 1, None, 1.0), steps

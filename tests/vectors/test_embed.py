@@ -259,7 +259,7 @@ CASES = [
     Case("bytes that are no text", "embed --workdir run a.txt --out new/v.npz",
          ("a.txt:2: byte 1",), write("a.txt", b"wa\n.\xff")),
     Case("a folder in the place of the output", "embed --workdir run text/all.txt --out v.npz",
-         ("v.npz", "directory"), lambda: pathlib.Path("v.npz").mkdir()),
+         ("v.npz", "folder"), lambda: pathlib.Path("v.npz").mkdir()),
     Case("output below a file", "embed --workdir run text/all.txt --out vocab.txt/v.npz",
          ("vocab.txt", "is a file where a folder is needed")),
     Case("output into a bucket", "embed --workdir run text/all.txt --out gs://bucket/v.npz",
