@@ -15,11 +15,11 @@ from etils import epath
 
 from benchmarks import measure
 from bert_jax.config import Corpus, Parallelism
+from bert_jax.embeddings.embed import Embedder, Features
 from bert_jax.interop import importing
-from bert_jax.loaded import Loaded
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.text import documents, sentences
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.vectors.embed import Embedder, Features
 
 
 def main() -> None:

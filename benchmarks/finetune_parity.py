@@ -21,10 +21,10 @@ from etils import epath
 from benchmarks import measure
 from bert_jax import config
 from bert_jax.config import Finetuning
+from bert_jax.distributed import peers as peers_lib
 from bert_jax.interop import huggingface
-from bert_jax.loaded import Loaded
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.running import lines as lines_lib
-from bert_jax.running import peers as peers_lib
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.job import FinetuningJob, finetune

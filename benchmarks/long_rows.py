@@ -20,9 +20,9 @@ from benchmarks import measure
 from bert_jax import config
 from bert_jax.config import Experiment
 from bert_jax.data import batches
-from bert_jax.loaded import load_params
-from bert_jax.running import evaluators, pretraining
-from bert_jax.running.pretraining import Prepared
+from bert_jax.pretraining import evaluators, pretraining
+from bert_jax.pretraining.loaded import load_params
+from bert_jax.pretraining.pretraining import Prepared
 from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib

@@ -19,12 +19,12 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks import measure, ours
+from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Corpus, Data, Experiment, Parallelism, Phase, Run
-from bert_jax.running import pretraining
-from bert_jax.running.peers import Peers
-from bert_jax.running.pretraining import Prepared
+from bert_jax.distributed.peers import Peers
+from bert_jax.pretraining import pretraining
+from bert_jax.pretraining.pretraining import Prepared
 from bert_jax.running.progress import Progress
-from bert_jax.running.saves import Saves
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
 

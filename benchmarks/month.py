@@ -1,6 +1,6 @@
 """A month of 64 hosts in 16 slices of 4, which fail as often as a report says, and more often.
 
-What decides here is what decides in a run, `running.slices`: who trains at each start, and when the
+What decides here is what decides in a run, `distributed.slices`: who trains at each start, and when the
 run stops for slices that are back. The clock alone is ours, and fast. How many rows are done of
 those that all booked chips would do undisturbed? A slice that is away counts as lost.
 
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from bert_jax import config
 from bert_jax.config import Experiment
-from bert_jax.running import slices
-from bert_jax.running.slices import RollCall, Terms
+from bert_jax.distributed import slices
+from bert_jax.distributed.slices import RollCall, Terms
 
 BOOKED, HOSTS = 16, 4
 DAY, MONTH = 86_400.0, 30 * 86_400.0

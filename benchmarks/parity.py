@@ -21,16 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from bert_jax import base, config
+from bert_jax import config
+from bert_jax.checkpoints import base
 from bert_jax.config import Experiment, Model, Optimizer, Phase
 from bert_jax.data import corpus
 from bert_jax.interop import huggingface, importing, names, weights
-from bert_jax.loaded import Loaded
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop, padded_vocab_size
 from bert_jax.model.kinds import encode
+from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.pretraining import Prepared
 from bert_jax.running import lines as lines_lib
-from bert_jax.running.pretraining import Prepared
 from bert_jax.text import tokenizer
 from bert_jax.training import feed, optimizer, step
 from bert_jax.training import mesh as mesh_lib

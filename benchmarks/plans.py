@@ -17,9 +17,9 @@ from typing import Any
 
 from bert_jax import config
 from bert_jax.errors import InputError
-from bert_jax.plan import compile as compile_lib
-from bert_jax.plan import estimate, report, topology
-from bert_jax.plan.compile import Job
+from bert_jax.tools.plan import compile as compile_lib
+from bert_jax.tools.plan import estimate, report, topology
+from bert_jax.tools.plan.compile import Job
 
 ROOT = pathlib.Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "plans"

@@ -21,9 +21,9 @@ import numpy as np
 
 from benchmarks import measure
 from bert_jax import config
+from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Run
-from bert_jax.running import peers
-from bert_jax.running.saves import Saves
+from bert_jax.distributed import peers
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step

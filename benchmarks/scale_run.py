@@ -26,8 +26,8 @@ from bert_jax import config
 from bert_jax.config import Experiment, Parallelism
 from bert_jax.data import build, corpus, stream
 from bert_jax.data.batches import TrainBatches
-from bert_jax.running import peers as peers_lib
-from bert_jax.running.pretraining import Prepared, PretrainingJob
+from bert_jax.distributed import peers as peers_lib
+from bert_jax.pretraining.pretraining import Prepared, PretrainingJob
 from bert_jax.storage.workdir import COMPLETE, Workdir, sealed
 from bert_jax.text import sources as text_sources
 from bert_jax.training import feed

@@ -26,7 +26,7 @@ from etils import epath
 
 from benchmarks import measure
 from benchmarks.embed import bulk, embedder_of, sample
-from bert_jax import base as base_lib
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Model
 from bert_jax.model import heads
 from bert_jax.text.tokenizer import WordPiece

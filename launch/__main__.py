@@ -75,8 +75,8 @@ def _local_problem(args: argparse.Namespace, command: Sequence[str] | None) -> s
 
 def _rent(args: argparse.Namespace) -> int:
     """Launches on rented machines: prints the script, or checks what it launches and becomes it."""
-    from bert_jax.plan import topology
     from bert_jax.storage.workdir import named_errors, write_atomic
+    from bert_jax.tools.plan import topology
 
     from . import checks, gke, spec, tpu_vm
 

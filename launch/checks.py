@@ -103,8 +103,8 @@ def workdir_is_writable(spec: Spec) -> None:
 
 def corpus_is_healthy(spec: Spec) -> None:
     """Raises InputError if there is no prepared corpus, or `doctor` has found a problem in it."""
-    from bert_jax import doctor
-    from bert_jax.doctor import corpus as corpus_lib
+    from bert_jax.tools import doctor
+    from bert_jax.tools.doctor import corpus as corpus_lib
 
     corpus = mirror.opened(spec.workdir, spec.experiment.run.corpus_dir, "write").corpus
     if not buckets.exists(corpus / COMPLETE):
@@ -119,7 +119,7 @@ def corpus_is_healthy(spec: Spec) -> None:
 
 def slice_is_large_enough(spec: Spec, price_per_chip_hour: float | None) -> None:
     """Raises InputError if not every phase compiles and fits; prints the plan."""
-    from bert_jax.plan import report
+    from bert_jax.tools.plan import report
 
     plan = report.make_plan(spec.experiment, [spec.topology], "plan", price_per_chip_hour)
     for line in report.lines(plan):

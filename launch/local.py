@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from bert_jax import errors
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import named_errors, write_atomic
-from bert_jax.verify import pod
+from bert_jax.tools.verify import pod
 
 from .spec import EXPERIMENT, Spec, is_final, say, script_that_writes, specify, staging
 

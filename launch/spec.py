@@ -21,7 +21,7 @@ from bert_jax.errors import InputError
 from bert_jax.storage.workdir import cache_folder
 
 if TYPE_CHECKING:  # it imports jax, and `launch local` starts its processes sooner without
-    from bert_jax.plan.topology import Topology
+    from bert_jax.tools.plan.topology import Topology
 
 # The resolved experiment's file, where the command runs.
 EXPERIMENT = "experiment.json"
@@ -140,7 +140,7 @@ def is_final(code: int) -> bool:
 
 # --- What a slice is called ---------------------------------------------------------------------
 #
-# One spelling, v5e:8x8, is used everywhere else (`bert_jax.plan.topology`). Cloud TPU calls the
+# One spelling, v5e:8x8, is used everywhere else (`bert_jax.tools.plan.topology`). Cloud TPU calls the
 # same slice by a generation and a number, which counts cores up to v5p (two a chip; v4 and v5p join
 # them to one device, but count on) and chips on v5e and v6e. GKE names the generation and the shape
 # in two labels of a node.

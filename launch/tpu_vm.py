@@ -4,7 +4,7 @@ The script is `launch/tpu_vm.sh`, after lines that say what is rented and write 
 given. It builds the wheel of this very commit, asks for the machines, starts the run on all hosts,
 shows the log of the first, begins again on new machines after a preemption, and deletes the
 machines at the end, whatever the end. On the hosts jax finds the others by what the machine says of
-itself (`bert_jax.running.peers`).
+itself (`bert_jax.distributed.peers`).
 """
 
 import argparse

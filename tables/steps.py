@@ -10,8 +10,8 @@ Expected: not run in full yet; in the paper masks are slower at first, and soon 
 """
 
 from bert_jax import config
-from bert_jax.compare.budget import with_steps
 from bert_jax.config import Row, Table
+from bert_jax.tools.compare.budget import with_steps
 
 _STEPS = (200, 400, 800, 1_600)
 _LEFT_TO_RIGHT = (

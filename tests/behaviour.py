@@ -35,11 +35,11 @@ import numpy as np
 from etils import epath
 
 from bert_jax import config
-from bert_jax.cli import child
 from bert_jax.data import corpus
-from bert_jax.plan import bundles, hlo, schedule
-from bert_jax.plan import compile as compile_lib
-from bert_jax.running.pretraining import Prepared
+from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.tools.plan import bundles, hlo, schedule
+from bert_jax.tools.plan import compile as compile_lib
+from bert_jax.tools.verify import child
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 from bert_jax.training import step as step_lib
@@ -209,7 +209,7 @@ def here() -> dict[str, str | int]:
     bad = child.Plan(not_finite=(9, 10, 11)).to_json()
     words = ("pretrain", "small.py", "--workdir", "run_rolled_back")
     done = small_run.command(
-        "-m", "bert_jax.cli.child", bad, *words, "--set", "optimizer.bad_steps_in_a_row=3"
+        "-m", "bert_jax.tools.verify.child", bad, *words, "--set", "optimizer.bad_steps_in_a_row=3"
     )
     assert done.returncode == 0, done.stderr
     for path in sorted(pathlib.Path(".").glob("run_*/metrics.jsonl")):

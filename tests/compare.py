@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from bert_jax.conformance.rule import difference
+from bert_jax.tools.conformance.rule import difference
 
 
 def assert_close(a, b, tolerance: float) -> None:

@@ -6,9 +6,9 @@ import pathlib
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from bert_jax import conformance
-from bert_jax.base import Base
+from bert_jax.checkpoints.base import Base
 from bert_jax.interop import weights
+from bert_jax.tools import conformance
 
 GOLDEN = pathlib.Path(conformance.__file__).parent / "files" / "hf_bert_tiny"
 PIECES = 1000

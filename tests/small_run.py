@@ -112,10 +112,10 @@ def on_eight(code: str) -> None:
 def killed(step: int, by: int, *args: object, **options) -> subprocess.CompletedProcess:
     """Runs `bert-jax ARGS`, sent the signal before step STEP."""
     # Not above: conftest reads this module before jax may start.
-    from bert_jax.verify.faults import Fault, Plan
+    from bert_jax.tools.verify.faults import Fault, Plan
 
     plan = Plan(Fault("step", by, step))
-    return command("-m", "bert_jax.cli.child", plan.to_json(), *args, **options)
+    return command("-m", "bert_jax.tools.verify.child", plan.to_json(), *args, **options)
 
 
 def settings(devices: int) -> dict[str, str]:
@@ -150,7 +150,7 @@ def pretrain(
     from rich.console import Console
 
     from bert_jax import config
-    from bert_jax.running import pretraining
+    from bert_jax.pretraining import pretraining
     from bert_jax.running.progress import Progress
     from bert_jax.storage.workdir import Workdir
     from bert_jax.tasks.probes import Probes
@@ -187,9 +187,9 @@ def signal_before(at, monkeypatch):
 
 def saves_in(workdir: pathlib.Path, run: object = None) -> object:
     """What writes a run's checkpoints, as of one process."""
+    from bert_jax.checkpoints.saves import Saves
     from bert_jax.config import Run
-    from bert_jax.running.peers import Peers
-    from bert_jax.running.saves import Saves
+    from bert_jax.distributed.peers import Peers
     from bert_jax.storage.workdir import Workdir
 
     return Saves(Workdir(workdir), run or Run(), Peers(0, 1, None, 1.0), print)
@@ -201,7 +201,7 @@ def final_state(workdir: pathlib.Path, step: int | None = None) -> tuple[int, di
     from etils import epath
 
     from bert_jax import config
-    from bert_jax.running.checkpoint import Checkpoints
+    from bert_jax.checkpoints.checkpoint import Checkpoints
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.objective import Pretraining
     from bert_jax.training.step import abstract_state

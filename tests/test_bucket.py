@@ -18,8 +18,8 @@ from small_run import bert_jax, killed
 
 from bert_jax import config
 from bert_jax.data import corpus, plans
+from bert_jax.pretraining.pretraining import Prepared
 from bert_jax.running import runner
-from bert_jax.running.pretraining import Prepared
 from bert_jax.storage import buckets, mirror, retry
 from bert_jax.storage.workdir import Holder
 

@@ -11,9 +11,10 @@ import pytest
 from broken import asked as call
 from broken import fails, said
 
-from bert_jax import cli, config, loaded
-from bert_jax.running import environment, evaluators
-from bert_jax.running.pretraining import Prepared
+from bert_jax import cli, config
+from bert_jax.pretraining import evaluators, loaded
+from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.running import environment
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import tokenizer
 from bert_jax.training import mesh as mesh_lib
@@ -80,7 +81,7 @@ def test_an_answer_without_a_model_is_given_without_jax():
         "              ['plan', 'tiny', '--topology', 'v9:1x1']):\n"
         "    with contextlib.suppress(SystemExit): cli.main(words)\n"
         "    assert not {'jax', 'tensorflow_datasets', 'pyarrow'} & set(sys.modules), words\n"
-        "import bert_jax.data.batches, bert_jax.data.stream, bert_jax.doctor\n"
+        "import bert_jax.data.batches, bert_jax.data.stream, bert_jax.tools.doctor\n"
         "import bert_jax.tasks.examples, bert_jax.tasks.scores\n"
         "assert 'jax' not in sys.modules\n"
     )
@@ -166,7 +167,7 @@ def test_prepare_alone_and_twice(run, tmp_path):
 
 
 def test_a_setting_without_effect_is_noted(copy_of_run, monkeypatch):
-    monkeypatch.setattr("bert_jax.running.pretraining.pretrain", lambda *_: "finished")
+    monkeypatch.setattr("bert_jax.pretraining.pretraining.pretrain", lambda *_: "finished")
     for command in ("pretrain", "show"):
         code, out, _ = call(f"{command} small.py --workdir new --set optimizer.decay_steps=5")
         assert code == 0 and "optimizer.decay_steps=5" in out

@@ -12,11 +12,11 @@ from broken import call, fails, tree
 from etils import epath
 from small_run import pretrain
 
+from bert_jax.checkpoints.saves import Saves
 from bert_jax.errors import DiskFull
 from bert_jax.running import lines as lines_lib
 from bert_jax.running.progress import Clock, Profile
 from bert_jax.running.runner import Trainer
-from bert_jax.running.saves import Saves
 from bert_jax.storage import copies
 from bert_jax.storage.workdir import Workdir
 

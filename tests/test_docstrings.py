@@ -9,7 +9,7 @@ FILES = sorted(path for room in ("bert_jax", "launch") for path in (ROOT / room)
 # Where docstrings are a command's help: "Train ...".
 COMMANDS = (
     *(f"bert_jax/cli/{name}.py" for name in ("asking", "checking", "learning", "looking")),
-    "bert_jax/conformance/command.py",
+    "bert_jax/tools/conformance/command.py",
 )
 # End as verbs do.
 NO_VERBS = {

@@ -13,12 +13,12 @@ from scipy.special import logsumexp
 
 from bert_jax import config
 from bert_jax.config import code
-from bert_jax.conformance.rule import difference
 from bert_jax.errors import InputError
 from bert_jax.model import heads
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode, of_text
+from bert_jax.tools.conformance.rule import difference
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 from bert_jax.training import own

@@ -61,7 +61,7 @@ def test_what_is_never_imported():
 
 def test_only_checkpoint_imports_orbax():
     users = {m for m, path in MODULES.items() if any("orbax" in name for name in imports(path))}
-    assert users == {"bert_jax.running.checkpoint", "bert_jax.running.saves"}
+    assert users == {"bert_jax.checkpoints.checkpoint", "bert_jax.checkpoints.saves"}
 
 
 def test_no_import_cycles():
@@ -83,7 +83,7 @@ def test_no_import_cycles():
 def test_no_tensorflow_or_torch_at_run_time():
     code = (
         "import sys, bert_jax.cli, bert_jax.interop.importing,"
-        "bert_jax.loaded, bert_jax.vectors.embed, bert_jax.running.session;"
+        "bert_jax.pretraining.loaded, bert_jax.embeddings.embed, bert_jax.running.session;"
         "sys.exit(bool({'tensorflow', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

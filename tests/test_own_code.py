@@ -21,7 +21,7 @@ from bert_jax import config
 from bert_jax.config import code as code_lib
 from bert_jax.errors import InputError
 from bert_jax.model import encoder, layers
-from bert_jax.running import evaluators
+from bert_jax.pretraining import evaluators
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import own, step
 

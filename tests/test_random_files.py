@@ -15,11 +15,11 @@ from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax import base as base_lib
-from bert_jax.base import Base, Moments
+from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.base import Base, Moments
 from bert_jax.config import Corpus
 from bert_jax.interop import huggingface
-from bert_jax.loaded import Loaded
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.text import documents, tokenizer, vocabulary
 from bert_jax.text import sources as text_sources
 

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax import config
+from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Parallelism
-from bert_jax.plan import estimate
-from bert_jax.plan import report as plan_report
-from bert_jax.report import figures, page
-from bert_jax.report.records import Record
-from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.storage import workdir
 from bert_jax.storage.workdir import load_experiment, sealed
+from bert_jax.tools.plan import estimate
+from bert_jax.tools.plan import report as plan_report
+from bert_jax.tools.report import figures, page
+from bert_jax.tools.report.records import Record
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state

@@ -72,7 +72,7 @@ def test_experiment_files_are_the_one_thing_that_runs_as_code():
         # Of what a run asks the child that makes its plans, through one.
         "bert_jax/data/plans.py": {"pickle"},
         # Bytes alone, read as JSON.
-        "bert_jax/running/roll_call.py": {"multiprocessing.connection"},
+        "bert_jax/distributed/rendezvous.py": {"multiprocessing.connection"},
         # One module of ours, where one of its names is asked for.
         "bert_jax/__init__.py": {"importlib", "import_module"},
     }

@@ -85,7 +85,7 @@ def _fill_masks(args: argparse.Namespace) -> int:
     if args.next is not None and len(args.texts) != 1:
         raise InputError("--next: give exactly one text with it")
     trained = trained_of(args)
-    from bert_jax.running.evaluators import Predictor
+    from bert_jax.pretraining.evaluators import Predictor
     from bert_jax.text.tokenizer import UnknownShare
     from bert_jax.text.vocabulary import MASK
 
@@ -144,8 +144,8 @@ def embed(args: argparse.Namespace) -> int:
     """
     require_file("--out", args.out)
     require_run(args.workdir)
+    from bert_jax.embeddings import embed
     from bert_jax.text import lines
-    from bert_jax.vectors import embed
 
     texts = lines.read(args.text_file) if args.text_file else input_lines()
     _, embedder = _embedder(args, args.normalize)
@@ -159,8 +159,8 @@ def embed(args: argparse.Namespace) -> int:
 
 def _embedder(args: argparse.Namespace, normalize: bool | None):
     """The run or base in --workdir, and what gives its vectors; None: scaled as that says."""
+    from bert_jax.embeddings import embed
     from bert_jax.training import mesh as mesh_lib
-    from bert_jax.vectors import embed
 
     features = embed.Features(
         pooling=args.pooling,
@@ -198,7 +198,7 @@ def search(args: argparse.Namespace) -> int:
         raise InputError(f"{args.texts}: name a folder of this machine for its --vectors")
     require_file("--out", args.out)
     require_run(args.workdir)
-    from bert_jax.vectors import search as search_lib
+    from bert_jax.embeddings import search as search_lib
 
     folder = epath.Path(args.vectors or f"{args.texts}.vectors")
     index = search_lib.Index(args.texts, folder, *_embedder(args, True), say, args.long)

@@ -23,7 +23,7 @@ def doctor(args: argparse.Namespace) -> int:
     there = "://" in args.path or os.path.exists(args.path)
     if not there and not config.is_shipped(args.path):
         raise InputError(f"{args.path}: no such file, folder or experiment")
-    from bert_jax import doctor
+    from bert_jax.tools import doctor
 
     problems = doctor.print_findings(doctor.examine(args.path, args.set))
     return FAILED if problems else FINISHED
@@ -41,7 +41,7 @@ def verify_resume(args: argparse.Namespace) -> int:
     SETTINGS CACHE
     """
     experiment = config.override(config.load(args.experiment), args.set)
-    from bert_jax.verify import command
+    from bert_jax.tools.verify import command
 
     root = epath.Path(args.workdir or f"runs/{experiment.name}-verify")
     differences = command.verify(experiment, root, args.rounds, args.seed, say)
@@ -56,7 +56,7 @@ def conformance(args: argparse.Namespace) -> int:
     """
     named = args.experiment or args.workdir or args.set
     experiment = experiment_of(args)[0] if named else None
-    from bert_jax.conformance import command
+    from bert_jax.tools.conformance import command
 
     return FINISHED if command.print_rules(experiment) else FAILED
 
@@ -77,7 +77,7 @@ def conformance_instances(args: argparse.Namespace) -> int:
     --whole-word: mask whole words
     --cased: do not lower-case
     """
-    from bert_jax.conformance import instances
+    from bert_jax.tools.conformance import instances
 
     settings = instances.Settings(
         max_seq_length=args.max_seq_length,

@@ -289,7 +289,7 @@ def trained_of(args: argparse.Namespace):
     """
     require_run(args.workdir)
     is_tuned = "base" in args and is_finetuned(args)
-    from bert_jax.loaded import Loaded
+    from bert_jax.pretraining.loaded import Loaded
     from bert_jax.running.environment import keep_compiled_programs
 
     keep_compiled_programs()

@@ -67,13 +67,13 @@ def pretrain(args: argparse.Namespace) -> int:
     """
     system.use_one_memory_pool()
     experiment, origin, branch = _pretraining(args)
-    from bert_jax.running import pretraining
+    from bert_jax.pretraining import pretraining
     from bert_jax.running.progress import LineConsole, Progress
     from bert_jax.tasks.probes import Probes
 
     progress = Progress(LineConsole())
     if experiment is None:
-        from bert_jax.compare.budget import Stopped
+        from bert_jax.tools.compare.budget import Stopped
 
         try:
             experiment, origin = _dialled(args, progress)
@@ -105,7 +105,7 @@ def _dialled(args: argparse.Namespace, progress: "Progress"):
         return experiment, None
     workdir = mirror.opened(args.workdir, access="write")
     workdir.require_ours()
-    from bert_jax.compare import dial
+    from bert_jax.tools import auto as dial
 
     return dial.chosen(args.text, args.hours, args.base, args.set, workdir, progress)
 
@@ -128,7 +128,7 @@ def _pretraining(args: argparse.Namespace):
     if args.experiment is not None and not others:
         return *config.load_with_origin(args.experiment, args.set), None
     experiment = None if others else saved_experiment(args, Experiment)
-    from bert_jax.running import branch
+    from bert_jax.checkpoints import fork as branch
 
     if args.decay_from is not None:
         return branch.decayed(args.decay_from, args.experiment, args.set)
@@ -147,9 +147,9 @@ def compare(args: argparse.Namespace) -> int:
     """
     system.use_one_memory_pool()
     table = config.load_table(args.table)
-    from bert_jax.compare.results import Results
-    from bert_jax.compare.runs import Comparison
     from bert_jax.running.progress import LineConsole, Progress
+    from bert_jax.tools.compare.results import Results
+    from bert_jax.tools.compare.runs import Comparison
 
     progress = Progress(LineConsole())
     results = Results.read(table, args.workdir or f"runs/{table.name}")
@@ -187,9 +187,9 @@ def finetune(args: argparse.Namespace) -> int:
     if args.sweep and args.taskfile is None:
         raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
     experiment, origin = _finetuning(args)
-    from bert_jax.compare import sweep
     from bert_jax.running.progress import LineConsole, Progress
     from bert_jax.tasks import job
+    from bert_jax.tools.compare import sweep
 
     progress = Progress(LineConsole())
     if experiment is None:

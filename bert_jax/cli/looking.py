@@ -56,10 +56,10 @@ def evaluate(args: argparse.Namespace) -> int:
             raise InputError(f"{flag}: goes with --task; leave it out")
     experiment, workdir = experiment_of(args)
     require_corpus(workdir)
-    from bert_jax.loaded import load_params
-    from bert_jax.running import evaluators
+    from bert_jax.pretraining import evaluators
+    from bert_jax.pretraining.loaded import load_params
+    from bert_jax.pretraining.pretraining import Prepared
     from bert_jax.running.environment import keep_compiled_programs
-    from bert_jax.running.pretraining import Prepared
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training import objective as objective_lib
 
@@ -120,8 +120,8 @@ def layers(args: argparse.Namespace) -> int:
         raise InputError("--attention: a text is needed")
     place, record, attention = Workdir(args.workdir), dict[str, Any](), None
     trained = trained_of(args)
-    from bert_jax.report import page
     from bert_jax.tasks import layers as layers_lib
+    from bert_jax.tools.report import page
 
     if args.attention is not None:
         with naming("--attention"):
@@ -164,8 +164,8 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
         return itertools.chain(config.notes(tuned), shown.show(tuned, args.step, args.rows))
     experiment, workdir = experiment_of(args)
     require_corpus(workdir)
-    from bert_jax import library
-    from bert_jax.running.pretraining import Prepared
+    from bert_jax import api as library
+    from bert_jax.pretraining.pretraining import Prepared
 
     saved = load_experiment(workdir) if workdir.experiment.exists() else experiment
     if changed := config.differences(saved, experiment, "identity"):
@@ -211,10 +211,10 @@ def plan(args: argparse.Namespace) -> int:
         raise InputError("--out: the plan goes into --workdir; name one of the two")
     if args.workdir:
         workdir.require_ours()
-    from bert_jax.plan import topology
+    from bert_jax.tools.plan import topology
 
     slices = topology.parse_list(args.topology)
-    from bert_jax.plan import report
+    from bert_jax.tools.plan import report
 
     mode, path = "search" if args.search else "plan", epath.Path(args.out) if args.out else None
     if args.workdir:
@@ -243,7 +243,7 @@ def report(args: argparse.Namespace) -> int:
     """
     for run in args.run:
         require_run(run)
-    from bert_jax.report import page
+    from bert_jax.tools.report import page
 
     every = args.every if args.follow else None
     page.write(args.run, args.out, every, say, args.price_per_chip_hour)
@@ -258,7 +258,7 @@ def checkpoints(args: argparse.Namespace) -> int:
     --verify: read them all, and compare them with their checksums
     """
     require_run(args.run)
-    from bert_jax.running import checkpoint
+    from bert_jax.checkpoints import checkpoint
     from bert_jax.training import mesh as mesh_lib
 
     workdir = mirror.opened(epath.Path(args.run))

@@ -10,7 +10,7 @@ from bert_jax import config
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import printable
 from bert_jax.interop.names import FAMILIES, PARTS, family
-from bert_jax.loaded import Loaded
+from bert_jax.pretraining.loaded import Loaded
 
 # By the end of a class's name, what a hub calls its task.
 _TASKS = {

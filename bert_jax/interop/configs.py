@@ -9,13 +9,13 @@ import numpy as np
 from etils import epath
 
 from bert_jax import config
-from bert_jax.base import Head
+from bert_jax.checkpoints.base import Head
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import vocabularies
 from bert_jax.interop.names import HEADS, PARTS, TASKS, family
 from bert_jax.interop.vocabularies import require
-from bert_jax.loaded import Loaded
+from bert_jax.pretraining.loaded import Loaded
 
 # Outputs of the kinds that always have as many.
 _OUTPUTS = {"choice": 1, "span": 2}

@@ -17,7 +17,7 @@ from bert_jax.config import Adapt
 from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, vocabularies, weights
 from bert_jax.interop.huggingface import INPUTS, write_tensors
-from bert_jax.loaded import Loaded
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.storage.copies import new_folder
 from bert_jax.tasks.objective import merged_params
 from bert_jax.tasks.predict import TaskModel

@@ -8,15 +8,15 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from bert_jax import base as base_lib
-from bert_jax.base import Base, TextVectors
+from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.base import Base, TextVectors
 from bert_jax.config import Finetuning, Model
 from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, sentence_transformers, vocabularies, weights
 from bert_jax.interop.names import Naming, Say
 from bert_jax.interop.settings import Settings
 from bert_jax.interop.vocabularies import read_object
-from bert_jax.loaded import Loaded
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.storage.copies import new_folder
 
 # By `names.family`, and by what is wanted.

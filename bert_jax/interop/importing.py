@@ -8,14 +8,14 @@ import jax
 import numpy as np
 from etils import epath
 
-from bert_jax import base as base_lib
-from bert_jax.base import Base, Moments
+from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.base import Base, Moments
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError, printable
 from bert_jax.interop import huggingface, tf1
 from bert_jax.interop.names import Say
-from bert_jax.loaded import Loaded
 from bert_jax.model.encoder import padded_vocab_size
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.storage import mirror
 from bert_jax.text import documents, fitting, sentences
 from bert_jax.text import tokenizer as tokenizer_lib

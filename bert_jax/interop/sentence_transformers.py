@@ -5,7 +5,7 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax.base import TextVectors
+from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Model
 from bert_jax.errors import InputError, reading
 from bert_jax.interop.settings import Settings

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from bert_jax.base import Base
+from bert_jax.checkpoints.base import Base
 from bert_jax.config import Model
 from bert_jax.errors import InputError, reading
 from bert_jax.interop import configs, names, vocabularies, weights

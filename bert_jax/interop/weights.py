@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from bert_jax import base as base_lib
-from bert_jax.base import Base
+from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.base import Base
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import names

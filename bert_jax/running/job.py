@@ -6,12 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from bert_jax.checkpoints.fork import Branch
+from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Optimizer
-from bert_jax.running.branch import Branch
-from bert_jax.running.peers import Peers
+from bert_jax.distributed.peers import Peers
+from bert_jax.distributed.watchdog import StopRequest, Watchdog
 from bert_jax.running.progress import Clock, Progress
-from bert_jax.running.saves import Saves
-from bert_jax.running.watchdog import StopRequest, Watchdog
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bert_jax import config
+from bert_jax.checkpoints.checkpoint import Restored
 from bert_jax.config import SKIPPED_STEPS
 from bert_jax.errors import Unavailable
 from bert_jax.model import losses
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import start
-from bert_jax.running.checkpoint import Restored
 from bert_jax.running.environment import environment
 from bert_jax.running.job import Context, Evaluator, PhaseBatches, Result
 from bert_jax.running.lines import RunLines

@@ -9,19 +9,19 @@ from typing import Any, Literal
 import jax
 
 from bert_jax import config, hardware, system
+from bert_jax.checkpoints.checkpoint import Checkpoints
+from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Run
+from bert_jax.distributed import peers as peers_lib
+from bert_jax.distributed.peers import Peers
+from bert_jax.distributed.watchdog import StopRequest, Watchdog
 from bert_jax.errors import InputError, quantity
-from bert_jax.running import peers as peers_lib
 from bert_jax.running import trackers
-from bert_jax.running.checkpoint import Checkpoints
 from bert_jax.running.environment import code, keep_compiled_programs, versions
 from bert_jax.running.job import Context, Job, Result
 from bert_jax.running.lines import EVALUATIONS, skipped_steps
-from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Clock, Progress
 from bert_jax.running.runner import Trainer
-from bert_jax.running.saves import Saves
-from bert_jax.running.watchdog import StopRequest, Watchdog
 from bert_jax.storage import buckets, retry
 from bert_jax.storage import mirror as mirror_lib
 from bert_jax.storage.mirror import Mirror

@@ -1,7 +1,7 @@
 """Where a run starts. It goes on with the first of these that there is:
 
 1. its own newest checkpoint that is not damaged;
-2. the checkpoint of another run that it branches off (see running.branch);
+2. the checkpoint of another run that it branches off (see checkpoints.fork);
 3. a fresh state with the weights of a base;
 4. a fresh state.
 
@@ -19,13 +19,13 @@ import jax
 import numpy as np
 
 from bert_jax import config
+from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
+from bert_jax.checkpoints.fork import Branch
 from bert_jax.config import SKIPPED_STEPS, code
+from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.running.branch import Branch
-from bert_jax.running.checkpoint import Checkpoints, Restored
 from bert_jax.running.environment import changes
 from bert_jax.running.job import Context
-from bert_jax.running.peers import Peers
 from bert_jax.storage import buckets, retry
 from bert_jax.storage.workdir import fork_of, read_json, write_atomic, write_json
 from bert_jax.training import feed, step

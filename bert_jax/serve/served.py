@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from starlette.responses import JSONResponse, Response
 
+from bert_jax.embeddings.embed import Embedder
 from bert_jax.errors import InputError, quantity
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.predict import TaskModel
 from bert_jax.text.records import encodable
-from bert_jax.vectors.embed import Embedder
 
 # What is asked about, a text or an example, and how many rows it is as much work as: its own, and
 # one for so many characters that are cut into pieces.

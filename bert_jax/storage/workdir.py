@@ -7,7 +7,7 @@ bucket is written here, too: `mirror` sends it there.
     W/experiment.json       the resolved experiment
     W/experiment_code.py    the file of its objective or encoder, if it has one of its own
     W/corpus/               the prepared corpus (see data.corpus)
-    W/checkpoints/          one folder a step (see running.checkpoint)
+    W/checkpoints/          one folder a step (see checkpoints.checkpoint)
     W/metrics.jsonl         what was computed: a function of experiment, corpus and step alone
     W/predictions.jsonl     what the model predicted in a few fixed texts, as exact as the metrics
     W/timings.jsonl         how long it took
@@ -15,7 +15,7 @@ bucket is written here, too: `mirror` sends it there.
     W/origin.json           which experiment file and --set strings the last start was given, and
                             which checkpoint a fork began with
     W/profile/              traces of some steps (see running.progress)
-    W/plan.json             what it would take on TPUs (see plan.report)
+    W/plan.json             what it would take on TPUs (see tools.plan.report)
     W/layers.json           what each layer knows (see tasks.layers), and a page of it
     W/launch.json           what was rented for the run, by a version before this
 """

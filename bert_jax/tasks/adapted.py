@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from etils import epath
 
-from bert_jax import base as base_lib
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
-from bert_jax.loaded import Loaded
 from bert_jax.model import flops
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.tasks import tagger
 from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective
 from bert_jax.tasks.labels import Choices, Numbers, Sentences, Tags

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from bert_jax.config import Task
+from bert_jax.embeddings import retrieval
+from bert_jax.embeddings.retrieval import Passage
 from bert_jax.errors import InputError
 from bert_jax.tasks import formats
 from bert_jax.tasks.formats import field, listed, quoted, text_of
 from bert_jax.text.records import OnBroken
-from bert_jax.vectors import retrieval
-from bert_jax.vectors.retrieval import Passage
 
 Labelled = Literal["labelled", "unlabelled"]
 NoAnswer = Literal["never", "possible"]

@@ -12,11 +12,13 @@ import numpy as np
 
 from bert_jax import config
 from bert_jax.config import SCORES, Finetuning
+from bert_jax.distributed.peers import Peers
+from bert_jax.embeddings import packing
+from bert_jax.embeddings.pairs import CorpusPairs
 from bert_jax.errors import InputError, quantity
 from bert_jax.model import flops
 from bert_jax.running import session
 from bert_jax.running.job import Evaluator, Job, PhaseBatches, every
-from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import load_experiment
@@ -30,8 +32,6 @@ from bert_jax.tasks.rows import Batch
 from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.vectors import packing
-from bert_jax.vectors.pairs import CorpusPairs
 
 # Labels whose counts are shown.
 _LABELS = 10
@@ -313,7 +313,7 @@ class FinetuningJob(Job):
             )
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """Returns what tasks.predict and running.checkpoint read.
+        """Returns what tasks.predict and checkpoints.checkpoint read.
 
         The threshold is that of this very step: a resumed run keeps the same.
         """

@@ -13,7 +13,7 @@ import numpy as np
 
 from bert_jax.config import Task
 from bert_jax.errors import InputError, naming
-from bert_jax.loaded import Loaded
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.tasks import probes as probes_lib
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Example, Sentence, texts_of

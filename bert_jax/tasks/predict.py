@@ -13,13 +13,13 @@ from typing import Any, Literal
 import numpy as np
 from etils import epath
 
-from bert_jax import base as base_lib
 from bert_jax import config
+from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
 from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError, printable
-from bert_jax.loaded import Loaded, line_of
 from bert_jax.model import heads
-from bert_jax.running.checkpoint import Checkpoints, Restored
+from bert_jax.pretraining.loaded import Loaded, line_of
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, load_experiment, made, write_atomic
 from bert_jax.tasks import examples as examples_lib

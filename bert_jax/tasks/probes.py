@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from bert_jax import config
-from bert_jax.base import TextVectors
+from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Adapt, Finetuning, Model, Parallelism, Run, Task
 from bert_jax.data import draws
 from bert_jax.errors import InputError, naming
-from bert_jax.loaded import Loaded
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode, of_text
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
 from bert_jax.tasks.adapted import Reader, kind_of, require_finite, run_rows

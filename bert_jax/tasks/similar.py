@@ -14,18 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from bert_jax.base import TextVectors
+from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Finetuning, Model, Parallelism, Task, Vectors
 from bert_jax.data import corpus
+from bert_jax.embeddings import retrieval
+from bert_jax.embeddings.embed import Embedder, Features, Role
+from bert_jax.embeddings.pairs import CorpusPairs, How
+from bert_jax.embeddings.retrieval import Passage
 from bert_jax.errors import InputError, reading
-from bert_jax.loaded import Loaded
 from bert_jax.model import layers, similarity
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop, filled
 from bert_jax.model.kinds import encode, encoder_of
 from bert_jax.model.similarity import Texts
-from bert_jax.running.pretraining import Prepared
+from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.pretraining import Prepared
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
@@ -34,10 +38,6 @@ from bert_jax.tasks.rows import Answer, Outputs, Rows, Scores, TaskKind, TrainBa
 from bert_jax.text.tokenizer import Tokenizer, joined
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import sharding
-from bert_jax.vectors import retrieval
-from bert_jax.vectors.embed import Embedder, Features, Role
-from bert_jax.vectors.pairs import CorpusPairs, How
-from bert_jax.vectors.retrieval import Passage
 
 _Examples = Sequence[Sentence | Passage]
 _SCALE_RULE = sharding.Rule("head/scale")
@@ -176,7 +176,7 @@ class SimilarObjective(TaskObjective):
         params = merged_params(self.adapt, params, fixed)
         encoder = filled(params["encoder"], encoder_of(self.model).encoder, self.model)
         ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
-        if "tokens" in batch:  # texts share rows, see `vectors.packing`
+        if "tokens" in batch:  # texts share rows, see `embeddings.packing`
             packed = Packing(batch["positions"], batch["tokens"], batch["places"])
             hidden = packed.unpack(encode(encoder, self.model, *ids, packed, noise, loop))
             mask = packed.mask

@@ -153,7 +153,7 @@ def gathered_but_layers(
 def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
     """Returns the noise of `dropout_rng=threefry8`, a function of the rows' numbers."""
     noise = layers.RowNoise.of(key, micro["rows"])
-    if "tokens" in micro:  # of texts that share rows, see `vectors.packing`
+    if "tokens" in micro:  # of texts that share rows, see `embeddings.packing`
         numbers = micro["places"] // micro["tokens"].shape[1]
         return layers.TextNoise(noise.keys, numbers, micro["positions"])
     return noise

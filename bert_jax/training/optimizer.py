@@ -77,7 +77,7 @@ def schedule(cfg: Optimizer, total_steps: int, step: jax.Array) -> jax.Array:
     rise = peak * step / max(warmup, 1)
     if cfg.schedule == "wsd":
         # One expression with and without a decay, so that a compiler makes the same bits of the
-        # steps before it: a decay may branch off a run that has none (`running.branch`).
+        # steps before it: a decay may branch off a run that has none (`checkpoints.fork`).
         done = (step - (total_steps - cfg.decay_steps)) * (1.0 / (cfg.decay_steps or total_steps))
         share = jnp.clip(done, 0.0, 1.0)
         share = jnp.sqrt(share) if cfg.decay_shape == "one_minus_sqrt" else share

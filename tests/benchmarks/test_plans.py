@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks import plans
 from bert_jax import config
-from bert_jax.plan import compile as compile_lib
-from bert_jax.plan import topology
+from bert_jax.tools.plan import compile as compile_lib
+from bert_jax.tools.plan import topology
 
 
 def test_differences_name_the_leaf_and_both_values():

@@ -19,8 +19,8 @@ from bert_jax import config
 from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, corpus, draws, mixture, plans, stream
 from bert_jax.errors import InputError
-from bert_jax.report.records import corpus_statistics
-from bert_jax.running.pretraining import Prepared
+from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.tools.report.records import corpus_statistics
 
 WEIGHTS = (6.0, 3.0, 1.0)
 NAMES = (5, "train", 0)

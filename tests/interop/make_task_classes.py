@@ -12,7 +12,7 @@ import pathlib
 import numpy as np
 
 FOLDER = pathlib.Path(__file__).parent / "task_classes"
-# Of both kinds' configurations, as tests/tasks/tuned.py has its model.
+# Of both kinds' configurations, as tests/tuned.py has its model.
 SIZES = {
     "vocab_size": 14,
     "hidden_size": 16,

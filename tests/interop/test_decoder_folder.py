@@ -9,12 +9,12 @@ import pytest
 from etils import epath
 from test_modern_folder import MODEL, PIECES
 
-from bert_jax import base as base_lib
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface
-from bert_jax.loaded import Loaded
 from bert_jax.model import heads
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.text.tokenizer import WordPiece
 
 CLASSES = {

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from bert_jax import base as base_lib
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Adapt, Finetuning, Model, Task
 from bert_jax.errors import InputError
 from bert_jax.interop import (
@@ -28,8 +28,8 @@ from bert_jax.interop import (
     vocabularies,
     weights,
 )
-from bert_jax.loaded import Loaded
 from bert_jax.model.encoder import Loop
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.tasks import objective
 from bert_jax.text.tokenizer import WordPiece
 

@@ -15,12 +15,12 @@ from etils import epath
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from bert_jax import base as base_lib
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Corpus, Finetuning, Model, Task, Vectors
 from bert_jax.errors import InputError
 from bert_jax.interop import card, huggingface, vocabularies
-from bert_jax.loaded import Loaded
 from bert_jax.model import heads
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text import trained, vocabulary
 

@@ -10,12 +10,12 @@ import pytest
 from etils import epath
 from families import FAMILIES, GOLDEN, PAIR, TEXTS, drawn, write_tokenizer
 
-from bert_jax import base
+from bert_jax.checkpoints import base
 from bert_jax.interop import huggingface, importing
-from bert_jax.loaded import Loaded
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.text import library
 from bert_jax.text.tokenizer import joined
 

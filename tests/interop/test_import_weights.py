@@ -14,11 +14,11 @@ from etils import epath
 from hf_folder import PIECES, TENSORS, VOCAB
 from safetensors.numpy import save_file
 
-from bert_jax import base as base_lib
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface, importing, vocabularies, weights
-from bert_jax.loaded import Loaded
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.text import tokenizer as tokenizer_lib
 
 WORD = "bert.embeddings.word_embeddings.weight"

@@ -10,9 +10,9 @@ from compare import assert_close, assert_identical
 from etils import epath
 from small_run import final_state
 
-from bert_jax import base as base_lib
-from bert_jax.loaded import Loaded
-from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.checkpoint import Checkpoints
+from bert_jax.pretraining.loaded import Loaded
 
 # The learning rate of step 0 is 0, so that the parameters after it are those before it.
 FEW = "--set phases.0.steps=2 --set phases.1.steps=3"

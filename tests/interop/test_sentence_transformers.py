@@ -10,8 +10,8 @@ import pytest
 from etils import epath
 
 import bert_jax
-from bert_jax import base as base_lib
-from bert_jax.base import TextVectors
+from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.base import TextVectors
 
 WHOLE = ("Transformer", "Pooling", "Normalize")
 CLS = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}

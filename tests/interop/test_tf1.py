@@ -11,7 +11,7 @@ from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax import base as base_lib
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import names, tf1, weights

@@ -29,7 +29,7 @@ import rehearse
 from small_run import settings, write_text
 
 from bert_jax import errors
-from bert_jax.plan import topology
+from bert_jax.tools.plan import topology
 from launch import spec
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -246,7 +246,7 @@ def differences(of: Rehearsal, name: str, other: str) -> list[str]:
     code = (
         "import sys; from etils import epath; import jax\n"
         "from bert_jax.training import mesh\n"
-        "from bert_jax.running.checkpoint import Checkpoints\n"
+        "from bert_jax.checkpoints.checkpoint import Checkpoints\n"
         "saved = Checkpoints(epath.Path(sys.argv[1]))\n"
         "step = max(saved.steps)\n"
         "tree = saved.abstract_state(step, mesh.replicated(mesh.one_device()))\n"

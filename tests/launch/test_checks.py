@@ -6,12 +6,12 @@ import pytest
 from etils import epath
 from fake_gcs import Fault
 
-from bert_jax.doctor import corpus as corpus_lib
-from bert_jax.doctor.finding import Rule
 from bert_jax.errors import InputError
-from bert_jax.plan import report, topology
 from bert_jax.storage import buckets
 from bert_jax.storage.workdir import mark_complete
+from bert_jax.tools.doctor import corpus as corpus_lib
+from bert_jax.tools.doctor.finding import Rule
+from bert_jax.tools.plan import report, topology
 from launch import checks, spec
 
 ALL = frozenset(checks.NAMES)

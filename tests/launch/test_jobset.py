@@ -10,9 +10,10 @@ from jax._src.clusters import cloud_tpu_cluster
 from jax._src.clusters.cloud_tpu_cluster import GkeTpuCluster
 
 from bert_jax import hardware
+from bert_jax.distributed import peers
+from bert_jax.distributed import rendezvous as roll_call
 from bert_jax.errors import InputError
-from bert_jax.plan import topology
-from bert_jax.running import peers, roll_call
+from bert_jax.tools.plan import topology
 from launch import jobset, spec
 
 IMAGE = "registry.example/bert/bert-jax:1"

@@ -9,7 +9,7 @@ from small_run import final_state, write_text
 
 from bert_jax import config, errors
 from bert_jax.config import code
-from bert_jax.verify import pod
+from bert_jax.tools.verify import pod
 from launch import __main__
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from bert_jax import config, hardware
 from bert_jax.errors import InputError
-from bert_jax.plan import topology
+from bert_jax.tools.plan import topology
 from launch import spec
 
 # As Cloud TPU's pages list them: type, hosts, chips of a host.

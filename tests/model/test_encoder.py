@@ -1,4 +1,4 @@
-"""Properties of the encoder and its noise. Its numbers: `bert_jax.conformance.model_rules`."""
+"""Properties of the encoder and its noise. Its numbers: `bert_jax.tools.conformance.model_rules`."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import pytest
 import samples
 from compare import assert_close, assert_identical
 
-from bert_jax import base as base_lib
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.model import attention, heads, layers
 from bert_jax.model.encoder import Loop, padded_vocab_size
 from bert_jax.model.kinds import encode

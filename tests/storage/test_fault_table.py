@@ -26,11 +26,11 @@ from etils import epath
 from fake_gcs import Fault, emptied, flipped, halved
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
+from bert_jax.checkpoints.checkpoint import Checkpoints
+from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Run
+from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.running.checkpoint import Checkpoints
-from bert_jax.running.peers import Peers
-from bert_jax.running.saves import Saves
 from bert_jax.storage import buckets, mirror, retry
 from bert_jax.storage.workdir import Holder
 

@@ -11,9 +11,9 @@ import pytest
 import tuned
 from kinds import question, sentence, tagged
 
-from bert_jax.report import page
-from bert_jax.report.records import Record
 from bert_jax.tasks import examples, scores
+from bert_jax.tools.report import page
+from bert_jax.tools.report.records import Record
 
 # Of each kind a training example, the same text with another answer, and another text.
 TEXTS = {

@@ -15,7 +15,7 @@ import tuned
 from compare import assert_identical
 from test_steps import assert_same, train
 
-from bert_jax import base as base_lib
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Finetuning, Parallelism, Task
 from bert_jax.errors import InputError
 from bert_jax.model import decoder

@@ -14,9 +14,9 @@ from scipy import stats
 
 import bert_jax
 from bert_jax import config
-from bert_jax.base import TextVectors
+from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Parallelism
-from bert_jax.loaded import Loaded
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import layers, probes
 from bert_jax.tasks.adapted import Reader, kind_of

@@ -11,19 +11,19 @@ import tuned
 from etils import epath
 from kinds import write_task_file
 
-from bert_jax import base as base_lib
 from bert_jax import config
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Finetuning, Parallelism
-from bert_jax.conformance import golden
 from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
-from bert_jax.running import evaluators
+from bert_jax.pretraining import evaluators
 from bert_jax.tasks import minimal_pairs, probes
 from bert_jax.tasks.adapted import Reader
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.minimal_pairs import MinimalPairs
 from bert_jax.tasks.rows import padded
 from bert_jax.text.tokenizer import WordPiece
+from bert_jax.tools.conformance import golden
 from bert_jax.training import mesh as mesh_lib
 
 # Piece 17 is w17.

@@ -15,7 +15,7 @@ from kinds import LABELS, MODEL, base_params, kind_of, objective, without_dropou
 from sklearn.metrics import log_loss
 from sklearn.utils.class_weight import compute_class_weight
 
-from bert_jax import base as base_lib
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Parallelism
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import objective as objective_lib

@@ -14,12 +14,12 @@ import tokenizers
 from etils import epath
 from test_serve import ask, exchange, is_error, post, running, until
 
+from bert_jax.embeddings import embed
 from bert_jax.errors import InputError
-from bert_jax.loaded import Loaded
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.serve import served, service
 from bert_jax.text import sentences
 from bert_jax.text.documents import Document
-from bert_jax.vectors import embed
 
 # Oniguruma gives up on this text for this pattern, and the library panics.
 PATTERN, TEXT = "(a+)+$|(a|aa)+b", "a" * 40 + "c"

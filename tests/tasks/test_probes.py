@@ -16,11 +16,11 @@ from etils import epath
 from small_run import final_state, pretrain, write_text
 
 import bert_jax
-from bert_jax import base as base_lib
-from bert_jax.base import TextVectors
+from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Parallelism
 from bert_jax.errors import InputError
-from bert_jax.running import evaluators
+from bert_jax.pretraining import evaluators
 from bert_jax.running.lines import Lines
 from bert_jax.tasks import probes
 from bert_jax.tasks.adapted import Reader, run_rows

@@ -13,9 +13,9 @@ from compare import assert_identical
 from etils import epath
 from small_run import on_two
 
+from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Finetuning
-from bert_jax.loaded import Loaded
-from bert_jax.running.checkpoint import Checkpoints
+from bert_jax.pretraining.loaded import Loaded
 from bert_jax.running.lines import in_vain
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks.job import FinetuningJob

@@ -10,9 +10,11 @@ import pytest
 import tuned
 from etils import epath
 
-from bert_jax import base as base_lib
-from bert_jax.base import TextVectors
+from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Adapt, Finetuning, Parallelism, Task, Vectors
+from bert_jax.embeddings.embed import Embedder, Features
+from bert_jax.embeddings.retrieval import Passage
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import probes, similar
@@ -21,8 +23,6 @@ from bert_jax.tasks.examples import Sentence, Tally
 from bert_jax.tasks.similar import Similar
 from bert_jax.text.tokenizer import WordPiece
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.vectors.embed import Embedder, Features
-from bert_jax.vectors.retrieval import Passage
 
 
 @pytest.mark.parametrize("prefixes", [("", ""), ("wa wb wc ", "wd ")])

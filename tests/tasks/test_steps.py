@@ -8,11 +8,11 @@ import samples
 from compare import assert_close
 
 from bert_jax.config import Adapt, Parallelism
+from bert_jax.embeddings import packing
 from bert_jax.tasks.adapted import forward_of
 from bert_jax.tasks.rows import TrainBatches, eval_batches
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.vectors import packing
 
 STEPS, EXAMPLES = 3, 8
 

@@ -9,9 +9,9 @@ import tuned
 from broken import asked, fails, said
 
 from bert_jax import errors
-from bert_jax.compare import sweep
 from bert_jax.running.runner import Trainer
 from bert_jax.tasks import job
+from bert_jax.tools.compare import sweep
 
 RATE = "optimizer.peak_learning_rate"
 

@@ -13,7 +13,7 @@ import tuned
 from etils import epath
 from lstm import lstm
 
-from bert_jax import base as base_lib
+from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Adapt, Parallelism
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop, filled

@@ -15,11 +15,11 @@ from etils import epath
 
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, parts
-from bert_jax.doctor import text as doctor_text
 from bert_jax.errors import InputError
 from bert_jax.text import documents, records, sentences
 from bert_jax.text import sources as text_sources
 from bert_jax.text.vocabulary import SPECIALS
+from bert_jax.tools.doctor import text as doctor_text
 
 
 def read(source, **settings):

@@ -13,13 +13,13 @@ import pytest
 import zstandard
 from etils import epath
 
-from bert_jax import doctor
 from bert_jax.config import Corpus
 from bert_jax.data import corpus
-from bert_jax.doctor import text as doctor_text
 from bert_jax.errors import InputError
 from bert_jax.text import documents
 from bert_jax.text import sources as text_sources
+from bert_jax.tools import doctor
+from bert_jax.tools.doctor import text as doctor_text
 
 PACKERS = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress, "zst": zstandard.compress}
 

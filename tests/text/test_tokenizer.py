@@ -16,9 +16,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax.conformance import golden
 from bert_jax.errors import InputError
 from bert_jax.text import library, tokenizer, vocabulary
+from bert_jax.tools.conformance import golden
 
 SAMPLE = golden.FOLDER / "sample_text.txt"
 CASES = ("uncased", "cased")

@@ -5,9 +5,9 @@ import sentencepiece
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bert_jax.conformance import golden
 from bert_jax.text import tokenizer
 from bert_jax.text.tokenizer import units
+from bert_jax.tools.conformance import golden
 
 CASES = ("uncased", "cased")
 

@@ -11,11 +11,11 @@ from orbax.checkpoint._src.path import atomicity
 from small_run import saves_in
 from test_checkpoint import failing, newest
 
+from bert_jax.checkpoints import checkpoint
+from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Run
+from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError
-from bert_jax.running import checkpoint
-from bert_jax.running.peers import Peers
-from bert_jax.running.saves import Saves
 from bert_jax.storage import mirror
 
 

@@ -15,11 +15,11 @@ from compare import assert_identical
 from jax import lax
 from small_run import OBJECTIVES, assert_same_run, final_state, on_eight, pretrain
 
+from bert_jax.checkpoints.checkpoint import Restored
 from bert_jax.config import Parallelism, Run
+from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import session, start
-from bert_jax.running.checkpoint import Restored
-from bert_jax.running.peers import Peers
 from bert_jax.running.progress import Clock
 from bert_jax.running.runner import Trainer
 from bert_jax.training import feed, replay, step

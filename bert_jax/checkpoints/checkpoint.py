@@ -1,0 +1,348 @@
+"""The state on disk, by Orbax: how it is read. Only `checkpoints.saves`, which writes, imports it, too.
+
+A checkpoint is the state of training.step and a little JSON next to it: what the run is, what it
+ran on, and the metrics summed since the last line was written, so that the lines of a resumed run
+are those of an uninterrupted one. The JSON holds a checksum of every array, the same on any mesh,
+and one of itself: Orbax restores a flipped bit without a word.
+
+A checkpoint is damaged if its arrays have other checksums twice, or if Orbax fails to restore it
+for a reason that is no network's or machine's (storage.retry): those say nothing about it, and
+reading is tried again for ten minutes.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+from absl import logging as absl_logging
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.futures import synchronization
+from orbax.checkpoint._src.path import gcs_utils
+from orbax.checkpoint.utils import checkpoint_steps
+
+from bert_jax import config
+from bert_jax.config import Experiment
+from bert_jax.config.fields import Section
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.storage import buckets, retry
+from bert_jax.storage.workdir import absolute, named_errors
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.checksums import checksums, path_of
+
+T = TypeVar("T")
+Saved = TypeVar("Saved", bound=Section)
+FORMAT_VERSION = 2
+_UNSEALED_VERSION = 1  # had no checksums
+# Prefix of the folders of damaged checkpoints, before their step.
+ASIDE = "damaged-"
+
+# Orbax would ask for the bucket itself, which rights on objects do not allow. Where a bucket has
+# folders, those of removed checkpoints stay, empty.
+gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
+
+
+class Damaged(InputError):
+    """A checkpoint that was read whole and is not what was saved."""
+
+
+@dataclasses.dataclass
+class Restored:
+    """A checkpoint that was read; of step 0, which has none, what would be read."""
+
+    step: int  # steps done
+    state: Any  # what was asked for of the state, as it was saved
+    metadata: dict[str, Any]  # the JSON that was saved with it
+    damaged: dict[int, str]  # newer checkpoints that cannot be used: {step: why}
+
+
+class Checkpoints:
+    """The checkpoints of one run, to be read: nothing is touched, the run may be saving meanwhile.
+
+    `checkpoints.saves` writes them.
+    """
+
+    def __init__(self, folder: epath.Path):
+        _quiet_orbax_logs()
+        self._folder = folder
+        self._was_allowed = False
+
+    @property
+    def steps(self) -> list[int]:
+        """Returns the steps of whole checkpoints, the newest first; some may be damaged."""
+
+        def listed() -> list[int]:
+            if not self._folder.exists():
+                return []
+            return sorted(checkpoint_steps(absolute(self._folder)), reverse=True)
+
+        return self._again(listed)
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """Returns the JSON that was saved with the state; raises as `restore`."""
+
+        def read(folder: epath.Path) -> dict[str, Any]:
+            metadata = dict(ocp.metadata(folder).custom_metadata)
+            version, seal = metadata["format_version"], metadata.pop("sha256", None)
+            if version != _UNSEALED_VERSION and seal != sha256_of(metadata):
+                raise ValueError("its metadata were changed")
+            if version == FORMAT_VERSION and metadata["step"] != step:
+                raise ValueError(f"it is of step {metadata['step']}")
+            return metadata
+
+        metadata = self._read(step, read)
+        if (version := metadata["format_version"]) != FORMAT_VERSION:
+            ours = f"this version reads {FORMAT_VERSION}; use the bert-jax that wrote it"
+            raise InputError(f"{self._folder / str(step)}: format_version {version!r}, {ours}")
+        return metadata
+
+    def experiment(self, step: int, kind: type[Saved] = Experiment) -> Saved:
+        """Returns the experiment that the checkpoint belongs to, an `Experiment` or the like."""
+        where = f"{self._folder / str(step)}"
+        return config.from_json(json.dumps(self.metadata(step)["experiment"]), where, kind)
+
+    def restore(self, step: int, abstract_state: Any) -> Restored:
+        """Reads the state of a step, laid out as `abstract_state` says, and compares its checksums.
+
+        That is a tree of `jax.ShapeDtypeStruct` with shardings; a part of it restores that part.
+
+        Raises:
+          Damaged: it is not what was written.
+          Unavailable: the storage has not answered for ten minutes.
+        """
+        return self._load_unchanged(step, abstract_state, lambda what, error: error)
+
+    def _load_unchanged(
+        self, step: int, abstract_state: Any, agreed: Callable[[str, str], str]
+    ) -> Restored:
+        """Reads a step and compares its checksums, all processes together; see `newest`.
+
+        What differs is read once more: a bit may have flipped on its way from the storage.
+        """
+        error = ""
+        for _ in range(2):
+            restored, error = None, ""  # two states may be more than there is room for
+            try:
+                restored = self._load(step, abstract_state)
+            except Damaged as damage:
+                error = str(damage)
+            if error := agreed(f"{step} read", error):
+                break  # it was read twice already
+            assert restored is not None
+            if not (error := agreed(f"{step} checked", self._changed(restored))):
+                return restored
+        raise Damaged(error)
+
+    def _load(self, step: int, abstract_state: Any) -> Restored:
+        """Reads the metadata and the state of a step; each process by itself."""
+        metadata = self.metadata(step)
+
+        def read(folder: epath.Path) -> Any:
+            with mesh_lib.named_memory():
+                state = ocp.load(folder, abstract_state)
+            for path, leaf in jax.tree.leaves_with_path(state):
+                if not isinstance(leaf, jax.Array):
+                    raise ValueError(f"{path_of(path)} is not there")
+            return state
+
+        return Restored(step, self._read(step, read), metadata, {})
+
+    def _changed(self, restored: Restored) -> str:
+        """Returns which array is not what was saved, in words; "" if all are.
+
+        All processes that hold a part of the state compute its checksums together.
+        """
+        saved = restored.metadata["checksums"]
+        with mesh_lib.named_memory():
+            now = checksums(restored.state)
+        names = [name for name, checksum in now.items() if saved.get(name) != checksum]
+        return self._damage(restored.step, f"{names[0]} is not what was saved") if names else ""
+
+    def abstract_state(self, step: int, place: jax.sharding.Sharding) -> Any:
+        """Returns all that a checkpoint holds, to lie at `place`, as `restore` takes it."""
+        saved = self.metadata(step)["checksums"]
+
+        def read(folder: epath.Path) -> Any:
+            tree = ocp.metadata(folder).metadata
+            if {path_of(path) for path, _ in jax.tree.leaves_with_path(tree)} != saved.keys():
+                raise ValueError("it lists other arrays than were saved")
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree
+            )
+
+        return self._read(step, read)
+
+    def newest(
+        self,
+        abstract_state: Any,
+        at_most: int | None = None,
+        agreed: Callable[[str, str], str] = lambda what, error: error,
+    ) -> Restored | None:
+        """Reads the newest checkpoint, of step `at_most`, that is not damaged; None: there is none.
+
+        `agreed` takes what was done and the error of this process, or "", and gives the first of
+        any: all come to it before they compute anything together. See also `restore`.
+        """
+        damaged: dict[int, str] = {}
+        for step in (step for step in self.steps if at_most is None or step <= at_most):
+            try:
+                restored = self._load_unchanged(step, abstract_state, agreed)
+            except Damaged as damage:
+                damaged[step] = str(damage)
+            else:
+                return dataclasses.replace(restored, damaged=damaged)
+        if damaged:
+            raise InputError(
+                f"{'; '.join(damaged.values())}: no checkpoint is left to go on from; put the "
+                "files back, or choose another --workdir to start again"
+            )
+        return None
+
+    def named(self, which: str) -> int:
+        """Returns the step of a checkpoint: `newest`, `best` by its held-out loss, or a step."""
+        steps, unreadable = self.steps, self.unreadable()
+        whole = [step for step in steps if step not in unreadable]
+        if not whole:
+            words = (f"{why}; put the files back" for why in unreadable.values())
+            raise InputError("; ".join(words) or f"{self._folder}: no checkpoint yet")
+        if which == "newest":
+            return whole[0]
+        losses = {step: self.metadata(step)["held_out_loss"] for step in whole}
+        known = [(loss, step) for step, loss in losses.items() if loss is not None]
+        if which == "best" and known:
+            return min(known)[1]
+        if which.isdecimal() and int(which) in steps:
+            return int(which)
+        raise InputError(
+            f"--checkpoint {which}: {self._folder} has none of this step or name; there are "
+            f"{', '.join(map(str, steps))}, of which {len(known)} were evaluated"
+        )
+
+    def read(self, which: str, abstract_state: Any) -> Restored:
+        """Reads the checkpoint of that name; of damaged ones the newest is the one before."""
+        restored = self.newest(abstract_state) if which == "newest" else None
+        if restored is None:
+            return self.restore(self.named(which), abstract_state)
+        for why in restored.damaged.values():
+            print(f"{why}; step {restored.step} is used instead", file=sys.stderr)
+        return restored
+
+    def unreadable(self) -> dict[int, str]:
+        """Returns the checkpoints whose metadata cannot be read: {step: why}."""
+        damaged = {}
+        for step in self.steps:
+            try:
+                self.metadata(step)
+            except Damaged as error:
+                if step in self.steps:  # a run at work may have removed it
+                    damaged[step] = str(error)
+        return damaged
+
+    def _again(self, work: Callable[[], T]) -> T:
+        """Does what can be repeated with the folder, again after each passing fault."""
+        with named_errors(self._folder):
+            denied = "wait" if self._was_allowed else "refuse"
+            done = retry.again(work, str(self._folder), denied=denied)
+        self._was_allowed = buckets.is_bucket(self._folder)  # whose tokens expire
+        return done
+
+    def _read(self, step: int, read: Callable[[epath.Path], T]) -> T:
+        """Reads something of a checkpoint's folder, again after each passing fault.
+
+        It is damaged if that fails once more where all files that are listed can be opened.
+        """
+        named = InputError | Unavailable | MemoryError | PermissionError
+        named |= jax.errors.JaxRuntimeError
+
+        def once(all_open: bool = False) -> T:
+            try:
+                with _alone():
+                    return read(absolute(self._folder / str(step)))
+            except Exception as error:
+                if isinstance(error, named) or retry.passes(error):
+                    raise
+                if all_open:
+                    reason = str(error).split("\n")[0][:200]
+                    raise Damaged(self._damage(step, reason)) from error
+            _require_open(self._folder / str(step))
+            return once(all_open=True)
+
+        return self._again(once)
+
+    def _damage(self, step: int, reason: str) -> str:
+        return f"{self._folder / str(step)}: damaged, cannot be restored ({reason})"
+
+
+def context(**options: Any) -> ocp.Context:
+    """Returns Orbax's settings, with these next to ours."""
+    # Its store of shapes repeats what the arrays say, and nothing would notice a flipped bit there.
+    saving = ocp.options.ArrayOptions.Saving(use_compression=False, array_metadata_store=None)
+    loading = ocp.options.PyTreeOptions.Loading(partial_load=True)
+    return ocp.Context(
+        array_options=ocp.options.ArrayOptions(saving=saving),
+        pytree_options=ocp.options.PyTreeOptions(loading=loading),
+        **options,
+    )
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Lets this process read by itself: a process that fails leaves no other waiting.
+
+    Each process counts the operations of Orbax, reads included, and the number is part of the names
+    of a save's barriers. A process that repeats a read would wait at barriers to which no other
+    comes. So the count is put back after each read, and only saves, which all begin together, add
+    to it.
+    """
+    me, options = jax.process_index(), {}
+    if jax.process_count() > 1:
+        options["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
+            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
+        )
+    operations = synchronization.OperationIdGenerator
+    number = operations._operation_id
+    try:
+        with context(**options):
+            yield
+    finally:
+        operations._operation_id = number
+        operations._operation_id_counter = itertools.count(number + 1)
+
+
+def _require_open(folder: epath.Path) -> None:
+    """Raises what keeps a file that is listed from being read; that is no damage of it."""
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.is_dir():
+            _require_open(path)
+            continue
+        try:
+            with path.open("rb") as file:
+                file.read(1)
+        except FileNotFoundError as error:
+            raise Unavailable(f"{path}: listed, but not found where it is read") from error
+
+
+def sha256_of(metadata: dict[str, Any]) -> str:
+    """Returns a checksum of JSON: of a checkpoint's metadata, and so of its arrays' checksums."""
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
+
+
+def _quiet_orbax_logs() -> None:
+    """Silences orbax's logs in this process, from here on, and threads that it has left behind."""
+    absl_logging.set_verbosity(absl_logging.FATAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+    def hear(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = hear
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)

@@ -1,0 +1,1 @@
+"""Tools that people use around runs; the core never imports them."""

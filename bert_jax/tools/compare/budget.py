@@ -1,0 +1,88 @@
+"""How many steps a run of a table does: those it is given, or as many as seconds of CPU allow."""
+
+import dataclasses
+import shutil
+
+from etils import epath
+
+from bert_jax.config import Experiment
+from bert_jax.errors import InputError
+from bert_jax.pretraining import pretraining
+from bert_jax.running.lines import Lines
+from bert_jax.running.progress import Progress
+from bert_jax.storage.workdir import Workdir
+
+
+def with_steps(experiment: Experiment, steps: int) -> Experiment:
+    """Returns the experiment with so many steps, of which phases, warm-up and decay keep shares."""
+    total, phases = experiment.total_steps, experiment.phases
+    if steps < len(phases):
+        raise InputError(f"{steps} steps are too few for its {len(phases)} phases")
+    made, done = [], 0
+    for number, (phase, end) in enumerate(zip(phases, experiment.ends, strict=True), 1):
+        left = len(phases) - number  # each of them has a step
+        last = min(max(round(steps * end / total), done + 1), steps - left)
+        made.append(dataclasses.replace(phase, steps=last - done))
+        done = last
+    optimizer = dataclasses.replace(
+        experiment.optimizer,
+        warmup_steps=min(round(experiment.optimizer.warmup_steps * steps / total), steps - 1),
+        decay_steps=experiment.optimizer.decay_steps * steps // total,
+    )
+    return dataclasses.replace(experiment, phases=tuple(made), optimizer=optimizer)
+
+
+def steps_within(experiment: Experiment, cpu_seconds: float, costs: list[float]) -> int:
+    """Returns how many steps fit into so many seconds of CPU.
+
+    Phases share them as they do now; `costs` are seconds of CPU that a step of each takes.
+    """
+    shares = [phase.steps / experiment.total_steps for phase in experiment.phases]
+    mean = sum(share * cost for share, cost in zip(shares, costs, strict=True))
+    steps = int(cpu_seconds / mean + 1e-6)  # a whole number may come out just below
+    if steps < len(experiment.phases):
+        raise InputError(
+            f"a step takes {mean:.3g} seconds of CPU, so that {steps} fit; raise table.cpu_seconds"
+        )
+    return steps
+
+
+def laps(
+    experiment: Experiment, folder: epath.Path, progress: Progress, timed: int
+) -> list[dict[str, float]]:
+    """Trains for a few steps, and returns the line of `timings` of each phase's last `timed`.
+
+    As many before them warm caches. Evaluations, saves and compiling are not counted: how often
+    they happen is no part of a recipe.
+
+    Raises:
+      Stopped: asked to stop.
+    """
+    phases = tuple(dataclasses.replace(p, steps=2 * timed) for p in experiment.phases)
+    never = 2 * timed * len(phases) + 1
+    short = dataclasses.replace(
+        with_steps(experiment, never - 1),
+        phases=phases,
+        data=dataclasses.replace(experiment.data, eval_rows=8),
+        run=dataclasses.replace(
+            experiment.run,
+            **{"log_every": timed, "eval_every": never, "checkpoint_every": never},
+            **{"eval_batch_size": 8, "profile_steps": (), "probes": ()},
+            **{"check_every": 0, "replay_every": 0, "trackers": ()},
+        ),
+    )
+    workdir = Workdir(folder, short.run.corpus_dir)
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        outcome = pretraining.pretrain(short, workdir, "keep", progress)
+        if outcome != "finished":
+            raise Stopped(outcome)
+        lines = Lines(workdir.timings).read()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    trained = {line["step"]: line for line in lines if line["kind"] == "train"}
+    return [trained[2 * timed * number] for number in range(1, len(phases) + 1)]
+
+
+class Stopped(Exception):
+    """A short run ended early; its only argument is how."""

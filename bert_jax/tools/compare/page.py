@@ -1,0 +1,85 @@
+"""A table as people and tools read it: text, CSV, and a page with plots that needs nothing else."""
+
+import dataclasses
+import math
+
+from bert_jax import config
+from bert_jax.storage.workdir import Workdir, write_atomic
+from bert_jax.tools.compare.results import Results
+from bert_jax.tools.report import comparison, curves, figures
+from bert_jax.tools.report.figures import Figure
+from bert_jax.tools.report.records import Record
+from bert_jax.tools.report.render import Table, page
+
+
+def write(results: Results) -> None:
+    """Writes `table.txt`, `table.csv` and `table.html` into the folder of a table."""
+    root = results.root
+    write_atomic(root / "table.txt", "".join(f"{line}\n" for line in results.lines()))
+    write_atomic(root / "table.csv", _csv(results))
+    write_atomic(root / "table.html", _html(results))
+
+
+def _csv(results: Results) -> str:
+    """Returns a line a row: its name, and of each column mean, standard error and runs."""
+    rows = []
+    for row in results.table.rows:
+        cells = {"row": row.name}
+        for column in results.columns:
+            count, mean, error = results.mean(row.name, column)
+            cells[column.name] = "" if math.isnan(mean) else repr(mean)
+            cells[f"{column.name}_error"] = "" if math.isnan(error) else repr(error)
+            cells[f"{column.name}_runs"] = str(count)
+        rows.append(cells)
+    return Table.of(rows).csv()
+
+
+def _html(results: Results) -> str:
+    rows, before = [], None
+    for row in results.table.rows:
+        changed = [] if before is None else config.differences(before, row.experiment, "all")
+        changed = [line for line in changed if not line.startswith("name: ")]
+        of_row = [one for column in results.columns for one in results.of_row(row.name, column)]
+        origin = {f"text {member.read}" for member in results.members if member.row == row.name}
+        origin |= {f"measured by bert-jax {version}" for _, version, _ in of_row}
+        rows.append({"name": row.name, "changed": changed, "origin": origin})
+        before = row.experiment
+    return page(
+        "table.html",
+        title=results.table.name,
+        results=results,
+        table=results.shown([column.title for column in results.columns]),
+        rows=rows,
+        figures=[*_dots(results), *_curves(results)],
+    )
+
+
+def _dots(results: Results) -> list[Figure]:
+    """Returns a picture of each column: means and errors, a line a row."""
+    pictures = []
+    for number, column in enumerate(results.columns):
+        means = {row.name: results.mean(row.name, column) for row in results.table.rows}
+        there = {name: one for name, one in means.items() if one[0]}
+        if there:
+            runs, values, errors = zip(*there.values(), strict=True)
+            bars = [0.0 if math.isnan(error) else error for error in errors]
+            svg = figures.draw_dots([*there], values, bars, f"dots-{number}")
+            note = "Bars are standard errors of the mean over seeds." if max(runs) > 1 else ""
+            pictures.append(Figure(column.title, note, svg))
+    return pictures
+
+
+def _curves(results: Results) -> list[Figure]:
+    """Returns held-out losses over steps and over seconds of CPU, a colour a row."""
+    records = []
+    for member in results.members:
+        if Workdir(member.folder).metrics.exists():
+            record = Record.read(str(member.folder))
+            # Of so many runs lines of training would hide what is held out.
+            records.append(dataclasses.replace(record, label=member.row, train=[]))
+    plots = []
+    for axis in comparison.AXES:
+        if axis.name in ("steps", "CPU seconds") and all(axis.of(record) for record in records):
+            # The first is of held-out losses, of what is learned of pieces.
+            plots += [one for one in curves.of_learning(records, axis) if not one.empty][:1]
+    return figures.drawn(plots, (), "curve")

@@ -1,0 +1,267 @@
+"""Documents, pairs, masks and tokens against the reference's own, and its laws."""
+
+import functools
+import json
+import pathlib
+import random
+import sys
+import tempfile
+import unicodedata
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from typing import Any, Literal
+
+import numpy as np
+
+from bert_jax.config import Data
+from bert_jax.data import batches, draws, masking, pairs, stream
+from bert_jax.text import tokenizer
+from bert_jax.tools.conformance import golden, instances
+from bert_jax.tools.conformance.rule import Rule, count_of_different
+
+_rule = functools.partial(Rule, "data")
+_text_rule = functools.partial(Rule, "tokenizer")
+
+Instances = list[dict[str, Any]]
+
+
+def check() -> Iterator[Rule]:
+    """Yields the rules of documents, instances, masks and tokens, compared."""
+    yield _documents()
+    yield from _instances()
+    yield from _pairs()
+    yield from _masks()
+    yield from _tokens()
+
+
+def _documents() -> Rule:
+    """Compares files as the reference reads them, put into words."""
+    files = (b"a b.\n\x00\nc\r\n \n\n\xef\xbb\xbf\n\t\nd\n", b"e\xff\n\nf", b"", b"g\n\n")
+    expected = [["a b .", "c"], ["d", "e"], ["f", "g"]]
+    ours = golden.tokenizer("uncased")
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [pathlib.Path(folder) / str(number) for number in range(len(files))]
+        for path, text in zip(paths, files, strict=True):
+            path.write_bytes(text)
+        read = instances.read_documents(paths, ours)
+    decoded = [[ours.decode(sentence) for sentence in document] for document in read]
+    return _rule(
+        "a blank line opens a document, files run on, lines without tokens go",
+        "odd files with what they hold",
+        count_of_different(decoded, expected),
+    )
+
+
+# --- the reference's own instances --------------------------------------------------------------
+
+
+def _instances() -> Iterator[Rule]:
+    uncased = golden.tokenizer("uncased")
+    documents = instances.read_documents([golden.FOLDER / "sample_text.txt"], uncased)
+    ids = batches.Ids.of(uncased)
+    made: list[tuple[bool, Instances, Instances]] = []
+    for name in golden.INSTANCES:
+        head, theirs = golden.instances(name)
+        del head["instances"]
+        settings = instances.Settings(**head)
+        ours = [json.loads(line) for line in instances.create(documents, ids, settings)]
+        made.append((settings.whole_word_mask, ours, theirs))
+
+    def rule(says: str, aspect: Callable[[dict[str, Any]], Any], masks: str = "any") -> Rule:
+        chosen = [one for one in made if masks == "any" or one[0] == (masks == "word")]
+        total = sum(len(theirs) for _, _, theirs in chosen)
+        differing = sum(
+            count_of_different([*map(aspect, ours)], [*map(aspect, theirs)])
+            for _, ours, theirs in chosen
+        )
+        return _rule(says, f"{total} instances with the reference's", differing)
+
+    yield rule(
+        "documents shuffled once, instances last; each pass draws again",
+        lambda instance: (len(instance["input_ids"]), sum(instance["segment_ids"])),
+    )
+    yield rule(
+        "B is random where A is all there is, else by half; otherwise what follows A",
+        itemgetter("next_sentence_label"),
+    )
+    yield rule("[CLS] A [SEP] B [SEP] with segments 0 and 1", itemgetter("segment_ids"))
+    yield rule(
+        "too long: token by token from the longer side, a tie from B, front or back", _unmasked
+    )
+    yield rule("pieces masked in shuffled order", itemgetter("masked_lm_positions"), "piece")
+    yield rule(
+        "whole words masked, none that would overflow",
+        itemgetter("masked_lm_positions"),
+        "word",
+    )
+    yield rule("labels are what stood there, by position", itemgetter("masked_lm_ids"))
+    yield rule("80 % [MASK], 10 % kept, 10 % replaced, drawn in order", itemgetter("input_ids"))
+
+
+def _unmasked(instance: dict[str, Any]) -> list[int]:
+    ids = list(instance["input_ids"])
+    for position, label in zip(
+        instance["masked_lm_positions"], instance["masked_lm_ids"], strict=True
+    ):
+        ids[position] = label
+    return ids
+
+
+# --- laws that no sample shows whole ------------------------------------------------------------
+
+
+class _Recorded(draws.Sequential):
+    """Counts the targets drawn."""
+
+    targets = 0
+
+    def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
+        self.targets += 1
+        return super().target_length(max_num_tokens, short_seq_prob)
+
+
+def _pairs() -> Iterator[Rule]:
+    """Plans 60 documents whose ids are their own places."""
+    rng = np.random.default_rng(0)
+    numbers = iter(range(10**6))
+    documents = [
+        [[next(numbers) for _ in range(rng.integers(1, 20))] for _ in range(rng.integers(1, 15))]
+        for _ in range(60)
+    ]
+    recorded = _Recorded(random.Random(0))
+    order = recorded.shuffled(len(documents))
+    flat = stream.from_documents([documents[i] for i in order], np.uint32)
+    rows = np.concatenate([*pairs.one_by_one(flat, 64, 0.5, recorded)])
+    off = abs(recorded.targets - len(documents))
+    yield _rule("a short target is drawn once a document", "targets drawn with 60 documents", off)
+    used = np.zeros(len(flat.ids), int)
+    for row in rows:
+        used[row["a_offset"] : row["a_offset"] + row["a_length"]] += 1
+        if not row["is_random_next"]:
+            used[row["b_offset"] : row["b_offset"] + row["b_length"]] += 1
+    yield _rule(
+        "sentences that a random B displaced are put back",
+        f"how often {len(used)} tokens serve with once",
+        int((used != 1).sum()),
+    )
+    starts = flat.sentence_offsets[flat.document_offsets[:-1].astype(np.int64)]
+    where = [np.searchsorted(starts, rows[name], "right") for name in ("a_offset", "b_offset")]
+    yield _rule(
+        "a random B is of another document, what follows A of the same",
+        f"{len(rows)} labels with where B lies",
+        int(((where[0] == where[1]) == rows["is_random_next"]).sum()),
+    )
+
+
+def _masks() -> Iterator[Rule]:
+    lengths = np.arange(5, 513)
+    continues = np.array([False] * 5 + [True])
+    differing = 0
+    for most in (20, 77):
+        masked = _mask(lengths, draws.Counter((0, 0), lengths), most, "piece", continues)
+        expected = [min(most, max(1, round(int(n) * 0.15))) for n in lengths]
+        differing += count_of_different(masked.weights.sum(axis=1).tolist(), expected)
+    yield _rule(
+        "15 % of the length, specials too, half to even, at least 1, at most what is asked for",
+        f"{len(lengths)} lengths with Python's round",
+        differing,
+    )
+    # A word of A and one ##piece of B, one to predict: together they are too many.
+    one_word = _mask(
+        np.array([5]), draws.Counter((0, 0), np.array([0])), 20, "whole_word", continues
+    )
+    yield _rule(
+        "a ## at the front of B joins the last word of A",
+        "predictions with none, where one fits and the word has two pieces",
+        float(one_word.weights.sum()),
+    )
+    data = Data()
+    kinds, ids = draws.Counter((0, 0), np.arange(1000)).replacements(
+        np.full(1000, 200), 30, data.mask_share, data.random_share
+    )
+    shares = np.bincount(kinds.ravel(), minlength=3) / kinds.size - [0.8, 0.1, 0.1]
+    yield _rule(
+        "in training, too: 80 % [MASK], 10 % kept, 10 % replaced",
+        "shares of 200,000 draws",
+        float(np.abs(shares).max()),
+        0.005,
+    )
+    seen = np.unique(ids[kinds == draws.RANDOM])
+    off = count_of_different(seen.tolist(), list(range(30)))
+    yield _rule("replacements are any piece, specials too", "ids drawn of a vocabulary of 30", off)
+
+
+def _mask(
+    lengths: np.ndarray,
+    counter: draws.Counter,
+    most: int,
+    units: Literal["piece", "whole_word"],
+    continues: np.ndarray,
+) -> masking.Masked:
+    """Masks rows whose A is one piece, id 4, and whose other pieces are id 5."""
+    ids = np.full((len(lengths), int(lengths.max())), 5, np.int32)
+    ids[:, :3] = (2, 4, 3)
+    ids[np.arange(len(lengths)), lengths - 1] = 3
+    return masking.mask(
+        ids,
+        (ids > 3) & (np.arange(ids.shape[1]) < lengths[:, None] - 1),
+        lengths,
+        counter,
+        masking.Policy.of(Data(masking=units), 0, 1),
+        most,
+        masking.Ids(pad=0, cls=2, sep=3, mask=1, vocab_size=6, continues=continues),
+    )
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def _tokens() -> Iterator[Rule]:
+    rows = golden.tokens()
+    compared = f"{len(rows)} odd texts with the reference's"
+    uncased, cased = golden.tokenizer("uncased"), golden.tokenizer("cased")
+    ids = [uncased.encode(row["text"]) for row in rows]
+    yield _text_rule(
+        "uncased: lower case, NFD, accents and controls away, longest match",
+        f"ids of {compared}",
+        count_of_different(ids, [row["lower"] for row in rows]),
+    )
+    ours = [[uncased.piece(i) for i in row] for row in ids]
+    off = count_of_different(ours, [row["lower_tokens"] for row in rows])
+    yield _text_rule("an id is a line of the vocabulary", f"pieces of {compared}", off)
+    ours = [[cased.piece(i) for i in cased.encode(row["text"])] for row in rows]
+    off = count_of_different(ours, [row["cased_tokens"] for row in rows])
+    yield _text_rule("cased: as it is, accents too", f"pieces of {compared}", off)
+    yield _characters()
+    unknown, words = uncased.unk_id, ("a" * 200, "a" * 201, "\u00e1" * 200)
+    unknowns = [uncased.encode(word) == [unknown] for word in words]
+    off = count_of_different(unknowns, [False, True, False])
+    yield _text_rule("words of over 200 characters are [UNK]", "words of 200 and 201", off)
+    literal = uncased.encode("[PAD][CLS] [SEP][MASK]")
+    specials = {uncased.pad_id, uncased.cls_id, uncased.sep_id, uncased.mask_id}
+    off = sum(i in specials for i in literal)
+    yield _text_rule("text never gives a special", "pieces of the specials' names", off)
+
+
+def _characters() -> Rule:
+    """Compares what a blank, a mark, an ideograph and nothing at all do between letters."""
+    differing = 0
+    for code in range(sys.maxunicode + 1):
+        char = chr(code)
+        category = unicodedata.category(char)
+        if char in "\t\n\r" or category in ("Zs", "Zl", "Zp"):
+            expected = ["a", "b"]
+        elif char in "\0\ufffd" or category in ("Cc", "Cf"):
+            expected = ["ab"]
+        elif category == "Co":
+            expected = [f"a{char}b"]
+        elif category[0] == "P" or char in "$+<=>^`|~":
+            expected = ["a", char, "b"]
+        else:
+            continue
+        differing += tokenizer.basic_tokens(f"a{char}b", "cased") != expected
+    return _text_rule(
+        "Cc and Cf go, blanks and punctuation part words, Co stays",
+        "every such character between letters",
+        differing,
+    )

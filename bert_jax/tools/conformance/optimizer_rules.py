@@ -1,0 +1,213 @@
+"""Updates, rates, and a step over the reference's cores, against float64 and its formulas."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType
+
+from bert_jax.config import Model, Optimizer, Parallelism
+from bert_jax.model import heads
+from bert_jax.model.encoder import Loop
+from bert_jax.tools.conformance import golden
+from bert_jax.tools.conformance.rule import Rule, count_of_different, largest_difference, relative
+from bert_jax.training import optimizer, step
+from bert_jax.training.objective import Pretraining
+
+_rule = functools.partial(Rule, "optimizer")
+
+_CORES, _ROWS, _LENGTH = 3, 2, 16
+
+_MODEL = Model(
+    vocab_size=50,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=32,
+    max_position_embeddings=_LENGTH,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+_OPTIMIZER = Optimizer(clip="per_replica", reference_replicas=_CORES)
+# So little that run_pretraining.py's 1e-5 in the denominator shows.
+_FEW = 1e-5
+
+# optimization.py, AdamWeightDecayOptimizer: names that match it do not decay.
+_REFERENCE_NO_DECAY = re.compile("LayerNorm|layer_norm|bias")
+
+
+def check() -> Iterator[Rule]:
+    """Yields the rules of the optimizer, and of what each core does by itself, compared."""
+    yield from _trajectory()
+    yield from _schedule()
+    yield _first_update()
+    yield _decay()
+    yield from _cores()
+
+
+def _trajectory() -> Iterator[Rule]:
+    """Compares steps; the reference's names end in bias or LayerNorm..., ours in bias or kernel."""
+    theirs = golden.trajectory()
+    cfg = Optimizer(name="bert_adam", peak_learning_rate=1e-2, warmup_steps=5, schedule="paper")
+    steps = len(theirs["learning_rate"])
+
+    def tree(prefix: str, step: int | None = None) -> dict[str, Any]:
+        leaves = {}
+        for name in theirs:
+            if name.startswith(f"{prefix}."):
+                value = theirs[name] if step is None else theirs[name][step]
+                leaf = "bias" if _REFERENCE_NO_DECAY.search(name) else "kernel"
+                leaves[name.removeprefix(f"{prefix}.")] = {leaf: jnp.asarray(value, jnp.float32)}
+        return leaves
+
+    tx = optimizer.make(cfg)
+
+    @jax.jit
+    def step(params: Any, state: Any, gradient: Any, number: int) -> tuple[Any, Any, jax.Array]:
+        gradient, _ = optimizer.clip(gradient, cfg.clip_norm)
+        rate = optimizer.schedule(cfg, steps, jnp.int32(number))
+        update, state = tx.update(gradient, state, params)
+        return jax.tree.map(lambda p, u: p - rate * u, params, update), state, rate
+
+    params = tree("init")
+    state = tx.init(params)
+    worst, rates = 0.0, []
+    for number in range(steps):
+        params, state, rate = step(params, state, tree("grads", number), number)
+        worst = max(worst, largest_difference(params, tree("params", number)))
+        rates.append(float(rate))
+    yield _rule(
+        "Adam without bias correction, eps 1e-6, decay 0.01, clip 1.0",
+        f"parameters of {steps} steps with float64",
+        worst,
+        1e-5,
+    )
+    off = relative(rates, theirs["learning_rate"])
+    yield _rule("linear warm-up, linear decay", f"{steps} learning rates with float64", off, 1e-6)
+
+
+def _schedule() -> Iterator[Rule]:
+    cfg, total = Optimizer(), 1_000_000
+    peak, warmup = cfg.peak_learning_rate, cfg.warmup_steps
+
+    def rate(step: int) -> float:
+        return float(optimizer.schedule(cfg, total, jnp.int32(step)))
+
+    yield _rule("the rate of step 0 is 0", "the rate with 0", rate(0))
+    jump = [rate(warmup - 1) / peak, rate(warmup) / peak, rate(total) / peak]
+    yield _rule(
+        "decay counts from step 0: the rate falls where warm-up ends",
+        "three rates of 1M steps with the formula",
+        relative(jump, [1 - 1 / warmup, 1 - warmup / total, 0.0]),
+        1e-6,
+    )
+
+
+def _first_update() -> Rule:
+    cfg = Optimizer(name="bert_adam", weight_decay=0.0)
+    tx, params = optimizer.make(cfg), {"kernel": jnp.zeros(3)}
+    gradient = {"kernel": jnp.array([1.0, -1e-3, 1e-5])}
+    update, _ = tx.update(gradient, tx.init(params), params)
+    g = np.asarray(gradient["kernel"], np.float64)
+    return _rule(
+        "the first update is 0.1 g / (sqrt(0.001) |g| + eps)",
+        "three entries with float64",
+        relative(update["kernel"], 0.1 * g / (np.sqrt(0.001) * np.abs(g) + 1e-6)),
+        1e-5,
+    )
+
+
+def _decay() -> Rule:
+    """Compares which of our parameters decay, by the reference's names for them."""
+    tensors = golden.pytorch("model")
+    # Every tensor filled with its number, so that ours say which of theirs they are.
+    numbers = {name: np.full(tensors[name].shape, i) for i, name in enumerate(tensors)}
+    ours = golden.convert(numbers)
+    theirs = [list(tensors)[int(leaf.flat[0])] for leaf in jax.tree.leaves(ours)]
+    return _rule(
+        "biases and layer norms do not decay, embeddings do",
+        f"{len(theirs)} parameters with the reference's expression",
+        count_of_different(
+            jax.tree.leaves(optimizer.decays(ours)),
+            [not _REFERENCE_NO_DECAY.search(name) for name in theirs],
+        ),
+    )
+
+
+def _cores() -> Iterator[Rule]:
+    """Compares the gradient of a step over all cores with what each of them gives by itself."""
+    norm, compared = 0.1, f"a step of {_CORES} cores with each alone"
+    alone = list(_gradients())
+    lengths = [float(optax.global_norm(gradient)) for gradient in alone]
+    if min(lengths) <= norm:
+        raise ValueError(f"a core's gradient of norm {min(lengths)} is not clipped at {norm}")
+    clipped = [
+        jax.tree.map(lambda g, n=length: g * (norm / n), gradient)
+        for gradient, length in zip(alone, lengths, strict=True)
+    ]
+    off = largest_difference(_summed_gradient(norm), jax.tree.map(lambda *g: sum(g), *clipped))
+    yield _rule("each core clips its own gradient, then they are summed", compared, off, 1e-5)
+    off = largest_difference(_summed_gradient(1e9), jax.tree.map(lambda *g: sum(g), *alone))
+    says = "each core divides by its own weights + 1e-5, and its own rows"
+    yield Rule("loss", says, compared, off, 1e-5)
+
+
+@functools.cache
+def _batch() -> step.Batch:
+    """Returns rows of all cores, with other counts of predictions on each; the last hardly one."""
+    rng, count = np.random.default_rng(0), _CORES * _ROWS
+    shape = (count, _LENGTH)
+    weights = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [_FEW, 0, 0], [0, 0, 0]])
+    made = {
+        "input_ids": rng.integers(5, 50, shape),
+        "segment_ids": np.repeat([[0] * 8 + [1] * 8], count, axis=0),
+        "input_mask": np.arange(_LENGTH) < rng.integers(8, _LENGTH, (count, 1)),
+        "masked_lm_positions": np.repeat([[2, 4, 6]], count, axis=0),
+        "masked_lm_ids": rng.integers(0, 50, (count, 3)),
+        "next_sentence_labels": rng.integers(0, 2, count),
+    }
+    return {
+        **{name: jnp.asarray(value, jnp.int32) for name, value in made.items()},
+        "masked_lm_weights": jnp.asarray(weights, jnp.float32),
+        "row_weights": jnp.ones(count),
+        "rows": jnp.arange(count, dtype=jnp.uint32),
+    }
+
+
+def _summed_gradient(clip_norm: float) -> heads.Params:
+    """Returns the gradient that a training step over all cores gives to its optimizer."""
+    cfg = dataclasses.replace(_OPTIMIZER, clip_norm=clip_norm)
+    mesh = jax.make_mesh((1,), ("data_0",), (AxisType.Auto,), devices=jax.devices()[:1])
+    spec = step.StepSpec(Pretraining(_MODEL), cfg, Parallelism(), 1, mesh)
+    train_step = step.make_train_step(spec, 1_000_000)
+    state = step.init_state(Pretraining(_MODEL), cfg, 0)
+    key = step.phase_key(_MODEL, 0, 0)
+    new, _ = train_step(state, step.empty_window(Pretraining(_MODEL).metrics), _batch(), key)
+    # Before the first step there is no momentum.
+    return jax.tree.map(lambda m: m / (1 - cfg.b1), new["optimizer"][0].mu)
+
+
+def _gradients() -> Iterator[heads.Params]:
+    """Yields each core's own gradient before that step; its loss is run_pretraining.py's."""
+    params = step.init_state(Pretraining(_MODEL), _OPTIMIZER, 0)["params"]
+    gradient = jax.jit(jax.grad(_core_loss))
+    for core in range(_CORES):
+        rows = slice(core * _ROWS, (core + 1) * _ROWS)
+        yield gradient(params, {name: value[rows] for name, value in _batch().items()})
+
+
+def _core_loss(params: heads.Params, part: step.Batch) -> jax.Array:
+    masked_lm, next_sentence = heads.pretraining_logits(_MODEL, params, part, None, Loop())
+
+    def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return -(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, logits.shape[-1])).sum(-1)
+
+    weights = part["masked_lm_weights"]
+    words = (weights * nll(masked_lm, part["masked_lm_ids"])).sum() / (weights.sum() + 1e-5)
+    return words + nll(next_sentence, part["next_sentence_labels"]).mean()

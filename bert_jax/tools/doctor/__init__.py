@@ -1,0 +1,108 @@
+"""Looks for what is wrong with plain text or a prepared corpus, before it costs a training.
+
+Neither is changed (a corpus that was carried here without its `stream/` is unrolled, as training
+would). A `problem` is what spoils training or keeps it from starting; what may well be meant that
+way is a `note`.
+"""
+
+import os
+from collections.abc import Sequence
+
+from bert_jax import config
+from bert_jax.config import Corpus, Experiment
+from bert_jax.config.corpus import TEXT_FILES
+from bert_jax.errors import InputError, printable, quantity
+from bert_jax.storage import buckets, mirror
+from bert_jax.storage.workdir import COMPLETE, Workdir, holds_finetuning, load_experiment
+from bert_jax.text import sources as text_sources
+from bert_jax.tools.doctor import corpus, text
+from bert_jax.tools.doctor.finding import ONE_SENTENCE, Finding
+
+__all__ = ["Finding", "examine", "print_findings"]
+
+
+def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
+    """Examines what lies at a path; returns findings, problems first.
+
+    Args:
+      path: a corpus folder, the workdir of a pre-training (its corpus is looked at), an experiment
+        file (its sources are looked at), or text: a file or folder of .txt, .jsonl, .csv, .tsv or
+        .parquet, all except the last also compressed.
+      settings: changes to an experiment, as `--set` takes them.
+    """
+    return sorted(_examine(path, settings), key=lambda finding: finding.severity != "problem")
+
+
+def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
+    is_file = os.path.isfile(path) and path.endswith((".py", ".json"))
+    if is_file or (not os.path.exists(path) and config.is_shipped(path)):
+        experiment = config.override(config.load(path), settings)
+        findings = text.examine(experiment.corpus)
+        if _lengths_of_pairs(experiment):
+            return findings
+        return [finding for finding in findings if finding.rule is not ONE_SENTENCE]
+    if settings:
+        raise InputError(f"--set {settings[0]}: {path} is no experiment, so nothing can be set")
+    workdir = mirror.opened(path)
+    if workdir.experiment.exists():
+        return _of_run(workdir)
+    for folder in (workdir.named, workdir.corpus):
+        if buckets.exists(folder / COMPLETE):
+            return corpus.examine(folder)
+    sources = _sources(path)
+    # `prepare` reads one kind of file; a path alone is its first.
+    return text.examine(Corpus(sources=sources), prepared_as=Corpus(sources=sources[:1]))
+
+
+def _of_run(workdir: Workdir) -> list[Finding]:
+    """Examines the corpus of a run for the pairs of its phases."""
+    if holds_finetuning(workdir):
+        raise InputError(
+            f"{workdir.named}: a fine-tuning, which has no corpus; `bert-jax report` shows its "
+            "scores and mistakes"
+        )
+    experiment = load_experiment(workdir)
+    folder = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote).corpus
+    if not buckets.exists(folder / COMPLETE):
+        raise InputError(f"{folder}: no prepared corpus of this run; name another PATH")
+    return corpus.examine(folder, _lengths_of_pairs(experiment))
+
+
+def _lengths_of_pairs(experiment: Experiment) -> tuple[int, ...]:
+    """Returns the sequence lengths of the phases that learn pairs."""
+    lengths = {
+        phase.sequence_length
+        for number, phase in enumerate(experiment.phases)
+        if experiment.data_of(number).units != "sentences"
+    }
+    return tuple(sorted(lengths))
+
+
+def _sources(path: str) -> tuple[str, ...]:
+    """Returns the sources in a file or folder of text, each of one kind."""
+    is_there = "://" in path or os.path.exists(path)
+    files, others = text_sources.find(f"text:{path}") if is_there else ({}, [])
+    kinds = {text_sources.kind_of(file) for file in (*files, *others)}
+    sources = tuple(f"{word}:{path}" for word in TEXT_FILES if word in kinds)
+    if not sources:
+        raise InputError(
+            f"{path}: nothing to examine; name a run's workdir, a prepared corpus, an experiment "
+            "file, or a file or folder of .txt, .jsonl, .csv, .tsv or .parquet"
+        )
+    return sources
+
+
+def print_findings(findings: Sequence[Finding]) -> int:
+    """Prints findings, and how many there are; returns how many are problems."""
+    for finding in findings:
+        print(f"{finding.severity}: {printable(finding.what)}")
+        for name in ("example", "effect", "remedy"):
+            if getattr(finding, name):
+                print(f"  {name:8} {printable(getattr(finding, name))}")
+    problems = sum(finding.severity == "problem" for finding in findings)
+    notes = len(findings) - problems
+    print(
+        f"{quantity(problems, 'problem') if problems else 'no problem'}, "
+        f"{quantity(notes, 'note') if notes else 'no notes'}"
+    )
+    return problems

@@ -1,0 +1,414 @@
+"""Compiles the training step ahead of time for TPU slices that need not be there.
+
+libtpu, an ordinary package for Linux on x86-64, holds the compiler. One process a compilation: it
+has been seen to crash, and must not take the command with it. What came of a compilation is kept
+in the user's cache folder under a hash of all that it depends on.
+
+    python -m bert_jax.tools.plan.compile JOB.json OUTCOME.json DUMP
+
+is that process; `compile_all` starts it, in an environment without devices and with the order to
+write down how operations are scheduled, which the compiler takes at its start alone.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+from etils import epath
+from jax.experimental import topologies
+
+from bert_jax import config, system
+from bert_jax.config import Experiment
+from bert_jax.errors import InputError
+from bert_jax.pretraining.pretraining import require_runnable
+from bert_jax.storage.workdir import cache_folder, made, named_errors, write_atomic
+from bert_jax.tools.plan import bundles, hlo, schedule
+from bert_jax.tools.plan import topology as topology_lib
+from bert_jax.tools.plan.topology import Topology, layout_of
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import objective as objective_lib
+from bert_jax.training import step
+from bert_jax.training.checksums import path_of
+from bert_jax.training.collectives import CompilerOptions
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_COMMAND = (sys.executable, "-m", "bert_jax.tools.plan.compile")
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+    "TPU_SKIP_MDS_QUERY": "1",  # else it asks, for half a minute, which machine of a pod this is
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# Of each operation, the bundles that it becomes: twice the compiler's time, 80 MB of files.
+DUMP = (
+    "--xla_jf_dump_to={} --xla_jf_dump_llo_text --xla_jf_dump_llo_pass_label_regex=.*final_bundles"
+)
+# A compilation takes a core and a half, and a gigabyte or two.
+_AT_ONCE = 2
+_POLL_SECONDS = 0.05
+# What a compilation and its reading are made of.
+_SOURCES = (
+    *("config", "hardware.py", "model", "training"),
+    *(f"plan/{name}.py" for name in ("bundles", "compile", "hlo", "schedule", "topology", "work")),
+)
+_KEPT_SECONDS = 30 * 24 * 3600.0
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+# As the compiler words it: of temporaries alone, or of all that a program needs.
+_TOO_LARGE = (
+    re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The training step of one phase on one slice."""
+
+    experiment: Experiment
+    phase: int
+    topology: Topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of a job."""
+
+    # "too large" did not fit; "refused" cannot be laid over the slice; "failed" is the compiler's
+    # refusal for another reason; "crashed" took the process down.
+    kind: Literal["compiled", "too large", "refused", "failed", "crashed"]
+    message: str = ""  # one line; "" if it compiled
+    # Bytes of a device that did not fit; None if the compiler does not say.
+    wanted: float | None = None
+    available: float | None = None  # bytes of a device that there were; None if it does not say
+    # Bytes of a device: peak, arguments, temporaries, code, donated. Empty unless compiled.
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    program: schedule.Program | None = None  # what it does; None unless compiled
+    # Of the devices, in the order of the mesh: chip coordinates, number on the chip.
+    places: tuple[tuple[int, ...], ...] = ()
+    parameters: tuple[str, ...] = ()  # a line for each, see `parameter_table`
+    whole_batch: tuple[str, ...] | None = None  # see `hlo.whole_batch_arrays`
+
+    @classmethod
+    def from_json(cls, text: str) -> "Outcome":
+        """Reads what `dataclasses.asdict` gave as JSON."""
+        fields = json.loads(text)
+        if fields.get("program"):
+            program = fields["program"]
+            kinds = {"kernels": schedule.Kernel, "collectives": schedule.Collective}
+            for name, kind in kinds.items():
+                program[name] = [
+                    kind(**{key: _frozen(value) for key, value in one.items()})
+                    for one in program[name]
+                ]
+            fields["program"] = schedule.Program(
+                **{key: _frozen(value) for key, value in program.items()}
+            )
+        return cls(**{key: _frozen(value) for key, value in fields.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages that a compilation depends on."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise InputError(
+            "plan: libtpu, which holds the compiler, is not installed; install the extra [tpu] "
+            "(pip install 'bert-jax[tpu]'), on any Linux machine with an x86-64 processor"
+        )
+    return {name: importlib.metadata.version(name) for name in ("libtpu", "jax", "jaxlib")}
+
+
+# --- the command's side ---
+
+
+def compile_all(
+    jobs: Sequence[Job],
+    log: Callable[[str], None],
+    refusals: Literal["raise", "return"] = "raise",
+) -> list[Outcome]:
+    """Compiles jobs, two at a time; those done before are looked up."""
+    versions()
+    width = min(_AT_ONCE, system.cores())  # `taskset` holds it to one
+    outcomes = {number: outcome for number, job in enumerate(jobs) if (outcome := _kept(job))}
+    waiting = [number for number in range(len(jobs)) if number not in outcomes]
+    running: dict[int, subprocess.Popen] = {}
+    with tempfile.TemporaryDirectory(prefix="bert_jax_plan") as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < width:
+                    number = waiting.pop(0)
+                    running[number] = _begin(jobs[number], pathlib.Path(folder, f"{number}"), log)
+                for number in [n for n, process in running.items() if process.poll() is not None]:
+                    code = running.pop(number).returncode
+                    outcomes[number] = _end(jobs[number], pathlib.Path(folder, f"{number}"), code)
+                    if outcomes[number].kind == "refused" and refusals == "raise":
+                        message = outcomes[number].message
+                        raise InputError(f"{jobs[number].topology.name}: {message}")
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for process in running.values():
+                process.kill()
+                process.wait()
+    return [outcomes[number] for number in range(len(jobs))]
+
+
+def _kept(job: Job) -> Outcome | None:
+    """Returns what a compilation of before came to, if it is known."""
+    with contextlib.suppress(FileNotFoundError, LookupError, TypeError, ValueError):
+        return Outcome.from_json(_place(job).read_text())
+    return None
+
+
+def _place(job: Job) -> epath.Path:
+    return cache_folder() / "compiled" / f"{key(job)}.json"
+
+
+def _begin(job: Job, folder: pathlib.Path, log: Callable[[str], None]) -> subprocess.Popen:
+    """Starts the process that compiles a job, whose files lie in a folder of its own."""
+    experiment = job.experiment
+    log(
+        f"compiling {experiment.name} for {job.topology.name}, phase {job.phase}: "
+        f"{experiment.model.num_hidden_layers} layers, "
+        f"{experiment.phases[job.phase].sequence_length} long, {layout_of(experiment, job.phase)}"
+    )
+    folder.mkdir()
+    fields = {
+        "experiment": json.loads(config.to_json(experiment)),
+        "phase": job.phase,
+        "topology": job.topology.name,
+    }
+    (folder / "job").write_text(json.dumps(fields))
+    path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    dump = folder / "dump"
+    dump.mkdir()
+    arguments = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP.format(dump)}".strip()
+    environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": path, "LIBTPU_INIT_ARGS": arguments}
+    environment.pop("XLA_FLAGS", None)  # a plan is of the compiler as it comes
+    with open(folder / "output", "wb") as output:
+        return subprocess.Popen(
+            [*_COMMAND, str(folder / "job"), str(folder / "outcome"), str(dump)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+
+
+def _end(job: Job, folder: pathlib.Path, code: int) -> Outcome:
+    """Returns what the process that has ended wrote, and keeps it for the next time."""
+    shutil.rmtree(folder / "dump")
+    if not (folder / "outcome").exists():
+        if code < 0:
+            message = f"the compiler crashed ({signal.Signals(-code).name})"
+            return Outcome(kind="crashed", message=message)
+        last = (folder / "output").read_text("utf-8", "replace").strip().split("\n")[-1]
+        raise RuntimeError(f"compiling for {job.topology.name}: {last}")
+    text = (folder / "outcome").read_text()
+    outcome = Outcome.from_json(text)
+    if outcome.kind in ("compiled", "too large"):  # else this machine may be at fault
+        place = _place(job)
+        with made(place.parent), named_errors(place.parent):
+            write_atomic(place, text)
+            for other in pathlib.Path(place.parent).glob("*.json"):
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
+                        other.unlink()
+    return outcome
+
+
+def key(job: Job) -> str:
+    """Returns a hash of all that the outcome of a job depends on, this code included."""
+    experiment = job.experiment
+    micro_batches = experiment.parallelism.accumulation_of(job.phase)
+    parallelism = dataclasses.replace(experiment.parallelism, accumulation=(micro_batches,))
+    phase = experiment.phases[job.phase]
+    parts = [
+        *map(config.flatten, (experiment.model, experiment.data, experiment.optimizer)),
+        *map(config.flatten, (parallelism, phase)),
+        # What any phase measures is summed, and what none learns has no parameters.
+        [one.objective for one in experiment.phases],
+        *map(bool, (experiment.run.check_every, experiment.run.replay_every)),  # further programs
+        experiment.total_steps,
+        job.topology.name,
+        versions(),
+        _code_version(),
+        os.environ.get("LIBTPU_INIT_ARGS", ""),
+    ]
+    return hashlib.sha256(json.dumps(parts, default=list).encode()).hexdigest()
+
+
+@functools.cache
+def _code_version() -> str:
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        path = _PACKAGE / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+# --- the process that compiles ---
+
+
+def main(job_file: str, outcome_file: str, dump: str) -> None:
+    """Reads a job, compiles it and writes what came of it; dies with the process that asked.
+
+    The compiler of this process writes what it schedules into the folder `dump`.
+    """
+    system.die_with_parent()
+    job = json.loads(epath.Path(job_file).read_text())
+    experiment = config.from_json(json.dumps(job["experiment"]), job_file)
+    topology = topology_lib.parse(job["topology"])
+    described = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology.one, **topology.compiler_options
+    )
+    try:
+        outcome = compile_step(experiment, job["phase"], described.devices, dump)
+    except InputError as error:
+        outcome = Outcome(kind="refused", message=str(error))
+    except jax.errors.JaxRuntimeError as error:
+        outcome = failure(str(error))
+    write_atomic(epath.Path(outcome_file), json.dumps(dataclasses.asdict(outcome)))
+
+
+def compile_step(
+    experiment: Experiment, number: int, devices: Sequence[jax.Device], dump: str
+) -> Outcome:
+    """Compiles the training step of a phase for devices that need not be there.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the compiler refuses.
+    """
+    mesh = mesh_lib.make_mesh(experiment.parallelism, devices)
+    require_runnable(experiment, mesh)
+    objective = objective_lib.of_phase(experiment, number)
+    state = step.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
+    compiled = lower_step(experiment, number, mesh, state).compile()
+    module = hlo.parse(compiled.as_text())
+    program = schedule.read(module, bundles.reader(dump))
+    memory = compiled.memory_analysis()
+    peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
+    # Further programs are loaded with it, and one of them runs.
+    for other, held in _others(experiment, number, mesh, state):
+        needed = other.compile().memory_analysis()
+        peak = max(peak, needed.peak_memory_in_bytes + held)
+        code += needed.generated_code_size_in_bytes
+    whole_batch = hlo.whole_batch_arrays(module, experiment, number, mesh_lib.batch_shards(mesh))
+    return Outcome(
+        kind="compiled",
+        memory={
+            "peak": peak,
+            "arguments": memory.argument_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "code": code,
+            "donated": memory.alias_size_in_bytes,
+        },
+        program=program,
+        places=tuple((*device.coords, device.core_on_chip) for device in mesh.devices.flat),
+        parameters=tuple(parameter_table(state["params"])),
+        whole_batch=None if whole_batch is None else tuple(whole_batch),
+    )
+
+
+def lower_step(
+    experiment: Experiment,
+    number: int,
+    mesh: jax.sharding.Mesh,
+    state: step.State,
+    compiler_options: CompilerOptions = (),
+) -> jax.stages.Lowered:
+    """Traces the training step of a phase for a mesh and an abstract state."""
+    spec = _spec(experiment, number, mesh)
+    train_step = step.make_train_step(spec, experiment.total_steps, compiler_options)
+    window = jax.eval_shape(lambda: step.empty_window(objective_lib.measured(experiment)))
+    window = _placed(window, mesh_lib.replicated(mesh))
+    return train_step.lower(state, window, *_batch_and_key(experiment, number, mesh))
+
+
+def _spec(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> step.StepSpec:
+    parallelism, objective = experiment.parallelism, objective_lib.of_phase(experiment, number)
+    micro_batches = parallelism.accumulation_of(number)
+    return step.StepSpec(objective, experiment.optimizer, parallelism, micro_batches, mesh)
+
+
+def _others(
+    experiment: Experiment, number: int, mesh: jax.sharding.Mesh, state: step.State
+) -> Iterator[tuple[jax.stages.Lowered, int]]:
+    """Yields what runs in place of a step or before it, and bytes of a device held meanwhile."""
+    run = experiment.run
+    if run.check_every:
+        options = step.self_checks(mesh_lib.device_kind(mesh))
+        yield lower_step(experiment, number, mesh, state, options), 0
+    if run.replay_every:
+        replay = step.make_replay(_spec(experiment, number, mesh))
+        batch, key = _batch_and_key(experiment, number, mesh)
+        given = state["params"], None, state["step"], batch, key, batch
+        others = jax.tree.leaves({name: state[name] for name in state if name != "params"})
+        yield (
+            replay.lower(*given),
+            sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in others),
+        )
+
+
+def _batch_and_key(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
+    batch = objective_lib.abstract_batch(experiment.phases[number], experiment.data_of(number))
+    key = jax.eval_shape(lambda: step.phase_key(experiment.model, experiment.seed, number))
+    return (
+        _placed(batch, mesh_lib.batch_sharding(mesh)),
+        _placed(key, mesh_lib.replicated(mesh)),
+    )
+
+
+def parameter_table(params: Any) -> list[str]:
+    """Returns a line for each parameter: path, shape, dtype, shape of what one device holds."""
+    return [
+        f"{path_of(path)} {list(leaf.shape)} {leaf.dtype}, on a device "
+        f"{list(leaf.sharding.shard_shape(leaf.shape))}"
+        for path, leaf in jax.tree.leaves_with_path(params)
+    ]
+
+
+def _placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+    )
+
+
+def failure(message: str) -> Outcome:
+    """Returns the outcome for what the compiler says when it refuses.
+
+    A program that wants too much memory gives `wanted` and `available`, if the message has them.
+    """
+    line = message.strip().split("\n")[0]
+    if not line.startswith("RESOURCE_EXHAUSTED"):
+        return Outcome(kind="failed", message=line)
+    for pattern in _TOO_LARGE:
+        match = pattern.search(message)
+        if match:
+            wanted, available = (float(match[i]) * _UNITS[match[i + 1]] for i in (1, 3))
+            return Outcome(kind="too large", message=line, wanted=wanted, available=available)
+    return Outcome(kind="too large", message=line)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

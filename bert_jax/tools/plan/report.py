@@ -1,0 +1,424 @@
+"""`bert-jax plan`: a plan as JSON, what was compiled, what it takes and costs; and as lines."""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from bert_jax import config
+from bert_jax.config import Experiment
+from bert_jax.errors import InputError, printable
+from bert_jax.model import flops
+from bert_jax.tools.plan import compile as compile_lib
+from bert_jax.tools.plan import estimate
+from bert_jax.tools.plan.compile import Job, Outcome
+from bert_jax.tools.plan.schedule import Program
+from bert_jax.tools.plan.topology import Layout, Topology, layout_of, shards_of, with_layout
+from bert_jax.training.collectives import method_of
+
+FORMAT_VERSION = 3
+
+# From what keeps most on a device to what keeps least.
+STATES = ("replicated", "zero1", "zero3")
+REMATS = ("none", "dots", "full")
+# Of the layouts that a search compiled, how many are shown.
+BEST = 3
+# With fewer positions at once the matrix units are half empty; with so many, what a layer works on
+# stays in a chip's fast memory.
+_GOOD_TOKENS = 2048
+_GIB = 2**30
+
+_log_progress = functools.partial(print, file=sys.stderr, flush=True)
+
+Entry = dict[str, Any]
+
+
+def make_plan(
+    experiment: Experiment,
+    topologies: Sequence[Topology],
+    mode: Literal["plan", "search"],
+    price_per_chip_hour: float | None,
+) -> Entry:
+    """Compiles every phase for every slice; where one does not fit, looks for what helps.
+
+    `search` ranks layouts on each slice instead, and so finds what fits.
+    """
+    numbers = range(len(experiment.phases))
+    jobs = [Job(experiment, number, topology) for topology in topologies for number in numbers]
+    outcomes = iter(compile_lib.compile_all(jobs, _log_progress))
+    slices = []
+    for topology in topologies:
+        mine = [next(outcomes) for _ in numbers]
+        entry = _slice_entry(experiment, topology, mine, price_per_chip_hour)
+        if mode == "search":
+            entry["search"] = _search(experiment, topology)
+        else:
+            for phase in entry["phases"]:
+                if phase["outcome"] == "too large":
+                    phase["remedies"] = _remedies(experiment, phase["phase"], topology)
+        slices.append(entry)
+    return {
+        "format_version": FORMAT_VERSION,
+        "experiment": experiment.name,
+        "config_sha256": config_sha256(experiment),
+        "versions": compile_lib.versions(),
+        "assumptions": estimate.ASSUMPTIONS,
+        "price_per_chip_hour": price_per_chip_hour,
+        "slices": slices,
+    }
+
+
+# --- other layouts ---
+
+
+def _planned(
+    experiment: Experiment, number: int, topology: Topology, layouts: Iterable[Layout]
+) -> list[tuple[Layout, Entry]]:
+    """Compiles a phase in each layout that the experiment allows; returns the phase's entries."""
+    jobs = {}
+    for layout in dict.fromkeys(layouts):
+        try:
+            jobs[layout] = Job(with_layout(experiment, number, layout), number, topology)
+        except InputError:  # a recipe of reference replicas has no zero3
+            continue
+    outcomes = compile_lib.compile_all(list(jobs.values()), _log_progress, "return")
+    return [
+        (layout, phase_entry(job.experiment, number, topology, outcome))
+        for (layout, job), outcome in zip(jobs.items(), outcomes, strict=True)
+    ]
+
+
+def _search(experiment: Experiment, topology: Topology) -> Entry:
+    """Ranks ways to hold the state and the backward pass by the hours of the recipe.
+
+    Each phase is compiled with the experiment's micro-batches, and with those nearest to 2,048
+    positions on a device; the faster counts.
+
+    Returns:
+      `ranked`, settings, hours and peak bytes of a device, the best first; of the layouts of single
+      phases, how many were `compiled`, and of these `unfit`.
+    """
+    ways = list(itertools.product(STATES, REMATS))
+    outcomes, phases = [], []
+    for number, phase in enumerate(experiment.phases):
+        rows = max(phase.batch_size // shards_of(experiment, topology), 1)
+        powers = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
+        wanted = rows * phase.sequence_length / _GOOD_TOKENS
+        good = min(powers, key=lambda count, wanted=wanted: abs(math.log(count / wanted)))
+        own = experiment.parallelism.accumulation_of(number)
+        layouts = [Layout(*way, count) for way in ways for count in (own, good)]
+        layouts.append(Layout(*ways[-1], powers[-1]))  # what keeps least
+        fastest = {}
+        for layout, entry in _planned(experiment, number, topology, layouts):
+            outcomes.append(entry["outcome"])
+            if entry["outcome"] == "compiled":
+                one = entry["hours"], layout.accumulation, entry["memory"]["peak"]
+                fastest[layout[:2]] = min(one, fastest.get(layout[:2], one))
+        phases.append(fastest)
+    ranked = []
+    for way in ways:
+        if all(way in fastest for fastest in phases):
+            hours, counts, peaks = zip(*(fastest[way] for fastest in phases), strict=True)
+            words = zip(Layout._fields, (*way, ",".join(map(str, counts))), strict=True)
+            settings = [f"parallelism.{name}={word}" for name, word in words]
+            ranked.append({"settings": settings, "hours": sum(hours), "peak": max(peaks)})
+    return {
+        "compiled": len(outcomes),
+        "unfit": len(outcomes) - outcomes.count("compiled"),
+        "ranked": sorted(ranked, key=lambda one: one["hours"])[:BEST],
+    }
+
+
+def _remedies(experiment: Experiment, number: int, topology: Topology) -> list[str]:
+    """Compiles a phase with one setting changed, for each that saves memory; then with all.
+
+    Returns:
+      A line for each that fits, or one that says that none does.
+    """
+    now = layout_of(experiment, number)
+    rows = max(experiment.phases[number].batch_size // shards_of(experiment, topology), 1)
+    doubled = (now.accumulation << n for n in range(1, rows.bit_length()))
+    smaller = [
+        *(now._replace(remat=word) for word in REMATS[REMATS.index(now.remat) + 1 :]),
+        *(now._replace(state=word) for word in STATES[STATES.index(now.state) + 1 :]),
+        *(now._replace(accumulation=count) for count in doubled if rows % count == 0),
+    ]
+    for layouts in (smaller, [Layout(STATES[-1], REMATS[-1], rows)]):
+        tried = _planned(experiment, number, topology, layouts)
+        fitting = [(layout, entry) for layout, entry in tried if entry["outcome"] == "compiled"]
+        if fitting:
+            return [
+                f"fits with {_changed(experiment, number, layout)}: "
+                f"{entry['memory']['peak'] / _GIB:.2f} GiB"
+                for layout, entry in fitting
+            ]
+    return ["no remat, accumulation or sharding of the state makes it fit: take more chips"]
+
+
+def _changed(experiment: Experiment, number: int, layout: Layout) -> str:
+    """Returns the settings that a layout changes, as `--set` takes them."""
+    # Micro-batches of every phase: one number would be for all of them.
+    parts = with_layout(experiment, number, layout).parallelism.accumulation
+    words = layout._asdict() | {"accumulation": ",".join(map(str, parts))}
+    return ", ".join(
+        f"parallelism.{name}={words[name]}"
+        for name, now in layout_of(experiment, number)._asdict().items()
+        if now != getattr(layout, name)
+    )
+
+
+# --- as JSON ---
+
+
+def config_sha256(experiment: Experiment) -> str:
+    """Returns a hash of all that a plan follows from: the experiment except its `run`."""
+    fields = json.loads(config.to_json(experiment))
+    del fields["run"]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def _slice_entry(
+    experiment: Experiment,
+    topology: Topology,
+    outcomes: Sequence[Outcome],
+    price_per_chip_hour: float | None,
+) -> Entry:
+    """Returns the entry of one slice, of the outcomes of all phases there."""
+    method = method_of(topology.tpu.kind, topology.slices)
+    phases = [phase_entry(experiment, n, topology, outcome) for n, outcome in enumerate(outcomes)]
+    hours = [entry["hours"] for entry in phases]
+    total = None if None in hours else sum(hours)
+    chip_hours = None if total is None else total * topology.chips
+    known = None not in (chip_hours, price_per_chip_hour)
+    return {
+        "topology": topology.name,
+        "device_kind": topology.tpu.kind,
+        "chips": topology.chips,
+        "devices": topology.devices,
+        "device_memory": topology.device_memory,
+        "exchange": {**method._asdict(), "compiler_options": dict(method.compiler_options)},
+        "phases": phases,
+        "hours": total,
+        "chip_hours": chip_hours,
+        "cost": chip_hours * price_per_chip_hour if known else None,
+    }
+
+
+def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome: Outcome) -> Entry:
+    """Returns the entry of one phase on one slice; times in seconds, sizes in bytes of a device.
+
+    What is not known, because it was not compiled, is None.
+    """
+    phase = experiment.phases[number]
+    entry: Entry = {
+        "phase": number,
+        "sequence_length": phase.sequence_length,
+        "batch_size": phase.batch_size,
+        "rows_per_device": phase.batch_size / shards_of(experiment, topology),
+        "steps": phase.steps,
+        "layout": layout_of(experiment, number)._asdict(),
+        "outcome": outcome.kind,
+        "message": outcome.message,
+        "wanted": outcome.wanted,
+        "available": outcome.available,
+        "memory": outcome.memory,
+        "hours": None,
+    }
+    if outcome.program is None:
+        return entry
+    program = outcome.program
+    seconds = estimate.estimate(program, topology, outcome.places)
+    published_rate = topology.tpu.published_link_bandwidth
+    tpu = dataclasses.replace(topology.tpu, link_bandwidth=published_rate)
+    faster = dataclasses.replace(topology, tpu=tpu)
+    at_published = estimate.estimate(program, faster, outcome.places)
+    waits: dict[str, float] = collections.defaultdict(float)  # by kind
+    for wait, one in zip(seconds.waits, program.collectives, strict=True):
+        waits[one.kind] += wait
+    model_flops = flops.of_phase(experiment.model, phase)
+    peak = topology.peak_flops(experiment.model.compute_dtype)
+    return entry | {
+        "hours": phase.steps * seconds.total / 3600,
+        "seconds": seconds.terms | {"total": seconds.total},
+        "links": {
+            "bandwidth": topology.tpu.link_bandwidth,
+            "published_bandwidth": published_rate,
+            "published_total": at_published.total,
+            "busy": {
+                "within chips" if axis == estimate.WITHIN_CHIPS else f"axis {axis}": busy
+                for axis, busy in seconds.busy.items()
+            },
+            "waits": waits,
+        },
+        "network": estimate.network(program, topology),
+        "work": program.sums | {"unscheduled": program.unscheduled},
+        "clock_hz": topology.tpu.clock_hz,
+        "memory_bandwidth": topology.device_bandwidth,
+        "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
+        "model_flops": model_flops,
+        "peak_flops": peak,
+        "utilisation": model_flops / (seconds.total * peak),
+        "places_per_second": phase.batch_size * phase.sequence_length / seconds.total,
+        "collectives": _collectives_by_kind(program),
+        "operations": program.operations,
+        "checks": {
+            "whole_batch": None if outcome.whole_batch is None else list(outcome.whole_batch),
+            "largest_all_reduce": max(
+                (c.payload for c in program.collectives if c.kind == "all-reduce"), default=0
+            ),
+            "in_loops": sum(c.count for c in program.collectives if c.where == "loop"),
+            "endless_loops": program.endless,
+        },
+    }
+
+
+def _collectives_by_kind(program: Program) -> list[Entry]:
+    """Returns by kind: how many a step, bytes of their whole arrays, the share that is covered."""
+    entries = []
+    for kind in dict.fromkeys(c.kind for c in program.collectives):
+        mine = [c for c in program.collectives if c.kind == kind]
+        size = sum(c.count * c.payload for c in mine)
+        covered = sum(c.count * c.payload for c in mine if c.asynchronous)
+        entries.append(
+            {
+                "kind": kind,
+                "count": sum(c.count for c in mine),
+                "bytes": size,
+                "asynchronous_share": covered / size if size else 0.0,
+            }
+        )
+    return entries
+
+
+# --- as lines ---
+
+
+def lines(plan: Entry) -> Iterator[str]:
+    """Yields the lines of a plan for a terminal."""
+    versions = ", ".join(f"{name} {version}" for name, version in plan["versions"].items())
+    yield f"{printable(plan['experiment'])}, compiled by {versions}; nothing was run on a TPU"
+    for entry in plan["slices"]:
+        yield ""
+        yield from _slice_lines(entry)
+
+
+def _slice_lines(entry: Entry) -> Iterator[str]:
+    chips, devices = entry["chips"], entry["devices"]
+    yield f"{entry['topology']}: {chips:,} chips, {devices:,} devices ({entry['device_kind']})"
+    for name, value in entry["exchange"]["compiler_options"].items():
+        yield f"  compiler option: {name}={value}"
+    for phase in entry["phases"]:
+        yield (
+            f"  phase {phase['phase']}: {phase['batch_size']} rows of {phase['sequence_length']}, "
+            f"{phase['rows_per_device']:g} a device; {Layout(**phase['layout'])}"
+        )
+        yield from _phase_lines(phase, entry)
+    if entry["hours"] is None:
+        yield "  recipe: unknown, since not every phase compiles"
+    else:
+        cost = "" if entry["cost"] is None else f", cost {entry['cost']:,.0f}"
+        yield f"  recipe: {entry['hours']:,.1f} hours, {entry['chip_hours']:,.0f} chip-hours{cost}"
+    if search := entry.get("search"):
+        yield (
+            f"  search: of {search['compiled']} layouts of a phase {search['unfit']} do not fit; "
+            f"the best:{'' if search['ranked'] else ' none'}"
+        )
+        for one in search["ranked"]:
+            settings = " ".join(f"--set {setting}" for setting in one["settings"])
+            yield f"    {one['hours']:8,.1f} hours, {one['peak'] / _GIB:.2f} GiB: {settings}"
+
+
+def _phase_lines(phase: Entry, entry: Entry) -> Iterator[str]:
+    if phase["outcome"] != "compiled":
+        if phase["outcome"] != "too large":
+            yield f"    {phase['outcome']}: {printable(phase['message'])}"
+        elif phase["wanted"] is None:
+            yield f"    does not fit: {printable(phase['message'])}"
+        else:
+            wanted, available = phase["wanted"] / _GIB, phase["available"] / _GIB
+            yield (
+                f"    does not fit: {wanted:.2f} GiB wanted of the {available:.2f} GiB of a "
+                f"device, {wanted - available:.2f} too many"
+            )
+        for remedy in phase.get("remedies", []):
+            yield f"    {remedy}"
+        return
+    memory, per_chip = phase["memory"], entry["devices"] // entry["chips"]
+    peak, names = memory["peak"] / _GIB, {"state and batch": "arguments"}
+    names |= {name: name for name in ("temporaries", "code")}
+    parts = ", ".join(f"{name} {memory[key] / _GIB:.2f}" for name, key in names.items())
+    chip = f", {per_chip * peak:.2f} GiB a chip" if per_chip > 1 else ""
+    most = f"{peak:.2f} of {entry['device_memory'] / _GIB:g} GiB a device{chip}"
+    yield f"    fits: at most {most}: {parts}"
+    yield from _time_lines(phase)
+    for one in phase["collectives"]:
+        yield (
+            f"    {one['kind']}: {one['count']} a step, {one['bytes'] / 1e6:,.1f} MB, "
+            f"{100 * one['asynchronous_share']:.0f} % of it during other work"
+        )
+    yield from _check_lines(phase["checks"])
+
+
+def _time_lines(phase: Entry) -> Iterator[str]:
+    seconds, kernels, network = phase["seconds"], phase["kernels"], phase["network"]
+    yield (
+        f"    step: {1e3 * seconds['total']:.1f} ms, {phase['hours']:,.1f} hours for "
+        f"{phase['steps']:,}; utilisation {100 * phase['utilisation']:.1f} % "
+        f"({phase['model_flops'] / 1e12:.2f} TFLOP at {phase['peak_flops'] / 1e12:,.0f} a second)"
+    )
+    yield (
+        f"    tokens: {phase['places_per_second'] / 1e6:,.2f} million a second if no place is "
+        "padding, as is assumed; rows half full have half of them, and half of the utilisation"
+    )
+    links = phase["links"]
+    waits = ", ".join(f"{kind} {1e3 * wait:.2f}" for kind, wait in links["waits"].items())
+    work, bandwidth = phase["work"], phase["memory_bandwidth"] / 1e9
+    reasons = {
+        "products": f"{work['products']:,} cycles at {phase['clock_hz'] / 1e9:g} GHz, as estimated "
+        f"or as scheduled, whichever is more; {work['unscheduled']:,} as estimated alone",
+        "copies": f"{work['copied'] / 1e6:,.1f} MB at {bandwidth:g} GB/s, and 1 us to begin each",
+        "other": f"{work['other']:,} cycles, as the compiler estimates them",
+        "kernels": f"{len(kernels)} custom kernels, as the compiler schedules them",
+        "random_bits": f"{work['drawn'] / 1e6:,.1f} MB, at the rate of the hardware",
+        "prefetch": f"what the rest leaves to wait for of {work['fetched'] / 1e6:,.1f} MB",
+        "issue": "a quarter of a microsecond for each permutation, assumed",
+        "collectives": f"what the rest leaves to wait for (with latency: {waits or 'none'})",
+        "latency": "a microsecond a hop, assumed",
+        "network": f"of {1e3 * network['busy']:.2f} ms for {network['bytes'] / 1e6:,.1f} MB a chip",
+    }
+    for name, reason in reasons.items():
+        if seconds[name] or name in ("products", "collectives"):
+            yield f"      {name.replace('_', ' '):<12}{1e3 * seconds[name]:8.2f} ms  {reason}"
+    uncounted = [f"{one['count']} x {one['name']}" for one in kernels if one["cycles"] is None]
+    if uncounted:
+        yield f"      BY THEIR BYTES ALONE, kernels of unknown cycles: {', '.join(uncounted)}"
+    busy = ", ".join(f"{axis} {1e3 * time:.2f} ms" for axis, time in links["busy"].items())
+    if busy:
+        yield (
+            f"      links busy: {busy}, at {links['bandwidth'] / 1e9:g} GB/s each; at "
+            f"{links['published_bandwidth'] / 1e9:g}, the most that is published, the step takes "
+            f"{1e3 * links['published_total']:.1f} ms"
+        )
+
+
+def _check_lines(checks: Entry) -> Iterator[str]:
+    whole = checks["whole_batch"]
+    if whole is None:
+        yield "    check: arrays of the whole batch cannot be recognised by their size"
+    elif whole:
+        yield f"    check: BROKEN, a device holds the whole batch: {', '.join(whole)}"
+    else:
+        yield "    check: no array of the whole batch on a device"
+    yield f"    check: the largest all-reduce is {checks['largest_all_reduce'] / 1e6:.1f} MB"
+    yield f"    check: {checks['in_loops']} collectives a step run inside loops"
+    if checks["endless_loops"]:
+        yield (
+            f"    check: {checks['endless_loops']} loops whose rounds are not in the text, counted "
+            "once: the step takes longer than this says"
+        )

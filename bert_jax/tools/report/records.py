@@ -1,0 +1,280 @@
+"""What a run has left behind, read for its report: its lines, and the corpus it was trained on.
+
+Nothing is computed on a device.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import time
+from typing import Any, Literal
+
+import numpy as np
+
+from bert_jax import config
+from bert_jax.api import LABELS, Piece, row_pieces
+from bert_jax.config import Data, Experiment, Finetuning, Phase
+from bert_jax.data import batches, corpus, draws, masking, mixture, pairs, sentences
+from bert_jax.data.stream import Stream
+from bert_jax.errors import printable, reading
+from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.running.lines import EVALUATIONS, Lines
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment, read_json
+from bert_jax.tasks import layers
+from bert_jax.tools.plan import report as plan_report
+from bert_jax.tools.report import times
+
+State = Literal["running", "finished", "stopped", "failed", "killed", "not started"]
+
+Line = dict[str, Any]
+
+_WRITTEN_AGAIN = "remove it; the next start of the run writes it again"
+
+_PLANNED_AGAIN = "remove it, or plan again with `bert-jax plan`"
+_ASKED_AGAIN = "remove it, or ask again with `bert-jax layers`"
+
+# Laps whose median is "now".
+_RECENT = 10
+
+
+@dataclasses.dataclass
+class Record:
+    """One run, a pre-training or a fine-tuning."""
+
+    label: str  # how it is called on the page
+    workdir: Workdir  # where it lives
+    experiment: Experiment | Finetuning  # its experiment
+    # Where that comes from (config.load_with_origin); empty if it was not noted.
+    origin: dict[str, Any]
+    state: State  # how it stands
+    train: list[Line]  # training lines of metrics.jsonl
+    evaluation: list[Line]  # evaluation lines; of a fine-tuning those of scores
+    probes: list[Line]  # lines of probes
+    predictions: list[Line]  # lines of predictions.jsonl
+    timings: list[Line]  # lines of timings.jsonl
+    plan: dict[
+        str, Any
+    ]  # what it would take on TPUs (tools.plan.report); empty if it was not planned
+    layers: dict[str, Any]  # what each layer knows (tasks.layers); empty if it was not asked
+
+    @classmethod
+    def read(cls, root: str) -> "Record":
+        """Reads the record of a workdir."""
+        opened = mirror.opened(root)
+        tuned = holds_finetuning(opened)
+        experiment = load_experiment(opened, Finetuning if tuned else Experiment)
+        workdir = Workdir(opened.root, experiment.run.corpus_dir, opened.remote)
+        going_on = mirror.is_going_on(workdir)  # before its lines: a run may end meanwhile
+
+        def of_file(path: Any, format_version: int, mend: str) -> dict[str, Any]:
+            return read_json(path, format_version, mend, mend) if path.exists() else {}
+
+        lines = Lines(workdir.metrics).read()
+        timings = Lines(workdir.timings).read()
+        with reading(workdir.timings):
+            last = timings[-1] if timings else {"kind": "end", "outcome": "not started"}
+            state = last["outcome"] if last.get("kind") == "end" else "killed"
+        return cls(
+            label=printable(pathlib.PurePath(root).name or str(root)),
+            workdir=workdir,
+            experiment=experiment,
+            origin=of_file(workdir.origin, config.FORMAT_VERSION, _WRITTEN_AGAIN),
+            state="running" if going_on else state,
+            train=[line for line in lines if line.get("kind") == "train"],
+            evaluation=[line for line in lines if line.get("kind") in EVALUATIONS],
+            probes=[line for line in lines if line.get("kind") == "probes"],
+            predictions=Lines(workdir.predictions).read(),
+            timings=timings,
+            plan=of_file(workdir.plan, plan_report.FORMAT_VERSION, _PLANNED_AGAIN),
+            layers=of_file(workdir.layers, layers.FORMAT_VERSION, _ASKED_AGAIN),
+        )
+
+    def written(self, kind: str) -> Line:
+        """Returns the newest line of predictions.jsonl of a kind; empty if there is none.
+
+        A fine-tuning has a `task`, and at its end `mistakes`; see tasks.job and tasks.scores.
+        """
+        lines = [line for line in self.predictions if line.get("kind") == kind]
+        return lines[-1] if lines else {}
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None of a fine-tuning that has not begun."""
+        if isinstance(self.experiment, Finetuning):
+            return self.written("task").get("total_steps")
+        return self.experiment.total_steps
+
+    @property
+    def began(self) -> int:
+        """The step of the other run's checkpoint that a fork began with; else 0."""
+        checkpoint = self.origin.get("fork", {}).get("checkpoint", "0")
+        return int(checkpoint.rpartition("/")[2])
+
+    @property
+    def done(self) -> int:
+        """Steps done, as far as they are written down."""
+        newest = self.timings[-1:] or self.train[-1:]
+        return newest[0]["step"] if newest else 0
+
+    @functools.cached_property
+    def laps(self) -> list[Line]:
+        """Timings of steps, in the order of steps; of steps done again the last."""
+        by_step = {line["step"]: line for line in self.timings if line.get("kind") == "train"}
+        return [by_step[step] for step in sorted(by_step)]
+
+    @functools.cached_property
+    def starts(self) -> list[Line]:
+        """Timings of starts."""
+        return [line for line in self.timings if line.get("kind") == "start"]
+
+    @functools.cached_property
+    def goodput(self) -> times.Goodput:
+        """Parts of its time so far, and what was paid for."""
+        return times.goodput(self.timings)
+
+    def recent(self, name: str) -> float | None:
+        """Returns the median of a number over the newest laps; None if there is none."""
+        values = sorted(lap[name] for lap in self.laps[-_RECENT:] if name in lap)
+        return values[len(values) // 2] if values else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the end at the pace since the newest start, all included; None if unknown."""
+        if self.state != "running" or not self.starts or self.timings[-1].get("kind") == "end":
+            return None
+        start, newest = self.starts[-1], self.timings[-1]
+        steps, total = newest["step"] - start["step"], self.total_steps
+        if steps <= 0 or total is None:
+            return None
+        pace = (newest["time"] - start["time"]) / steps
+        behind = time.time() - newest["time"]
+        return max(pace * (total - newest["step"]) - behind, 0.0)
+
+
+# --- the corpus ---
+
+# Enough for shares to a tenth of a percent, few enough for a corpus of any size.
+_SENTENCES = 200_000
+_PIECES = 20_000_000
+_ROWS = 20_000
+
+_TOP_PIECES = 40
+_EXAMPLES = 3
+
+
+def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, Any]:
+    """Counts the training split of a corpus; a large one in part."""
+    stream = corpus.open_stream(prepared.folder, "train")
+    train = prepared.manifest["splits"]["train"]
+    counts = np.bincount(stream.ids[:_PIECES], minlength=prepared.tokenizer.size)
+    phases = list(enumerate(experiment.phases))
+    rows = [_plan(stream, experiment, n, phase.sequence_length) for n, phase in phases]
+    planned = [_planned(stream, rows[n], experiment.data_of(n), phase) for n, phase in phases]
+    commonest, tok = np.argsort(-counts, kind="stable")[:_TOP_PIECES], prepared.tokenizer
+    specials = [tok.pad_id, tok.unk_id, tok.cls_id, tok.sep_id, tok.mask_id]
+    # The first offsets, read in order: the rest of a large file stays on disk.
+    starts = stream.sentence_offsets
+    sentences_of, documents = starts[: _SENTENCES + 1], stream.document_offsets[: _SENTENCES + 1]
+    return {
+        "splits": prepared.manifest["splits"],  # counts of each
+        "mixture": _mixture(experiment, prepared, stream, planned),
+        "repeated": prepared.manifest["documents_repeated"],  # whose whole text stood before
+        "unknown": train["unknown_tokens"] / train["tokens"],  # share of [UNK]
+        "sentence_lengths": np.diff(sentences_of).astype(np.int64),  # in pieces
+        "document_lengths": np.diff(starts[np.asarray(documents)]).astype(np.int64),
+        "top_pieces": [  # with their shares
+            (printable(tok.piece(int(i))), float(counts[i] / counts.sum())) for i in commonest
+        ],
+        # Share of the vocabulary, specials left out, that the part looked at never uses.
+        "unused": float((np.delete(counts, specials) == 0).mean()),
+        "looked_at": int(counts.sum()),  # pieces that were counted
+        "planned": planned,
+        "examples": [_examples(stream, rows[n], experiment, prepared, n) for n, _ in phases],
+    }
+
+
+def _mixture(
+    experiment: Experiment, prepared: Prepared, stream: Stream, planned: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns what is trained on of each source of a mixture, none where there is no mixture.
+
+    `epochs` is about how often all phases go through it: their filled positions over its tokens.
+    """
+    weights = experiment.corpus.mixture
+    filled = sum(
+        phase.steps * phase.batch_size * phase.sequence_length * plan["filled"]
+        for phase, plan in zip(experiment.phases, planned, strict=True)
+    )
+    parts = mixture.of_sources(prepared.manifest, stream) if weights else []
+    return [
+        {
+            "name": printable(name),
+            "documents": len(part.document_offsets) - 1,
+            "tokens": part.tokens,
+            "share_of_rows": weight / sum(weights),
+            "epochs": filled * weight / sum(weights) / part.tokens,
+        }
+        for name, part, weight in zip(experiment.corpus.sources, parts, weights, strict=False)
+    ]
+
+
+def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:
+    """Returns rows of a phase's first plan, some: a whole one takes long on billions of tokens."""
+    key, data = draws.key_of(experiment.seed, "train", phase, 0), experiment.data_of(phase)
+    if data.units == "sentences":
+        return sentences.plan(stream, length, key, _ROWS)
+    how = data.short_seq_prob, key, _ROWS, data.units
+    return pairs.sample(stream, length, *how)
+
+
+def _planned(stream: Stream, made: np.ndarray, data: Data, phase: Phase) -> dict[str, Any]:
+    """Returns shares that describe the rows of a phase, from the first of its plan.
+
+    Of pairs those whose B is random, None where there are none; of positions those that are no
+    padding; of the pairs' tokens those that are cut off.
+    """
+    length = phase.sequence_length
+    is_random = None
+    if data.units == "sentences":
+        kept, wanted = sentences.sizes(stream, made, length)
+        lengths = kept + sentences.SPECIAL_TOKENS
+    else:
+        wanted = made["a_length"].astype(np.int64) + made["b_length"]
+        lengths = pairs.truncated_lengths(made, length)
+        kept = lengths - pairs.SPECIAL_TOKENS
+        if data.units == "pairs":
+            is_random = float(made["is_random_next"].mean())
+    return {
+        "sequence_length": length,
+        "random_next": is_random,
+        "filled": float(lengths.sum() / (len(made) * length)),
+        "truncated": float(1 - kept.sum() / wanted.sum()),
+    }
+
+
+def _examples(
+    stream: Stream, rows: np.ndarray, experiment: Experiment, prepared: Prepared, number: int
+) -> list[tuple[str, list[Piece]]]:
+    """Returns a few rows from all over the plan as the model is given them, masked and decoded.
+
+    Before each stands what B is to A, "" where it is no pair.
+    """
+    phase, data = experiment.phases[number], experiment.data_of(number)
+    first = sum(before.steps for before in experiment.phases[:number])
+    chosen = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
+    key = draws.key_of(experiment.seed, "train", number)
+    words = LABELS.get(data.units)
+    widths = phase.sequence_length, phase.max_predictions_per_seq
+    batch = batches.Examples(stream, prepared.ids, data, *widths).make(
+        chosen,
+        draws.Counter(key, np.arange(len(chosen))),
+        masking.Policy.of(data, first, experiment.total_steps),
+    )
+    return [
+        (
+            "" if words is None else words[int(row["is_random_next"])],
+            row_pieces(batch, i, prepared.tokenizer, data),
+        )
+        for i, row in enumerate(chosen)
+    ]

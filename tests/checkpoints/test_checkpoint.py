@@ -1,0 +1,427 @@
+"""A checkpoint is what was saved, or it is named, put aside, and the one before is used."""
+
+import errno
+import itertools
+import json
+import pathlib
+import shutil
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from broken import asked, fails, said, tree
+from etils import epath
+from fake_gcs import Fault
+from orbax.checkpoint._src.futures import synchronization
+from orbax.checkpoint._src.path import atomicity
+from small_run import assert_same_run, pretrain, saves_in
+
+from bert_jax.checkpoints import checkpoint
+from bert_jax.checkpoints.checkpoint import Checkpoints, Damaged
+from bert_jax.checkpoints.saves import Saves
+from bert_jax.config import Run
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.pretraining import loaded
+from bert_jax.storage import retry
+from bert_jax.storage.workdir import Workdir, load_experiment
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training.checksums import checksums
+from bert_jax.training.objective import Pretraining
+from bert_jax.training.step import abstract_state
+
+
+def again(run: pathlib.Path) -> tuple[str, str]:
+    return pretrain(pathlib.Path("small.py"), run)
+
+
+def names(run: pathlib.Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+KEPT = {"16", "20", "22"}
+
+
+def empty(step: pathlib.Path) -> None:
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+def no_metadata(step: pathlib.Path) -> None:
+    (step / "_CHECKPOINT_METADATA").unlink()
+
+
+def cut_off(step: pathlib.Path) -> None:
+    for path in step.rglob("*"):
+        if path.is_file() and "metadata" not in path.name.lower():
+            path.write_bytes(path.read_bytes()[:10])
+
+
+def no_arrays(step: pathlib.Path) -> None:
+    shutil.rmtree(step / "state")
+
+
+def flipped_bit(step: pathlib.Path) -> None:
+    """In the middle of the largest file, which holds arrays."""
+    path = max((p for p in step.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def other_window(step: pathlib.Path) -> None:
+    """A sum of the metrics that would go into the next line."""
+    path = step / "_CHECKPOINT_METADATA"
+    found = json.loads(path.read_text())
+    found["custom_metadata"]["window"]["masked_lm_loss"][0] += 1
+    path.write_text(json.dumps(found))
+
+
+def other_step(step: pathlib.Path) -> None:
+    """The checkpoint of another step under this one's name."""
+    shutil.rmtree(step)
+    shutil.copytree(step.parent / "16", step)
+
+
+def orbax_refuses(step: pathlib.Path) -> None:
+    """Its own part of the metadata, which it reads of all checkpoints where it is opened."""
+    path = step / "_CHECKPOINT_METADATA"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"metrics": 5}))
+
+
+DAMAGES = [
+    *(orbax_refuses, flipped_bit, cut_off, empty, no_metadata, no_arrays, other_window, other_step)
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_read(damage, run):
+    damage(run / "checkpoints" / "22")
+    found = newest(run)
+    assert found.step == 20 and "checkpoints/22: damaged, cannot be" in found.damaged[22]
+    assert names(run) == KEPT
+
+
+@pytest.mark.long
+def test_a_run_puts_a_damaged_checkpoint_aside_and_comes_to_the_same_bits(finished_run, run):
+    """Also an older one of which Orbax would not hear, and without which it would not open."""
+    flipped_bit(run / "checkpoints" / "22")
+    orbax_refuses(run / "checkpoints" / "16")
+    outcome, shown = again(run)
+    assert outcome == "finished" and "now damaged-22, going on from step 20" in shown
+    assert "now damaged-16" in shown
+    assert {"damaged-22", "damaged-16", "22", "20"} <= names(run)
+    assert_same_run(run, finished_run / "run")
+
+
+def test_readers_use_the_one_before_and_touch_nothing(run, capsys):
+    cut_off(run / "checkpoints" / "22")
+    other_window(run / "checkpoints" / "20")
+    trained = loaded.Loaded.of(epath.Path(run), "params")
+    assert trained.step == 16
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("step 16 is used instead" in line for line in said)
+    assert names(run) == KEPT
+
+
+@pytest.mark.long
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(run):
+    """Of the newest it is said; without any the run stops as it is."""
+    lines = (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "checkpoints" / "22")
+    outcome, shown = again(run)
+    assert outcome == "finished" and f"{run}/checkpoints/22: damaged" in shown
+    assert (run / "metrics.jsonl").read_bytes() == lines
+    shutil.rmtree(run / "checkpoints")
+    before = tree(run)
+    with pytest.raises(InputError, match=r"checkpoints/22: .*another --workdir"):
+        again(run)
+    assert tree(run) == before
+
+
+@pytest.mark.long
+def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
+    """So that a kill in between leaves the step of the newest."""
+    seen = {}
+    save, look = Saves.save, Saves.look
+
+    def watched(self, step, *args):
+        seen[step] = json.loads((copy_of_run / "other" / "saved.json").read_text())["step"]
+        save(self, step, *args)
+
+    def late(self, done):
+        if self._is_saving:
+            self._opened.wait()
+        look(self, done)
+
+    monkeypatch.setattr(Saves, "save", watched)
+    monkeypatch.setattr(Saves, "look", late)
+    pretrain(pathlib.Path("small.py"), copy_of_run / "other", "run.checkpoint_every=10")
+    assert seen == {10: 0, 20: 10, 22: 20}
+
+
+def test_of_two_damaged_ones_of_a_step_both_are_kept(run):
+    with saves_in(run) as saved:
+        assert saved.set_aside(22) == "damaged-22"
+        (run / "checkpoints" / "22").mkdir()
+        assert saved.set_aside(22) == "damaged-22-1"
+    assert names(run) == {"16", "20", "damaged-22", "damaged-22-1"}
+
+
+def test_a_kill_while_newer_ones_are_removed_leaves_no_half_one(run, monkeypatch):
+    def killed(path, missing_ok=False):
+        if path.exists():
+            next(f for f in pathlib.Path(path).rglob("*") if f.is_file()).unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(epath.Path(run)), "rmtree", killed)
+
+    def sent():  # before anything is gone; else the next start would miss it, and end there
+        assert json.loads((run / "saved.json").read_text())["step"] == 0
+        assert saved.steps == [22, 20, 16]
+        calls.append("sent")
+
+    calls = []
+    with pytest.raises(KeyboardInterrupt), saves_in(run) as saved:
+        saved.forget_after(0, sent)
+    monkeypatch.undo()
+    assert calls == ["sent"]
+    with saves_in(run) as saved:
+        assert saved.steps == [20, 16] and not saved.unreadable()
+        saved.forget_after(0, lambda: None)
+        assert not saved.steps
+    assert not list((run / "checkpoints").glob("*"))
+
+
+def test_one_that_goes_while_all_are_looked_at_is_not_damaged(run, monkeypatch):
+    read = checkpoint.Checkpoints.metadata
+
+    def removed(self, step):
+        shutil.rmtree(run / "checkpoints" / f"{step}")  # as a run at work does
+        return read(self, step)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "metadata", removed)
+    assert checkpoint.Checkpoints(epath.Path(run / "checkpoints")).unreadable() == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("PERMISSION_DENIED: Error opening state"), "may not be used"),
+        (PermissionError(errno.EACCES, "Permission denied"), "checkpoints"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "too little memory"),
+    ],
+)
+def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(error, words, run, monkeypatch):
+    """Nor is one for which there is too little memory."""
+    monkeypatch.setattr(checkpoint.ocp, "load", failing(error))
+    with pytest.raises(InputError, match=words) as refused:
+        newest(run)
+    assert not isinstance(refused.value, Damaged)
+
+
+def failing(*errors: Exception, then=None):
+    """A function that raises these one after the other, and then does what `then` does."""
+    left = list(errors)
+
+    def fail(*args, **kwargs):
+        if then is None or left:
+            raise left.pop(0) if then else errors[0]
+        return then(*args, **kwargs)
+
+    return fail
+
+
+PASSING = [
+    OSError(errno.ESTALE, "Stale file handle"),
+    TimeoutError(),
+    ValueError("UNAVAILABLE: Error reading state: HTTP response code: 503"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=str)
+def test_a_fault_that_passes_while_one_is_read_damages_nothing(error, run, monkeypatch):
+    """Of its metadata, of its arrays, and of the list of checkpoints."""
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    for owner, name in (
+        (checkpoint.ocp, "load"),
+        (checkpoint.ocp, "metadata"),
+        (checkpoint, "checkpoint_steps"),
+    ):
+        monkeypatch.setattr(owner, name, failing(error, error, error, then=getattr(owner, name)))
+    assert newest(run).step == 22
+
+
+@pytest.mark.parametrize("name", ["load", "metadata"])
+def test_a_read_leaves_the_number_in_names_of_barriers_as_it_is(name, run, monkeypatch):
+    """Processes may read, and fail to read, unequally often, and still meet in the next save."""
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    read = getattr(checkpoint.ocp, name)
+    faults = [TimeoutError(), TimeoutError()]
+
+    def fail_after(*args, **kwargs):
+        done = read(*args, **kwargs)
+        if faults:
+            raise faults.pop()
+        return done
+
+    monkeypatch.setattr(checkpoint.ocp, name, fail_after)
+    operations = synchronization.OperationIdGenerator
+    before = operations.next_operation_id()
+    assert newest(run).step == 22 and not faults
+    assert operations.get_current_operation_id() == str(before)
+    assert operations.next_operation_id() == before + 1
+
+
+def test_a_storage_that_stays_away_is_unavailable_and_nothing_is_renamed(run, monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(retry.again, "__kwdefaults__", retry.again.__kwdefaults__ | {"seconds": 1})
+    monkeypatch.setattr(checkpoint.ocp, "load", failing(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(Unavailable, match="out of reach for 1 seconds"):
+        again(run)
+    assert names(run) == KEPT
+
+
+def now_and_then(function):
+    """The function, of whose calls the second and third fail, and the last of a run.
+
+    A run saves six times; where failing calls are made again at once, it calls more often.
+    """
+    calls = itertools.count(1)
+
+    def fail(*args, **kwargs):
+        if next(calls) in (2, 3, 6, 8):
+            raise OSError(errno.EIO, "Input/output error")
+        return function(*args, **kwargs)
+
+    return fail
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (checkpoint.ocp.training.Checkpointer, "save_async"),
+        (atomicity, "on_commit_callback"),
+    ],
+)
+def test_a_save_that_fails_for_a_while_is_made_up_for(
+    owner, name, finished_run, copy_of_run, monkeypatch
+):
+    """At its beginning, and behind the next steps, where a later one takes its place."""
+    workdir = copy_of_run / "other"
+    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(owner, name, now_and_then(getattr(owner, name)))
+    outcome, shown = again(workdir)
+    assert outcome == "finished"
+    assert "22" in names(workdir) and all(name.isdecimal() for name in names(workdir))
+    assert_same_run(workdir, finished_run / "run")
+    assert name == "save_async" or "no checkpoint was written" in shown
+
+
+@pytest.mark.long
+def test_a_part_that_is_listed_and_not_found_is_not_taken_for_damage(finished_run, objects):
+    """As where one host of several is answered that an object is not there."""
+    there = finished_run / "run" / "checkpoints"
+    for file in there.rglob("*"):
+        if file.is_file():
+            objects.put(f"run/checkpoints/{file.relative_to(there)}", file.read_bytes(), {})
+    for step in (16, 20, 22):
+        objects.put(f"run/checkpoints/{step}/commit_success.txt", b"", {})
+    parts = objects.files("run/checkpoints/22/")
+    part = max(parts, key=lambda name: len(parts[name]))
+    left = iter(range(20))
+    objects.fault = lambda method, name, kind: (
+        Fault(404) if name == part and next(left, None) is not None else None
+    )
+    remote = epath.Path("gs://bucket/run/checkpoints")
+    assert newest(finished_run / "run", folder=remote).step == 22
+    assert next(left, None) is None
+
+
+def test_a_checkpoint_of_another_format_is_named(run):
+    path = run / "checkpoints" / "22" / "_CHECKPOINT_METADATA"
+    found = json.loads(path.read_text())
+    found["custom_metadata"]["format_version"] = 1
+    path.write_text(json.dumps(found))
+    with pytest.raises(InputError, match="format_version 1, this version reads 2"):
+        again(run)
+
+
+def test_checksums_are_computed_once_all_have_read(run, monkeypatch):
+    """Else one that could not read would leave the others waiting in a computation."""
+    seen = []
+
+    def agreed(what: str, complaint: str) -> str:
+        seen.append(what)
+        return "another could not" if what == "22 read" else complaint
+
+    def counted(tree):
+        seen.append("checksums")
+        return checksums(tree)
+
+    monkeypatch.setattr(checkpoint, "checksums", counted)
+    assert newest(run, agreed).step == 20
+    assert seen == ["22 read", "20 read", "checksums", "20 checked"]
+
+
+def newest(run: pathlib.Path, *agreed, folder=None) -> checkpoint.Restored:
+    experiment = load_experiment(Workdir(run))
+    mesh = mesh_lib.one_device()
+    abstract = abstract_state(
+        Pretraining(experiment.model), experiment.optimizer, experiment.parallelism, mesh
+    )
+    saved = Checkpoints(folder or epath.Path(run / "checkpoints"))
+    return saved.newest(abstract, None, *agreed)
+
+
+@pytest.mark.long
+def test_checkpoints_are_listed_and_verified(run):
+    out = said(f"checkpoints {run} --verify").splitlines()
+    assert [line.split()[0] for line in out[1:4]] == ["22", "20", "16"]
+    assert out[1].endswith("newest, best") and "finished" in out[4]
+    assert not [*run.rglob("array_metadatas")], "which nothing would compare"
+    assert [line.split()[:2] for line in out[5:]] == [["step", f"{n}:"] for n in (22, 20, 16)]
+
+    flipped_bit(run / "checkpoints" / "20")
+    other_window(run / "checkpoints" / "16")
+    out = said(f"checkpoints {run}").splitlines()
+    assert out[3].endswith("damaged") and "damaged" not in out[2]  # which is not read
+    code, out, _ = asked(f"checkpoints {run} --verify")
+    assert code == 1
+    assert "20: damaged" in out.splitlines()[6] and "16: damaged" in out.splitlines()[7]
+    fails(f"checkpoints {run}/nowhere", "nowhere")
+
+
+def test_saved_are_the_newest_the_best_and_every_so_many(tmp_path):
+    """The best by their losses when they were saved, also after another start."""
+    run = Run(keep_checkpoints=2, keep_best=1, keep_every=9)
+    state = {"x": jnp.zeros(3)}
+    for steps in ({3: 9.0, 6: 3.0, 9: None}, {12: 4.0, 15: None, 18: 5.0, 20: None, 21: 3.5}):
+        with saves_in(tmp_path, run) as saved:
+            for step, loss in steps.items():
+                saved.save(step, state, {}, loss)
+                saved.wait()
+    assert saved.steps == [21, 20, 18, 9, 6]
+
+
+def test_reading_leaves_a_save_under_way_alone(run):
+    """Orbax clears up in the background: what a writer would have removed is gone by then."""
+    under_way = run / "checkpoints" / "99.orbax-checkpoint-tmp"
+    under_way.mkdir()
+    (under_way / "half").write_text("x")
+    assert newest(run).step == 22
+    time.sleep(1.0)
+    assert (under_way / "half").exists()
+    with saves_in(run):
+        assert not under_way.exists()
+
+
+@pytest.mark.long
+def test_an_older_checkpoint_may_be_asked_for(run):
+    saved = Checkpoints(epath.Path(run / "checkpoints"))
+    assert [saved.named(which) for which in ("20", "16", "best")] == [20, 16, 22]
+    for which in ("17", "x"):
+        with pytest.raises(InputError, match="there are 22, 20, 16"):
+            saved.named(which)

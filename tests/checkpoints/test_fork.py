@@ -1,0 +1,284 @@
+"""Runs that begin with another's checkpoint.
+
+A decay that branches off a stable run is the run that would have decayed there anyway. A fork goes
+on from there with other settings, and with the rows that were not seen.
+"""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from unittest.mock import Mock
+
+import jax
+import numpy as np
+import pytest
+from broken import call, fails, tree
+from compare import assert_identical
+from etils import epath
+from small_run import assert_same_run, command, final_state, killed, pretrain, write_text
+
+from bert_jax import config
+from bert_jax.checkpoints import fork as branch_lib
+from bert_jax.checkpoints.saves import Saves
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.storage.workdir import Workdir, fork_of
+from bert_jax.tools.verify.faults import Fault, Plan
+
+# Phases of 14 and 8 steps, a checkpoint every 4, of which all are kept.
+STABLE = ("optimizer.schedule=wsd", "run.keep_checkpoints=9", "run.log_every=2")
+DECAY = ("optimizer.decay_steps=4", "phases.1.steps=6")  # from step 16 on, to 20
+FOUR = ("phases.0.steps=2", "phases.1.steps=2", "optimizer.warmup_steps=1")  # so many steps
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a stable run."""
+    folder = tmp_path_factory.mktemp("branch")
+    file = write_text(folder)
+    assert pretrain(file, folder / "stable", *STABLE)[0] == "finished"
+    return folder
+
+
+def branch(folder, workdir, *options, step=16, run="stable"):
+    """The command."""
+    words = f"pretrain --workdir {workdir} --decay-from {folder}/{run}/checkpoints/{step}"
+    return [*words.split(), "--set", "optimizer.decay_steps=4", *options]
+
+
+@pytest.mark.long
+def test_a_branch_is_the_run_that_decays_there_bit_for_bit(runs, tmp_path):
+    assert pretrain(runs / "small.py", runs / "decayed", *STABLE, *DECAY)[0] == "finished"
+    assert call(branch(runs, tmp_path / "w")) == (0, "")
+    assert_same_run(tmp_path / "w", runs / "decayed")
+    assert final_state(tmp_path / "w")[0] == 20
+    lines = (tmp_path / "w" / "metrics.jsonl").read_text().splitlines()
+    rates = [json.loads(line).get("learning_rate") for line in lines]
+    assert rates.count(None) < len(rates) and min(filter(None, rates)) < 0.004
+    # It is a run like any other: it needs the stable one no more, and says what it came from.
+    first = json.loads((tmp_path / "w" / "timings.jsonl").read_text().splitlines()[0])
+    assert first["branch"] == f"{runs}/stable/checkpoints/16"
+    assert (tmp_path / "w" / "checkpoints" / "16").exists()
+    assert call(f"pretrain --workdir {tmp_path}/w") == (0, "")
+    assert call(branch(runs, tmp_path / "w")) == (0, "")  # the same command again
+    place = f"--decay-from {runs}/decayed/checkpoints/20 --set optimizer.decay_steps=3"
+    fails(f"pretrain --workdir {tmp_path}/x {place}", "at its peak from step 3 to 16")
+
+
+@pytest.mark.parametrize(
+    ("flag", "step", "fits"),
+    [
+        *(("--fork", step, step < 4) for step in (0, 3, 4, 5)),
+        # The rate is at its peak from the end of the warm-up, 1, to the start of the decay, 3.
+        *(("--decay-from", step, 1 <= step <= 3) for step in (0, 1, 3, 4)),
+    ],
+)
+def test_at_which_steps_a_branch_may_begin(flag, step, fits, tmp_path, monkeypatch):
+    """A run of four steps; a decay of its last one for a decay, none yet done for a fork."""
+    decay = "optimizer.decay_steps=1"
+    experiment = config.override(config.load(str(write_text(tmp_path))), [*STABLE, *FOUR, decay])
+    monkeypatch.setattr(branch_lib.Branch, "saved", lambda branch: (experiment, ""))
+    begun = branch_lib.Branch(Workdir(tmp_path), step, flag)
+    if fits:
+        begun.require(experiment)
+    else:
+        with pytest.raises(InputError, match=f"{flag} .*checkpoints/{step}"):
+            begun.require(experiment)
+
+
+# --- forks ---
+
+
+def fork(folder, workdir, *settings, step=8, run="stable"):
+    """The command."""
+    changed = [word for setting in settings for word in ("--set", setting)]
+    place = f"--workdir {workdir} --fork {folder}/{run}/checkpoints/{step}"
+    return ["pretrain", *place.split(), *changed]
+
+
+def forked(folder, run, step, *settings, file=None):
+    """What a fork would compute, without computing it."""
+    place = f"{folder}/{run}/checkpoints/{step}"
+    return branch_lib.forked(place, file, settings, Workdir(folder / "not there"))[0]
+
+
+def rows_of(experiment, first, last):
+    """(phase, row) of all rows of the steps [first, last), in the order in which they are seen."""
+    prepared, found = Prepared.open(epath.Path(experiment.run.corpus_dir)), []
+    for step in range(first, last):
+        phase, begins = experiment.phase_at(step)
+        size = experiment.phases[phase].batch_size
+        batch = prepared.train_batches(experiment, phase).batch(step - begins, np.arange(size))
+        found += [(phase, row) for row in batch["rows"].tolist()]
+    return found
+
+
+def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(copy_of_run):
+    assert call(fork(".", "w", step=16, run="run")) == (0, "")
+    one, other = copy_of_run / "w", copy_of_run / "run"
+    assert_identical(final_state(one), final_state(other))
+    for name in ("metrics.jsonl", "experiment.json"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+    record = fork_of(Workdir(one))
+    assert call("pretrain w/experiment.json --workdir w") == (0, "")
+    assert fork_of(Workdir(one)) == record != {}
+
+
+def test_other_batches_go_on_at_the_rows_that_were_not_seen(copy_of_run):
+    half = forked(copy_of_run, "run", 16, "phases.1.batch_size=2")
+    assert rows_of(half, 16, 18) == [(1, row) for row in range(8, 12)]
+    # The same text is known wherever it lies now, and by whatever name its vocabulary is called.
+    (copy_of_run / "text").rename(copy_of_run / "moved")
+    moved = f"corpus.sources=text:{copy_of_run}/moved"
+    for setting in (moved, f"corpus.tokenizer={copy_of_run}/corpus/tokenizer"):
+        assert forked(copy_of_run, "run", 16, setting).phases[1].row_offset == 0
+    (copy_of_run / "moved" / "more.txt").write_text("wa wb .\n")
+    assert forked(copy_of_run, "run", 16, moved).phases[1].row_offset == -8
+    # Another seed has other rows, of which none was seen.
+    other = forked(copy_of_run, "run", 16, "seed=1", "phases.1.batch_size=2")
+    assert rows_of(other, 16, 18) == [(1, row) for row in range(4)]
+
+
+@pytest.mark.parametrize("file", [None, "small.py"], ids=["its own experiment", "a file"])
+def test_a_fork_of_a_fork_skips_the_rows_of_both(file, copy_of_run, monkeypatch):
+    """Whether or not the experiment that is given holds the row offset of the first fork."""
+    small = config.load("small.py")
+    # The run saw the rows 0 to 7 of the second phase, the fork that left it at step 16 8 to 15.
+    first = config.override(small, ["phases.1.batch_size=2", "phases.1.row_offset=4"])
+    assert rows_of(first, 16, 20) == [(1, row) for row in range(8, 16)]
+    (copy_of_run / "run" / "experiment.json").write_text(config.to_json(first))
+    monkeypatch.setattr(branch_lib.Branch, "saved", lambda branch: (first, ""))
+    second = forked(copy_of_run, "run", 20, "phases.1.batch_size=4", file=file)
+    assert rows_of(second, 20, 22) == [(1, row) for row in range(16, 24)]
+    other = forked(copy_of_run, "run", 20, "phases.1.batch_size=4", "seed=1", file=file)
+    assert rows_of(other, 20, 22) == [(1, row) for row in range(8)]
+
+
+@pytest.mark.parametrize("file", [None, "small.py"], ids=["its own experiment", "a file"])
+def test_a_fork_that_is_resumed_keeps_its_rows(file, copy_of_run, monkeypatch):
+    first = config.override(config.load("small.py"), ["phases.1.row_offset=4"])
+    (copy_of_run / "run" / "experiment.json").write_text(config.to_json(first))
+    place = f"{copy_of_run}/other/checkpoints/16"
+    monkeypatch.setattr(branch_lib, "fork_of", lambda workdir: {"checkpoint": place})
+    resumed, *_ = branch_lib.forked(place, file, (), Workdir(copy_of_run / "run"))
+    assert [phase.row_offset for phase in resumed.phases] == [0, 4]
+
+
+@pytest.mark.long
+@pytest.mark.nightly
+def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_path):
+    """Also in a phase that was done and is on again."""
+    sizes = ("phases.0.batch_size=4", "phases.1.batch_size=8")
+    shorter = (*sizes, "phases.0.steps=18", "phases.1.steps=2", "optimizer.b1=0.8")
+    assert call(fork(runs, tmp_path / "one", *shorter)) == (0, "")
+    one = config.from_json((tmp_path / "one" / "experiment.json").read_text(), "experiment")
+    longer = ("phases.0.steps=21", "phases.1.steps=8", "phases.0.batch_size=16")
+    two = forked(tmp_path, "one", 20, *longer, "phases.1.batch_size=4")
+    stable = config.override(config.load(str(runs / "small.py")), STABLE)
+    seen = rows_of(stable, 0, 8) + rows_of(one, 8, 20) + rows_of(two, 20, 29)
+    for phase, count in ((0, 8 * 8 + 10 * 4 + 16), (1, 2 * 8 + 8 * 4)):
+        assert [row for number, row in seen if number == phase] == list(range(count))
+
+
+@pytest.mark.long
+def test_a_decay_of_a_fork_is_a_fork(runs, tmp_path):
+    """Nor is it what its settings give from step 0, of whose rows there are none."""
+    settings = "phases.0.batch_size=16", "phases.1.steps=4"
+    assert call(fork(runs, tmp_path / "one", *settings)) == (0, "")
+    assert call(branch(tmp_path, tmp_path / "two", run="one")) == (0, "")
+    assert fork_of(Workdir(tmp_path / "two")) == fork_of(Workdir(tmp_path / "one")) != {}
+    fails(f"pretrain {tmp_path}/two/experiment.json --workdir {tmp_path}/three", "row_offset=-64")
+
+
+@pytest.mark.long
+@pytest.mark.nightly
+def test_another_optimizer_begins_with_fresh_moments(runs, tmp_path):
+    _, before = final_state(runs / "stable", 8)
+    changed = ("optimizer.name=lamb", "phases.0.steps=8", "phases.1.steps=1")
+    assert call(fork(runs, tmp_path / "w", *changed)) == (0, "")
+    _, state = final_state(tmp_path / "w", 8)
+    assert_identical(state["params"], before["params"])
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state["optimizer"]))
+
+
+@pytest.mark.long
+def test_a_fork_that_is_killed_needs_the_run_it_left_until_its_first_save(runs, tmp_path):
+    shutil.copytree(runs / "stable", tmp_path / "stable")
+    settings = "phases.0.batch_size=4", "optimizer.name=lamb", "name=x"
+    alone, begin = (fork(tmp_path, tmp_path / name, *settings) for name in ("alone", "w"))
+    assert call(alone) == (0, "")
+    first = Plan(Fault("save", signal.SIGKILL, 8, part=1))
+    dead = command("-m", "bert_jax.tools.verify.child", first.to_json(), *begin)
+    assert (
+        dead.returncode == -signal.SIGKILL and not (tmp_path / "w" / "checkpoints" / "8").exists()
+    )
+    # Its own settings say where it begins.
+    again = ["pretrain", "--workdir", f"{tmp_path}/w"]
+    assert killed(13, signal.SIGKILL, *again).returncode == -signal.SIGKILL
+    shutil.rmtree(tmp_path / "stable")
+    assert call(begin) == (0, "")
+    assert_same_run(tmp_path / "w", tmp_path / "alone")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("begin", "options", "step", "words"),
+    [
+        (branch, (), 15, ["checkpoints/15", "22, 20, 16, 12, 8, 4"]),
+        (branch, (), 12, ["before the last phase", "step 14"]),
+        (branch, (), "newest", ["RUN/checkpoints/STEP"]),
+        (branch, ("--set=optimizer.b1=0.8",), 16, ["other settings", "optimizer.b1"]),
+        (branch, ("--set=optimizer.decay_steps=0",), 16, ["optimizer.decay_steps", "schedule=wsd"]),
+        (branch, ("--set=data.final_masked_lm_prob=0.1",), 16, ["final_masked_lm_prob"]),
+        (branch, ("--extend",), 16, ["--decay-from", "no --extend"]),
+        (fork, (), 15, ["checkpoints/15", "22, 20, 16, 12, 8, 4"]),
+        (fork, ("model.hidden_size=32", "optimizer.b1=0.8"), 8, ["model.hidden_size: 16 -> 32"]),
+        (fork, FOUR, 8, ["4 steps"]),
+        (fork, ("corpus.tokenizer=train",), 8, ["corpus.tokenizer", "corpus/tokenizer"]),
+    ],
+)
+def test_what_cannot_begin_there_is_one_line_and_leaves_nothing(
+    runs, tmp_path, begin, options, step, words
+):
+    fails(begin(runs, tmp_path / "w", *options, step=step), *words)
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.long
+def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(runs, tmp_path):
+    text = (runs / "vocab.txt").read_text().replace("wa\n", "wz\n", 1)
+    (tmp_path / "vocab.txt").write_text(text)
+    other = (f"corpus.tokenizer={tmp_path}/vocab.txt", f"run.corpus_dir={tmp_path}/corpus")
+    fails(fork(runs, tmp_path / "w", *other), "vocabulary")
+    shutil.copytree(runs / "stable", tmp_path / "stable")
+    for file in (tmp_path / "stable" / "checkpoints" / "8").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[::-1])
+    fails(fork(tmp_path, tmp_path / "w"), "checkpoints/8")
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_run_is_no_fork_for_one_that_was_killed_in_its_workdir(copy_of_run, monkeypatch):
+    """Before its first save, after which a run with other settings is refused there."""
+    monkeypatch.setattr(Saves, "require_space", Mock(side_effect=Unavailable("at once")))
+    assert call(fork(".", "w", step=16, run="run"))[0] == 74
+    assert fork_of(Workdir(copy_of_run / "w"))
+    assert call("pretrain small.py --workdir w --set seed=7")[0] == 74
+    assert not fork_of(Workdir(copy_of_run / "w"))
+
+
+def test_lines_of_steps_that_a_fork_will_do_are_never_there(copy_of_run):
+    """Trackers would send them, and then not its own, while the checkpoint is being read."""
+    (copy_of_run / "w").mkdir()
+    workdir = Workdir(copy_of_run / "w", f"{copy_of_run}/corpus")
+    branch_lib.forked("run/checkpoints/16", None, (), workdir)[2].begin(workdir)
+    own, theirs = (Path(w, "metrics.jsonl").read_text().splitlines(True) for w in ("w", "run"))
+    assert own == [line for line in theirs if json.loads(line)["step"] <= 16] != theirs
+
+
+def test_a_workdir_holds_one_fork(copy_of_run):
+    shutil.copytree("run", "other")
+    before = tree(copy_of_run)
+    for workdir in ("run", "other"):  # the run itself, and another one
+        fails(fork(".", workdir, step=16, run="run"), workdir, "checkpoints/16")
+    assert tree(copy_of_run) == before

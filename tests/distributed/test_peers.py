@@ -1,0 +1,368 @@
+"""Who is there, before anything is computed; and whose fault an error is."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from unittest import mock
+
+import jax
+import pytest
+
+from bert_jax.distributed import peers
+from bert_jax.distributed import rendezvous as roll_call
+from bert_jax.distributed.rendezvous import Place
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.running import session, start
+from bert_jax.storage.mirror import Mirror
+from bert_jax.storage.workdir import Workdir, lock
+from bert_jax.training.replay import Erred
+
+
+@pytest.fixture
+def address(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+# Of errors that processes ended with.
+kinds: set[type[Exception]] = set()
+
+
+@pytest.fixture(autouse=True)
+def no_kinds():
+    kinds.clear()
+
+
+def call(*places: Place, limit: float = 20.0) -> list[str]:
+    """What each process is told; "" to go on."""
+
+    def one(place: Place) -> str:
+        try:
+            roll_call.wait_for_all(place, limit)
+        except (InputError, Unavailable) as error:
+            kinds.add(type(error))
+            return str(error)
+        return ""
+
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(one, places))
+
+
+def test_all_go_on_once_all_have_come(address):
+    assert call(*(Place(address, number, 5) for number in range(5))) == [""] * 5
+
+
+def test_the_missing_are_named_to_all_the_others(address):
+    """One that came and left again is missing, too."""
+    me = json.dumps([1, 6, "gone"]).encode()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        left = pool.submit(knock, address, len(me).to_bytes(4) + me)
+        told = call(*(Place(address, number, 6) for number in (0, 2, 5)), limit=2.0)
+        left.result()
+    assert len(set(told)) == 1 and told[0].startswith("process 1, 3, 4 of 6 did not arrive within")
+    assert kinds == {Unavailable}
+
+
+@pytest.mark.parametrize("places", [((0, 4), (1, 4), (1, 4)), ((0, 3), (1, 2))])
+def test_a_number_given_twice_and_another_count_are_named_to_all(places, address):
+    told = call(*(Place(address, *place) for place in places))
+    assert len(set(told)) == 1 and told[0].startswith("process 1 of ")
+    assert "JAX_PROCESS_ID" in told[0] and kinds == {InputError}
+
+
+def test_a_process_alone_says_where_it_looked(address):
+    told = call(Place(address, 1, 2), limit=0.5)
+    assert f"JAX_COORDINATOR_ADDRESS={address}: process 0 did not answer there" in told[0]
+    assert kinds == {Unavailable}
+
+
+def knock(address: str, said: bytes) -> None:
+    """Says something to process 0, once it listens, and leaves."""
+    host, port = address.split(":")
+    while True:
+        try:
+            with socket.create_connection((host, int(port)), timeout=1) as line:
+                line.sendall(said)
+            return
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+
+
+def test_strangers_who_knock_are_sent_away_and_silent_ones_keep_nobody_waiting(address):
+    host, port = address.split(":")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        both = pool.submit(call, Place(address, 0, 2), limit=20.0)
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b"\0\0\0\x0b[[1], 2, 3]"):
+            knock(address, said)
+        for _ in range(3):
+            line = stack.enter_context(socket.create_connection((host, int(port)), timeout=1))
+            line.sendall(b"{")
+        assert call(Place(address, 1, 2)) == [""] == both.result()
+
+
+# --- what processes tell each other -------------------------------------------------------------
+
+
+class Store:
+    """The coordinator's key-value store: a key is set once, and waited for."""
+
+    def __init__(self):
+        self._values, self._changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self._changed:
+            if key in self._values:
+                raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key, milliseconds):
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, milliseconds / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return self._values[key]
+
+    def key_value_try_get(self, key):
+        return self.blocking_key_value_get(key, 0)
+
+
+def together(work, count: int = 3, limit: float = 10.0) -> list:
+    """What `work(peers)` returns or raises in each of so many processes."""
+    store = Store()
+
+    def one(number: int):
+        try:
+            return work(peers.Peers(number, count, store, limit))
+        except (InputError, Unavailable) as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def test_no_thread_is_left_in_the_store_when_all_are_done():
+    """Python's end would find it there: `terminate called`, exit 134."""
+
+    class Late(Store):
+        def blocking_key_value_get(self, key, milliseconds):
+            value = super().blocking_key_value_get(key, milliseconds)
+            time.sleep(0.2 * key.endswith("failure"))
+            return value
+
+    store = Late()
+    before = set(threading.enumerate())
+    pair = [peers.Peers(number, 2, store, 10.0) for number in range(2)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: one.close(), pair))
+    assert set(threading.enumerate()) <= before
+
+
+def same_error(ended: list, kind: type[Exception]) -> str:
+    assert {type(error) for error in ended} == {kind} and len(set(map(str, ended))) == 1
+    return str(ended[0])
+
+
+def test_other_facts_on_one_end_all_with_the_same_line():
+    def work(us):
+        us.require_same("corpus", {"manifest": f"{us.number // 2}"}, "give all the same")
+
+    line = same_error(together(work), InputError)
+    assert (
+        line.startswith("process 2 (") and "manifest=1 here and 0 there; give all the same" in line
+    )
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    assert sum(peers._LOOKS) > 60
+    monkeypatch.setattr(peers, "_LOOKS", (0.0,) * 7)
+
+
+def test_a_folder_that_is_not_shared_is_named(tmp_path, no_pauses):
+    """Each host has a folder of its own at the same path."""
+
+    def work(us):
+        workdir = Workdir(tmp_path / str(us.number % 2))
+        one = Mirror(workdir, us.number)
+        with contextlib.ExitStack() as stack:
+            if us.is_primary:
+                one.take(stack.enter_context(lock(workdir.root)))
+            session._require_one_place(workdir, one, us)
+
+    line = same_error(together(work, 2), InputError)
+    assert line.startswith("process 1 (") and "holder of " in line and "share" in line
+
+
+def test_all_who_share_a_folder_know_who_holds_it(tmp_path, no_pauses):
+    mirrors = [Mirror(Workdir(tmp_path), number) for number in range(2)]
+    with lock(tmp_path) as me:
+        mirrors[0].take(me)
+        together(
+            lambda us: session._require_one_place(Workdir(tmp_path), mirrors[us.number], us), 2
+        )
+    assert [mirror.token for mirror in mirrors] == [me.token, me.token]
+
+
+def test_of_two_starts_at_once_one_does_not_take_the_other_s_name(tmp_path, no_pauses):
+    """The second has written who holds the workdir before the first one's others look."""
+    mirrors = [Mirror(Workdir(tmp_path), number) for number in range(2)]
+    with lock(tmp_path) as me:
+        mirrors[0].take(dataclasses.replace(me, token="first"))
+        line = same_error(
+            together(
+                lambda us: session._require_one_place(Workdir(tmp_path), mirrors[us.number], us), 2
+            ),
+            InputError,
+        )
+    assert "holder of " in line and mirrors[0].token == "first"
+
+
+def test_what_a_shared_disk_shows_late_is_waited_for(no_pauses):
+    views = [iter("bbbbbb"), iter("aaabbb")]
+
+    def work(us):
+        us.await_same("files", lambda: next(views[us.number]), "run again", Unavailable)
+
+    together(work, 2)
+    assert [[*view] for view in views] == [["b", "b"], ["b", "b"]]
+
+
+def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
+    """Process 0 goes back first, and process 1 is still reading."""
+    done, mirror = [], mock.Mock()
+
+    def read(context, at_most):
+        time.sleep(0.5 * context.peers.number)
+        done.append(f"read by {context.peers.number}")
+
+    monkeypatch.setattr(start, "_start", read)
+
+    def work(us):
+        saved = mock.Mock(steps=[8, 4])
+        saved.forget_after.side_effect = lambda *given: done.append(given)
+        job = mock.Mock(**{"experiment.run.checkpoint_every": 4, "workdir.checkpoints": "c"})
+        context = mock.Mock(job=job, peers=us, saves=saved, mirror=mirror)
+        start.before(Erred([], True, False), 5, 0, context)
+
+    together(work, 2)
+    assert done == ["read by 0", "read by 1", (5, mirror.flush)]
+
+
+def test_one_that_does_not_come_is_named():
+    def work(us):
+        if us.number != 1:
+            us.agree("save", "")
+
+    zero, one, two = together(work, limit=0.3)
+    assert one is None
+    assert {type(zero), type(two)} == {Unavailable}
+    assert "process 1 has not come to 'save'" in str(zero)
+
+
+def test_a_place_is_come_to_again():
+    done = []
+
+    def work(us):
+        for _ in range(3):
+            us.on_primary("work", lambda: done.append(us.number))
+            us.meet("here")
+            assert us.first_error("look", "bad" if us.number == 1 else "") == "bad"
+        return len(done)
+
+    assert together(work) == [3, 3, 3] and done == [0, 0, 0]
+
+
+# --- whose fault an error is --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (RuntimeError("INTERNAL: Core halted unexpectedly: scheck failed"), True),
+        (jax.errors.JaxRuntimeError("DATA_LOSS: HBM ECC"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: SDC checker: compiled program differs"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile TPU kernel"), False),
+        (jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Executable expected parameter"), False),
+        (ValueError("INTERNAL: no device said this"), False),
+    ],
+)
+def test_a_broken_device_is_tried_again_and_a_program_that_is_refused_is_not(error, passes):
+    assert (type(peers.named_fault(error)) is Unavailable) == passes
+    assert passes or peers.named_fault(error) is error
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"ADDRESS": "h:1"}, "JAX_COORDINATOR_ADDRESS=h:1, JAX_PROCESS_ID=, JAX_NUM_PROCESSES=:"),
+        ({"ADDRESS": "h:1", "JAX_PROCESS_ID": "x", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID=x"),
+        ({"ADDRESS": "h:1", "JAX_PROCESS_ID": "2", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID=2"),
+        ({"ADDRESS": "h", "JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"}, "as host:port"),
+        ({"ADDRESS": "a..b:1", "JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"}, "as host:port"),
+        ({"BERT_JAX_ARRIVE_WITHIN": "soon"}, "BERT_JAX_ARRIVE_WITHIN=soon"),
+    ],
+)
+def test_variables_that_do_not_fit_are_named(variables, message, monkeypatch):
+    for name, value in variables.items():
+        name = "JAX_COORDINATOR_ADDRESS" if name == "ADDRESS" else name
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=message), peers.connected():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        (ConnectionError("no metadata server"), "this TPU \\(no metadata server\\); set JAX_COORD"),
+        (ValueError("coordinator_address should be defined."), None),
+    ],
+)
+def test_a_tpu_host_without_others_is_alone_and_one_that_cannot_ask_says_so(
+    refusal, message, monkeypatch
+):
+    def initialize(**_):
+        raise refusal
+
+    monkeypatch.delenv("JAX_NUM_PROCESSES", raising=False)
+    monkeypatch.setattr(peers, "_on_tpu_host", lambda: True)
+    monkeypatch.setattr(peers.jax.distributed, "initialize", initialize)
+    if message is None:
+        with peers.connected() as alone:
+            assert alone.count == 1
+    else:
+        with pytest.raises(InputError, match=message), peers.connected():
+            pass
+
+
+def test_without_variables_a_run_is_one_process(monkeypatch):
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
+    with peers.connected() as alone:
+        assert (alone.number, alone.count, alone.is_primary) == (0, 1, True)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+    with peers.connected() as alone:
+        assert alone.count == 1
+
+
+def test_a_task_that_srun_started_has_its_place_unless_a_variable_says_otherwise(monkeypatch):
+    step = {"JOB_ID": "7", "STEP_NODELIST": "gpu[03-04,9]", "NTASKS": "2", "PROCID": "1"}
+    for name, value in {**step, "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "4321")
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
+    assert roll_call.own_place() == ("gpu03:4321", 1, 2)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+    assert roll_call.own_place() is None
+    monkeypatch.delenv("JAX_NUM_PROCESSES")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert roll_call.own_place() is None
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.delenv("SLURM_STEP_NODELIST")  # the script itself, outside of srun
+    assert roll_call.own_place() is None

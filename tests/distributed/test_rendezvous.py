@@ -1,0 +1,243 @@
+"""A run that is booked on several slices starts with those that are here."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import pathlib
+import socket
+import time
+
+import pytest
+
+from benchmarks.month import Month
+from bert_jax import config
+from bert_jax.distributed import rendezvous as roll_call
+from bert_jax.distributed import slices
+from bert_jax.distributed.rendezvous import Place
+from bert_jax.distributed.slices import RollCall, Terms
+from bert_jax.errors import Unavailable
+from bert_jax.pretraining.pretraining import PretrainingJob
+from bert_jax.storage.workdir import Workdir
+
+EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
+HALVES = Terms(4, 2, 60.0, 300.0, lambda n: n in (1, 2, 4))  # of four slices of two hosts
+
+
+# --- what is decided, by table -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("here", "now", "taken"),
+    [
+        ("01234567", 1.0, "0123"),  # all, at once
+        ("0123456", 59.0, ""),  # one host is missing, and its slice is waited for
+        ("0123456", 60.0, "01"),  # three whole slices, of which the batches divide by two
+        ("23456", 60.0, "12"),  # slice 0 is missing as well as any
+        ("4567", 61.0, "23"),
+        ("67", 61.0, "3"),
+        ("0246", 1000.0, ""),  # none is whole
+    ],
+)
+def test_a_start_takes_what_is_whole_in_time_and_divides_the_batch(here, now, taken):
+    verdicts = {}
+    for me in range(4):
+        roll = RollCall(HALVES, me)
+        for host in map(int, here):
+            roll.came(host, 0.0)
+        verdicts[me] = "".join(map(str, roll.verdict(now)))
+    # One alone decides: the first of the slices that are whole.
+    assert sorted(verdicts.values()) == sorted([taken, "", "", ""])
+    assert not taken or verdicts[int(taken[0])] == taken
+
+
+def test_a_slice_that_knows_of_a_run_decides_nothing():
+    roll = RollCall(HALVES, 0)
+    for host in range(8):
+        roll.came(host, 0.0)
+    assert roll.verdict(1.0) == (0, 1, 2, 3)
+    roll.goes_on = True
+    assert roll.verdict(1.0) == ()
+
+
+def test_time_is_counted_from_when_the_first_slice_was_whole_and_who_leaves_is_missing():
+    roll = RollCall(HALVES, 0)
+    for host, since in ((0, 0.0), (1, 100.0), (2, 90.0), (3, 95.0)):
+        roll.came(host, since)
+    assert roll.verdict(154.0) == () and roll.verdict(155.0) == (0, 1)
+    roll.left(2)
+    assert roll.verdict(155.0) == () and roll.verdict(160.0) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("taken", "waiting", "until", "cost", "won"),
+    [
+        (15, 1, 4801.0, 300.0, True),  # 16 * 4501 > 15 * 4801
+        (15, 1, 4799.0, 300.0, False),
+        (2, 1, 1e9, 1.0, False),  # three are no more than two
+        (2, 2, 601.0, 300.0, True),
+        (2, 2, 599.0, 300.0, False),
+    ],
+)
+def test_a_run_stops_for_slices_that_wait_if_and_only_if_it_wins_steps(
+    taken, waiting, until, cost, won
+):
+    terms = dataclasses.replace(HALVES, booked=16, fits=lambda n: n >= 15 or n in (1, 2, 4, 8))
+    assert slices.is_won(terms, taken, waiting, until, cost) is won
+
+
+def test_how_long_a_run_goes_on_is_learned_from_its_stops():
+    """Stops for slices that were back are none; a start costs what the last one did."""
+
+    def due(now: float, left: int, *more: dict) -> bool:
+        start = {"kind": "start", "time": 0.0, "seconds": 60.0}
+        train = {"kind": "train", "steps": 10, "seconds": 150.0, "compilation_seconds": 50.0}
+        return slices.is_due(HALVES, 2, 2, [start, *more, start, train], now, left)
+
+    # A stop costs 90 + 60 + 50 s, so that 400 s are needed until the next.
+    natural, asked = {"kind": "end"}, {"kind": "end", "for_slices": [2, 3]}
+    assert due(801.0, 1000, natural) and not due(799.0, 1000, natural)
+    assert due(401.0, 1000, asked)
+    assert due(801.0, 41, natural) and not due(801.0, 40, natural)  # 10 s a step
+
+
+def test_a_slice_is_missing_since_the_first_start_without_it():
+    def start(moment, *taken):
+        return {"kind": "start", "time": moment, "slices": {"taken": taken}}
+
+    starts = [start(1.0, 0), start(2.0, 0, 1, 2), start(3.0, 0, 2), start(4.0, 0, 2)]
+    assert slices.missing_since(starts, [0], 3, 5.0) == {"1": 3.0, "2": 5.0}
+    assert slices.missing_since(starts, [0, 1, 2], 3, 5.0) == {}
+
+
+# --- what a run becomes on fewer slices ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "taken", "accumulation"),
+    [
+        (3840, 1, 16, 1),
+        (3840, 1, 15, 2),  # 16 rows a device where 15 were: twice 8
+        (3840, 1, 8, 2),  # 30
+        (3840, 3, 12, 4),  # 20, at most 5 at a time
+        (3840, 1, 14, None),
+        (4096, 1, 15, None),
+        (4096, 2, 8, 4),
+    ],
+)
+def test_micro_batches_have_no_more_rows_on_fewer_slices(rows, parts, taken, accumulation):
+    given = config.override(
+        config.load(str(EXPERIMENTS / "bert_large_pod.py")),
+        [f"phases.{i}.batch_size={rows}" for i in (0, 1)]
+        + [f"parallelism.accumulation={parts}", "parallelism.slices=16"],
+    )
+    found = slices.placed(given, taken, booked=16, shards=16)
+    if accumulation is None:
+        assert found is None
+        return
+    assert {*found.parallelism.accumulation} == {accumulation}
+    assert found.parallelism.slices == taken
+    assert not config.differences(given, found, "identity")
+
+
+@pytest.mark.parametrize(("replicas", "fits"), [(256, False), (480, True)])
+def test_each_device_computes_whole_groups_of_rows_that_are_clipped(replicas, fits):
+    """15 slices have 240 devices; a group is not cut into micro-batches."""
+    settings = ["optimizer.clip=per_replica", f"optimizer.reference_replicas={replicas}"]
+    settings += ["parallelism.state=zero1", "parallelism.slices=16"]
+    settings += [f"phases.{i}.batch_size=3840" for i in (0, 1)]
+    given = config.override(config.load(str(EXPERIMENTS / "bert_large_pod.py")), settings)
+    found = slices.placed(given, 15, booked=16, shards=16)
+    assert (found is not None) == fits
+    assert not fits or {*found.parallelism.accumulation} == {1}
+
+
+def test_a_tensor_axis_longer_than_a_slice_is_left_to_the_mesh(tmp_path):
+    given = config.load(str(EXPERIMENTS / "tiny.py"))
+    settings = ["model.num_attention_heads=8", "parallelism.tensor=8"]
+    experiment = config.override(given, settings)
+    job = PretrainingJob(experiment, Workdir(tmp_path), print)
+    assert job.placed(2, 2, hosts=1) == experiment
+
+
+# --- who is there --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def addresses(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "127.0.0.1:")
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return ",".join(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
+
+
+def meet(addresses: str, number: int) -> roll_call.Met | str:
+    try:
+        return roll_call.meet(Place(addresses, number, 6), 2.0, 20.0, lambda *of: True)
+    except Unavailable as error:
+        return str(error)
+
+
+@pytest.mark.long
+def test_a_run_begins_without_slice_0_which_waits_until_the_run_has_ended(addresses, monkeypatch):
+    for name, value in (("COORDINATOR_ADDRESS", "a"), ("NUM_SLICES", "3"), ("SLICE_ID", "1")):
+        monkeypatch.setenv(f"MEGASCALE_{name}", value)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        met = [*pool.map(meet, [addresses] * 4, (2, 3, 4, 5))]
+        names = {one.place.address for one in met}
+        assert len(names) == 1 and not names & {*addresses.split(",")}
+        assert [one.place[1:] for one in met] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+        assert {one.slices for one in met} == {(1, 2)}
+        assert [one.door is not None for one in met] == [True, False, False, False]
+        late = [pool.submit(meet, addresses, number) for number in (1, 0)]
+        deadline = time.monotonic() + 20
+        while met[0].door.waiting() != [0] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert met[0].door.waiting() == [0] and not any(one.done() for one in late)
+        time.sleep(2.5)  # longer than a slice waits for others where nothing goes on
+        assert not any(one.done() for one in late)
+        met[0].door.close()
+        assert ["slice 0 has ended" in one.result() for one in late] == [True, True]
+
+
+def test_of_two_that_decide_at_once_one_run_begins_or_none(addresses, monkeypatch):
+    """Each process agrees to one of them alone."""
+
+    def verdict(roll: RollCall, now: float) -> tuple[int, ...]:
+        """Slices 0 and 1 each decide for themselves and for slice 2."""
+        here = tuple(one for one in roll.whole() if one in (roll.me, 2))
+        return here if len(here) == 2 and not roll.goes_on else ()
+
+    monkeypatch.setattr(RollCall, "verdict", verdict)
+    monkeypatch.setattr(roll_call, "_AGREE", 1.0)
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        calls = [pool.submit(meet, addresses, number) for number in range(6)]
+        concurrent.futures.wait(calls, 4)  # a slice that is left over waits for ever
+        met = [call.result() for call in calls if call.done()]
+        begun = [one for one in met if not isinstance(one, str)]
+        assert len({one.slices for one in begun}) <= 1 and len(begun) in (0, 4)
+        for one in begun:
+            if one.door is not None:
+                one.door.close()
+
+
+def test_too_few_slices_end_with_what_is_missing(addresses):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        met = pool.submit(roll_call.meet, Place(addresses, 2, 6), 0.2, 0.4, lambda *of: True)
+        with pytest.raises(Unavailable, match=r"process 3 did not arrive"):
+            met.result()
+
+
+# --- a week ---------------------------------------------------------------------------------------
+
+
+def test_a_week_of_64_hosts_that_fail_ten_times_as_often_as_reported_keeps_its_share():
+    """All that is lost is accounted for; a slice that is away costs little more than itself."""
+    week = Month(chips=4, rows=3_840, factor=10, days=7.0)
+    assert week.share > 0.95
+    assert week.share + sum(week.lost.values()) / week.end == pytest.approx(1.0, abs=1e-3)
+    assert week.count["stops for slices that are back"] > 2
+    by_halves = Month(chips=4, rows=4_096, factor=10, days=7.0)
+    assert by_halves.share < week.share, "8 of 16 slices train where 15 do not divide the batch"

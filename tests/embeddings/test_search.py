@@ -1,0 +1,158 @@
+"""The nearest texts: exact, and each text is embedded once."""
+
+import json
+import types
+
+import broken
+import numpy as np
+import pytest
+
+from bert_jax.checkpoints.base import TextVectors
+from bert_jax.embeddings import search
+from bert_jax.embeddings.embed import Embedded, Features
+from bert_jax.errors import InputError
+
+MODEL = types.SimpleNamespace(
+    model="m",
+    tokenizer=types.SimpleNamespace(sha256="t"),
+    params={"a": np.ones(3, np.float32)},
+    vectors=None,
+)
+
+
+class Letters:
+    """An embedder of letters counted, of length 1; remembers what it was given."""
+
+    width, max_length, features, cut = 26, 9, Features(length="unit"), 0
+
+    def __init__(self):
+        self.given, self.roles = [], []
+
+    def passages(self, text):
+        return text.split("|")
+
+    def embed(self, texts, role="text", name_text=None):
+        for text in texts:
+            assert role in ("text", "query")
+            self.given.append(text)
+            self.roles.append(role)
+            counts = np.array([text.count(chr(97 + i)) for i in range(26)], np.float32)
+            yield Embedded((counts / np.linalg.norm(counts))[None], None, np.ones(1))
+
+
+def index_of(tmp_path, embedder, model=MODEL, cut="beginning"):
+    path = tmp_path / "texts.txt"
+    return search.Index(str(path), tmp_path / "vectors", model, embedder, lambda line: None, cut)
+
+
+def write(tmp_path, *lines):
+    (tmp_path / "texts.txt").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_what_is_new_alone_is_embedded_and_a_text_that_went_is_not_found(tmp_path):
+    write(tmp_path, "abc", "", "xyz", "abc", "aab")
+    first, later = Letters(), Letters()
+    (answers,) = index_of(tmp_path, first).nearest(["ab"], 9)
+    assert first.given == ["abc", "xyz", "aab", "ab"]
+    assert first.roles == ["text", "text", "text", "query"]
+    assert [(answer.line, answer.text) for answer in answers] == [
+        (5, "aab"),
+        (1, "abc"),
+        (3, "xyz"),
+    ]
+    np.testing.assert_allclose([a.score for a in answers], [0.9486833, 0.8164966, 0], rtol=1e-6)
+    write(tmp_path, "zz", "aab", "xyz")
+    (answers,) = index_of(tmp_path, later).nearest(["ab"], 9)
+    assert later.given == ["zz", "ab"]
+    assert [answer.line for answer in answers] == [2, 1, 3]
+
+
+def test_each_passage_of_a_text_is_a_text(tmp_path):
+    write(tmp_path, "aab|xyz", "abc", "xyz")
+    first, later = Letters(), Letters()
+    (answers,) = index_of(tmp_path, first, cut="passages").nearest(["ab"], 9)
+    assert [(answer.line, answer.text) for answer in answers] == [
+        (1, "aab"),
+        (2, "abc"),
+        (1, "xyz"),
+    ]
+    # Vectors of both ways lie in one folder, by their texts.
+    (answers,) = index_of(tmp_path, later).nearest(["ab"], 9)
+    assert later.given == ["aab|xyz", "ab"]
+    assert [answer.line for answer in answers] == [2, 1, 3]
+
+
+@pytest.mark.parametrize(("name", "left"), [("keys", 20), ("vectors", 26 * 4 + 3), ("keys", 0)])
+def test_what_a_kill_cut_off_is_embedded_again(name, left, tmp_path):
+    write(tmp_path, "abc", "xyz", "aab")
+    expected = index_of(tmp_path, Letters()).nearest(["ab"], 3)
+    with (tmp_path / "vectors" / name).open("r+b") as file:
+        file.truncate(left)
+    again = Letters()
+    assert index_of(tmp_path, again).nearest(["ab"], 3) == expected
+    assert again.given[:-1] == ["abc", "xyz", "aab"][bool(left) :]
+
+
+def test_vectors_of_another_encoder_or_way_are_not_mixed(tmp_path):
+    write(tmp_path, "abc")
+    index_of(tmp_path, Letters())
+    for name, value in (("features", Features(pooling="cls", length="unit")), ("max_length", 7)):
+        otherwise = Letters()
+        setattr(otherwise, name, value)
+        with pytest.raises(InputError, match=r"made\.json"):
+            index_of(tmp_path, otherwise)
+    zeros, led = {"a": np.zeros(3, np.float32)}, TextVectors(text_prefix="passage: ")
+    for change in ({"params": zeros}, {"vectors": led}):
+        other = types.SimpleNamespace(**vars(MODEL) | change)
+        with pytest.raises(InputError, match=r"made\.json"):
+            index_of(tmp_path, Letters(), other)
+    # What stands before questions alone changes no text's vector.
+    other.vectors = TextVectors(query_prefix="query: ")
+    index_of(tmp_path, Letters(), other)
+    (tmp_path / "vectors" / "made.json").unlink()
+    with pytest.raises(InputError, match=r"made\.json"):
+        index_of(tmp_path, Letters(), other)
+
+
+@pytest.mark.parametrize("now", [("new", "also new"), ("xyz", "abc")])
+def test_a_file_that_changes_meanwhile_is_named(now, tmp_path):
+    write(tmp_path, "abc", "xyz")
+    index = index_of(tmp_path, Letters())
+    write(tmp_path, *now)
+    with pytest.raises(InputError, match=r"texts\.txt"):
+        index.nearest(["ab"], 1)
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_texts_is_named_and_leaves_nothing(content, tmp_path):
+    (tmp_path / "texts.txt").write_text(content)
+    with pytest.raises(InputError, match=r"texts\.txt"):
+        index_of(tmp_path, Letters())
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.txt"]
+
+
+@pytest.mark.long
+def test_a_run_is_asked(copy_of_run):
+    (copy_of_run / "t.txt").write_text("We the people\nof the United States\n")
+    (copy_of_run / "q.txt").write_text("the people\nStates\n")
+    search = "search --workdir run t.txt"
+    said = broken.said(f"{search} 'We the people' --top 1")
+    assert "embedding 2 of 2 texts" in said and "1.000  line 1: We the people" in said
+    assert "embedding" not in broken.said(f"{search} --queries q.txt --out near.jsonl --top 5")
+    answers = [json.loads(line) for line in (copy_of_run / "near.jsonl").read_text().splitlines()]
+    assert [answer["query"] for answer in answers] == ["the people", "States"]
+    assert all({near["line"] for near in it["nearest"]} == {1, 2} for it in answers)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--top", "0", "a"],
+        ["--queries", "q.txt"],
+        ["--out", "o"],
+        ["a", "--queries", "q", "--out", "o"],
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(wrong, copy_of_run):
+    (copy_of_run / "t.txt").write_text("a\n")
+    broken.fails(["search", "--workdir", "run", "t.txt", *wrong])

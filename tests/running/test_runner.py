@@ -1,0 +1,352 @@
+"""What the loop does beside the steps."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import types
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from rich.console import Console
+from small_run import pretrain, saves_in
+
+from bert_jax import config
+from bert_jax.checkpoints.checkpoint import Checkpoints
+from bert_jax.data import batches, plans, stream
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.model import losses
+from bert_jax.pretraining import evaluators, pretraining
+from bert_jax.running import lines as lines_lib
+from bert_jax.running import session, start
+from bert_jax.running.job import Evaluator, PhaseBatches
+from bert_jax.running.progress import Clock, Progress
+from bert_jax.running.runner import Trainer
+from bert_jax.text import tokenizer
+from bert_jax.training import step
+
+
+@pytest.fixture
+def file(copy_of_run):
+    """An experiment, in a folder that may be changed."""
+    return pathlib.Path("small.py")
+
+
+@pytest.fixture
+def undisturbed(finished_run):
+    return finished_run / "run"
+
+
+def test_a_run_that_is_stopped_before_its_first_step_has_saved_nothing(file, monkeypatch):
+    monkeypatch.setattr(Trainer, "_train", lambda self: None)
+    assert "stopped at step 0, nothing to save; run" in pretrain(file, pathlib.Path("w"))[1]
+
+
+@pytest.mark.long
+def test_the_host_reads_the_device_once_a_log_interval(file, tmp_path, monkeypatch):
+    """And one step late: the read of step 3 happens when step 4 is under way."""
+    reads, reads_before_step = [], []
+    fetch, array = jax._src.array.ArrayImpl._value.fget, jax._src.array.ArrayImpl
+
+    def counted(self):
+        reads.append(self.shape)
+        return fetch(self)
+
+    make = step.make_train_step
+
+    def make_counting(*args):
+        train_step = make(*args)
+
+        def counting(*args):
+            reads_before_step.append(len(reads))
+            return train_step(*args)
+
+        return counting
+
+    monkeypatch.setattr(array, "_value", property(counted))
+    monkeypatch.setattr(step, "make_train_step", make_counting)
+    pretrain(file, tmp_path / "w", "run.eval_every=100", "run.checkpoint_every=100")
+    in_phase = reads_before_step[:14]
+    steps_with_reads = [i for i in range(1, 14) if in_phase[i] > in_phase[i - 1]]
+    # Before step i the loop has dispatched steps 1 to i; lines are due at 3, 6, 9, 12.
+    assert steps_with_reads == [4, 7, 10, 13]
+    # Beside the metrics the worst step, and two counters of the state.
+    window = len(losses.names("mlm_nsp")) + len(step.OWN_METRICS) + 3
+    assert all(in_phase[i] - in_phase[i - 1] == window for i in steps_with_reads)
+
+
+def test_a_checkpoint_s_loss_is_that_of_masked_lm(undisturbed):
+    """Of pairs it would decide by the noise of a few documents."""
+    lines = [json.loads(line) for line in (undisturbed / "metrics.jsonl").open()]
+    (scored,) = (x for x in lines if x["kind"] == "evaluation" and x["step"] == 22)
+    saved = Checkpoints(epath.Path(undisturbed / "checkpoints"))
+    losses = {step: saved.metadata(step)["held_out_loss"] for step in saved.steps}
+    assert losses == {22: scored["masked_lm_loss"], 20: None, 16: None}
+    right = scored["next_sentence_accuracy"]
+    error = (right * (1 - right) / scored["rows"]) ** 0.5
+    assert scored["next_sentence_error"] == pytest.approx(error)
+
+
+def test_a_file_that_goes_between_being_listed_and_looked_at_is_named(copy_of_run):
+    prepared = pretraining.Prepared.open(epath.Path(copy_of_run / "corpus"))
+    ids = copy_of_run / "corpus" / "stream" / "train" / "ids.bin"
+    experiment = config.load("small.py")
+    prepared.train_batches(experiment, 0)
+    ids.rename(copy_of_run / "ids.bin")
+    ids.symlink_to("nowhere")  # is listed, and is not there
+    with pytest.raises(InputError, match=r"ids\.bin"):
+        prepared.require_unchanged()
+    ids.unlink()
+    (copy_of_run / "ids.bin").rename(ids)
+    # What changed just before another phase is looked at, too.
+    known = prepared.stamps.copy()
+    os.utime(ids)
+    prepared.train_batches(experiment, 1)
+    assert prepared.stamps == known
+
+
+@pytest.mark.parametrize("change", [pytest.param("manifest", marks=pytest.mark.long), "stream"])
+def test_a_corpus_that_changes_under_a_running_run_is_named(change, file, copy_of_run, undisturbed):
+    """At the next save, which is not made; what was only written again is no change."""
+    folder = copy_of_run
+    shutil.copytree(folder / "corpus", folder / "kept")
+    ids = folder / "corpus" / "stream" / "train" / "ids.bin"
+    good = batches.TrainBatches.batch
+
+    def batch(self, number, rows):
+        if number == 3 and self.rows_per_epoch:
+            os.utime(ids)
+        if number == 10 and self.rows_per_epoch:  # some steps ahead
+            patch.undo()
+            if change == "manifest":
+                path = folder / "corpus" / "manifest.json"
+                path.write_text(path.read_text().replace('"keep"', '"drop"'))
+            else:
+                content = bytearray(ids.read_bytes())
+                content[7] ^= 1
+                ids.write_bytes(content)
+        return good(self, number, rows)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(InputError, match=r"corpus.*(changed|damaged)"),
+    ):
+        patch.setattr(batches.TrainBatches, "batch", batch)
+        pretrain(file, folder / "w")
+    assert {p.name for p in (folder / "w" / "checkpoints").iterdir()} <= {"4", "8"}
+    shutil.rmtree(folder / "corpus")
+    (folder / "kept").rename(folder / "corpus")
+    assert pretrain(file, folder / "w")[0] == "finished"
+    ours, theirs = (workdir / "metrics.jsonl" for workdir in (folder / "w", undisturbed))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_text_in_brackets_is_shown_as_it_is(capsys):
+    Progress(Console(width=80)).say("[SEP] [bold]x[/bold]")
+    assert "[SEP] [bold]x[/bold]" in capsys.readouterr().out
+
+
+def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path):
+    lines = lines_lib.Lines(epath.Path(tmp_path / "m.jsonl"))
+    for number in (1, 2, 3):
+        lines.append({"step": number, "x": 0.1})
+    with open(tmp_path / "m.jsonl", "a") as file:
+        file.write('{"step": 4, "x"')
+    assert [line["step"] for line in lines.read()] == [1, 2, 3]
+    lines.forget_after(2)
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "x": 0.1}\n{"step": 2, "x": 0.1}\n'
+
+
+def test_the_checkpoint_knows_its_experiment(file, run):
+    """Without experiment.json too: another seed must not go on from it."""
+    (run / "experiment.json").unlink()
+    with pytest.raises(InputError, match="seed: 0 -> 5"):
+        pretrain(file, run, "seed=5")
+
+
+def test_a_finished_run_without_its_lines_is_still_finished(file, run):
+    (run / "metrics.jsonl").unlink()
+    outcome, shown = pretrain(file, run)
+    assert outcome == "finished" and "finished: step 22\n" in shown
+    assert "metrics.jsonl: " in shown and "predictions.jsonl: " not in shown
+
+
+def test_a_full_disk_under_a_checkpoint_is_named(tmp_path, monkeypatch):
+    """As tensorstore reports it, a ValueError from below Orbax."""
+    with (
+        pytest.raises(Unavailable, match="the disk is full"),
+        saves_in(tmp_path) as saved,
+    ):
+
+        def full(*_, **__):
+            raise ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device")
+
+        monkeypatch.setattr(saved._checkpointer, "save_async", full)
+        saved.save(1, {"x": jax.numpy.zeros(3)}, {})
+
+
+def test_a_line_cut_off_in_timings_is_not_glued_to_the_next(file, run):
+    timings = run / "timings.jsonl"
+    with timings.open("a") as out:
+        out.write('{"step": 22, "ti')
+    shutil.rmtree(run / "checkpoints" / "22")
+    pretrain(file, run)
+    assert lines_lib.Lines(epath.Path(timings)).read()[-1]["step"] == 22
+
+
+@pytest.mark.long
+def test_a_reader_that_leaves_does_not_end_the_run(file, tmp_path):
+    run = f"{sys.executable} -m bert_jax.cli pretrain {file} --workdir {tmp_path / 'w'}"
+    command = f"{run} | head -2 >/dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n", done.stderr
+    assert (tmp_path / "w" / "checkpoints" / "22").exists()
+
+
+def test_watched_sentences_fit_the_model():
+    """None is longer than the position table, [CLS] and [SEP] counted."""
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word", "##s"]
+    sentences = [[5] * n for n in (8, 9, 12, 20)]
+    held_out = stream.from_documents([sentences] * 6)
+    tok = tokenizer.WordPiece(vocab, "uncased")
+    lengths = {
+        most: {len(s.ids) for s in evaluators.held_out_sentences(held_out, tok, most)}
+        for most in (7, 9, 100)
+    }
+    assert lengths[7] == set()
+    assert lengths[9] == {9} or lengths[9] <= {8, 9}
+    assert max(lengths[100]) > 9
+
+
+@pytest.mark.long
+def test_every_so_many_steps_one_is_checked(file, tmp_path, monkeypatch):
+    """By their number, so that a run that goes on checks the same ones."""
+    with pytest.raises(InputError, match="check_every=4: only TPUs can check themselves"):
+        pretrain(file, tmp_path / "w", "run.check_every=4")
+    made, checked = step.make_train_step, []
+
+    def make(*args):
+        *usual, options = args if len(args) == 3 else (*args, ())
+        train_step = made(*usual)  # no TPU's compiler is here
+
+        def noting(state, *rest):
+            checked.extend([int(state["step"])] * (("xla_tpu_enable_sdc_checker", True) in options))
+            return train_step(state, *rest)
+
+        return noting
+
+    monkeypatch.setattr(step, "make_train_step", make)
+    monkeypatch.setattr(session, "_require_checkable", lambda run, mesh: None)
+    assert pretrain(file, tmp_path / "w", "run.check_every=4")[0] == "finished"
+    assert checked == [0, 4, 8, 12, 16, 20]
+
+
+# --- Plans of large corpora --------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_stop_waits_for_no_plan(file, undisturbed, tmp_path, monkeypatch):
+    """Nor does an exit: what plans is ended, and the next start plans anew."""
+    start, makers = subprocess.Popen, []
+
+    def slow(command, **named):
+        makers.append(start([sys.executable, "-c", "import time; time.sleep(100)"], **named))
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return makers[-1]
+
+    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(plans, "_IN_MEMORY", 0)
+    monkeypatch.setattr(plans.subprocess, "Popen", slow)
+    assert pretrain(file, tmp_path / "w")[0] == "stopped"
+    (maker,) = makers
+    assert maker.returncode == -signal.SIGKILL
+    monkeypatch.setattr(plans.subprocess, "Popen", start)
+    assert pretrain(file, tmp_path / "w")[0] == "finished"
+    one, other = (workdir / "metrics.jsonl" for workdir in (tmp_path / "w", undisturbed))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_waiting_for_a_plan_is_no_hang():
+    class Recorder:
+        requested = False
+
+        def __init__(self):
+            self.calls = []
+
+        def pause(self):
+            self.calls.append("pause")
+
+        def reset(self, times=1):
+            self.calls.append("reset")
+
+        def ready(self, step):
+            self.calls.append(f"ready {step}")
+            return len(self.calls) > 4
+
+    seen = Recorder()
+    trainer = Trainer.__new__(Trainer)
+    trainer.done, trainer.watchdog, trainer.stop = 17, seen, seen
+    phase = PhaseBatches(1, 10, 20, 8, None, seen.ready)
+    assert trainer._await_rows(phase)
+    assert seen.calls == ["ready 7", "pause", "ready 7", "ready 7", "ready 7", "reset"]
+    assert trainer._await_rows(phase)
+    assert seen.calls[6:] == ["ready 7"]
+
+
+@pytest.mark.parametrize(
+    ("done", "bad", "is_saved"), [(20, 0, True), (20, 2, False), (22, 0, True), (22, 2, True)]
+)
+def test_a_state_after_bad_steps_is_saved_at_the_end_alone(done, bad, is_saved):
+    """Before, a roll-back needs an older one; at the end there is no roll-back any more."""
+    trainer = Trainer.__new__(Trainer)  # as far as a save needs it
+    trainer.job = mock.Mock(patience=0, total_steps=22)
+    trainer.experiment = config.load("experiments/tiny.py")
+    trainer.done, trainer.window, trainer.pending = done, {}, None
+    trainer.held_out, trainer.evaluation = [], {"step": 18, "loss": 1.0}
+    trainer.state = {"bad_in_a_row": np.int32(bad)}
+    trainer.init_sha256, trainer.begun_at, trainer.say = "", 0, mock.Mock()
+    trainer.saves, trainer.lines = mock.MagicMock(), mock.Mock()
+    trainer.watchdog, trainer.context = mock.Mock(), mock.Mock()
+    trainer.job.data_sha256, trainer.job.notes.return_value = "", {}
+    trainer._save()
+    assert trainer.saves.save.called == is_saved and trainer.saves.skip.called != is_saved
+    if is_saved:  # the evaluation is of another step
+        assert trainer.saves.save.call_args.args[3] is None
+
+
+@pytest.mark.parametrize(
+    ("known", "after", "error"),
+    [(54, "roll_back", start.Diverged), (55, "roll_back", start.Failed), (0, "stop", start.Failed)],
+)
+def test_a_run_fails_once_more_steps_are_bad_than_a_state_can_leave_out(known, after, error):
+    """64 can be left out; next to nine bad ones it is the one before them."""
+    trainer = Trainer.__new__(Trainer)
+    trainer.experiment = mock.Mock(optimizer=mock.Mock(after_bad_steps=after))
+    trainer.skipped = tuple(range(known))
+    with pytest.raises(error):
+        trainer._diverged(range(100, 109))
+
+
+@pytest.mark.parametrize(("bad", "in_vain"), [(0, True), (3, False)])
+def test_a_state_that_stands_still_over_bad_steps_is_no_reason_to_end(bad, in_vain):
+    """Its held-out loss stays what it was; what follows is a roll-back."""
+    trainer = Trainer.__new__(Trainer)  # as far as an evaluation needs it
+    trainer.job = types.SimpleNamespace(patience=2, total_steps=99, evaluators=[])
+    trainer.state = {"params": {}, "bad_in_a_row": np.int32(bad)}
+    trainer.clock, metrics = Clock(), []
+    trainer.lines = types.SimpleNamespace(append=lambda line, file: metrics.append(line))
+    trainer.pending = None
+    trainer.held_out, said = [(10, 1.0)], []
+    trainer.say = said.append
+    asked = Evaluator("scores", lambda done: True, lambda *of: {"loss": 1.0}, lambda line: "")
+    for trainer.done in (20, 30):
+        trainer._evaluate([asked])
+    assert len(metrics) == 2
+    assert bool(said) == trainer._is_whole == in_vain

@@ -1,0 +1,227 @@
+"""What is chosen for a text and so many hours."""
+
+import dataclasses
+import json
+import pathlib
+import types
+import unicodedata
+
+import broken
+import pytest
+from small_run import write_text
+
+from bert_jax import config, errors
+from bert_jax.storage.workdir import Workdir
+from bert_jax.tools import auto as dial
+from bert_jax.tools.compare import budget
+
+SENTENCES = {
+    "en": "It is the house of the man that was here with us, and the dog is for sale.",
+    "fr": "Les enfants du village et le maire sont dans une maison qui est au bord des champs.",
+    "de": "Der Mann und die Frau sind nicht in dem Haus, das von den Kindern gebaut ist.",
+    "es": "Los niños del pueblo y el alcalde están en una casa por el río con las vacas.",
+    "pt": "Os meninos não estão em uma casa do povoado com as vacas da avó para comer ao sol.",
+    "ru": "Дети и староста стоят у дома на берегу реки.",
+    "zh": "孩子们在河边的房子里。",
+    "ja": "子供たちは川のそばの家にいます。",
+    "el": "Τα παιδιά είναι στο σπίτι.",
+    "vi": "Những đứa trẻ và ông trưởng làng là người của một ngôi nhà trong các cánh đồng.",
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Text; the current folder; a machine whose speed is known, and small encoders."""
+    write_text(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dial.hardware, "peak_flops", lambda _: 1e9)
+    sizes = [dial.Size(0.0, 1, 64, 8, 1_000), dial.Size(1e13, 2, 128, 8, 1_000)]
+    monkeypatch.setattr(dial, "SIZES", tuple(sizes))
+    monkeypatch.setattr(dial, "_EVAL_ROWS", 8)
+    return tmp_path
+
+
+def timed(monkeypatch, rate):
+    """Steps are done at this rate, and their times asked for are listed."""
+    asked = []
+
+    def laps(experiment, *_):
+        asked.append(experiment)
+        return [{"steps_per_second": rate}]
+
+    monkeypatch.setattr(budget, "laps", laps)
+    return asked
+
+
+@pytest.mark.parametrize("code", SENTENCES)
+def test_a_language_is_known_by_its_letters_or_words(code):
+    for form in ("NFC", "NFD"):
+        assert dial.language_of(unicodedata.normalize(form, SENTENCES[code])) == code
+
+
+@pytest.mark.long
+def test_a_run_is_chosen_once_and_then_goes_on_as_it_is(here, monkeypatch):
+    asked = timed(monkeypatch, rate=0.25)
+    command = "pretrain --text text --hours 0.05 --workdir w"
+    said = broken.said(f"{command} --set data.short_seq_prob=0.2")
+    saved = config.load("w/experiment.json")
+    # 180 seconds are 45 steps, of which 9 evaluations take a third each; the corpus took some, too.
+    assert 30 <= saved.total_steps <= 42
+    assert saved.optimizer.warmup_steps == saved.total_steps // 10
+    assert saved.data.short_seq_prob == 0.2 and len(asked) == 1
+    assert saved.corpus.language == "en" and saved.model.hidden_size == 64
+    for word in ("text:", "model:", "steps:", "expect:"):
+        assert f"\n{word}" in f"\n{said}"
+    origin = json.loads(pathlib.Path("w/origin.json").read_text())
+    assert origin["experiment"] == "the command line"
+
+    broken.said(command)
+    assert len(asked) == 1
+    for other in ("other", "ext"):
+        broken.fails(f"pretrain --text {other} --hours 1 --workdir w", f"--text {other}")
+
+
+def chosen(monkeypatch, *settings, text="text", workdir="w", base=None):
+    """The experiment for three minutes of 4 s a step, and its lines; no corpus is made."""
+    timed(monkeypatch, rate=0.25)
+    made, said = {"splits": {"train": {"tokens": 5_000}}}, []
+    monkeypatch.setattr(dial.corpus, "prepare", lambda *a: said.append(f"{a[2]}") or made)
+    monkeypatch.setattr(dial.corpus, "require_rows", lambda *_: None)
+    progress = types.SimpleNamespace(say=said.append)
+    experiment, _ = dial.chosen(text, 0.05, base, settings, Workdir(workdir), progress)
+    return experiment, said
+
+
+def test_what_is_set_holds_so_that_the_same_command_changes_nothing(here, monkeypatch):
+    given = {"optimizer.warmup_steps": 12, "optimizer.schedule": "wsd", "optimizer.decay_steps": 9}
+    given |= {"run.log_every": 3, "run.eval_every": 7, "run.checkpoint_every": 11}
+    settings = [f"{field}={value}" for field, value in given.items()]
+    settings.append("run.corpus_dir=prepared")
+    experiment, said = chosen(monkeypatch, *settings)
+    assert said[0] == "prepared"  # and not in the workdir, where the run would not look
+    assert 30 <= experiment.total_steps <= 45
+    assert given.items() <= dict(config.flatten(experiment)).items()
+    assert config.override(experiment, settings) == experiment
+
+
+def test_text_is_looked_at_in_the_field_and_encoding_that_are_set(here, monkeypatch):
+    (here / "d.jsonl").write_text(json.dumps({"body": SENTENCES["fr"]}))
+    experiment, _ = chosen(monkeypatch, "corpus.text_field =body", text="d.jsonl")
+    assert (experiment.corpus.language, experiment.corpus.text_field) == ("fr", "body")
+    (here / "d.txt").write_text(SENTENCES["ru"], encoding="utf-16")
+    experiment, _ = chosen(monkeypatch, "corpus.encoding=utf-16", text="d.txt")
+    assert experiment.corpus.language == "ru"
+
+
+def test_of_a_long_document_no_more_is_read_than_is_looked_at(here, monkeypatch):
+    read = []
+
+    def pieces():
+        for _ in range(1_000):
+            read.append(1_000 * "a ")
+            yield read[-1]
+
+    whole = types.SimpleNamespace(pieces=pieces())
+    monkeypatch.setattr(dial.documents, "read_extent", lambda *_: iter([whole]))
+    assert dial.look("text").files == 1 and len(read) < 20
+
+
+def test_a_run_in_the_current_folder_has_a_name(here, monkeypatch):
+    assert chosen(monkeypatch, workdir=".")[0].name == "text"
+
+
+def test_several_processes_are_refused_before_the_text_is_looked_at(here, monkeypatch):
+    place = {"COORDINATOR_ADDRESS": "here:1", "PROCESS_ID": "0", "NUM_PROCESSES": "2"}
+    for name, value in place.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    broken.fails("pretrain --text nowhere --hours 1 --workdir w", "--hours")
+
+
+def test_a_request_to_stop_while_steps_are_timed_stops_the_run(here, monkeypatch):
+    for outcome in ("stopped", "stopped", "failed"):
+        monkeypatch.setattr(budget.pretraining, "pretrain", lambda *_, end=outcome, **__: end)
+        code, out, _ = broken.asked("pretrain --text text --hours 1 --workdir w")
+        assert code == (errors.STOPPED if outcome == "stopped" else errors.FAILED)
+        assert ("run the same command again" in out) == (outcome == "stopped")
+        assert not pathlib.Path("w/experiment.json").exists()
+
+
+def test_more_operations_want_a_larger_encoder(here):
+    text = dial.look("text")
+    small, larger = dial._fresh("w", text, 9e12), dial._fresh("w", text, 1e13)
+    assert small.model.hidden_size == 64
+    assert larger.model.num_hidden_layers == 2 and larger.model.num_attention_heads == 2
+    assert larger.optimizer.peak_learning_rate == 4e-3
+    assert "2.6 nat" in dial.expected(small, 6_300_000)
+    assert "2.2 nat" in dial.expected(small, 2_700_000)
+    assert "2.9" in dial.expected(small, 15_000_000)
+    assert "3.3 nat" in dial.expected(larger, 22_000_000)
+    deeper = dataclasses.replace(small.model, num_hidden_layers=4)
+    assert "2.8 nat" in dial.expected(dataclasses.replace(small, model=deeper), 6_300_000)
+    # Of fewer tokens than were ever measured.
+    assert dial.expected(small, 900_000) == dial.expected(small, 9_000)
+    assert "about" not in dial.expected(small, 9_000)
+
+
+def test_the_page_has_the_rule():
+    page = pathlib.Path(__file__).parents[2] / "docs" / "learning.md"
+    table = page.read_text().split("| from so many operations on |")[1].split("\n\n")[0]
+    rows = [line.strip("| ").replace(",", "").split() for line in table.splitlines()[2:]]
+    numbers = [[float(word) for word in row if word != "|"] for row in rows]
+    assert numbers == [list(map(float, size)) for size in dial.SIZES]
+
+
+def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypatch):
+    broken.said("import run --workdir base")
+    experiment = dial._going_on("w", dial.look("text"), "base")
+    assert experiment.init_from == "base" and experiment.corpus.tokenizer == "base/tokenizer"
+    assert experiment.model.vocab_size == 45 and experiment.optimizer.schedule == "wsd"
+    read = dial.base_lib.read
+
+    def cased(folder):
+        return dataclasses.replace(read(folder), tokenizer=types.SimpleNamespace(case="cased"))
+
+    monkeypatch.setattr(dial.base_lib, "read", cased)
+    monkeypatch.setattr(dial.hardware, "peak_flops", lambda _: 1e9)
+    monkeypatch.setattr(dial, "_EVAL_ROWS", 8)
+    experiment, said = chosen(monkeypatch, base="base")
+    assert experiment.corpus.case == "cased"
+    assert not any("operations" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["--text", "text"], "--hours"),
+        (["--hours", "1"], "--text"),
+        (["--text", "text", "--hours", "0"], "--hours"),
+        (["--text", "text", "--hours", "inf"], "--hours"),
+        (["--text", "text", "--hours", "nan"], "--hours"),
+        (["--text", "nowhere", "--hours", "1"], "nowhere"),
+        (["--text", "text", "--hours", "0.001"], "--hours 0.001"),
+        (["--text", "text", "--hours", "0.001", "--set", "phases.0.steps=9"], "phases.0.steps"),
+        (["--text", "text", "--hours", "1", "--base", "nowhere"], "nowhere"),
+        (["small.py", "--text", "text", "--hours", "1"], "EXPERIMENT"),
+    ],
+)
+def test_what_cannot_be_chosen_is_named(here, monkeypatch, args, named):
+    timed(monkeypatch, rate=0.25)
+    broken.fails(["pretrain", *args, "--workdir", "w"], named)
+    assert not pathlib.Path("w/experiment.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("novels/", "text:novels"),
+        ("./a:b.jsonl.gz", "jsonl:./a:b.jsonl.gz"),
+        ("gs://bucket/novels/", "text:gs://bucket/novels"),
+        ("gs://", "text:gs://"),
+        ("/", "text:/"),
+        ("hf://datasets/a/b/*.parquet", "parquet:hf://datasets/a/b/*.parquet"),
+        ("jsonl:gs://bucket/novels", "jsonl:gs://bucket/novels"),
+        ("tfds:novels", "tfds:novels"),
+    ],
+)
+def test_a_text_is_a_source_by_its_name(path, source):
+    assert config.source_of_text(path) == source
