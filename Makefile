@@ -60,7 +60,8 @@ test-long: $(STAMP)
 
 # Every benchmark at its smallest, a wheel, rounds of another objective, and what is the same bit for
 # bit once more on programs that are compiled as for a user: before a release.
-BITS := tests/tools/verify $(addprefix tests/training/test_,branch.py divergence.py resume.py)
+BITS := tests/tools/verify tests/checkpoints/test_fork.py \
+  $(addprefix tests/running/test_,divergence.py resume.py)
 test-nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly
 	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m 'long and not nightly' -n 3 $(BITS)

@@ -1,7 +1,7 @@
 """A month of 64 hosts in 16 slices of 4, which fail as often as a report says, and more often.
 
-What decides here is what decides in a run, `distributed.slices`: who trains at each start, and when the
-run stops for slices that are back. The clock alone is ours, and fast. How many rows are done of
+`distributed.slices` decides here as in a run: who trains at each start, and when the run stops for
+slices that are back. The clock alone is ours, and fast. How many rows are done of
 those that all booked chips would do undisturbed? A slice that is away counts as lost.
 
 Failures: "The Llama 3 Herd of Models" (2024), table 5: 419 unexpected interruptions in 54 days of

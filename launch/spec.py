@@ -140,10 +140,10 @@ def is_final(code: int) -> bool:
 
 # --- What a slice is called ---------------------------------------------------------------------
 #
-# One spelling, v5e:8x8, is used everywhere else (`bert_jax.tools.plan.topology`). Cloud TPU calls the
-# same slice by a generation and a number, which counts cores up to v5p (two a chip; v4 and v5p join
-# them to one device, but count on) and chips on v5e and v6e. GKE names the generation and the shape
-# in two labels of a node.
+# One spelling, v5e:8x8, is used everywhere else (`bert_jax.tools.plan.topology`). Cloud TPU calls
+# the same slice by a generation and a number, which counts cores up to v5p (two a chip; v4 and v5p
+# join them to one device, but count on) and chips on v5e and v6e. GKE names the generation and the
+# shape in two labels of a node.
 #
 # Sources: Cloud TPU's pages of each generation (cloud.google.com/tpu/docs/v2 to v6e: shapes, types,
 # hosts and VMs), "TPU software versions" (tpu/docs/runtimes), "Plan TPUs in GKE"

@@ -169,7 +169,7 @@ def exports() -> Iterator[tuple[str, str]]:
 
 def plans() -> Iterator[tuple[str, str]]:
     """What is read off programs that a TPU's compiler made."""
-    for path in sorted((ROOT / "tests" / "plan" / "modules").glob("*.txt.gz")):
+    for path in sorted((ROOT / "tests" / "tools" / "plan" / "modules").glob("*.txt.gz")):
         text = gzip.decompress(path.read_bytes()).decode()
         is_module = text.startswith("HloModule")  # else the listing of one kernel
         read = schedule.read(hlo.parse(text)) if is_module else bundles.scheduled_cycles(text)

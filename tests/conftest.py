@@ -31,10 +31,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The files that take minutes: begun first, so that none is left alone at the end.
 LONGEST = (
-    *("training/test_resume", "training/test_processes", "verify/test_verify_resume"),
-    *("training/test_divergence", "training/test_runner", "conformance/test_rules"),
+    *("running/test_resume", "distributed/test_processes", "tools/verify/test_verify_resume"),
+    *("running/test_divergence", "running/test_runner", "tools/conformance/test_rules"),
     *("tasks/test_runs", "interop/test_init_from", "training/test_step", "training/test_sharding"),
-    *("training/test_checkpoint", "tasks/test_predict", "launch/test_rehearsal", "test_bucket"),
+    *("checkpoints/test_checkpoint", "tasks/test_predict", "launch/test_rehearsal", "test_bucket"),
 )
 
 

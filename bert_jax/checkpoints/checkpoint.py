@@ -1,4 +1,4 @@
-"""The state on disk, by Orbax: how it is read. Only `checkpoints.saves`, which writes, imports it, too.
+"""Reading the state of a run from disk, by Orbax; only `checkpoints.saves` also imports it.
 
 A checkpoint is the state of training.step and a little JSON next to it: what the run is, what it
 ran on, and the metrics summed since the last line was written, so that the lines of a resumed run

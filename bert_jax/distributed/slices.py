@@ -4,8 +4,8 @@ A run is booked on slices: groups of hosts, as many in each, of which one or the
 for hours. A start takes those that have come, as many as its batches divide by; slices that come
 later wait, and the run stops for them when more steps are won than lost.
 
-Nothing here waits, asks a clock or knows of sockets, as `distributed.rendezvous` does: it is given who
-comes and when. Times are seconds of one clock, of any origin.
+Nothing here waits, reads a clock or knows of sockets: `distributed.rendezvous` says who comes and
+when. Times are seconds of one clock, of any origin.
 """
 
 import dataclasses

@@ -190,7 +190,7 @@ class Loaded(Base):
         layers: Sequence[int] = (-1,),
         length: Literal["as_is", "unit"] | None = None,
     ) -> np.ndarray:
-        """Returns a vector of each text, float32 [texts, W]; see `bert_jax.embeddings.embed.Features`.
+        """Returns the vector of each text, float32 [texts, W]; see `embeddings.embed.Features`.
 
         What is None is as the run or base says. Longer texts than are read are cut.
         """

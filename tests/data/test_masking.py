@@ -1,4 +1,4 @@
-"""Masks: which, whole words, spans. How many and by what: `bert_jax.tools.conformance.data_rules`."""
+"""Masks: which, whole words, spans. Their number and kinds: `tools.conformance.data_rules`."""
 
 import numpy as np
 from hypothesis import given

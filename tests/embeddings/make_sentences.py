@@ -1,7 +1,7 @@
 """Writes tests/embeddings/sentences.npz: vectors of sentence-transformers, of what `export` wrote.
 
-Run `python tests/embeddings/make_sentences.py FOLDER` in the environment of the project, then in one
-with sentence-transformers 6.2.0 and NumPy: the first writes bases and their exports, the second
+Run `python tests/embeddings/make_sentences.py FOLDER` in the environment of the project, then in
+one with sentence-transformers 6.2.0 and NumPy: the first writes bases and their exports, the second
 asks these.
 """
 

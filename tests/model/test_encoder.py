@@ -1,4 +1,4 @@
-"""Properties of the encoder and its noise. Its numbers: `bert_jax.tools.conformance.model_rules`."""
+"""Properties of the encoder and its noise. Its numbers: `tools.conformance.model_rules`."""
 
 import dataclasses
 

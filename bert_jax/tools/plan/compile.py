@@ -48,7 +48,7 @@ from bert_jax.training import step
 from bert_jax.training.checksums import path_of
 from bert_jax.training.collectives import CompilerOptions
 
-_PACKAGE = pathlib.Path(__file__).parents[1]
+_PACKAGE = pathlib.Path(__file__).parents[2]
 _COMMAND = (sys.executable, "-m", "bert_jax.tools.plan.compile")
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -64,9 +64,10 @@ DUMP = (
 _AT_ONCE = 2
 _POLL_SECONDS = 0.05
 # What a compilation and its reading are made of.
+_PLAN_MODULES = ("bundles", "compile", "hlo", "schedule", "topology", "work")
 _SOURCES = (
     *("config", "hardware.py", "model", "training"),
-    *(f"plan/{name}.py" for name in ("bundles", "compile", "hlo", "schedule", "topology", "work")),
+    *(f"tools/plan/{name}.py" for name in _PLAN_MODULES),
 )
 _KEPT_SECONDS = 30 * 24 * 3600.0
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

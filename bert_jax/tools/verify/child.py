@@ -1,7 +1,7 @@
-"""`python -m bert_jax.tools.verify.child PLAN ARGS...`: `bert-jax ARGS`, killed where the plan says.
+"""`python -m bert_jax.tools.verify.child PLAN ARGS`: `bert-jax ARGS`, killed where the plan says.
 
-PLAN is a `tools.verify.faults.Plan` as JSON. What dies at a place and journals each step is patched into
-the training modules of this process: the runner knows nothing of it.
+PLAN is a `tools.verify.faults.Plan` as JSON. This process patches its training modules so that they
+journal each step and die where the plan says: the runner knows nothing of it.
 """
 
 import hashlib
