@@ -24,8 +24,8 @@ from bert_jax.config import Finetuning
 from bert_jax.distributed import peers as peers_lib
 from bert_jax.interop import huggingface
 from bert_jax.pretraining.loaded import Loaded
-from bert_jax.running import lines as lines_lib
 from bert_jax.running.progress import LineConsole, Progress
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.job import FinetuningJob, finetune
 from bert_jax.training import mesh as mesh_lib
@@ -59,7 +59,7 @@ def one(experiment: Finetuning, place: pathlib.Path, peer: measure.Ask) -> dict[
     finetune(experiment, None, str(place / "run"), Progress(LineConsole(quiet=True)))
     base, workdir = Loaded.of(epath.Path(experiment.init_from)), Workdir(place / "run")
     huggingface.export_weights(base, "encoder", "float32", epath.Path(place / "base"))
-    lines = lines_lib.Lines(workdir.metrics).read()
+    lines = JsonLines(workdir.metrics).read()
     job = FinetuningJob(experiment, workdir, lambda line: None)
     job.read()
     with peers_lib.connected() as peers:

@@ -14,10 +14,10 @@ from small_run import pretrain
 
 from bert_jax.checkpoints.saves import Saves
 from bert_jax.errors import DiskFull
-from bert_jax.running import lines as lines_lib
 from bert_jax.running.progress import Clock, Profile
 from bert_jax.running.runner import Trainer
 from bert_jax.storage import copies
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 
 FULL = "the disk is full; free some space"
@@ -147,7 +147,7 @@ def test_a_disk_on_which_not_all_checkpoints_fit_is_a_note_and_leftovers_go(disk
 
 def test_of_a_line_that_does_not_fit_nothing_is_kept(disk):
     disk.mount("size=16k")
-    lines = lines_lib.Lines(epath.Path(disk.folder) / "lines", "go_on")
+    lines = JsonLines(epath.Path(disk.folder) / "lines", "go_on")
     lines.append({"step": 1, "text": "x" * 3000})
     disk.fill()
     lines.append({"step": 2, "text": "x" * 3000})  # its beginning fits into the file's last block
@@ -160,7 +160,7 @@ def test_of_a_line_that_does_not_fit_nothing_is_kept(disk):
 @pytest.mark.long
 def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, monkeypatch):
     disk.mount("size=8m")
-    append = lines_lib.Lines.append
+    append = JsonLines.append
 
     def fill(self, line):
         if line["step"] == 9:
@@ -172,11 +172,11 @@ def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, mo
 
     command = f"pretrain small.py --workdir {disk.folder}/w --set run.checkpoint_every=5"
     with monkeypatch.context() as patch:
-        patch.setattr(lines_lib.Lines, "append", fill)
+        patch.setattr(JsonLines, "append", fill)
         fails(command, f"{disk.folder}/w/metrics.jsonl: {FULL}", code=74)
     (disk.folder / "others").unlink()
     assert call(command) == (0, "")
-    lines = lines_lib.Lines(disk.folder / "w" / "metrics.jsonl").read()
+    lines = JsonLines(disk.folder / "w" / "metrics.jsonl").read()
     assert [line["step"] for line in lines if line["kind"] == "train"][-1] == 22
 
 

@@ -18,7 +18,7 @@ from etils import epath
 
 from bert_jax.data import build
 from bert_jax.errors import InputError
-from bert_jax.running import lines as lines_lib
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import lock, sealed
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -227,7 +227,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(target, tmp
 def test_lines_are_not_written_through_a_link(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=r"metrics\.jsonl: is a link; remove it"):
-        lines_lib.Lines(epath.Path(tmp_path / "metrics.jsonl")).append({"step": 1})
+        JsonLines(epath.Path(tmp_path / "metrics.jsonl")).append({"step": 1})
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -22,8 +22,8 @@ from bert_jax.checkpoints.checkpoint import Checkpoints, sha256_of
 from bert_jax.config import Experiment
 from bert_jax.data import corpus
 from bert_jax.errors import InputError
-from bert_jax.running.lines import Lines
 from bert_jax.storage import mirror
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import (
     Workdir,
     absolute,
@@ -127,7 +127,7 @@ class Branch(NamedTuple):
                 with named_errors(source):
                     text = source.read_text()
                 write_atomic(target, text)
-                Lines(target).forget_after(self.step)
+                JsonLines(target).forget_after(self.step)
 
 
 def decayed(

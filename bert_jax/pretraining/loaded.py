@@ -29,8 +29,8 @@ from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode
 from bert_jax.pretraining.evaluators import Prediction, Predictor, logits_of
 from bert_jax.pretraining.pretraining import Prepared
-from bert_jax.running import lines as lines_lib
 from bert_jax.storage import mirror
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.text.vocabulary import MASK
 from bert_jax.training import mesh as mesh_lib
@@ -319,6 +319,6 @@ def _restored(
 
 def line_of(workdir: Workdir, kind: str, step: int) -> dict[str, Any] | None:
     """Returns the newest line of metrics.jsonl of a kind and a step; None if there is none."""
-    lines = lines_lib.Lines(workdir.metrics).read()
+    lines = JsonLines(workdir.metrics).read()
     of_step = [x for x in lines if x.get("kind") == kind and x["step"] == step]
     return of_step[-1] if of_step else None

@@ -25,8 +25,8 @@ from bert_jax.model import flops
 from bert_jax.pretraining import evaluators
 from bert_jax.running import session
 from bert_jax.running.job import Evaluator, Job, PhaseBatches, every
-from bert_jax.running.lines import Lines
 from bert_jax.running.progress import Progress
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import feed, own
@@ -409,7 +409,7 @@ class PretrainingJob(Job):
         scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
         lost, base = "", self.experiment.init_from
         if base and "similar" in line and line["step"]:
-            lost = evaluators.vectors_lost(line, Lines(self.workdir.metrics).read(), base)
+            lost = evaluators.vectors_lost(line, JsonLines(self.workdir.metrics).read(), base)
         return f"probes: {', '.join(scores)}{lost}"
 
     def _when_probed(self, operations: int) -> Callable[[int], bool]:

@@ -5,20 +5,15 @@ same machine two runs, one of them killed and resumed as often as you like, writ
 other cores or devices round sums otherwise. What depends on the hour stands in timings.jsonl.
 """
 
-import hashlib
-import json
-import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from etils import epath
 
-from bert_jax import errors
-from bert_jax.errors import InputError
-from bert_jax.storage.workdir import DiskFull, Workdir, named_errors, no_link, write_atomic
+from bert_jax.storage.json_lines import JsonLines
+from bert_jax.storage.workdir import Workdir
 
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
 
@@ -70,97 +65,6 @@ def in_vain(held_out: Sequence[tuple[int, float]], patience: int) -> bool:
     return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
 
-class Lines:
-    """A file of JSON lines, each with a `step`, flushed as it is written."""
-
-    def __init__(self, path: epath.Path, when_full: Literal["stop", "go_on"] = "stop"):
-        # On a full disk `go_on` lets lines wait until there is space.
-        self._path, self._when_full = path, when_full
-        self._waiting = ""
-
-    def append(self, line: dict[str, Any]) -> None:
-        """Adds a line, with numbers that read back as the same bits."""
-        self._waiting += json.dumps(line, allow_nan=False) + "\n"
-        try:
-            self._write()
-        except DiskFull:
-            if self._when_full == "stop":
-                raise
-
-    def _write(self) -> None:
-        name = os.fspath(self._path)
-        # Without a buffer, which would hold what a full disk refused, and write it when it closes.
-        with named_errors(self._path), open(name, "ab", buffering=0, opener=no_link) as file:
-            before, left = file.tell(), self._waiting.encode()
-            try:
-                while left:
-                    left = left[file.write(left) :]
-                os.fsync(file.fileno())
-            except OSError:
-                file.truncate(before)
-                raise
-        self._waiting = ""
-
-    def flush(self) -> None:
-        """Writes what is not written yet: these lines are there, no matter what follows."""
-        if self._waiting:
-            self._write()
-
-    def read(self) -> list[dict[str, Any]]:
-        """Returns all whole lines; a last one cut off by a kill is left out."""
-        lines = []
-        for number, text in enumerate(self._raw(), 1):
-            if text.endswith(b"\n"):
-                with errors.reading(f"{self._path}:{number}", "mend or remove it"):
-                    line = json.loads(text)
-                    line["step"] = int(line["step"])
-                    lines.append(line)
-        return lines
-
-    def forget_after(self, step: int, written: dict[str, Any] | None = None) -> int:
-        """Drops lines of later steps, which will be done again, those not yet written among them.
-
-        `written` is what `written` returned at this step's checkpoint. A file that is not there is
-        taken for removed on purpose: returns how many lines it had.
-        """
-        self.flush()
-        if written and (damage := self.damage(step, written)):
-            raise InputError(
-                f"{self._path}: damaged, {damage}; put the whole file back, or remove it to go on "
-                "without its lines"
-            )
-        if not self._path.exists():
-            return written["lines"] if written else 0
-        lines = [line for line in self.read() if line["step"] <= step]
-        write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
-        return 0
-
-    def written(self) -> dict[str, Any]:
-        """Returns how many lines there are, and their SHA-256; see `damage`."""
-        return _tally(self._raw())
-
-    def damage(self, step: int, written: dict[str, Any]) -> str:
-        """Returns what is wrong with the lines `written` up to a checkpoint; "" if nothing is."""
-        if not self._path.exists():
-            return ""
-        tally = _tally(self._raw()[: sum(line["step"] <= step for line in self.read())])
-        if tally == written:
-            return ""
-        if missing := max(written["lines"] - tally["lines"], 0):
-            return f"{missing} of the {written['lines']} lines up to step {step} are missing"
-        return f"the lines up to step {step} are not those that were written"
-
-    def _raw(self) -> list[bytes]:
-        if not self._path.exists():
-            return []
-        with named_errors(self._path):
-            return self._path.read_bytes().splitlines(keepends=True)
-
-
-def _tally(lines: list[bytes]) -> dict[str, Any]:
-    return {"lines": len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
-
-
 class Spikes:
     """Finds training lines in which a step's loss jumps."""
 
@@ -195,12 +99,12 @@ class RunLines:
 
     def __init__(self, workdir: Workdir, when_full: Literal["stop", "go_on"], writes: bool):
         self._writes = writes
-        self.metrics = Lines(workdir.metrics, when_full)
-        self.timings = Lines(workdir.timings, when_full)
+        self.metrics = JsonLines(workdir.metrics, when_full)
+        self.timings = JsonLines(workdir.timings, when_full)
         # Whose lines up to a checkpoint never change again.
         self._lasting = {
             "metrics.jsonl": self.metrics,
-            "predictions.jsonl": Lines(workdir.predictions, when_full),
+            "predictions.jsonl": JsonLines(workdir.predictions, when_full),
         }
         self.spikes = Spikes()
 
@@ -220,7 +124,7 @@ class RunLines:
             lines.flush()
 
     def written(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps about its lines; see `Lines.written`."""
+        """Returns what a checkpoint keeps about its lines; see `JsonLines.written`."""
         return {name: lines.written() for name, lines in self._lasting.items() if self._writes}
 
     def go_on_from(self, step: int, written: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

@@ -24,7 +24,7 @@ from flax import traverse_util
 
 from bert_jax import config
 from bert_jax.errors import InputError, printable
-from bert_jax.running.lines import Lines
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, read_json, write_json
 
 _FORMAT_VERSION = 1
@@ -215,8 +215,10 @@ def _follow(
 def _lines(workdir: Workdir) -> list[tuple[str, int, dict[str, float]]]:
     """Returns (group, step, numbers) of all lines of a run, in the order of their steps."""
     # First the timings: no metrics of a later step are read before those of an earlier one.
-    lines = [x | {"kind": "timings"} for x in Lines(workdir.timings).read() if x["kind"] == "train"]
-    lines += Lines(workdir.metrics).read()
+    lines = [
+        x | {"kind": "timings"} for x in JsonLines(workdir.timings).read() if x["kind"] == "train"
+    ]
+    lines += JsonLines(workdir.metrics).read()
     parts = [(line.pop("kind"), line.pop("step"), _numbers(line)) for line in lines]
     return sorted(parts, key=lambda line: line[1])
 

@@ -20,6 +20,7 @@ from bert_jax.running import lines as lines_lib
 from bert_jax.running import session, start
 from bert_jax.running.job import Evaluator, Result
 from bert_jax.running.runner import Trainer
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import step
 
@@ -49,7 +50,7 @@ def poison(monkeypatch, poisoned: set[int], name="masked_lm_weights", value=np.n
 
 
 def lines_of(workdir, name="metrics") -> list[dict]:
-    return lines_lib.Lines(getattr(Workdir(workdir), name)).read()
+    return JsonLines(getattr(Workdir(workdir), name)).read()
 
 
 def words() -> int:

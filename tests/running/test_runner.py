@@ -24,11 +24,11 @@ from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
 from bert_jax.pretraining import evaluators, pretraining
-from bert_jax.running import lines as lines_lib
 from bert_jax.running import session, start
 from bert_jax.running.job import Evaluator, PhaseBatches
 from bert_jax.running.progress import Clock, Progress
 from bert_jax.running.runner import Trainer
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.text import tokenizer
 from bert_jax.training import step
 
@@ -154,7 +154,7 @@ def test_text_in_brackets_is_shown_as_it_is(capsys):
 
 
 def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path):
-    lines = lines_lib.Lines(epath.Path(tmp_path / "m.jsonl"))
+    lines = JsonLines(epath.Path(tmp_path / "m.jsonl"))
     for number in (1, 2, 3):
         lines.append({"step": number, "x": 0.1})
     with open(tmp_path / "m.jsonl", "a") as file:
@@ -198,7 +198,7 @@ def test_a_line_cut_off_in_timings_is_not_glued_to_the_next(file, run):
         out.write('{"step": 22, "ti')
     shutil.rmtree(run / "checkpoints" / "22")
     pretrain(file, run)
-    assert lines_lib.Lines(epath.Path(timings)).read()[-1]["step"] == 22
+    assert JsonLines(epath.Path(timings)).read()[-1]["step"] == 22
 
 
 @pytest.mark.long

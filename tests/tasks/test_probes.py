@@ -21,7 +21,7 @@ from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Parallelism
 from bert_jax.errors import InputError
 from bert_jax.pretraining import evaluators
-from bert_jax.running.lines import Lines
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.tasks import probes
 from bert_jax.tasks.adapted import Reader, run_rows
 from bert_jax.tasks.similar import Similar
@@ -80,7 +80,9 @@ def probed(folder, *names):
 
 
 def lines(workdir):
-    return [line for line in Lines(workdir / "metrics.jsonl").read() if line["kind"] == "probes"]
+    return [
+        line for line in JsonLines(workdir / "metrics.jsonl").read() if line["kind"] == "probes"
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -154,12 +156,12 @@ def test_probes_run_before_between_and_after_and_change_nothing(folder, finished
     # Which words there are is in their embeddings from the start.
     assert found[0]["scores"]["letters"] > 0.75 and found[0]["scores"]["words"] > 0.6
     workdirs = tmp_path / "with", finished_run / "run"
-    with_, without = (Lines(workdir / "metrics.jsonl").read() for workdir in workdirs)
+    with_, without = (JsonLines(workdir / "metrics.jsonl").read() for workdir in workdirs)
     assert [line for line in with_ if line["kind"] != "probes"] == without
     states = [final_state(workdir)[1]["params"] for workdir in workdirs]
     word = [state["encoder"]["embeddings"]["word"]["embedding"] for state in states]
     np.testing.assert_array_equal(*word)
-    timings = Lines(tmp_path / "with" / "timings.jsonl").read()
+    timings = JsonLines(tmp_path / "with" / "timings.jsonl").read()
     assert sum(line.get("probes_seconds", 0) > 0 for line in timings) >= 2
     broken.said(f"report {tmp_path}/with")
     page = (tmp_path / "with" / "report.html").read_text()

@@ -8,8 +8,8 @@ from etils import epath
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError
 from bert_jax.pretraining import pretraining
-from bert_jax.running.lines import Lines
 from bert_jax.running.progress import Progress
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 
 
@@ -77,7 +77,7 @@ def laps(
         outcome = pretraining.pretrain(short, workdir, "keep", progress)
         if outcome != "finished":
             raise Stopped(outcome)
-        lines = Lines(workdir.timings).read()
+        lines = JsonLines(workdir.timings).read()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     trained = {line["step"]: line for line in lines if line["kind"] == "train"}

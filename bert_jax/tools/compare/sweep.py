@@ -17,10 +17,10 @@ from etils import epath
 from bert_jax import config
 from bert_jax.config import Finetuning
 from bert_jax.errors import InputError, naming
-from bert_jax.running import lines as lines_lib
 from bert_jax.running import session
 from bert_jax.running.progress import Progress
 from bert_jax.storage import buckets, mirror
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.tasks import job
 from bert_jax.tools.report.render import Table
 
@@ -98,7 +98,7 @@ def run(
         progress.say(f"sweep {number} of {len(of)}: {member.folder}")
         # A finished run ends at once, unless its base or its examples are others now.
         outcome = job.finetune(member.experiment, base, os.fspath(place), progress, member.origin)
-        lines = lines_lib.Lines(mirror.opened(place).metrics).read()
+        lines = JsonLines(mirror.opened(place).metrics).read()
         scored = [line for line in lines if line["kind"] == "scores"]
         best = max(scored, key=lambda line: line["score"], default=None)
         one |= {"outcome": outcome, "last": scored[-1] if scored else None, "best": best}

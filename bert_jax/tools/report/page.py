@@ -17,8 +17,8 @@ from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import InputError, reading
 from bert_jax.pretraining.pretraining import Prepared
-from bert_jax.running.lines import Lines
 from bert_jax.storage import buckets
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, write_atomic
 from bert_jax.tools.report import comparison, curves, figures, times
 from bert_jax.tools.report.figures import Figure
@@ -69,7 +69,7 @@ def _require_whole(record: Record) -> None:
         saved = Checkpoints(workdir.checkpoints)
         metadata = saved.metadata(saved.named("newest"))
     for name, written in metadata.get("lines", {}).items():
-        if damage := Lines(workdir.root / name).damage(metadata["step"], written):
+        if damage := JsonLines(workdir.root / name).damage(metadata["step"], written):
             raise InputError(
                 f"{workdir.named}/{name}: {damage}; put the whole file back, or remove it to go on "
                 "without its lines"

@@ -18,8 +18,9 @@ from bert_jax.data import batches, corpus, draws, masking, mixture, pairs, sente
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
 from bert_jax.pretraining.pretraining import Prepared
-from bert_jax.running.lines import EVALUATIONS, Lines
+from bert_jax.running.lines import EVALUATIONS
 from bert_jax.storage import mirror
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment, read_json
 from bert_jax.tasks import layers
 from bert_jax.tools.plan import report as plan_report
@@ -70,8 +71,8 @@ class Record:
         def of_file(path: Any, format_version: int, mend: str) -> dict[str, Any]:
             return read_json(path, format_version, mend, mend) if path.exists() else {}
 
-        lines = Lines(workdir.metrics).read()
-        timings = Lines(workdir.timings).read()
+        lines = JsonLines(workdir.metrics).read()
+        timings = JsonLines(workdir.timings).read()
         with reading(workdir.timings):
             last = timings[-1] if timings else {"kind": "end", "outcome": "not started"}
             state = last["outcome"] if last.get("kind") == "end" else "killed"
@@ -84,7 +85,7 @@ class Record:
             train=[line for line in lines if line.get("kind") == "train"],
             evaluation=[line for line in lines if line.get("kind") in EVALUATIONS],
             probes=[line for line in lines if line.get("kind") == "probes"],
-            predictions=Lines(workdir.predictions).read(),
+            predictions=JsonLines(workdir.predictions).read(),
             timings=timings,
             plan=of_file(workdir.plan, plan_report.FORMAT_VERSION, _PLANNED_AGAIN),
             layers=of_file(workdir.layers, layers.FORMAT_VERSION, _ASKED_AGAIN),

@@ -21,8 +21,8 @@ from bert_jax.checkpoints.checkpoint import Restored
 from bert_jax.checkpoints.saves import Saves
 from bert_jax.data import corpus
 from bert_jax.pretraining import evaluators
-from bert_jax.running import lines as lines_lib
 from bert_jax.running import start
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.tools.verify.faults import Fault, Plan, files_below
 from bert_jax.training import step
 
@@ -60,7 +60,7 @@ class _Child:
             (evaluators.Watched, "ask", self._watch),
             (Saves, "save", self._save),
             (start, "_start", self._restore),
-            (lines_lib.Lines, "forget_after", self._open),
+            (JsonLines, "forget_after", self._open),
             (corpus, "prepare", self._prepare),
         ):
             setattr(owner, name, _between(around, getattr(owner, name)))

@@ -16,7 +16,7 @@ from typing import Literal
 
 from bert_jax import errors
 from bert_jax.config import Experiment
-from bert_jax.running.lines import Lines
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tools.verify import compare
 from bert_jax.tools.verify.compare import Execution, Journal
@@ -68,8 +68,10 @@ class Undisturbed:
     ) -> "Undisturbed":
         """Reads it off the workdir of a finished run, and its journal."""
         total, run, workdir = experiment.total_steps, experiment.run, Workdir(root)
-        laps = [x for x in Lines(workdir.timings).read() if x["kind"] == "train" and x["steps"]]
-        rows = max(x["rows"] for x in Lines(workdir.metrics).read() if x["kind"] == "evaluation")
+        laps = [x for x in JsonLines(workdir.timings).read() if x["kind"] == "train" and x["steps"]]
+        rows = max(
+            x["rows"] for x in JsonLines(workdir.metrics).read() if x["kind"] == "evaluation"
+        )
         return cls(
             (*range(run.checkpoint_every, total, run.checkpoint_every), total),
             (*range(run.eval_every, total, run.eval_every), total),

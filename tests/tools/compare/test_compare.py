@@ -17,7 +17,7 @@ from made import COLUMNS, Quiet, compare, fake_runs, small, write_table, write_t
 from small_run import bert_jax, killed
 
 from bert_jax import config, errors
-from bert_jax.running.lines import Lines
+from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tools.compare import results, runs
 from bert_jax.tools.compare.results import Results, sha256
@@ -326,7 +326,7 @@ def test_a_table_killed_in_the_middle_goes_on_without_redoing_runs(here):
     assert again.returncode == 0, again.stderr
     starts = []
     for folder in ("base-0", "wide-0", "base-7"):
-        lines = Lines(Workdir(only(f"runs/{folder}")).timings).read()
+        lines = JsonLines(Workdir(only(f"runs/{folder}")).timings).read()
         starts.append(sum(line["kind"] == "start" for line in lines))
     assert starts == [1, 2, 1]
     for one, two in zip(whole, record()["runs"], strict=True):
@@ -334,7 +334,7 @@ def test_a_table_killed_in_the_middle_goes_on_without_redoing_runs(here):
             assert values.pop("cpu_seconds") > 0
         assert one == two
     run = whole[-1]["values"]
-    lines = Lines(Workdir(only("tasks/wide-7-*/small")).metrics).read()
+    lines = JsonLines(Workdir(only("tasks/wide-7-*/small")).metrics).read()
     scores = [line["score"] for line in lines if line["kind"] == "scores"]
     assert run["finetune:task.py"] == scores[-1] and 0 <= run["probe:task.py"] <= 1
 
@@ -347,7 +347,7 @@ def test_a_real_run_is_measured(here):
     (here / "table.py").write_text(text.replace("(0, 7)", "(0,)"))
     assert compare() == 0
     (run,) = record()["runs"]
-    lines = Lines(Workdir(only("runs/base-0")).metrics).read()
+    lines = JsonLines(Workdir(only("runs/base-0")).metrics).read()
     (last,) = (line for line in lines if line["kind"] == "evaluation")
     assert run["values"]["loss"] == last["masked_lm_loss"]
     assert run["values"]["cpu_seconds"] > 0
