@@ -68,7 +68,7 @@ def makers(split: list[list[str]], vocab: list[str]) -> dict[str, Callable[[], f
     turns = {}
     for length, predictions in WIDTHS:
         for masking in ("piece", "whole_word"):
-            data, shape = Data(masking=masking), batches.Shape(length, predictions, BATCH)
+            data, shape = Data(masking=masking), batches.BatchShape(length, predictions, BATCH)
             plans = Plans(ids, (0, "train", 0), length, data.short_seq_prob)
             made = batches.TrainBatches(plans, batches.Ids.of(tokenizer), data, shape)
             turns[f"{length}_{masking}"] = lambda made=made, length=length: turn(made, length)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from bert_jax import config
 from bert_jax.config import Experiment
 from bert_jax.distributed import slices
-from bert_jax.distributed.slices import RollCall, Terms
+from bert_jax.distributed.slices import RollCall, SlicePolicy
 
 BOOKED, HOSTS = 16, 4
 DAY, MONTH = 86_400.0, 30 * 86_400.0
@@ -84,8 +84,10 @@ class Month:
     ):  # fmt: skip
         self.random, self.end = random.Random(seed), days * DAY
         shards = HOSTS * chips
-        fits = functools.cache(lambda n: slices.placed(of(rows), n, BOOKED, shards) is not None)
-        self.terms = Terms(BOOKED, HOSTS, wait, 900.0, fits)
+        fits = functools.cache(
+            lambda n: slices.fit_to_slices(of(rows), n, BOOKED, shards) is not None
+        )
+        self.terms = SlicePolicy(BOOKED, HOSTS, wait, 900.0, fits)
         self.every = 1 / (A_CHIP * BOOKED * shards * factor)  # seconds from failure to failure
         self.back = dict.fromkeys(range(BOOKED), 0.0)  # when each slice's machines are there
         self.why = dict.fromkeys(range(BOOKED), WAIT)  # what took it away last

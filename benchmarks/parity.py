@@ -184,7 +184,7 @@ def training(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dic
     """Batches, learning rates and losses of 50 steps."""
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     cfg, total = experiment.optimizer, experiment.total_steps
-    objective = objective_lib.of_phase(experiment, 0)
+    objective = objective_lib.make_objective(experiment, 0)
     state = step.init_state(objective, cfg, 0) | {"params": trained.params}
     # A copy: the step is given its state to keep.
     state = jax.device_put(jax.tree.map(jnp.copy, state), mesh_lib.replicated(mesh))
@@ -192,7 +192,7 @@ def training(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dic
     arrays, losses = {}, []
     for number in range(STEPS):
         phase, first = experiment.phase_at(number)
-        objective = objective_lib.of_phase(experiment, phase)
+        objective = objective_lib.make_objective(experiment, phase)
         spec = step.StepSpec(objective, cfg, experiment.parallelism, 1, mesh)
         train_step = step.make_train_step(spec, total)
         batch = prepared.train_batches(experiment, phase).batch(number - first, rows)

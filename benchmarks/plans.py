@@ -19,7 +19,7 @@ from bert_jax import config
 from bert_jax.errors import InputError
 from bert_jax.tools.plan import compile as compile_lib
 from bert_jax.tools.plan import estimate, report, topology
-from bert_jax.tools.plan.compile import Job
+from bert_jax.tools.plan.compile import CompileJob
 
 ROOT = pathlib.Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "plans"
@@ -95,11 +95,13 @@ def golden_file(name: str, slice_: str, settings: tuple[str, ...]) -> pathlib.Pa
     return GOLDEN / f"{name}_{slice_.replace(':', '_')}{checked}.json"
 
 
-def jobs_of(name: str, slices: Sequence[str], settings: Sequence[str] = ()) -> list[Job]:
+def jobs_of(name: str, slices: Sequence[str], settings: Sequence[str] = ()) -> list[CompileJob]:
     """Returns every phase of an experiment on every slice."""
     experiment = config.override(config.load(str(ROOT / "experiments" / f"{name}.py")), settings)
     phases = range(len(experiment.phases))
-    return [Job(experiment, number, topology.parse(one)) for one in slices for number in phases]
+    return [
+        CompileJob(experiment, number, topology.parse(one)) for one in slices for number in phases
+    ]
 
 
 def golden(name: str, slice_: str, settings: tuple[str, ...]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from bert_jax.data import build, corpus, stream
 from bert_jax.data.batches import TrainBatches
 from bert_jax.distributed import peers as peers_lib
 from bert_jax.pretraining.pretraining import Prepared, PretrainingJob
-from bert_jax.storage.workdir import COMPLETE, Workdir, sealed
+from bert_jax.storage.workdir import COMPLETE, Workdir, with_checksum
 from bert_jax.text import sources as text_sources
 from bert_jax.training import feed
 from bert_jax.training import mesh as mesh_lib
@@ -97,7 +97,7 @@ def write_corpus(folder: pathlib.Path, size: float) -> None:
     manifest["sources"] = text_sources.fingerprint(scaled.corpus)
     manifest["files"] = build.listed(made)
     manifest.pop("checksum")
-    (made / "manifest.json").write_text(json.dumps(sealed(manifest)))
+    (made / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
     (made / COMPLETE).touch()
 
 

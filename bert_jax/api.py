@@ -46,7 +46,7 @@ def load(place: Path, checkpoint: str = "newest", code: Path | None = None) -> L
     if code is not None:
         name_file(os.fspath(code))
     folder = epath.Path(place)
-    run = mirror.opened(folder)
+    run = mirror.open_workdir(folder)
     theirs = (run.root / "config.json").exists() and not run.experiment.exists()
     if not theirs or base_lib.is_base(run.root):
         return Loaded.of(folder, which=checkpoint)
@@ -97,7 +97,7 @@ def _opened(experiment: Experiment | Path, workdir: Path | None) -> tuple[Experi
     if not isinstance(experiment, Experiment):
         experiment = config.load(os.fspath(experiment))
     root = f"runs/{experiment.name}" if workdir is None else workdir
-    return experiment, mirror.opened(root, experiment.run.corpus_dir, "write")
+    return experiment, mirror.open_workdir(root, experiment.run.corpus_dir, "write")
 
 
 # --- a batch as text ------------------------------------------------------------------------------

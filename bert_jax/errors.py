@@ -96,7 +96,7 @@ def json_object(content: str | bytes, where: object, remedy: str = "") -> dict[s
 
 
 @contextlib.contextmanager
-def naming(where: str) -> Iterator[None]:
+def prefix_errors(where: str) -> Iterator[None]:
     """Has input errors begin with where the input stands: a flag, a field, a file."""
     try:
         yield
@@ -115,7 +115,7 @@ def excerpt(text: str, longest: int = 40) -> str:
     return repr(text) if is_whole else f"{text[:longest]!r}... ({len(text)} characters)"
 
 
-def quantity(count: int, one: str) -> str:
+def pluralize(count: int, one: str) -> str:
     """Returns a number and its noun: 1 file, 2,000 files."""
     return f"{count:,} {one}{'s' * (count != 1)}"
 

@@ -75,7 +75,7 @@ def _local_problem(args: argparse.Namespace, command: Sequence[str] | None) -> s
 
 def _rent(args: argparse.Namespace) -> int:
     """Launches on rented machines: prints the script, or checks what it launches and becomes it."""
-    from bert_jax.storage.workdir import named_errors, write_atomic
+    from bert_jax.storage.workdir import translate_os_errors, write_atomic
     from bert_jax.tools.plan import topology
 
     from . import checks, gke, spec, tpu_vm
@@ -103,7 +103,7 @@ def _rent(args: argparse.Namespace) -> int:
         return errors.FINISHED
     checks.check(what, force, args.price_per_chip_hour)
     path = spec.staging(what.name) / "launch.sh"
-    with named_errors(path):
+    with translate_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, script)
     spec.say(f"running {path}")

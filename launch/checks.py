@@ -97,7 +97,7 @@ def workdir_is_writable(spec: Spec) -> None:
     place = experiment.run.corpus_dir
     if place and not place.startswith("gs://"):
         raise InputError(f"run.corpus_dir={place}: rented machines do not see it; name a bucket")
-    workdir = mirror.opened(spec.workdir, place, "write")
+    workdir = mirror.open_workdir(spec.workdir, place, "write")
     buckets.require_writable(workdir.named)
 
 
@@ -106,7 +106,7 @@ def corpus_is_healthy(spec: Spec) -> None:
     from bert_jax.tools import doctor
     from bert_jax.tools.doctor import corpus as corpus_lib
 
-    corpus = mirror.opened(spec.workdir, spec.experiment.run.corpus_dir, "write").corpus
+    corpus = mirror.open_workdir(spec.workdir, spec.experiment.run.corpus_dir, "write").corpus
     if not buckets.exists(corpus / COMPLETE):
         raise InputError(
             f"{corpus}: no prepared corpus, which machines that cost by the hour would make first; "

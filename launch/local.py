@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from bert_jax import errors
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import named_errors, write_atomic
+from bert_jax.storage.workdir import translate_os_errors, write_atomic
 from bert_jax.tools.verify import pod
 
 from .spec import EXPERIMENT, Spec, is_final, say, script_that_writes, specify, staging
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
     if args.dry_run:
         print("\n".join(_script(spec, file, args)))
         return errors.FINISHED
-    with named_errors(file):
+    with translate_os_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         for name, text in {EXPERIMENT: spec.config, **spec.code}.items():
             write_atomic(file.with_name(name), text)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
     return ended.code
 
 
-def _pod(command: Sequence[str], args: argparse.Namespace) -> pod.Ended:
+def _pod(command: Sequence[str], args: argparse.Namespace) -> pod.ProcessResult:
     """Runs a command in a pod; `bert-jax` is that of this interpreter, whatever is on the path."""
     if command[0] == "bert-jax":
         command = [sys.executable, "-m", "bert_jax.cli", *command[1:]]

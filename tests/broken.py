@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from small_run import write_text
 
 from bert_jax import cli
-from bert_jax.storage.workdir import sealed
+from bert_jax.storage.workdir import with_checksum
 
 
 def finished_run(folder: pathlib.Path) -> pathlib.Path:
@@ -178,7 +178,7 @@ def change_json(name: str, change: Callable[[dict], object]) -> Callable[[], obj
     def edit():
         value = json.loads(path(name).read_text())
         change(value)
-        path(name).write_text(json.dumps(sealed(value) if "checksum" in value else value))
+        path(name).write_text(json.dumps(with_checksum(value) if "checksum" in value else value))
 
     return edit
 

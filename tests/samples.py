@@ -28,7 +28,7 @@ MODEL = Model(
     max_position_embeddings=32,
 )
 IDS = batches.Ids(0, 2, 3, 4, 100, np.zeros(100, bool))
-SHAPE = batches.Shape(sequence_length=16, max_predictions=3, batch_size=8)
+SHAPE = batches.BatchShape(sequence_length=16, max_predictions=3, batch_size=8)
 # The gradient of a key bias is zero but for rounding, which Adam with a small eps would blow up
 # into a parameter: nothing to compare.
 OPTIMIZER = Optimizer(
@@ -51,7 +51,7 @@ def small_stream(documents: int = 12, seed: int = 0) -> stream.Stream:
 
 
 def train_batches(
-    shape: batches.Shape = SHAPE, phase: int = 0, data: Data | None = None
+    shape: batches.BatchShape = SHAPE, phase: int = 0, data: Data | None = None
 ) -> batches.TrainBatches:
     data, names = data or Data(), (0, "train", phase)
     widths = shape.sequence_length, data.short_seq_prob
@@ -69,7 +69,7 @@ def run(
     model: Model = MODEL,
     optimizer: Optimizer = OPTIMIZER,
     parallelism: Parallelism | None = None,
-    shape: batches.Shape = SHAPE,
+    shape: batches.BatchShape = SHAPE,
     change_state: Callable[[dict], object] = lambda state: None,
     change_batch: Callable[[dict], object] = lambda batch: None,
     learns: type[Pretraining] = Pretraining,

@@ -234,7 +234,7 @@ def test_rights_on_objects_suffice_to_save_and_to_remove_old_checkpoints(
     names = {name.removeprefix(folder) for name in objects.files("run/profile/")}
     assert {name.split(".", 2)[2] for name in names} == {"trace.json.gz", "xplane.pb"}
     buckets.write(FOLDER / "plan.json", "{}")
-    assert mirror.opened(FOLDER).plan.read_text() == "{}"
+    assert mirror.open_workdir(FOLDER).plan.read_text() == "{}"
 
 
 # --- What cannot be reached ---
@@ -296,7 +296,7 @@ SHOW = "show small.py --set run.corpus_dir=gs://bucket/corpus"
 def remote(objects, copy_of_run):
     """A corpus in the bucket, its text, and this host's copy."""
     assert call(PREPARE) == (0, "")
-    copy = corpus.here(epath.Path("gs://bucket/corpus"))
+    copy = corpus.local_corpus(epath.Path("gs://bucket/corpus"))
     objects.writes.clear()
     return pathlib.Path(copy)
 
@@ -319,7 +319,7 @@ def test_a_damaged_copy_is_mended(remote):
     whole = path.read_bytes()
     for damaged in (whole[:-2], whole[:-1] + bytes([whole[-1] ^ 1])):
         path.write_bytes(damaged)
-        corpus.here(epath.Path("gs://bucket/corpus"))
+        corpus.local_corpus(epath.Path("gs://bucket/corpus"))
         assert path.read_bytes() == whole
 
 
@@ -371,7 +371,7 @@ def test_a_corpus_removed_from_its_bucket_is_made_again_and_another_ones_copy_go
         assert objects.files().keys() == before.keys()
     new = json.loads(objects.files()["corpus/manifest.json"])
     assert new["splits"] != json.loads(before["corpus/manifest.json"])["splits"]
-    copy = corpus.here(epath.Path("gs://bucket/corpus"))
+    copy = corpus.local_corpus(epath.Path("gs://bucket/corpus"))
     assert json.loads((copy / "manifest.json").read_text()) == new
     assert len(corpus.open_stream(copy, "train").ids) == new["splits"]["train"]["tokens"]
 

@@ -77,7 +77,7 @@ def test_experiments_run_a_shrunk_step_a_phase(name):
     state = step.init_state(Pretraining(experiment.model), experiment.optimizer, experiment.seed)
     for number, phase in enumerate(experiment.phases):
         objective = objective_lib.of(experiment.model_of(number), experiment.data)
-        shape = batches.Shape(
+        shape = batches.BatchShape(
             phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size
         )
         train = samples.train_batches(shape, number)

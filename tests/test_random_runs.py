@@ -16,7 +16,7 @@ from bert_jax import config
 from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Parallelism
 from bert_jax.storage import workdir
-from bert_jax.storage.workdir import load_experiment, sealed
+from bert_jax.storage.workdir import load_experiment, with_checksum
 from bert_jax.tools.plan import estimate
 from bert_jax.tools.plan import report as plan_report
 from bert_jax.tools.report import figures, page
@@ -54,7 +54,7 @@ def run(finished_run, tmp_path_factory):
     """The workdir of a finished and planned run; its paths are relative."""
     folder = tmp_path_factory.mktemp("random") / "run"
     shutil.copytree(finished_run, folder)
-    (folder / "run" / "plan.json").write_text(json.dumps(sealed(PLAN)))
+    (folder / "run" / "plan.json").write_text(json.dumps(with_checksum(PLAN)))
     with contextlib.chdir(folder):
         yield pathlib.Path("run")
 

@@ -19,7 +19,7 @@ from etils import epath
 from bert_jax.data import build
 from bert_jax.errors import InputError
 from bert_jax.storage.json_lines import JsonLines
-from bert_jax.storage.workdir import lock, sealed
+from bert_jax.storage.workdir import lock, with_checksum
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "bert_jax").rglob("*.py"))
@@ -111,7 +111,7 @@ def names_a_module(folder: pathlib.Path) -> None:
     name = path.relative_to(folder).as_posix()
     manifest["files"] = build.listed(epath.Path(folder))
     assert name in manifest["files"]
-    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
+    (folder / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
 
 
 def test_a_corpus_whose_features_name_a_module_is_refused_and_imports_nothing(
@@ -204,7 +204,7 @@ def hostile_run(run: pathlib.Path, outside: pathlib.Path) -> None:
     (run / "report.html").symlink_to(outside / "file")
     origin = json.loads((run / "origin.json").read_text())
     origin |= {"experiment": "../../outside/file", "parent": "<script>alert(1)</script>"}
-    (run / "origin.json").write_text(json.dumps(sealed(origin)))
+    (run / "origin.json").write_text(json.dumps(with_checksum(origin)))
 
 
 # --- links ---

@@ -36,7 +36,25 @@ AIMS = {
     "tables": 554,
     "tests": 23_000,
 }
-ABOVE: dict[str, int] = {}
+ABOVE = {
+    "checkpoints": 1_178,
+    "cli": 1_472,
+    "config": 2_304,
+    "data": 3_672,
+    "distributed": 1_117,
+    "embeddings": 1_330,
+    "interop": 2_685,
+    "model": 3_047,
+    "pretraining": 1_091,
+    "serve": 573,
+    "storage": 1_932,
+    "tasks": 4_359,
+    "text": 3_206,
+    "tools": 7_927,
+    "training": 2_299,
+    "benchmarks": 3_029,
+    "tests": 36_024,
+}
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
 

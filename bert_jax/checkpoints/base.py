@@ -26,7 +26,13 @@ from bert_jax import config
 from bert_jax.config import Experiment, Model
 from bert_jax.errors import InputError, calling_rust, reading
 from bert_jax.storage.copies import new_folder
-from bert_jax.storage.workdir import is_complete, mark_complete, named_errors, read_json, write_json
+from bert_jax.storage.workdir import (
+    is_complete,
+    mark_complete,
+    read_json,
+    translate_os_errors,
+    write_json,
+)
 from bert_jax.text import tokenizer as tokenizer_lib
 
 FORMAT_VERSION = 1
@@ -228,7 +234,7 @@ def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
 
     Other types are kept as raw bytes: those who want such a tensor see a `uint8` array.
     """
-    with named_errors(path):
+    with translate_os_errors(path):
         content = path.read_bytes()
     with calling_rust(f"{path}: damaged or cut off; put the whole safetensors file back"):
         entries = deserialize(content)
@@ -250,7 +256,7 @@ def write_tensors(
     # The library writes memory as it lies, whatever the strides say.
     whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     content = save(whole, metadata)
-    with named_errors(path):
+    with translate_os_errors(path):
         path.write_bytes(content)
 
 
@@ -258,5 +264,5 @@ def _sha256(path: epath.Path) -> str:
     """Returns the SHA-256 of a file that may be missing; "" if it is."""
     if not path.exists():
         return ""
-    with named_errors(path), path.open("rb") as file:
+    with translate_os_errors(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

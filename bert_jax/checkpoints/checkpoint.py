@@ -34,7 +34,7 @@ from bert_jax.config import Experiment
 from bert_jax.config.fields import Section
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import buckets, retry
-from bert_jax.storage.workdir import absolute, named_errors
+from bert_jax.storage.workdir import absolute, translate_os_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums, path_of
 
@@ -248,7 +248,7 @@ class Checkpoints:
 
     def _again(self, work: Callable[[], T]) -> T:
         """Does what can be repeated with the folder, again after each passing fault."""
-        with named_errors(self._folder):
+        with translate_os_errors(self._folder):
             denied = "wait" if self._was_allowed else "refuse"
             done = retry.again(work, str(self._folder), denied=denied)
         self._was_allowed = buckets.is_bucket(self._folder)  # whose tokens expire

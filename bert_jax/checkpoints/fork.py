@@ -29,7 +29,7 @@ from bert_jax.storage.workdir import (
     absolute,
     fork_of,
     load_experiment,
-    named_errors,
+    translate_os_errors,
     write_atomic,
 )
 
@@ -124,7 +124,7 @@ class Branch(NamedTuple):
         for name in ("metrics", "predictions"):
             source, target = getattr(self.workdir, name), getattr(workdir, name)
             if source.exists():
-                with named_errors(source):
+                with translate_os_errors(source):
                     text = source.read_text()
                 write_atomic(target, text)
                 JsonLines(target).forget_after(self.step)
@@ -207,7 +207,7 @@ def _named(flag: Literal["--decay-from", "--fork"], checkpoint: str) -> Branch:
     path = absolute(epath.Path(checkpoint))
     if not path.name.isdecimal() or path.parent.name != "checkpoints":
         raise InputError(f"{flag} {checkpoint}: name a checkpoint, RUN/checkpoints/STEP")
-    return Branch(mirror.opened(path.parent.parent), int(path.name), flag)
+    return Branch(mirror.open_workdir(path.parent.parent), int(path.name), flag)
 
 
 def _with_offsets(experiment: Experiment, offsets: list[int]) -> Experiment:

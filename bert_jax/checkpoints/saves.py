@@ -26,7 +26,7 @@ from bert_jax.config import Run
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import DiskFull, Unavailable
 from bert_jax.storage import buckets, retry
-from bert_jax.storage.workdir import Workdir, absolute, named_errors, write_json
+from bert_jax.storage.workdir import Workdir, absolute, translate_os_errors, write_json
 from bert_jax.training.checksums import checksums
 
 # Orbax's, in a whole checkpoint; in a bucket one without it is not whole.
@@ -269,7 +269,7 @@ class Saves(Checkpoints):
     def _writing(self) -> Iterator[None]:
         """Names errors of a save; one that failed leaves nothing, and the next begins afresh."""
         try:
-            with named_errors(self._folder), self._bucket_faults():
+            with translate_os_errors(self._folder), self._bucket_faults():
                 yield
         except Exception:
             # What Orbax remembers of its checkpoints may be wrong now.

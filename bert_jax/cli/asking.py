@@ -21,7 +21,7 @@ from bert_jax.cli.command import (
     trained_of,
 )
 from bert_jax.config import Parallelism
-from bert_jax.errors import FINISHED, InputError, naming, printable
+from bert_jax.errors import FINISHED, InputError, prefix_errors, printable
 from bert_jax.storage import copies
 
 _SHOWN = 200  # characters of a text that was searched for
@@ -93,7 +93,7 @@ def _fill_masks(args: argparse.Namespace) -> int:
     share = UnknownShare(trained.tokenizer)
     asked = [("TEXTS", text, args.next) for text in args.texts]
     for where, a, b in asked or _asked_lines():
-        with naming(where):
+        with prefix_errors(where):
             if trained.head is not None and MASK not in f"{a} {b}":
                 kinds = trained.head.kinds
                 raise InputError(
@@ -248,10 +248,10 @@ def serve(args: argparse.Namespace) -> int:
                 if getattr(args, name) != usual:
                     why = f"{args.workdir} has learned no vectors; leave it out"
                     raise InputError(f"--{name.replace('_', '-')}: {why}")
-            of: Any = served.Answers(model)
+            of: Any = served.PredictEndpoint(model)
         else:
             trained, embedder = _embedder(args, args.normalize)
-            of = served.Vectors(trained.name, embedder)
+            of = served.EmbedEndpoint(trained.name, embedder)
         service.serve(of, bound, served.Limits(*limits), say)
     return FINISHED
 

@@ -7,7 +7,7 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.cli.command import command, experiment_of, input_lines, say
-from bert_jax.errors import FAILED, FINISHED, InputError, naming, printable
+from bert_jax.errors import FAILED, FINISHED, InputError, prefix_errors, printable
 
 
 @command(codes={FAILED: "a problem was found, or failure"})
@@ -105,7 +105,7 @@ def tokenize(args: argparse.Namespace) -> int:
 
     tok = tokenizer.load(args.tokenizer, "cased" if args.cased else "uncased")
     for where, line in input_lines():
-        with naming(where):
+        with prefix_errors(where):
             ids = tok.encode(line)
         print(" ".join(map(str, ids)))
     return FINISHED

@@ -220,19 +220,19 @@ def saved_experiment(args: argparse.Namespace, kind: type[T]) -> T:
     """Returns the experiment of the run in --workdir, and what --set says of it."""
     if not args.workdir:
         raise InputError("name an EXPERIMENT, or the --workdir of a run")
-    return config.override(load_experiment(mirror.opened(args.workdir), kind), args.set)
+    return config.override(load_experiment(mirror.open_workdir(args.workdir), kind), args.set)
 
 
 def workdir_of(args: argparse.Namespace, experiment: Experiment, access: Literal["read", "write"]):
     """Returns the workdir that the arguments name, or the experiment's own; see mirror.opened."""
     root = args.workdir or f"runs/{experiment.name}"
-    return mirror.opened(root, experiment.run.corpus_dir, access)
+    return mirror.open_workdir(root, experiment.run.corpus_dir, access)
 
 
 def require_run(place: str) -> None:
     """Raises InputError if no run and no base lies in a folder, before jax is loaded to read it."""
     if "://" not in place:  # a bucket is asked once
-        run = mirror.opened(place)
+        run = mirror.open_workdir(place)
         if not (run.root / "base.json").exists() and not holds_finetuning(run):
             load_experiment(run)
 
@@ -265,7 +265,7 @@ def is_finetuned(args: argparse.Namespace, *others: str, tuned: tuple[str, ...] 
       tuned: those that only such a run takes.
     """
     require_run(args.workdir)
-    is_tuned = holds_finetuning(mirror.opened(args.workdir))
+    is_tuned = holds_finetuning(mirror.open_workdir(args.workdir))
     for name in others if is_tuned else tuned:
         value = getattr(args, name)
         if value is not None and value is not False and value != []:

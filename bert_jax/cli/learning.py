@@ -96,18 +96,18 @@ def _dialled(args: argparse.Namespace, progress: "Progress"):
     Of a run that is there it is the saved one, and nothing is measured.
     """
     args.workdir = args.workdir or f"runs/{config.name_of(args.text) or 'text'}"
-    if mirror.opened(args.workdir).experiment.exists():
+    if mirror.open_workdir(args.workdir).experiment.exists():
         experiment = saved_experiment(args, Experiment)
         if config.source_of_text(args.text) not in experiment.corpus.sources:
             read = " ".join(experiment.corpus.sources)
             raise InputError(f"--text {args.text}: the run in {args.workdir} reads {read}")
         progress.say(f"{args.workdir}: goes on as it was chosen")
         return experiment, None
-    workdir = mirror.opened(args.workdir, access="write")
+    workdir = mirror.open_workdir(args.workdir, access="write")
     workdir.require_ours()
-    from bert_jax.tools import auto as dial
+    from bert_jax.tools import auto
 
-    return dial.chosen(args.text, args.hours, args.base, args.set, workdir, progress)
+    return auto.choose_experiment(args.text, args.hours, args.base, args.set, workdir, progress)
 
 
 def _pretraining(args: argparse.Namespace):
@@ -128,13 +128,13 @@ def _pretraining(args: argparse.Namespace):
     if args.experiment is not None and not others:
         return *config.load_with_origin(args.experiment, args.set), None
     experiment = None if others else saved_experiment(args, Experiment)
-    from bert_jax.checkpoints import fork as branch
+    from bert_jax.checkpoints import fork
 
     if args.decay_from is not None:
-        return branch.decayed(args.decay_from, args.experiment, args.set)
+        return fork.decayed(args.decay_from, args.experiment, args.set)
     if args.fork is not None:
-        return branch.forked(args.fork, args.experiment, args.set, mirror.opened(args.workdir))
-    return experiment, None, branch.begun(mirror.opened(args.workdir))
+        return fork.forked(args.fork, args.experiment, args.set, mirror.open_workdir(args.workdir))
+    return experiment, None, fork.begun(mirror.open_workdir(args.workdir))
 
 
 @command(codes=errors.CODES_OF_RUNS)

@@ -23,7 +23,7 @@ from bert_jax.cli.command import (
     trained_of,
 )
 from bert_jax.config import Experiment, Finetuning, Parallelism, explain
-from bert_jax.errors import FAILED, FINISHED, InputError, naming
+from bert_jax.errors import FAILED, FINISHED, InputError, prefix_errors
 from bert_jax.storage import buckets, mirror
 from bert_jax.storage.workdir import (
     Workdir,
@@ -32,7 +32,7 @@ from bert_jax.storage.workdir import (
     load_experiment,
     read_json,
     require_plain,
-    sealed,
+    with_checksum,
     write_json,
 )
 
@@ -124,10 +124,10 @@ def layers(args: argparse.Namespace) -> int:
     from bert_jax.tools.report import page
 
     if args.attention is not None:
-        with naming("--attention"):
+        with prefix_errors("--attention"):
             attention = trained.attention(args.attention)
     if args.tasks:
-        record = layers_lib.ask(args.tasks, trained, say)
+        record = layers_lib.score_layers(args.tasks, trained, say)
         for line in page.table_of_layers(record).lines():
             print(line)
         write_json(place.layers, record)
@@ -157,14 +157,14 @@ def show(args: argparse.Namespace) -> int:
 def _shown(args: argparse.Namespace) -> Iterator[Any]:
     """Lines about a step of a pre-training, or of the fine-tuned run in --workdir."""
     saved = args.experiment is None and args.workdir
-    if saved and holds_finetuning(mirror.opened(args.workdir)):
+    if saved and holds_finetuning(mirror.open_workdir(args.workdir)):
         from bert_jax.tasks import shown
 
         tuned = saved_experiment(args, Finetuning)
         return itertools.chain(config.notes(tuned), shown.show(tuned, args.step, args.rows))
     experiment, workdir = experiment_of(args)
     require_corpus(workdir)
-    from bert_jax import api as library
+    from bert_jax import api
     from bert_jax.pretraining.pretraining import Prepared
 
     saved = load_experiment(workdir) if workdir.experiment.exists() else experiment
@@ -176,7 +176,7 @@ def _shown(args: argparse.Namespace) -> Iterator[Any]:
     begins = fork_of(workdir).get("checkpoint", "0")
     if args.step < int(begins.rpartition("/")[2]):
         raise InputError(f"--step {args.step}: of the run that began with {begins}; ask that one")
-    shown = library.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
+    shown = api.show(experiment, Prepared.open(workdir.corpus), args.step, args.rows)
     return itertools.chain(config.notes(experiment), shown)
 
 
@@ -225,7 +225,7 @@ def plan(args: argparse.Namespace) -> int:
     for line in report.lines(made):
         say(line)
     if path is not None:
-        buckets.write(path, json.dumps(sealed(made), indent=2) + "\n")
+        buckets.write(path, json.dumps(with_checksum(made), indent=2) + "\n")
         say(f"plan: {path}")
     return FINISHED
 
@@ -261,7 +261,7 @@ def checkpoints(args: argparse.Namespace) -> int:
     from bert_jax.checkpoints import checkpoint
     from bert_jax.training import mesh as mesh_lib
 
-    workdir = mirror.opened(epath.Path(args.run))
+    workdir = mirror.open_workdir(epath.Path(args.run))
     kind = Finetuning if holds_finetuning(workdir) else Experiment
     experiment = load_experiment(workdir, kind)
     if not buckets.names(workdir.checkpoints):
@@ -302,12 +302,12 @@ def checkpoints(args: argparse.Namespace) -> int:
 
 def _is_finished(experiment: Experiment | Finetuning, newest: dict[str, Any]) -> bool:
     """Tells from the metadata of its newest checkpoint whether a run has done all it was to do."""
-    from bert_jax.running.lines import in_vain
+    from bert_jax.running.lines import should_stop_early
 
     if isinstance(experiment, Experiment):
         return newest["step"] == experiment.total_steps
     whole = newest["step"] == newest["notes"]["total_steps"]
-    return whole or in_vain(newest.get("held_out", []), experiment.patience)
+    return whole or should_stop_early(newest.get("held_out", []), experiment.patience)
 
 
 def _megabytes(place: Any) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from bert_jax.config.fields import Count, Rule, Section, Wrong
+from bert_jax.config.fields import Count, FieldRule, Section, Wrong
 
 # Words of sources whose text lies in files.
 TEXT_FILES = ("text", "jsonl", "csv", "tsv", "parquet")
@@ -36,9 +36,9 @@ def _works(function: Callable[[str], object], text: str) -> bool:
     return True
 
 
-_PartOf = Annotated[float, Rule(lambda share: 0 < share < 1, "must be in (0, 1)")]
-_Encoding = Annotated[str, Rule(lambda name: _works("".encode, name), "not known to Python")]
-_Starts = Annotated[str, Rule(lambda text: _works(re.compile, text), "no regular expression")]
+_PartOf = Annotated[float, FieldRule(lambda share: 0 < share < 1, "must be in (0, 1)")]
+_Encoding = Annotated[str, FieldRule(lambda name: _works("".encode, name), "not known to Python")]
+_Starts = Annotated[str, FieldRule(lambda text: _works(re.compile, text), "no regular expression")]
 
 # What stands before a path that an experiment's file gave as relative to its own folder.
 _FOLDER = re.compile(r"(?:(?<=\w:)|^)/(?!/).*/\./")

@@ -21,14 +21,14 @@ _NO_TEXT = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 CODE = re.compile(r"([\w.-]+\.py):([A-Za-z_]\w*):([0-9a-f]{64})")
 
 
-class Rule(NamedTuple):
+class FieldRule(NamedTuple):
     """A condition on the values of a field, which stands in its type, as `Annotated` has it."""
 
     holds: Callable[[Any], bool]
     why: str
 
 
-class Only(NamedTuple):
+class RequiresValue(NamedTuple):
     """Says, in a field's type, that it means something with some values of another field alone.
 
     Else it is refused, unless the other is named by its path in the experiment: then a note says
@@ -43,14 +43,14 @@ class Only(NamedTuple):
 Wrong = tuple[str, str]
 
 
-def at_least(least: int) -> Rule:
+def at_least(least: int) -> FieldRule:
     """Returns the rule of numbers from `least` on."""
-    return Rule(lambda value: value >= least, f"must be at least {least}")
+    return FieldRule(lambda value: value >= least, f"must be at least {least}")
 
 
-def among(words: tuple[str, ...]) -> Rule:
+def among(words: tuple[str, ...]) -> FieldRule:
     """Returns the rule of tuples that hold nothing but these words."""
-    return Rule(lambda value: {*value} <= {*words}, f"choose from {', '.join(words)}")
+    return FieldRule(lambda value: {*value} <= {*words}, f"choose from {', '.join(words)}")
 
 
 def _is_folder_name(value: str) -> bool:
@@ -61,20 +61,20 @@ def _is_folder_name(value: str) -> bool:
 Count = Annotated[int, at_least(0)]
 PositiveCount = Annotated[int, at_least(1)]
 RowLength = Annotated[int, at_least(8)]
-Seed = Annotated[int, Rule(lambda value: 0 <= value < 2**32, "must be in [0, 2**32)")]
+Seed = Annotated[int, FieldRule(lambda value: 0 <= value < 2**32, "must be in [0, 2**32)")]
 # XLA's compiler for CPUs ends the process at a matrix with a longer side.
-Side = Annotated[int, Rule(lambda value: 1 <= value < 2**31, "must be in [1, 2**31)")]
-Positive = Annotated[float, Rule(lambda value: value > 0, "must be positive")]
-Share = Annotated[float, Rule(lambda value: 0 <= value < 1, "must be in [0, 1)")]
-WholeShare = Annotated[float, Rule(lambda value: 0 <= value <= 1, "must be in [0, 1]")]
-PositiveShare = Annotated[float, Rule(lambda value: 0 < value <= 1, "must be in (0, 1]")]
+Side = Annotated[int, FieldRule(lambda value: 1 <= value < 2**31, "must be in [1, 2**31)")]
+Positive = Annotated[float, FieldRule(lambda value: value > 0, "must be positive")]
+Share = Annotated[float, FieldRule(lambda value: 0 <= value < 1, "must be in [0, 1)")]
+WholeShare = Annotated[float, FieldRule(lambda value: 0 <= value <= 1, "must be in [0, 1]")]
+PositiveShare = Annotated[float, FieldRule(lambda value: 0 < value <= 1, "must be in (0, 1]")]
 FolderName = Annotated[
     str,
-    Rule(_is_folder_name, "must be usable as a folder name, short, without blanks or slashes"),
+    FieldRule(_is_folder_name, "must be usable as a folder name, short, without blanks or slashes"),
 ]
 Code = Annotated[
     str,
-    Rule(
+    FieldRule(
         lambda value: value == "" or CODE.fullmatch(value) is not None,
         "must be FILE:FUNCTION:SHA256, as bert_jax.config.own(FUNCTION) gives it",
     ),
@@ -105,9 +105,9 @@ class Section:
             object.__setattr__(self, name, value)
             _check_type(f"{self.label}.{name}", value, hint)
             for rule in rules:
-                if isinstance(rule, Rule) and not rule.holds(value):
+                if isinstance(rule, FieldRule) and not rule.holds(value):
                     self._refuse(name, rule.why)
-                if isinstance(rule, Only) and "." not in rule.field:
+                if isinstance(rule, RequiresValue) and "." not in rule.field:
                     other = getattr(self, rule.field)
                     if other not in rule.values and not self.is_default(name):
                         where = f"{self.label}.{rule.field}={other}"

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from bert_jax.config.code import run_file
-from bert_jax.config.comparison import Table
+from bert_jax.config.comparison import ComparisonTable
 from bert_jax.config.corpus import Corpus, named
 from bert_jax.config.explain import TYPES, suggestion
-from bert_jax.config.fields import Only, Section, fields_of
+from bert_jax.config.fields import RequiresValue, Section, fields_of
 from bert_jax.config.finetuning import SOURCES, Finetuning
 from bert_jax.config.pretraining import Experiment
-from bert_jax.errors import InputError, json_object, naming
+from bert_jax.errors import InputError, json_object, prefix_errors
 
 # 2: the section `parallelism` was `mesh`, and a task's `kind` its `shape`.
 FORMAT_VERSION = 2
@@ -37,12 +37,12 @@ def load(path: str, kind: type[T] = Experiment) -> T:
     return _load(path, kind)[0]
 
 
-def load_table(path: str) -> Table:
+def load_table(path: str) -> ComparisonTable:
     """Reads TABLE: a .py file that defines `table()`."""
     file = pathlib.Path(path)
     if not file.is_file() or file.suffix != ".py":
         raise InputError(f"{path}: no such table; name a .py file that defines table()")
-    return run_file(file, "table", Table)[0]
+    return run_file(file, "table", ComparisonTable)[0]
 
 
 def load_with_origin(
@@ -326,7 +326,7 @@ def notes(experiment: Section) -> list[str]:
     given, lines = dict(flatten(experiment)), []
     for path, section, name in _leaves(experiment, ""):
         for rule in fields_of(type(section))[name][1]:
-            is_noted = isinstance(rule, Only) and "." in rule.field
+            is_noted = isinstance(rule, RequiresValue) and "." in rule.field
             if is_noted and given[rule.field] not in rule.values and not section.is_default(name):
                 wanted = f"{rule.field}={' or '.join(rule.values)}"
                 lines.append(f"note: {path}={given[path]} has a meaning with {wanted} only")
@@ -361,7 +361,7 @@ def _leaves(section: Section, path: str) -> Iterator[tuple[str, Section, str]]:
 
 def section(kind: type[T], value: Any, where: str) -> T:
     """Builds a section from the object that JSON gives for it; `where` begins its errors."""
-    with naming(where):
+    with prefix_errors(where):
         return _build(kind, value, "")
 
 

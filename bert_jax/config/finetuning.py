@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 
 from bert_jax.config.fields import (
     Count,
+    FieldRule,
     FolderName,
-    Only,
     Positive,
     PositiveCount,
+    RequiresValue,
     RowLength,
-    Rule,
     Section,
     Seed,
     Share,
@@ -64,14 +64,17 @@ _ENDS = {"tfds": "NAME:SPLIT", "corpus": "WORKDIR:HOW", "beir": "FOLDER:SPLIT"}
 
 _OF_TWO_TEXTS = ("pair", "regress", "minimal_pairs")
 _OF_LABELS = ("classify", "pair", "choice", "tag")
-_OF_SIMILAR = Annotated[str, Only("kind", ("similar",))]
+_OF_SIMILAR = Annotated[str, RequiresValue("kind", ("similar",))]
 # Of other kinds these were never refused; by a whole path they are noted.
-_OF_GENERATE, _OF_SPAN = Only("task.kind", ("generate",)), Only("task.kind", ("span",))
-_OF_LORA = Only("adapt.how", ("lora",))
+_OF_GENERATE, _OF_SPAN = (
+    RequiresValue("task.kind", ("generate",)),
+    RequiresValue("task.kind", ("span",)),
+)
+_OF_LORA = RequiresValue("adapt.how", ("lora",))
 
 
-def _all_but(kind: str) -> Only:
-    return Only("kind", tuple(other for other in SCORES if other != kind))
+def _all_but(kind: str) -> RequiresValue:
+    return RequiresValue("kind", tuple(other for other in SCORES if other != kind))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,7 @@ class Task(Section, role="identity", label="task"):
     text_column: str = "sentence"
     # The second text of a pair, and of a regression, which is over pairs; of minimal pairs the one
     # that is not acceptable.
-    second_column: Annotated[str, Only("kind", (*_OF_TWO_TEXTS, "similar"))] = ""
+    second_column: Annotated[str, RequiresValue("kind", (*_OF_TWO_TEXTS, "similar"))] = ""
     # For similar: a text that is near, and no answer; empty: none.
     negative_column: _OF_SIMILAR = ""
     # For similar: what is put before a text that asks: the first of two, and a query.
@@ -116,16 +119,16 @@ class Task(Section, role="identity", label="task"):
     # For similar: what is put before all other texts.
     text_prefix: _OF_SIMILAR = ""
     # The texts to choose from, each a column; the first is answer 0.
-    choice_columns: Annotated[tuple[str, ...], Only("kind", ("choice",))] = ()
+    choice_columns: Annotated[tuple[str, ...], RequiresValue("kind", ("choice",))] = ()
     # The answer; of generate the text that is to be written; of minimal pairs the paradigm that
     # they belong to.
     label_column: str = "label"
     # For minimal pairs: the column with the field of several paradigms, such as syntax; empty:
     # none.
-    field_column: Annotated[str, Only("kind", ("minimal_pairs",))] = ""
+    field_column: Annotated[str, RequiresValue("kind", ("minimal_pairs",))] = ""
     # All labels, in order; label 1 is the positive one of `f1`; empty: those of the training
     # examples, sorted. For a choice, names of the answers; empty: 0, 1, and so on.
-    labels: Annotated[tuple[str, ...], Only("kind", _OF_LABELS)] = ()
+    labels: Annotated[tuple[str, ...], RequiresValue("kind", _OF_LABELS)] = ()
     # The score that runs are compared by; empty: the usual one of the kind.
     score: str = ""
     # The most tokens in a row; longer texts are cut, or read in windows.
@@ -293,10 +296,12 @@ class Adapt(Section, role="identity", label="adapt"):
 
 _Dimensions = Annotated[
     tuple[int, ...],
-    Rule(lambda sizes: list(sizes) == sorted({*sizes}), "must grow, none twice"),
-    Rule(lambda sizes: all(size > 0 for size in sizes), "each must be at least 1"),
+    FieldRule(lambda sizes: list(sizes) == sorted({*sizes}), "must grow, none twice"),
+    FieldRule(lambda sizes: all(size > 0 for size in sizes), "each must be at least 1"),
 ]
-_CONTRASTIVE, _COSINE, _DISTIL = (Only("loss", (x,)) for x in ("contrastive", "cosine", "distil"))
+_CONTRASTIVE, _COSINE, _DISTIL = (
+    RequiresValue("loss", (x,)) for x in ("contrastive", "cosine", "distil")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +324,7 @@ class Vectors(Section, role="identity", label="vectors"):
     temperature_is: Annotated[Literal["fixed", "learned"], _CONTRASTIVE] = "fixed"
     # Matryoshka (Kusupati et al. 2022): the loss is the sum over vectors cut to so many numbers;
     # empty: whole ones.
-    dimensions: Annotated[_Dimensions, Only("loss", ("contrastive", "cosine"))] = ()
+    dimensions: Annotated[_Dimensions, RequiresValue("loss", ("contrastive", "cosine"))] = ()
     # For cosine: the lowest and the highest score, which stand for cosines of 0 and 1.
     score_range: Annotated[tuple[float, ...], _COSINE] = (0.0, 1.0)
     # For distil: a base or run whose vectors are learned, or a .npz file with one for each training

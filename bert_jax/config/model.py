@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from bert_jax.config.fields import (
     Code,
     Count,
-    Only,
+    FieldRule,
     Positive,
     PositiveCount,
-    Rule,
+    RequiresValue,
     Section,
     Share,
     Side,
@@ -19,17 +19,17 @@ from bert_jax.config.fields import (
     at_least,
 )
 
-_Base = Annotated[float, Rule(lambda base: base > 1, "must be over 1")]
+_Base = Annotated[float, FieldRule(lambda base: base > 1, "must be over 1")]
 _Scaling = Annotated[
     str,
-    Rule(
+    FieldRule(
         lambda text: re.fullmatch(r"((linear|yarn:[1-9]\d*):[1-9]\d*(\.\d+)?)?", text),
         "must be linear:FACTOR or yarn:POSITIONS:FACTOR, or empty",
     ),
 ]
 
-_OF_BERT, _OF_MODERN = Only("kind", ("bert",)), Only("kind", ("modern",))
-_NOTED = Only("model.kind", ("modern",))
+_OF_BERT, _OF_MODERN = RequiresValue("kind", ("bert",)), RequiresValue("kind", ("modern",))
+_NOTED = RequiresValue("model.kind", ("modern",))
 
 
 @dataclass(frozen=True, kw_only=True)

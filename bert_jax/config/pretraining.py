@@ -15,13 +15,13 @@ from bert_jax.config.corpus import Corpus
 from bert_jax.config.data import OBJECTIVES, Data
 from bert_jax.config.fields import (
     Count,
+    FieldRule,
     FolderName,
-    Only,
     Positive,
     PositiveCount,
     PositiveShare,
+    RequiresValue,
     RowLength,
-    Rule,
     Section,
     Seed,
     Share,
@@ -45,13 +45,22 @@ def _is_stretch(steps: tuple[int, ...]) -> bool:
     return len(steps) == 2 and 0 <= steps[0] < steps[1] <= steps[0] + _TRACED_STEPS
 
 
-_OwnBase = Annotated[float, Rule(lambda base: base == 0 or base > 1, "must be over 1, or 0")]
-_Parts = Annotated[tuple[int, ...], Rule(lambda x: min(x, default=0) > 0, "must be at least 1")]
-_FewSteps = Annotated[PositiveCount, Rule(lambda n: n < SKIPPED_STEPS, f"below {SKIPPED_STEPS}")]
-_OF_WSD, _OF_MUON = Only("optimizer.schedule", ("wsd",)), Only("optimizer.name", ("muon",))
+_OwnBase = Annotated[float, FieldRule(lambda base: base == 0 or base > 1, "must be over 1, or 0")]
+_Parts = Annotated[
+    tuple[int, ...], FieldRule(lambda x: min(x, default=0) > 0, "must be at least 1")
+]
+_FewSteps = Annotated[
+    PositiveCount, FieldRule(lambda n: n < SKIPPED_STEPS, f"below {SKIPPED_STEPS}")
+]
+_OF_WSD, _OF_MUON = (
+    RequiresValue("optimizer.schedule", ("wsd",)),
+    RequiresValue("optimizer.name", ("muon",)),
+)
 _Stretch = Annotated[
     tuple[int, ...],
-    Rule(lambda steps: not steps or _is_stretch(steps), f"10,20, {_TRACED_STEPS} steps at most"),
+    FieldRule(
+        lambda steps: not steps or _is_stretch(steps), f"10,20, {_TRACED_STEPS} steps at most"
+    ),
 ]
 
 
@@ -74,7 +83,7 @@ class Phase(Section, role="identity", label="phases"):
     masked_lm_prob: Share = 0.0
     # Of kind=modern: in this phase, the base of the rotary positions of layers that attend to whole
     # rows; 0: model.global_rotary_base.
-    global_rotary_base: Annotated[_OwnBase, Only("model.kind", ("modern",))] = 0.0
+    global_rotary_base: Annotated[_OwnBase, RequiresValue("model.kind", ("modern",))] = 0.0
     # Added to the numbers of the phase's rows. `pretrain --fork` sets it, so that another batch
     # size goes on at the first row that was not seen.
     row_offset: int = 0
@@ -122,10 +131,12 @@ class Optimizer(Section, role="identity", label="optimizer"):
     # groups of rows before the sum (as the reference), or none.
     clip: Literal["global", "per_replica", "none"] = "global"
     # A gradient with a larger norm is scaled down to this one.
-    clip_norm: Annotated[Positive, Only("optimizer.clip", ("global", "per_replica"))] = 1.0
+    clip_norm: Annotated[Positive, RequiresValue("optimizer.clip", ("global", "per_replica"))] = 1.0
     # With clip=per_replica: groups of rows in a batch, each of whose gradients is clipped by
     # itself.
-    reference_replicas: Annotated[PositiveCount, Only("optimizer.clip", ("per_replica",))] = 1
+    reference_replicas: Annotated[
+        PositiveCount, RequiresValue("optimizer.clip", ("per_replica",))
+    ] = 1
     # Type in which devices add up their gradients.
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"
     # Each layer learns by so much slower than the one above it, the embeddings slowest of all.

@@ -26,7 +26,7 @@ Batch = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """Widths of a phase's batches, and what is added to the numbers of its rows."""
 
     sequence_length: int
@@ -156,7 +156,7 @@ class TrainBatches:
         plans: Plans,
         ids: Ids,
         data: Data,
-        shape: Shape,
+        shape: BatchShape,
         first_step: int = 0,
         total_steps: int = 1,
     ):

@@ -24,7 +24,7 @@ from bert_jax.config import Corpus, named
 from bert_jax.data import beam, dataset, parts, stream, workers
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.workers import Progress, Task
-from bert_jax.errors import InputError, printable, quantity
+from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.storage import buckets
 from bert_jax.text import documents, tokenizer, trained, vocabulary, words
 from bert_jax.text import sources as text_sources
@@ -50,7 +50,7 @@ _NO_ENDS = ("th", "lo", "km", "bo", "dz")
 PARTS = "parts"
 
 
-def survey(hashes: np.ndarray, corpus: Corpus) -> tuple[int, np.ndarray]:
+def assign_splits(hashes: np.ndarray, corpus: Corpus) -> tuple[int, np.ndarray]:
     """Decides by the hashes of all texts, uint64 [documents], where each goes.
 
     A document goes to validation if the hash of its text is among the smallest
@@ -66,7 +66,7 @@ def survey(hashes: np.ndarray, corpus: Corpus) -> tuple[int, np.ndarray]:
     wanted = max(LEAST_VALIDATION_DOCUMENTS, round(corpus.validation_share * len(unique)))
     if len(unique) < 2 * LEAST_VALIDATION_DOCUMENTS:
         raise InputError(
-            f"corpus.sources: {quantity(len(unique), 'different document')}, but "
+            f"corpus.sources: {pluralize(len(unique), 'different document')}, but "
             f"{2 * LEAST_VALIDATION_DOCUMENTS} are needed, to hold out "
             f"{LEAST_VALIDATION_DOCUMENTS}. {ONE_FILE}"
         )
@@ -86,7 +86,7 @@ def build(
     vocab_size: int,
     folder: epath.Path,
     given: tokenizer.Tokenizer | None,
-    run: "Run",
+    run: "PartRunner",
     say: Say,
 ) -> dict[str, Any]:
     """Makes tokenizer, dataset and streams in a corpus folder; PARTS stays next to them.
@@ -117,7 +117,7 @@ def build(
     planned = [part for own in by_source for part in own]
     for line in text_sources.left_out(corpus):
         say(f"prepare: {printable(line)}")
-    say(f"prepare: reading {quantity(len(sources), 'file')}, in {quantity(len(planned), 'part')}")
+    say(f"prepare: reading {pluralize(len(sources), 'file')}, in {pluralize(len(planned), 'part')}")
     counting: list[parts.CountStretches] = []
     if corpus.tokenizer_kind == "wordpiece" if given is None else given.kind == "wordpiece":
         # Words do not depend on the vocabulary, so the text is read once.
@@ -129,7 +129,7 @@ def build(
         if chosen is None:
             counts_ = run("counting words", counting, say)
             if not corpus.cut_documents:  # before training: there are no more than these
-                survey(np.arange(sum(counted["documents"] for counted in counts_)), corpus)
+                assign_splits(np.arange(sum(counted["documents"] for counted in counts_)), corpus)
             chosen = _train(corpus, vocab_size, counting, counts_, scratch, say)
         shared = _share(chosen, folder, place)
         tasks = [parts.Read(place, corpus, part, shared, chosen.sha256) for part in planned]
@@ -143,17 +143,17 @@ def build(
                 path.unlink()
     records = run(what, tasks, say)
     tables = [
-        np.fromfile(parts.here(place, task.name, "documents.bin", scratch), parts.DOCUMENT)
+        np.fromfile(parts.local_part(place, task.name, "documents.bin", scratch), parts.DOCUMENT)
         for task in tasks
     ]
-    repeated, splits = survey(np.concatenate([table["hash"] for table in tables]), corpus)
+    repeated, splits = assign_splits(np.concatenate([table["hash"] for table in tables]), corpus)
     if of_words:
         if long_words := sum(record["long_words"] for record in records):
             untrained = "" if given else " and train no vocabulary"
             # Base64, DNA, scripts without blanks.
             say(
-                f"prepare: {quantity(long_words, 'word')} of over {tokenizer.MAX_WORD} characters: "
-                f"[UNK]{untrained}; `bert-jax doctor EXPERIMENT` looks at the text"
+                f"prepare: {pluralize(long_words, 'word')} of over {tokenizer.MAX_WORD} "
+                f"characters: [UNK]{untrained}; `bert-jax doctor EXPERIMENT` looks at the text"
             )
         chosen = given or _train(corpus, vocab_size, tasks, records, scratch, say)
         shared = _share(chosen, folder, place)
@@ -161,14 +161,14 @@ def build(
     for record in records:
         layouts.update(record["layouts"])
     read_as = ", ".join(f"{name} ({count})" for name, count in layouts.items())
-    say(f"prepare: {quantity(len(splits), 'document')}, {repeated:,} repeated; read as {read_as}")
+    say(f"prepare: {pluralize(len(splits), 'document')}, {repeated:,} repeated; read as {read_as}")
     if replaced := sum(record["replaced"] for record in records):
         say(
-            f"prepare: {quantity(replaced, 'replacement character')} where bytes are not "
+            f"prepare: {pluralize(replaced, 'replacement character')} where bytes are not "
             f"{corpus.encoding} (corpus.encoding_errors=replace)"
         )
     if empty := sum(record["empty"] for record in records):
-        say(f"prepare: {quantity(empty, 'document')} without any text left out")
+        say(f"prepare: {pluralize(empty, 'document')} without any text left out")
     of_parts = np.split(splits, np.cumsum([len(table) for table in tables])[:-1])
     writing = [
         parts.WriteShards(place, task.name, shared, chosen.sha256, split.tobytes(), task.bytes)
@@ -216,7 +216,7 @@ def _mixed(corpus: Corpus, written: list[int], parts_of_sources: list[int]) -> d
     for source, count in zip(corpus.sources, documents_of, strict=True):
         if count < _LEAST_MIXED:
             raise InputError(
-                f"corpus.mixture: {source} has {quantity(count, 'document')} to train on, and "
+                f"corpus.mixture: {source} has {pluralize(count, 'document')} to train on, and "
                 f"{_LEAST_MIXED} are needed; give it more text, or leave it out"
             )
     return {"documents_of_sources": documents_of}
@@ -252,7 +252,7 @@ def _write_dataset(
     scratch: pathlib.Path,
     folder: epath.Path,
     vocab_size: int,
-    run: "Run",
+    run: "PartRunner",
     say: Say,
 ) -> tuple[dict[str, dict[str, int]], list[int]]:
     """Writes the dataset; returns its counts, and each part's documents in the training split."""
@@ -264,7 +264,7 @@ def _write_dataset(
         for split, counted in record.items():
             for name in dataset.COUNTED:
                 counts[split][name] += counted[name]
-            shards[split].append((parts.here(task.place, task.name, split, scratch), counted))
+            shards[split].append((parts.local_part(task.place, task.name, split, scratch), counted))
     if all(shards.values()):
         id_dtype = "uint16" if vocab_size <= 2**16 else "uint32"
         dataset.assemble(dataset.folder_of(folder), shards, id_dtype)
@@ -281,7 +281,7 @@ def _train(
 ) -> tokenizer.Tokenizer:
     """Trains a tokenizer on the words that tasks have counted."""
     counts = [
-        (parts.here(task.place, task.name, "counts.json", scratch), record["offsets"])
+        (parts.local_part(task.place, task.name, "counts.json", scratch), record["offsets"])
         for task, record in zip(tasks, records, strict=True)
     ]
     counted = words.count(counts)
@@ -305,7 +305,7 @@ def _train(
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PartRunner:
     """Does the tasks of a stage."""
 
     workers: int = 1  # processes of this machine

@@ -33,9 +33,9 @@ from bert_jax.storage.workdir import (
     is_complete,
     lock,
     mark_complete,
-    named_errors,
     parse_json,
-    sealed,
+    translate_os_errors,
+    with_checksum,
     write_atomic,
 )
 from bert_jax.text import sources as text_sources
@@ -81,10 +81,10 @@ def prepare(
     Raises:
       Unavailable: a bucket or a worker failed; run again to go on.
     """
-    run = build.Run(workers, beam)
+    run = build.PartRunner(workers, beam)
     if buckets.is_bucket(folder):
         return _prepare_there(corpus, vocab_size, folder, run, say)
-    with named_errors(folder):
+    with translate_os_errors(folder):
         _require_ours(folder, buckets.names(folder))
         if is_complete(folder):  # without its lock: runs may share a folder they cannot write
             return _found(corpus, vocab_size, folder, say)
@@ -104,14 +104,14 @@ def prepare(
 
 def verify(folder: epath.Path) -> None:
     """Reads all files of a corpus; of one in a bucket, those of this host's copy."""
-    folder = here(folder)
+    folder = local_corpus(folder)
     manifest = open_manifest(folder)
     # A copy has no dataset.
     for below in ("tokenizer/", "stream/", *["dataset/"] * (folder / "dataset").exists()):
         _require(folder, manifest["files"], below, "full")
 
 
-def here(folder: epath.Path, say: Say | None = None) -> epath.Path:
+def local_corpus(folder: epath.Path, say: Say | None = None) -> epath.Path:
     """Returns a corpus folder that can be read: itself, or this host's copy of one in a bucket.
 
     Of a copy, what is missing or damaged is copied again; other processes of this host wait.
@@ -206,7 +206,7 @@ def open_stream(folder: epath.Path, split: str) -> stream.Stream:
 
 def require_rows(folder: epath.Path, experiment: Experiment) -> None:
     """Raises InputError if a split of a corpus gives no row, as a run of the experiment would."""
-    data, key, folder = experiment.data, (0, 0), here(folder)
+    data, key, folder = experiment.data, (0, 0), local_corpus(folder)
     validation, length = open_stream(folder, "validation"), data.eval_sequence_length
     if data.units != "sentences":
         pairs.sample(validation, length, data.short_seq_prob, key, 1, data.units)
@@ -371,12 +371,12 @@ def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
 
 
 def _build(
-    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.Run, say: Say
+    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.PartRunner, say: Say
 ) -> dict[str, Any]:
     # Before the text is read, which may take hours.
     given = None if corpus.tokenizer == "train" else _given_tokenizer(corpus, vocab_size)
     made = build.build(corpus, vocab_size, folder, given, run, say)
-    manifest = sealed({"format_version": FORMAT_VERSION, **made})
+    manifest = with_checksum({"format_version": FORMAT_VERSION, **made})
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     mark_complete(folder)
     (folder / build.PARTS).rmtree()
@@ -396,7 +396,7 @@ def _build(
 
 
 def _prepare_there(
-    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.Run, say: Say
+    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.PartRunner, say: Say
 ) -> dict[str, Any]:
     """Makes the corpus of a bucket on this machine, and sends it; or finds that it is there.
 

@@ -166,7 +166,7 @@ def _chunks(
     here = np.arange(len(sentence))
     of_a, of_b = _cut(offsets, here, document_end, target, Counter(key, sentence), units)
     # The sentences that a random B displaces are put back.
-    met, begin = walk((here + of_a + of_b).tolist(), begin)
+    met, begin = follow_chain((here + of_a + of_b).tolist(), begin)
     chunks = np.empty(len(met), chunk_dtype(stream))
     chunks["sentence"], chunks["target"] = sentence[met], target[met]
     chunks["of_a"], chunks["of_b"] = of_a[met], of_b[met]
@@ -175,7 +175,7 @@ def _chunks(
     return chunks, begin
 
 
-def walk(following: list[int], begin: int) -> tuple[list[int], int]:
+def follow_chain(following: list[int], begin: int) -> tuple[list[int], int]:
     """Returns what is met on the way from `begin`, and what follows behind the last."""
     met = []
     while begin < len(following):

@@ -26,12 +26,12 @@ from etils import epath
 from bert_jax.config import Corpus
 from bert_jax.data import dataset
 from bert_jax.data.workers import Tick
-from bert_jax.errors import InputError, naming
+from bert_jax.errors import InputError, prefix_errors
 from bert_jax.storage import buckets, copies
 from bert_jax.text import documents, sentences, tokenizer, words
 from bert_jax.text import lines as text_lines
 from bert_jax.text import sources as text_sources
-from bert_jax.text.documents import Document, Extent
+from bert_jax.text.documents import ByteRange, Document
 
 # Bytes of text in a part, roughly: seconds of work, and a shard of some 30 MB at most.
 PART_BYTES = 1 << 25
@@ -56,7 +56,7 @@ DOCUMENT = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
 class Part:
     """A stretch of text, in order."""
 
-    extents: tuple[Extent, ...]  # what is read
+    extents: tuple[ByteRange, ...]  # what is read
     # Path, bytes and date of the files it comes from; of a TFDS dataset its metadata.
     files: tuple[tuple[str, int, int], ...]
     bytes: int  # of text, roughly
@@ -94,7 +94,7 @@ class Part:
 
 def plan(corpus: Corpus) -> list[Part]:
     """Returns the parts of a corpus, in order."""
-    parts: list[list[Extent]] = []
+    parts: list[list[ByteRange]] = []
     sizes: list[int] = []
     for one in corpus.alone():
         for extent in documents.extents(one, PART_BYTES):
@@ -110,7 +110,7 @@ def plan(corpus: Corpus) -> list[Part]:
     def state(path: str, listed: buckets.Listed | None) -> tuple[str, int, int]:
         return (path, *text_sources.state(path, listed=listed).values())
 
-    def files(part: list[Extent]) -> tuple[tuple[str, int, int], ...]:
+    def files(part: list[ByteRange]) -> tuple[tuple[str, int, int], ...]:
         # A TFDS dataset is recognised by its metadata.
         paths = {f"{e.folder}/dataset_info.json" if e.folder else e.path: e.listed for e in part}
         return tuple(itertools.starmap(state, paths.items()))
@@ -290,7 +290,7 @@ class _IdWriter:
 
     def add(self, pieces: Iterable[str]) -> np.ndarray:
         """Writes sentences; returns how many ids each has, int64."""
-        with naming(self._where):
+        with prefix_errors(self._where):
             ids = [self._encode(sentence) for sentence in pieces]
         self._file.write(np.fromiter(itertools.chain.from_iterable(ids), np.uint32).tobytes())
         return np.fromiter(map(len, ids), np.int64, len(ids))
@@ -350,12 +350,14 @@ class WriteShards:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields ids and lengths of sentences of each document."""
         kinds = {"tokens.bin": np.uint32, "sentences.bin": np.uint32, "documents.bin": DOCUMENT}
-        files = (here(self.place, self.read, name, scratch) for name in kinds)
+        files = (local_part(self.place, self.read, name, scratch) for name in kinds)
         tokens, lengths, documents_ = map(_mapped, files, kinds.values())
         table = None
         if isinstance(tok, tokenizer.WordPiece):
-            words_of_part = words.read_words(here(self.place, self.read, "words.txt", scratch))
-            table = words.Table(words_of_part, tok)
+            words_of_part = words.read_words(
+                local_part(self.place, self.read, "words.txt", scratch)
+            )
+            table = words.WordTable(words_of_part, tok)
         counts = documents_["sentences"].astype(np.int64)
         sentence = token = first = 0
         while first < len(counts):
@@ -387,13 +389,13 @@ def _mapped(path: pathlib.Path, dtype: Any) -> np.ndarray:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
-def here(place: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Path:
+def local_part(place: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Path:
     """Returns a file of a finished folder, on this machine; a copy of an object is in `scratch`."""
-    with copies.here(epath.Path(place) / name / file, folder=scratch / name) as (path,):
+    with copies.local_copy(epath.Path(place) / name / file, folder=scratch / name) as (path,):
         return pathlib.Path(path)
 
 
-def _ticking(extent: Extent, corpus: Corpus, tick: Tick) -> Iterator[Document]:
+def _ticking(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[Document]:
     """Yields the documents of an extent, whose pieces are reported as they are taken.
 
     Of a compressed file, whose text has an unknown length, bytes are reported as `plan` counts
@@ -424,7 +426,7 @@ def _ticking(extent: Extent, corpus: Corpus, tick: Tick) -> Iterator[Document]:
 def _tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
     """Loads the tokenizer in a folder, once in a process."""
     files = [epath.Path(folder) / name for name in sorted(buckets.names(epath.Path(folder)))]
-    with copies.here(*files) as here:
+    with copies.local_copy(*files) as here:
         return tokenizer.load(here[0].parent)
 
 

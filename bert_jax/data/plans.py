@@ -36,11 +36,11 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import buckets
 from bert_jax.storage.workdir import (
     cache_folder,
-    named_errors,
     new_file,
     no_link,
     parse_json,
-    sealed,
+    translate_os_errors,
+    with_checksum,
 )
 
 Units = Literal["pairs", "swapped_pairs", "sentences"]
@@ -64,7 +64,7 @@ _LOOK = 0.02
 _SECONDS = 10.0
 
 
-class Recipe(NamedTuple):
+class PlanSpec(NamedTuple):
     """All that an epoch's plan hangs on, apart from the stream."""
 
     names: tuple[object, ...]  # (seed, split, phase): they and the epoch key its draws
@@ -103,7 +103,7 @@ def read(path: str) -> np.ndarray | None:
     return chunks
 
 
-def write(path: str, stream: Stream, recipe: Recipe) -> None:
+def write(path: str, stream: Stream, recipe: PlanSpec) -> None:
     """Makes a plan and writes it; drops those that were not used for longest."""
     chunks, order = recipe.make(stream)
     with new_file(epath.Path(path)) as temporary, open(temporary, "wb") as file:
@@ -124,10 +124,10 @@ def _prune(folder: str) -> None:
             os.unlink(path)
 
 
-class Maker:
+class PlanWorker:
     """A process that makes a plan; nobody else of this host makes it meanwhile."""
 
-    def __init__(self, path: str, stream: Stream, recipe: Recipe, lock: IO[bytes]):
+    def __init__(self, path: str, stream: Stream, recipe: PlanSpec, lock: IO[bytes]):
         self._lock = lock
         # In a session of its own, since Ctrl-C is ours; its standard input ends with us.
         self.process = subprocess.Popen(
@@ -142,7 +142,7 @@ class Maker:
             self.process.stdin.flush()
 
     @classmethod
-    def begin(cls, path: str, stream: Stream, recipe: Recipe) -> "Maker | None":
+    def begin(cls, path: str, stream: Stream, recipe: PlanSpec) -> "PlanWorker | None":
         """Starts to make a plan; None where another process does, or has by now."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
         lock = open(f"{path.removesuffix('.plan')}.lock", "ab", opener=no_link)  # noqa: SIM115
@@ -179,7 +179,7 @@ class Plans:
     """The plans of a phase. May be pickled; safe for threads."""
 
     stream: Stream  # the split
-    names: tuple[object, ...]  # as the next two of `Recipe`
+    names: tuple[object, ...]  # as the next two of `PlanSpec`
     sequence_length: int
     short_seq_prob: float
     corpus: str = ""  # a hash of the corpus, by which plans are recognised; "": in memory
@@ -192,7 +192,7 @@ class Plans:
         self._found: dict[int, np.ndarray] = {}
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        self._maker: Maker | None = None
+        self._maker: PlanWorker | None = None
         self._deaths = 0
         self._counted: int | None = None
 
@@ -202,7 +202,7 @@ class Plans:
         return Plans, (self.stream, self.names, *how, self.units)
 
     def find(self, epoch: int) -> np.ndarray | None:
-        """Returns the epoch's plan (`Recipe.plan`), or None while it is being made.
+        """Returns the epoch's plan (`PlanSpec.plan`), or None while it is being made.
 
         Raises:
           Unavailable: the process that makes it was killed again and again.
@@ -210,7 +210,7 @@ class Plans:
         with self._lock:
             if epoch not in self._found:
                 how = self.sequence_length, self.short_seq_prob, self.units
-                recipe = Recipe(self.names, epoch, *how)
+                recipe = PlanSpec(self.names, epoch, *how)
                 is_small = self._is_small
                 plan = recipe.plan(self.stream) if is_small else self._open_or_begin(recipe)
                 if plan is None:
@@ -273,7 +273,7 @@ class Plans:
     def _is_small(self) -> bool:
         return not self.stream.folder or len(self.stream.sentence_offsets) <= _IN_MEMORY
 
-    def _open_or_begin(self, recipe: Recipe) -> np.ndarray | None:
+    def _open_or_begin(self, recipe: PlanSpec) -> np.ndarray | None:
         if self._maker is not None and self._maker.has_ended():
             code, self._maker = self._maker.process.returncode, None
             self._deaths += code < 0
@@ -283,13 +283,13 @@ class Plans:
                     f"{-code}; has the machine too little memory?"
                 )
         path = self._path(recipe)
-        with named_errors(path):
+        with translate_os_errors(path):
             plan = read(path)
             if plan is None and self._maker is None and not self._closed.is_set():
-                self._maker = Maker.begin(path, self.stream, recipe)
+                self._maker = PlanWorker.begin(path, self.stream, recipe)
         return plan
 
-    def _path(self, recipe: Recipe) -> str:
+    def _path(self, recipe: PlanSpec) -> str:
         output = repr((PLAN_VERSION, self.corpus, self.stream.documents, tuple(recipe)))
         name = hashlib.sha256(output.encode()).hexdigest()[:32]
         return os.fspath(cache_folder() / "plans" / f"{name}.plan")
@@ -325,7 +325,7 @@ def add_counts(path: epath.Path, rows: dict[str, int]) -> None:
     with contextlib.suppress(InputError, Unavailable):
         known = read_counts(path)
         if not rows.items() <= known.items():
-            record = sealed({"format_version": COUNTS_VERSION, "rows": known | rows})
+            record = with_checksum({"format_version": COUNTS_VERSION, "rows": known | rows})
             buckets.write(path, json.dumps(record, indent=2) + "\n", seconds=_SECONDS)
 
 
@@ -337,7 +337,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> int:
-    """Makes the plan that `Maker` asks for; an error is one line on standard output."""
+    """Makes the plan that `PlanWorker` asks for; an error is one line on standard output."""
     os.nice(10)  # a step comes first
     try:
         task = pickle.load(sys.stdin.buffer)

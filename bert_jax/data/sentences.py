@@ -67,7 +67,7 @@ def plan(
         room = np.where(here + start == 0, row_first, most)
         following = np.searchsorted(ends, starts[here] + room, "right")
         following = np.minimum(np.maximum(following, here + 1), len(ends)).tolist()
-        met, begin = pairs.walk(following, begin)
+        met, begin = pairs.follow_chain(following, begin)
         chunks = np.zeros(len(met), pairs.chunk_dtype(stream))
         chunks["sentence"] = np.array(met) + start
         chunks["of_a"] = np.array(following)[met] - met

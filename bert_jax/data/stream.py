@@ -13,7 +13,13 @@ import numpy as np
 from etils import epath
 
 from bert_jax.errors import InputError, reading
-from bert_jax.storage.workdir import made, mark_complete, named_errors, read_json, write_atomic
+from bert_jax.storage.workdir import (
+    create_folder,
+    mark_complete,
+    read_json,
+    translate_os_errors,
+    write_atomic,
+)
 from bert_jax.text import tfds_files
 
 FORMAT_VERSION = 2
@@ -96,10 +102,10 @@ def write(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: i
 
     The dataset is of `ids`, below `vocab_size`, and `sentence_lengths`, none of which is 0.
     """
-    with named_errors(folder):
+    with translate_os_errors(folder):
         if folder.exists():
             folder.rmtree()
-        with made(folder):
+        with create_folder(folder):
             try:
                 _unroll(dataset, split, folder, vocab_size)
             except BaseException:

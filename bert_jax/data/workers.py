@@ -22,7 +22,7 @@ from rich import progress as rich_progress
 
 from bert_jax.errors import Unavailable, duration
 from bert_jax.storage import buckets, copies
-from bert_jax.storage.workdir import named_errors
+from bert_jax.storage.workdir import translate_os_errors
 from bert_jax.system import die_with_parent
 
 # Seconds between two lines.
@@ -57,7 +57,7 @@ def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
     if record is not None:
         return record
     target = epath.Path(task.place) / task.name
-    with named_errors(target.parent), copies.new_part(target, _RECORD) as folder:
+    with translate_os_errors(target.parent), copies.new_part(target, _RECORD) as folder:
         record = task.make(folder, tick)
         (folder / _RECORD).write_text(json.dumps(record))
     return record

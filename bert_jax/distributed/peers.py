@@ -23,8 +23,7 @@ from typing import Any, NoReturn
 import jax
 
 from bert_jax import errors
-from bert_jax.distributed import rendezvous as roll_call
-from bert_jax.distributed import slices
+from bert_jax.distributed import rendezvous, slices
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
 
@@ -32,8 +31,7 @@ Kind = type[InputError | Unavailable]
 
 # Seconds to wait for the others at the start, unless BERT_JAX_ARRIVE_WITHIN says otherwise.
 _ARRIVE = 300.0
-# Seconds that a process which could clean up is given to, and that process 0 waits for the others
-# to have read why it ends.
+# Seconds in which a process may clean up, and in which the others may read why process 0 ends.
 _UNWIND, _READ = 10.0, 3.0
 _SLICE = 1_000  # milliseconds between looks at whether another has failed
 _LOOK, _DAY = 5_000, 86_400_000
@@ -55,7 +53,12 @@ class Peers:
     """This process among those of its run."""
 
     def __init__(
-        self, number: int, count: int, store: Any, limit: float, met: roll_call.Met | None = None
+        self,
+        number: int,
+        count: int,
+        store: Any,
+        limit: float,
+        met: rendezvous.Membership | None = None,
     ):
         self.number, self.count = number, count  # of processes
         self.met = met  # of a run that is booked on several slices: those that train
@@ -347,7 +350,7 @@ def connected(
 ) -> Iterator[Peers]:
     """Connects the processes of this run while entered, which must be before jax has devices.
 
-    For what it takes see `roll_call.meet`.
+    For what it takes see `rendezvous.join_rendezvous`.
 
     Raises:
       Unavailable: a process that does not arrive, or a device that fails.
@@ -368,15 +371,15 @@ def connected(
 
 def _connect(wait: float, placed: Callable[[int, int, int], Any]) -> Peers:
     limit = seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVE
-    place, met, bind = roll_call.own_place(), None, None
+    place, met, bind = rendezvous.own_place(), None, None
     # jax's notice of SIGTERM takes the signal over: only once there is something to save.
     jax.config.update("jax_enable_preemption_service", False)
     if place is not None:
         if "," in place.address:
-            met = roll_call.meet(place, wait, limit, placed)
+            met = rendezvous.join_rendezvous(place, wait, limit, placed)
             place, bind = met.place, met.bind
         else:
-            roll_call.wait_for_all(place, limit)
+            rendezvous.wait_for_all(place, limit)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             *(place.address, place.count, place.number),

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from bert_jax.distributed.slices import RollCall, Terms
+from bert_jax.distributed.slices import RollCall, SlicePolicy
 from bert_jax.errors import InputError, Unavailable
 
 # Seconds to connect, and between two attempts; bytes of a message.
@@ -36,7 +36,7 @@ _HEAR, _RETRY, _LONGEST = 5.0, 0.1, 4096
 _AGREE = 60.0
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """A process's place among those of a run."""
 
     address: str  # host:port of process 0; of several slices, of the first process of each
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     count: int  # of processes
 
 
-def own_place() -> Place | None:
+def own_place() -> ProcessPlace | None:
     """Returns this process's place as the environment has it; None if it has none."""
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
     given = {name: os.environ[name] for name in names if os.environ.get(name)}
@@ -53,7 +53,7 @@ def own_place() -> Place | None:
     if not given:
         return _in_slurm()
     with contextlib.suppress(KeyError, ValueError):
-        place = Place(given[names[0]], int(given[names[1]]), int(given[names[2]]))
+        place = ProcessPlace(given[names[0]], int(given[names[1]]), int(given[names[2]]))
         if 0 <= place.number < place.count:
             return place
     shown = ", ".join(f"{name}={given.get(name, '')}" for name in names)
@@ -62,17 +62,17 @@ def own_place() -> Place | None:
     )
 
 
-def _in_slurm() -> Place | None:
+def _in_slurm() -> ProcessPlace | None:
     """Returns this task's place in the step that `srun` started; None outside of one or alone."""
     from jax._src.clusters.slurm_cluster import SlurmCluster as Step  # jax has no public name
 
     if not Step.is_env_present() or Step.get_process_count() == 1:
         return None
     address = Step.get_coordinator_address(None, os.environ.get("JAX_COORDINATOR_PORT"))
-    return Place(address, Step.get_process_id(), Step.get_process_count())
+    return ProcessPlace(address, Step.get_process_id(), Step.get_process_count())
 
 
-def wait_for_all(place: Place, limit: float) -> None:
+def wait_for_all(place: ProcessPlace, limit: float) -> None:
     """Waits until all processes have reported to process 0, `limit` seconds at most.
 
     Raises:
@@ -91,7 +91,7 @@ def _parts(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _hear_all(place: Place, host: str, port: int, limit: float) -> tuple[str, bool]:
+def _hear_all(place: ProcessPlace, host: str, port: int, limit: float) -> tuple[str, bool]:
     """Returns the error that all processes get, "" for none, and whether some are late."""
     deadline, here, error = time.monotonic() + limit, {0: socket.gethostname()}, ""
     numbers: dict[Connection, int] = {}  # -1: unknown yet
@@ -131,7 +131,7 @@ def _hear_all(place: Place, host: str, port: int, limit: float) -> tuple[str, bo
     return error, late
 
 
-def _listen(place: Place, port: int) -> socket.socket:
+def _listen(place: ProcessPlace, port: int) -> socket.socket:
     # As jax's own service will, a moment later.
     host, _, bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")
     host = host.strip("[]")
@@ -147,7 +147,7 @@ def _listen(place: Place, port: int) -> socket.socket:
         ) from error
 
 
-def _report(place: Place, host: str, port: int, limit: float) -> tuple[str, bool]:
+def _report(place: ProcessPlace, host: str, port: int, limit: float) -> tuple[str, bool]:
     """Tells process 0 who this is, and returns its answer to all."""
     deadline, me = time.monotonic() + limit, socket.gethostname()
     while True:
@@ -187,13 +187,13 @@ def _connection(line: socket.socket) -> Connection:
 # --- several slices -----------------------------------------------------------------------------
 
 
-class Met(NamedTuple):
+class Membership(NamedTuple):
     """The slices that train, as one of their processes knows it."""
 
-    place: Place  # of this process among those that train
+    place: ProcessPlace  # of this process among those that train
     slices: tuple[int, ...]  # which do, by the numbers they were booked with
-    terms: Terms
-    door: "Door | None"  # of process 0, where slices that come later wait
+    terms: SlicePolicy
+    door: "LateJoinListener | None"  # of process 0, where slices that come later wait
 
     @property
     def bind(self) -> str:
@@ -202,7 +202,9 @@ class Met(NamedTuple):
         return f"{host}:{self.place.address.rpartition(':')[2]}"
 
 
-def meet(place: Place, wait: float, limit: float, placed: Callable[[int, int, int], Any]) -> Met:
+def join_rendezvous(
+    place: ProcessPlace, wait: float, limit: float, placed: Callable[[int, int, int], Any]
+) -> Membership:
     """Waits until this process's slice is one of those that train, and tells libtpu.
 
     Args:
@@ -222,7 +224,7 @@ def meet(place: Place, wait: float, limit: float, placed: Callable[[int, int, in
         )
     many = len(addresses)
     fits = functools.cache(lambda taken: placed(taken, many, hosts) is not None)
-    met = _met(place, addresses, Terms(many, hosts, wait, limit, fits))
+    met = _met(place, addresses, SlicePolicy(many, hosts, wait, limit, fits))
     if os.environ.pop("MEGASCALE_NUM_SLICES", "") and len(met.slices) > 1:
         os.environ["MEGASCALE_NUM_SLICES"] = str(len(met.slices))
         os.environ["MEGASCALE_SLICE_ID"] = str(met.place.number // hosts)
@@ -230,7 +232,7 @@ def meet(place: Place, wait: float, limit: float, placed: Callable[[int, int, in
     return met
 
 
-def _met(place: Place, addresses: list[tuple[str, int]], terms: Terms) -> Met:
+def _met(place: ProcessPlace, addresses: list[tuple[str, int]], terms: SlicePolicy) -> Membership:
     began, mine = time.monotonic(), place.number // terms.hosts
     words: queue.SimpleQueue[tuple[Connection, dict[str, Any] | None]] = queue.SimpleQueue()
     over, roll, door = threading.Event(), RollCall(terms, mine), None
@@ -255,7 +257,7 @@ def _met(place: Place, addresses: list[tuple[str, int]], terms: Terms) -> Met:
 
     with contextlib.ExitStack() as stack:
         if place.number % terms.hosts == 0:
-            door = Door(place, addresses[mine], roll)
+            door = LateJoinListener(place, addresses[mine], roll)
             stack.callback(door.close)
         stack.callback(over.set)
         for at in addresses:
@@ -289,18 +291,18 @@ def _met(place: Place, addresses: list[tuple[str, int]], terms: Terms) -> Met:
         if number == 0:
             over.set()
             stack.pop_all()  # its door stays open
-    here = Place(word["address"], number, len(taken) * terms.hosts)
-    return Met(here, taken, terms, None if number else door)
+    here = ProcessPlace(word["address"], number, len(taken) * terms.hosts)
+    return Membership(here, taken, terms, None if number else door)
 
 
-class Door:
+class LateJoinListener:
     """The place where a slice's first process hears all others; process 0, while a run goes on.
 
     It says to all of them which slices train once that is decided, and to those that come later.
     The run begins when all its processes have agreed: of two that decide at once one has them all.
     """
 
-    def __init__(self, place: Place, at: tuple[str, int], roll: RollCall):
+    def __init__(self, place: ProcessPlace, at: tuple[str, int], roll: RollCall):
         self._place, self._roll = place, roll
         self._host, port = at
         self._server = _listen(place, port)

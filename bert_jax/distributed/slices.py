@@ -20,7 +20,7 @@ LAUNCH = 90.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Terms:
+class SlicePolicy:
     """The slices that a run is booked on, and for how long a start waits for them."""
 
     booked: int  # slices
@@ -40,7 +40,7 @@ class RollCall:
     All processes report to all first ones; of those whose slice is whole the lowest decides.
     """
 
-    def __init__(self, terms: Terms, me: int):
+    def __init__(self, terms: SlicePolicy, me: int):
         self.terms, self.me = terms, me  # the number of its slice
         self.here: dict[int, float] = {}  # processes that are here, and since when
         self.goes_on = False  # a run is decided on already, perhaps without this slice
@@ -74,7 +74,9 @@ class RollCall:
         return tuple(whole)[:count]
 
 
-def is_won(terms: Terms, taken: int, waiting: int, until: float, cost: float) -> bool:
+def restart_pays_off(
+    terms: SlicePolicy, taken: int, waiting: int, until: float, cost: float
+) -> bool:
     """Tells whether a run does more steps if it stops now, and starts with slices that wait.
 
     It would take them anyway in `until` seconds; to stop and start costs seconds without a step.
@@ -82,7 +84,9 @@ def is_won(terms: Terms, taken: int, waiting: int, until: float, cost: float) ->
     return (until - cost) * terms.most(taken + waiting) > until * taken
 
 
-def placed(experiment: Experiment, taken: int, booked: int, shards: int) -> Experiment | None:
+def fit_to_slices(
+    experiment: Experiment, taken: int, booked: int, shards: int
+) -> Experiment | None:
     """Returns the experiment laid over so many of its booked slices; None if it cannot be.
 
     A micro-batch has as many rows on a device as on all slices, or fewer where that divides no
@@ -131,7 +135,7 @@ def in_words(since: Mapping[str, float], booked: int) -> str:
 
 
 def is_due(
-    terms: Terms,
+    terms: SlicePolicy,
     taken: int,
     waiting: int,
     lines: Sequence[Mapping[str, Any]],
@@ -153,4 +157,4 @@ def is_due(
     asked = sum("for_slices" in line for line in lines)
     between = max(now - lines[starts[0]]["time"], 0.0) / max(len(starts) - asked, 1)
     cost = LAUNCH + since[0]["seconds"] + compiled
-    return is_won(terms, taken, waiting, min(between, pace * left), cost)
+    return restart_pays_off(terms, taken, waiting, min(between, pace * left), cost)

@@ -25,7 +25,7 @@ from bert_jax.checkpoints.base import Base, TextVectors
 from bert_jax.config import Model
 from bert_jax.embeddings import files, packing
 from bert_jax.embeddings.quantized import SAMPLE, Quantize, dtype_and_width, quantized, recall
-from bert_jax.errors import InputError, naming, quantity
+from bert_jax.errors import InputError, pluralize, prefix_errors
 from bert_jax.model import heads
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
@@ -194,7 +194,7 @@ class Embedder:
         tok, first = self._tokenizer, self.prefixes[role]
         ids = []
         for number, text in enumerate(texts, before + 1):
-            with naming(name_text(number)):
+            with prefix_errors(name_text(number)):
                 ids.append(np.array([tok.cls_id, *tok.encode(first + text), tok.sep_id], np.int32))
         self.unknown.add(ids)
         return ids
@@ -280,7 +280,7 @@ def write(
                 say(f"{embedder.texts} texts, {embedder.texts / (shown - began):.0f} a second")
     seconds = time.monotonic() - began
     say(
-        f"{path}: {quantity(embedder.texts, 'text')}, {embedder.width} numbers a vector; "
+        f"{path}: {pluralize(embedder.texts, 'text')}, {embedder.width} numbers a vector; "
         f"{seconds:.1f} s, "
         f"{embedder.texts / seconds:.0f} texts a second; {embedder.unknown.value:.1%} of their "
         "pieces are unknown"

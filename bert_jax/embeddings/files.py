@@ -20,7 +20,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import absolute, made, new_file, require_local
+from bert_jax.storage.workdir import absolute, create_folder, new_file, require_local
 
 # Takes vectors [rows, W], and if they are of pieces the pieces of each text.
 Add = Callable[[np.ndarray, list[list[str]] | None], None]
@@ -49,7 +49,7 @@ def writing(
     require_local(path)
     path = absolute(path)
     with (
-        made(path.parent),
+        create_folder(path.parent),
         new_file(path) as unfinished,
         open(os.fspath(unfinished), "wb") as file,
         _WRITERS[path.suffix](file, width, longest_piece, dtype) as add,

@@ -28,7 +28,7 @@ _WORD = 8
 
 
 @dataclasses.dataclass
-class Spans:
+class SpanPairs:
     """The places of two texts an example in `Stream.ids`."""
 
     starts: np.ndarray  # int64 [E, 2]
@@ -118,14 +118,14 @@ class CorpusPairs:
         """Returns how many pieces each row of a step has, int64 [B]."""
         return self._lengths(self._of_step(step))
 
-    def _lengths(self, spans: Spans) -> np.ndarray:
+    def _lengths(self, spans: SpanPairs) -> np.ndarray:
         around = 2 + np.array([len(prefix) for prefix in self._prefixes])
         return (spans.lengths + around).reshape(-1)
 
-    def _of_step(self, step: int) -> Spans:
+    def _of_step(self, step: int) -> SpanPairs:
         return self.spans(np.int64(step) * self._examples + np.arange(self._examples))
 
-    def spans(self, numbers: np.ndarray) -> Spans:
+    def spans(self, numbers: np.ndarray) -> SpanPairs:
         """Returns which texts examples of these numbers have, int64 [E], counted from the first."""
         which = self._shuffled[numbers]
         low = (numbers & 0xFFFFFFFF).astype(np.uint64)
@@ -137,7 +137,9 @@ class CorpusPairs:
         """Returns where sentences begin in `ids`."""
         return np.asarray(self._stream.sentence_offsets)[sentences].astype(np.int64)
 
-    def _neighbours(self, sentences: np.ndarray, bounds: np.ndarray, words: np.ndarray) -> Spans:
+    def _neighbours(
+        self, sentences: np.ndarray, bounds: np.ndarray, words: np.ndarray
+    ) -> SpanPairs:
         middle = self._offsets(sentences + 1)
         wanted = [self._drawn(words[:, side], self._room) for side in (0, 1)]
         # Whole sentences, as many as the drawn length has room for; of a longer one its beginning.
@@ -147,9 +149,9 @@ class CorpusPairs:
         last = self._offsets(np.clip(last, sentences + 2, bounds[:, 1]))
         starts = np.stack([first, middle], axis=1)
         ends = np.stack([middle, last], axis=1)
-        return Spans(starts, np.minimum(ends - starts, np.stack(wanted, axis=1)))
+        return SpanPairs(starts, np.minimum(ends - starts, np.stack(wanted, axis=1)))
 
-    def _crops(self, sentences: np.ndarray, bounds: np.ndarray, words: np.ndarray) -> Spans:
+    def _crops(self, sentences: np.ndarray, bounds: np.ndarray, words: np.ndarray) -> SpanPairs:
         begin = self._offsets(sentences)
         passage = np.minimum(self._offsets(bounds[:, 1]) - begin, 2 * self._room)
         starts, lengths = [], []
@@ -161,12 +163,12 @@ class CorpusPairs:
                 start, length = start + inside, length - inside
             starts.append(start)
             lengths.append(length)
-        return Spans(np.stack(starts, axis=1), np.stack(lengths, axis=1))
+        return SpanPairs(np.stack(starts, axis=1), np.stack(lengths, axis=1))
 
-    def _twice(self, sentences: np.ndarray, bounds: np.ndarray, words: np.ndarray) -> Spans:
+    def _twice(self, sentences: np.ndarray, bounds: np.ndarray, words: np.ndarray) -> SpanPairs:
         begin, end = self._offsets(sentences), self._offsets(bounds[:, 1])
         length = self._drawn(words[:, 0], np.minimum(end - begin, self._room))
-        return Spans(np.stack([begin, begin], axis=1), np.stack([length, length], axis=1))
+        return SpanPairs(np.stack([begin, begin], axis=1), np.stack([length, length], axis=1))
 
     def _drawn(self, words: np.ndarray, most: np.ndarray | int) -> np.ndarray:
         """Returns lengths from `_SHORTEST` to `most`; `most` where it is less."""

@@ -24,14 +24,14 @@ from etils import epath
 from bert_jax.checkpoints.base import Base, flat
 from bert_jax.embeddings import nearest as nearest_lib
 from bert_jax.embeddings.embed import Embedded, Embedder
-from bert_jax.errors import InputError, quantity
+from bert_jax.errors import InputError, pluralize
 from bert_jax.storage.workdir import (
     absolute,
+    create_folder,
     lock,
-    made,
-    named_errors,
     new_file,
     read_json,
+    translate_os_errors,
     write_atomic,
 )
 from bert_jax.text import lines as lines_lib
@@ -115,7 +115,7 @@ class Index:
         Each is `{"query": "...", "nearest": [{"line": 3, "score": 0.71, "text": "..."}, ...]}`.
         """
         path = absolute(out)
-        with made(path.parent), new_file(path) as unfinished, unfinished.open("w") as file:
+        with create_folder(path.parent), new_file(path) as unfinished, unfinished.open("w") as file:
             asked = (text for _, text in lines_lib.read([queries]))
             while some := list(itertools.islice(asked, _QUESTIONS)):
                 for query, answers in zip(some, self.nearest(some, top), strict=True):
@@ -142,7 +142,7 @@ class Index:
         """Returns in which row each text has its vector, after those without one have theirs."""
         row = 4 * self._embedder.width
         with (
-            named_errors(self._folder),
+            translate_os_errors(self._folder),
             open(os.fspath(self._folder / "vectors"), "a+b") as vectors,
             open(os.fspath(self._folder / "keys"), "a+b") as keys,
         ):
@@ -157,7 +157,7 @@ class Index:
             if missing:
                 say(
                     f"{self._folder}: embedding {len(missing):,} of "
-                    f"{quantity(len(self._first), 'text')}, which have no vector yet"
+                    f"{pluralize(len(self._first), 'text')}, which have no vector yet"
                 )
             shown = time.monotonic()
             texts = self._once(missing)
@@ -176,7 +176,7 @@ class Index:
                     say(f"{self._folder}: {len(rows) - known:,} are done")
         if self._embedder.cut and self._cut == "beginning":
             say(
-                f"{self._folder}: {quantity(self._embedder.cut, 'text')} of over "
+                f"{self._folder}: {pluralize(self._embedder.cut, 'text')} of over "
                 f"{self._embedder.max_length} tokens; the beginning alone is searched, without "
                 "--long passages"
             )

@@ -74,7 +74,7 @@ def import_weights(
 
 
 def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"]) -> Base:
-    run = mirror.opened(source)
+    run = mirror.open_workdir(source)
     if run.experiment.exists():
         return _of_run(source, what)
     if run.remote is not None:

@@ -342,7 +342,7 @@ class Settings:
         """Raises InputError if the class makes another part than tokenizer.json has."""
         given, is_bert = self.parts, self.tokenizer_class in _WORDPIECE
         if not is_bert:  # in the library's own words
-            known = library.opened(path.read_bytes(), given, str(path))
+            known = library.open_tokenizer(path.read_bytes(), given, str(path))
             given = json.loads(known.to_str())
         expected = self._made_parts(given)
         for name in ("model", "normalizer", "pre_tokenizer"):

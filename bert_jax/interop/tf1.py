@@ -25,7 +25,7 @@ from bert_jax.config import Model
 from bert_jax.errors import InputError, reading
 from bert_jax.interop import configs, names, vocabularies, weights
 from bert_jax.interop.names import Naming, Say, Tensor
-from bert_jax.storage.workdir import named_errors
+from bert_jax.storage.workdir import translate_os_errors
 
 _CONFIG, _PREFIX = "bert_config.json", "bert_model.ckpt"
 # A field of ours in bert_config.json; their code passes over it.
@@ -133,7 +133,7 @@ _DTYPES = {
 def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np.ndarray]:
     """Reads the variables whose names are wanted, as they were written."""
     index = prefix.with_name(f"{prefix.name}.index")
-    with named_errors(index):
+    with translate_os_errors(index):
         content = index.read_bytes()
     with reading(prefix, "put its whole files back"):
         entries = dict(_table(content))
@@ -144,7 +144,7 @@ def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np
     @functools.cache
     def shard(number: int) -> np.ndarray:
         data = prefix.with_name(f"{prefix.name}.data-{number:05}-of-{header[_SHARDS]:05}")
-        with named_errors(data):
+        with translate_os_errors(data):
             return np.memmap(data, np.uint8, "r")
 
     held = {}

@@ -83,7 +83,9 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
         raise InputError(f"{folder}: no vocab.txt and no tokenizer.json; put the vocabulary there")
     ours = tokenizer_lib.WordPiece(vocab, case)
     if parts and (is_whole or parts.get("post_processor")):
-        around = library.around(library.opened(fast.read_bytes(), parts, str(fast)), str(fast))
+        around = library.around(
+            library.open_tokenizer(fast.read_bytes(), parts, str(fast)), str(fast)
+        )
         if around != (ours.cls_id, ours.between_ids, ours.sep_id, ours.second_segment):
             return library.read(fast, settings.named)
     for role, piece in vocabulary.NAMED.items():

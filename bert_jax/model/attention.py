@@ -65,7 +65,7 @@ class Packing(NamedTuple):
         return jnp.take(x.reshape(self.tokens.size, *x.shape[2:]), self.places, axis=0, mode="clip")
 
 
-def to_the_left(length: int) -> jax.Array:
+def causal_mask(length: int) -> jax.Array:
     """Returns bool [S, S], True for keys that stand no further right than the query."""
     place = jnp.arange(length)
     return place <= place[:, None]

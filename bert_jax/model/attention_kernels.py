@@ -22,7 +22,7 @@ from bert_jax.model.attention import KEPT, MASKED_SCORE
 from bert_jax.model.kernels import LANES, Kernels
 
 
-class Attention(NamedTuple):
+class AttentionShape(NamedTuple):
     """The part of `attention` that is known before it runs."""
 
     kernels: Kernels  # how they are made
@@ -33,14 +33,14 @@ class Attention(NamedTuple):
     rows: Literal["alone", "shared"]
 
 
-def _forward(static: Attention, *arrays: Any) -> list[jax.Array]:
+def _forward(static: AttentionShape, *arrays: Any) -> list[jax.Array]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
     run = functools.partial(_forward_kernel, static)
     return blocks.call(run, "attention_forward", _inputs(blocks, *arrays), outputs, products=2)
 
 
-def _backward(static: Attention, arrays: tuple[Any, ...], *more: jax.Array) -> tuple[Any, ...]:
+def _backward(static: AttentionShape, arrays: tuple[Any, ...], *more: jax.Array) -> tuple[Any, ...]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     b, _, w = query.shape
     inputs = _inputs(blocks, *arrays)
@@ -134,7 +134,7 @@ class Heads:
 class _Read(Heads):
     """What both passes read."""
 
-    def __init__(self, static: Attention, refs: Sequence[Any]):
+    def __init__(self, static: AttentionShape, refs: Sequence[Any]):
         seed, query, key, value, biases, keys, queries, *bits = refs
         self._static, self._seed, self._bits = static, seed, bits[0] if bits else None
         super().__init__(static.size, query.shape[2])
@@ -164,7 +164,7 @@ class _Read(Heads):
         return kernels_lib.keep_some(self._static.rate, self._seed, bits, program, shape)
 
 
-def _forward_kernel(static: Attention, *refs: Any) -> None:
+def _forward_kernel(static: AttentionShape, *refs: Any) -> None:
     *read, context_ref, sums_ref = refs
     row = _Read(static, read)
     value = row.value.T
@@ -182,7 +182,7 @@ def _forward_kernel(static: Attention, *refs: Any) -> None:
     context_ref[0] = context.T.astype(context_ref.dtype)
 
 
-def _backward_kernel(static: Attention, *refs: Any) -> None:
+def _backward_kernel(static: AttentionShape, *refs: Any) -> None:
     *read, context_ref, sums_ref, gradient_ref = refs[:-4]
     d_query_ref, d_key_ref, d_value_ref, d_biases_ref = refs[-4:]
     row = _Read(static, read)
@@ -243,10 +243,10 @@ def with_gradient(
     return run
 
 
-# Takes an `Attention` and
+# Takes an `AttentionShape` and
 #   query, key, value: [B, S, W], products without their biases; all heads, one behind the other,
 #   biases: float32 [3, W], of the three,
-#   numbers: int32 [B, S], see `Attention.rows`,
+#   numbers: int32 [B, S], see `AttentionShape.rows`,
 #   seed: int32 [2], of the step, micro-batch, shard, layer and site,
 #   bits: uint32 [B, H, K, Q] instead of drawn ones; None: they are drawn,
 # to [B, S, W], in the type of value: scaled dot-product attention with dropout on probabilities.

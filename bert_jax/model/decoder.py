@@ -19,7 +19,7 @@ from jax import lax
 from bert_jax.config import Model
 from bert_jax.model import attention, heads, layers, transformer
 from bert_jax.model.attention import Scores
-from bert_jax.model.encoder import Loop, filled, params_of, run_layers
+from bert_jax.model.encoder import Loop, fill_params, params_of, run_layers
 from bert_jax.model.kinds import encode
 
 Batch = dict[str, jax.Array]
@@ -63,9 +63,9 @@ def init_params(cfg: Model, key: jax.Array) -> dict[str, Any]:
     return params_of(Generator(cfg, rngs=nnx.Rngs(params=key)))
 
 
-def merge(cfg: Model, params: dict[str, Any]) -> Generator:
+def merge_params(cfg: Model, params: dict[str, Any]) -> Generator:
     """Returns the module that holds these parameters."""
-    return filled(params, Generator, cfg)
+    return fill_params(params, Generator, cfg)
 
 
 def _run_layer(
@@ -127,7 +127,7 @@ def target_logits(
         own = [_by_heads(cfg, dense, x) for dense in (layer.key, layer.value)]
         cross = [_by_heads(cfg, d, source) for d in (layer.cross_key, layer.cross_value)]
         # Padding stands to the right of what is scored.
-        window = attention.to_the_left(x.shape[1])
+        window = attention.causal_mask(x.shape[1])
         return _run_layer(
             layer,
             cfg,
@@ -154,7 +154,7 @@ def _read(
 # --- search -------------------------------------------------------------------------------------
 
 
-class Cache(NamedTuple):
+class DecoderCache(NamedTuple):
     """The keys and values that need not be computed again for the next piece."""
 
     keys: jax.Array  # of the pieces so far, [L, N, K, T, H, D / H]
@@ -166,7 +166,7 @@ class Cache(NamedTuple):
 
 def begin(
     generator: Generator, cfg: Model, batch: Batch, loop: Loop, beams: int, length: int
-) -> Cache:
+) -> DecoderCache:
     """Reads the source, and returns a cache with room for K = `beams` texts of `length` pieces."""
     source = _read(generator, cfg, batch, None, loop)
     stacked = generator.decoder.layers
@@ -177,12 +177,12 @@ def begin(
     count, number = cfg.num_hidden_layers, cfg.num_attention_heads
     shape = (count, len(source), beams, length, number, source.shape[2] // number)
     empty = jnp.zeros(shape, source.dtype)
-    return Cache(empty, empty, *of_source, batch["input_mask"])
+    return DecoderCache(empty, empty, *of_source, batch["input_mask"])
 
 
 def next_logits(
-    generator: Generator, cfg: Model, cache: Cache, ids: jax.Array, place: jax.Array
-) -> tuple[jax.Array, Cache]:
+    generator: Generator, cfg: Model, cache: DecoderCache, ids: jax.Array, place: jax.Array
+) -> tuple[jax.Array, DecoderCache]:
     """Scores the next piece of each beam: float32 [N, K, V], and the cache with this one.
 
     `cache` has all pieces before this one; `ids` int32 [N, K] are the newest, at first [CLS], and
@@ -223,7 +223,7 @@ class _Best(NamedTuple):
     total: jax.Array  # float32 [N, K], logarithm of the probability
     length: jax.Array  # int32 [N, K], in pieces
     done: jax.Array  # bool [N, K], whether the last piece stands there
-    cache: Cache  # of all but the newest pieces
+    cache: DecoderCache  # of all but the newest pieces
 
 
 def search(

@@ -61,7 +61,7 @@ def params_of(module: nnx.Module) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def filled(params: dict[str, Any], make: Callable[..., nnx.Module], *args: Any) -> Any:
+def fill_params(params: dict[str, Any], make: Callable[..., nnx.Module], *args: Any) -> Any:
     """Returns the module that `make` makes of `args` and `rngs`, with these parameters in it.
 
     Those that it has no place for are left out; a part that they do not have cannot be used.
@@ -124,7 +124,7 @@ def _look_up_backward(
 look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
-def rotations(cfg: Model, positions: jax.Array) -> jax.Array:
+def rope_angles(cfg: Model, positions: jax.Array) -> jax.Array:
     """Returns cosines and sines of the angles by which pairs are turned (Su et al. 2021).
 
     Args:

@@ -12,7 +12,7 @@ from flax import nnx
 from bert_jax.config import Model
 from bert_jax.model import layers, transformer
 from bert_jax.model.attention import Shared
-from bert_jax.model.encoder import Loop, filled, initializer, params_of
+from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_of
 
 # Of rows of the vocabulary that stand for no piece.
@@ -37,8 +37,8 @@ def init_params(cfg: Model, key: jax.Array) -> Params:
 
 
 def merge(cfg: Model, params: Params) -> Pretrainer:
-    """Returns the module that holds these parameters, see `filled`."""
-    return filled(params, Pretrainer, cfg)
+    """Returns the module that holds these parameters, see `fill_params`."""
+    return fill_params(params, Pretrainer, cfg)
 
 
 def completed(cfg: Model, params: Params) -> tuple[Params, tuple[str, ...]]:

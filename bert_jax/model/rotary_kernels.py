@@ -36,12 +36,12 @@ _QUERIES, _NEAR_QUERIES = 256, 128
 _STEP = 64
 
 
-class Attention(NamedTuple):
+class RotaryAttentionShape(NamedTuple):
     """The part of `attention` that is known before it runs."""
 
     kernels: Kernels  # how they are made
     size: int  # W / H
-    rows: Literal["alone", "shared"]  # as of `attention_kernels.Attention`
+    rows: Literal["alone", "shared"]  # as of `attention_kernels.RotaryAttentionShape`
     half: int  # of the window, places on each side; 0: every layer attends to whole rows
     wholes: int  # layers that attend to whole rows, of so many `layers`
     layers: int
@@ -65,7 +65,7 @@ def turns(rotations: jax.Array, size: int) -> jax.Array:
     """Lays cosines and sines out as kernels read them: for each lane of the heads that share them.
 
     Args:
-      rotations: float32 [2, 2, ..., S, 1, W / H / 2], of `encoder.rotations`.
+      rotations: float32 [2, 2, ..., S, 1, W / H / 2], of `encoder.rope_angles`.
       size: W / H.
 
     Returns:
@@ -80,14 +80,14 @@ def turns(rotations: jax.Array, size: int) -> jax.Array:
     return jnp.tile(laid, max(LANES, size) // size)
 
 
-def _forward(static: Attention, *arrays: jax.Array) -> list[jax.Array]:
+def _forward(static: RotaryAttentionShape, *arrays: jax.Array) -> list[jax.Array]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
     return _run(static, blocks, _forward_kernel, arrays, [], outputs, 2, [query.dtype])
 
 
 def _backward(
-    static: Attention, arrays: tuple[jax.Array, ...], *more: jax.Array
+    static: RotaryAttentionShape, arrays: tuple[jax.Array, ...], *more: jax.Array
 ) -> tuple[jax.Array | None, ...]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     read = [*zip((blocks.row, blocks.sums, blocks.row), more, strict=True)]
@@ -97,7 +97,7 @@ def _backward(
 
 
 def _run(
-    static: Attention,
+    static: RotaryAttentionShape,
     blocks: Blocks,
     kernel: Callable[..., None],
     arrays: tuple[jax.Array, ...],
@@ -132,10 +132,10 @@ def _run(
         return lax.cond(is_global, lambda: run(0, turns[0]), lambda: run(static.half, turns[1]))
 
 
-# Takes an `Attention` and
+# Takes an `RotaryAttentionShape` and
 #   query, key, value: [B, S, W], all heads, one behind the other,
 #   turns: see the function of this name,
-#   numbers: int32 [B, S], see `Attention.rows`,
+#   numbers: int32 [B, S], see `RotaryAttentionShape.rows`,
 #   is_global: bool [], whether the layer attends to whole rows,
 # to [B, S, W], in the type of value: scaled dot-product attention of what is turned first.
 attention = with_gradient(_forward, _backward)
@@ -144,7 +144,7 @@ attention = with_gradient(_forward, _backward)
 class _Row(Heads):
     """What both passes read, and how they go through it."""
 
-    def __init__(self, static: Attention, refs: Sequence[Any], key_ref: Any):
+    def __init__(self, static: RotaryAttentionShape, refs: Sequence[Any], key_ref: Any):
         self._query, key, self.value_ref, self._turns, self._keys, self._queries = refs
         super().__init__(static.size, key.shape[2])
         self._static, self.key_ref = static, key_ref  # where the turned keys are kept, [S, lanes]
@@ -209,7 +209,7 @@ class _Row(Heads):
         return jnp.where(seen, 0.0, MASKED_SCORE)
 
 
-def _forward_kernel(static: Attention, *refs: Any) -> None:
+def _forward_kernel(static: RotaryAttentionShape, *refs: Any) -> None:
     *read, context_ref, sums_ref, key_ref = refs
     row = _Row(static, read, key_ref)
 
@@ -248,7 +248,7 @@ def _forward_kernel(static: Attention, *refs: Any) -> None:
     row.each(block)
 
 
-def _backward_kernel(static: Attention, *refs: Any) -> None:
+def _backward_kernel(static: RotaryAttentionShape, *refs: Any) -> None:
     *read, context_ref, sums_ref, gradient_ref = refs[:-6]
     d_query_ref, d_key_ref, d_value_ref, key_ref, d_key, d_value = refs[-6:]
     row = _Row(static, read, key_ref)

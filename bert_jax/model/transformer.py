@@ -31,8 +31,8 @@ from bert_jax.model.encoder import (
     initializer,
     look_up,
     padded_vocab_size,
+    rope_angles,
     rotate,
-    rotations,
     run_layers,
 )
 from bert_jax.model.kernels import Kernels
@@ -192,7 +192,7 @@ def _half(cfg: Model) -> int:
 def _window(cfg: Model, is_global: jax.Array, length: int) -> jax.Array | None:
     """Returns which keys a query attends to, bool [S, S]; None if every layer attends to all."""
     half = _half(cfg)
-    left = attention.to_the_left(length) if cfg.direction == "left_to_right" else None
+    left = attention.causal_mask(length) if cfg.direction == "left_to_right" else None
     if not half or length <= half + 1:
         return left
     place = jnp.arange(length)
@@ -222,7 +222,7 @@ def _queries_and_keys(
     is_global: jax.Array,
     turns: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns them of shape `heads`, turned by `rotations` if there are any."""
+    """Returns them of shape `heads`, turned by `rope_angles` if there are any."""
     if turns is None:
         return product(layer.query, x, heads), product(layer.key, x, heads)
     rotation = jnp.where(is_global, turns[0], turns[1])
@@ -243,8 +243,8 @@ def run_layer(
 ) -> jax.Array:
     """Runs one layer, the `number`-th from 0: [B, S, D] in the compute type -> the same.
 
-    `turns` are `rotations`, of `modern`. With `kernels` its attention runs in them, and `turns` are
-    laid out for them.
+    `turns` are `rope_angles`, of `modern`. With `kernels` its attention runs in them, and `turns`
+    are laid out for them.
     """
     at = (lambda site: None) if noise is None else noise.at
     b, s, d = x.shape
@@ -253,7 +253,7 @@ def run_layer(
     read = _attention_reads(layer, cfg, number, x)
     if kernels is not None:
         rows, numbers = _rows_of(input_mask)
-        static = rotary_kernels.Attention(
+        static = rotary_kernels.RotaryAttentionShape(
             kernels, heads[-1], rows, _half(cfg), _wholes(cfg), cfg.num_hidden_layers
         )
         vectors = (product(dense, read, x.shape) for dense in (layer.query, layer.key, layer.value))
@@ -323,7 +323,7 @@ def run_layer_in_kernels(
     projections = (layer.query, layer.key, layer.value)
     size, (rows, numbers) = x.shape[-1] // cfg.num_attention_heads, _rows_of(input_mask)
     context = attention_kernels.attention(
-        attention_kernels.Attention(kernels, size, cfg.attention_probs_dropout_prob, rows),
+        attention_kernels.AttentionShape(kernels, size, cfg.attention_probs_dropout_prob, rows),
         *(product(dense, x) for dense in projections),
         jnp.stack([dense.bias[...] for dense in projections]),
         numbers,
@@ -366,7 +366,7 @@ def encode(
     x = encoder.embeddings(input_ids, segment_ids, dtype, positions)
     embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
-    turns = rotations(cfg, positions) if _is_modern(cfg) else None
+    turns = rope_angles(cfg, positions) if _is_modern(cfg) else None
     kernels = _kernels(cfg, x.shape, input_mask, noise, loop)
     if kernels is not None and turns is not None:
         turns = rotary_kernels.turns(turns, x.shape[-1] // cfg.num_attention_heads)
@@ -413,7 +413,7 @@ def attention_probabilities(encoder: Encoder, cfg: Model, hidden: jax.Array) -> 
     """Computes where the pieces of a text look in each layer: see `model.kinds`."""
     count, length, width = hidden.shape
     heads = (length, cfg.num_attention_heads, width // cfg.num_attention_heads)
-    turns = rotations(cfg, jnp.arange(length)) if _is_modern(cfg) else None
+    turns = rope_angles(cfg, jnp.arange(length)) if _is_modern(cfg) else None
 
     def of_layer(layer: Layer, number: jax.Array, x: jax.Array) -> jax.Array:
         is_global = number % _global_every(cfg) == 0

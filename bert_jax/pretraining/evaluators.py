@@ -233,7 +233,7 @@ class Sentence(NamedTuple):
     truth: int | None  # the id of the piece that stood there; None if nobody knows
 
 
-class Watched:
+class PredictionSampler:
     """Sentences whose masked pieces a run predicts: given ones, or some of held-out documents."""
 
     def __init__(

@@ -71,7 +71,7 @@ class Loaded(Base):
           what: is wanted of a run.
           which: of a run's checkpoints: `newest`, `best`, or a step.
         """
-        run = mirror.opened(folder)
+        run = mirror.open_workdir(folder)
         if base_lib.is_base(run.root):
             _require_newest(folder, which)
             return cls.of_base(base_lib.read(run.root), folder.name)
@@ -93,7 +93,7 @@ class Loaded(Base):
             moments = Moments(done, kept.mu, kept.nu)
         params, fresh = heads.completed(experiment.model, state["params"])
         begun = range(experiment.phase_at(max(done - 1, 0))[0] + 1)
-        learned = (objective.of_phase(experiment, number) for number in begun)
+        learned = (objective.make_objective(experiment, number) for number in begun)
         return cls(
             experiment.model_after(done),
             params,

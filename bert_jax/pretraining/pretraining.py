@@ -20,7 +20,7 @@ from bert_jax.data.plans import Plans
 from bert_jax.data.stream import Stream
 from bert_jax.distributed import slices
 from bert_jax.distributed.peers import Peers
-from bert_jax.errors import InputError, quantity
+from bert_jax.errors import InputError, pluralize
 from bert_jax.model import flops
 from bert_jax.pretraining import evaluators
 from bert_jax.running import session
@@ -52,7 +52,7 @@ class Prepared:
     @classmethod
     def open(cls, folder: epath.Path) -> "Prepared":
         """Opens a complete corpus folder; of one in a bucket, this host's copy."""
-        here = corpus.here(folder)
+        here = corpus.local_corpus(folder)
         manifest = corpus.open_manifest(here)
         tokenizer = corpus.open_tokenizer(here, manifest)
         return cls(manifest, tokenizer, batches.Ids.of(tokenizer), here, folder)
@@ -105,7 +105,7 @@ class Prepared:
         self.stamps = self.stamps or self._stamps()
         data, names = experiment.data_of(phase), (experiment.seed, "train", phase)
         widths = spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size
-        shape = batches.Shape(*widths, spec.row_offset)
+        shape = batches.BatchShape(*widths, spec.row_offset)
 
         def of(part: Stream, *source: object) -> batches.TrainBatches:
             plans = Plans(
@@ -183,11 +183,11 @@ def _summary(experiment: Experiment, objective: Objective, mesh: jax.sharding.Me
     shapes = step_lib.abstract_state(objective, *args)["params"]
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     phases = ", then ".join(
-        f"{quantity(phase.steps, 'step')} of {phase.batch_size} x {phase.sequence_length} tokens"
+        f"{pluralize(phase.steps, 'step')} of {phase.batch_size} x {phase.sequence_length} tokens"
         f"{phase.objective and f' ({phase.objective})'}"
         for phase in experiment.phases
     )
-    devices = quantity(mesh.size, f"{mesh.devices.flat[0].device_kind} device")
+    devices = pluralize(mesh.size, f"{mesh.devices.flat[0].device_kind} device")
     return (
         f"{experiment.name}: {count / 1e6:.1f}M parameters, {experiment.model.compute_dtype}, on "
         f"{devices}; {phases}; the first step is compiled before it runs"
@@ -223,7 +223,7 @@ class PretrainingJob(Job):
         """Returns the experiment laid over some of its slices; None: it cannot be."""
         # A tensor axis that is longer than a slice is for make_mesh to refuse.
         shards = max(hosts * system.devices_here() // self.experiment.parallelism.tensor, 1)
-        return slices.placed(self.experiment, taken, booked, shards)
+        return slices.fit_to_slices(self.experiment, taken, booked, shards)
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
         """Raises InputError if the batches or the state cannot be laid over these devices."""
@@ -273,10 +273,10 @@ class PretrainingJob(Job):
             if self.branch is not None:
                 self.branch.begin(self.workdir)
             for split in SPLITS if peers.count > 1 else ():  # which all would make at once
-                corpus.open_stream(corpus.here(folder), split)
+                corpus.open_stream(corpus.local_corpus(folder), split)
 
         peers.on_primary("made", make)
-        corpus.here(folder, self.say)
+        corpus.local_corpus(folder, self.say)
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """Opens what was prepared."""
@@ -304,7 +304,7 @@ class PretrainingJob(Job):
         of = self._prepared.train_batches(experiment, number, self._peers.is_primary)
         return PhaseBatches(
             *(number, first, phase.steps, phase.batch_size, of.batch, of.ready, of.close),
-            objective=objective_lib.of_phase(experiment, number),
+            objective=objective_lib.make_objective(experiment, number),
             ends_line=len({experiment.data_of(n).objective for n in both}) > 1,
         )
 
@@ -370,7 +370,9 @@ class PretrainingJob(Job):
             alike = dataclasses.replace(model, direction=experiment.model.direction)
             scored[model] = objective_lib.of(alike, experiment.data)
             if model.direction == "both":
-                watched[model] = evaluators.Watched(run.watch, model, prepared.tokenizer, stream)
+                watched[model] = evaluators.PredictionSampler(
+                    run.watch, model, prepared.tokenizer, stream
+                )
 
         def score(params: Any, done: int) -> dict[str, float]:
             objective = scored[experiment.model_after(done)]
@@ -425,7 +427,7 @@ class PretrainingJob(Job):
             for phase in experiment.phases:
                 steps = min(done, phase.steps)
                 done -= steps
-                trained += steps * flops.of_phase(experiment.model, phase)
+                trained += steps * flops.phase_flops(experiment.model, phase)
             return int(run.probe_share * trained / operations)
 
         def is_due(done: int) -> bool:

@@ -100,7 +100,7 @@ def _cpu_model() -> str:
 _COMPILED_BYTES = 2**30
 
 
-class Programs(compilation_cache.LRUCache):
+class CompilationCache(compilation_cache.LRUCache):
     """Keeps compiled programs as jax does, but behind checksums: jax runs a damaged one."""
 
     environment = ""  # a hash of what programs depend on that jax's keys leave out
@@ -132,7 +132,7 @@ def keep_compiled_programs() -> None:
     processes jax lets the first alone write. JAX_COMPILATION_CACHE_DIR names another place than the
     user's cache folder; empty: none.
     """
-    compilation_cache.LRUCache = Programs
+    compilation_cache.LRUCache = CompilationCache
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     # What a program is jax knows by itself, whichever code has built it.
@@ -144,6 +144,6 @@ def keep_compiled_programs() -> None:
     else:
         # A CPU's programs use what that very CPU can do; hosts of other devices share theirs.
         of = {name: value for name, value in of.items() if name not in ("cpu", "threads")}
-    Programs.environment = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
+    CompilationCache.environment = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     jax.config.update("jax_compilation_cache_max_size", _COMPILED_BYTES)

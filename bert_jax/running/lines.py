@@ -56,7 +56,7 @@ def skipped_steps(lines: Iterable[Mapping[str, Any]], left_out: Iterable[int]) -
     return total + len(known), ", ".join([*ranges, *others])
 
 
-def in_vain(held_out: Sequence[tuple[int, float]], patience: int) -> bool:
+def should_stop_early(held_out: Sequence[tuple[int, float]], patience: int) -> bool:
     """Tells whether the last `patience` of all (step, loss) have no loss below those before them.
 
     With a patience of 0 it is never in vain.

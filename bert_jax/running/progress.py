@@ -35,7 +35,7 @@ from rich.text import Text
 
 from bert_jax.errors import InputError, Unavailable, duration
 from bert_jax.model import losses
-from bert_jax.storage.workdir import Workdir, made, named_errors, new_file
+from bert_jax.storage.workdir import Workdir, create_folder, new_file, translate_os_errors
 
 # Of the annotation around each step; XProf looks for a number of this kind.
 _STEP = "train"
@@ -290,9 +290,9 @@ class Profile:
         jax.block_until_ready(state)
         with self._clock.waiting("profile"), self._scratch:
             try:
-                with named_errors(local):
+                with translate_os_errors(local):
                     jax.profiler.stop_trace()
-                with named_errors(target):
+                with translate_os_errors(target):
                     self._send(local, target)
             except (InputError, Unavailable, OSError, RuntimeError) as error:
                 self._say(f"no profile of {steps.replace('_', ' ')}: {error}")
@@ -306,7 +306,7 @@ class Profile:
         inside = os.path.relpath(target, root)
         if os.path.realpath(target) != os.path.join(os.path.realpath(root), inside):
             raise InputError(f"{self._workdir.profile}: is a link, or holds one; remove it")
-        with made(target), contextlib.ExitStack() as sent:
+        with create_folder(target), contextlib.ExitStack() as sent:
             # Of the same steps, before a restart, perhaps on another host.
             for path in target.glob(f"process_{self._process}.*"):
                 path.unlink()

@@ -32,7 +32,7 @@ from bert_jax.storage import buckets
 from bert_jax.training import feed as feed_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
-from bert_jax.training.replay import Erred, Replay
+from bert_jax.training.replay import Replay, SilentCorruption
 
 # Steps that wait for the devices. jax lets dozens wait, and a request to stop, or the watchdog, for
 # them.
@@ -138,7 +138,7 @@ class Trainer:
                     with contextlib.closing(self.job.batches(self.done)) as phase:
                         if self._await_rows(phase):
                             self._steps(phase)
-                except (Diverged, Erred) as error:
+                except (Diverged, SilentCorruption) as error:
                     error = error.with_traceback(None)  # whose frames hold a batch, and a state
                     if isinstance(error, Diverged) and self.stop.requested:
                         return error
@@ -222,7 +222,7 @@ class Trainer:
             if self.stops_for:
                 self.say(f"slices: {self.stops_for} can train as well; stopping to take them")
 
-    def _go_back(self, error: Diverged | Erred) -> None:
+    def _go_back(self, error: Diverged | SilentCorruption) -> None:
         """Goes on from a state before bad steps, leaving these out, or before devices erred.
 
         Nothing of this needs to be remembered: a run that goes on from a checkpoint before the bad
@@ -244,7 +244,7 @@ class Trainer:
         self.state, self.window = {}, {}  # two states may be more than there is room for
         self.watchdog.reset(times=2)
         with self.clock.waiting("restore"):
-            begun = start.before(error, first, self.begun_at, self.context)
+            begun = start.roll_back(error, first, self.begun_at, self.context)
         if isinstance(error, Diverged):
             where = "" if begun.step else " to step 0, since there is no earlier checkpoint"
             self.say(
@@ -258,7 +258,7 @@ class Trainer:
         if isinstance(error, Diverged):
             self.skipped = skipped  # at step 0, too
         self._note("roll_back", self._lap() | about)
-        if isinstance(error, Erred) and error.is_last:
+        if isinstance(error, SilentCorruption) and error.is_last:
             self.context.mirror.flush()  # what process 0 leaves behind ends with it
             peers.agree("devices", f"{words}, again; run again on another machine", Unavailable)
 
@@ -337,7 +337,7 @@ class Trainer:
 
     @property
     def _is_in_vain(self) -> bool:
-        return lines_lib.in_vain(self.held_out, self.job.patience)
+        return lines_lib.should_stop_early(self.held_out, self.job.patience)
 
     @property
     def _is_whole(self) -> bool:

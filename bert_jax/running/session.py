@@ -15,7 +15,7 @@ from bert_jax.config import Run
 from bert_jax.distributed import peers as peers_lib
 from bert_jax.distributed.peers import Peers
 from bert_jax.distributed.watchdog import StopRequest, Watchdog
-from bert_jax.errors import InputError, quantity
+from bert_jax.errors import InputError, pluralize
 from bert_jax.running import trackers
 from bert_jax.running.environment import code, keep_compiled_programs, versions
 from bert_jax.running.job import Context, Job, Result
@@ -111,7 +111,7 @@ def _show(result: Result, job: Job, lines: list[dict[str, Any]], left_out: tuple
             words = [f"step {line['step']}: {word}" for line, word in zip(last, words, strict=True)]
             words.append(f"the newest checkpoint (step {result.done}) was not evaluated")
         count, which = skipped_steps(lines, left_out)
-        words += [f"{quantity(count, 'step')} skipped ({which})"] * bool(count)
+        words += [f"{pluralize(count, 'step')} skipped ({which})"] * bool(count)
         job.say("; ".join([f"finished: step {result.done}", *words]))
         place = job.workdir.named
         job.say(f"{place} holds the finished run; to start again {job.how_to_go_on}")

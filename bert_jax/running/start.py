@@ -30,7 +30,7 @@ from bert_jax.storage import buckets, retry
 from bert_jax.storage.workdir import fork_of, read_json, write_atomic, write_json
 from bert_jax.training import feed, step
 from bert_jax.training import optimizer as optimizer_lib
-from bert_jax.training.replay import Erred
+from bert_jax.training.replay import SilentCorruption
 
 
 class Failed(Exception):
@@ -59,7 +59,9 @@ def begin(context: Context) -> Restored:
     return _start(context, None)
 
 
-def before(error: Diverged | Erred, first: int, begun_at: int, context: Context) -> Restored:
+def roll_back(
+    error: Diverged | SilentCorruption, first: int, begun_at: int, context: Context
+) -> Restored:
     """Returns where to start again, a step up to `first`; newer checkpoints are removed.
 
     Where devices erred it is the oldest if none is as old, as in a run that branched off, and began
@@ -91,7 +93,7 @@ def before(error: Diverged | Erred, first: int, begun_at: int, context: Context)
     return start
 
 
-def named(erred: Erred, peers: Peers) -> str:
+def named(erred: SilentCorruption, peers: Peers) -> str:
     """Returns which devices erred, their processes and hosts, in words; all processes ask."""
     names = [f"device {device.id} of {peers.owner(device)}" for device in erred.devices]
     either, link = ("", " and ") if erred.is_sure else ("either ", " or ")

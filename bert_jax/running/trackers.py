@@ -37,7 +37,7 @@ _PROJECT = "bert_jax"
 Tracker = tuple[str, Callable[[str, int, Mapping[str, float]], Any], Callable[[], Any]]
 
 
-class Place(NamedTuple):
+class RunLocation(NamedTuple):
     """A run as trackers are shown it."""
 
     folder: str  # of the run, on this machine
@@ -45,7 +45,7 @@ class Place(NamedTuple):
     settings: dict[str, Any]  # all fields of it, by their paths
 
 
-def _tensorboard(place: Place, known: str) -> Tracker:
+def _tensorboard(place: RunLocation, known: str) -> Tracker:
     """Writes event files in W/tensorboard, one folder a group, each line at once."""
     from tensorboard.summary import Writer
 
@@ -61,7 +61,7 @@ def _tensorboard(place: Place, known: str) -> Tracker:
     return known, log, lambda: [writer.close() for writer in writers.values()]
 
 
-def _trackio(place: Place, known: str) -> Tracker:
+def _trackio(place: RunLocation, known: str) -> Tracker:
     os.environ.setdefault("TRACKIO_DIR", os.path.join(place.folder, "trackio"))
     import trackio
 
@@ -70,7 +70,7 @@ def _trackio(place: Place, known: str) -> Tracker:
     return _of_run(name, trackio.init(project=_PROJECT, name=name, **words))
 
 
-def _wandb(place: Place, known: str) -> Tracker:
+def _wandb(place: RunLocation, known: str) -> Tracker:
     """Opens a run of Weights & Biases, in W/wandb; `wandb sync` sends it."""
     os.environ.setdefault("WANDB_MODE", "offline")
     import wandb
@@ -88,7 +88,7 @@ def _of_run(name: str, run: Any) -> Tracker:
     return name, log, run.finish
 
 
-def _mlflow(place: Place, known: str) -> Tracker:
+def _mlflow(place: RunLocation, known: str) -> Tracker:
     """Opens a run of MLflow, in W/mlflow: a file of SQLite, since it writes plain ones no more."""
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
@@ -118,7 +118,7 @@ def _mlflow(place: Place, known: str) -> Tracker:
     return run, log, lambda: client.set_terminated(run)
 
 
-_OPENED: dict[str, Callable[[Place, str], Tracker]] = {
+_OPENED: dict[str, Callable[[RunLocation, str], Tracker]] = {
     "tensorboard": _tensorboard,
     "trackio": _trackio,
     "wandb": _wandb,
@@ -197,7 +197,7 @@ def _follow(
         path: value if isinstance(value, int | float | str) else str(value)
         for path, value in config.flatten(experiment)
     }
-    place = Place(os.fspath(workdir.root), experiment.name, settings)
+    place = RunLocation(os.fspath(workdir.root), experiment.name, settings)
     for name in names:
         with without_on_failure(name):
             of = known.setdefault(name, {"id": "", "sent": {}})

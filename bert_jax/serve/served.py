@@ -11,7 +11,7 @@ import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from bert_jax.embeddings.embed import Embedder
-from bert_jax.errors import InputError, quantity
+from bert_jax.errors import InputError, pluralize
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.predict import TaskModel
 from bert_jax.text.records import encodable
@@ -55,7 +55,7 @@ class Refused(Exception):
         return JSONResponse({"error": error}, self.status, headers)
 
 
-class Vectors:
+class EmbedEndpoint:
     """Vectors of texts, in OpenAI's form; every program that they need is compiled first."""
 
     path = "/v1/embeddings"
@@ -110,7 +110,7 @@ class Vectors:
         return vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)
 
 
-class Answers:
+class PredictEndpoint:
     """Answers of a fine-tuned run, as `predict` gives them; programs are compiled first."""
 
     path = "/predict"
@@ -119,7 +119,7 @@ class Answers:
         self.name, self._model = model.experiment.name, model
         self._task = model.experiment.task
         self._texts = examples_lib.texts_of_example(self._task)
-        self.about = f"{quantity(self._texts, 'text')} an example"
+        self.about = f"{pluralize(self._texts, 'text')} an example"
         self.warm()
 
     def warm(self) -> None:
@@ -183,7 +183,7 @@ def _asked(body: dict[str, Any], parts: int, most: int) -> list[list[str]]:
     for number, texts in enumerate(items):
         why = ""
         if not isinstance(texts, list) or len(texts) != parts:
-            why = f"an example of this task has {quantity(parts, 'text')}"
+            why = f"an example of this task has {pluralize(parts, 'text')}"
         elif not all(isinstance(text, str) for text in texts):
             why = "must be a text; ids of pieces are not taken"
         elif encodable("".join(texts)) != "".join(texts):

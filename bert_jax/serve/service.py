@@ -38,7 +38,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bert_jax.errors import InputError, of_error
-from bert_jax.serve.served import Answers, Item, Limits, Refused, Vectors
+from bert_jax.serve.served import EmbedEndpoint, Item, Limits, PredictEndpoint, Refused
 
 # Rows and bytes of all requests under way.
 _ROWS, _BYTES = 2**16, 2**27
@@ -52,7 +52,7 @@ _Waiting = tuple[Any, int, asyncio.Future]
 class Service:
     """The application that asks `served`."""
 
-    def __init__(self, served: Vectors | Answers, limits: Limits):
+    def __init__(self, served: EmbedEndpoint | PredictEndpoint, limits: Limits):
         self._served, self.limits = served, limits
         # Of each request the items that were not yet begun.
         self._waiting: collections.deque[collections.deque[_Waiting]] = collections.deque()
@@ -352,7 +352,10 @@ def server_of(service: Service, seconds: float) -> uvicorn.Server:
 
 
 def serve(
-    served: Vectors | Answers, bound: socket.socket, limits: Limits, say: Callable[[str], None]
+    served: EmbedEndpoint | PredictEndpoint,
+    bound: socket.socket,
+    limits: Limits,
+    say: Callable[[str], None],
 ) -> None:
     """Answers until SIGTERM or Ctrl-C, then ends what is under way."""
     bound.listen(_BACKLOG)

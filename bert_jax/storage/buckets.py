@@ -30,7 +30,7 @@ from etils import epath
 
 from bert_jax.errors import InputError
 from bert_jax.storage import retry
-from bert_jax.storage.workdir import made, named_errors, write_atomic
+from bert_jax.storage.workdir import create_folder, translate_os_errors, write_atomic
 
 T = TypeVar("T")
 Right = Literal["list", "read", "write", "replace"]
@@ -163,7 +163,7 @@ def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
     return content
 
 
-def opened(path: epath.PathLike) -> IO[bytes]:
+def open_object(path: epath.PathLike) -> IO[bytes]:
     """Returns the bytes of an object of any size, a range of which is read at a time.
 
     Raises:
@@ -199,7 +199,7 @@ def _agreed(ask: Callable[[], T]) -> T:
 
 def sha256(path: epath.PathLike) -> str:
     """Returns the SHA-256 of a file of this machine, or of an object."""
-    with opened(path) if is_bucket(path) else open(path, "rb") as file:
+    with open_object(path) if is_bucket(path) else open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -223,14 +223,14 @@ def write(path: epath.Path, text: str | Iterable[str], seconds: float | None = N
     if is_bucket(path):
         put(path, (text if isinstance(text, str) else "".join(text)).encode(), seconds)
         return
-    with made(path.parent):
+    with create_folder(path.parent):
         write_atomic(path, text)
 
 
 def exists(path: epath.Path) -> bool:
     """Returns whether a file or an object is there."""
     if not is_bucket(path):
-        with named_errors(path):
+        with translate_os_errors(path):
             return path.exists()
     try:
         _tried("read", path, functools.partial(_described, path))
@@ -270,7 +270,7 @@ def _described(path: epath.PathLike) -> Listed:
 def names(folder: epath.Path) -> set[str]:
     """Returns the names in a folder of this machine or a bucket; none if it is not there."""
     if not is_bucket(folder):
-        with named_errors(folder):
+        with translate_os_errors(folder):
             return {path.name for path in folder.iterdir()} if folder.exists() else set()
     objects, folders = _listed(folder, "/", is_sure=False)
     return (objects.keys() | folders) - {_PROBE}

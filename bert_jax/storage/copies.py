@@ -25,7 +25,13 @@ from etils import epath
 
 from bert_jax.errors import InputError, duration
 from bert_jax.storage import buckets, mirror, retry
-from bert_jax.storage.workdir import cache_folder, made, named_errors, new_file, require_local
+from bert_jax.storage.workdir import (
+    cache_folder,
+    create_folder,
+    new_file,
+    require_local,
+    translate_os_errors,
+)
 
 Say = Callable[[str], None]
 
@@ -45,7 +51,7 @@ def copy_of(folder: epath.PathLike) -> Iterator[epath.Path]:
     Others of this host wait as long as it is held.
     """
     copy = mirror.cached("corpora", folder)
-    with named_errors(copy):
+    with translate_os_errors(copy):
         copy.parent.mkdir(parents=True, exist_ok=True)
         with open(copy.parent / f"{copy.name}.lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -53,7 +59,7 @@ def copy_of(folder: epath.PathLike) -> Iterator[epath.Path]:
 
 
 @contextlib.contextmanager
-def here(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[epath.Path]]:
+def local_copy(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[epath.Path]]:
     """Gives files on this machine: themselves, or copies if all of them lie in a bucket.
 
     Copies lie in `folder`, stay there and are not made twice; "": in the cache, and go at the end.
@@ -77,7 +83,7 @@ def here(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[e
 def require_new(folder: epath.Path) -> None:
     """Raises InputError unless a folder is missing or empty."""
     require_local(folder)
-    with named_errors(folder):
+    with translate_os_errors(folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise InputError(f"{folder}: is there already; choose another folder")
 
@@ -96,7 +102,7 @@ def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
 def _temporary(folder: epath.Path) -> Iterator[epath.Path]:
     """Gives an empty folder next to another, which is gone at the end if it is still there."""
     temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
-    with made(folder.parent), named_errors(folder):
+    with create_folder(folder.parent), translate_os_errors(folder):
         try:
             temporary.rmtree(missing_ok=True)  # of one that was killed
             temporary.mkdir()
@@ -141,7 +147,7 @@ def fetch(path: epath.Path, folder: epath.Path) -> None:
     """Copies one object into a local folder; see `fetch_all`."""
     if (listed := buckets.about(path)) is None:
         raise InputError(f"{path}: is missing")
-    with named_errors(folder):
+    with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with new_file(folder / path.name) as file:
         _download({os.fspath(path): (listed, file)})
@@ -157,11 +163,11 @@ def held(objects: Mapping[str, buckets.Listed]) -> Iterator[None]:
         yield
         return
     sources = cache_folder() / "sources"
-    with named_errors(sources):
+    with translate_os_errors(sources):
         sources.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=sources) as folder:
         files = {path: epath.Path(folder) / str(number) for number, path in enumerate(objects)}
-        with named_errors(sources):
+        with translate_os_errors(sources):
             _download({path: (listed, files[path]) for path, listed in objects.items()})
         token = buckets.held_copies.set({path: os.fspath(file) for path, file in files.items()})
         try:
@@ -193,7 +199,7 @@ def fetch_all(
             raise InputError(f"{source / name}: is missing; {mend}")
     progress = _Progress(f"copy of {source}", sum(there[name].size for name in wanted), say)
     for name in wanted:
-        with named_errors(target):
+        with translate_os_errors(target):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
         with new_file(target / name) as file:
             _download({os.fspath(source / name): (there[name], file)}, progress.add)
@@ -258,7 +264,7 @@ def send_all(
         return [f for f in files if f not in there or not buckets.is_same(source / f, there[f])]
 
     def send(name: str) -> int:
-        with named_errors(source / name):
+        with translate_os_errors(source / name):
             buckets.send(source / name, target / name)
             return os.stat(source / name).st_size
 

@@ -54,7 +54,7 @@ class PatientFileSystem(CheckedFileSystem):
 
     Orbax and jax ask in the middle of work that cannot be begun again from outside: in several
     processes the others wait for the one whose request failed. Rights have been proven by then
-    (`mirror.opened`), so that refused ones are a token that has expired.
+    (`mirror.open_workdir`), so that refused ones are a token that has expired.
     """
 
     # One attempt: gcsfs itself tries six times, half a minute in all.

@@ -9,7 +9,7 @@ from etils import epath
 
 from bert_jax import errors
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import DiskFull, named_errors, no_link, write_atomic
+from bert_jax.storage.workdir import DiskFull, no_link, translate_os_errors, write_atomic
 
 
 class JsonLines:
@@ -32,7 +32,7 @@ class JsonLines:
     def _write(self) -> None:
         name = os.fspath(self._path)
         # Without a buffer, which would hold what a full disk refused, and write it when it closes.
-        with named_errors(self._path), open(name, "ab", buffering=0, opener=no_link) as file:
+        with translate_os_errors(self._path), open(name, "ab", buffering=0, opener=no_link) as file:
             before, left = file.tell(), self._waiting.encode()
             try:
                 while left:
@@ -95,7 +95,7 @@ class JsonLines:
     def _raw(self) -> list[bytes]:
         if not self._path.exists():
             return []
-        with named_errors(self._path):
+        with translate_os_errors(self._path):
             return self._path.read_bytes().splitlines(keepends=True)
 
 

@@ -36,9 +36,9 @@ from bert_jax.storage.workdir import (
     Workdir,
     cache_folder,
     in_use,
-    named_errors,
     new_file,
     require_run,
+    translate_os_errors,
     write_atomic,
 )
 
@@ -52,7 +52,7 @@ _SECONDS, _SHARE = 30.0, 0.05
 _LATELY = 900.0
 
 
-def opened(
+def open_workdir(
     root: str | epath.PathLike, corpus_dir: str = "", access: Literal["read", "write"] = "read"
 ) -> Workdir:
     """Returns the names of a run's files, on this machine or in a bucket; see `Workdir`.
@@ -93,7 +93,7 @@ def is_going_on(workdir: Workdir) -> bool:
 def holder(workdir: Workdir, seconds: float | None = None) -> Holder | None:
     """Returns who holds a run, or has started one in a bucket last; None: nobody that is known."""
     place = workdir.root / "lock" if workdir.remote is None else workdir.remote / OWNER
-    with named_errors(place), contextlib.suppress(FileNotFoundError):
+    with translate_os_errors(place), contextlib.suppress(FileNotFoundError):
         return Holder.parse(buckets.read(place, seconds=seconds))
     return None
 
@@ -101,7 +101,7 @@ def holder(workdir: Workdir, seconds: float | None = None) -> Holder | None:
 def _refresh(remote: epath.Path, local: epath.Path, files: Iterable[str]) -> None:
     """Makes files of a local folder those of the bucket."""
     there = buckets.listing(remote, "/")
-    with named_errors(local):
+    with translate_os_errors(local):
         local.mkdir(parents=True, exist_ok=True)
         for name in files:
             here = local / name
@@ -224,7 +224,7 @@ class Mirror:
             if changed or seconds:
                 self._require_own(seconds)
             for name, stamp in changed.items():
-                with named_errors(self._local / name):
+                with translate_os_errors(self._local / name):
                     data = (self._local / name).read_bytes()
                 buckets.put(self._remote / name, data, seconds)
                 self._sent[name] = stamp

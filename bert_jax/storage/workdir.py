@@ -71,7 +71,7 @@ _FULL = "{}: the disk is full; free some space and run again"
 
 
 class Workdir:
-    """Names of the files of one run; `mirror.opened` gives them for a run in a bucket, too."""
+    """Names of the files of one run; for a run in a bucket `mirror.open_workdir` gives them."""
 
     def __init__(
         self, root: str | epath.PathLike, corpus_dir: str = "", remote: epath.Path | None = None
@@ -97,13 +97,13 @@ class Workdir:
 
     def require_ours(self) -> None:
         """Raises InputError if the folder is there, and holds other things and no run."""
-        with named_errors(self.root):
+        with translate_os_errors(self.root):
             names = {path.name for path in self.root.iterdir()} if self.root.exists() else set()
         require_run(self.root, names)
 
     def remove_unfinished(self) -> None:
         """Removes what a killed process left half written; by the one that holds the folder."""
-        with named_errors(self.root):
+        with translate_os_errors(self.root):
             for path in self.root.iterdir():
                 if _UNFINISHED.fullmatch(path.name):
                     path.unlink(missing_ok=True)
@@ -220,7 +220,7 @@ def new_file(path: epath.Path) -> Iterator[epath.Path]:
     require_local(path)
     require_plain(path)
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    with named_errors(path):
+    with translate_os_errors(path):
         try:
             yield temporary
             with contextlib.suppress(OSError), open(os.fspath(temporary), "rb") as file:
@@ -244,14 +244,14 @@ def require_plain(path: epath.PathLike) -> None:
         raise InputError(f"{path}: is a device or a pipe; name a file")
 
 
-def sealed(record: dict[str, Any]) -> dict[str, Any]:
+def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
     """Returns the record with a checksum of all of it, which `read_json` compares."""
     return {**record, _CHECKSUM: _checksum(record)}
 
 
 def write_json(path: epath.Path, record: dict[str, Any]) -> None:
-    """Replaces the file with a record, `sealed`, as `read_json` reads it."""
-    write_atomic(path, json.dumps(sealed(record), indent=2) + "\n")
+    """Replaces the file with a record, `with_checksum`, as `read_json` reads it."""
+    write_atomic(path, json.dumps(with_checksum(record), indent=2) + "\n")
 
 
 def _checksum(record: dict[str, Any]) -> str:
@@ -265,7 +265,7 @@ def read_json(
     mend: str = "use the bert-jax that wrote it",
     restore: str = "put the whole file back",
 ) -> dict[str, Any]:
-    """Reads a JSON object that carries `format_version`, and a checksum if it was `sealed`.
+    """Reads a JSON object that carries `format_version`, and a checksum if it was `with_checksum`.
 
     `mend` says what to do about another version, `restore` about a damaged file.
     """
@@ -322,7 +322,7 @@ _WORDS = {
 
 
 @contextlib.contextmanager
-def named_errors(path: epath.PathLike) -> Iterator[None]:
+def translate_os_errors(path: epath.PathLike) -> Iterator[None]:
     """Turns errors of the file system into one line that names the path.
 
     Raises:
@@ -367,14 +367,14 @@ def lock(
     """
     require_local(folder)
     path = folder / "lock"
-    with made(folder):
-        with named_errors(path):
+    with create_folder(folder):
+        with translate_os_errors(path):
             before = {other.name for other in folder.iterdir()}
             file = _held(path, named or folder, setting)
         with file:
             try:
                 me = Holder.me()
-                with named_errors(path):
+                with translate_os_errors(path):
                     file.truncate(0)
                     file.write(me.text().encode())
                     os.fsync(file)  # where a disk is shared, others see it from here on
@@ -389,11 +389,11 @@ def lock(
 
 
 @contextlib.contextmanager
-def made(folder: epath.Path) -> Iterator[None]:
+def create_folder(folder: epath.Path) -> Iterator[None]:
     """Makes the folder and those above; on failure removes those of them that are empty."""
     missing: list[epath.Path] = []
     try:
-        with named_errors(folder):
+        with translate_os_errors(folder):
             missing = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
         yield

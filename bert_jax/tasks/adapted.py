@@ -17,11 +17,11 @@ from bert_jax.model import flops
 from bert_jax.pretraining.loaded import Loaded
 from bert_jax.tasks import tagger
 from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective
-from bert_jax.tasks.labels import Choices, Numbers, Sentences, Tags
+from bert_jax.tasks.labels import Choices, NumberTask, Sentences, Tags
 from bert_jax.tasks.objective import TaskObjective, below_head
 from bert_jax.tasks.rows import Batch, Rows, TaskKind, eval_batches
 from bert_jax.tasks.similar import Similar, SimilarObjective, require_comparable
-from bert_jax.tasks.spans import Spans
+from bert_jax.tasks.spans import SpanTask
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
@@ -31,10 +31,10 @@ from bert_jax.training.objective import Pretraining
 KINDS: dict[str, Callable[..., TaskKind]] = {
     "classify": Sentences,
     "pair": Sentences,
-    "regress": Numbers,
+    "regress": NumberTask,
     "choice": Choices,
     "tag": Tags,
-    "span": Spans,
+    "span": SpanTask,
     "generate": Generate,
     "similar": Similar,
 }
@@ -43,7 +43,7 @@ KINDS: dict[str, Callable[..., TaskKind]] = {
 def kind_of(
     task: Task, labels: tuple[str, ...], tokenizer: Tokenizer, *threshold: float
 ) -> TaskKind:
-    """Returns the kind of a task; of spans also by a threshold, see `Spans`."""
+    """Returns the kind of a task; of spans also by a threshold, see `SpanTask`."""
     return KINDS[task.kind](task, labels, tokenizer, *threshold)
 
 
@@ -165,7 +165,7 @@ def require_adaptable(model: Model, experiment: Finetuning, where: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reader:
+class MeshEncoder:
     """A pre-trained model that is read, and how it lies on the devices."""
 
     model: Model

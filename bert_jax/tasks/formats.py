@@ -163,7 +163,7 @@ def _plain(value: Any, classes: Any, place: str) -> Any:
     if isinstance(value, list):
         return [_plain(inner, classes, place) for inner in value]
     if isinstance(value, bytes):
-        return text_records.of_utf8(value, place)
+        return text_records.decode_utf8(value, place)
     if classes is None:
         return value
     if not -1 <= value < classes.num_classes:
@@ -186,7 +186,7 @@ def questions(source: str) -> Iterator[Record]:
 
 def _squad_file(path: str) -> Iterator[Record]:
     """Yields where each question stands in the file, and the question with its context."""
-    tree = text_records.of_json("\n".join(_lines(path)), path)
+    tree = text_records.read_json("\n".join(_lines(path)), path)
     for i, article in enumerate(field(tree, "data", list, path)):
         in_article = f"{path}: data[{i}]"
         for j, paragraph in enumerate(field(article, "paragraphs", list, in_article)):

@@ -16,7 +16,16 @@ from bert_jax.model.encoder import Loop
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.objective import Batch, TaskObjective, Tree
-from bert_jax.tasks.rows import LENGTH_STEP, Answer, Judged, Outputs, Rows, Scores, TaskKind, padded
+from bert_jax.tasks.rows import (
+    LENGTH_STEP,
+    Answer,
+    Outputs,
+    Rows,
+    ScoredExample,
+    Scores,
+    TaskKind,
+    padded,
+)
 from bert_jax.tasks.rows import Batch as HostBatch
 from bert_jax.text.tokenizer import joined
 from bert_jax.training import sharding
@@ -99,11 +108,11 @@ class Generate(TaskKind):
         written = [answer["generated"] for answer in self.answers(outputs, rows, examples)]
         return scores.of_texts([str(example.label) for example in examples], written)
 
-    def judged(self, answer: Answer, example: Sentence) -> Judged:
+    def judged(self, answer: Answer, example: Sentence) -> ScoredExample:
         """Returns both texts, and how much of chrF is missing."""
         truth, written = str(example.label), answer["generated"]
         off = 1 - scores.of_texts([truth], [written])["chrf"]
-        return Judged([truth], [written], off)
+        return ScoredExample([truth], [written], off)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +137,7 @@ class GenerateObjective(TaskObjective):
     ) -> jax.Array:
         """Returns scores of each next piece of the targets: float32 [B, T, V]."""
         del fixed
-        generator = decoder.merge(self.model, params)
+        generator = decoder.merge_params(self.model, params)
         return decoder.target_logits(generator, self.model, batch, noise, loop)
 
     def texts(
@@ -136,6 +145,6 @@ class GenerateObjective(TaskObjective):
     ) -> jax.Array:
         """Returns what is written by a search with so many beams: int32 [B, length]."""
         del fixed, noise
-        generator = decoder.merge(self.model, params)
+        generator = decoder.merge_params(self.model, params)
         ends = self.length, self.first, self.last
         return decoder.search(generator, self.model, batch, loop, beams, *ends)[0]

@@ -15,7 +15,7 @@ from bert_jax.config import SCORES, Finetuning
 from bert_jax.distributed.peers import Peers
 from bert_jax.embeddings import packing
 from bert_jax.embeddings.pairs import CorpusPairs
-from bert_jax.errors import InputError, quantity
+from bert_jax.errors import InputError, pluralize
 from bert_jax.model import flops
 from bert_jax.running import session
 from bert_jax.running.job import Evaluator, Job, PhaseBatches, every
@@ -56,12 +56,12 @@ def finetune(
         )
     place = root or f"runs/{experiment.name}"
     if base is None and not experiment.init_from:
-        known = mirror.opened(place)
+        known = mirror.open_workdir(place)
         if known.experiment.exists():
             base = load_experiment(known, Finetuning).init_from
     if base is not None:
         experiment = dataclasses.replace(experiment, init_from=base)
-    workdir = mirror.opened(place, access="write")
+    workdir = mirror.open_workdir(place, access="write")
     return session.run(FinetuningJob(experiment, workdir, progress.say), progress, origin)
 
 
@@ -117,10 +117,10 @@ class FinetuningJob(Job):
 
     def _read_similar(self) -> None:
         base = self._base
-        task = similar.led_by(self.experiment.task, base.vectors)
+        task = similar.inherit_prompts(self.experiment.task, base.vectors)
         experiment = dataclasses.replace(self.experiment, task=task)
         learned = similar.read(experiment, base.model, base.tokenizer, self._tallies["train"])
-        task = similar.asked_of(experiment.task)
+        task = similar.validation_task(experiment.task)
         tally = self._tallies["validation"]
         self._held_out = examples_lib.read(task, task.validation, "labelled", tally)
         self._warnings = scores.data_warnings(
@@ -238,9 +238,10 @@ class FinetuningJob(Job):
         more = f" and {len(self.labels) - _LABELS} more" if len(self.labels) > _LABELS else ""
         in_rows = f" in {self._drawn:,} rows" if self._drawn != self._count else ""
         yield (
-            f"finetune: {quantity(self._count, 'example')}{in_rows}, "
+            f"finetune: {pluralize(self._count, 'example')}{in_rows}, "
             f"{len(self._held_out):,} held out, "
-            f"{quantity(self.total_steps, 'step')}; {experiment.init_from} {self._base.sha256[:12]}"
+            f"{pluralize(self.total_steps, 'step')}; "
+            f"{experiment.init_from} {self._base.sha256[:12]}"
         )
         if labels and self._kind.reads == "pooled":
             counts = collections.Counter(str(example.label) for example in self._train)
@@ -319,7 +320,7 @@ class FinetuningJob(Job):
         """
         vectors = {}
         if isinstance(self.objective, similar.SimilarObjective):
-            task = similar.led_by(self.experiment.task, self._base.vectors)
+            task = similar.inherit_prompts(self.experiment.task, self._base.vectors)
             vectors = self.objective.notes(task)
         return vectors | {
             "labels": list(self.labels),

@@ -10,10 +10,10 @@ from itertools import chain
 import numpy as np
 
 from bert_jax.config import SCORES, Task
-from bert_jax.errors import naming
+from bert_jax.errors import prefix_errors
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence, Tagged
-from bert_jax.tasks.rows import Answer, Judged, Outputs, Rows, Scores, TaskKind
+from bert_jax.tasks.rows import Answer, Outputs, Rows, ScoredExample, Scores, TaskKind
 from bert_jax.text.tokenizer import Tokenizer, around, joined, of_first_segment
 
 
@@ -59,11 +59,11 @@ class Sentences(TaskKind):
         truth, predicted = self._truth(examples), self._predicted(outputs)
         return {name: scores.score(name, truth, predicted) for name in names}
 
-    def judged(self, answer: Answer, example: Sentence) -> Judged:
+    def judged(self, answer: Answer, example: Sentence) -> ScoredExample:
         """Returns both labels, and how much of the probability the true one has not."""
         truth, label = str(example.label), answer["label"]
         off = 1 - answer["probabilities"][truth] if label != truth else 0.0
-        return Judged([truth], [label], off)
+        return ScoredExample([truth], [label], off)
 
     def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
         number = {label: i for i, label in enumerate(self._labels)}
@@ -97,7 +97,7 @@ class Choices(Sentences):
         self.rows_per_example = len(labels)
 
 
-class Numbers(Sentences):
+class NumberTask(Sentences):
     """The kind of a number a pair: `regress`."""
 
     learns, column, outputs = "numbers", "value", 1
@@ -107,10 +107,10 @@ class Numbers(Sentences):
         del rows, examples
         return [{"value": float(row[0])} for row in outputs]
 
-    def judged(self, answer: Answer, example: Sentence) -> Judged:
+    def judged(self, answer: Answer, example: Sentence) -> ScoredExample:
         """Returns both numbers, and their distance."""
         truth, value = float(example.label or 0), answer["value"]
-        return Judged([f"{truth:.4g}"], [f"{value:.4g}"], abs(value - truth))
+        return ScoredExample([f"{truth:.4g}"], [f"{value:.4g}"], abs(value - truth))
 
     def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
         return np.array([example.label for example in examples], np.float32)
@@ -132,7 +132,7 @@ class Tags(TaskKind):
         ids, tags, weights, notes = [], [], [], []
         number_of = {label: i for i, label in enumerate(self._labels)}
         for number, example in enumerate(examples):
-            with naming(example.place):
+            with prefix_errors(example.place):
                 cut = self._cut(example.words)
             for pieces, begins, words in cut:
                 row, _ = joined(self._tokenizer, pieces, None)
@@ -166,11 +166,11 @@ class Tags(TaskKind):
             by_name["entity_f1"] = scores.entity_f1(truth, predicted)
         return by_name
 
-    def judged(self, answer: Answer, example: Tagged) -> Judged:
+    def judged(self, answer: Answer, example: Tagged) -> ScoredExample:
         """Returns the tags of the words that have wrong ones, and how many these are."""
         pairs = zip(example.tags or (), answer["tags"], strict=True)
         wrong = [pair for pair in pairs if pair[0] != pair[1]]
-        return Judged([a for a, _ in wrong], [b for _, b in wrong], len(wrong))
+        return ScoredExample([a for a, _ in wrong], [b for _, b in wrong], len(wrong))
 
     def _cut(self, words: Sequence[str]) -> list[tuple[list[int], list[int], list[int]]]:
         """Returns for each row its pieces, where in it words begin, and which words these are."""

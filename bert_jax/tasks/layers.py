@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bert_jax.config import Task
-from bert_jax.errors import InputError, naming
+from bert_jax.errors import InputError, prefix_errors
 from bert_jax.pretraining.loaded import Loaded
 from bert_jax.tasks import probes as probes_lib
 from bert_jax.tasks import scores
@@ -27,7 +27,9 @@ _LENGTH = "length"
 _BINS = 6
 
 
-def ask(paths: Sequence[str], trained: Loaded, say: Callable[[str], None]) -> dict[str, Any]:
+def score_layers(
+    paths: Sequence[str], trained: Loaded, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Reads tasks off each layer of a run's checkpoint or a base, on all devices.
 
     Of the experiments in the files the task alone is read. Returns JSON: of the length of texts,
@@ -38,7 +40,7 @@ def ask(paths: Sequence[str], trained: Loaded, say: Callable[[str], None]) -> di
         raise InputError(f"{_WHERE}: the name {_LENGTH} is taken by length of texts; rename a task")
     linear = [path for path, (_, task) in zip(paths, tasks, strict=True) if task.kind != "regress"]
     asked, first = Probes(linear, where=_WHERE), tasks[0][1]
-    with naming(_WHERE):
+    with prefix_errors(_WHERE):
         lengths = _lengths(first, *(drawn(first, part) for part in ("train", "validation")))
         similar = {n: drawn(task, "validation") for n, task in tasks if task.kind == "regress"}
     if lengths is None:
@@ -49,7 +51,7 @@ def ask(paths: Sequence[str], trained: Loaded, say: Callable[[str], None]) -> di
             raise InputError(
                 f"{_WHERE}: {name}: all pairs to score on have one similarity; give others"
             )
-    params = probes_lib.opened(asked, trained)
+    params = probes_lib.load_probe(asked, trained)
     read: dict[str, dict[str, Any]] = {}
     for probe in asked.probes:
         score, of_layers = probe.task.main_score, probe.scores(params, "all")

@@ -19,12 +19,12 @@ import numpy as np
 
 from bert_jax.config import Task
 from bert_jax.data import draws
-from bert_jax.errors import InputError, naming
+from bert_jax.errors import InputError, prefix_errors
 from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks.adapted import Reader, require_finite
+from bert_jax.tasks.adapted import MeshEncoder, require_finite
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.formats import quoted
 from bert_jax.tasks.rows import padded
@@ -49,7 +49,7 @@ class MinimalPairs:
         pairs: list[Any] = examples_lib.read(task, task.validation, "labelled")
         self.pairs = pairs if most is None else _drawn(pairs, most)  # those that are asked
 
-    def open(self, reader: Reader) -> int:
+    def open(self, reader: MeshEncoder) -> int:
         """Makes ids of the texts; returns the operations of asking once."""
         self._reader, model = reader, reader.model
         self._limit = min(self.task.max_sequence_length, model.max_position_embeddings)
@@ -96,7 +96,7 @@ class MinimalPairs:
 
     def _number(self, text: str, place: str) -> int:
         """Returns the number of a text among those that differ."""
-        with naming(place):
+        with prefix_errors(place):
             ids = tuple(self._reader.tokenizer.encode(text))
         if not 1 <= len(ids) <= self._limit - 2:
             why = "no piece is left of it"

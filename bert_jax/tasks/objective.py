@@ -18,7 +18,7 @@ from flax import nnx
 from bert_jax.config import Adapt, Features, Model
 from bert_jax.model import heads, layers, similarity, transformer
 from bert_jax.model import losses as losses_lib
-from bert_jax.model.encoder import Loop, filled, initializer, params_of
+from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_of, of_text
 from bert_jax.tasks import tagger
 from bert_jax.tasks.rows import Learns, Reads
@@ -46,7 +46,7 @@ def below_head(cfg: Model, reads: Reads, features: Features = "") -> str:
     return "pooler" if reads == "pooled" else ""
 
 
-class Tuned(nnx.Module):
+class EncoderWithHead(nnx.Module):
     """An encoder and the head of a task; between them `below_head`, or a tagger, or nothing."""
 
     def __init__(
@@ -137,7 +137,7 @@ class TaskObjective:
         """Returns those that learn, fresh, as nested dicts of float32 arrays; an encoder in them is
         to be replaced by the base's.
         """
-        params = params_of(Tuned(*self._shape, rngs=nnx.Rngs(params=key)))
+        params = params_of(EncoderWithHead(*self._shape, rngs=nnx.Rngs(params=key)))
         if self.adapt.how == "full":
             return params
         learn = ("head", "tagger", *self.fresh_parts)
@@ -159,7 +159,7 @@ class TaskObjective:
         `input_ids`, `segment_ids` and `input_mask`, int32 [B, S].
         """
         cfg, features, rate = self.model, self.adapt.features, self.adapt.head_dropout_prob
-        tuned = filled(merged_params(self.adapt, params, fixed), Tuned, *self._shape)
+        tuned = fill_params(merged_params(self.adapt, params, fixed), EncoderWithHead, *self._shape)
         ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
         hidden = encode(tuned.encoder, cfg, *ids, noise, loop, "all" if features else "last")
         if features:

@@ -21,14 +21,14 @@ from bert_jax.errors import InputError, printable
 from bert_jax.model import heads
 from bert_jax.pretraining.loaded import Loaded, line_of
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir, load_experiment, made, write_atomic
+from bert_jax.storage.workdir import Workdir, create_folder, load_experiment, write_atomic
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats, rows
 from bert_jax.tasks import scores as scores_lib
 from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence, Tally
 from bert_jax.tasks.objective import merged_params
-from bert_jax.tasks.similar import asked_of, led_by
+from bert_jax.tasks.similar import inherit_prompts, validation_task
 from bert_jax.text import records as text_records
 from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import mesh as mesh_lib
@@ -56,7 +56,7 @@ class TaskModel:
         beams: int | None = None,
         reading: Mapping[str, str] = types.MappingProxyType({}),
     ):
-        workdir = mirror.opened(folder)
+        workdir = mirror.open_workdir(folder)
         parallelism = Parallelism()  # the run's own is for the devices it had
         mesh = mesh_lib.make_mesh(parallelism)
         newest = load_experiment(workdir, Finetuning)
@@ -69,7 +69,7 @@ class TaskModel:
         )
         loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
         # What is asked of it.
-        task = asked_of(self.experiment.task)
+        task = validation_task(self.experiment.task)
         self.task = task.for_files(**reading)
         if beams is not None and task.kind != "generate":
             raise InputError(
@@ -79,7 +79,7 @@ class TaskModel:
         # In the order of the head's outputs; empty of regressions and spans.
         self.labels = tuple(metadata["notes"]["labels"])
         self._vectors = base_lib.vectors_of(metadata["notes"]) or loaded.vectors
-        led = led_by(task, self._vectors) if task.kind == "similar" else task
+        led = inherit_prompts(task, self._vectors) if task.kind == "similar" else task
         self.kind = kind_of(led.for_files(**reading), self.labels, loaded.tokenizer)
         # Runs of the time before there were any have none.
         weights = metadata["notes"].get("class_weights", ())
@@ -255,7 +255,7 @@ def predict(
     else:
         answers = model.predict(examples_lib.parse_lines(task, texts))
     if out is not None:
-        with made(epath.Path(out).parent):
+        with create_folder(epath.Path(out).parent):
             write_atomic(epath.Path(out), (f"{_json(answer)}\n" for answer in answers))
     if scores is not None:
         yield _json(_rounded(scores))
@@ -305,7 +305,7 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
         raise InputError(f"--out {out}: end its name in {', '.join(_WRITTEN)}")
     counts, unread, tally = collections.Counter[str](), Tally(), Tally()
     rows_ = _predicted_rows(model, source, counts, unread, tally)
-    with made(epath.Path(out).parent):
+    with create_folder(epath.Path(out).parent):
         write_atomic(epath.Path(out), _written(rows_, ending, task.header))
     _warn_of_broken(tally)
     _warn_of_unknown(model)

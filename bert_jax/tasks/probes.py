@@ -24,14 +24,14 @@ from bert_jax import config
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Adapt, Finetuning, Model, Parallelism, Run, Task
 from bert_jax.data import draws
-from bert_jax.errors import InputError, naming
+from bert_jax.errors import InputError, prefix_errors
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode, of_text
 from bert_jax.pretraining.loaded import Loaded
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
-from bert_jax.tasks.adapted import Reader, kind_of, require_finite, run_rows
+from bert_jax.tasks.adapted import MeshEncoder, kind_of, require_finite, run_rows
 from bert_jax.tasks.examples import Example
 from bert_jax.tasks.minimal_pairs import MinimalPairs
 from bert_jax.tasks.rows import Reads
@@ -57,7 +57,7 @@ class Probe:
     train: Sequence[Example]  # to learn from
     validation: Sequence[Example]  # to score
 
-    def open(self, reader: Reader) -> int:
+    def open(self, reader: MeshEncoder) -> int:
         """Makes rows of the examples; returns the operations of scoring them once."""
         self._reader = reader
         kind = self._kind = kind_of(reader.fitted(self.task), self.labels, reader.tokenizer)
@@ -102,7 +102,7 @@ class Probe:
 
 
 @functools.lru_cache(maxsize=8)
-def features_of(reader: Reader, reads: Reads, outputs: Outputs) -> Callable[..., jax.Array]:
+def features_of(reader: MeshEncoder, reads: Reads, outputs: Outputs) -> Callable[..., jax.Array]:
     """Returns what gives the features of a batch's rows, compiled once for all probes."""
     model = reader.model
 
@@ -123,19 +123,19 @@ def features_of(reader: Reader, reads: Reads, outputs: Outputs) -> Callable[...,
     return reader.program(of_rows)
 
 
-class Compared:
+class SimilarityProbe:
     """Validation examples of a task, and an encoder that is asked as it is."""
 
     majority = 0.0
 
     def __init__(self, name: str, task: Task):
-        self.name, self.task = name, similar.asked_of(task)
+        self.name, self.task = name, similar.validation_task(task)
         self.examples = examples_lib.read(self.task, task.validation, "labelled")
 
-    def open(self, reader: Reader) -> int:
+    def open(self, reader: MeshEncoder) -> int:
         """Makes rows of the examples; returns the operations of scoring them once."""
         self._reader, known = reader, reader.vectors or TextVectors()
-        task = reader.fitted(similar.led_by(self.task, known))
+        task = reader.fitted(similar.inherit_prompts(self.task, known))
         # No longer than `embed` reads them: its vectors are scored.
         length = min(task.max_sequence_length, known.max_length or task.max_sequence_length)
         task = dataclasses.replace(task, max_sequence_length=length)
@@ -153,7 +153,7 @@ class Compared:
 
 
 @functools.lru_cache(maxsize=8)
-def vectors_of(reader: Reader) -> Callable[..., jax.Array]:
+def vectors_of(reader: MeshEncoder) -> Callable[..., jax.Array]:
     """Returns what gives the vectors of a batch's rows, compiled for the devices."""
     pooling, how = (reader.vectors or TextVectors()).pooling, ("labels", "vectors", 0, 1, Adapt())
     return reader.program(similar.SimilarObjective(reader.model, *how, pooling=pooling).vectors)
@@ -174,17 +174,17 @@ class Probes:
         fields: Mapping[str, str] = types.MappingProxyType({}),
     ):
         self._where = where
-        self.probes: list[Probe | MinimalPairs | Compared] = []  # in the order of the files
+        self.probes: list[Probe | MinimalPairs | SimilarityProbe] = []  # in the order of the files
         about, digest = list[str](), hashlib.sha256()
         for path, name, task in tasks_of(paths, _KINDS, where):
-            with naming(f"{where}: {path}"):
+            with prefix_errors(f"{where}: {path}"):
                 task = dataclasses.replace(task, **fields)
                 if task.kind == "minimal_pairs":
                     probe, labels = MinimalPairs(name, task, pairs), ()
                     learned = probe.pairs
                     words = f"{len(learned)} minimal pairs"
                 elif task.kind == "similar":
-                    probe, labels = Compared(name, task), ()
+                    probe, labels = SimilarityProbe(name, task), ()
                     learned = probe.examples
                     words = f"{probe.task.main_score}; {len(learned)} examples to score"
                 else:
@@ -216,7 +216,7 @@ class Probes:
         """
         shards = mesh_lib.batch_shards(mesh)
         size = -(-size // shards) * shards
-        reader = Reader(model, tokenizer, parallelism, mesh, size, vectors)
+        reader = MeshEncoder(model, tokenizer, parallelism, mesh, size, vectors)
         return sum(probe.open(reader) for probe in self.probes)
 
     def ask(self, params: Any) -> dict[str, dict[str, Any]]:
@@ -230,7 +230,7 @@ class Probes:
         """
         line: dict[str, Any] = {"scores": {}, "majority": {}}
         for probe in self.probes:
-            with naming(self._where):
+            with prefix_errors(self._where):
                 answer = probe.ask(params)
             line["scores"][probe.name] = answer[probe.task.main_score]
             line["majority"][probe.name] = probe.majority
@@ -247,10 +247,10 @@ def of_trained(probes: Probes, trained: Loaded) -> dict[str, dict[str, Any]]:
             f"{trained.name}: has no masked LM head that has learned, and minimal pairs need one; "
             "import weights with it"
         )
-    return probes.ask(opened(probes, trained))
+    return probes.ask(load_probe(probes, trained))
 
 
-def opened(probes: Probes, trained: Loaded) -> Any:
+def load_probe(probes: Probes, trained: Loaded) -> Any:
     """Opens probes for a run's checkpoint or a base; returns its parameters, on all devices."""
     mesh = mesh_lib.make_mesh(Parallelism())
     how = Parallelism(), mesh, Run().eval_batch_size, trained.vectors
@@ -294,7 +294,7 @@ def tasks_of(
     """
     names = set[str]()
     for path in paths:
-        with naming(f"{where} takes files of tasks"):
+        with prefix_errors(f"{where} takes files of tasks"):
             experiment = config.load(path, Finetuning)
         name, kind = experiment.name, experiment.task.kind
         if kind not in kinds:

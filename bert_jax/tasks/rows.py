@@ -14,7 +14,7 @@ import numpy as np
 
 from bert_jax.config import Task, named
 from bert_jax.data import draws
-from bert_jax.errors import naming
+from bert_jax.errors import prefix_errors
 from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -96,7 +96,7 @@ def padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.nd
     return array
 
 
-class Judged(NamedTuple):
+class ScoredExample(NamedTuple):
     """An answer next to the truth."""
 
     truth: Sequence[str]  # names of labels, one or one a word; or a number or a text
@@ -133,7 +133,7 @@ class TaskKind:
 
     def encode(self, text: str, place: str) -> list[int]:
         """Returns the ids of a text; errors begin with `place`, where the text stands."""
-        with naming(place):
+        with prefix_errors(place):
             return self._tokenizer.encode(text)
 
     def rows(self, examples: Sequence[Any]) -> Rows:
@@ -174,7 +174,7 @@ class TaskKind:
             by_name[f"{score}/{name}"] = self.scores(of_part, rows, examples)[score]
         return by_name
 
-    def judged(self, answer: Answer, example: Any) -> Judged:
+    def judged(self, answer: Answer, example: Any) -> ScoredExample:
         """Returns an answer to a labelled example next to the truth."""
         raise NotImplementedError
 

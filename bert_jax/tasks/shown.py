@@ -26,7 +26,7 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     """
     base, is_similar = LoadedBase.of(experiment), experiment.task.kind == "similar"
     if is_similar:
-        task = similar.led_by(experiment.task, base.vectors)
+        task = similar.inherit_prompts(experiment.task, base.vectors)
         experiment = dataclasses.replace(experiment, task=task)
         learned = similar.read(experiment, base.model, base.tokenizer, Tally(), teacher="left_out")
         batches, each = learned.batches, learned.rows_per_example

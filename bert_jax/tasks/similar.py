@@ -25,7 +25,7 @@ from bert_jax.errors import InputError, reading
 from bert_jax.model import layers, similarity
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.attention import Packing
-from bert_jax.model.encoder import Loop, filled
+from bert_jax.model.encoder import Loop, fill_params
 from bert_jax.model.kinds import encode, encoder_of
 from bert_jax.model.similarity import Texts
 from bert_jax.pretraining.loaded import Loaded
@@ -174,7 +174,7 @@ class SimilarObjective(TaskObjective):
     ) -> jax.Array:
         """Returns the vector of each row, float32 [B, D], of length 1."""
         params = merged_params(self.adapt, params, fixed)
-        encoder = filled(params["encoder"], encoder_of(self.model).encoder, self.model)
+        encoder = fill_params(params["encoder"], encoder_of(self.model).encoder, self.model)
         ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
         if "tokens" in batch:  # texts share rows, see `embeddings.packing`
             packed = Packing(batch["positions"], batch["tokens"], batch["places"])
@@ -231,7 +231,7 @@ class SimilarObjective(TaskObjective):
 
 
 @dataclasses.dataclass
-class Learned:
+class PairTrainingSet:
     """Rows that a run learns from."""
 
     examples: int  # an epoch
@@ -243,12 +243,12 @@ class Learned:
     keys: frozenset[int] = frozenset()  # `text_key` of each example of a table with two texts
 
 
-def asked_of(task: Task) -> Task:
+def validation_task(task: Task) -> Task:
     """Returns a task as its validation examples are read: without texts that answer nothing."""
     return dataclasses.replace(task, negative_column="")
 
 
-def led_by(task: Task, known: TextVectors | None) -> Task:
+def inherit_prompts(task: Task, known: TextVectors | None) -> Task:
     """Returns a task with what a base puts before its texts, where the task names nothing."""
     known = known or TextVectors()
     return dataclasses.replace(
@@ -264,7 +264,7 @@ def read(
     tokenizer: Tokenizer,
     tally: examples_lib.Tally,
     teacher: Literal["asked", "left_out"] = "asked",
-) -> Learned:
+) -> PairTrainingSet:
     """Reads what an experiment learns vectors from; a teacher's take a while.
 
     `tally` counts the examples.
@@ -295,10 +295,12 @@ def read(
     batches = TrainBatches(rows, tokenizer.pad_id, experiment.batch_size, experiment.seed)
     pairs = [dataclasses.replace(e, texts=e.texts[:2]) for e in examples if len(e.texts) > 1]
     keys = frozenset(map(examples_lib.text_key, pairs))
-    return Learned(len(examples), sha256, batches, rows.rows_per_example, rows, width, keys)
+    return PairTrainingSet(len(examples), sha256, batches, rows.rows_per_example, rows, width, keys)
 
 
-def _of_corpus(experiment: Finetuning, tokenizer: Tokenizer, place: str, how: str) -> Learned:
+def _of_corpus(
+    experiment: Finetuning, tokenizer: Tokenizer, place: str, how: str
+) -> PairTrainingSet:
     task, folder = experiment.task, epath.Path(place)
     if how not in get_args(How):
         raise InputError(f"task.train: corpus:{place}:{how}: end it in {', '.join(get_args(How))}")
@@ -319,7 +321,7 @@ def _of_corpus(experiment: Finetuning, tokenizer: Tokenizer, place: str, how: st
         task.max_sequence_length,
         experiment.seed,
     )
-    return Learned(pairs.total, prepared.sha256, pairs, 2, None, 0)
+    return PairTrainingSet(pairs.total, prepared.sha256, pairs, 2, None, 0)
 
 
 def _scaled(examples: Sequence[Sentence], how: Vectors) -> np.ndarray:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from bert_jax.config import Task
-from bert_jax.errors import naming
+from bert_jax.errors import prefix_errors
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Question
-from bert_jax.tasks.rows import Answer, Judged, Outputs, Rows, Scores, TaskKind
+from bert_jax.tasks.rows import Answer, Outputs, Rows, ScoredExample, Scores, TaskKind
 from bert_jax.text.tokenizer import Tokenizer, around, joined, of_first_segment
 
 # Firsts and lasts of a window that are tried with each other, and answers that are returned.
@@ -33,7 +33,7 @@ class Window(NamedTuple):
     counts: np.ndarray  # bool [n], whether the piece has most context here
 
 
-class Spans(TaskKind):
+class SpanTask(TaskKind):
     """The kind of `span`.
 
     Where there may be no answer, none is given if it is better by more than the threshold; without
@@ -66,7 +66,7 @@ class Spans(TaskKind):
             cut += len(question) > self._longest_question
             question = question[: self._longest_question]
             if example.context not in contexts:
-                with naming(example.place):
+                with prefix_errors(example.place):
                     contexts[example.context] = self._pieces(example.context)
             pieces, places = contexts[example.context]
             answer = _answer(example, places)
@@ -92,7 +92,7 @@ class Spans(TaskKind):
         """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
         question = len(self.encode(example.question, example.place)[: self._longest_question])
         room, pieces = self._room(question), 0
-        with naming(example.place):
+        with prefix_errors(example.place):
             for _, _, ids in self._tokenizer.words(example.context):
                 pieces += len(ids)
                 if pieces > room + (most - 1) * min(self._task.document_stride, room):
@@ -134,11 +134,11 @@ class Spans(TaskKind):
         of_answers = scores.span_scores(examples, answers, "possible")
         return of_answers | {"no_answer_threshold": limit}
 
-    def judged(self, answer: Answer, example: Question) -> Judged:
+    def judged(self, answer: Answer, example: Question) -> ScoredExample:
         """Returns the right texts and the answer, and how much of F1 is missing."""
         golds = [gold.text for gold in example.answers]
         off = 1 - scores.answer_f1(answer["answer"], golds, self._task.no_answer)
-        return Judged([" | ".join(golds)], [answer["answer"]], off)
+        return ScoredExample([" | ".join(golds)], [answer["answer"]], off)
 
     def _room(self, question: int) -> int:
         return self._task.max_sequence_length - question - around(self._tokenizer, 2)

@@ -26,7 +26,7 @@ from typing import IO, Literal
 import pyarrow
 
 from bert_jax.config import Corpus
-from bert_jax.errors import InputError, naming
+from bert_jax.errors import InputError, prefix_errors
 from bert_jax.storage import buckets, copies
 from bert_jax.text import lines as text_lines
 from bert_jax.text import records, sources, tfds_files
@@ -100,7 +100,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Extent:
+class ByteRange:
     """A stretch that is read by itself: a file, some of its bytes, or records of a TFDS shard."""
 
     kind: str  # the word of a source
@@ -124,7 +124,7 @@ def read(corpus: Corpus) -> Iterator[Document]:
                     yield dataclasses.replace(document, pieces=pieces)
 
 
-def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
+def extents(corpus: Corpus, most: int = 0) -> Iterator[ByteRange]:
     """Yields what is read of the one source of a corpus, in order.
 
     Files are cut from `most` bytes on, where they can be: between lines of JSON, at blank lines of
@@ -142,7 +142,7 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
             bounds = [0, *(count * part // parts for part in range(1, parts)), -1]
             of = "tfds", str(path), field, str(folder)
             for start, stop in itertools.pairwise(bounds):
-                yield Extent(*of, start, stop, count, before, size // parts)
+                yield ByteRange(*of, start, stop, count, before, size // parts)
             before += count
         return
     files = sources.files(source)
@@ -152,7 +152,7 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
             of_files = pool.map(functools.partial(records.parts, column=field, most=most), files)
             for (path, listed), of_file in zip(files.items(), of_files, strict=True):
                 for start, stop, text in of_file:
-                    yield Extent(
+                    yield ByteRange(
                         word, path, field, start=start, stop=stop, bytes=text, listed=listed
                     )
         return
@@ -161,7 +161,7 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
         cuts = _cuts(path, word, corpus, most) if size > most > 0 else []
         for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
             length = (size if stop < 0 else stop) - start
-            yield Extent(word, path, field, start=start, stop=stop, bytes=length, listed=listed)
+            yield ByteRange(word, path, field, start=start, stop=stop, bytes=length, listed=listed)
 
 
 def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
@@ -191,7 +191,7 @@ def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
 
 
 def read_extent(
-    extent: Extent, corpus: Corpus, on_read: OnRead | None = None
+    extent: ByteRange, corpus: Corpus, on_read: OnRead | None = None
 ) -> Iterator[Document]:
     """Yields the documents of an extent in order; those without any text have no pieces."""
     lines = functools.partial(_lines, extent, corpus, on_read)
@@ -315,7 +315,7 @@ def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
 
 
 def _file_texts(
-    extent: Extent, corpus: Corpus, lines_of: _Lines
+    extent: ByteRange, corpus: Corpus, lines_of: _Lines
 ) -> Iterator[tuple[str, int, _Text]]:
     """Yields one document a file, or in sentences_by_line one a block of lines."""
     path = extent.path
@@ -348,7 +348,7 @@ def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> No
         raise InputError(f"{path}: does not look like corpus.layout={layout}: {why}")
 
 
-def _record_texts(extent: Extent, lines_of: _Lines) -> Iterator[tuple[str, str]]:
+def _record_texts(extent: ByteRange, lines_of: _Lines) -> Iterator[tuple[str, str]]:
     """Yields the place and the text of each record."""
     path, field = extent.path, extent.field
     if extent.kind == "tfds":
@@ -361,7 +361,7 @@ def _record_texts(extent: Extent, lines_of: _Lines) -> Iterator[tuple[str, str]]
     return records.column_of(rows, field, path)
 
 
-def _json_texts(extent: Extent, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _json_texts(extent: ByteRange, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     path = extent.path
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -374,7 +374,7 @@ def _json_texts(extent: Extent, lines: Iterable[str]) -> Iterator[tuple[str, str
         yield f"{path}:{number}", records.encodable(text)
 
 
-def _lines_before(extent: Extent) -> int:
+def _lines_before(extent: ByteRange) -> int:
     """Counts the lines of the file before the extent."""
     if not extent.start:  # of files that may be cut nowhere, such as those at an address
         return 0
@@ -382,17 +382,17 @@ def _lines_before(extent: Extent) -> int:
         return sum(1 for _ in file)
 
 
-def _dataset_texts(extent: Extent) -> Iterator[tuple[str, str]]:
+def _dataset_texts(extent: ByteRange) -> Iterator[tuple[str, str]]:
     folder, field = extent.folder, extent.field
     shard = tfds_files.shard_records(folder, extent.path, extent.count, extent.start, extent.stop)
     for number, record in enumerate(shard, extent.before + extent.start):
-        with naming(f"{folder}: record {number}"):
+        with prefix_errors(f"{folder}: record {number}"):
             text = records.text_field(record, field)
         yield f"{folder}:{number}", text
 
 
 def _lines(
-    extent: Extent, corpus: Corpus, on_read: OnRead | None, how: Literal["by line", "in pieces"]
+    extent: ByteRange, corpus: Corpus, on_read: OnRead | None, how: Literal["by line", "in pieces"]
 ) -> Iterator[str]:
     """Yields decoded lines, split on \\n alone, or pieces of text, whose newlines are all \\n.
 
@@ -417,7 +417,7 @@ def _lines(
         ) from error
 
 
-def _extent_bytes(extent: Extent, on_read: OnRead | None = None) -> IO[bytes]:
+def _extent_bytes(extent: ByteRange, on_read: OnRead | None = None) -> IO[bytes]:
     if extent.stop < 0:
         return text_lines.open_bytes(extent.path, on_read)
     size = extent.stop - extent.start

@@ -36,7 +36,7 @@ CONVERT = (
 BYTE_BLANK, BLANK = "\u0120", "\u2581"
 
 
-class Cache(dict):
+class WordCache(dict):
     """The results for texts met so far; emptied when full, and without the longest ones.
 
     A corpus of web text would otherwise fill the memory.
@@ -64,7 +64,7 @@ class Library:
     def __init__(self, content: bytes, named: Mapping[str, str], where: str):
         self.content, self._where = content, where
         self._parts = parts = json_object(content, where)
-        self._library = opened(content, parts, where)
+        self._library = open_tokenizer(content, parts, where)
         self._library.encode_special_tokens = True
         self.size = self._library.get_vocab_size(with_added_tokens=True)
         ids = self._library.get_vocab(with_added_tokens=True)
@@ -80,7 +80,7 @@ class Library:
         self._special_ids = special - {self.unk_id}
         self.continues = self._continuing()
         self._added = {token["id"] for token in parts["added_tokens"]} - special
-        self._words = Cache(self._alone) if _by_words(parts) else None
+        self._words = WordCache(self._alone) if _by_words(parts) else None
         named_ids = json.dumps(self.named, sort_keys=True).encode()
         self.sha256 = hashlib.sha256(b"library/" + named_ids + b"/" + content).hexdigest()
 
@@ -251,7 +251,7 @@ def is_of_library(content: bytes) -> bool:
 _LIBRARY = f"the tokenizers library {tokenizers.__version__}"
 
 
-def opened(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:
+def open_tokenizer(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:
     """Opens a tokenizer.json in its library; `parts` is what it says."""
     with calling_rust(f"{where}: save it with {_LIBRARY}, which cannot read it"):
         library = tokenizers.Tokenizer.from_buffer(content)

@@ -143,7 +143,7 @@ def packed(path: str) -> IO[bytes]:
     if "://" not in path:
         return open(path, "rb")
     if path.startswith("gs://"):
-        return buckets.opened(path)
+        return buckets.open_object(path)
     system, name = system_of(path)
     return system.open(name, "rb")
 

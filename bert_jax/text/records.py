@@ -123,7 +123,7 @@ def _csv(lines: Iterable[str], path: str) -> Iterator[tuple[int, list[str]]]:
             yield number, cells
 
 
-def of_json(text: str, place: str) -> Any:
+def read_json(text: str, place: str) -> Any:
     """Returns what JSON says."""
     try:
         return json.loads(text)
@@ -194,7 +194,7 @@ def text_field(record: Any, name: str) -> str:
         wrong = f"no field {name!r}"
     else:
         if isinstance(value, bytes):  # as TFDS gives texts
-            value = of_utf8(value, f"field {name!r}")
+            value = decode_utf8(value, f"field {name!r}")
         if value is None or isinstance(value, str):
             return value or ""
         wrong = f"{type_name(value)} in field {name!r}, not a text"
@@ -204,7 +204,7 @@ def text_field(record: Any, name: str) -> str:
     )
 
 
-def of_utf8(data: bytes, place: str) -> str:
+def decode_utf8(data: bytes, place: str) -> str:
     """Returns the text of a record's bytes."""
     try:
         return data.decode("utf-8")

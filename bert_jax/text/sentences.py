@@ -5,7 +5,7 @@ import itertools
 import sentencex
 
 from bert_jax.config import Corpus
-from bert_jax.errors import calling_rust, excerpt, naming
+from bert_jax.errors import calling_rust, excerpt, prefix_errors
 from bert_jax.text.documents import Document
 
 # sentencex takes what stands between quotation marks or brackets for one sentence, be it a page.
@@ -30,7 +30,7 @@ def split(document: Document, language: str) -> list[str]:
     if document.layout == "sentences_by_line":
         return paragraphs
     pieces: list[str] = []
-    with naming(document.name):
+    with prefix_errors(document.name):
         for paragraph in paragraphs:
             for piece in _cut(paragraph, language, _BLANKED):
                 if len(piece) < _LONG:

@@ -12,7 +12,7 @@ from etils import epath
 from fsspec.utils import glob_translate
 
 from bert_jax.config import Corpus
-from bert_jax.errors import InputError, quantity
+from bert_jax.errors import InputError, pluralize
 from bert_jax.storage import buckets
 from bert_jax.text import lines as text_lines
 from bert_jax.text import tfds_files
@@ -211,7 +211,7 @@ def left_out(corpus: Corpus, seconds: float | None = None) -> list[str]:
         if names:
             in_short = _summary(names) if what == "file" else ", ".join(names[:_NAMED])
             more = _advice(names, place) if what == "file" else ""
-            lines.append(f"{source} leaves out {quantity(len(names), what)} ({in_short}){more}")
+            lines.append(f"{source} leaves out {pluralize(len(names), what)} ({in_short}){more}")
     return lines
 
 

@@ -153,7 +153,7 @@ def shard_records(
     """
     path, info = epath.Path(path), open_folder(folder).info
     read = start
-    with copies.here(path) as (local,):
+    with copies.local_copy(path) as (local,):
         raw = _records_of(info.file_format.value, str(local), start, stop)
         for record in _whole(path, raw, info.features):
             read += 1

@@ -98,7 +98,7 @@ class WordPiece(Tokenizer):
         self.continues = np.array([piece.startswith("##") for piece in vocab])
         self.sha256 = _digest("wordpiece", case, "\n".join(vocab).encode())
         # Ids of a word, of those that `basic_tokens` gives.
-        self.pieces_of = library.Cache(self._word_pieces, longest=MAX_WORD)
+        self.pieces_of = library.WordCache(self._word_pieces, longest=MAX_WORD)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without specials around it."""
@@ -304,7 +304,7 @@ class Splitter:
         self._case: Case = case
         # Each of what stands between blanks is cut by itself.
         words_of = functools.partial(basic_tokens, case=case)
-        self._chunks = library.Cache(words_of, _CACHED_CHUNKS, _LONG_CHUNK)
+        self._chunks = library.WordCache(words_of, _CACHED_CHUNKS, _LONG_CHUNK)
 
     def words(self, sentences: Iterable[str]) -> list[str]:
         """Returns the words of sentences without line feeds, a line feed after each sentence."""

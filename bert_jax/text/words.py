@@ -31,7 +31,7 @@ _SECTIONS = 64
 _HELD = 300_000
 
 
-class Numbers(dict):
+class WordNumbers(dict):
     """Words met so far, numbered as they came; 0 is the end of a sentence, 1 any long word."""
 
     def __init__(self, first: int = 0):
@@ -56,7 +56,7 @@ class NumberWriter:
     def __init__(self, folder: pathlib.Path, case: Case, unknown_word: str = ""):
         self._splitter = Splitter(case)
         self._unknown_word = unknown_word
-        self._numbers = Numbers()
+        self._numbers = WordNumbers()
         self._first = 0
         self._counts = np.zeros(0, np.int64)
         names = ("tokens.bin", "words.txt", "counts.json")
@@ -100,10 +100,10 @@ class NumberWriter:
         counted = zip(words[2:], self._counts[2:].tolist(), strict=True)
         self.offsets.append(_write_sections({w: n for w, n in counted if n}, self._sections))
         self._first += len(words)
-        self._numbers, self._counts = Numbers(self._first), np.zeros(0, np.int64)
+        self._numbers, self._counts = WordNumbers(self._first), np.zeros(0, np.int64)
 
 
-class Table:
+class WordTable:
     """The ids of each word of a part, to make its numbers into ids."""
 
     def __init__(self, words: Sequence[str], tokenizer: WordPiece):

@@ -1,4 +1,4 @@
-"""One dial: an experiment for a text, a machine and so many hours.
+"""Auto: an experiment for a text, a machine and so many hours.
 
 What is chosen and by which rule stands in docs/learning.md, with the runs that the rule was fitted
 on. It looks at a sample of the text, at the speed of a large product, and at a few steps.
@@ -23,8 +23,8 @@ from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase
 from bert_jax.config.files import SHIPPED
 from bert_jax.data import corpus
-from bert_jax.distributed import rendezvous as roll_call
-from bert_jax.errors import InputError, duration, naming, quantity
+from bert_jax.distributed import rendezvous
+from bert_jax.errors import InputError, duration, pluralize, prefix_errors
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import documents
@@ -105,7 +105,7 @@ class Text(NamedTuple):
     language: str  # a code of `corpus.language`
 
 
-def chosen(
+def choose_experiment(
     path: str,
     hours: float,
     base: str | None,
@@ -127,7 +127,7 @@ def chosen(
       progress: is given the lines.
     """
     begun = time.monotonic()
-    if roll_call.own_place():  # jax knows of one process before they are connected
+    if rendezvous.own_place():  # jax knows of one process before they are connected
         raise InputError("--hours: times the steps of one process; name an EXPERIMENT instead")
     if any(setting.partition("=")[0].strip() == "phases.0.steps" for setting in settings):
         raise InputError("--set phases.0.steps: --hours decides how many; leave it out")
@@ -156,7 +156,7 @@ def chosen(
 
 def look(path: str, settings: Sequence[str] = ()) -> Text:
     """Looks at a text: how much it is, and in which language, by a sample of it."""
-    with naming(f"--text {path}"):
+    with prefix_errors(f"--text {path}"):
         read = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
     how = [one.strip() for one in settings if one.partition("=")[0].strip() in _READ_BY]
     read = config.override(read, [one.removeprefix("corpus.") for one in how])
@@ -299,7 +299,7 @@ def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) 
     steps = int(left / seconds - scored * (_EVALUATIONS + 1))
     if steps < 20:
         raise InputError(
-            f"{flag}: {quantity(max(steps, 0), 'step')} of {seconds:.3g} s fit after what was "
+            f"{flag}: {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit after what was "
             "spent on the corpus; give it more"
         )
     optimizer = dataclasses.replace(
@@ -334,7 +334,7 @@ def expected(experiment: Experiment, seen: int) -> str:
 
 
 def _shape(model: Model) -> str:
-    layers = quantity(model.num_hidden_layers, "layer")
+    layers = pluralize(model.num_hidden_layers, "layer")
     return f"{layers} of {model.hidden_size}, {model.vocab_size:,} pieces"
 
 
@@ -353,7 +353,7 @@ def _lines(
     why = "the base's" if experiment.init_from else f"as {operations:.1e} operations are left to it"
     ends = time.strftime("%H:%M", time.localtime(time.time() + left))
     return [
-        f"text: {text.bytes / 1e6:,.1f} MB in {quantity(text.files, 'file')}, language "
+        f"text: {text.bytes / 1e6:,.1f} MB in {pluralize(text.files, 'file')}, language "
         f"{text.language}; {tokens:,} tokens to train on",
         f"model: {_shape(experiment.model)}, {why}",
         f"steps: {phase.steps:,} of {phase.batch_size} x {phase.sequence_length} tokens, "

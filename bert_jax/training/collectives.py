@@ -163,7 +163,7 @@ def scatter(gradient: jax.Array, dimension: int, collectives: Collectives) -> ja
     return gradient.astype(jnp.float32)
 
 
-def across(shard: jax.Array, collectives: Collectives) -> jax.Array:
+def reduce_across_slices(shard: jax.Array, collectives: Collectives) -> jax.Array:
     """Adds up a float32 shard over the slices, if there are any, in the type of reductions."""
     if not collectives.between:
         return shard
@@ -178,7 +178,7 @@ def _gather_backward(
     dimension: int, collectives: Collectives, kept: None, gradient: jax.Array
 ) -> tuple[jax.Array, None]:
     del kept
-    return across(scatter(gradient, dimension, collectives), collectives), None
+    return reduce_across_slices(scatter(gradient, dimension, collectives), collectives), None
 
 
 gather.defvjp(_gather_forward, _gather_backward)

@@ -126,14 +126,14 @@ def of(model: Model, data: Data) -> Objective:
     return Pretraining(model, data.objective)
 
 
-def of_phase(experiment: Experiment, number: int) -> Objective:
+def make_objective(experiment: Experiment, number: int) -> Objective:
     """Returns what a phase learns; all of a run have the same parameters."""
     return of(experiment.model_of(number), experiment.data_of(number))
 
 
 def measured(experiment: Experiment) -> tuple[str, ...]:
     """Returns the names of what any phase of a run measures."""
-    objectives = (of_phase(experiment, number) for number in range(len(experiment.phases)))
+    objectives = (make_objective(experiment, number) for number in range(len(experiment.phases)))
     return tuple(dict.fromkeys(name for objective in objectives for name in objective.metrics))
 
 

@@ -37,7 +37,7 @@ def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
             params = _init_params(objective)
             sharding.partitions(params, experiment.parallelism, mesh, objective.rules)
             for number, phase in enumerate(experiment.phases):
-                objective = objective_lib.of_phase(experiment, number)
+                objective = objective_lib.make_objective(experiment, number)
                 _trace_step(objective, params, objective_lib.abstract_batch(phase, data))
 
 

@@ -71,7 +71,7 @@ def fingerprints(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def turned(batch: Batch, shift: int, mesh: jax.sharding.Mesh) -> Batch:
+def rotate_batch(batch: Batch, shift: int, mesh: jax.sharding.Mesh) -> Batch:
     """Returns the batch with each device's rows on that so many shards further."""
     rows = shift * (len(batch["rows"]) // mesh_lib.batch_shards(mesh))
     batch = jax.tree.map(lambda x: jnp.roll(x, rows, axis=0), batch)
@@ -81,7 +81,7 @@ def turned(batch: Batch, shift: int, mesh: jax.sharding.Mesh) -> Batch:
 # --- between steps ------------------------------------------------------------------------------
 
 
-class Erred(Exception):
+class SilentCorruption(Exception):
     """Devices came to another result of the same rows than others did."""
 
     def __init__(self, devices: Sequence[jax.Device], is_sure: bool, is_last: bool):
@@ -129,7 +129,7 @@ class Replay:
         def step(state: Any, window: Any, batch: Batch, key: jax.Array, fixed: Any) -> Any:
             given, replays = (state["params"], fixed, state["step"], batch, key), []
             for shift in (1, 1 if len(self._devices) == 2 else 2):
-                other = turned(batch, shift, self._mesh)
+                other = rotate_batch(batch, shift, self._mesh)
                 replays.append((shift, jax.device_get(program(*given, other))))
                 erred, is_sure = erring(replays)
                 if not any(erred):
@@ -139,9 +139,9 @@ class Replay:
 
         return step
 
-    def _erred(self, erred: list[set[int]], is_sure: bool) -> Erred:
+    def _erred(self, erred: list[set[int]], is_sure: bool) -> SilentCorruption:
         places = set().union(*erred)
         always = is_sure and bool(set.intersection(*erred))
         is_last = always or not self._was_clean or bool(places & self._named)
         self._named, self._was_clean = self._named | places, False
-        return Erred(self._devices[sorted(places)].flatten(), is_sure, is_last)
+        return SilentCorruption(self._devices[sorted(places)].flatten(), is_sure, is_last)

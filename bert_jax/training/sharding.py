@@ -25,10 +25,10 @@ from bert_jax.model.kinds import encoder_of
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.collectives import (
     Collectives,
-    across,
     gather,
     gathered_copy,
     method_of,
+    reduce_across_slices,
     scatter,
 )
 
@@ -349,7 +349,10 @@ def all_reduce_fused(
         vector = gather(mine, 0, collectives._replace(copy="float32"))[:size]
     if between and not collectives.between:
         late = collectives._replace(between=between)
-        leaves = [g if dim < 0 else across(g, late) for g, dim in zip(leaves, dims, strict=True)]
+        leaves = [
+            g if dim < 0 else reduce_across_slices(g, late)
+            for g, dim in zip(leaves, dims, strict=True)
+        ]
     for i in small:
         end = start + leaves[i].size
         leaves[i], start = vector[start:end].reshape(leaves[i].shape), end

@@ -45,7 +45,7 @@ def make(batch_size=8, seed=0, phase=0, data=None, small=SMALL, rows=None, lengt
     names = (seed, "train", phase)
     source = plans.Plans(small, names, length, data.short_seq_prob, units=data.units)
     most = length - data.unpredicted if data.unpredicted else PREDICTIONS
-    shape = batches.Shape(length, most, batch_size)
+    shape = batches.BatchShape(length, most, batch_size)
     source._counted = rows
     return batches.TrainBatches(source, IDS, data, shape, **how)
 

@@ -17,7 +17,7 @@ from bert_jax import config
 from bert_jax.config import Corpus
 from bert_jax.data import build, corpus, dataset, stream
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import sealed
+from bert_jax.storage.workdir import with_checksum
 from bert_jax.text import documents, sentences, tokenizer, vocabulary
 
 VOCAB = [*vocabulary.SPECIALS, *"abcdefghij.", *(f"##{c}" for c in "abcdefghij")]
@@ -86,7 +86,7 @@ def prepared(prepared_once, place):
     shutil.copytree(prepared_once.folder, place.folder)
     manifest = (place.folder / "manifest.json").read_text()
     here = json.loads(manifest.replace(str(prepared_once.root), str(place.root)))
-    (place.folder / "manifest.json").write_text(json.dumps(sealed(here), indent=2) + "\n")
+    (place.folder / "manifest.json").write_text(json.dumps(with_checksum(here), indent=2) + "\n")
     return place
 
 

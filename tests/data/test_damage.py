@@ -11,7 +11,7 @@ from etils import epath
 
 from bert_jax.data import corpus, stream
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import lock, sealed
+from bert_jax.storage.workdir import lock, with_checksum
 
 FOLDER = epath.Path("corpus")
 
@@ -91,6 +91,6 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name, copy_of_run):
     path = pathlib.Path("corpus/manifest.json")
     manifest = json.loads(path.read_text())
     manifest["files"][name] = [0, ""]
-    path.write_text(json.dumps(sealed(manifest)))
+    path.write_text(json.dumps(with_checksum(manifest)))
     with pytest.raises(InputError, match=f"manifest.json: names {name}, which lies elsewhere"):
         corpus.open_manifest(FOLDER)

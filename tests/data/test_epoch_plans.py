@@ -106,7 +106,7 @@ def test_rows_of_a_first_plan_are_counted_once(on_disk, cache, expected, tmp_pat
 
 
 def test_what_a_plan_hangs_on_has_a_file_of_its_own(on_disk):
-    recipe = plans.Recipe((0, "train", 0), 0, 32, 0.1, "pairs")
+    recipe = plans.PlanSpec((0, "train", 0), 0, 32, 0.1, "pairs")
     others = {"names": (1, "train", 0), "epoch": 1, "sequence_length": 33, "short_seq_prob": 0.2}
     others |= {"units": "sentences"}
     recipes = [recipe, *(recipe._replace(**{name: value}) for name, value in others.items())]

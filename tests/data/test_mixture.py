@@ -40,7 +40,7 @@ def three(documents=(20, 30, 4)):
 
 def make(data=None, weights=WEIGHTS):
     data, (whole, ends) = data or Data(), three()
-    shape = batches.Shape(alone.LENGTH, alone.PREDICTIONS, SIZE_OF_BATCH)
+    shape = batches.BatchShape(alone.LENGTH, alone.PREDICTIONS, SIZE_OF_BATCH)
     sources = []
     for number in range(3):
         part = whole.part(ends[number], ends[number + 1])
@@ -84,7 +84,7 @@ def test_a_row_is_that_of_its_source_by_itself():
     whole, ends = three()
     part = whole.part(ends[1], ends[2])
     source = plans.Plans(part, (*NAMES, "source", 1), alone.LENGTH, Data().short_seq_prob)
-    shape = batches.Shape(alone.LENGTH, alone.PREDICTIONS, 1)
+    shape = batches.BatchShape(alone.LENGTH, alone.PREDICTIONS, 1)
     single = batches.TrainBatches(source, alone.IDS, Data(), shape)
     batch = alone.whole(train, 7, SIZE_OF_BATCH)
     of, numbers = train.order.of(batch["rows"].astype(np.int64))
@@ -139,7 +139,7 @@ def test_large_sources_are_planned_as_small_ones(tmp_path, monkeypatch):
             part = whole.part(10 * number, 10 * (number + 1))
             names = (*NAMES, "source", number)
             source = plans.Plans(part, names, alone.LENGTH, 0.1, "a")
-            shape = batches.Shape(alone.LENGTH, alone.PREDICTIONS, SIZE_OF_BATCH)
+            shape = batches.BatchShape(alone.LENGTH, alone.PREDICTIONS, SIZE_OF_BATCH)
             sources.append(batches.TrainBatches(source, alone.IDS, Data(), shape))
         order = mixture.Order([*range(1, count + 1)], NAMES)
         return mixture.MixedBatches(sources, order)

@@ -64,7 +64,7 @@ def make_noting(*args):
 FOLDER.mkdir(exist_ok=True, parents=True)
 step.make_train_step = make_noting
 if WHAT == "late":
-    slices.is_won = lambda *args: True
+    slices.restart_pays_off = lambda *args: True
     while ME == WHO and not any(f"[{STEP}, " in path.read_text() for path in FOLDER.iterdir()):
         time.sleep(0.1)
 if WHAT == "blinded":

@@ -12,14 +12,13 @@ from unittest import mock
 import jax
 import pytest
 
-from bert_jax.distributed import peers
-from bert_jax.distributed import rendezvous as roll_call
-from bert_jax.distributed.rendezvous import Place
+from bert_jax.distributed import peers, rendezvous
+from bert_jax.distributed.rendezvous import ProcessPlace
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import session, start
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import Workdir, lock
-from bert_jax.training.replay import Erred
+from bert_jax.training.replay import SilentCorruption
 
 
 @pytest.fixture
@@ -39,12 +38,12 @@ def no_kinds():
     kinds.clear()
 
 
-def call(*places: Place, limit: float = 20.0) -> list[str]:
+def call(*places: ProcessPlace, limit: float = 20.0) -> list[str]:
     """What each process is told; "" to go on."""
 
-    def one(place: Place) -> str:
+    def one(place: ProcessPlace) -> str:
         try:
-            roll_call.wait_for_all(place, limit)
+            rendezvous.wait_for_all(place, limit)
         except (InputError, Unavailable) as error:
             kinds.add(type(error))
             return str(error)
@@ -55,7 +54,7 @@ def call(*places: Place, limit: float = 20.0) -> list[str]:
 
 
 def test_all_go_on_once_all_have_come(address):
-    assert call(*(Place(address, number, 5) for number in range(5))) == [""] * 5
+    assert call(*(ProcessPlace(address, number, 5) for number in range(5))) == [""] * 5
 
 
 def test_the_missing_are_named_to_all_the_others(address):
@@ -63,7 +62,7 @@ def test_the_missing_are_named_to_all_the_others(address):
     me = json.dumps([1, 6, "gone"]).encode()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         left = pool.submit(knock, address, len(me).to_bytes(4) + me)
-        told = call(*(Place(address, number, 6) for number in (0, 2, 5)), limit=2.0)
+        told = call(*(ProcessPlace(address, number, 6) for number in (0, 2, 5)), limit=2.0)
         left.result()
     assert len(set(told)) == 1 and told[0].startswith("process 1, 3, 4 of 6 did not arrive within")
     assert kinds == {Unavailable}
@@ -71,13 +70,13 @@ def test_the_missing_are_named_to_all_the_others(address):
 
 @pytest.mark.parametrize("places", [((0, 4), (1, 4), (1, 4)), ((0, 3), (1, 2))])
 def test_a_number_given_twice_and_another_count_are_named_to_all(places, address):
-    told = call(*(Place(address, *place) for place in places))
+    told = call(*(ProcessPlace(address, *place) for place in places))
     assert len(set(told)) == 1 and told[0].startswith("process 1 of ")
     assert "JAX_PROCESS_ID" in told[0] and kinds == {InputError}
 
 
 def test_a_process_alone_says_where_it_looked(address):
-    told = call(Place(address, 1, 2), limit=0.5)
+    told = call(ProcessPlace(address, 1, 2), limit=0.5)
     assert f"JAX_COORDINATOR_ADDRESS={address}: process 0 did not answer there" in told[0]
     assert kinds == {Unavailable}
 
@@ -97,13 +96,13 @@ def knock(address: str, said: bytes) -> None:
 def test_strangers_who_knock_are_sent_away_and_silent_ones_keep_nobody_waiting(address):
     host, port = address.split(":")
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
-        both = pool.submit(call, Place(address, 0, 2), limit=20.0)
+        both = pool.submit(call, ProcessPlace(address, 0, 2), limit=20.0)
         for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b"\0\0\0\x0b[[1], 2, 3]"):
             knock(address, said)
         for _ in range(3):
             line = stack.enter_context(socket.create_connection((host, int(port)), timeout=1))
             line.sendall(b"{")
-        assert call(Place(address, 1, 2)) == [""] == both.result()
+        assert call(ProcessPlace(address, 1, 2)) == [""] == both.result()
 
 
 # --- what processes tell each other -------------------------------------------------------------
@@ -248,7 +247,7 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
         saved.forget_after.side_effect = lambda *given: done.append(given)
         job = mock.Mock(**{"experiment.run.checkpoint_every": 4, "workdir.checkpoints": "c"})
         context = mock.Mock(job=job, peers=us, saves=saved, mirror=mirror)
-        start.before(Erred([], True, False), 5, 0, context)
+        start.roll_back(SilentCorruption([], True, False), 5, 0, context)
 
     together(work, 2)
     assert done == ["read by 0", "read by 1", (5, mirror.flush)]
@@ -357,12 +356,12 @@ def test_a_task_that_srun_started_has_its_place_unless_a_variable_says_otherwise
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "4321")
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
-    assert roll_call.own_place() == ("gpu03:4321", 1, 2)
+    assert rendezvous.own_place() == ("gpu03:4321", 1, 2)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
-    assert roll_call.own_place() is None
+    assert rendezvous.own_place() is None
     monkeypatch.delenv("JAX_NUM_PROCESSES")
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert roll_call.own_place() is None
+    assert rendezvous.own_place() is None
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.delenv("SLURM_STEP_NODELIST")  # the script itself, outside of srun
-    assert roll_call.own_place() is None
+    assert rendezvous.own_place() is None

@@ -11,16 +11,15 @@ import pytest
 
 from benchmarks.month import Month
 from bert_jax import config
-from bert_jax.distributed import rendezvous as roll_call
-from bert_jax.distributed import slices
-from bert_jax.distributed.rendezvous import Place
-from bert_jax.distributed.slices import RollCall, Terms
+from bert_jax.distributed import rendezvous, slices
+from bert_jax.distributed.rendezvous import ProcessPlace
+from bert_jax.distributed.slices import RollCall, SlicePolicy
 from bert_jax.errors import Unavailable
 from bert_jax.pretraining.pretraining import PretrainingJob
 from bert_jax.storage.workdir import Workdir
 
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
-HALVES = Terms(4, 2, 60.0, 300.0, lambda n: n in (1, 2, 4))  # of four slices of two hosts
+HALVES = SlicePolicy(4, 2, 60.0, 300.0, lambda n: n in (1, 2, 4))  # of four slices of two hosts
 
 
 # --- what is decided, by table -------------------------------------------------------------------
@@ -82,7 +81,7 @@ def test_a_run_stops_for_slices_that_wait_if_and_only_if_it_wins_steps(
     taken, waiting, until, cost, won
 ):
     terms = dataclasses.replace(HALVES, booked=16, fits=lambda n: n >= 15 or n in (1, 2, 4, 8))
-    assert slices.is_won(terms, taken, waiting, until, cost) is won
+    assert slices.restart_pays_off(terms, taken, waiting, until, cost) is won
 
 
 def test_how_long_a_run_goes_on_is_learned_from_its_stops():
@@ -130,7 +129,7 @@ def test_micro_batches_have_no_more_rows_on_fewer_slices(rows, parts, taken, acc
         [f"phases.{i}.batch_size={rows}" for i in (0, 1)]
         + [f"parallelism.accumulation={parts}", "parallelism.slices=16"],
     )
-    found = slices.placed(given, taken, booked=16, shards=16)
+    found = slices.fit_to_slices(given, taken, booked=16, shards=16)
     if accumulation is None:
         assert found is None
         return
@@ -146,7 +145,7 @@ def test_each_device_computes_whole_groups_of_rows_that_are_clipped(replicas, fi
     settings += ["parallelism.state=zero1", "parallelism.slices=16"]
     settings += [f"phases.{i}.batch_size=3840" for i in (0, 1)]
     given = config.override(config.load(str(EXPERIMENTS / "bert_large_pod.py")), settings)
-    found = slices.placed(given, 15, booked=16, shards=16)
+    found = slices.fit_to_slices(given, 15, booked=16, shards=16)
     assert (found is not None) == fits
     assert not fits or {*found.parallelism.accumulation} == {1}
 
@@ -172,9 +171,11 @@ def addresses(monkeypatch):
         return ",".join(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
 
 
-def meet(addresses: str, number: int) -> roll_call.Met | str:
+def meet(addresses: str, number: int) -> rendezvous.Membership | str:
     try:
-        return roll_call.meet(Place(addresses, number, 6), 2.0, 20.0, lambda *of: True)
+        return rendezvous.join_rendezvous(
+            ProcessPlace(addresses, number, 6), 2.0, 20.0, lambda *of: True
+        )
     except Unavailable as error:
         return str(error)
 
@@ -211,7 +212,7 @@ def test_of_two_that_decide_at_once_one_run_begins_or_none(addresses, monkeypatc
         return here if len(here) == 2 and not roll.goes_on else ()
 
     monkeypatch.setattr(RollCall, "verdict", verdict)
-    monkeypatch.setattr(roll_call, "_AGREE", 1.0)
+    monkeypatch.setattr(rendezvous, "_AGREE", 1.0)
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         calls = [pool.submit(meet, addresses, number) for number in range(6)]
         concurrent.futures.wait(calls, 4)  # a slice that is left over waits for ever
@@ -225,7 +226,9 @@ def test_of_two_that_decide_at_once_one_run_begins_or_none(addresses, monkeypatc
 
 def test_too_few_slices_end_with_what_is_missing(addresses):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        met = pool.submit(roll_call.meet, Place(addresses, 2, 6), 0.2, 0.4, lambda *of: True)
+        met = pool.submit(
+            rendezvous.join_rendezvous, ProcessPlace(addresses, 2, 6), 0.2, 0.4, lambda *of: True
+        )
         with pytest.raises(Unavailable, match=r"process 3 did not arrive"):
             met.result()
 

@@ -10,7 +10,7 @@ from bert_jax.errors import InputError
 from bert_jax.storage import buckets
 from bert_jax.storage.workdir import mark_complete
 from bert_jax.tools.doctor import corpus as corpus_lib
-from bert_jax.tools.doctor.finding import Rule
+from bert_jax.tools.doctor.finding import FindingRule
 from bert_jax.tools.plan import report, topology
 from launch import checks, spec
 
@@ -77,7 +77,7 @@ def test_a_corpus_with_problems_is_refused(tmp_path, monkeypatch, capsys):
 
     def examine(folder, lengths):
         asked.append((folder, lengths))
-        return Rule("all documents are alike", 0, 0, "", "").check(1)
+        return FindingRule("all documents are alike", 0, 0, "", "").check(1)
 
     monkeypatch.setattr(corpus_lib, "examine", examine)
     (tmp_path / "corpus").mkdir()

@@ -89,12 +89,12 @@ def batch():
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def logits_of(params, batch, cfg=CFG):
-    return decoder.target_logits(decoder.merge(cfg, params), cfg, batch, None, Loop("dots"))
+    return decoder.target_logits(decoder.merge_params(cfg, params), cfg, batch, None, Loop("dots"))
 
 
 @functools.partial(jax.jit, static_argnames=("beams", "length", "last", "cfg"))
 def search(params, batch, beams=1, length=LENGTH, last=LAST, cfg=CFG):
-    generator = decoder.merge(cfg, params)
+    generator = decoder.merge_params(cfg, params)
     return decoder.search(generator, cfg, batch, KEPT, beams, length, FIRST, last)
 
 
@@ -145,7 +145,7 @@ def test_the_cache_gives_the_logits_of_teacher_forcing(params, batch):
 
     @jax.jit
     def one_by_one(params):
-        generator = decoder.merge(CFG, params)
+        generator = decoder.merge_params(CFG, params)
         cache = decoder.begin(generator, CFG, batch, KEPT, 2, length)
 
         def step(cache, place):

@@ -16,7 +16,7 @@ from flax import nnx
 
 from bert_jax.config import Model
 from bert_jax.model import attention_kernels, kernels, layers
-from bert_jax.model.attention_kernels import Attention
+from bert_jax.model.attention_kernels import AttentionShape
 from bert_jax.model.encoder import Loop
 from bert_jax.model.transformer import Encoder, encode
 from bert_jax.training import step
@@ -97,7 +97,7 @@ def test_forward_and_backward_kernels_draw_for_the_same_programs(monkeypatch):
 
     def attend(x):
         arrays = x, x, x, jnp.ones((3, 256)), jnp.ones((2, 128), jnp.int32), SEED, None
-        return attention_kernels.attention(Attention(how, 64, RATE, "alone"), *arrays)
+        return attention_kernels.attention(AttentionShape(how, 64, RATE, "alone"), *arrays)
 
     def norm(x):
         flat = x.reshape(-1, 256)
@@ -165,7 +165,7 @@ def test_attention_and_its_gradients(dtype, heads, rate):
     numbers = np.ones((2, 128), np.int32)
     numbers[1, 40:100], numbers[1, 100:115], numbers[1, 115:] = 2, 3, 0
     bits = random_bits(2, (2, heads, 128, 128))
-    static = Attention(HOW[dtype], 256 // heads, rate, "shared")
+    static = AttentionShape(HOW[dtype], 256 // heads, rate, "shared")
     context, pullback = jax.vjp(
         lambda *x: attention_kernels.attention(static, *x, jnp.asarray(numbers), SEED, bits),
         *inputs,

@@ -197,13 +197,13 @@ def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
 def test_a_stop_in_a_roll_back_finds_all_saved(file, tmp_path, monkeypatch):
     """Where it goes back to is a checkpoint, and what was not saved is to be done again."""
     poison(monkeypatch, {5, 6, 7})
-    before = start.before
+    before = start.roll_back
 
     def stopping(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         return before(*args)
 
-    monkeypatch.setattr(start, "before", stopping)
+    monkeypatch.setattr(start, "roll_back", stopping)
     outcome, shown = pretrain(file, tmp_path / "w")
     assert outcome == "stopped" and "step 8: not saved, since 3 steps" in shown
     assert "stopped at step 4, saved; run the same command again" in shown

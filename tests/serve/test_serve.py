@@ -44,7 +44,7 @@ def embedder(trained):
 
 @pytest.fixture(scope="module")
 def vectors(embedder):
-    return served.Vectors("base", embedder)
+    return served.EmbedEndpoint("base", embedder)
 
 
 class Gate:

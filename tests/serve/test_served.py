@@ -60,7 +60,7 @@ class Task_:
 )
 def test_examples_of_a_task(kind, given, expected):
     more = {"pair": {"second_column": "b"}, "tag": {"text_column": "0", "label_column": "1"}}
-    answers = served.Answers(Task_(kind=kind, **more.get(kind, {})))
+    answers = served.PredictEndpoint(Task_(kind=kind, **more.get(kind, {})))
     if isinstance(expected, str):
         with pytest.raises(served.Refused) as caught:
             answers.items({"input": given}, served.Limits())
@@ -74,7 +74,7 @@ def test_examples_of_a_task(kind, given, expected):
 
 def test_questions_are_numbered_by_their_place_in_the_request():
     asked = {"input": [["wa ?", "wb"], ["wa ?", "wc"]]}
-    answers = served.Answers(Task_(kind="span", max_sequence_length=384))
+    answers = served.PredictEndpoint(Task_(kind="span", max_sequence_length=384))
     items = answers.items(asked, served.Limits())
     assert [example.id for example, _ in items] == ["1", "2"]
 
@@ -84,7 +84,7 @@ def test_a_text_that_asks_is_led_as_embed_leads_it(tmp_path):
     trained = Loaded.of(epath.Path(tmp_path / "base"))
     trained.vectors = TextVectors(query_prefix="wa ", text_prefix="xa ")
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
-    vectors, found = served.Vectors("led", embedder), {}
+    vectors, found = served.EmbedEndpoint("led", embedder), {}
     assert "'wa '" in vectors.about
     for role in (None, "text", "query"):
         ((text, _),) = vectors.items({"input": "wb", "role": role}, served.Limits())

@@ -52,7 +52,7 @@ CONTENT = bytes(range(256)) * 40
 
 
 def opened(path):
-    with buckets.opened(path) as file:
+    with buckets.open_object(path) as file:
         return file.read()
 
 

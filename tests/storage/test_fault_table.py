@@ -98,7 +98,7 @@ def placed() -> dict[str, jax.Array]:
 
 
 def saves() -> Saves:
-    workdir = mirror.opened(RUN, access="write")
+    workdir = mirror.open_workdir(RUN, access="write")
     workdir.root.mkdir(parents=True, exist_ok=True)
     return Saves(workdir, Run(keep_checkpoints=2), Peers(0, 1, None, 1.0), lambda line: None)
 
@@ -127,7 +127,7 @@ def list_all() -> Any:
 
 
 def push() -> None:
-    workdir = mirror.opened(RUN, access="write")
+    workdir = mirror.open_workdir(RUN, access="write")
     workdir.root.mkdir(parents=True, exist_ok=True)
     run = mirror.Mirror(workdir)
     run.take(Holder.me())

@@ -24,7 +24,7 @@ def opened(on="here"):
     os.environ["BERT_JAX_CACHE_DIR"] = str(
         pathlib.Path(os.environ["BERT_JAX_CACHE_DIR"]).parent / on
     )
-    return mirror.opened(RUN, access="write")
+    return mirror.open_workdir(RUN, access="write")
 
 
 def started(workdir):
@@ -181,15 +181,15 @@ def test_small_files_are_as_the_bucket_has_them_each_time(objects):
     objects.put("run/metrics.jsonl", b"1\n", {})
     objects.put("run/timings.jsonl", b"1\n", {})
     objects.put("run/novel.txt", b"large", {})
-    view = mirror.opened(RUN)
+    view = mirror.open_workdir(RUN)
     assert view.metrics.read_text() == "1\n" and view.checkpoints == RUN / "checkpoints"
     objects.put("run/metrics.jsonl", b"1\n2\n", {})
     objects.delete("run/timings.jsonl", {})
     objects.requests.clear()
-    view = mirror.opened(RUN)
+    view = mirror.open_workdir(RUN)
     assert view.metrics.read_text() == "1\n2\n"
     assert {path.name for path in view.root.iterdir()} == {"metrics.jsonl"}
-    mirror.opened(RUN)
+    mirror.open_workdir(RUN)
     assert [name for name, kind in objects.requests if kind == "read"] == ["run/metrics.jsonl"]
 
 
@@ -208,10 +208,10 @@ def test_whether_a_run_in_a_bucket_goes_on(objects):
         if line_ago is not None:
             line = {"step": 1, "kind": kind, "time": me.since - line_ago}
             objects.put("run/timings.jsonl", json.dumps(line).encode() + b"\n", {})
-        assert mirror.is_going_on(mirror.opened(RUN)) == going_on
+        assert mirror.is_going_on(mirror.open_workdir(RUN)) == going_on
 
 
 def test_a_folder_of_other_things_is_no_run(objects):
     objects.put("run/novel.txt", b"x", {})
     with pytest.raises(InputError, match="gs://bucket/run: holds other files and no run"):
-        mirror.opened(RUN, access="write")
+        mirror.open_workdir(RUN, access="write")

@@ -19,7 +19,7 @@ from bert_jax.config import Parallelism
 from bert_jax.pretraining.loaded import Loaded
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import layers, probes
-from bert_jax.tasks.adapted import Reader, kind_of
+from bert_jax.tasks.adapted import MeshEncoder, kind_of
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.rows import eval_batches
 
@@ -56,7 +56,7 @@ def asked(folder):
     files = [str(folder / f"{name}.py") for name in NAMES]
     done: list[str] = []
     trained = Loaded.of(epath.Path(folder / "base"))
-    known = layers.ask(files, trained, done.append)
+    known = layers.score_layers(files, trained, done.append)
     assert len(done) == 4
     return {one["name"]: one for one in known["tasks"]}
 
@@ -77,7 +77,7 @@ def test_tasks_are_read_off_every_layer_as_numpy_would(folder, asked):
         texts = [row["sentence"] for row in there]
         hidden[part] = model.hidden(texts, layers=(0, 1))
     # What is read of rows of several lengths, padded together.
-    reader = Reader(model.model, model.tokenizer, Parallelism(), samples.mesh_of(1), 8)
+    reader = MeshEncoder(model.model, model.tokenizer, Parallelism(), samples.mesh_of(1), 8)
     task = config.load(str(folder / "classify.py"), config.Finetuning).task
     texts = [Sentence("", (row["sentence"],), None) for row in there]
     made = kind_of(task, ("bad", "good"), model.tokenizer).rows(texts)

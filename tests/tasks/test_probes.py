@@ -23,7 +23,7 @@ from bert_jax.errors import InputError
 from bert_jax.pretraining import evaluators
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.tasks import probes
-from bert_jax.tasks.adapted import Reader, run_rows
+from bert_jax.tasks.adapted import MeshEncoder, run_rows
 from bert_jax.tasks.similar import Similar
 from bert_jax.training.objective import Pretraining
 
@@ -87,7 +87,7 @@ def lines(workdir):
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_examples_of_two_texts_are_whole_on_any_devices(size):
-    reader = Reader(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(3), size)
+    reader = MeshEncoder(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(3), size)
     kind = Similar(kinds.task("regress"), (), kinds.TOKENIZER)
     batches = reader.batches(kind.rows([kinds.sentence("wa", "wb")] * 5))
     assert {len(batch["input_ids"]) for _, batch in batches} == {-(-size // 6) * 6}
@@ -95,7 +95,7 @@ def test_examples_of_two_texts_are_whole_on_any_devices(size):
 
 
 def test_features_of_a_text_do_not_depend_on_the_rows_beside_it():
-    reader = Reader(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(1), 8)
+    reader = MeshEncoder(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(1), 8)
     kind = kinds.kind_of("classify")
     params = Pretraining(kinds.MODEL).init_params(jax.random.key(0))
     features_of_rows = probes.features_of(reader, "pooled", "all")

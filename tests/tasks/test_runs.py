@@ -16,7 +16,7 @@ from small_run import on_two
 from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Finetuning
 from bert_jax.pretraining.loaded import Loaded
-from bert_jax.running.lines import in_vain
+from bert_jax.running.lines import should_stop_early
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks.job import FinetuningJob
 from bert_jax.tasks.rows import TrainBatches
@@ -180,7 +180,7 @@ def test_evaluations_are_in_vain_if_none_of_the_last_is_the_lowest():
         ([1, 3], 2, False),
         ([1, 3, 3, 3], 0, False),
     ):
-        assert in_vain(list(enumerate(losses)), patience) is expected
+        assert should_stop_early(list(enumerate(losses)), patience) is expected
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from kinds import TOKENIZER, WORDS, ids, question, task
 
 from bert_jax.tasks import spans as spans_lib
 from bert_jax.tasks.examples import Answer, Question
-from bert_jax.tasks.spans import Spans
+from bert_jax.tasks.spans import SpanTask
 
 # Room for 21 pieces of a context next to a question of 3, so that every piece is tried.
 LONGEST, ASKED = 27, "wa wb ?"
@@ -22,7 +22,7 @@ MARKS = [".", ",", "(", ")"]
 
 def kind(**settings):
     fields = {"max_sequence_length": LONGEST, "document_stride": 9, "max_query_length": 3}
-    return Spans(task("span", **fields | settings), (), TOKENIZER)
+    return SpanTask(task("span", **fields | settings), (), TOKENIZER)
 
 
 def oracle(rows, noise=0.0):
@@ -76,7 +76,7 @@ def test_two_separators_between_texts_leave_no_piece_out(longest):
     tokenizer = copy.copy(TOKENIZER)
     tokenizer.between_ids = (TOKENIZER.sep_id, TOKENIZER.sep_id)
     fields = {"max_sequence_length": LONGEST, "document_stride": 24 - longest}
-    of_two = Spans(task("span", **fields, max_query_length=longest), (), tokenizer)
+    of_two = SpanTask(task("span", **fields, max_query_length=longest), (), tokenizer)
     words = [WORDS[i % 20] for i in range(60)]
     asked = question(" ".join(words), text=" ".join(WORDS[:20] * 2))
     rows = of_two.rows([asked])

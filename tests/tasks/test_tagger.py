@@ -16,7 +16,7 @@ from lstm import lstm
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Adapt, Parallelism
 from bert_jax.model import heads
-from bert_jax.model.encoder import Loop, filled
+from bert_jax.model.encoder import Loop, fill_params
 from bert_jax.tasks import objective as objective_lib
 from bert_jax.tasks import tagger
 from bert_jax.text.tokenizer import WordPiece
@@ -38,7 +38,7 @@ def drawn(features):
 def module_of(task, params):
     """The module that holds them, by the way that the objective takes."""
     args = DEEP, "tokens", task.outputs, task.adapt.features
-    return filled(params, objective_lib.Tuned, *args).tagger
+    return fill_params(params, objective_lib.EncoderWithHead, *args).tagger
 
 
 @pytest.mark.parametrize(

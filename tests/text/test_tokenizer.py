@@ -105,7 +105,7 @@ def test_pieces_that_go_on_a_word_are_marked(bert):
 
 def test_the_cache_changes_no_ids(bert):
     small = tokenizer.WordPiece(bert["uncased"].vocab, "uncased")
-    small.pieces_of = library.Cache(small._word_pieces, most=3)
+    small.pieces_of = library.WordCache(small._word_pieces, most=3)
     text = SAMPLE.read_text()
     assert small.encode(text) == bert["uncased"].encode(text)
 

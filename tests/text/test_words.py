@@ -70,7 +70,7 @@ def test_of_too_many_words_the_rarest_are_dropped_and_no_letter_is_favoured(tmp_
 def test_a_table_gives_the_ids_of_the_tokenizer():
     pieces = [*vocabulary.SPECIALS, "the", "do", "##g", "##gs", "a"]
     tok = tokenizer.WordPiece(pieces, "uncased")
-    table = words.Table(["", "", "dogs", "the", "zebra", "a"], tok)
+    table = words.WordTable(["", "", "dogs", "the", "zebra", "a"], tok)
     ids, lengths = table.ids(np.array([3, 2, 1, 5, 4, 2], np.uint32), np.array([2, 1, 3]))
     assert ids.tolist() == [5, 6, 8, 1, 9, 1, 6, 8]
     assert lengths.tolist() == [3, 1, 4]

@@ -12,7 +12,7 @@ from small_run import write_text
 
 from bert_jax import config, errors
 from bert_jax.storage.workdir import Workdir
-from bert_jax.tools import auto as dial
+from bert_jax.tools import auto
 from bert_jax.tools.compare import budget
 
 SENTENCES = {
@@ -34,10 +34,10 @@ def here(tmp_path, monkeypatch):
     """Text; the current folder; a machine whose speed is known, and small encoders."""
     write_text(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dial.hardware, "peak_flops", lambda _: 1e9)
-    sizes = [dial.Size(0.0, 1, 64, 8, 1_000), dial.Size(1e13, 2, 128, 8, 1_000)]
-    monkeypatch.setattr(dial, "SIZES", tuple(sizes))
-    monkeypatch.setattr(dial, "_EVAL_ROWS", 8)
+    monkeypatch.setattr(auto.hardware, "peak_flops", lambda _: 1e9)
+    sizes = [auto.Size(0.0, 1, 64, 8, 1_000), auto.Size(1e13, 2, 128, 8, 1_000)]
+    monkeypatch.setattr(auto, "SIZES", tuple(sizes))
+    monkeypatch.setattr(auto, "_EVAL_ROWS", 8)
     return tmp_path
 
 
@@ -56,7 +56,7 @@ def timed(monkeypatch, rate):
 @pytest.mark.parametrize("code", SENTENCES)
 def test_a_language_is_known_by_its_letters_or_words(code):
     for form in ("NFC", "NFD"):
-        assert dial.language_of(unicodedata.normalize(form, SENTENCES[code])) == code
+        assert auto.language_of(unicodedata.normalize(form, SENTENCES[code])) == code
 
 
 @pytest.mark.long
@@ -85,10 +85,10 @@ def chosen(monkeypatch, *settings, text="text", workdir="w", base=None):
     """The experiment for three minutes of 4 s a step, and its lines; no corpus is made."""
     timed(monkeypatch, rate=0.25)
     made, said = {"splits": {"train": {"tokens": 5_000}}}, []
-    monkeypatch.setattr(dial.corpus, "prepare", lambda *a: said.append(f"{a[2]}") or made)
-    monkeypatch.setattr(dial.corpus, "require_rows", lambda *_: None)
+    monkeypatch.setattr(auto.corpus, "prepare", lambda *a: said.append(f"{a[2]}") or made)
+    monkeypatch.setattr(auto.corpus, "require_rows", lambda *_: None)
     progress = types.SimpleNamespace(say=said.append)
-    experiment, _ = dial.chosen(text, 0.05, base, settings, Workdir(workdir), progress)
+    experiment, _ = auto.choose_experiment(text, 0.05, base, settings, Workdir(workdir), progress)
     return experiment, said
 
 
@@ -122,8 +122,8 @@ def test_of_a_long_document_no_more_is_read_than_is_looked_at(here, monkeypatch)
             yield read[-1]
 
     whole = types.SimpleNamespace(pieces=pieces())
-    monkeypatch.setattr(dial.documents, "read_extent", lambda *_: iter([whole]))
-    assert dial.look("text").files == 1 and len(read) < 20
+    monkeypatch.setattr(auto.documents, "read_extent", lambda *_: iter([whole]))
+    assert auto.look("text").files == 1 and len(read) < 20
 
 
 def test_a_run_in_the_current_folder_has_a_name(here, monkeypatch):
@@ -147,20 +147,20 @@ def test_a_request_to_stop_while_steps_are_timed_stops_the_run(here, monkeypatch
 
 
 def test_more_operations_want_a_larger_encoder(here):
-    text = dial.look("text")
-    small, larger = dial._fresh("w", text, 9e12), dial._fresh("w", text, 1e13)
+    text = auto.look("text")
+    small, larger = auto._fresh("w", text, 9e12), auto._fresh("w", text, 1e13)
     assert small.model.hidden_size == 64
     assert larger.model.num_hidden_layers == 2 and larger.model.num_attention_heads == 2
     assert larger.optimizer.peak_learning_rate == 4e-3
-    assert "2.6 nat" in dial.expected(small, 6_300_000)
-    assert "2.2 nat" in dial.expected(small, 2_700_000)
-    assert "2.9" in dial.expected(small, 15_000_000)
-    assert "3.3 nat" in dial.expected(larger, 22_000_000)
+    assert "2.6 nat" in auto.expected(small, 6_300_000)
+    assert "2.2 nat" in auto.expected(small, 2_700_000)
+    assert "2.9" in auto.expected(small, 15_000_000)
+    assert "3.3 nat" in auto.expected(larger, 22_000_000)
     deeper = dataclasses.replace(small.model, num_hidden_layers=4)
-    assert "2.8 nat" in dial.expected(dataclasses.replace(small, model=deeper), 6_300_000)
+    assert "2.8 nat" in auto.expected(dataclasses.replace(small, model=deeper), 6_300_000)
     # Of fewer tokens than were ever measured.
-    assert dial.expected(small, 900_000) == dial.expected(small, 9_000)
-    assert "about" not in dial.expected(small, 9_000)
+    assert auto.expected(small, 900_000) == auto.expected(small, 9_000)
+    assert "about" not in auto.expected(small, 9_000)
 
 
 def test_the_page_has_the_rule():
@@ -168,22 +168,22 @@ def test_the_page_has_the_rule():
     table = page.read_text().split("| from so many operations on |")[1].split("\n\n")[0]
     rows = [line.strip("| ").replace(",", "").split() for line in table.splitlines()[2:]]
     numbers = [[float(word) for word in row if word != "|"] for row in rows]
-    assert numbers == [list(map(float, size)) for size in dial.SIZES]
+    assert numbers == [list(map(float, size)) for size in auto.SIZES]
 
 
 def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypatch):
     broken.said("import run --workdir base")
-    experiment = dial._going_on("w", dial.look("text"), "base")
+    experiment = auto._going_on("w", auto.look("text"), "base")
     assert experiment.init_from == "base" and experiment.corpus.tokenizer == "base/tokenizer"
     assert experiment.model.vocab_size == 45 and experiment.optimizer.schedule == "wsd"
-    read = dial.base_lib.read
+    read = auto.base_lib.read
 
     def cased(folder):
         return dataclasses.replace(read(folder), tokenizer=types.SimpleNamespace(case="cased"))
 
-    monkeypatch.setattr(dial.base_lib, "read", cased)
-    monkeypatch.setattr(dial.hardware, "peak_flops", lambda _: 1e9)
-    monkeypatch.setattr(dial, "_EVAL_ROWS", 8)
+    monkeypatch.setattr(auto.base_lib, "read", cased)
+    monkeypatch.setattr(auto.hardware, "peak_flops", lambda _: 1e9)
+    monkeypatch.setattr(auto, "_EVAL_ROWS", 8)
     experiment, said = chosen(monkeypatch, base="base")
     assert experiment.corpus.case == "cased"
     assert not any("operations" in line for line in said)

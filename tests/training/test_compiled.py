@@ -74,7 +74,7 @@ def test_a_damaged_program_is_named_removed_and_kept_anew(damage, tmp_path, caps
 def test_an_entry_without_a_checksum_is_not_read(tmp_path):
     """One that jax wrote for itself."""
     (tmp_path / "step-cache").write_bytes(bytes(100))
-    assert environment_lib.Programs(str(tmp_path), max_size=-1).get("step") is None
+    assert environment_lib.CompilationCache(str(tmp_path), max_size=-1).get("step") is None
 
 
 def both(tmp_path) -> list[tuple[int, int]]:

@@ -110,7 +110,7 @@ def finder(devices, layout):
 
         try:
             return replay.Replay(mesh).before(lambda *args: "done", one)(*given)
-        except replay.Erred as erred:
+        except replay.SilentCorruption as erred:
             return [device.id for device in erred.devices], erred.is_sure, erred.is_last
 
     return state["params"], find
@@ -244,7 +244,7 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
         mock.patch.object(start, "_start", newest),
         mock.patch.object(Trainer, "_go_on_from") as go_on,
     ):
-        trainer._go_back(replay.Erred(jax.devices()[2:3], is_sure=True, is_last=False))
+        trainer._go_back(replay.SilentCorruption(jax.devices()[2:3], is_sure=True, is_last=False))
     assert (go_on.call_args.args[0].step, saves.steps) == (step, left)
 
 

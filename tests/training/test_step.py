@@ -292,7 +292,7 @@ def test_rbg_dropout_differs_between_steps_micro_batches_and_shards():
 
 def test_no_logits_of_every_position_exist():
     """No array of the compiled step has sequence and vocabulary dimensions."""
-    shape = batches.Shape(sequence_length=20, max_predictions=3, batch_size=8)
+    shape = batches.BatchShape(sequence_length=20, max_predictions=3, batch_size=8)
     batch = samples.train_batches(shape).batch(0, np.arange(8))
     mesh = samples.mesh_of(1)
     spec = step.StepSpec(Pretraining(samples.MODEL), samples.OPTIMIZER, Parallelism(), 1, mesh)

@@ -9,7 +9,7 @@ from bert_jax.tools.compare.results import Results
 from bert_jax.tools.report import comparison, curves, figures
 from bert_jax.tools.report.figures import Figure
 from bert_jax.tools.report.records import Record
-from bert_jax.tools.report.render import Table, page
+from bert_jax.tools.report.render import PageTable, page
 
 
 def write(results: Results) -> None:
@@ -31,7 +31,7 @@ def _csv(results: Results) -> str:
             cells[f"{column.name}_error"] = "" if math.isnan(error) else repr(error)
             cells[f"{column.name}_runs"] = str(count)
         rows.append(cells)
-    return Table.of(rows).csv()
+    return PageTable.of(rows).csv()
 
 
 def _html(results: Results) -> str:

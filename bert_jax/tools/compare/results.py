@@ -18,10 +18,10 @@ from etils import epath
 
 import bert_jax
 from bert_jax import config
-from bert_jax.config import Experiment, Finetuning, Section, Table
+from bert_jax.config import ComparisonTable, Experiment, Finetuning, Section
 from bert_jax.config.comparison import COLUMNS, REACH
-from bert_jax.errors import InputError, naming
-from bert_jax.storage.workdir import Workdir, named_errors, read_json, write_json
+from bert_jax.errors import InputError, prefix_errors
+from bert_jax.storage.workdir import Workdir, read_json, translate_os_errors, write_json
 from bert_jax.tasks import adapted, examples
 from bert_jax.tasks.probes import Probes
 from bert_jax.tools.report import render
@@ -57,7 +57,7 @@ class Column:
         while "=" in file.rpartition(" ")[2]:
             file, _, setting = file.rpartition(" ")
             settings.insert(0, setting)
-        with naming(f"table.columns: {name}"):
+        with prefix_errors(f"table.columns: {name}"):
             task = config.override(config.load(file, Finetuning), settings)
             is_pairs = task.task.kind == "minimal_pairs"
             if word == "probe" and settings:
@@ -88,7 +88,7 @@ class Column:
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class TableRun:
     """A run of a row with one of the seeds."""
 
     row: str  # whose
@@ -102,7 +102,7 @@ class Member:
 class Results:
     """A table with its columns, the runs it takes, and what was measured of them so far."""
 
-    table: Table  # what is compared
+    table: ComparisonTable  # what is compared
     root: epath.Path  # its folder, of this machine
     columns: list[Column]  # what is measured
     # Seconds of CPU that a step of each phase takes, by `sha256` of the row's experiment.
@@ -111,10 +111,10 @@ class Results:
     # which bert_jax; whether it had been measured before, of other text.
     values: dict[str, dict[str, list[Any]]]
     # The runs, all rows with the first seed first; none before their steps are known.
-    members: list[Member] = dataclasses.field(default_factory=list)
+    members: list[TableRun] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def read(cls, table: Table, root: str) -> "Results":
+    def read(cls, table: ComparisonTable, root: str) -> "Results":
         """Reads what a folder holds of a table, perhaps nothing."""
         folder = Workdir(root).root
         columns = [Column.of(name) for name in table.columns]
@@ -125,9 +125,9 @@ class Results:
                     f"table.columns: {column.name}: there are two tasks of this name; rename one"
                 )
             for row in table.rows if column.name.startswith("finetune:") else ():
-                with naming(f"table.columns: {column.name}"):
+                with prefix_errors(f"table.columns: {column.name}"):
                     adapted.require_adaptable(row.experiment.model, column.task, f"row {row.name}")
-        with named_errors(folder):
+        with translate_os_errors(folder):
             there = {path.name for path in folder.iterdir()} if folder.exists() else set()
         record: dict[str, Any] = {"costs": {}, "values": {}}
         if "table.json" in there:
@@ -159,12 +159,12 @@ class Results:
         }
         write_json(self.root / "table.json", record)
 
-    def measured(self, member: Member, column: Column) -> list[Any]:
+    def measured(self, member: TableRun, column: Column) -> list[Any]:
         """Returns what was measured of a run, as `values` has it; [] if it is not yet."""
         of_settings = self.values.get(hash_of(column, member.experiment), {})
         return of_settings.get(f"{member.read}{column.examples}", [])
 
-    def keep(self, member: Member, column: Column, value: float | None) -> None:
+    def keep(self, member: TableRun, column: Column, value: float | None) -> None:
         """Keeps what was measured of a run."""
         known = self.values.setdefault(hash_of(column, member.experiment), {})
         known[f"{member.read}{column.examples}"] = [value, bert_jax.__version__, bool(known)]
@@ -190,14 +190,14 @@ class Results:
         mark = "*" * any(again for *_, again in self.of_row(row, column))
         return column.text(mean) + ("" if math.isnan(error) else f" +- {column.text(error)}") + mark
 
-    def shown(self, headings: Sequence[str]) -> render.Table:
+    def shown(self, headings: Sequence[str]) -> render.PageTable:
         """Returns a line a row: its name, its runs, and what was measured of them."""
         rows = []
         for row in self.table.rows:
             runs = max(self.mean(row.name, column)[0] for column in self.columns)
             cells = [self.cell(row.name, column) for column in self.columns]
             rows.append([row.name, str(runs), *cells])
-        return render.Table(["row", "runs", *headings], rows)
+        return render.PageTable(["row", "runs", *headings], rows)
 
     @property
     def again(self) -> str:

@@ -20,7 +20,7 @@ from bert_jax.checkpoints.base import begins_with
 from bert_jax.config import Experiment, Row
 from bert_jax.config.comparison import REACH
 from bert_jax.data import corpus
-from bert_jax.errors import InputError, naming
+from bert_jax.errors import InputError, prefix_errors
 from bert_jax.model import losses
 from bert_jax.pretraining import pretraining
 from bert_jax.pretraining.loaded import Loaded
@@ -30,7 +30,7 @@ from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import job
 from bert_jax.tasks.probes import Probes, of_trained
 from bert_jax.tools.compare import budget, page
-from bert_jax.tools.compare.results import PAIRS, Column, Member, Results, sha256
+from bert_jax.tools.compare.results import PAIRS, Column, Results, TableRun, sha256
 from bert_jax.tools.report import times
 from bert_jax.tools.report.records import Record
 
@@ -104,12 +104,12 @@ class Comparison:
         self._results.members = []
         for seed in self._table.seeds:
             for row in self._table.rows:
-                with naming(f"row {row.name}"):
+                with prefix_errors(f"row {row.name}"):
                     experiment = dataclasses.replace(self._with_steps(row), seed=seed)
                 _, read = self._read.get(row.name, ("", ""))
                 name = f"{row.name}-{seed}-{sha256([sha256(experiment), read])[:8]}"
                 folder = self._root / "runs" / name
-                self._results.members.append(Member(row.name, seed, experiment, read, folder))
+                self._results.members.append(TableRun(row.name, seed, experiment, read, folder))
 
     def _experiment(self, row: Row) -> Experiment:
         """Returns what a row runs, with a corpus folder that equal corpora share."""
@@ -148,7 +148,7 @@ class Comparison:
         self._results.costs |= costs
         self._write()
 
-    def _member(self, member: Member) -> session.Outcome:
+    def _member(self, member: TableRun) -> session.Outcome:
         """Does a run, and measures it."""
         experiment = member.experiment
         workdir = Workdir(member.folder, experiment.run.corpus_dir)
@@ -174,7 +174,7 @@ class Comparison:
             self._results.keep(member, column, value)
         return "finished"
 
-    def _finetuned(self, column: Column, member: Member) -> tuple[session.Outcome, float | None]:
+    def _finetuned(self, column: Column, member: TableRun) -> tuple[session.Outcome, float | None]:
         task = dataclasses.replace(column.task, seed=member.seed)
         name = f"{task.name}-{sha256([sha256(task), column.examples])[:8]}"
         folder = self._root / "tasks" / member.folder.name / name
@@ -184,7 +184,7 @@ class Comparison:
             return outcome, None
         return outcome, Record.read(os.fspath(folder)).evaluation[-1]["score"]
 
-    def _missing(self, member: Member) -> list[Column]:
+    def _missing(self, member: TableRun) -> list[Column]:
         columns = self._results.columns
         return [column for column in columns if not self._results.measured(member, column)]
 

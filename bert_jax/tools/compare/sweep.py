@@ -16,20 +16,20 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.config import Finetuning
-from bert_jax.errors import InputError, naming
+from bert_jax.errors import InputError, prefix_errors
 from bert_jax.running import session
 from bert_jax.running.progress import Progress
 from bert_jax.storage import buckets, mirror
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.tasks import job
-from bert_jax.tools.report.render import Table
+from bert_jax.tools.report.render import PageTable
 
 FORMAT_VERSION = 1
 # Characters of a value that a folder's name may not hold everywhere.
 _ODD = re.compile(r"[^A-Za-z0-9.+-]")
 
 
-class Member(NamedTuple):
+class SweepRun(NamedTuple):
     """One of the runs."""
 
     folder: str  # its name
@@ -38,7 +38,7 @@ class Member(NamedTuple):
     origin: dict[str, Any]  # see session.run
 
 
-def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Member]:
+def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[SweepRun]:
     """Returns the runs of a sweep: all products of the values.
 
     `axes` are FIELD=V1,V2 each; `settings` hold for all.
@@ -56,21 +56,21 @@ def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Mem
         values[field] = of_field
     ends = [field.rpartition(".")[2] for field in values]
     names = ends if len(set(ends)) == len(ends) else list(values)
-    made: dict[str, Member] = {}
+    made: dict[str, SweepRun] = {}
     for chosen in itertools.product(*values.values()):
         folder = "_".join(f"{n}-{_ODD.sub('_', v)}" for n, v in zip(names, chosen, strict=True))
         if folder in made:
             raise InputError(f"--sweep: two runs would both lie in {folder}; sweep other values")
         pairs = dict(zip(values, chosen, strict=True))
         more = [f"{field}={value}" for field, value in pairs.items()]
-        with naming("--sweep"):
+        with prefix_errors("--sweep"):
             experiment, origin = config.load_with_origin(file, [*settings, *more], Finetuning)
-        made[folder] = Member(folder, pairs, experiment, origin)
+        made[folder] = SweepRun(folder, pairs, experiment, origin)
     return list(made.values())
 
 
 def run(
-    of: list[Member], base: str | None, root: str | None, progress: Progress
+    of: list[SweepRun], base: str | None, root: str | None, progress: Progress
 ) -> session.Outcome:
     """Runs what is left of a sweep, and shows the scores.
 
@@ -98,7 +98,7 @@ def run(
         progress.say(f"sweep {number} of {len(of)}: {member.folder}")
         # A finished run ends at once, unless its base or its examples are others now.
         outcome = job.finetune(member.experiment, base, os.fspath(place), progress, member.origin)
-        lines = JsonLines(mirror.opened(place).metrics).read()
+        lines = JsonLines(mirror.open_workdir(place).metrics).read()
         scored = [line for line in lines if line["kind"] == "scores"]
         best = max(scored, key=lambda line: line["score"], default=None)
         one |= {"outcome": outcome, "last": scored[-1] if scored else None, "best": best}
@@ -141,13 +141,13 @@ def table(record: dict[str, Any]) -> Iterator[str]:
             cells = [last["step"], _four(last["score"]), _four(best["score"]), best["step"]]
         rows.append([*one["settings"].values(), *map(str, cells)])
     yield f"{record['score']} on the validation examples, of the last evaluation and of the best:"
-    yield from Table([*runs[0]["settings"], "step", "last", "best", "of step"], rows, 0).lines()
+    yield from PageTable([*runs[0]["settings"], "step", "last", "best", "of step"], rows, 0).lines()
     rows = [
         [*one["settings"].values(), str(one["runs"]), _four(one["mean"]), _four(one["deviation"])]
         for one in groups
     ]
     yield "of the last evaluations, over seeds, the mean and the standard deviation (n - 1):"
-    yield from Table([*groups[0]["settings"], "runs", "mean", "deviation"], rows, 0).lines()
+    yield from PageTable([*groups[0]["settings"], "runs", "mean", "deviation"], rows, 0).lines()
 
 
 def _four(number: float | None) -> str:

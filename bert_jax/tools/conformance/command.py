@@ -13,11 +13,11 @@ from bert_jax import config
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase, explain
 from bert_jax.errors import printable
 from bert_jax.tools.conformance import data_rules, model_rules, optimizer_rules
-from bert_jax.tools.conformance.rule import Rule
+from bert_jax.tools.conformance.rule import ReferenceRule
 from bert_jax.training import mesh
 
 
-def check() -> Iterator[Rule]:
+def check() -> Iterator[ReferenceRule]:
     """Yields every rule of the reference, compared; takes some twenty seconds."""
     mesh.make_mesh(Parallelism())  # refuses by name a device that is not there
     # Rules are about formulas: no device may round float32 in products.

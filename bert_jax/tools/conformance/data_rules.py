@@ -17,15 +17,15 @@ from bert_jax.config import Data
 from bert_jax.data import batches, draws, masking, pairs, stream
 from bert_jax.text import tokenizer
 from bert_jax.tools.conformance import golden, instances
-from bert_jax.tools.conformance.rule import Rule, count_of_different
+from bert_jax.tools.conformance.rule import ReferenceRule, count_of_different
 
-_rule = functools.partial(Rule, "data")
-_text_rule = functools.partial(Rule, "tokenizer")
+_rule = functools.partial(ReferenceRule, "data")
+_text_rule = functools.partial(ReferenceRule, "tokenizer")
 
 Instances = list[dict[str, Any]]
 
 
-def check() -> Iterator[Rule]:
+def check() -> Iterator[ReferenceRule]:
     """Yields the rules of documents, instances, masks and tokens, compared."""
     yield _documents()
     yield from _instances()
@@ -34,7 +34,7 @@ def check() -> Iterator[Rule]:
     yield from _tokens()
 
 
-def _documents() -> Rule:
+def _documents() -> ReferenceRule:
     """Compares files as the reference reads them, put into words."""
     files = (b"a b.\n\x00\nc\r\n \n\n\xef\xbb\xbf\n\t\nd\n", b"e\xff\n\nf", b"", b"g\n\n")
     expected = [["a b .", "c"], ["d", "e"], ["f", "g"]]
@@ -55,7 +55,7 @@ def _documents() -> Rule:
 # --- the reference's own instances --------------------------------------------------------------
 
 
-def _instances() -> Iterator[Rule]:
+def _instances() -> Iterator[ReferenceRule]:
     uncased = golden.tokenizer("uncased")
     documents = instances.read_documents([golden.FOLDER / "sample_text.txt"], uncased)
     ids = batches.Ids.of(uncased)
@@ -67,7 +67,9 @@ def _instances() -> Iterator[Rule]:
         ours = [json.loads(line) for line in instances.create(documents, ids, settings)]
         made.append((settings.whole_word_mask, ours, theirs))
 
-    def rule(says: str, aspect: Callable[[dict[str, Any]], Any], masks: str = "any") -> Rule:
+    def rule(
+        says: str, aspect: Callable[[dict[str, Any]], Any], masks: str = "any"
+    ) -> ReferenceRule:
         chosen = [one for one in made if masks == "any" or one[0] == (masks == "word")]
         total = sum(len(theirs) for _, _, theirs in chosen)
         differing = sum(
@@ -120,7 +122,7 @@ class _Recorded(draws.Sequential):
         return super().target_length(max_num_tokens, short_seq_prob)
 
 
-def _pairs() -> Iterator[Rule]:
+def _pairs() -> Iterator[ReferenceRule]:
     """Plans 60 documents whose ids are their own places."""
     rng = np.random.default_rng(0)
     numbers = iter(range(10**6))
@@ -153,7 +155,7 @@ def _pairs() -> Iterator[Rule]:
     )
 
 
-def _masks() -> Iterator[Rule]:
+def _masks() -> Iterator[ReferenceRule]:
     lengths = np.arange(5, 513)
     continues = np.array([False] * 5 + [True])
     differing = 0
@@ -216,7 +218,7 @@ def _mask(
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-def _tokens() -> Iterator[Rule]:
+def _tokens() -> Iterator[ReferenceRule]:
     rows = golden.tokens()
     compared = f"{len(rows)} odd texts with the reference's"
     uncased, cased = golden.tokenizer("uncased"), golden.tokenizer("cased")
@@ -243,7 +245,7 @@ def _tokens() -> Iterator[Rule]:
     yield _text_rule("text never gives a special", "pieces of the specials' names", off)
 
 
-def _characters() -> Rule:
+def _characters() -> ReferenceRule:
     """Compares what a blank, a mark, an ideograph and nothing at all do between letters."""
     differing = 0
     for code in range(sys.maxunicode + 1):

@@ -18,7 +18,7 @@ from bert_jax.config import Data
 from bert_jax.config.fields import PositiveCount, Section, Share, at_least
 from bert_jax.data import batches, draws, masking, pairs, stream
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import named_errors, require_plain, write_atomic
+from bert_jax.storage.workdir import require_plain, translate_os_errors, write_atomic
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 from bert_jax.text.vocabulary import read_vocab
 
@@ -60,7 +60,7 @@ def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Doc
     """
     documents: Documents = [[]]
     for path in paths:
-        with named_errors(path), epath.Path(path).open("rb") as file:
+        with translate_os_errors(path), epath.Path(path).open("rb") as file:
             for raw in file:
                 line = raw.decode("utf-8", "ignore").strip()
                 if not line:

@@ -13,12 +13,12 @@ from bert_jax.model import heads, layers, losses
 from bert_jax.model.encoder import Loop, padded_vocab_size
 from bert_jax.model.kinds import encode
 from bert_jax.tools.conformance import golden
-from bert_jax.tools.conformance.rule import Rule, largest_difference, relative
+from bert_jax.tools.conformance.rule import ReferenceRule, largest_difference, relative
 
 Batch = dict[str, jax.Array]
 
-_rule = functools.partial(Rule, "model")
-_loss_rule = functools.partial(Rule, "loss")
+_rule = functools.partial(ReferenceRule, "model")
+_loss_rule = functools.partial(ReferenceRule, "loss")
 
 # A normal distribution of 0.02, cut off at two standard deviations.
 _INITIAL_STD = 0.02 * 0.8796256610342398
@@ -32,7 +32,7 @@ _PAPER = {
 }
 
 
-def check() -> Iterator[Rule]:
+def check() -> Iterator[ReferenceRule]:
     """Yields the rules of the model and its losses, compared."""
     params, batch = golden.params(), golden.batch()
     yield from _outputs(params, batch)
@@ -47,7 +47,7 @@ def check() -> Iterator[Rule]:
     yield from _metrics()
 
 
-def _outputs(params: heads.Params, batch: Batch) -> Iterator[Rule]:
+def _outputs(params: heads.Params, batch: Batch) -> Iterator[ReferenceRule]:
     cfg, theirs = golden.CONFIG, golden.pytorch("outputs")
     inputs = (batch["input_ids"], batch["segment_ids"], batch["input_mask"])
     encoder = heads.merge(cfg, params).encoder
@@ -78,7 +78,7 @@ def _outputs(params: heads.Params, batch: Batch) -> Iterator[Rule]:
     )
 
 
-def _constants() -> Iterator[Rule]:
+def _constants() -> Iterator[ReferenceRule]:
     x = np.linspace(-6.0, 6.0, 1201)
     by_erf = [0.5 * v * (1.0 + math.erf(v / math.sqrt(2.0))) for v in x]
     by_tanh = 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
@@ -94,7 +94,7 @@ def _constants() -> Iterator[Rule]:
     yield _rule("layer norm of eps 1e-12, biased variance", compared, off, 1e-5)
 
 
-def _initial() -> Iterator[Rule]:
+def _initial() -> Iterator[ReferenceRule]:
     sizes = {"vocab_size": 10_000, "hidden_size": 64, "intermediate_size": 256}
     cfg = Model(num_hidden_layers=2, num_attention_heads=2, **sizes)
     fresh = jax.jit(functools.partial(heads.init_params, cfg))(jax.random.key(0))
@@ -119,7 +119,7 @@ def _initial() -> Iterator[Rule]:
     yield _rule("biases 0, layer norms 1 and 0", "fresh parameters with these", fixed)
 
 
-def _sizes() -> Rule:
+def _sizes() -> ReferenceRule:
     differing = 0
     for size, cfg in _PAPER.items():
         shapes = jax.eval_shape(functools.partial(heads.init_params, cfg), jax.random.key(0))
@@ -138,7 +138,7 @@ def _loss(params: heads.Params, batch: Batch) -> jax.Array:
     return sum(sums[k][0] / sums[k][1] for k in ("masked_lm_loss", "next_sentence_loss"))
 
 
-def _metrics() -> Iterator[Rule]:
+def _metrics() -> Iterator[ReferenceRule]:
     """Compares metrics where labels of id 0 count: weights alone say what is no label."""
     rng = np.random.default_rng(0)
     words, pairs = rng.normal(size=(6, 4, 30)), rng.normal(size=(6, 2))

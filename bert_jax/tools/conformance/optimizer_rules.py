@@ -16,11 +16,16 @@ from bert_jax.config import Model, Optimizer, Parallelism
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.tools.conformance import golden
-from bert_jax.tools.conformance.rule import Rule, count_of_different, largest_difference, relative
+from bert_jax.tools.conformance.rule import (
+    ReferenceRule,
+    count_of_different,
+    largest_difference,
+    relative,
+)
 from bert_jax.training import optimizer, step
 from bert_jax.training.objective import Pretraining
 
-_rule = functools.partial(Rule, "optimizer")
+_rule = functools.partial(ReferenceRule, "optimizer")
 
 _CORES, _ROWS, _LENGTH = 3, 2, 16
 
@@ -42,7 +47,7 @@ _FEW = 1e-5
 _REFERENCE_NO_DECAY = re.compile("LayerNorm|layer_norm|bias")
 
 
-def check() -> Iterator[Rule]:
+def check() -> Iterator[ReferenceRule]:
     """Yields the rules of the optimizer, and of what each core does by itself, compared."""
     yield from _trajectory()
     yield from _schedule()
@@ -51,7 +56,7 @@ def check() -> Iterator[Rule]:
     yield from _cores()
 
 
-def _trajectory() -> Iterator[Rule]:
+def _trajectory() -> Iterator[ReferenceRule]:
     """Compares steps; the reference's names end in bias or LayerNorm..., ours in bias or kernel."""
     theirs = golden.trajectory()
     cfg = Optimizer(name="bert_adam", peak_learning_rate=1e-2, warmup_steps=5, schedule="paper")
@@ -92,7 +97,7 @@ def _trajectory() -> Iterator[Rule]:
     yield _rule("linear warm-up, linear decay", f"{steps} learning rates with float64", off, 1e-6)
 
 
-def _schedule() -> Iterator[Rule]:
+def _schedule() -> Iterator[ReferenceRule]:
     cfg, total = Optimizer(), 1_000_000
     peak, warmup = cfg.peak_learning_rate, cfg.warmup_steps
 
@@ -109,7 +114,7 @@ def _schedule() -> Iterator[Rule]:
     )
 
 
-def _first_update() -> Rule:
+def _first_update() -> ReferenceRule:
     cfg = Optimizer(name="bert_adam", weight_decay=0.0)
     tx, params = optimizer.make(cfg), {"kernel": jnp.zeros(3)}
     gradient = {"kernel": jnp.array([1.0, -1e-3, 1e-5])}
@@ -123,7 +128,7 @@ def _first_update() -> Rule:
     )
 
 
-def _decay() -> Rule:
+def _decay() -> ReferenceRule:
     """Compares which of our parameters decay, by the reference's names for them."""
     tensors = golden.pytorch("model")
     # Every tensor filled with its number, so that ours say which of theirs they are.
@@ -140,7 +145,7 @@ def _decay() -> Rule:
     )
 
 
-def _cores() -> Iterator[Rule]:
+def _cores() -> Iterator[ReferenceRule]:
     """Compares the gradient of a step over all cores with what each of them gives by itself."""
     norm, compared = 0.1, f"a step of {_CORES} cores with each alone"
     alone = list(_gradients())
@@ -155,7 +160,7 @@ def _cores() -> Iterator[Rule]:
     yield _rule("each core clips its own gradient, then they are summed", compared, off, 1e-5)
     off = largest_difference(_summed_gradient(1e9), jax.tree.map(lambda *g: sum(g), *alone))
     says = "each core divides by its own weights + 1e-5, and its own rows"
-    yield Rule("loss", says, compared, off, 1e-5)
+    yield ReferenceRule("loss", says, compared, off, 1e-5)
 
 
 @functools.cache

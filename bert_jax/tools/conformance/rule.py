@@ -8,7 +8,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class ReferenceRule:
     """One rule of the reference, compared."""
 
     part: str  # data, tokenizer, optimizer, model or loss

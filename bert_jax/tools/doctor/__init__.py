@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from bert_jax import config
 from bert_jax.config import Corpus, Experiment
 from bert_jax.config.corpus import TEXT_FILES
-from bert_jax.errors import InputError, printable, quantity
+from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.storage import buckets, mirror
 from bert_jax.storage.workdir import COMPLETE, Workdir, holds_finetuning, load_experiment
 from bert_jax.text import sources as text_sources
@@ -43,7 +43,7 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
         return [finding for finding in findings if finding.rule is not ONE_SENTENCE]
     if settings:
         raise InputError(f"--set {settings[0]}: {path} is no experiment, so nothing can be set")
-    workdir = mirror.opened(path)
+    workdir = mirror.open_workdir(path)
     if workdir.experiment.exists():
         return _of_run(workdir)
     for folder in (workdir.named, workdir.corpus):
@@ -102,7 +102,7 @@ def print_findings(findings: Sequence[Finding]) -> int:
     problems = sum(finding.severity == "problem" for finding in findings)
     notes = len(findings) - problems
     print(
-        f"{quantity(problems, 'problem') if problems else 'no problem'}, "
-        f"{quantity(notes, 'note') if notes else 'no notes'}"
+        f"{pluralize(problems, 'problem') if problems else 'no problem'}, "
+        f"{pluralize(notes, 'note') if notes else 'no notes'}"
     )
     return problems

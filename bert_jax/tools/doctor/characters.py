@@ -4,7 +4,7 @@ import collections
 import re
 
 from bert_jax.text.documents import Document
-from bert_jax.tools.doctor.finding import Finding, Rule, example
+from bert_jax.tools.doctor.finding import Finding, FindingRule, example
 
 # What bytes 0x80 to 0xbf, which go on a UTF-8 character, look like as Latin-1 or Windows-1252.
 _CONTINUES = "".join(map(chr, range(0x80, 0xC0))) + bytes(range(0x80, 0xC0)).decode(
@@ -36,31 +36,31 @@ _COUNTED = ": {count:,} in {documents:,} documents{scope}, {value} of all charac
 # (pattern, fewer matches may be chance, whether pure ASCII can match, the rule for matches a
 # character). Where the first matches, its parts do not count for the others.
 FAULTS = {
-    "mojibake": (_MOJIBAKE, 3, False, Rule(
+    "mojibake": (_MOJIBAKE, 3, False, FindingRule(
         'UTF-8 was once read as Latin-1 or Windows-1252 ("Ã©" for "é")' + _COUNTED, 0, _BROKEN,
         "words with accents and quotation marks become strange pieces, apart from their like",
         "read it as corpus.encoding=utf-8; if it is, the files are damaged: mend or fetch "
         "them again",
     )),
     # 0x85 is a line end of some systems.
-    "windows": (re.compile("[\x80-\x84\x86-\x9f]"), 1, False, Rule(
+    "windows": (re.compile("[\x80-\x84\x86-\x9f]"), 1, False, FindingRule(
         "Windows-1252 was once read as Latin-1 (control characters for quotation marks)" + _COUNTED,
         0, _BROKEN,
         "the tokenizer drops them: quotation marks, dashes and apostrophes are lost",
         "--set corpus.encoding=windows-1252; if the files are UTF-8, they are damaged",
     )),
-    "replaced": (re.compile("\ufffd"), 1, False, Rule(
+    "replaced": (re.compile("\ufffd"), 1, False, FindingRule(
         "replacement characters (U+FFFD) stand where an earlier conversion failed" + _COUNTED,
         0, _BROKEN,
         "the tokenizer drops them: words lose letters",
         "fetch the text again, and convert it in its own encoding",
     )),
-    "controls": (re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f]"), 1, True, Rule(
+    "controls": (re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f]"), 1, True, FindingRule(
         "control characters" + _COUNTED, 0, _BROKEN,
         "the tokenizer drops them, and what they stood between runs together",
         "remove them, e.g. `tr -d '\\000-\\010\\013\\016-\\037\\177'`",
     )),
-    "html": (_HTML, 10, True, Rule(
+    "html": (_HTML, 10, True, FindingRule(
         "HTML tags or entities" + _COUNTED, 0, _TAGGED,
         "the model learns to predict markup, and names of tags and attributes fill the vocabulary",
         "convert the files to plain text, e.g. `pandoc --from html --to plain`",

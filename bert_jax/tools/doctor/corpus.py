@@ -13,7 +13,7 @@ from bert_jax.data import draws, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.tools.doctor import finding
-from bert_jax.tools.doctor.finding import Finding, Rule, example, share
+from bert_jax.tools.doctor.finding import Finding, FindingRule, example, share
 
 TextAt = Callable[[int], str]  # the text from a piece of the stream on
 
@@ -31,7 +31,7 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
       lengths: sequence lengths to plan pairs for, the paper's by default; of none, no pairs are
         learned.
     """
-    folder = corpus_lib.here(folder)
+    folder = corpus_lib.local_corpus(folder)
     manifest = corpus_lib.open_manifest(folder)
     tokenizer = corpus_lib.open_tokenizer(folder, manifest)
     train = corpus_lib.open_stream(folder, "train")
@@ -110,7 +110,7 @@ def _long_sentences(train: Stream, text_at: TextAt) -> list[Finding]:
 
 # BERT's own vocabulary leaves one piece in thousands unknown on English. At one in a hundred,
 # every example of 128 holds one.
-UNKNOWN = Rule(
+UNKNOWN = FindingRule(
     "{value} of pieces are unknown",
     0.001, 0.01,
     "whatever stood there is one and the same piece, which the model learns to predict",
@@ -119,7 +119,7 @@ UNKNOWN = Rule(
 )  # fmt: skip
 # Pieces with capitals: a cased vocabulary has a quarter, an uncased one none (except specials).
 _CAPITALS_NONE, _CAPITALS_MANY = 0.005, 0.05
-CASE = Rule(
+CASE = FindingRule(
     "text is read as {case}, and the vocabulary is {other} ({capitals} of its pieces hold a "
     "capital)",
     0, 0,
@@ -167,7 +167,7 @@ _LEAST, _COMPARED = 12, 32
 _COMPARED_BLOCK = 1 << 16
 # Formulas and boilerplate are shared by every collection. Held-out text that was trained on is
 # recited: a tenth of it shifts the score by more than any change of recipe.
-LEAKED = Rule(
+LEAKED = FindingRule(
     "{value} of held-out sentences of 12 pieces or more are trained on too",
     0.02, 0.1,
     "the held-out score flatters the model: it has seen the answers",
@@ -221,7 +221,7 @@ def _hashes(stream: Stream) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 _ROWS = 100_000
 # The reference's plan gives 0.5 and a little more, for chunks of one long sentence. At 0.75 always
 # saying "random" is right three times in four.
-RANDOM = Rule(
+RANDOM = FindingRule(
     "{value} of next sentences are random {where}",
     0.6, 0.75,
     "a chunk of one sentence has no next of its own; always saying `random` is right as often",
@@ -230,7 +230,7 @@ RANDOM = Rule(
 )  # fmt: skip
 # A chunk ends behind the sentence that fills it: half a sentence is cut off as a rule, a tenth of
 # the text at 128, a third at 64. With much more, pairs are sentences without beginning and end.
-LOST = Rule(
+LOST = FindingRule(
     "{value} of the pieces of pairs are cut off {where}",
     0.4, 0.6,
     "sentences are longer than an example: text is lost, and pairs have no beginning and end",

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from bert_jax.errors import printable, quantity
+from bert_jax.errors import pluralize, printable
 
 # Characters of text that an example shows.
 _EXCERPT = 70
@@ -13,7 +13,7 @@ Severity = Literal["problem", "note"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class FindingRule:
     """The limits of a measured value, and the words of the finding where it is more.
 
     `what` and `remedy` are templates of `str.format`; `{value}` is the value as a share.
@@ -42,7 +42,7 @@ class Rule:
 class Finding:
     """One thing that is wrong, or worth knowing, in the words of its rule."""
 
-    rule: Rule
+    rule: FindingRule
     severity: Severity  # `problem` if training suffers or is refused, `note` for a remark
     what: str
     example: str  # where, and a short printable excerpt; empty where there is none to show
@@ -69,7 +69,7 @@ def share(value: float) -> str:
 # --- how text falls into documents: the same of plain text and of a prepared corpus ---
 
 # With half of the documents of one sentence, most pairs of such text are random by need.
-ONE_SENTENCE = Rule(
+ONE_SENTENCE = FindingRule(
     "{count:,} of {documents:,} documents ({value}) have one sentence",
     0.1, 0.5,
     "nothing follows a document's last sentence, so the next sentence is random by need: the label "
@@ -78,14 +78,14 @@ ONE_SENTENCE = Rule(
     "corpus.layout=sentences_by_line a blank line ends a document: is there one after every line?",
 )  # fmt: skip
 # Each repeat is learned by heart a little; at one in ten it shows in every epoch.
-REPEATED = Rule(
+REPEATED = FindingRule(
     "{count:,} of {documents:,} documents ({value}) repeat an earlier one",
     0.0, 0.1,
     "what repeats is learned by heart; a random next sentence may be the true one",
     "--set corpus.repeated_documents=drop",
 )  # fmt: skip
 # What is longer than the longest example is no prose, or the splitter did not see its ends.
-LONG_SENTENCES = Rule(
+LONG_SENTENCES = FindingRule(
     "{count} of over {limit}, {value} of the text (the longest {longest:,})",
     0.01, 0.1,
     "no example holds them: most of each is cut off",
@@ -95,7 +95,7 @@ LONG_SENTENCES = Rule(
 )  # fmt: skip
 # With most of the text in one document, it decides the split, and the others are every random next
 # sentence of it.
-DOMINANT = Rule(
+DOMINANT = FindingRule(
     "one document has {value} of all sentences ({count:,} of {sentences:,}){scope}",
     0.5, 0.9,
     "a document is trained on or held out as a whole, and its random next sentences come from the "
@@ -110,13 +110,13 @@ def dominant_document(largest: int, sentences: int, example: str, scope: str = "
     return DOMINANT.check(largest / sentences, example, **counts, scope=scope)
 
 
-def of_documents(rule: Rule, count: int, documents: int, example: str) -> list[Finding]:
+def of_documents(rule: FindingRule, count: int, documents: int, example: str) -> list[Finding]:
     """Reports that so many of the documents are what the rule says."""
     return rule.check(count / documents, example, count=count, documents=documents)
 
 
 def long_sentences(sizes: Sequence[int], whole: int, limit: str, example: str) -> list[Finding]:
     """Reports sentences that no example holds, of these sizes; `whole` is that of all text."""
-    count, longest = quantity(len(sizes), "sentence"), max(sizes, default=0)
+    count, longest = pluralize(len(sizes), "sentence"), max(sizes, default=0)
     value = sum(sizes) / whole
     return LONG_SENTENCES.check(value, example, count=count, limit=limit, longest=longest)

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 
 from bert_jax.config import Corpus
 from bert_jax.data.build import LEAST_VALIDATION_DOCUMENTS, ONE_FILE
-from bert_jax.errors import InputError, printable, quantity
+from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.text import documents, sentences
 from bert_jax.text import lines as text_lines
 from bert_jax.text import sources as text_sources
 from bert_jax.text.documents import Document
 from bert_jax.tools.doctor import finding
 from bert_jax.tools.doctor.characters import Characters
-from bert_jax.tools.doctor.finding import Finding, Rule, example
+from bert_jax.tools.doctor.finding import Finding, FindingRule, example
 
 # Characters read as documents at most: a minute. Of one file less, if there are several.
 _MOST = 300_000_000
@@ -32,19 +32,19 @@ _LONG = 2_000
 # Refused files that are named for each reason, and reasons that have a finding of their own.
 _NAMED, _REASONS = 8, 5
 
-REFUSED = Rule(
+REFUSED = FindingRule(
     "`prepare` refuses {count}",
     0, 0,
     "there is no training before they are mended",
     "mend them, or change the setting it names",
 )  # fmt: skip
-TOO_FEW = Rule(
+TOO_FEW = FindingRule(
     "{count}, and `prepare` needs {least}",
     0, 0,
     f"`prepare` stops: it holds out {LEAST_VALIDATION_DOCUMENTS}, and learns from as many others",
     ONE_FILE,
 )  # fmt: skip
-LEFT_OUT = Rule(
+LEFT_OUT = FindingRule(
     "{line}",
     0, math.inf,
     "this is not part of the corpus",
@@ -87,10 +87,10 @@ _LINES_A_BLOCK = 2
 _SENTENCES_A_LINE, _A_PARAGRAPH, _BEGINNING = 1.2, 1.5, 500
 
 
-def _layout(looks: str, note_over: float, problem_over: float, effect: str) -> Rule:
+def _layout(looks: str, note_over: float, problem_over: float, effect: str) -> FindingRule:
     what = f"{{count:,}} of {{documents:,}} documents{{scope}} look {looks}, and are not read so"
     remedy = f"--set corpus.layout={looks}, if all are"
-    return Rule(what, note_over, problem_over, effect, remedy)
+    return FindingRule(what, note_over, problem_over, effect, remedy)
 
 
 # By the layout that documents look like.
@@ -221,7 +221,7 @@ class _Survey:
                 names = [os.path.basename(name) for name, _ in files[1 : 1 + _NAMED]]
                 names += [f"{len(files) - 1 - _NAMED:,} more"] * (len(files) > 1 + _NAMED)
                 also = f"; also {', '.join(names)}" if names else ""
-                count = quantity(len(files), "file")
+                count = pluralize(len(files), "file")
                 findings += REFUSED.check(len(files), printable(files[0][1] + also), count=count)
         return findings
 
@@ -230,7 +230,7 @@ class _Survey:
         findings = self._refusals()
         if not self._refused and not self._is_sample:
             least, different = 2 * LEAST_VALIDATION_DOCUMENTS, len(self._seen)
-            count = quantity(different, "different document")
+            count = pluralize(different, "different document")
             findings += TOO_FEW.check(least - different, self._any, count=count, least=least)
         if not self._count:
             return findings

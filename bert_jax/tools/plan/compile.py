@@ -38,7 +38,7 @@ from bert_jax import config, system
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError
 from bert_jax.pretraining.pretraining import require_runnable
-from bert_jax.storage.workdir import cache_folder, made, named_errors, write_atomic
+from bert_jax.storage.workdir import cache_folder, create_folder, translate_os_errors, write_atomic
 from bert_jax.tools.plan import bundles, hlo, schedule
 from bert_jax.tools.plan import topology as topology_lib
 from bert_jax.tools.plan.topology import Topology, layout_of
@@ -80,7 +80,7 @@ _TOO_LARGE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class CompileJob:
     """The training step of one phase on one slice."""
 
     experiment: Experiment
@@ -143,7 +143,7 @@ def versions() -> dict[str, str]:
 
 
 def compile_all(
-    jobs: Sequence[Job],
+    jobs: Sequence[CompileJob],
     log: Callable[[str], None],
     refusals: Literal["raise", "return"] = "raise",
 ) -> list[Outcome]:
@@ -173,18 +173,18 @@ def compile_all(
     return [outcomes[number] for number in range(len(jobs))]
 
 
-def _kept(job: Job) -> Outcome | None:
+def _kept(job: CompileJob) -> Outcome | None:
     """Returns what a compilation of before came to, if it is known."""
     with contextlib.suppress(FileNotFoundError, LookupError, TypeError, ValueError):
         return Outcome.from_json(_place(job).read_text())
     return None
 
 
-def _place(job: Job) -> epath.Path:
+def _place(job: CompileJob) -> epath.Path:
     return cache_folder() / "compiled" / f"{key(job)}.json"
 
 
-def _begin(job: Job, folder: pathlib.Path, log: Callable[[str], None]) -> subprocess.Popen:
+def _begin(job: CompileJob, folder: pathlib.Path, log: Callable[[str], None]) -> subprocess.Popen:
     """Starts the process that compiles a job, whose files lie in a folder of its own."""
     experiment = job.experiment
     log(
@@ -215,7 +215,7 @@ def _begin(job: Job, folder: pathlib.Path, log: Callable[[str], None]) -> subpro
         )
 
 
-def _end(job: Job, folder: pathlib.Path, code: int) -> Outcome:
+def _end(job: CompileJob, folder: pathlib.Path, code: int) -> Outcome:
     """Returns what the process that has ended wrote, and keeps it for the next time."""
     shutil.rmtree(folder / "dump")
     if not (folder / "outcome").exists():
@@ -228,7 +228,7 @@ def _end(job: Job, folder: pathlib.Path, code: int) -> Outcome:
     outcome = Outcome.from_json(text)
     if outcome.kind in ("compiled", "too large"):  # else this machine may be at fault
         place = _place(job)
-        with made(place.parent), named_errors(place.parent):
+        with create_folder(place.parent), translate_os_errors(place.parent):
             write_atomic(place, text)
             for other in pathlib.Path(place.parent).glob("*.json"):
                 with contextlib.suppress(FileNotFoundError):
@@ -237,7 +237,7 @@ def _end(job: Job, folder: pathlib.Path, code: int) -> Outcome:
     return outcome
 
 
-def key(job: Job) -> str:
+def key(job: CompileJob) -> str:
     """Returns a hash of all that the outcome of a job depends on, this code included."""
     experiment = job.experiment
     micro_batches = experiment.parallelism.accumulation_of(job.phase)
@@ -302,7 +302,7 @@ def compile_step(
     """
     mesh = mesh_lib.make_mesh(experiment.parallelism, devices)
     require_runnable(experiment, mesh)
-    objective = objective_lib.of_phase(experiment, number)
+    objective = objective_lib.make_objective(experiment, number)
     state = step.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     compiled = lower_step(experiment, number, mesh, state).compile()
     module = hlo.parse(compiled.as_text())
@@ -347,7 +347,10 @@ def lower_step(
 
 
 def _spec(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> step.StepSpec:
-    parallelism, objective = experiment.parallelism, objective_lib.of_phase(experiment, number)
+    parallelism, objective = (
+        experiment.parallelism,
+        objective_lib.make_objective(experiment, number),
+    )
     micro_batches = parallelism.accumulation_of(number)
     return step.StepSpec(objective, experiment.optimizer, parallelism, micro_batches, mesh)
 

@@ -17,7 +17,7 @@ from bert_jax.errors import InputError, printable
 from bert_jax.model import flops
 from bert_jax.tools.plan import compile as compile_lib
 from bert_jax.tools.plan import estimate
-from bert_jax.tools.plan.compile import Job, Outcome
+from bert_jax.tools.plan.compile import CompileJob, Outcome
 from bert_jax.tools.plan.schedule import Program
 from bert_jax.tools.plan.topology import Layout, Topology, layout_of, shards_of, with_layout
 from bert_jax.training.collectives import method_of
@@ -50,7 +50,9 @@ def make_plan(
     `search` ranks layouts on each slice instead, and so finds what fits.
     """
     numbers = range(len(experiment.phases))
-    jobs = [Job(experiment, number, topology) for topology in topologies for number in numbers]
+    jobs = [
+        CompileJob(experiment, number, topology) for topology in topologies for number in numbers
+    ]
     outcomes = iter(compile_lib.compile_all(jobs, _log_progress))
     slices = []
     for topology in topologies:
@@ -84,7 +86,7 @@ def _planned(
     jobs = {}
     for layout in dict.fromkeys(layouts):
         try:
-            jobs[layout] = Job(with_layout(experiment, number, layout), number, topology)
+            jobs[layout] = CompileJob(with_layout(experiment, number, layout), number, topology)
         except InputError:  # a recipe of reference replicas has no zero3
             continue
     outcomes = compile_lib.compile_all(list(jobs.values()), _log_progress, "return")
@@ -241,7 +243,7 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
     waits: dict[str, float] = collections.defaultdict(float)  # by kind
     for wait, one in zip(seconds.waits, program.collectives, strict=True):
         waits[one.kind] += wait
-    model_flops = flops.of_phase(experiment.model, phase)
+    model_flops = flops.phase_flops(experiment.model, phase)
     peak = topology.peak_flops(experiment.model.compute_dtype)
     return entry | {
         "hours": phase.steps * seconds.total / 3600,

@@ -16,7 +16,7 @@ from bert_jax.config.comparison import of_held_out
 from bert_jax.model import flops, losses
 from bert_jax.tools.report import figures, times
 from bert_jax.tools.report.records import Line, Record
-from bert_jax.tools.report.render import Table, percent
+from bert_jax.tools.report.render import PageTable, percent
 
 # Unigram lines of the same text that differ by more are not of the same rows; other seeds' do less.
 _SAME_LINE = 0.01
@@ -57,7 +57,7 @@ def _operations(record: Record) -> _Spent | None:
     if not isinstance(experiment, Experiment):
         return None
     model, phases, at = experiment.model, experiment.phases, [0, *experiment.ends]
-    spent = [0, *itertools.accumulate(p.steps * flops.of_phase(model, p) for p in phases)]
+    spent = [0, *itertools.accumulate(p.steps * flops.phase_flops(model, p) for p in phases)]
     others = np.interp(record.began, at, spent)
     return lambda steps: np.maximum(np.interp(steps, at, spent) - others, 0).tolist()
 
@@ -122,7 +122,7 @@ def _differing(of_runs: Iterable[Mapping[str, Any]]) -> list[str]:
 # --- the table ----------------------------------------------------------------------------------
 
 
-def table(records: Sequence[Record]) -> Table:
+def table(records: Sequence[Record]) -> PageTable:
     """Returns the newest figures of each run; columns that no run has are left out."""
     newest = [said_by(r, r.evaluation[-1]) if r.evaluation else {} for r in records]
     columns = dict.fromkeys((name for texts in newest for name in texts), "")
@@ -130,7 +130,7 @@ def table(records: Sequence[Record]) -> Table:
         {"run": record.label} | columns | texts | _spent_by(record)
         for record, texts in zip(records, newest, strict=True)
     ]
-    return Table.of(rows)
+    return PageTable.of(rows)
 
 
 def _spent_by(record: Record) -> dict[str, str]:

@@ -183,7 +183,7 @@ def _minimal_pairs(record: Record) -> list[Plot]:
 
 
 def of_layers(record: dict[str, Any]) -> Plot:
-    """Returns a plot of what layers know; see `tasks.layers.ask`."""
+    """Returns a plot of what layers know; see `tasks.layers.score_layers`."""
     curves = []
     for number, task in enumerate(record.get("tasks", ())):
         scores, guess = task["scores"], task["guess"]

@@ -23,7 +23,7 @@ from bert_jax.storage.workdir import Workdir, write_atomic
 from bert_jax.tools.report import comparison, curves, figures, times
 from bert_jax.tools.report.figures import Figure
 from bert_jax.tools.report.records import Line, Record, corpus_statistics
-from bert_jax.tools.report.render import Table, page, percent
+from bert_jax.tools.report.render import PageTable, page, percent
 
 # Evaluations that stand in the tables, spread over the run.
 _ROWS = 8
@@ -219,7 +219,7 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
         yield f"{cost:,.2f}", f"cost so far, of {goodput.chip_hours:,.2f} chip-hours"
 
 
-def _evaluations(record: Record) -> Table | None:
+def _evaluations(record: Record) -> PageTable | None:
     """Returns a line for some of the evaluations; None before there is one."""
     rows = []
     for line in _spread(record.evaluation, _ROWS):
@@ -229,10 +229,10 @@ def _evaluations(record: Record) -> Table | None:
         else:
             texts = comparison.said_by(record, line)
         rows.append({"step": f"{line['step']:,}"} | texts)
-    return Table.of(rows, 0) if rows else None
+    return PageTable.of(rows, 0) if rows else None
 
 
-def _plan(plan: dict[str, Any]) -> Table:
+def _plan(plan: dict[str, Any]) -> PageTable:
     """Returns a row for each phase on each slice of a plan (tools.plan.report)."""
     # What of `phase["seconds"]` each column of times adds up.
     terms = {
@@ -257,7 +257,7 @@ def _plan(plan: dict[str, Any]) -> Table:
                     *(percent(phase["utilisation"]), f"{phase['hours']:,.1f}"),
                 ]
             rows.append([entry["topology"], f"{entry['chips']:,}", str(phase["phase"]), *cells])
-    return Table(columns, rows)
+    return PageTable(columns, rows)
 
 
 @functools.lru_cache(maxsize=4)
@@ -310,7 +310,7 @@ def write_layers(
 ) -> None:
     """Writes W/layers.html: what each layer knows, and where heads look in a text.
 
-    `record` is as `tasks.layers.ask` makes it, empty if the layers were not asked;
+    `record` is as `tasks.layers.score_layers` makes it, empty if the layers were not asked;
     `attention` the pieces of a text, and float [L, H, S, S], where each of them looks.
     """
     maps = None
@@ -328,7 +328,7 @@ def write_layers(
     write_atomic(path, text)
 
 
-def table_of_layers(record: dict[str, Any]) -> Table:
+def table_of_layers(record: dict[str, Any]) -> PageTable:
     """Returns a line a task; see `write_layers`."""
     tasks = record["tasks"]
     rows = []
@@ -336,4 +336,4 @@ def table_of_layers(record: dict[str, Any]) -> Table:
         scores = [f"{value:.3f}" for value in (*one["scores"], one["guess"])]
         rows.append([one["name"], one["score"], *scores, str(one["best"]), f"{one['centre']:.2f}"])
     layers = map(str, range(len(tasks[0]["scores"])))
-    return Table(["task", "score", *layers, "guess", "best", "centre"], rows, 2)
+    return PageTable(["task", "score", *layers, "guess", "best", "centre"], rows, 2)

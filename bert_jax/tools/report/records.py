@@ -62,7 +62,7 @@ class Record:
     @classmethod
     def read(cls, root: str) -> "Record":
         """Reads the record of a workdir."""
-        opened = mirror.opened(root)
+        opened = mirror.open_workdir(root)
         tuned = holds_finetuning(opened)
         experiment = load_experiment(opened, Finetuning if tuned else Experiment)
         workdir = Workdir(opened.root, experiment.run.corpus_dir, opened.remote)

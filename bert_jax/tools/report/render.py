@@ -20,7 +20,7 @@ from bert_jax.errors import duration, printable
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """Cells as text; `cells.html` shows it on a page."""
 
     columns: Sequence[str]
@@ -28,7 +28,7 @@ class Table:
     words: int = 1  # columns on the left that hold words; the others hold numbers
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, str]], words: int = 1) -> "Table":
+    def of(cls, rows: Sequence[Mapping[str, str]], words: int = 1) -> "PageTable":
         """Returns the table of rows by column; what one of them does not have is left empty."""
         columns = list(dict.fromkeys(name for row in rows for name in row))
         return cls(columns, [[row.get(name, "") for name in columns] for row in rows], words)

@@ -57,7 +57,7 @@ class _Child:
         for owner, name, around in (
             (step, "make_train_step", self._make_train_step),
             (step, "make_eval_step", self._make_eval_step),
-            (evaluators.Watched, "ask", self._watch),
+            (evaluators.PredictionSampler, "ask", self._watch),
             (Saves, "save", self._save),
             (start, "_start", self._restore),
             (JsonLines, "forget_after", self._open),

@@ -23,10 +23,10 @@ from etils import epath
 
 from bert_jax import config, errors
 from bert_jax.config import Experiment
-from bert_jax.errors import InputError, printable, quantity
-from bert_jax.storage.workdir import lock, named_errors, require_local, write_atomic
+from bert_jax.errors import InputError, pluralize, printable
+from bert_jax.storage.workdir import lock, require_local, translate_os_errors, write_atomic
 from bert_jax.tools.verify import compare, resume
-from bert_jax.tools.verify.compare import Comparison, Journal
+from bert_jax.tools.verify.compare import Journal, StateComparison
 from bert_jax.tools.verify.faults import Plan
 from bert_jax.tools.verify.resume import Children, Killed, ResumedRun, Round, Undisturbed
 
@@ -87,7 +87,7 @@ def _require_possible(experiment: Experiment, root: epath.Path, count: int) -> N
         if every >= total:
             why = f"must be below the {total} steps of the run, so that a kill can hit one"
             raise InputError(f"run.{name}={every}: {why}; set it lower")
-    with named_errors(root):
+    with translate_os_errors(root):
         names = sorted(path.name for path in root.iterdir()) if root.exists() else []
     strange = [name for name in names if not _OURS.fullmatch(name)]
     if strange or (names not in ([], ["lock"]) and _MARK not in names):
@@ -99,7 +99,7 @@ def _require_possible(experiment: Experiment, root: epath.Path, count: int) -> N
 
 def _clear(folder: pathlib.Path, keep: str = "") -> None:
     """Removes all but the lock and what is to be kept."""
-    with named_errors(folder):
+    with translate_os_errors(folder):
         for path in folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -109,7 +109,7 @@ def _clear(folder: pathlib.Path, keep: str = "") -> None:
 
 def _undisturbed(
     experiment: Experiment, folder: pathlib.Path, not_finite: range, say: Say
-) -> tuple[Undisturbed, Children, list[Comparison]]:
+) -> tuple[Undisturbed, Children, list[StateComparison]]:
     """Makes the corpus and the run that all others are compared with, and looks at its rows."""
     place, journal = folder / "undisturbed", folder / "undisturbed.journal"
     children = Children(folder / "experiment.json")
@@ -127,7 +127,9 @@ def _undisturbed(
     if not_finite:
         steps = f"{not_finite[0]} to {not_finite[-1]}"
         what = f"went back over steps {steps}, whose loss was made not finite"
-        ends.append(Comparison(place.name, what, [] if undisturbed.rolled_back else ["it did not"]))
+        ends.append(
+            StateComparison(place.name, what, [] if undisturbed.rolled_back else ["it did not"])
+        )
     return undisturbed, dataclasses.replace(children, patience=patience), ends
 
 
@@ -184,10 +186,12 @@ def _kill_prepare(folder: pathlib.Path, number: int, one: Round, children: Child
     return Killed(ended, None, None, differences)
 
 
-def _finished(experiment: Experiment, folder: pathlib.Path, run: ResumedRun) -> list[Comparison]:
+def _finished(
+    experiment: Experiment, folder: pathlib.Path, run: ResumedRun
+) -> list[StateComparison]:
     """Ends a killed run, and compares it with the undisturbed one."""
     place, undisturbed = run.workdir, folder / "undisturbed"
-    ends = [Comparison(place.name, "went on to its end", run.finish())]
+    ends = [StateComparison(place.name, "went on to its end", run.finish())]
     if resume.newest_checkpoint(place) != experiment.total_steps:
         return ends  # it did not come there
     return [
@@ -199,7 +203,7 @@ def _finished(experiment: Experiment, folder: pathlib.Path, run: ResumedRun) -> 
     ]
 
 
-def _report(outcomes: list[Outcome], ends: list[Comparison], seconds: float, say: Say) -> int:
+def _report(outcomes: list[Outcome], ends: list[StateComparison], seconds: float, say: Say) -> int:
     """Says kinds with their kills and differences, then comparisons; returns all differences."""
     say("")
     say(f"{'kind':<27} {'kills':>5} {'differences':>12}")
@@ -216,5 +220,7 @@ def _report(outcomes: list[Outcome], ends: list[Comparison], seconds: float, say
     say("")
     differences = sum(len(x.differences) for x in (*(killed for _, killed in outcomes), *ends))
     say(f"{seconds / 60:.1f} minutes")
-    say(f"verify-resume: {quantity(len(outcomes), 'kill')}, {quantity(differences, 'difference')}")
+    say(
+        f"verify-resume: {pluralize(len(outcomes), 'kill')}, {pluralize(differences, 'difference')}"
+    )
     return differences

@@ -69,7 +69,7 @@ class Journal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class StateComparison:
     """Two things, compared."""
 
     whose: str  # the run that is compared with the undisturbed one
@@ -92,7 +92,7 @@ def batches(executions: Sequence[Execution], planned: dict[int, Execution]) -> l
     return [f"{len(other)} steps saw another batch, the first is step {other[0][0].step}: {rows}"]
 
 
-def rows(whose: str, experiment: Experiment, survivors: dict[int, Execution]) -> Comparison:
+def rows(whose: str, experiment: Experiment, survivors: dict[int, Execution]) -> StateComparison:
     """Compares the rows of each phase that were trained on with each of them once."""
     differences, count, first = [], 0, 0
     for number, phase in enumerate(experiment.phases):
@@ -107,10 +107,10 @@ def rows(whose: str, experiment: Experiment, survivors: dict[int, Execution]) ->
                 f"more than once; {strange:,} are not of the plan"
             )
         count, first = count + expected, first + phase.steps
-    return Comparison(whose, f"each of {count:,} rows trained on once", differences)
+    return StateComparison(whose, f"each of {count:,} rows trained on once", differences)
 
 
-def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
+def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> StateComparison:
     """Compares the last checkpoints of two workdirs, bit for bit."""
     (a, a_metadata), (b, b_metadata) = (last_state(experiment, place) for place in (ours, theirs))
     a, b = (
@@ -131,7 +131,7 @@ def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> 
     ]
     total = sum(value.size for value in a.values())
     what = f"parameters, optimizer and counters: {len(a)} arrays, {total:,} numbers, bit for bit"
-    return Comparison(ours.name, what, differences)
+    return StateComparison(ours.name, what, differences)
 
 
 def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[str, Any]]:
@@ -145,7 +145,7 @@ def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[st
     return jax.device_get(restored.state), restored.metadata
 
 
-def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
+def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> StateComparison:
     """Compares a file of lines in two workdirs, byte for byte; names the first that differs.
 
     A file that is not there has no lines: a run with nothing to watch writes no predictions.
@@ -159,7 +159,7 @@ def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
         for number, (x, y) in pairs
         if x != y
     ][:1]
-    return Comparison(ours.name, f"{name}: {len(b)} lines, byte for byte", differences)
+    return StateComparison(ours.name, f"{name}: {len(b)} lines, byte for byte", differences)
 
 
 def corpora(made: pathlib.Path, undisturbed: pathlib.Path) -> list[str]:

@@ -30,7 +30,7 @@ _DRAIN = 2.0
 _LAST_LINES = 20
 
 
-class Ended(NamedTuple):
+class ProcessResult(NamedTuple):
     """The way in which a pod ended."""
 
     # 0: all have finished; 75: stopped on request; else the exit code of the first that failed, 128
@@ -68,7 +68,7 @@ def run(
     arrive_within: float,
     hang_after: float,
     slices: int = 1,
-) -> Ended:
+) -> ProcessResult:
     """Runs a command in several processes at once, until all have ended.
 
     SIGTERM and SIGINT are passed on to all.
@@ -128,10 +128,10 @@ def run(
     first = next(iter([*by_itself, *failed]), None)
     if first is None:
         stopped = any(member.code == errors.STOPPED for member in members)
-        return Ended(errors.STOPPED if stopped else errors.FINISHED, asked)
+        return ProcessResult(errors.STOPPED if stopped else errors.FINISHED, asked)
     for line in _explain(first, members):
         _print(f"pod: {line}", sys.stderr)
-    return Ended(_shell_code(first.code), asked)
+    return ProcessResult(_shell_code(first.code), asked)
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:

@@ -152,7 +152,7 @@ KINDS: dict[str, Callable[[Undisturbed, random.Random], Fault]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class ChildResult:
     """The way in which a start ended."""
 
     # Its exit code; minus a signal's number; HUNG if it was ended for taking too long.
@@ -178,7 +178,7 @@ class Children:
         workdir: pathlib.Path,
         plan: Plan,
         settings: Sequence[str] = (),
-    ) -> Ended:
+    ) -> ChildResult:
         """Runs a command to its end; its output goes to W.log."""
         words = [command, str(self.experiment), "--workdir", str(workdir)]
         words += [word for setting in settings for word in ("--set", setting)]
@@ -204,7 +204,7 @@ class Children:
                     process.wait()
             log.seek(here)
             lines = log.read().decode(errors="replace").splitlines()
-        return Ended(code, time.monotonic() - begun, tuple(lines[-_TAIL:]))
+        return ChildResult(code, time.monotonic() - begun, tuple(lines[-_TAIL:]))
 
 
 # --- a run that is killed -------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Children:
 class Killed:
     """The result of one round."""
 
-    ended: Ended  # how the process ended
+    ended: ChildResult  # how the process ended
     began: int | None  # the newest checkpoint when it started; None of what is no run
     # Steps done when it was killed; None if it was not: the run came to its end before.
     done: int | None

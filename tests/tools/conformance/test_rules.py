@@ -12,7 +12,7 @@ from bert_jax.data import masking, pairs
 from bert_jax.model import attention
 from bert_jax.text import tokenizer
 from bert_jax.tools.conformance import command, data_rules, golden, model_rules, optimizer_rules
-from bert_jax.tools.conformance.rule import Rule
+from bert_jax.tools.conformance.rule import ReferenceRule
 from bert_jax.training import optimizer, step
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -97,10 +97,10 @@ def test_a_broken_rule_is_noticed(part, owner, name, wrong, rule, monkeypatch):
 
 def test_a_rule_that_fails_is_shown_and_is_exit_code_1(monkeypatch, capsys):
     rules = [
-        Rule("data", "holds", "this with that", 0),
-        Rule("data", "is near", "this with that", 3e-7, 1e-6),
-        Rule("loss", "is far", "this with that", 0.25, 1e-6),
-        Rule("loss", "is no number", "this with that", float("nan"), 1e-6),
+        ReferenceRule("data", "holds", "this with that", 0),
+        ReferenceRule("data", "is near", "this with that", 3e-7, 1e-6),
+        ReferenceRule("loss", "is far", "this with that", 0.25, 1e-6),
+        ReferenceRule("loss", "is no number", "this with that", float("nan"), 1e-6),
     ]
     monkeypatch.setattr(command, "check", lambda: iter(rules))
     assert cli.main(["conformance"]) == 1

@@ -200,7 +200,7 @@ def step_of(experiment: str, slice_: str, phase: int, rows: int):
     chosen = config.override(config.load(f"experiments/{experiment}.py"), settings)
     described = topologies.get_topology_desc(platform="tpu", topology_name=slice_)
     mesh = mesh_lib.make_mesh(chosen.parallelism, described.devices)
-    parts = objective.of_phase(chosen, phase), chosen.optimizer, chosen.parallelism
+    parts = objective.make_objective(chosen, phase), chosen.optimizer, chosen.parallelism
     return compile_lib.lower_step(chosen, phase, mesh, step.abstract_state(*parts, mesh))
 
 

@@ -8,7 +8,7 @@ from stand_in import TOO_LARGE, compiled, program
 
 from bert_jax import cli, config
 from bert_jax.tools.plan import estimate, report, topology
-from bert_jax.tools.plan.compile import Job, Outcome
+from bert_jax.tools.plan.compile import CompileJob, Outcome
 from bert_jax.tools.plan.topology import Layout, layout_of, with_layout
 
 POD = "experiments/bert_large_pod.py"
@@ -20,7 +20,7 @@ def searched(settings=()):
     return report.make_plan(experiment, [SLICE], "search", None)["slices"][0]["search"]
 
 
-def layout(job: Job) -> Layout:
+def layout(job: CompileJob) -> Layout:
     return layout_of(job.experiment, job.phase)
 
 
@@ -33,7 +33,7 @@ def test_a_layout_is_of_one_phase():
 def test_layouts_are_ranked_by_the_hours_of_the_recipe(answers):
     """The stand-in likes zero1, no recomputation, and two micro-batches in the second phase."""
 
-    def cycles(job: Job) -> int:
+    def cycles(job: CompileJob) -> int:
         liked = Layout("zero1", "none", 1 + job.phase)
         same = sum(ours == theirs for ours, theirs in zip(layout(job), liked, strict=True))
         return 24_000_000 * (40 - same)
@@ -55,7 +55,7 @@ def test_what_is_named_fits_and_nothing_else_is_looked_for(answers, capsys, tmp_
     """What keeps more is faster here, and does not fit: so not the experiment's own layout."""
     peaks = {"none": 20 * 2**30, "dots": 12 * 2**30, "full": 3 * 2**30}
 
-    def answer(job: Job) -> Outcome:
+    def answer(job: CompileJob) -> Outcome:
         peak = peaks[layout(job).remat]
         outcome = compiled(job.topology, 10**16 // peak)
         memory = outcome.memory | {"peak": peak}

@@ -20,7 +20,7 @@ from bert_jax.data import batches, plans
 from bert_jax.errors import InputError
 from bert_jax.tools.plan import bundles, estimate, hlo, report, schedule, topology
 from bert_jax.tools.plan import compile as compile_lib
-from bert_jax.tools.plan.compile import Job, Outcome
+from bert_jax.tools.plan.compile import CompileJob, Outcome
 from bert_jax.tools.plan.schedule import Kernel
 from bert_jax.training import collectives, objective, step
 from bert_jax.training.objective import Pretraining, abstract_batch
@@ -164,7 +164,7 @@ def test_without_libtpu_the_extra_is_named(monkeypatch):
 def job(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compile_lib, "versions", lambda: VERSIONS)
-    return Job(config.load(POD), 0, topology.parse("v5e:8x8"))
+    return CompileJob(config.load(POD), 0, topology.parse("v5e:8x8"))
 
 
 def worker_does(monkeypatch, code: str) -> None:
@@ -227,7 +227,7 @@ def test_the_optimizer_s_moments_lie_beside_a_replay(job):
     settings = [*(f"model.{field}" for field in small), "model.dropout_rng=threefry8"]
     experiment = config.override(job.experiment, [*settings, "run.replay_every=5"])
     mesh = samples.mesh_of(2, experiment.parallelism)
-    parts = (objective.of_phase(experiment, 0), experiment.optimizer)
+    parts = (objective.make_objective(experiment, 0), experiment.optimizer)
     state = step.abstract_state(*parts, experiment.parallelism, mesh)
     ((replay, held),) = compile_lib._others(experiment, 0, mesh, state)
     real = jax.device_put(step.init_state(*parts, 0), jax.tree.map(lambda x: x.sharding, state))
@@ -288,7 +288,9 @@ def test_what_the_compiler_says_when_it_refuses(message, kind, wanted):
 def test_the_abstract_batch_is_what_training_is_fed():
     experiment = config.load("experiments/tiny.py")
     phase = experiment.phases[0]
-    shape = batches.Shape(phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size)
+    shape = batches.BatchShape(
+        phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size
+    )
     real = samples.train_batches(shape).batch(0, np.arange(phase.batch_size))
     assert {k: (v.shape, v.dtype) for k, v in real.items()} == {
         k: (v.shape, v.dtype) for k, v in abstract_batch(phase, experiment.data).items()
@@ -323,7 +325,7 @@ def test_the_real_compiler_plans_a_small_step(name, tmp_path, monkeypatch):
         ],
     )
     slice_ = topology.parse(name)
-    (outcome,) = compile_lib.compile_all([Job(experiment, 0, slice_)], print)
+    (outcome,) = compile_lib.compile_all([CompileJob(experiment, 0, slice_)], print)
     assert outcome.kind == "compiled"
     assert outcome.whole_batch == () and outcome.program.endless == 0
     shapes = jax.eval_shape(

@@ -14,7 +14,7 @@ from bert_jax import config
 from bert_jax.tools.verify import compare, resume
 from bert_jax.tools.verify.compare import Execution, Journal
 from bert_jax.tools.verify.faults import Fault, Plan
-from bert_jax.tools.verify.resume import Ended, ResumedRun, Round, Undisturbed
+from bert_jax.tools.verify.resume import ChildResult, ResumedRun, Round, Undisturbed
 
 KINDS = tuple(resume.KINDS)
 
@@ -142,7 +142,7 @@ class Script:
                 file.write(json.dumps(killed) + "\n")
         for step in saved:
             (workdir / "checkpoints" / str(step)).mkdir(parents=True)
-        return Ended(code, 1.0, ("the last line",))
+        return ChildResult(code, 1.0, ("the last line",))
 
 
 KILL = Round("in a step", Fault("step", signal.SIGKILL, 9))

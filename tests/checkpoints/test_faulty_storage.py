@@ -43,7 +43,7 @@ def test_a_save_that_is_lost_is_named_by_its_own_step(error, tmp_path, monkeypat
 )
 def test_a_save_that_a_bucket_breaks_off_is_made_again(error, objects, monkeypatch):
     """A list that lags and an answer that is damaged have errors of many kinds."""
-    workdir = mirror.opened(epath.Path("gs://bucket/run"), access="write")
+    workdir = mirror.open_workdir(epath.Path("gs://bucket/run"), access="write")
     workdir.root.mkdir(parents=True)
     checkpointer = checkpoint.ocp.training.Checkpointer
     with Saves(workdir, Run(), Peers(0, 1, None, 1.0), print) as saved:

@@ -80,7 +80,7 @@ def test_a_request_is_answered_500_and_those_after_it_are_answered(folder, monke
     monkeypatch.chdir(folder)
     trained = Loaded.of(epath.Path("base"))
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
-    with running(served.Vectors("base", embedder)) as port:
+    with running(served.EmbedEndpoint("base", embedder)) as port:
         error = is_error(ask(port, {"input": ["w7", TEXT]}), 500)
         assert TOKENIZER in error["message"] and TEXT[:20] in error["message"]
         assert ask(port, {"input": ["w7", "w8"]})[0] == 200
