@@ -12,19 +12,19 @@ Expected: not run in full yet; in the paper the last four layers side by side co
 import typing
 
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Features, Row
+from bert_jax.config import Features, Row, Table
 
 _TASK = "finetune:experiments/tasks/conll2000.py epochs=1"
 
 
-def table() -> ComparisonTable:
+def table() -> Table:
     """One encoder, and each way to read it, over two seeds."""
     experiment = config.override(
         config.load("experiments/tiny.py"),
         ["optimizer.name=adamw", "model.num_hidden_layers=4", "phases.0.steps=1000"],
     )
     frozen = "adapt.how=frozen optimizer.peak_learning_rate=1e-3"
-    return ComparisonTable(
+    return Table(
         name="features",
         rows=(Row(name="bert", experiment=experiment),),
         columns=(

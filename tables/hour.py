@@ -10,12 +10,12 @@ docs/learning.md).
 """
 
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Row
+from bert_jax.config import Row, Table
 
 _TASKS = "experiments/tasks"
 
 
-def table() -> ComparisonTable:
+def table() -> Table:
     """What is learned, read off the encoder, and learned from it."""
     # Often enough to see when it passes the paper's last loss.
     often = ["optimizer.name=adamw", "run.eval_every=250"]
@@ -26,7 +26,7 @@ def table() -> ComparisonTable:
         [f"data.{name}={getattr(better.data, name)}" for name in scored],
     )
     learn = "batch_size=16 optimizer.peak_learning_rate=3e-4"
-    return ComparisonTable(
+    return Table(
         name="hour",
         rows=(Row(name="paper", experiment=paper), Row(name="better", experiment=better)),
         columns=(

@@ -12,7 +12,7 @@ Expected: no dropout and the encoder bring most, more masks the rest (docs/learn
 import dataclasses
 
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Row
+from bert_jax.config import Row, Table
 
 # Of the first phase, of the rows that are scored, and from the second row on of all steps.
 _LENGTH = 64
@@ -28,7 +28,7 @@ _CHANGES = {
 }
 
 
-def table() -> ComparisonTable:
+def table() -> Table:
     """Held-out scores at the length of most steps, over two seeds."""
     scored = (f"data.eval_sequence_length={_LENGTH}", "data.eval_max_predictions_per_seq=10")
     experiment = config.override(config.load("experiments/tiny_paper.py"), scored)
@@ -39,7 +39,7 @@ def table() -> ComparisonTable:
     for name, settings in _CHANGES.items():
         experiment = config.override(experiment, settings)
         rows.append(Row(name=name, experiment=experiment))
-    return ComparisonTable(
+    return Table(
         name="ladder",
         rows=tuple(rows),
         columns=(

@@ -11,7 +11,7 @@ Expected: mini.py 1.7 nat ahead, nearly all of it by the encoder; twice the rate
 import dataclasses
 
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Row
+from bert_jax.config import Row, Table
 
 _CHANGES = {
     "no-dropout": ("model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0"),
@@ -26,7 +26,7 @@ _CHANGES = {
 }
 
 
-def table() -> ComparisonTable:
+def table() -> Table:
     """Held-out scores at the length of most steps, often, of fewer rows."""
     last = config.load("experiments/mini.py").data
     scored = ("eval_sequence_length", "eval_max_predictions_per_seq")
@@ -42,7 +42,7 @@ def table() -> ComparisonTable:
     for name, settings in _CHANGES.items():
         experiment = config.override(experiment, settings)
         rows.append(Row(name=name, experiment=experiment))
-    return ComparisonTable(
+    return Table(
         name="ladder_mini",
         rows=tuple(rows),
         columns=(

@@ -9,14 +9,14 @@ Expected: not run in full yet; in the paper fine-tuning hardly minds, features d
 """
 
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Row
+from bert_jax.config import Row, Table
 
 # Of predicted pieces, the share that becomes [MASK], and that becomes any piece.
 _SHARES = ((0.8, 0.1), (1.0, 0.0), (0.8, 0.0), (0.8, 0.2), (0.0, 0.2), (0.0, 1.0))
 _TASK = "finetune:experiments/tasks/conll2000.py epochs=1"
 
 
-def table() -> ComparisonTable:
+def table() -> Table:
     """Held-out scores, and chunks from all of the encoder and from features, over two seeds."""
     experiment = config.override(config.load("experiments/tiny.py"), ["optimizer.name=adamw"])
     rows = []
@@ -24,7 +24,7 @@ def table() -> ComparisonTable:
         settings = [f"data.mask_share={mask}", f"data.random_share={random}"]
         name = f"mask{mask:.0%}-random{random:.0%}".replace("%", "")
         rows.append(Row(name=name, experiment=config.override(experiment, settings)))
-    return ComparisonTable(
+    return Table(
         name="masking",
         rows=tuple(rows),
         columns=(

@@ -13,7 +13,7 @@ Expected: both sides ahead of one when fine-tuned (docs/learning.md); in the pap
 """
 
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Row
+from bert_jax.config import Row, Table
 
 _TASK = "finetune:experiments/tasks/conll2000.py"
 _LEARN = "epochs=1 adapt.how=full optimizer.peak_learning_rate=5e-4"
@@ -33,13 +33,13 @@ _ROWS = {
 }
 
 
-def table() -> ComparisonTable:
+def table() -> Table:
     """Each objective at equal CPU time, over two seeds; the BiLSTM on top is a column."""
     parents = {
         name: config.override(config.load(f"experiments/{name}.py"), ["optimizer.name=adamw"])
         for name in ("tiny", "elmo")
     }
-    return ComparisonTable(
+    return Table(
         name="objectives",
         rows=tuple(
             Row(name=name, experiment=config.override(parents[parent], settings))

@@ -13,7 +13,7 @@ Expected: fine-tuned (one seed) 0.905 of chunks for masked LM with next sentence
 import dataclasses
 
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Row
+from bert_jax.config import Row, Table
 
 _TASKS = "finetune:experiments/tasks"
 _LEARN = "epochs=1 adapt.how=full batch_size=16 optimizer.peak_learning_rate=3e-4"
@@ -26,7 +26,7 @@ _LEFT_TO_RIGHT = (
 )
 
 
-def table() -> ComparisonTable:
+def table() -> Table:
     """Each objective at equal CPU time; the rows called paper's have the encoder of 2018."""
     ours = config.override(
         config.load("experiments/mini.py"), ["optimizer.name=adamw", "data.eval_rows=2000"]
@@ -60,7 +60,7 @@ def table() -> ComparisonTable:
         "paper-ltr": (paper, _LEFT_TO_RIGHT),
         "elmo": (elmo, of_elmo),
     }
-    return ComparisonTable(
+    return Table(
         name="objectives_mini",
         rows=tuple(
             Row(name=name, experiment=config.override(experiment, settings))

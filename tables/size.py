@@ -10,14 +10,14 @@ Expected: not run in full yet; in the paper larger is better, throughout.
 """
 
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Row
+from bert_jax.config import Row, Table
 
 # Layers, width, heads, and the width of the gated feed-forward part.
 _SIZES = ((1, 128, 2, 344), (2, 64, 1, 172), (2, 128, 2, 344), (2, 128, 4, 344), (4, 128, 2, 344))
 _SIZES += ((4, 256, 4, 688),)
 
 
-def table() -> ComparisonTable:
+def table() -> Table:
     """Held-out scores and chunks at equal steps."""
     experiment = config.override(config.load("experiments/tiny.py"), ["optimizer.name=adamw"])
     names = "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"
@@ -27,7 +27,7 @@ def table() -> ComparisonTable:
         name = "l{}-h{}-a{}".format(*sizes[:3])
         rows.append(Row(name=name, experiment=config.override(experiment, settings)))
     learn = "epochs=1 adapt.how=full optimizer.peak_learning_rate=5e-4"
-    return ComparisonTable(
+    return Table(
         name="size",
         rows=tuple(rows),
         columns=(

@@ -12,7 +12,7 @@ Expected: with Muon 2.5 nat below the unigram line in 0.86 of the time (docs/lea
 import dataclasses
 
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Experiment, Phase, Row
+from bert_jax.config import Experiment, Phase, Row, Table
 
 _MUON = ("optimizer.name=muon",)
 _CAUSAL = {"objective": "causal", "max_predictions_per_seq": 63}
@@ -29,7 +29,7 @@ def _causal_first(experiment: Experiment, share: float) -> Experiment:
     return dataclasses.replace(experiment, phases=phases)
 
 
-def table() -> ComparisonTable:
+def table() -> Table:
     """Rows that are kept and rows that are not, in equal steps."""
     tiny = config.override(
         config.load("experiments/tiny.py"),
@@ -49,7 +49,7 @@ def table() -> ComparisonTable:
         "muon-half-rows": config.override(muon, ["phases.0.batch_size=32", "phases.0.steps=3500"]),
         "muon-own-output": config.override(muon, ["model.output_table=own"]),
     }
-    return ComparisonTable(
+    return Table(
         name="speedrun",
         rows=tuple(Row(name=name, experiment=experiment) for name, experiment in rows.items()),
         columns=(

@@ -11,7 +11,7 @@ Expected: Muon 0.11 nat ahead of AdamW, and 0.14 more with half the rows (docs/l
 import dataclasses
 
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Experiment, Row
+from bert_jax.config import Experiment, Row, Table
 
 _MUON = ("optimizer.name=muon",)
 
@@ -27,7 +27,7 @@ def _causal_first(experiment: Experiment, share: float) -> Experiment:
     return dataclasses.replace(experiment, phases=(causal, masked))
 
 
-def table() -> ComparisonTable:
+def table() -> Table:
     """Rows that are kept and rows that are not, in equal time."""
     mini = config.override(
         config.load("experiments/mini.py"),
@@ -45,7 +45,7 @@ def table() -> ComparisonTable:
         ),
         "muon-half-rows": config.override(muon, ["phases.0.batch_size=48", "phases.0.steps=8000"]),
     }
-    return ComparisonTable(
+    return Table(
         name="speedrun_mini",
         rows=tuple(Row(name=name, experiment=experiment) for name, experiment in rows.items()),
         columns=(

@@ -10,7 +10,7 @@ Expected: not run in full yet; in the paper masks are slower at first, and soon 
 """
 
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Row
+from bert_jax.config import Row, Table
 from bert_jax.tools.compare.budget import with_steps
 
 _STEPS = (200, 400, 800, 1_600)
@@ -24,11 +24,11 @@ _LEFT_TO_RIGHT = (
 _ROWS = {"mlm": ("data.objective=mlm",), "ltr": _LEFT_TO_RIGHT}
 
 
-def table() -> ComparisonTable:
+def table() -> Table:
     """Chunks learned from either after so many steps, over two seeds."""
     experiment = config.override(config.load("experiments/tiny.py"), ["optimizer.name=adamw"])
     learn = "epochs=1 adapt.how=full optimizer.peak_learning_rate=5e-4"
-    return ComparisonTable(
+    return Table(
         name="steps",
         rows=tuple(
             Row(

@@ -4,7 +4,7 @@ An experiment file returns an `Experiment` or a `Finetuning`; it is saved with t
 """
 
 from bert_jax.config.code import own
-from bert_jax.config.comparison import ComparisonTable, Row
+from bert_jax.config.comparison import Row, Table
 from bert_jax.config.corpus import Corpus, named, source_of_text
 from bert_jax.config.data import Data
 from bert_jax.config.fields import Section

@@ -43,7 +43,7 @@ class Row(Section, role="identity", label="row"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonTable(Section, role="identity", label="table"):
+class Table(Section, role="identity", label="table"):
     """Rows, what is measured of them, and how much each may take."""
 
     # Names the table, and its folder runs/NAME.

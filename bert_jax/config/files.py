@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from bert_jax.config.code import run_file
-from bert_jax.config.comparison import ComparisonTable
+from bert_jax.config.comparison import Table
 from bert_jax.config.corpus import Corpus, named
 from bert_jax.config.explain import TYPES, suggestion
 from bert_jax.config.fields import RequiresValue, Section, fields_of
@@ -37,12 +37,12 @@ def load(path: str, kind: type[T] = Experiment) -> T:
     return _load(path, kind)[0]
 
 
-def load_table(path: str) -> ComparisonTable:
+def load_table(path: str) -> Table:
     """Reads TABLE: a .py file that defines `table()`."""
     file = pathlib.Path(path)
     if not file.is_file() or file.suffix != ".py":
         raise InputError(f"{path}: no such table; name a .py file that defines table()")
-    return run_file(file, "table", ComparisonTable)[0]
+    return run_file(file, "table", Table)[0]
 
 
 def load_with_origin(

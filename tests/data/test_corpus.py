@@ -294,7 +294,7 @@ def assert_finishes(place, undisturbed):
 
 STATIONS = {
     "reading": (sentences, "split"),
-    "surveying": (build, "survey"),
+    "surveying": (build, "assign_splits"),
     "writing": (dataset.ShardWriter, "add"),
     "unrolling": (stream, "write"),
     "finishing": (corpus, "mark_complete"),

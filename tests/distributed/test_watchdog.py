@@ -22,7 +22,7 @@ from bert_jax.storage import retry
 def test_a_hang_is_tried_again_also_where_no_thread_can_run(hang, code):
     program = (
         "import ctypes, time\n"
-        "from bert_jax.running import watchdog\n"
+        "from bert_jax.distributed import watchdog\n"
         "watchdog._STUCK = 1.0\n"
         "watchdog.Watchdog(1.0).reset()\n" + hang
     )

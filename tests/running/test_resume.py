@@ -89,7 +89,7 @@ def test_a_finished_run_says_so_and_extend_goes_on(copy_of_run):
 def test_a_second_interrupt_leaves_at_once(copy_of_run, tmp_path):
     driver = tmp_path / "twice.py"
     driver.write_text(
-        "import os, sys; from bert_jax.cli import child; kill = os.kill\n"
+        "import os, sys; from bert_jax.tools.verify import child; kill = os.kill\n"
         "os.kill = lambda *whom: (kill(*whom), kill(*whom))\n"
         "sys.exit(child.main(sys.argv[1:]))\n"
     )

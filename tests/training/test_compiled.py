@@ -16,7 +16,7 @@ PROGRAM = """
 import collections, json
 import jax, jax.numpy as jnp, numpy as np
 from bert_jax.config import Parallelism
-from bert_jax.running import environment as environment_lib, peers
+from bert_jax.distributed import peers\nfrom bert_jax.running import environment as environment_lib
 from bert_jax.training import mesh as mesh_lib
 
 counts = collections.Counter()

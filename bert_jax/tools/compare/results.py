@@ -18,7 +18,7 @@ from etils import epath
 
 import bert_jax
 from bert_jax import config
-from bert_jax.config import ComparisonTable, Experiment, Finetuning, Section
+from bert_jax.config import Experiment, Finetuning, Section, Table
 from bert_jax.config.comparison import COLUMNS, REACH
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.storage.workdir import Workdir, read_json, translate_os_errors, write_json
@@ -102,7 +102,7 @@ class TableRun:
 class Results:
     """A table with its columns, the runs it takes, and what was measured of them so far."""
 
-    table: ComparisonTable  # what is compared
+    table: Table  # what is compared
     root: epath.Path  # its folder, of this machine
     columns: list[Column]  # what is measured
     # Seconds of CPU that a step of each phase takes, by `sha256` of the row's experiment.
@@ -114,7 +114,7 @@ class Results:
     members: list[TableRun] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def read(cls, table: ComparisonTable, root: str) -> "Results":
+    def read(cls, table: Table, root: str) -> "Results":
         """Reads what a folder holds of a table, perhaps nothing."""
         folder = Workdir(root).root
         columns = [Column.of(name) for name in table.columns]

@@ -7,7 +7,7 @@ import pytest
 from kinds import write_task_file
 from made import TASK, compare, fake_runs, small, write_table, write_task
 
-from bert_jax.config import ComparisonTable, Row
+from bert_jax.config import Row, Table
 from bert_jax.errors import InputError
 
 
@@ -34,7 +34,7 @@ def test_what_is_no_table_is_refused_by_name(here, fields, name):
     rows = tuple(Row(name=row, experiment=small(here)) for row in names)
     given = {"name": "t", "columns": ("loss",)} | fields | {"rows": rows}
     with pytest.raises(InputError) as caught:
-        ComparisonTable(**given)
+        Table(**given)
     assert name in str(caught.value)
 
 
@@ -51,9 +51,9 @@ def test_rows_that_share_no_held_out_text_have_no_loss_to_compare(here, setting)
         for name, more in (("a", ()), ("b", [setting]))
     )
     with pytest.raises(InputError, match="column accuracy") as caught:
-        ComparisonTable(name="t", rows=rows, columns=("steps", "accuracy"))
+        Table(name="t", rows=rows, columns=("steps", "accuracy"))
     assert setting.partition("=")[0] in str(caught.value)
-    assert ComparisonTable(name="t", rows=rows, columns=("steps", "cpu_seconds"))
+    assert Table(name="t", rows=rows, columns=("steps", "cpu_seconds"))
 
 
 @pytest.mark.parametrize("column", ["cpu_seconds", "reach:1", "loss"])
@@ -61,10 +61,10 @@ def test_rows_of_which_one_alone_would_be_run_have_no_seconds_to_compare(here, c
     placed = small(here, "parallelism.layer_loop=unroll")
     rows = (Row(name="a", experiment=small(here)), Row(name="b", experiment=placed))
     if column == "loss":
-        assert ComparisonTable(name="t", rows=rows, columns=(column,))
+        assert Table(name="t", rows=rows, columns=(column,))
     budget = {"cpu_seconds": 5.0} if column == "loss" else {}
     with pytest.raises(InputError, match=r"table\.rows: b .*parallelism"):
-        ComparisonTable(name="t", rows=rows, columns=(column,), **budget)
+        Table(name="t", rows=rows, columns=(column,), **budget)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_rows_of_which_one_alone_would_be_run_have_no_seconds_to_compare(here, c
 def test_rows_of_the_same_held_out_text_compare_wherever_it_lies(here, base, other):
     rows = (Row(name="a", experiment=small(here, base)),)
     rows += (Row(name="b", experiment=small(here, base, other)),)
-    assert ComparisonTable(name="t", rows=rows, columns=("loss",))
+    assert Table(name="t", rows=rows, columns=("loss",))
 
 
 def is_refused(capsys, words):
