@@ -38,10 +38,10 @@ AIMS = {
 }
 ABOVE = {
     "checkpoints": 1_178,
-    "cli": 1_472,
+    "cli": 1_470,
     "config": 2_304,
     "data": 3_672,
-    "distributed": 1_117,
+    "distributed": 1_115,
     "embeddings": 1_330,
     "interop": 2_685,
     "model": 3_047,
@@ -53,7 +53,7 @@ ABOVE = {
     "tools": 7_927,
     "training": 2_299,
     "benchmarks": 3_029,
-    "tests": 36_024,
+    "tests": 36_053,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

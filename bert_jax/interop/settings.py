@@ -181,11 +181,11 @@ class Settings:
                     self._refuse(name, f"{key}={value!r}", f"{rule.why}; {remedy}")
         self.tokenizer_class = self._class()
         self.named = self._named()
-        self._require_direction()
-        self._require_added_tokens()
-        if self.parts and self.tokenizer_class not in AS_IT_IS:
-            path = folder / library.FILE
-            with reading(path, "put the file there as its library wrote it"):
+        path = folder / library.FILE
+        with reading(path, "put the file there as its library wrote it"):
+            self._require_direction()
+            self._require_added_tokens()
+            if self.parts and self.tokenizer_class not in AS_IT_IS:
                 self._require_parts(path)
 
     def extra_special_tokens(self) -> list[str]:

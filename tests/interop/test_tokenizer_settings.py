@@ -145,6 +145,23 @@ def test_a_setting_does_what_the_table_says(file, key, plain, tmp_path, monkeypa
         assert effect == "honoured" and found != plain
 
 
+@pytest.mark.parametrize("value", [3, "x", [3], {"a": 3}, [[]]], ids=str)
+def test_values_of_another_type_are_refused_by_file_or_have_no_effect(value, tmp_path):
+    folder = tmp_path / "hf"
+    made(folder, "tokenizer.json", "", None)
+    for file, rules in RULES.items():
+        path = folder / file
+        before = path.read_bytes() if path.exists() else None
+        fields = json.loads(before or "{}")
+        for key in [*rules, *fields]:
+            path.write_text(json.dumps(fields | {key: value}))
+            try:
+                Settings(epath.Path(folder)).extra_special_tokens()
+            except InputError as error:
+                assert str(folder) in str(error), key
+        path.unlink() if before is None else path.write_bytes(before)
+
+
 def test_a_key_of_nobody_has_no_effect(plain, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert made(pathlib.Path("hf"), "tokenizer_config.json", "a_key_of_nobody", 7) == plain

@@ -301,6 +301,7 @@ def test_work_outlasts_a_fault_of_each_request(name, fault, bucket, saved):
     assert (found, work.see()) == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "fault"), cells(set()))
 def test_work_ends_by_name_where_all_requests_of_a_kind_have_a_fault(name, fault, bucket, saved):
     """Once the bucket is well again, the work does what it always does."""
