@@ -150,10 +150,10 @@ def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
         seen[step] = json.loads((copy_of_run / "other" / "saved.json").read_text())["step"]
         save(self, step, *args)
 
-    def late(self, done):
+    def late(self):
         if self._is_saving:
             self._opened.wait()
-        look(self, done)
+        look(self)
 
     monkeypatch.setattr(Saves, "save", watched)
     monkeypatch.setattr(Saves, "look", late)

@@ -74,7 +74,7 @@ def gone_back(file):
 
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, {5, 6, 7})
-        for name in ("begin", "before"):
+        for name in ("begin", "roll_back"):
             patch.setattr(start, name, counting(getattr(start, name)))
         gc.collect()
         outcome, shown = pretrain(file, file.with_name("back"))
