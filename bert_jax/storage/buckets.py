@@ -5,9 +5,9 @@ paths.) Every call tries again while the network fails, for ten minutes, and the
 `Unavailable`. A bucket that is not there, and rights that are refused at the first use, are bad
 input; from then on a refusal is taken for a token that has expired, and waited for.
 
-Content is compared with the size and the CRC32C that the bucket states for it, and read of one
-generation. Answers without a checksum (lists, descriptions, ranges of an object) are asked for
-twice and must agree. A mismatch is a passing fault like those of the network.
+Content is read from one generation of an object and compared with the size and the CRC32C that
+the bucket states. Lists, descriptions and ranges of an object have no checksum: they are requested
+twice, and both answers must agree. A mismatch is retried like a network fault.
 """
 
 import base64
@@ -65,10 +65,10 @@ class Listed(NamedTuple):
 
 
 class Replaced(ConnectionError):
-    """An object is no longer the one that was described: it was replaced or removed."""
+    """The object was replaced or removed after the bucket described it."""
 
 
-# Local copies of objects by their paths, which this thread reads instead of them (see `copies`).
+# Local copies by the paths of their objects; this thread reads the copies (see `copies`).
 held_copies: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
     "held_copies", default=types.MappingProxyType({})
 )
@@ -98,8 +98,8 @@ def is_bucket(place: epath.PathLike) -> bool:
 def read(path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None) -> bytes:
     """Returns the content of a file of this machine, or of a small object, as it is now.
 
-    The network may fail for so many seconds, None: ten minutes. A server that states no checksum
-    with the content is asked for it, unless the object is `listed`.
+    Network faults are retried for `seconds`; None: ten minutes. The content is compared with the
+    checksum of `listed`, else with the answer's own, else with one that is requested.
 
     Raises:
       FileNotFoundError: nothing is there.
@@ -112,15 +112,15 @@ def read(path: epath.PathLike, seconds: float | None = None, listed: Listed | No
 
     def read_whole() -> bytes:
         if known:
-            listed = known.pop()  # it may be of an earlier content: the next attempt asks
+            listed = known.pop()  # it may be out of date: the next attempt asks
         else:
             headers, content = _files().call("GET", "b/{}/o/{}", *split(path), alt="media")
             if "x-goog-hash" in headers and not gcs.is_unpacked(headers):
-                return content  # the client has compared them
-            listed = _described(path)
+                return content  # `gcs` has compared size and checksum
+            listed = _describe(path)
         content = _media(path, listed, 0, listed.size)
-        if not _is_of(google_crc32c.Checksum(content), listed):
-            raise ConnectionError(f"{path}: other content than the bucket's checksum says")
+        if not _has_checksum(google_crc32c.Checksum(content), listed):
+            raise ConnectionError(f"{path}: the content does not match the bucket's checksum")
         return content
 
     return _tried("read", path, read_whole, seconds)
@@ -129,10 +129,10 @@ def read(path: epath.PathLike, seconds: float | None = None, listed: Listed | No
 def read_range(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
     """Returns the bytes of an object, as it was listed, from `first` to `end`.
 
-    Their number alone is compared: a bucket states checksums of whole objects.
+    Only their number is checked, since a bucket states checksums of whole objects alone.
     """
 
-    def read_it() -> bytes:
+    def fetch() -> bytes:
         try:
             return _media(path, listed, first, end)
         except Replaced as error:
@@ -142,7 +142,7 @@ def read_range(path: epath.PathLike, listed: Listed, first: int, end: int) -> by
                 f"{path}: changed while it was read; run again once nothing writes there"
             ) from error
 
-    return _tried("read", path, read_it)
+    return _tried("read", path, fetch)
 
 
 def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
@@ -153,18 +153,18 @@ def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
             "that of its text; upload it without (gcloud storage cp), or as a .gz file"
         )
     headers = {} if (first, end) == (0, listed.size) else {"Range": f"bytes={first}-{end - 1}"}
-    about_it = {"alt": "media", "ifGenerationMatch": listed.generation, "headers": headers}
+    request = {"alt": "media", "ifGenerationMatch": listed.generation, "headers": headers}
     try:
-        _, content = _files().call("GET", "b/{}/o/{}", *split(path), **about_it)
-    except (FileExistsError, FileNotFoundError) as error:  # gcsfs's name for 412, and 404
+        _, content = _files().call("GET", "b/{}/o/{}", *split(path), **request)
+    except (FileExistsError, FileNotFoundError) as error:  # as gcsfs names 412 and 404
         raise Replaced(f"{path}: was replaced while it was read") from error
     if len(content) != end - first:
-        raise ConnectionError(f"{path}: {len(content)} bytes came of {end - first}")
+        raise ConnectionError(f"{path}: received {len(content)} of {end - first} bytes")
     return content
 
 
 def open_object(path: epath.PathLike) -> IO[bytes]:
-    """Returns the bytes of an object of any size, a range of which is read at a time.
+    """Returns an object of any size as a file that reads one range at a time.
 
     Raises:
       FileNotFoundError: nothing is there.
@@ -186,14 +186,14 @@ class _Ranges(fsspec.spec.AbstractBufferedFile):
         def ask() -> bytes:
             return read_range(self.path, self._listed, start, end)
 
-        return _tried("read", self.path, functools.partial(_agreed, ask))
+        return _tried("read", self.path, functools.partial(_ask_twice, ask))
 
 
-def _agreed(ask: Callable[[], T]) -> T:
-    """Asks twice for what has no checksum, and requires the same answer."""
+def _ask_twice(ask: Callable[[], T]) -> T:
+    """Asks twice for an answer without a checksum, and requires that both are equal."""
     first, second = ask(), ask()
     if first != second:
-        raise ConnectionError("two answers to the same question differ")
+        raise ConnectionError("two answers to the same request differ")
     return first
 
 
@@ -208,7 +208,7 @@ def state(
 ) -> tuple[int, int]:
     """Returns the bytes of a file of this machine or an object, and its date in nanoseconds.
 
-    An object is asked about unless it is `listed`.
+    If `listed` is given, no request is sent.
     """
     if not is_bucket(path):
         stat = os.stat(path)
@@ -233,7 +233,7 @@ def exists(path: epath.Path) -> bool:
         with translate_os_errors(path):
             return path.exists()
     try:
-        _tried("read", path, functools.partial(_described, path))
+        _tried("read", path, functools.partial(_describe, path))
     except FileNotFoundError:
         return False
     return True
@@ -253,18 +253,18 @@ def _there(path: epath.PathLike, seconds: float | None = None) -> Listed:
     Raises:
       FileNotFoundError: nothing is there.
     """
-    ask = functools.partial(_agreed, functools.partial(_described, path))
+    ask = functools.partial(_ask_twice, functools.partial(_describe, path))
     try:
         return _tried("read", path, ask, seconds)
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path)) from error
 
 
-def _described(path: epath.PathLike) -> Listed:
+def _describe(path: epath.PathLike) -> Listed:
     """Asks once about an object."""
     item = _files().call("GET", "b/{}/o/{}", *split(path), json_out=True)
-    with _well_formed():
-        return _of_item(item)
+    with _translate_parse_errors():
+        return _parse_item(item)
 
 
 def names(folder: epath.Path) -> set[str]:
@@ -272,7 +272,7 @@ def names(folder: epath.Path) -> set[str]:
     if not is_bucket(folder):
         with translate_os_errors(folder):
             return {path.name for path in folder.iterdir()} if folder.exists() else set()
-    objects, folders = _listed(folder, "/", is_sure=False)
+    objects, folders = _listed(folder, "/", verify=False)
     return (objects.keys() | folders) - {_PROBE}
 
 
@@ -285,10 +285,10 @@ def listing(
 
 @contextlib.contextmanager
 def unchanging(folder: epath.PathLike) -> Iterator[None]:
-    """Has epath's and Orbax's questions about a bucket's folder answered from one list of it.
+    """Answers epath's and Orbax's requests about a bucket's folder from one list of the folder.
 
-    For work that reads much of what nobody changes meanwhile: Orbax asks the same questions many
-    times. The list counts for half a minute at most, and until this process writes there.
+    Use it to read a folder that nobody changes, since Orbax repeats its requests many times. The
+    list is valid for half a minute at most, and until this process writes there.
     """
     if not is_bucket(folder):
         yield
@@ -344,19 +344,19 @@ def is_same(file: epath.PathLike, listed: Listed) -> bool:
                 pass
     except FileNotFoundError:
         return False
-    return _is_of(checksum, listed)
+    return _has_checksum(checksum, listed)
 
 
-def _is_of(checksum: google_crc32c.Checksum, listed: Listed) -> bool:
+def _has_checksum(checksum: google_crc32c.Checksum, listed: Listed) -> bool:
     return base64.b64encode(checksum.digest()).decode() == listed.crc32c
 
 
 def _listed(
-    folder: epath.PathLike, delimiter: str, seconds: float | None = None, is_sure: bool = True
+    folder: epath.PathLike, delimiter: str, seconds: float | None = None, verify: bool = True
 ) -> tuple[dict[str, Listed], set[str]]:
     """Returns objects and folders below a folder, by their paths in it.
 
-    To be sure of what it says of each, every page is asked for twice.
+    With `verify`, every page is requested twice, and both answers must be equal.
     """
     bucket, key = split(folder)
     prefix = f"{key}/" if key else ""
@@ -364,42 +364,42 @@ def _listed(
     folders: set[str] = set()
     token: str | None = None
     while token != "":
-        ask = functools.partial(_page, bucket, prefix, delimiter, token)
-        ask = functools.partial(_agreed, ask) if is_sure else ask
+        ask = functools.partial(_request_page, bucket, prefix, delimiter, token)
+        ask = functools.partial(_ask_twice, ask) if verify else ask
         try:
-            some, names_, token = _tried("list", folder, ask, seconds)
+            page_objects, page_folders, token = _tried("list", folder, ask, seconds)
         except FileNotFoundError as error:
             raise InputError(f"{folder}: there is no bucket {bucket}") from error
-        objects |= some
-        folders |= names_
+        objects |= page_objects
+        folders |= page_folders
     objects.pop("", None)  # what the console makes for an empty folder
     return objects, folders
 
 
-def _page(
+def _request_page(
     bucket: str, prefix: str, delimiter: str, token: str | None
 ) -> tuple[dict[str, Listed], set[str], str]:
     """Asks once for a page of a list; returns objects, folders and the token of the next page."""
-    asked = {"prefix": prefix or None, "delimiter": delimiter or None, "pageToken": token}
-    page = _files().call("GET", "b/{}/o", bucket, json_out=True, maxResults=1000, **asked)
-    with _well_formed():
+    query = {"prefix": prefix or None, "delimiter": delimiter or None, "pageToken": token}
+    page = _files().call("GET", "b/{}/o", bucket, json_out=True, maxResults=1000, **query)
+    with _translate_parse_errors():
         if page["kind"] != "storage#objects":
             raise ValueError(page["kind"])
-        objects = {i["name"].removeprefix(prefix): _of_item(i) for i in page.get("items", [])}
+        objects = {i["name"].removeprefix(prefix): _parse_item(i) for i in page.get("items", [])}
         folders = {n.removeprefix(prefix).rstrip("/") for n in page.get("prefixes", [])}
         return objects, folders, page.get("nextPageToken", "")
 
 
 @contextlib.contextmanager
-def _well_formed() -> Iterator[None]:
-    """Takes an answer that does not hold what it must for a passing fault."""
+def _translate_parse_errors() -> Iterator[None]:
+    """Turns errors about a malformed answer into ConnectionError, which is retried."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConnectionError(f"an answer is damaged ({error!r})") from error
 
 
-def _of_item(item: dict[str, Any]) -> Listed:
+def _parse_item(item: dict[str, Any]) -> Listed:
     stated = (item[name] for name in ("crc32c", "updated", "generation"))
     return Listed(int(item["size"]), *stated, item.get("contentEncoding", ""))
 

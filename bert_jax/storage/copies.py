@@ -8,7 +8,7 @@ arrive.
 
     CACHE/corpora/NAME/          a copy of a corpus in a bucket: as the corpus, without its dataset
     CACHE/corpora/NAME.lock      held while it is made; other processes of this host wait
-    CACHE/sources/               objects of sources, while they are read
+    CACHE/sources/               copies of text in a bucket, while the text is read
 """
 
 import contextlib
@@ -37,8 +37,8 @@ Say = Callable[[str], None]
 
 # Streams at once, and bytes that each fetches at a time.
 STREAMS, PIECE = 8, 32 * 2**20
-# Bytes up to which an object is fetched by one of so many requests at once: the wait for an answer
-# is longer than the transfer.
+# Objects of up to SMALL bytes are fetched REQUESTS at a time, since the wait for an answer is
+# longer than its transfer.
 SMALL, REQUESTS = 2**20, 32
 # Seconds between two lines about a copy.
 _TELL = 10.0
@@ -155,9 +155,9 @@ def fetch(path: epath.Path, folder: epath.Path) -> None:
 
 @contextlib.contextmanager
 def held(objects: Mapping[str, buckets.Listed]) -> Iterator[None]:
-    """Has this thread read local copies of objects, by their paths, while entered.
+    """Makes this thread read local copies of objects, given by their paths, inside the context.
 
-    The copies lie in the cache and are whole before anything is read; at the end they go.
+    All objects are copied to the cache at the beginning, and the copies are removed at the end.
     """
     if not objects:
         yield
@@ -186,8 +186,8 @@ def fetch_all(
 ) -> None:
     """Copies objects of a folder to a local one, in several streams, each checked or not there.
 
-    `names` are their paths in both. `damage` says of such a path and the local file, which is as
-    the bucket holds it, what is wrong with it ("": nothing), and `mend` what to do then.
+    `names` are paths in both folders. `damage` takes such a path and the local file, which equals
+    the object, and returns what is wrong with it ("": nothing). `mend` tells what to do then.
 
     Raises:
       Unavailable: no answer for ten minutes, or a full disk; the files that are whole stay.
@@ -211,13 +211,13 @@ def _download(
     files: Mapping[str, tuple[buckets.Listed, epath.Path]],
     count: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Copies objects, by their paths, to local files; `count` is given the bytes of each piece.
+    """Copies objects, by their paths, to local files; `count` takes the size of each piece.
 
     Raises:
-      Unavailable: for ten minutes there was no answer, or none with the object's checksum.
+      Unavailable: for ten minutes, no answer came or none had the object's checksum.
     """
 
-    def fetch_one(path: str, each: Callable[..., Iterable[int]]) -> int:
+    def fetch_one(path: str, map_pieces: Callable[..., Iterable[int]]) -> int:
         listed, file = files[path]
 
         def fetch_piece(first: int) -> int:
@@ -231,12 +231,12 @@ def _download(
         def fetch_pieces() -> int:
             file.write_bytes(b"")
             done = 0
-            for size in each(fetch_piece, range(0, listed.size, PIECE)):
+            for size in map_pieces(fetch_piece, range(0, listed.size, PIECE)):
                 count(size)
                 done += size
             if not buckets.is_same(file, listed):
                 count(-done)
-                raise ConnectionError("other content than the bucket's checksum says")
+                raise ConnectionError("the content does not match the bucket's checksum")
             return done
 
         return retry.again(fetch_pieces, path)
@@ -244,7 +244,7 @@ def _download(
     large = [path for path, (listed, _) in files.items() if listed.size > SMALL]
     if len(large) < len(files):
         with ThreadPoolExecutor(REQUESTS) as pool:
-            for _ in pool.map(functools.partial(fetch_one, each=map), files.keys() - large):
+            for _ in pool.map(functools.partial(fetch_one, map_pieces=map), files.keys() - large):
                 pass
     with ThreadPoolExecutor(STREAMS) as pool:
         for path in large:

@@ -21,9 +21,9 @@ from multidict import CIMultiDictProxy
 from bert_jax.errors import InputError
 from bert_jax.storage import retry
 
-# Seconds for which a list answers questions, and bytes up to which contents are kept.
-_COUNTS_FOR, _SMALL = 30.0, 2**20
-# Of the headers Content-Range and x-goog-hash.
+# Seconds for which a list is valid; the size in bytes below which contents are kept.
+_VALID_SECONDS, _SMALL = 30.0, 2**20
+# Values of the headers Content-Range and x-goog-hash.
 _RANGE, _CRC32C = re.compile(r"bytes (\d+)-(\d+)/(\d+)"), re.compile(r"crc32c=([^, ]+)")
 
 
@@ -34,7 +34,7 @@ class CheckedFileSystem(GCSFileSystem):
         try:
             answer = await super()._call(method, path, *args, **kwargs)
             if kwargs.get("alt") == "media" or "alt=media" in path:
-                _require_as_stated(*answer)
+                _compare_with_headers(*answer)
             return answer
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConnectionError("an answer was cut short, or damaged") from error
@@ -81,14 +81,14 @@ class PatientFileSystem(CheckedFileSystem):
     call = asyn.sync_wrapper(_call)  # by which opened files are written: that above is not patient
 
 
-class _Answers:
-    """What a list and earlier answers say of a bucket's folder, in place of new requests.
+class _AnswerCache:
+    """Answers to requests about a bucket's folder, from a list and from earlier answers.
 
-    An object of the folder's own name is not looked for.
+    Assumes that no object has the folder's own name.
     """
 
     def __init__(
-        self, bucket: str, prefix: str, objects: Mapping[str, Any], last: "_Answers | None"
+        self, bucket: str, prefix: str, objects: Mapping[str, Any], previous: "_AnswerCache | None"
     ):
         self._bucket, self._prefix = bucket, prefix
         self._items = {
@@ -102,11 +102,11 @@ class _Answers:
             }
             for name, listed in objects.items()
         }
-        # By address and range; those of before where the same objects are there.
+        # By address and range; taken from `previous` if the objects are the same.
         self._contents: dict[tuple[str, str], Any] = {}
-        if last is not None and (last._bucket, last._items) == (bucket, self._items):
-            self._contents = last._contents
-        self._end = time.monotonic() + _COUNTS_FOR
+        if previous is not None and (previous._bucket, previous._items) == (bucket, self._items):
+            self._contents = previous._contents
+        self._end = time.monotonic() + _VALID_SECONDS
 
     def find(
         self, method: str, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -123,14 +123,14 @@ class _Answers:
         if args[:1] != (self._bucket,):
             return None
         if path == "b/{}/o" and (kwargs.get("prefix") or "").startswith(self._prefix):
-            return self._page(kwargs["prefix"], kwargs.get("delimiter"))
+            return self._list_page(kwargs["prefix"], kwargs.get("delimiter"))
         if path == "b/{}/o/{}" and f"{args[1]}/".startswith(self._prefix):
             if args[1] not in self._items:
                 raise FileNotFoundError(_place(path, args))
             return self._items[args[1]]
         return None
 
-    def _page(self, prefix: str, delimiter: str | None) -> dict[str, Any]:
+    def _list_page(self, prefix: str, delimiter: str | None) -> dict[str, Any]:
         """Returns a list of the objects and folders whose names begin with a prefix."""
         items, folders = [], dict[str, None]()
         for name, item in sorted(self._items.items()):
@@ -149,44 +149,44 @@ class _Answers:
             self._contents[path, str(kwargs.get("headers"))] = answer
 
 
-# What is asked before the bucket, if anything is; and what was asked last.
-_answers: _Answers | None = None
-_last: _Answers | None = None
+# The cached answers in use, if any; and those that were used last.
+_answers: _AnswerCache | None = None
+_previous: _AnswerCache | None = None
 
 
 @contextlib.contextmanager
 def answered_from(bucket: str, prefix: str, objects: Mapping[str, Any]) -> Iterator[None]:
-    """Has questions about a folder answered from a list of it; see `buckets.unchanging`."""
-    global _answers, _last
-    _last = _answers = _Answers(bucket, prefix, objects, _last)
+    """Answers requests about a folder from a list of the folder; see `buckets.unchanging`."""
+    global _answers, _previous
+    _previous = _answers = _AnswerCache(bucket, prefix, objects, _previous)
     try:
         yield
     finally:
         _answers = None
 
 
-def _require_as_stated(headers: CIMultiDictProxy[str], content: bytes) -> None:
-    """Raises ConnectionError for content that is not what the headers of its answer state.
+def _compare_with_headers(headers: CIMultiDictProxy[str], content: bytes) -> None:
+    """Raises ConnectionError if content differs from the size or checksum in its headers.
 
-    The checksum is that of the whole object, and is not compared with a range of it.
+    The checksum is of the whole object, so that only the size of a range is compared.
     """
     if is_unpacked(headers):
         return
-    whole = headers.get("x-goog-stored-content-length")
-    size = int(whole) if whole else len(content)
+    stored_size = headers.get("x-goog-stored-content-length")
+    size = int(stored_size) if stored_size else len(content)
     if span := _RANGE.fullmatch(headers.get("Content-Range", "")):
         first, last, total = map(int, span.groups())
-        size, whole = last + 1 - first, str(total)
+        size, stored_size = last + 1 - first, str(total)
     if len(content) != size:
-        raise ConnectionError(f"{len(content)} bytes came of {size}")
+        raise ConnectionError(f"received {len(content)} of {size} bytes")
     crc = _CRC32C.search(",".join(headers.getall("x-goog-hash", [])))
     checksum = google_crc32c.Checksum(content).digest()
-    if crc and whole == str(size) and base64.b64decode(crc[1]) != checksum:
-        raise ConnectionError("other content than the bucket's checksum says")
+    if crc and stored_size == str(size) and base64.b64decode(crc[1]) != checksum:
+        raise ConnectionError("the content does not match the bucket's checksum")
 
 
 def is_unpacked(headers: Mapping[str, str]) -> bool:
-    """Returns whether content was stored compressed and unpacked by the client: see `Listed`."""
+    """Returns whether the client unpacked content that the bucket stores compressed (`Listed`)."""
     return headers.get("x-goog-stored-content-encoding", "identity") != "identity"
 
 

@@ -44,7 +44,7 @@ class JsonLines:
         self._waiting = ""
 
     def flush(self) -> None:
-        """Writes what is not written yet: these lines are there, no matter what follows."""
+        """Writes the waiting lines; a full disk is an error here, with `go_on` too."""
         if self._waiting:
             self._write()
 
@@ -60,10 +60,10 @@ class JsonLines:
         return lines
 
     def forget_after(self, step: int, written: dict[str, Any] | None = None) -> int:
-        """Drops lines of later steps, which will be done again, those not yet written among them.
+        """Drops the lines of steps after `step`, including lines that are not written yet.
 
-        `written` is what `written` returned at this step's checkpoint. A file that is not there is
-        taken for removed on purpose: returns how many lines it had.
+        `written` is what `written()` returned at this step's checkpoint. A missing file is taken
+        for removed on purpose. Returns how many lines a missing file had, else 0.
         """
         self.flush()
         if written and (damage := self.damage(step, written)):

@@ -42,7 +42,7 @@ _TRANSPORT = re.compile(
     r"Connect|Transport|Timeout|Payload|Disconnected|Proxy|Retry|Refresh|OSError|DNS|Checksum"
     r"|Chunked|SSL"
 )
-# What a client raises where it cannot read an answer: one that is cut short, for example.
+# Errors that clients raise for an answer that they cannot parse, such as one that is cut short.
 _UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError)
 _UNREADABLE += (AttributeError, AssertionError)
 # As TensorStore and gRPC write them into the text of a ValueError or a RuntimeError.

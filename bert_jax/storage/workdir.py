@@ -250,7 +250,7 @@ def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: epath.Path, record: dict[str, Any]) -> None:
-    """Replaces the file with a record, `with_checksum`, as `read_json` reads it."""
+    """Replaces the file with a record and its checksum, as `read_json` reads them."""
     write_atomic(path, json.dumps(with_checksum(record), indent=2) + "\n")
 
 
@@ -265,7 +265,7 @@ def read_json(
     mend: str = "use the bert-jax that wrote it",
     restore: str = "put the whole file back",
 ) -> dict[str, Any]:
-    """Reads a JSON object that carries `format_version`, and a checksum if it was `with_checksum`.
+    """Reads a JSON object with a `format_version` and, if it was written with one, a checksum.
 
     `mend` says what to do about another version, `restore` about a damaged file.
     """
@@ -363,7 +363,7 @@ def lock(
 
     If what is done meanwhile fails and leaves nothing, the lock and the folder go too, where they
     were not there before. `named` is what users call the folder; None: the same. `setting` is the
-    flag or field by which they choose it.
+    flag or field that chooses the folder.
     """
     require_local(folder)
     path = folder / "lock"
