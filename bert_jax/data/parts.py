@@ -62,18 +62,18 @@ class Part:
     bytes: int  # of text, roughly
 
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """Has the objects of this part read from local copies while entered."""
+        """Makes this thread read the objects of this part from local copies inside the context."""
         objects = {e.path: e.listed for e in self.extents if e.listed}
         if any(e.kind == "parquet" for e in self.extents):  # several parts read ranges of one file
-            objects = {path: it for path, it in objects.items() if it.size <= PART_BYTES}
+            objects = {p: listed for p, listed in objects.items() if listed.size <= PART_BYTES}
         return copies.held(objects)
 
     def documents(self, corpus: Corpus, tick: Tick = lambda characters: None) -> Iterator[Document]:
-        """Yields the documents of this part, whose pieces are reported as they are taken."""
+        """Yields the documents of this part; each piece of text that is taken calls `tick`."""
         self._require_unchanged()
         try:
             for extent in self.extents:
-                yield from _ticking(extent, corpus, tick)
+                yield from _read_with_ticks(extent, corpus, tick)
         except InputError:
             self._require_unchanged()
             raise
@@ -281,7 +281,7 @@ class _IdWriter:
 
     def __init__(self, folder: pathlib.Path, task: "Read", tokenizer: tokenizer.Tokenizer):
         self._tokenizer, self._unknown_word = tokenizer, task.corpus.unknown_word
-        # Sentences of several documents wait to be tokenized, so errors name the files of the part.
+        # Sentences of several documents are tokenized together: errors name first and last file.
         files = dict.fromkeys(extent.path for extent in task.part.extents)
         self._where = " to ".join([*files][:: max(len(files) - 1, 1)])
         self._file = open(folder / "tokens.bin", "wb")  # noqa: SIM115
@@ -395,30 +395,30 @@ def local_part(place: str, name: str, file: str, scratch: pathlib.Path) -> pathl
         return pathlib.Path(path)
 
 
-def _ticking(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[Document]:
-    """Yields the documents of an extent, whose pieces are reported as they are taken.
+def _read_with_ticks(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[Document]:
+    """Yields the documents of an extent; each piece of text that is taken calls `tick`.
 
-    Of a compressed file, whose text has an unknown length, bytes are reported as `plan` counts
-    them.
+    The text of a compressed file has an unknown length, so `tick` is given bytes of the file,
+    counted as `plan` counts them.
     """
     is_packed = text_lines.compression(extent.path) != ""
     position = reported = 0
 
-    def on_read(now: int) -> None:
+    def on_read(new_position: int) -> None:
         nonlocal position
-        position = now
+        position = new_position
         tick(0)  # the layout of a large file is judged before its first piece
 
-    def ticked(pieces: Iterable[str]) -> Iterator[str]:
+    def report_pieces(pieces: Iterable[str]) -> Iterator[str]:
         nonlocal reported
         for piece in pieces:
             yield piece
-            more = max(_PACKED * position - reported, 0) if is_packed else len(piece)
-            reported += more
-            tick(more)
+            size = max(_PACKED * position - reported, 0) if is_packed else len(piece)
+            reported += size
+            tick(size)
 
     for document in documents.read_extent(extent, corpus, on_read):
-        pieces = ticked(document.pieces) if document.pieces else ()
+        pieces = report_pieces(document.pieces) if document.pieces else ()
         yield dataclasses.replace(document, pieces=pieces)
 
 

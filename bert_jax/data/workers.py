@@ -33,7 +33,7 @@ _TICK = 1.0
 
 _RECORD = "record.json"
 
-# Takes how much of the task's `bytes` has been done since its last call.
+# Takes how many of the task's `bytes` were done since the last call.
 Tick = Callable[[float], None]
 
 
@@ -108,7 +108,7 @@ class Progress:
         self._bar = None
 
     def tick(self, size: float) -> None:
-        """Counts bytes, roughly, that have been done of the present task."""
+        """Adds a rough number of bytes that are done to the progress of the present task."""
         self._part += size
         self._show()
 
@@ -232,7 +232,7 @@ def serve(file: int) -> None:
             task = connection.recv()
             try:
                 answer: Any = do(task)
-            except BaseException as error:  # a panic of a Rust library, too
+            except BaseException as error:  # a Rust panic is no Exception
                 answer = error
             try:
                 connection.send(answer)

@@ -47,10 +47,10 @@ _LINE_ENCODINGS = re.compile(r"utf-8|ascii|iso8859-\d+|cp125\d")
 
 Layout = Literal["sentences_by_line", "wrapped", "paragraphs_by_line"]
 
-# Is called with the position in a compressed file whenever some of it is read.
+# Takes the position in a compressed file after each read.
 OnRead = Callable[[int], None]
 # Yields decoded lines of an extent, or pieces of its text.
-_Lines = Callable[[Literal["by line", "in pieces"]], Iterator[str]]
+_ReadLines = Callable[[Literal["by line", "in pieces"]], Iterator[str]]
 
 # Yields a text in any pieces, from its beginning each time it is called.
 _Text = Callable[[], Iterable[str]]
@@ -112,7 +112,7 @@ class ByteRange:
     count: int = 0  # records of this shard
     before: int = 0  # records of the dataset before it
     bytes: int = 0  # how much there is to read, roughly
-    listed: buckets.Listed | None = None  # of an object in a bucket, what its list says
+    listed: buckets.Listed | None = None  # what the bucket's list says of an object
 
 
 def read(corpus: Corpus) -> Iterator[Document]:
@@ -147,11 +147,11 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[ByteRange]:
         return
     files = sources.files(source)
     if word == "parquet" and most:
-        # Many at a time: that of a file in a bucket is waited for.
+        # In parallel, since a file in a bucket answers slowly.
         with ThreadPoolExecutor(copies.REQUESTS) as pool:
-            of_files = pool.map(functools.partial(records.parts, column=field, most=most), files)
-            for (path, listed), of_file in zip(files.items(), of_files, strict=True):
-                for start, stop, text in of_file:
+            all_cuts = pool.map(functools.partial(records.parts, column=field, most=most), files)
+            for (path, listed), cuts in zip(files.items(), all_cuts, strict=True):
+                for start, stop, text in cuts:
                     yield ByteRange(
                         word, path, field, start=start, stop=stop, bytes=text, listed=listed
                     )
@@ -315,12 +315,12 @@ def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
 
 
 def _file_texts(
-    extent: ByteRange, corpus: Corpus, lines_of: _Lines
+    extent: ByteRange, corpus: Corpus, read_lines: _ReadLines
 ) -> Iterator[tuple[str, int, _Text]]:
     """Yields one document a file, or in sentences_by_line one a block of lines."""
     path = extent.path
     if corpus.layout == "sentences_by_line":
-        lines = lines_of("by line")
+        lines = read_lines("by line")
         head = [] if extent.start else list(itertools.islice(lines, 10 * _LINES_TO_JUDGE))
         _refuse_contradiction(path, head, corpus.layout)
         numbered = enumerate(itertools.chain(head, lines), 1)
@@ -331,10 +331,10 @@ def _file_texts(
                 text = (line.replace("\r\n", "\n") for line in own)
                 yield f"{path}:{start}", start, functools.partial(iter, text)
         return
-    head = list(itertools.islice(lines_of("in pieces"), _HELD))
+    head = list(itertools.islice(read_lines("in pieces"), _HELD))
 
     def text() -> Iterable[str]:
-        return head if len(head) < _HELD else lines_of("in pieces")
+        return head if len(head) < _HELD else read_lines("in pieces")
 
     if corpus.layout != "per_file":
         _refuse_contradiction(path, _lines_of(text()), corpus.layout)
@@ -348,16 +348,16 @@ def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> No
         raise InputError(f"{path}: does not look like corpus.layout={layout}: {why}")
 
 
-def _record_texts(extent: ByteRange, lines_of: _Lines) -> Iterator[tuple[str, str]]:
+def _record_texts(extent: ByteRange, read_lines: _ReadLines) -> Iterator[tuple[str, str]]:
     """Yields the place and the text of each record."""
     path, field = extent.path, extent.field
     if extent.kind == "tfds":
         return _dataset_texts(extent)
     if extent.kind == "jsonl":
-        return _json_texts(extent, lines_of("by line"))
+        return _json_texts(extent, read_lines("by line"))
     if extent.kind == "parquet":
         return records.parquet(path, field, extent.start, extent.stop)
-    rows = records.table(extent.kind, lines_of("by line"), path)
+    rows = records.table(extent.kind, read_lines("by line"), path)
     return records.column_of(rows, field, path)
 
 

@@ -20,7 +20,7 @@ import pyarrow
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import buckets, retry
 
-# What Arrow calls the compression of a file with this ending.
+# Arrow's names of compressions, by the endings of the files.
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 # Bytes above 127 that all make UTF-8 characters do so by chance once in thousands, if this many.
 _SURELY_UTF8 = 6

@@ -1,7 +1,7 @@
 """Records of files, each with its place: rows of CSV, TSV and Parquet, and JSON.
 
 CSV is what Python's `csv` reads: quoted cells may hold commas, newlines and doubled quotation
-advice. In TSV, as GLUE has it, a line is a row, tabs separate columns and quotation marks mean
+marks. In TSV, as GLUE has it, a line is a row, tabs separate columns and quotation marks mean
 nothing. Blank lines are no rows.
 """
 
@@ -22,18 +22,18 @@ from bert_jax.text import lines as text_lines
 
 # The place of an example, the names of its columns, and their values.
 Named = tuple[str, list[str], list[Any]]
-# Takes the place of a broken row and the error; returns to leave the row out, or raises.
+# Is given the location of a broken row and the error; returns to skip the row, or raises.
 OnBroken = Callable[[str, InputError], None]
 
 # Characters of a CSV cell; Python's own limit is 131,072.
 _LONGEST_CELL = 2**31 - 1
 # Rows of a Parquet file that are held as Python's strings.
 _ROWS = 1_000
-# Names that a message lists.
+# The most names that a message lists.
 _LISTED = 20
 # Half of a surrogate pair.
 _HALF = re.compile("[\ud800-\udfff]")
-# What to do about a table whose columns another character separates.
+# What to do about a table with another separator, by the separator.
 _SEPARATORS = {
     ";": "semicolons: write it with commas",
     "\t": "tabs: read it as tsv:FILE",
@@ -82,8 +82,8 @@ def table(
 
 
 def separator_note(names: Sequence[str]) -> str:
-    """Returns what to do about a header of one column that holds another separator, else ""."""
-    advice = [what for mark, what in _SEPARATORS.items() if len(names) == 1 and mark in names[0]]
+    """Returns what to do if a header's only name holds another separator, else ""."""
+    advice = [text for mark, text in _SEPARATORS.items() if len(names) == 1 and mark in names[0]]
     return f"; the file seems to be separated by {advice[0]}" if advice else ""
 
 
@@ -134,7 +134,7 @@ def read_json(text: str, place: str) -> Any:
 def field_value(record: Mapping[str, Any], name: str) -> Any:
     """Returns the value of a field; `data.text` names the field `text` of the object `data`.
 
-    A key that itself contains the dots wins. A field of a null object is null.
+    If a key itself is `data.text`, its value is returned. A field of a null object is null.
 
     Raises:
       KeyError: the record has no such field.

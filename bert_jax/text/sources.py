@@ -17,7 +17,7 @@ from bert_jax.storage import buckets
 from bert_jax.text import lines as text_lines
 from bert_jax.text import tfds_files
 
-# Endings of the files that a source reads of a folder, in upper or lower case; all except Parquet
+# Endings of the files that a source reads in a folder, in upper or lower case. All except Parquet
 # files may be compressed.
 _ENDINGS = {
     "text": (".txt", ".text"),
@@ -33,20 +33,20 @@ _SUFFIXES = {
     )
     for kind, endings in _ENDINGS.items()
 }
-# Files that are no text to learn from: hidden ones, also as Hadoop and Arrow mark them.
+# Names without text to learn from; Hadoop and Arrow mark hidden files with `_`.
 _NO_TEXT = re.compile(r"(?i)[._]|(readme|licen[cs]e)\b")
-# Endings and folders that a line names.
+# The most endings or folders that a line lists.
 _NAMED = 5
 # What places say of a file that another content changes.
 _VERSIONS = ("ETag", "etag", "md5", "blob_id", "LastModified", "last_modified", "mtime", "created")
 
 
-# Paths of files, and what the list of a bucket says of each.
+# Paths of files, each with what its bucket's list says of it; None outside of buckets.
 Files = dict[str, buckets.Listed | None]
 
 
 def kind_of(path: str) -> str:
-    """Returns the kind of source that reads a file of this name of a folder; "" if none does."""
+    """Returns the kind of source that reads files of this name in folders; "" if none does."""
     name = path.lower()
     return next((kind for kind, suffixes in _SUFFIXES.items() if name.endswith(suffixes)), "")
 
@@ -56,11 +56,11 @@ def files(source: str, seconds: float | None = None) -> Files:
     word, _, place = source.partition(":")
     paths, others = find(source, seconds)
     if not paths:
-        held = f"; it holds {_summary(others)}{_advice(others, place)}" if others else ""
+        contents = f"; it holds {_summary(others)}{_advice(others, place)}" if others else ""
         missing = "no such files there"
         if os.path.isdir(place):
             missing = f"the folder holds no {' or '.join(_ENDINGS[word])} file"
-        raise InputError(f"corpus.sources: {source}: {missing}{held}")
+        raise InputError(f"corpus.sources: {source}: {missing}{contents}")
     for path in paths if word == "text" else ():
         if (other := kind_of(path)) not in ("", "text"):
             raise InputError(
@@ -71,20 +71,20 @@ def files(source: str, seconds: float | None = None) -> Files:
 
 
 def find(source: str, seconds: float | None = None) -> tuple[Files, list[str]]:
-    """Returns the files that a source reads, and what else lies there; both sorted.
+    """Returns the files that a source reads, and the paths that it leaves out; both sorted.
 
-    The latter are files of a folder with other endings, or folders that a pattern matches, whose
-    names end in "/".
+    A folder leaves out its files with other endings. A pattern leaves out the folders that it
+    matches; their paths end in "/".
     """
     word, _, place = source.partition(":")
     if "://" in place:
         with text_lines.answering(f"corpus.sources: {source}"):
-            paths, is_folder = _paths_there(place, seconds)
+            paths, is_folder = _find_remote(place, seconds)
     elif os.path.isdir(place):
         paths, is_folder = dict.fromkeys(files_below(place)), True
     else:
-        named, folders = _matches(source, place)
-        return dict.fromkeys(named), folders
+        paths_here, folders = _match_files(source, place)
+        return dict.fromkeys(paths_here), folders
     if not is_folder:
         return paths, []
     read = {path: listed for path, listed in paths.items() if kind_of(path) == word}
@@ -97,8 +97,8 @@ def files_below(folder: str) -> list[str]:
     Linked folders are entered once, those nearest to `folder` first, and a file that two links
     lead to is listed once.
     """
-    listed: list[str] = []
-    # Real paths: of folders, and of files where there are linked folders.
+    all_paths: list[str] = []
+    # Real paths of entered folders and, once a linked folder is met, of known files.
     entered, known = set[str](), set[str]()
     starts, is_linked = [folder], False
     while starts:
@@ -117,18 +117,18 @@ def files_below(folder: str) -> list[str]:
             paths = [path for real, path in by_file.items() if real not in known]
         if links:
             known.update(map(os.path.realpath, paths))
-        listed += paths
+        all_paths += paths
         starts, is_linked = links, True
-    return sorted(listed)
+    return sorted(all_paths)
 
 
 def _refuse(error: OSError) -> NoReturn:
     raise InputError(f"corpus.sources: {error.filename}: cannot be read ({error.strerror})")
 
 
-def _matches(source: str, place: str) -> tuple[list[str], list[str]]:
+def _match_files(source: str, place: str) -> tuple[list[str], list[str]]:
     """Returns the files that a path or a pattern names, and folders whose files it leaves out."""
-    there = [place] if os.path.exists(place) else _matching(place)
+    there = [place] if os.path.exists(place) else _expand_pattern(place)
     paths = sorted(set(filter(os.path.isfile, there)))
     if not paths:
         what = "the pattern matches no file" if glob.has_magic(place) else "no such file or folder"
@@ -140,32 +140,32 @@ def _matches(source: str, place: str) -> tuple[list[str], list[str]]:
     return paths, sorted(filter(os.path.isdir, unread))
 
 
-def _matching(pattern: str) -> list[str]:
-    """Returns what a pattern matches, as `glob` does; with ** each file only once."""
+def _expand_pattern(pattern: str) -> list[str]:
+    """Returns the paths that a pattern matches, as `glob` does, but each file once with **."""
     begin = re.split(r"[*?[]", pattern)[0]
     root = begin[: begin.rfind("/") + 1]
     parts = pattern.removeprefix(root).split("/")
     is_plain = all(part == "**" or ("**" not in part and part[:1] != ".") for part in parts)
     if "**" not in parts or not is_plain or not os.path.isdir(root or "."):
         return glob.glob(pattern, recursive=True)
-    # `glob` follows a link that leads back forty times, and two such links practically for ever.
+    # `glob` follows a link to a folder above forty times, and two such links practically for ever.
     fits = re.compile(glob_translate("/".join(parts)))
     names = (path.removeprefix(root or "./") for path in files_below(root or "."))
     return [f"{root}{name}" for name in names if fits.match(name) and "/." not in f"/{name}"]
 
 
-def _paths_there(place: str, seconds: float | None) -> tuple[Files, bool]:
+def _find_remote(place: str, seconds: float | None) -> tuple[Files, bool]:
     """Returns the files at an address, and whether the address is a folder's."""
     if place.startswith("gs://"):
-        return _paths_in_bucket(place, seconds)
+        return _find_in_bucket(place, seconds)
     system, name = text_lines.system_of(place)
     is_folder = system.isdir(name)
     names = system.find(name) if is_folder else [name] * system.exists(name) or system.glob(name)
     return dict.fromkeys(sorted(system.unstrip_protocol(path) for path in names)), is_folder
 
 
-def _paths_in_bucket(place: str, seconds: float | None) -> tuple[Files, bool]:
-    """Returns the objects of a name, below a folder, or that fit a pattern; see `_paths_there`."""
+def _find_in_bucket(place: str, seconds: float | None) -> tuple[Files, bool]:
+    """Returns the objects of a name, a folder or a pattern; see `_find_remote`."""
     folder, fits = re.sub(r"(?<=[^:/])/*$", "/", place), ""
     if glob.has_magic(place):
         begin = re.split(r"[*?[]", place)[0]
@@ -180,7 +180,7 @@ def _paths_in_bucket(place: str, seconds: float | None) -> tuple[Files, bool]:
 
 
 def left_out(corpus: Corpus, seconds: float | None = None) -> list[str]:
-    """Returns a line for each source that leaves out something which no other source reads.
+    """Returns a line for each source that leaves out something that no other source reads.
 
     Hidden files and those named README or LICENSE are not counted.
     """
@@ -205,20 +205,20 @@ def left_out(corpus: Corpus, seconds: float | None = None) -> list[str]:
         if word not in _ENDINGS:
             what, names = "split", paths
         else:
-            names = [p for p in paths if identity(p) not in read and not _is_no_text(p, place)]
+            names = [p for p in paths if identity(p) not in read and not _is_ignored(p, place)]
             read.update(map(identity, names))
             what = "folder" if names and names[0].endswith("/") else "file"
         if names:
-            in_short = _summary(names) if what == "file" else ", ".join(names[:_NAMED])
-            more = _advice(names, place) if what == "file" else ""
-            lines.append(f"{source} leaves out {pluralize(len(names), what)} ({in_short}){more}")
+            summary = _summary(names) if what == "file" else ", ".join(names[:_NAMED])
+            advice = _advice(names, place) if what == "file" else ""
+            lines.append(f"{source} leaves out {pluralize(len(names), what)} ({summary}){advice}")
     return lines
 
 
-def _is_no_text(path: str, place: str) -> bool:
+def _is_ignored(path: str, place: str) -> bool:
     if path.startswith(place):
         names = path.removeprefix(place).split("/")
-    else:  # as a pattern's, or as a client of fsspec spells it
+    else:  # a path of a pattern, or as an fsspec client spells it
         names = path.split("/")[3 if "://" in path else -1 :]
     return any(map(_NO_TEXT.match, names))
 
@@ -240,7 +240,7 @@ def _ending(path: str) -> str:
 
 
 def _advice(paths: list[str], place: str) -> str:
-    """Returns which sources read files of a folder, to follow a `_summary`."""
+    """Returns which sources would read these files, as text to follow a `_summary`."""
     kinds = sorted({kind_of(path) for path in paths} - {""})
     words = [f"{kind}:{place} reads {' and '.join(_ENDINGS[kind])}" for kind in kinds]
     return "".join(f"; {word}" for word in words)
@@ -271,7 +271,7 @@ def fingerprint(corpus: Corpus, seconds: float | None = None) -> list[dict[str, 
 def state(
     path: str, seconds: float | None = None, listed: buckets.Listed | None = None
 ) -> dict[str, int]:
-    """Returns `bytes` and `mtime_ns` of a file, or of an object, which may be `listed`."""
+    """Returns `bytes` and `mtime_ns` of a file or an object; `listed` saves a request."""
     with text_lines.answering(f"corpus.sources: {path}"):
         if "://" in path and not path.startswith("gs://"):
             system, name = text_lines.system_of(path)
