@@ -50,7 +50,7 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
         if buckets.exists(folder / COMPLETE):
             return corpus.examine(folder)
     sources = _sources(path)
-    # `prepare` reads one kind of file; a path alone is its first.
+    # `prepare` would read only the first kind of file from this path.
     return text.examine(Corpus(sources=sources), prepared_as=Corpus(sources=sources[:1]))
 
 

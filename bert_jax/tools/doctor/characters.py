@@ -16,7 +16,7 @@ _MOJIBAKE = re.compile(
     f"[ÂÃ][{_CONTINUES}]|â[€\x80][{_CONTINUES}]|ð[Ÿ\x9f][{_CONTINUES}]"
     f"|(?:[ÎÏÐÑ][{_CONTINUES}]){{2,}}|(?:[ä-é][{_CONTINUES}]{{2}}){{2,}}"
 )
-# Of tags, only names that HTML has: <s> and <unk> are words of other corpora.
+# Only names of HTML's tags, since <s> and <unk> are words of other corpora.
 _TAG = (
     "a|abbr|article|b|blockquote|body|br|button|center|cite|code|dd|div|dl|dt|em|figure|font|"
     "footer|form|h[1-6]|head|header|hr|html|i|iframe|img|input|label|li|link|meta|nav|ol|option|p|"

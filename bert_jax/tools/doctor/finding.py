@@ -93,19 +93,19 @@ LONG_SENTENCES = FindingRule(
     "paragraphs (corpus.layout=paragraphs_by_line)? Take out what is no prose: a string without "
     "blanks is one word to WordPiece, and [UNK]",
 )  # fmt: skip
-# With most of the text in one document, it decides the split, and the others are every random next
-# sentence of it.
+# A document with most of the text decides the split, and its random next sentences come from the
+# few other documents.
 DOMINANT = FindingRule(
     "one document has {value} of all sentences ({count:,} of {sentences:,}){scope}",
     0.5, 0.9,
     "a document is trained on or held out as a whole, and its random next sentences come from the "
-    "few others",
+    "few other documents",
     "--set corpus.cut_documents=100, or corpus.document_starts, if it is several texts",
 )  # fmt: skip
 
 
 def dominant_document(largest: int, sentences: int, example: str, scope: str = "") -> list[Finding]:
-    """Reports that the largest document has so many of all sentences."""
+    """Reports a document with most of the sentences; `largest` counts the sentences in it."""
     counts = {"count": largest, "sentences": sentences}
     return DOMINANT.check(largest / sentences, example, **counts, scope=scope)
 

@@ -29,7 +29,7 @@ _MOST = 300_000_000
 _MOST_OF_A_FILE = 30_000_000
 # Some 500 pieces: the longest example. Of a longer sentence the rest is never seen.
 _LONG = 2_000
-# Refused files that are named for each reason, and reasons that have a finding of their own.
+# The most refused files named for a reason, and the most reasons with a finding of their own.
 _NAMED, _REASONS = 8, 5
 
 REFUSED = FindingRule(
@@ -56,7 +56,7 @@ LEFT_OUT = FindingRule(
 def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
     """Examines the sources of a corpus.
 
-    Reports what `prepared_as`, by default the corpus itself, leaves out of its folders.
+    Also reports the files that `prepared_as` (None: the corpus itself) would leave out.
     """
     places: list[tuple[Corpus, str, int]] = []
     for one in corpus.alone():
@@ -145,12 +145,12 @@ class _Survey:
 
     def __init__(self, corpus: Corpus, places: list[tuple[Corpus, str, int]]):
         self._corpus, self._characters = corpus, Characters()
-        # By the reason, without what differs from file to file: the file and the whole message.
+        # (file, message) pairs, by the message without file names and numbers.
         self._refused: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)
         self._count = self._read = self._repeats = self._ones = 0
         self._seen: set[int] = set()  # hashes of whole texts
         self._any = self._repeated = self._one = ""  # examples
-        self._sentences, self._largest = 0, (0, "")  # of all documents; of one, with an example
+        self._sentences, self._largest = 0, (0, "")  # counts; of the largest with an example
         self._long: list[int] = []  # characters of each long sentence
         self._longest = (0, "")  # with an example
         self._layouts: dict[str, list[str]] = collections.defaultdict(list)
