@@ -51,7 +51,7 @@ class Fault:
         an answer that ends in the middle.
       seconds: that pass before.
       is_done: whether what was asked for is done all the same, and its answer alone is lost.
-      change: the request is answered, with its body changed so; the answer is whole as HTTP.
+      change: changes the body of the answer, which stays whole as HTTP.
       breaks_off: the request is answered, but the connection closes after half of the body.
     """
 

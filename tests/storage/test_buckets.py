@@ -51,20 +51,20 @@ DAMAGES = {
 CONTENT = bytes(range(256)) * 40
 
 
-def opened(path):
+def read_opened(path):
     with buckets.open_object(path) as file:
         return file.read()
 
 
-def copied(path, tmp_path):
+def read_fetched(path, tmp_path):
     copies.fetch(path, epath.Path(tmp_path))
     return (tmp_path / path.name).read_bytes()
 
 
 READS = {
     "read": lambda path, _: buckets.read(path),
-    "opened": lambda path, _: opened(path),
-    "fetch": copied,
+    "opened": lambda path, _: read_opened(path),
+    "fetch": read_fetched,
     "epath": lambda path, _: path.read_bytes(),
     "sha256": lambda path, _: (buckets.sha256(path) == SHA256) * CONTENT,
 }

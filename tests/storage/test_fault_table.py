@@ -1,8 +1,8 @@
 """Each fault that a bucket can have, in each request of what a run does there.
 
 The requests are those that the work makes where nothing fails. Whatever goes wrong, the work ends
-with the same result, is told to be run again (exit code 74), or is refused by name. It never ends
-with an internal error, another result, or not at all.
+with the same result, asks to be run again (exit code 74), or is refused with an InputError. It
+never ends with an internal error, with another result, or not at all.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def is_new(name: str) -> bool:
     return bool(re.match("run/checkpoints/[23]/", name))
 
 
-def behind(body: bytes) -> bytes:
+def lagging(body: bytes) -> bytes:
     """Returns a list without what was written last: a `Fault.change`."""
     page = json.loads(body)
     page["items"] = [item for item in page["items"] if not is_new(item["name"])]
@@ -65,10 +65,10 @@ FAULTS = {
     "breaks off": Fault(breaks_off=True),
     "dropped": Fault(),
     "slow": Fault(seconds=0.1, change=lambda body: body),
-    LAGS: Fault(change=behind),
+    LAGS: Fault(change=lagging),
     **{str(status): Fault(status) for status in (401, 403, 404, 408, 412, 429, 500, 501, 503)},
 }
-# What no repetition can mend: the work may be refused by name at once.
+# Faults that no retry mends: the work may end with an InputError at once.
 FINAL = {"404", "412", "501"}
 SECONDS = 60  # within which the work must end; it takes about one
 
@@ -79,7 +79,7 @@ class Hang(BaseException):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked for, without the parts of names that differ from time to time."""
+    """What is asked for, without the parts of names that differ between runs."""
 
     kind: str
     name: str
@@ -93,26 +93,26 @@ class Request:
 # --- What a run does in its bucket --------------------------------------------------------------
 
 
-def placed() -> dict[str, jax.Array]:
+def device_state() -> dict[str, jax.Array]:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), STATE)
 
 
-def saves() -> Saves:
+def open_saves() -> Saves:
     workdir = mirror.open_workdir(RUN, access="write")
     workdir.root.mkdir(parents=True, exist_ok=True)
     return Saves(workdir, Run(keep_checkpoints=2), Peers(0, 1, None, 1.0), lambda line: None)
 
 
 def save(step: int) -> None:
-    with saves() as run:
-        state = placed()
+    with open_saves() as run:
+        state = device_state()
         run.save(step, state, {"note": "x" * 40})
         run.finish(step, lambda: run.save(step, state, {"note": "x" * 40}))
 
 
 def restore(step: int) -> Any:
     """Returns what a checkpoint holds."""
-    state = placed()
+    state = device_state()
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
     )
@@ -136,7 +136,7 @@ def push() -> None:
 
 
 def set_aside_and_remove() -> None:
-    with saves() as run:
+    with open_saves() as run:
         run.set_aside(2)
         run.forget_after(0, lambda: None)
 
@@ -160,10 +160,10 @@ def corpus_objects() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Something that a run does, and what is to be seen of it afterwards."""
+    """Something that a run does, and a function that reads the result back."""
 
     do: Callable[[], Any]
-    see: Callable[[], Any] = lambda: None
+    inspect: Callable[[], Any] = lambda: None
 
 
 WORKS = {
@@ -179,7 +179,7 @@ WORKS = {
     "prepare": Work(prepare, corpus_objects),
 }
 
-# (work, fault): why it is left out. Remove what is mended.
+# Pairs (work, fault) that are left out, with the reason. Remove the pairs that pass.
 LEFT_OUT = {
     ("save", LAGS): "Orbax leaves out parts of a state that its list does not show",
     ("save", "404"): "Orbax writes metadata anew, without ours, where it does not find them",
@@ -187,12 +187,12 @@ LEFT_OUT = {
     ("set aside", LAGS): "what no list shows cannot be moved",
     ("set aside", "404"): "what is not there cannot be moved",
 }
-# What is quick enough for all days: the work itself is, or it stands for the others.
+# Pairs that every test run takes: those of a quick work, and one for the slow works.
 QUICK = {("push", fault) for fault in FAULTS} | {("restore", "cut")}
 
 
 def cells(quick: set[tuple[str, str]]) -> list[Any]:
-    """Returns all pairs of a work and a fault, of which only these are quick."""
+    """Returns all pairs of a work and a fault; those not in `quick` are marked long."""
     pairs = [(work, fault) for work in WORKS for fault in FAULTS]
     return [
         pytest.param(*pair, marks=() if pair in quick else pytest.mark.long, id=" ".join(pair))
@@ -209,7 +209,7 @@ def saved():
 
 @pytest.fixture
 def bucket(objects, saved, copy_of_run, monkeypatch):
-    """A bucket with them; what waits does so briefly."""
+    """A bucket with the objects of `saved`; retries wait briefly."""
     context = tensorstore_utils.get_ts_context
 
     def hasty(*args, **kwargs):
@@ -232,7 +232,7 @@ def bucket(objects, saved, copy_of_run, monkeypatch):
 
 
 @contextlib.contextmanager
-def ended(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Raises Hang where the work within takes longer."""
 
     def end(*_: object) -> None:
@@ -247,43 +247,43 @@ def ended(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def happens(fault: str, request: Request) -> bool:
+def can_happen(fault: str, request: Request) -> bool:
     """Returns whether a bucket can have a fault in such a request."""
     if fault == LAGS:
         return request.kind == "list"
-    if fault == "412":  # to a condition, which TensorStore alone asks for
+    if fault == "412":  # for a precondition, which TensorStore alone sends
         return request.kind == "write" and bool(re.search(r"/d/|\.ocdbt$|_sharding$", request.name))
-    return fault != "other JSON" or request.kind != "delete"  # whose answer has no body
+    return fault != "other JSON" or request.kind != "delete"  # a delete's answer has no body
 
 
 def outcome(work: Work) -> Any:
-    """Returns what the work comes to, or by which of our errors it ends."""
+    """Returns the result of the work, or the error of this project that ends it."""
     try:
-        with ended(SECONDS):
+        with time_limit(SECONDS):
             return work.do()
     except (Unavailable, InputError) as error:
         return error
 
 
-def clean(bucket, saved, work: Work) -> tuple[list[Request], Any]:
-    """Returns the requests of the work where nothing fails, and what it comes to."""
+def run_without_faults(bucket, saved, work: Work) -> tuple[list[Request], Any]:
+    """Returns the requests of the work where nothing fails, and its result."""
     bucket.objects = dict(saved)
     bucket.requests.clear()
     done = work.do()
     requests = list(dict.fromkeys(Request.of(*request) for request in bucket.requests))
-    return requests, (done, work.see())
+    return requests, (done, work.inspect())
 
 
 @pytest.mark.parametrize(("name", "fault"), cells(QUICK))
 def test_work_outlasts_a_fault_of_each_request(name, fault, bucket, saved):
     """Each request has it once, in the first attempt that comes to it."""
     work = WORKS[name]
-    requests, expected = clean(bucket, saved, work)
+    requests, expected = run_without_faults(bucket, saved, work)
     left = set(requests)
 
     def once(method, name, kind):
         request = Request.of(name, kind)
-        if request not in left or not happens(fault, request):
+        if request not in left or not can_happen(fault, request):
             return None
         left.remove(request)
         return FAULTS[fault]
@@ -298,7 +298,7 @@ def test_work_outlasts_a_fault_of_each_request(name, fault, bucket, saved):
             break
         assert fault in FINAL or isinstance(found, Unavailable)
     bucket.reset_faults()
-    assert (found, work.see()) == expected
+    assert (found, work.inspect()) == expected
 
 
 @pytest.mark.nightly
@@ -306,11 +306,11 @@ def test_work_outlasts_a_fault_of_each_request(name, fault, bucket, saved):
 def test_work_ends_by_name_where_all_requests_of_a_kind_have_a_fault(name, fault, bucket, saved):
     """Once the bucket is well again, the work does what it always does."""
     work = WORKS[name]
-    requests, expected = clean(bucket, saved, work)
+    requests, expected = run_without_faults(bucket, saved, work)
     for kind in dict.fromkeys(request.kind for request in requests):
 
         def always(method, name, asked, kind=kind):
-            faulty = asked == kind and happens(fault, Request.of(name, asked))
+            faulty = asked == kind and can_happen(fault, Request.of(name, asked))
             return FAULTS[fault] if faulty else None
 
         bucket.objects = dict(saved)
@@ -320,4 +320,4 @@ def test_work_ends_by_name_where_all_requests_of_a_kind_have_a_fault(name, fault
         print(kind, repr(found)[:300])
         if isinstance(found, Exception):
             found = work.do()
-        assert (found, work.see()) == expected
+        assert (found, work.inspect()) == expected

@@ -60,8 +60,8 @@ def test_what_orbax_does_with_a_file_outlasts_a_fault(kind, objects):
     assert not objects.files() and next(numbers) > 1
 
 
-def questions(folder):
-    """What a folder answers that is asked much."""
+def folder_answers(folder):
+    """Returns the answers of a folder to many requests."""
     steps = sorted(path.name for path in folder.iterdir())
     return {
         "names": steps,
@@ -77,18 +77,18 @@ def test_a_folder_that_nobody_changes_is_listed_once_and_answers_alike(objects):
     for name in ("1/state/a", "1/b", "12/b", "2/state/a"):
         objects.put(f"run/checkpoints/{name}", name.encode(), {})
     objects.put("run/checkpoints2/b", b"of another folder", {})
-    wanted = questions(folder)
+    wanted = folder_answers(folder)
     objects.requests.clear()
     with buckets.unchanging(folder):
-        assert questions(folder) == questions(folder) == wanted
+        assert folder_answers(folder) == folder_answers(folder) == wanted
         asked = [name for name, kind in objects.requests if kind == "read"]
         assert asked == ["run/checkpoints/1/state/a"]
         assert {path.name for path in folder.parent.iterdir()} == {"checkpoints", "checkpoints2"}
         (folder / "1" / "state" / "a").write_text("other")
         (folder / "3" / "b").write_text("new")
-        changed = questions(folder)
+        changed = folder_answers(folder)
         assert changed["text"] == "other" and changed["names"] == ["1", "12", "2", "3"]
-    assert questions(folder) == changed
+    assert folder_answers(folder) == changed
 
 
 @pytest.mark.parametrize("change", [fake_gcs.emptied, fake_gcs.halved, fake_gcs.flipped])
