@@ -97,7 +97,7 @@ def json_object(content: str | bytes, where: object, remedy: str = "") -> dict[s
 
 @contextlib.contextmanager
 def prefix_errors(where: str) -> Iterator[None]:
-    """Has input errors begin with where the input stands: a flag, a field, a file."""
+    """Prefixes input errors with the location of the input: a flag, a field, a file."""
     try:
         yield
     except InputError as error:

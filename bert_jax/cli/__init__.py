@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: BaseException, words: Sequence[str]) -> int:
-    """Prints in one line what is at fault in a command of these words; returns the exit code."""
+    """Prints the error of a command in one line; returns the exit code."""
     if isinstance(error, KeyError) and str(error.args[0]).endswith("://"):
         # etils has no backend for such a path, whichever flag or setting names it.
         path = next((word for word in words if error.args[0] in word), error.args[0])

@@ -208,7 +208,7 @@ def add_arguments(parser: argparse.ArgumentParser, manual: str) -> None:
 
 
 def experiment_of(args: argparse.Namespace, access: Literal["read", "write"] = "read"):
-    """Returns the experiment that the arguments name, and its workdir; see `mirror.open_workdir`."""
+    """Returns the experiment that the arguments name, and its workdir; see mirror.open_workdir."""
     if args.experiment is None:
         experiment = saved_experiment(args, Experiment)
     else:
@@ -224,7 +224,7 @@ def saved_experiment(args: argparse.Namespace, kind: type[T]) -> T:
 
 
 def workdir_of(args: argparse.Namespace, experiment: Experiment, access: Literal["read", "write"]):
-    """Returns the workdir that the arguments name, or the experiment's own; see `mirror.open_workdir`."""
+    """Returns the workdir that the arguments name, or the experiment's; see mirror.open_workdir."""
     root = args.workdir or f"runs/{experiment.name}"
     return mirror.open_workdir(root, experiment.run.corpus_dir, access)
 

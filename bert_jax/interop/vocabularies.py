@@ -9,7 +9,7 @@ from etils import epath
 
 from bert_jax.errors import InputError, json_object, reading
 from bert_jax.interop.names import Say
-from bert_jax.interop.settings import AS_IT_IS, Settings
+from bert_jax.interop.settings import GENERIC, Settings
 from bert_jax.text import library, vocabulary
 from bert_jax.text import tokenizer as tokenizer_lib
 
@@ -61,9 +61,9 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
         if (folder / name).exists() and not any((folder / it).exists() for it in _OURS):
             raise InputError(f"{folder / name}: not read; {library.CONVERT}")
     fast, parts = folder / library.FILE, settings.parts
-    is_whole = settings.tokenizer_class in AS_IT_IS
+    is_generic = settings.tokenizer_class in GENERIC
     with reading(fast):
-        kind, vocab = parts.get("model", {}).get("type", "WordPiece"), _pieces(parts, is_whole)
+        kind, vocab = parts.get("model", {}).get("type", "WordPiece"), _pieces(parts, is_generic)
     if kind != "WordPiece":
         return library.read(fast, settings.named)
     case = _case(folder, parts, settings.config)
@@ -82,7 +82,7 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
     if vocab is None:
         raise InputError(f"{folder}: no vocab.txt and no tokenizer.json; put the vocabulary there")
     ours = tokenizer_lib.WordPiece(vocab, case)
-    if parts and (is_whole or parts.get("post_processor")):
+    if parts and (is_generic or parts.get("post_processor")):
         around = library.around(
             library.open_tokenizer(fast.read_bytes(), parts, str(fast)), str(fast)
         )
@@ -109,11 +109,11 @@ def read_plain(folder: epath.Path, say: Say) -> tokenizer_lib.WordPiece:
     return tokenizer_lib.WordPiece(vocab, case)
 
 
-def _pieces(parts: dict[str, Any], is_whole: bool) -> list[str] | None:
+def _pieces(parts: dict[str, Any], is_generic: bool) -> list[str] | None:
     """Returns the vocabulary of a tokenizer.json, by id; None unless ours cuts any text so, too."""
     model, ids = parts.get("model", {}), parts.get("model", {}).get("vocab", {})
-    cutter = parts.get("pre_tokenizer") or {"type": None if is_whole else _CUTTER}
-    normalizer = parts.get("normalizer") or {"type": None if is_whole else _NORMALIZER}
+    cutter = parts.get("pre_tokenizer") or {"type": None if is_generic else _CUTTER}
+    normalizer = parts.get("normalizer") or {"type": None if is_generic else _NORMALIZER}
     uncased = normalizer.get("lowercase", True)
     added = parts.get("added_tokens") or ()
     is_ours = (

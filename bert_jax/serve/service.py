@@ -226,7 +226,7 @@ class Service:
         return turn
 
     async def _health(self, _: Request) -> Response:
-        """Answers whether requests are answered in time."""
+        """Answers 200, or 503 if the current turn exceeds the time limit."""
         seconds = time.monotonic() - self._turn_began
         if seconds > self.limits.seconds:
             stuck = {"status": f"computing for {seconds:.0f} s", "model": self._served.name}
@@ -268,7 +268,7 @@ class Service:
 
 
 def _is_fault(result: Any) -> bool:
-    """Returns whether a result is an error for which the item is not to blame."""
+    """Returns whether a result is an internal error rather than an error of the item."""
     return isinstance(result, Exception) and not isinstance(result, InputError)
 
 

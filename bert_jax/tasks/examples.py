@@ -125,7 +125,7 @@ def names_of(example: Example) -> tuple[str, ...]:
 
 @dataclass
 class Tally:
-    """Counts of what was read of sources."""
+    """Counts of the examples read and the rows skipped, by source."""
 
     examples: dict[str, int] = dataclasses.field(default_factory=dict)  # how many, by source
     # Place and error of each row that `task.broken_rows` leaves out.
@@ -154,7 +154,7 @@ def each(
 ) -> Iterator[Example]:
     """Yields the examples of all sources in order, as `FORMS` has them.
 
-    Where labels are not read their column may be missing. `tally` counts what is read.
+    Unlabelled sources may lack the label column. `tally` counts examples and broken rows.
     """
     columns = task.text_columns + (task.label_columns if labelled == "labelled" else ())
     task.require_readable("source", sources, columns)

@@ -314,7 +314,7 @@ class FinetuningJob(Job):
             )
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """Returns what tasks.predict and checkpoints.checkpoint read.
+        """Returns the metadata that tasks.predict and checkpoints.checkpoint read.
 
         The threshold is that of this very step: a resumed run keeps the same.
         """

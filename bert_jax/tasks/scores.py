@@ -256,7 +256,7 @@ def data_warnings(
     examples: Mapping[str, Sequence[Example]],
     learned: Collection[int],
 ) -> list[str]:
-    """Returns sentences about examples that scores should not be believed without.
+    """Returns warnings about examples that make scores misleading.
 
     Args:
       task: whose examples they are.

@@ -161,7 +161,7 @@ class Library:
         return [self.unk_id if i in self._special_ids else i for i in ids]
 
     def _require_specials(self, ids: Mapping[str, int], where: str) -> None:
-        """Raises InputError that names everything that a file lacks."""
+        """Raises InputError that lists all special tokens that the file lacks."""
         lacking = [
             f"{role}={self.named.get(role)!r} names no piece of the vocabulary"
             for role in _ROLES
@@ -182,7 +182,7 @@ class Library:
         A blank alone begins none: it may be one of a run of them, or be followed by what it begins.
         Not so behind a Metaspace, where each blank begins a word.
         """
-        cutters = each(self._parts.get("pre_tokenizer"), "pretokenizers")
+        cutters = list_steps(self._parts.get("pre_tokenizer"), "pretokenizers")
         by_bytes = any(one["type"] == "ByteLevel" for one in cutters)
         by_blanks = any(one["type"] == "Metaspace" and one.get("split", True) for one in cutters)
         if any(piece.startswith("##") for piece in self._pieces):
@@ -293,12 +293,12 @@ def around(of: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...], 
     return cls, tuple(between), sep, second
 
 
-def each(part: Any, inside: str) -> list[dict[str, Any]]:
+def list_steps(part: Any, inside: str) -> list[dict[str, Any]]:
     """Returns the steps of a part of a tokenizer.json, which may be a sequence of them."""
     if not part:
         return []
     if part.get("type") == "Sequence":
-        return [step for one in part[inside] for step in each(one, inside)]
+        return [step for one in part[inside] for step in list_steps(one, inside)]
     return [part]
 
 
@@ -312,7 +312,7 @@ _OF_A_WORD += ("StripAccents",)
 def _by_words(parts: dict[str, Any]) -> bool:
     """Returns whether words that stand a blank apart are cut each by itself."""
     replaced = 0
-    for one in each(parts.get("normalizer"), "normalizers"):
+    for one in list_steps(parts.get("normalizer"), "normalizers"):
         if one["type"] == "Replace" and one["pattern"] == {"String": " "}:
             replaced += one["content"] == BLANK
         elif one["type"] == "Replace" and one["pattern"] == {"Regex": " {2,}"}:
@@ -332,7 +332,7 @@ def _by_words(parts: dict[str, Any]) -> bool:
 
 def cuts_words(parts: dict[str, Any]) -> bool:
     """Returns whether the pre-tokenizer of a tokenizer.json cuts a text at its blanks."""
-    cutters = each(parts.get("pre_tokenizer"), "pretokenizers")
+    cutters = list_steps(parts.get("pre_tokenizer"), "pretokenizers")
     return bool(cutters) and all(_cuts(one) for one in cutters)
 
 
