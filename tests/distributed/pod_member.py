@@ -31,7 +31,8 @@ from bert_jax.training import step
 FOLDER, WHO, STEP, WHAT = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 ME = int(os.environ.get("JAX_PROCESS_ID", "0"))
 if WHAT == "errs":
-    sys.path.append(str(pathlib.Path(__file__).parents[1]))
+    tests = pathlib.Path(__file__).parents[1]
+    sys.path += [str(tests), str(tests / "training")]
     from test_replay import sicken
 
     sicken(pytest.MonkeyPatch(), {STEP - 1, STEP}, WHO)
