@@ -28,7 +28,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 SAMPLE = f"jsonl:{ROOT / 'experiments' / 'sample_text' / 'speeches.jsonl.gz'}"
 TORCH = ".venv-torch/bin/python", "with torch"  # as a flag's default
 
-_VOCABULARY = ROOT / "bert_jax" / "conformance" / "files" / "bert_base_uncased_vocab.txt.gz"
+_FILES = ROOT / "bert_jax" / "tools" / "conformance" / "files"
+_VOCABULARY = _FILES / "bert_base_uncased_vocab.txt.gz"
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 # Freed memory is kept, as `running.session` asks of the C library.
 _KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1"}
