@@ -236,7 +236,7 @@ def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
     """
     with translate_os_errors(path):
         content = path.read_bytes()
-    with calling_rust(f"{path}: damaged or cut off; put the whole safetensors file back"):
+    with calling_rust(f"{path}: damaged or cut off; restore the complete safetensors file"):
         entries = deserialize(content)
     tensors = {}
     for name, tensor in entries:

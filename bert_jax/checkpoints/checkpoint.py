@@ -1,13 +1,13 @@
-"""Reading the state of a run from disk, by Orbax; only `checkpoints.saves` also imports it.
+"""Reads checkpoints with Orbax, which only this module and `checkpoints.saves` import.
 
 A checkpoint is the state of training.step and a little JSON next to it: what the run is, what it
 ran on, and the metrics summed since the last line was written, so that the lines of a resumed run
 are those of an uninterrupted one. The JSON holds a checksum of every array, the same on any mesh,
 and one of itself: Orbax restores a flipped bit without a word.
 
-A checkpoint is damaged if its arrays have other checksums twice, or if Orbax fails to restore it
-for a reason that is no network's or machine's (storage.retry): those say nothing about it, and
-reading is tried again for ten minutes.
+A checkpoint is damaged if the checksums of its arrays differ in two reads, or if Orbax fails to
+restore it. Errors of the network or the machine are not damage (storage.retry): the read is retried
+for ten minutes.
 """
 
 import contextlib
@@ -118,24 +118,24 @@ class Checkpoints:
           Damaged: it is not what was written.
           Unavailable: the storage has not answered for ten minutes.
         """
-        return self._load_unchanged(step, abstract_state, lambda what, error: error)
+        return self._load_verified(step, abstract_state, lambda what, error: error)
 
-    def _load_unchanged(
+    def _load_verified(
         self, step: int, abstract_state: Any, agreed: Callable[[str, str], str]
     ) -> Restored:
-        """Reads a step and compares its checksums, all processes together; see `newest`.
+        """Loads a checkpoint and verifies its checksums, in all processes together.
 
-        What differs is read once more: a bit may have flipped on its way from the storage.
+        Reads once more if checksums differ: a bit may have flipped in transit. See `newest`.
         """
         error = ""
         for _ in range(2):
-            restored, error = None, ""  # two states may be more than there is room for
+            restored, error = None, ""  # frees the first state: two may not fit in memory
             try:
                 restored = self._load(step, abstract_state)
             except Damaged as damage:
                 error = str(damage)
             if error := agreed(f"{step} read", error):
-                break  # it was read twice already
+                break  # `_load` has read it twice already
             assert restored is not None
             if not (error := agreed(f"{step} checked", self._changed(restored))):
                 return restored
@@ -194,7 +194,7 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         for step in (step for step in self.steps if at_most is None or step <= at_most):
             try:
-                restored = self._load_unchanged(step, abstract_state, agreed)
+                restored = self._load_verified(step, abstract_state, agreed)
             except Damaged as damage:
                 damaged[step] = str(damage)
             else:
@@ -264,7 +264,7 @@ class Checkpoints:
 
         def once(all_open: bool = False) -> T:
             try:
-                with _alone():
+                with _independent_reads():
                     return read(absolute(self._folder / str(step)))
             except Exception as error:
                 if isinstance(error, named) or retry.passes(error):
@@ -294,27 +294,27 @@ def context(**options: Any) -> ocp.Context:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Lets this process read by itself: a process that fails leaves no other waiting.
+def _independent_reads() -> Iterator[None]:
+    """Makes reads independent of other processes: none waits for a process that fails.
 
-    Each process counts the operations of Orbax, reads included, and the number is part of the names
-    of a save's barriers. A process that repeats a read would wait at barriers to which no other
-    comes. So the count is put back after each read, and only saves, which all begin together, add
-    to it.
+    In each process Orbax counts its operations, reads included, and names the barriers of a save by
+    the count. A process that repeats a read would wait at barriers that no other process reaches.
+    So the count is reset after each read. Only saves increase the count, and all processes save
+    together.
     """
-    me, options = jax.process_index(), {}
+    own, options = jax.process_index(), {}
     if jax.process_count() > 1:
         options["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
-            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
+            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"
         )
-    operations = synchronization.OperationIdGenerator
-    number = operations._operation_id
+    generator = synchronization.OperationIdGenerator
+    operation_id = generator._operation_id
     try:
         with context(**options):
             yield
     finally:
-        operations._operation_id = number
-        operations._operation_id_counter = itertools.count(number + 1)
+        generator._operation_id = operation_id
+        generator._operation_id_counter = itertools.count(operation_id + 1)
 
 
 def _require_open(folder: epath.Path) -> None:

@@ -44,7 +44,7 @@ class Saves(Checkpoints):
     def __init__(self, workdir: Workdir, run: Run, peers: Peers, say: Callable[[str], None]):
         super().__init__(workdir.checkpoints)
         self.step = 0  # of the newest checkpoint, perhaps still on its way
-        self._step_before = 0  # of the newest checkpoint whose save has ended
+        self._previous_step = 0  # of the checkpoint before it, whose save has ended
         self.missing = ""  # why the last steps are in no checkpoint; "" if they are
         self._workdir, self._run, self._peers, self._say = workdir, run, peers, say
         self._losses: dict[int, float | None] = {}  # of checkpoints
@@ -81,13 +81,13 @@ class Saves(Checkpoints):
                 self._checkpointer.save_async(done, state, force=True, custom_metadata=whole)
 
         self._outlast(begin)
-        self._step_before = self.step
+        self._previous_step = self.step
         self.step, self.missing, self._is_saving = done, "", True
 
     def look(self) -> None:
         """Notices that the save under way has failed, or has become a whole checkpoint."""
         if self._has_failed:
-            self.end()  # now: the others wait for it, inside Orbax
+            self.end()  # at once: the other processes wait for this one inside Orbax
         if self._is_saving and self._opened and not self._opened.is_saving_in_progress():
             self._is_saving = False
             with contextlib.suppress(Exception):  # of a bucket that is away, and not waited for
@@ -107,21 +107,21 @@ class Saves(Checkpoints):
 
     def end(self) -> None:
         """Waits for the save before the one that is due, which takes the place of a lost one."""
-        with self.unless_full(self.step):  # what it took is free again
+        with self.unless_full(self.step):  # a failed save has freed its space
             try:
                 self.wait()
             except DiskFull:
-                self.step = self._step_before
+                self.step = self._previous_step
                 raise
             except Unavailable as error:
-                self._lose(error)
+                self._give_up(error)
 
     def finish(self, done: int, save: Callable[[], None] | None) -> None:
         """Waits for the last save; one that was lost to a passing fault is made again by `save`."""
         try:
             self.wait()
         except Unavailable as error:
-            self._lose(error)
+            self._give_up(error)
             if save is None:
                 raise
 
@@ -188,7 +188,7 @@ class Saves(Checkpoints):
             ends = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
             places = (self._folder / f"{ASIDE}{step}{end}" for end in ends)
             aside = next(place for place in places if not place.exists())
-            with self._bucket_faults():  # an object may have been moved, and the answer lost
+            with self._transient_faults():  # the object may have moved, and the answer be lost
                 folder.rename(aside)
             if buckets.is_bucket(aside):  # where Orbax removes what has none as unfinished
                 (aside / _COMMITTED).write_text("")
@@ -214,7 +214,7 @@ class Saves(Checkpoints):
             gone = self._folder / f"{folder.name}{_UNFINISHED}"
             gone.rmtree(missing_ok=True)
             if folder.exists():
-                with self._bucket_faults():
+                with self._transient_faults():
                     folder.rename(gone)
                 gone.rmtree()
 
@@ -269,7 +269,7 @@ class Saves(Checkpoints):
     def _writing(self) -> Iterator[None]:
         """Names errors of a save; one that failed leaves nothing, and the next begins afresh."""
         try:
-            with translate_os_errors(self._folder), self._bucket_faults():
+            with translate_os_errors(self._folder), self._transient_faults():
                 yield
         except Exception:
             # What Orbax remembers of its checkpoints may be wrong now.
@@ -281,11 +281,11 @@ class Saves(Checkpoints):
             raise
 
     @contextlib.contextmanager
-    def _bucket_faults(self) -> Iterator[None]:
-        """Takes what ends a save or a renaming in a bucket for a fault that passes.
+    def _transient_faults(self) -> Iterator[None]:
+        """Raises Unavailable for an error of a save or a rename in a bucket.
 
-        The start of the run has proven that the bucket may be used, and nothing else writes there.
-        For a damaged answer, or a list that lags, Orbax and TensorStore have many words.
+        Such an error is transient: the run has tested its access at the start, and no other program
+        writes there. A damaged answer or a stale listing gives errors of many types.
         """
         try:
             yield
@@ -293,7 +293,7 @@ class Saves(Checkpoints):
             if not buckets.is_bucket(self._folder):
                 raise
             reason = str(error).partition("\n")[0][:200]
-            raise Unavailable(f"{self._folder}: {reason}; run again to go on") from error
+            raise Unavailable(f"{self._folder}: {reason}; run again to resume") from error
 
     def _remove_unfinished(self) -> None:
         """Removes what is unfinished, once nothing is being saved, lest a full disk stay full."""
@@ -311,15 +311,15 @@ class Saves(Checkpoints):
             with contextlib.suppress(DiskFull):
                 write_json(self._workdir.saved, {"format_version": 1, "step": step})
 
-    def _lose(self, error: Unavailable) -> None:
-        """Gives up the checkpoint that was being saved; several processes end with the error."""
-        if self._peers.count > 1:  # the others wait for it, inside Orbax
+    def _give_up(self, error: Unavailable) -> None:
+        """Gives up the save under way; with several processes, raises its error instead."""
+        if self._peers.count > 1:  # the other processes wait for this one inside Orbax
             raise error
         self._say(f"step {self.step}: no checkpoint was written ({error})")
-        self.step = self._step_before
+        self.step = self._previous_step
 
     def _outlast(self, work: Callable[[], None]) -> None:
-        """Does the work, again after each passing fault; once in several processes, see `_lose`."""
+        """Does the work, again after each passing fault; once in several processes (`_give_up`)."""
         if self._peers.count > 1:
             work()
         else:

@@ -58,10 +58,10 @@ class Peers:
         count: int,
         store: Any,
         limit: float,
-        met: rendezvous.Membership | None = None,
+        membership: rendezvous.Membership | None = None,
     ):
         self.number, self.count = number, count  # of processes
-        self.met = met  # of a run that is booked on several slices: those that train
+        self.membership = membership  # of a run that is booked on several slices: those that train
         self._store, self._limit = store, limit
         self._me = f"process {number} ({socket.gethostname()})"
         self._failure: dict[str, Any] | None = None
@@ -134,20 +134,20 @@ class Peers:
         self, lines: Iterable[Mapping[str, Any]], say: Callable[[str], None]
     ) -> dict[str, Any]:
         """Says who is missing, by timings.jsonl, and returns it; {} where there is one slice."""
-        if self.met is None:
+        if self.membership is None:
             return {}
-        booked = self.met.terms.booked
-        since = slices.missing_since(lines, self.met.slices, booked, time.time())
+        booked = self.membership.policy.booked
+        since = slices.missing_since(lines, self.membership.slices, booked, time.time())
         say(slices.in_words(since, booked))
-        return {"slices": {"taken": self.met.slices, "missing_since": since}}
+        return {"slices": {"taken": self.membership.slices, "missing_since": since}}
 
     def slices_due(self, lines: Callable[[], Sequence[Mapping[str, Any]]], left: int) -> str:
         """Returns which slices the run is to stop for, on all processes; see `slices.is_due`."""
-        if self.met is None or len(self.met.slices) == self.met.terms.booked:
+        if self.membership is None or len(self.membership.slices) == self.membership.policy.booked:
             return ""
-        waiting = self.met.door.waiting() if self.met.door else []
-        numbers = len(self.met.slices), len(waiting)
-        if waiting and not slices.is_due(self.met.terms, *numbers, lines(), time.time(), left):
+        _, training, policy, listener = self.membership
+        waiting, count = listener.waiting() if listener else [], len(training)
+        if waiting and not slices.is_due(policy, count, len(waiting), lines(), time.time(), left):
             waiting = []
         return self.first_error("slices", ", ".join(map(str, waiting)))
 
@@ -371,13 +371,13 @@ def connected(
 
 def _connect(wait: float, placed: Callable[[int, int, int], Any]) -> Peers:
     limit = seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVE
-    place, met, bind = rendezvous.own_place(), None, None
+    place, membership, bind = rendezvous.own_place(), None, None
     # jax's notice of SIGTERM takes the signal over: only once there is something to save.
     jax.config.update("jax_enable_preemption_service", False)
     if place is not None:
         if "," in place.address:
-            met = rendezvous.join_rendezvous(place, wait, limit, placed)
-            place, bind = met.place, met.bind
+            membership = rendezvous.join_rendezvous(place, wait, limit, placed)
+            place, bind = membership.place, membership.bind
         else:
             rendezvous.wait_for_all(place, limit)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -391,7 +391,7 @@ def _connect(wait: float, placed: Callable[[int, int, int], Any]) -> Peers:
     elif not (_on_tpu_host() and _found_by_jax(limit)):
         return Peers(0, 1, None, limit)
     state = _state()  # to ask jax would start its devices
-    return Peers(state.process_id, state.num_processes, state.client, limit, met)
+    return Peers(state.process_id, state.num_processes, state.client, limit, membership)
 
 
 def seconds(name: str) -> float | None:

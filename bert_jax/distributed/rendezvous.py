@@ -192,12 +192,12 @@ class Membership(NamedTuple):
 
     place: ProcessPlace  # of this process among those that train
     slices: tuple[int, ...]  # which do, by the numbers they were booked with
-    terms: SlicePolicy
-    door: "LateJoinListener | None"  # of process 0, where slices that come later wait
+    policy: SlicePolicy
+    listener: "LateJoinListener | None"  # of process 0, where slices that come later wait
 
     @property
     def bind(self) -> str:
-        """Returns where jax's service listens on process 0: door and run have a port each."""
+        """Returns where jax's service listens on process 0: listener and run have a port each."""
         host = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")[0] or "[::]"
         return f"{host}:{self.place.address.rpartition(':')[2]}"
 
@@ -224,18 +224,18 @@ def join_rendezvous(
         )
     many = len(addresses)
     fits = functools.cache(lambda taken: placed(taken, many, hosts) is not None)
-    met = _met(place, addresses, SlicePolicy(many, hosts, wait, limit, fits))
-    if os.environ.pop("MEGASCALE_NUM_SLICES", "") and len(met.slices) > 1:
-        os.environ["MEGASCALE_NUM_SLICES"] = str(len(met.slices))
-        os.environ["MEGASCALE_SLICE_ID"] = str(met.place.number // hosts)
-        os.environ["MEGASCALE_COORDINATOR_ADDRESS"] = met.place.address.rpartition(":")[0]
-    return met
+    membership = _join(place, addresses, SlicePolicy(many, hosts, wait, limit, fits))
+    if os.environ.pop("MEGASCALE_NUM_SLICES", "") and len(membership.slices) > 1:
+        os.environ["MEGASCALE_NUM_SLICES"] = str(len(membership.slices))
+        os.environ["MEGASCALE_SLICE_ID"] = str(membership.place.number // hosts)
+        os.environ["MEGASCALE_COORDINATOR_ADDRESS"] = membership.place.address.rpartition(":")[0]
+    return membership
 
 
-def _met(place: ProcessPlace, addresses: list[tuple[str, int]], terms: SlicePolicy) -> Membership:
-    began, mine = time.monotonic(), place.number // terms.hosts
+def _join(place: ProcessPlace, firsts: list[tuple[str, int]], policy: SlicePolicy) -> Membership:
+    began, mine = time.monotonic(), place.number // policy.hosts
     words: queue.SimpleQueue[tuple[Connection, dict[str, Any] | None]] = queue.SimpleQueue()
-    over, roll, door = threading.Event(), RollCall(terms, mine), None
+    over, roll, listener = threading.Event(), RollCall(policy, mine), None
 
     def report(line: Connection) -> None:
         """Says who this is, and since when; the second time it agrees to what was decided."""
@@ -256,19 +256,19 @@ def _met(place: ProcessPlace, addresses: list[tuple[str, int]], terms: SlicePoli
             words.put((line, None))
 
     with contextlib.ExitStack() as stack:
-        if place.number % terms.hosts == 0:
-            door = LateJoinListener(place, addresses[mine], roll)
-            stack.callback(door.close)
+        if place.number % policy.hosts == 0:
+            listener = LateJoinListener(place, firsts[mine], roll)
+            stack.callback(listener.close)
         stack.callback(over.set)
-        for at in addresses:
+        for at in firsts:
             threading.Thread(target=call, args=(at,), name="slices", daemon=True).start()
         agreed, what = None, ""
-        limit: float | None = terms.wait + terms.limit
+        limit: float | None = policy.wait + policy.limit
         while agreed is None or what != "go":
             try:
                 line, word = words.get(timeout=limit)
             except queue.Empty:
-                missing = "" if door is None else f" ({door.missing()} did not arrive)"
+                missing = "" if listener is None else f" ({listener.missing()} did not arrive)"
                 raise Unavailable(
                     f"process {place.number} ({socket.gethostname()}) has waited {limit:g} seconds "
                     f"for enough slices of {place.address}{missing}; see why in their own output, "
@@ -287,12 +287,12 @@ def _met(place: ProcessPlace, addresses: list[tuple[str, int]], terms: SlicePoli
                     agreed, limit = line, _AGREE
                     report(line)
         taken = tuple(word["slices"])
-        number = taken.index(mine) * terms.hosts + place.number % terms.hosts
+        number = taken.index(mine) * policy.hosts + place.number % policy.hosts
         if number == 0:
             over.set()
-            stack.pop_all()  # its door stays open
-    here = ProcessPlace(word["address"], number, len(taken) * terms.hosts)
-    return Membership(here, taken, terms, None if number else door)
+            stack.pop_all()  # the listener stays open
+    here = ProcessPlace(word["address"], number, len(taken) * policy.hosts)
+    return Membership(here, taken, policy, None if number else listener)
 
 
 class LateJoinListener:
@@ -319,8 +319,8 @@ class LateJoinListener:
 
     def missing(self) -> str:
         """Returns the processes of this slice that are not here, in words."""
-        terms, first = self._roll.terms, self._place.number
-        away = {*range(first, first + terms.hosts)} - self._roll.here.keys()
+        policy, first = self._roll.policy, self._place.number
+        away = {*range(first, first + policy.hosts)} - self._roll.here.keys()
         return f"process {', '.join(map(str, sorted(away)))}" if away else "other slices"
 
     def close(self) -> None:
@@ -351,7 +351,7 @@ class LateJoinListener:
             raise ValueError(number)
         if self._lines[line] == number:
             self._agreed.add(number)
-            if len(self._agreed) == len(self._verdict["slices"]) * self._roll.terms.hosts:
+            if len(self._agreed) == len(self._verdict["slices"]) * self._roll.policy.hosts:
                 self._say("go")
             return
         for old in [one for one, whose in self._lines.items() if whose == number]:

@@ -4,8 +4,8 @@ A run is booked on slices: groups of hosts, as many in each, of which one or the
 for hours. A start takes those that have come, as many as its batches divide by; slices that come
 later wait, and the run stops for them when more steps are won than lost.
 
-Nothing here waits, reads a clock or knows of sockets: `distributed.rendezvous` says who comes and
-when. Times are seconds of one clock, of any origin.
+This module does not wait, read a clock or use sockets: `distributed.rendezvous` passes in who
+comes, and when. Times are seconds of one clock, of any origin.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ class RollCall:
     All processes report to all first ones; of those whose slice is whole the lowest decides.
     """
 
-    def __init__(self, terms: SlicePolicy, me: int):
-        self.terms, self.me = terms, me  # the number of its slice
+    def __init__(self, policy: SlicePolicy, me: int):
+        self.policy, self.me = policy, me  # the number of its slice
         self.here: dict[int, float] = {}  # processes that are here, and since when
         self.goes_on = False  # a run is decided on already, perhaps without this slice
 
@@ -57,8 +57,8 @@ class RollCall:
         """Returns the slices all of whose processes are here, in order, and since when."""
         times: dict[int, list[float]] = {}
         for process, since in self.here.items():
-            times.setdefault(process // self.terms.hosts, []).append(since)
-        whole = (one for one in sorted(times) if len(times[one]) == self.terms.hosts)
+            times.setdefault(process // self.policy.hosts, []).append(since)
+        whole = (one for one in sorted(times) if len(times[one]) == self.policy.hosts)
         return {one: max(times[one]) for one in whole}
 
     def verdict(self, now: float) -> tuple[int, ...]:
@@ -66,22 +66,22 @@ class RollCall:
         whole = self.whole()
         if self.goes_on or self.me != min(whole, default=None):
             return ()
-        count = self.terms.most(len(whole))
-        if len(whole) == self.terms.booked:
+        count = self.policy.most(len(whole))
+        if len(whole) == self.policy.booked:
             return tuple(whole)[: count or None]  # why none fits is explained later
-        if now - min(whole.values()) < self.terms.wait:
+        if now - min(whole.values()) < self.policy.wait:
             return ()
         return tuple(whole)[:count]
 
 
 def restart_pays_off(
-    terms: SlicePolicy, taken: int, waiting: int, until: float, cost: float
+    policy: SlicePolicy, taken: int, waiting: int, until: float, cost: float
 ) -> bool:
     """Tells whether a run does more steps if it stops now, and starts with slices that wait.
 
     It would take them anyway in `until` seconds; to stop and start costs seconds without a step.
     """
-    return (until - cost) * terms.most(taken + waiting) > until * taken
+    return (until - cost) * policy.most(taken + waiting) > until * taken
 
 
 def fit_to_slices(
@@ -135,7 +135,7 @@ def in_words(since: Mapping[str, float], booked: int) -> str:
 
 
 def is_due(
-    terms: SlicePolicy,
+    policy: SlicePolicy,
     taken: int,
     waiting: int,
     lines: Sequence[Mapping[str, Any]],
@@ -157,4 +157,4 @@ def is_due(
     asked = sum("for_slices" in line for line in lines)
     between = max(now - lines[starts[0]]["time"], 0.0) / max(len(starts) - asked, 1)
     cost = LAUNCH + since[0]["seconds"] + compiled
-    return restart_pays_off(terms, taken, waiting, min(between, pace * left), cost)
+    return restart_pays_off(policy, taken, waiting, min(between, pace * left), cost)

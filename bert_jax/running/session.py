@@ -43,9 +43,9 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
     with contextlib.ExitStack() as stack:
         booked, wait = experiment, experiment.run.wait_for_slices_seconds
         peers = stack.enter_context(peers_lib.connected(wait, job.placed))
-        if peers.met is not None:
-            taken, terms = len(peers.met.slices), peers.met.terms
-            job.experiment = experiment = job.placed(taken, terms.booked, terms.hosts)
+        if peers.membership is not None:
+            taken, policy = len(peers.membership.slices), peers.membership.policy
+            job.experiment = experiment = job.placed(taken, policy.booked, policy.hosts)
         if not peers.is_primary:
             progress.be_silent()
         stack.callback(setattr, retry, "say", retry.say)

@@ -80,8 +80,8 @@ def test_time_is_counted_from_when_the_first_slice_was_whole_and_who_leaves_is_m
 def test_a_run_stops_for_slices_that_wait_if_and_only_if_it_wins_steps(
     taken, waiting, until, cost, won
 ):
-    terms = dataclasses.replace(HALVES, booked=16, fits=lambda n: n >= 15 or n in (1, 2, 4, 8))
-    assert slices.restart_pays_off(terms, taken, waiting, until, cost) is won
+    policy = dataclasses.replace(HALVES, booked=16, fits=lambda n: n >= 15 or n in (1, 2, 4, 8))
+    assert slices.restart_pays_off(policy, taken, waiting, until, cost) is won
 
 
 def test_how_long_a_run_goes_on_is_learned_from_its_stops():
@@ -191,15 +191,15 @@ def test_a_run_begins_without_slice_0_which_waits_until_the_run_has_ended(addres
         assert len(names) == 1 and not names & {*addresses.split(",")}
         assert [one.place[1:] for one in met] == [(0, 4), (1, 4), (2, 4), (3, 4)]
         assert {one.slices for one in met} == {(1, 2)}
-        assert [one.door is not None for one in met] == [True, False, False, False]
+        assert [one.listener is not None for one in met] == [True, False, False, False]
         late = [pool.submit(meet, addresses, number) for number in (1, 0)]
         deadline = time.monotonic() + 20
-        while met[0].door.waiting() != [0] and time.monotonic() < deadline:
+        while met[0].listener.waiting() != [0] and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert met[0].door.waiting() == [0] and not any(one.done() for one in late)
+        assert met[0].listener.waiting() == [0] and not any(one.done() for one in late)
         time.sleep(2.5)  # longer than a slice waits for others where nothing goes on
         assert not any(one.done() for one in late)
-        met[0].door.close()
+        met[0].listener.close()
         assert ["slice 0 has ended" in one.result() for one in late] == [True, True]
 
 
@@ -220,8 +220,8 @@ def test_of_two_that_decide_at_once_one_run_begins_or_none(addresses, monkeypatc
         begun = [one for one in met if not isinstance(one, str)]
         assert len({one.slices for one in begun}) <= 1 and len(begun) in (0, 4)
         for one in begun:
-            if one.door is not None:
-                one.door.close()
+            if one.listener is not None:
+                one.listener.close()
 
 
 def test_too_few_slices_end_with_what_is_missing(addresses):
