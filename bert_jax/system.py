@@ -32,12 +32,12 @@ def devices_here() -> int:
 def restart_in_utf8_mode() -> None:
     """Restarts this process in Python's UTF-8 mode if the locale knows only ASCII.
 
-    There Python reads other characters of the command line as half surrogates, which tokenizers do
-    not know, and cannot print them. Decoding the words of the command line alone would not do:
-    names of files are encoded as the process encodes them.
+    With such a locale Python decodes other characters of the command line as lone surrogates, which
+    tokenizers do not know, and cannot print these characters. To decode the arguments again is not
+    enough: Python would still encode file names as ASCII.
     """
-    # The variable is inherited by the processes that this one starts, and prevents a second restart
-    # where Python does not obey it.
+    # Processes that this one starts inherit the variable. It also prevents a second restart if
+    # Python ignores it.
     if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -63,7 +63,7 @@ class Features:
     dimensions: int = 0
 
 
-# Names a text in an error, by its number from 1 on.
+# Returns the name of a text in an error message, given the text's number, which starts at 1.
 NameText = Callable[[int], str]
 _NAME_TEXT: NameText = "text {}".format
 
@@ -150,14 +150,14 @@ class Embedder:
     ) -> Iterator[Embedded]:
         """Yields vectors of texts, in their order, some thousands at a time."""
         with ThreadPoolExecutor(1) as encoder:  # devices work on a window while the next is made
-            ready, count, encoded = None, 0, functools.partial(self._encoded, name_text)
+            pending, count, encode_texts = None, 0, functools.partial(self._encode, name_text)
             for window in _windows(texts):
-                ready, before = encoder.submit(encoded, window, role, count), ready
+                pending, done = encoder.submit(encode_texts, window, role, count), pending
                 count += len(window)
-                if before is not None:
-                    yield from self._embedded(before.result())
-            if ready is not None:
-                yield from self._embedded(ready.result())
+                if done is not None:
+                    yield from self._embedded(done.result())
+            if pending is not None:
+                yield from self._embedded(pending.result())
 
     def passages(self, text: str) -> list[str]:
         """Cuts a text before words into parts of like length that are read whole, if it is long."""
@@ -184,18 +184,18 @@ class Embedder:
                 offsets = np.array([0, length - 2, length - 2])
                 self._compute(texts, offsets, np.empty((length, self.width), np.float32))
 
-    def _encoded(
-        self, name_text: NameText, texts: Sequence[str], role: Role, before: int
+    def _encode(
+        self, name_text: NameText, texts: Sequence[str], role: Role, offset: int
     ) -> list[np.ndarray]:
-        """Returns ids with [CLS] and [SEP], and what stands before such texts, not cut.
+        """Returns the token ids of texts with [CLS], the prefix of the role, and [SEP], not cut.
 
-        `before` texts came before these ones.
+        `offset` is the number of texts before these, for error messages.
         """
-        tok, first = self._tokenizer, self.prefixes[role]
+        tok, prefix = self._tokenizer, self.prefixes[role]
         ids = []
-        for number, text in enumerate(texts, before + 1):
+        for number, text in enumerate(texts, offset + 1):
             with prefix_errors(name_text(number)):
-                ids.append(np.array([tok.cls_id, *tok.encode(first + text), tok.sep_id], np.int32))
+                ids.append(np.array([tok.cls_id, *tok.encode(prefix + text), tok.sep_id], np.int32))
         self.unknown.add(ids)
         return ids
 

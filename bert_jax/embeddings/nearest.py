@@ -1,8 +1,8 @@
-"""The nearest of many vectors, exactly and in bounded memory.
+"""Exact nearest-neighbour search in bounded memory.
 
-Every query is compared with every vector, as a search and the scores of a retrieval task need it.
-Vectors come in blocks, and queries are taken some at a time. So what is in memory grows with the
-results, and not with queries times vectors.
+Every query is compared with every vector, for a search and for the scores of a retrieval task.
+The comparison multiplies a block of queries with a block of vectors at a time. So memory grows with
+the number of results, not with the number of queries times the number of vectors.
 
 Shape letters: Q queries, N vectors, K results of a query, W width.
 """
@@ -11,50 +11,50 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-# The products of a block of vectors and a block of queries are in memory at a time: 64 MiB.
-_VECTORS, _QUERIES = 65_536, 256
+# Vectors and queries in a block: the products of two blocks take 64 MiB.
+_BLOCK_VECTORS, _BLOCK_QUERIES = 65_536, 256
 
 
 def parts(order: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields consecutive parts of an array of numbers, as many as make a block of vectors."""
-    for start in range(0, len(order), _VECTORS):
-        yield order[start : start + _VECTORS]
+    """Yields consecutive parts of the indices `order`, one for each block of vectors."""
+    for start in range(0, len(order), _BLOCK_VECTORS):
+        yield order[start : start + _BLOCK_VECTORS]
 
 
 def nearest(
     blocks: Iterable[np.ndarray], queries: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the vectors with the largest products with each query.
+    """Returns the vectors whose dot products with each query are the largest.
 
     Args:
-      blocks: float32 [any, W], together the N vectors.
+      blocks: float32 [any, W]; all blocks together are the N vectors.
       queries: float32 [Q, W], at least one.
-      count: K, or more than that where there are fewer vectors.
+      count: results wanted for each query; K is the smaller of `count` and N.
 
     Returns:
-      Numbers of vectors, int64 [Q, K], and their products, float32 [Q, K]: the largest first, and
-      where products are equal the vector that comes first.
+      Indices of vectors, int64 [Q, K], and their products, float32 [Q, K], in descending order. Of
+      vectors with equal products the first one comes first.
     """
-    numbers = [np.empty(0, np.int64)] * len(queries)
+    indices = [np.empty(0, np.int64)] * len(queries)
     products = [np.empty(0, np.float32)] * len(queries)
     start = 0
     for block in blocks:
-        for first in range(0, len(queries), _QUERIES):
-            of_block = queries[first : first + _QUERIES] @ block.T
-            for query, row in enumerate(of_block, first):
-                near = _largest(row, count)
-                values = np.concatenate([products[query], row[near]])
-                kept = _largest(values, count)
-                numbers[query] = np.concatenate([numbers[query], start + near])[kept]
-                products[query] = values[kept]
+        for first in range(0, len(queries), _BLOCK_QUERIES):
+            block_products = queries[first : first + _BLOCK_QUERIES] @ block.T
+            for query, row in enumerate(block_products, first):
+                nearest_here = _largest_indices(row, count)
+                candidates = np.concatenate([products[query], row[nearest_here]])
+                kept = _largest_indices(candidates, count)
+                indices[query] = np.concatenate([indices[query], start + nearest_here])[kept]
+                products[query] = candidates[kept]
         start += len(block)
-    return np.stack(numbers), np.stack(products)
+    return np.stack(indices), np.stack(products)
 
 
-def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Returns the places of the largest values, the largest first, of equal ones the first."""
+def _largest_indices(values: np.ndarray, count: int) -> np.ndarray:
+    """Returns indices of the largest values, in descending order; equal values in their order."""
     if count < len(values):
-        places = np.flatnonzero(values >= np.partition(values, -count)[-count])
+        indices = np.flatnonzero(values >= np.partition(values, -count)[-count])
     else:
-        places = np.arange(len(values))
-    return places[np.argsort(-values[places], kind="stable")][:count]
+        indices = np.arange(len(values))
+    return indices[np.argsort(-values[indices], kind="stable")][:count]

@@ -29,7 +29,7 @@ class Passage:
     place: str  # FILE:LINE, for messages
     id: str
     text: str
-    # Of a query: how relevant texts are, by their ids, those above 0 alone; None of a text.
+    # For a query, the grades above 0 of texts, by their ids; None for a text.
     relevant: Mapping[str, int] | None = None
 
 
@@ -74,15 +74,15 @@ def _records(path: epath.Path) -> Iterator[tuple[str, dict[str, str]]]:
                     texts[name] = encodable(text)
                 if not "".join(texts.values()).strip():
                     raise InputError(f"{place}: the text is blank; fill it in, or leave it out")
-                name = str(record["_id"])
-                if name in seen:
-                    raise InputError(f"{place}: _id {name!r} occurs twice; give each its own")
-                seen.add(name)
-                yield place, {"_id": name} | texts
+                record_id = str(record["_id"])
+                if record_id in seen:
+                    raise InputError(f"{place}: _id {record_id!r} occurs twice; make ids unique")
+                seen.add(record_id)
+                yield place, {"_id": record_id} | texts
 
 
 def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:
-    """Returns how relevant texts are to each query; the last judgement of a text counts."""
+    """Returns the grades above 0 of texts for each query; the last judgement of a text counts."""
     judged: dict[str, dict[str, int]] = {}
     with reading(path, "each line must be query, text and relevance between tabs"):
         rows = csv.reader(path.read_text().splitlines()[1:], delimiter="\t")
@@ -91,8 +91,8 @@ def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:
                 raise InputError(f"{path}:{number}: {text!r}: corpus.jsonl has no such text")
             judged.setdefault(query, {})[text] = int(relevance)
     relevant = {
-        query: {text: value for text, value in of_query.items() if value > 0}
-        for query, of_query in judged.items()
+        query: {text: grade for text, grade in grades.items() if grade > 0}
+        for query, grades in judged.items()
     }
     if not any(relevant.values()):
         raise InputError(f"{path}: no text is relevant to any query")
@@ -100,14 +100,14 @@ def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:
 
 
 def scores(vectors: Sequence[np.ndarray], passages: Sequence[Passage]) -> dict[str, float]:
-    """Returns the means over queries, as BEIR's evaluator and trec_eval compute them.
+    """Returns the mean scores over all queries, as BEIR's evaluator and trec_eval compute them.
 
-    All texts are ranked by their cosine with the query, except a text with the query's own id. Of
-    texts with equal cosines the larger id, by code points, comes first. A query to which no text is
-    relevant counts as 0.
+    All texts except one with the query's own id are ranked by their cosine with the query. Of texts
+    with equal cosines the text with the larger id, by code points, comes first. The scores of a
+    query without relevant texts are 0.
 
     Args:
-      vectors: of each passage, float32 [W], of length 1.
+      vectors: the vector of each passage, float32 [W], of length 1.
       passages: queries and texts in any order.
 
     Returns:
@@ -118,18 +118,18 @@ def scores(vectors: Sequence[np.ndarray], passages: Sequence[Passage]) -> dict[s
     texts = [i for i, passage in enumerate(passages) if passage.relevant is None]
     texts = np.array(sorted(texts, key=lambda i: passages[i].id, reverse=True))
     blocks = (np.stack([vectors[i] for i in part]) for part in nearest_lib.parts(texts))
-    asked = np.stack([vectors[i] for i in queries])
-    # One more than is looked at: the query's own text is left out.
-    places, _ = nearest_lib.nearest(blocks, asked, _DEPTH + 1)
+    query_vectors = np.stack([vectors[i] for i in queries])
+    # One more than the depth, since the text with the query's own id is removed below.
+    neighbours, _ = nearest_lib.nearest(blocks, query_vectors, _DEPTH + 1)
     sums = dict.fromkeys(("recall@1", "recall@10", "mrr@10", "ndcg@10"), 0.0)
-    for query, nearest in zip(queries, texts[places], strict=True):
+    for query, nearest in zip(queries, texts[neighbours], strict=True):
         relevant = passages[query].relevant
         if not relevant:
             continue
         ranking = [passages[i].id for i in nearest if passages[i].id != passages[query].id]
         gains = [relevant.get(text, 0) for text in ranking[:_DEPTH]]
-        hits = [place for place, gain in enumerate(gains) if gain]
-        sums["recall@1"] += hits[:1] == [0] and 1 / len(relevant)
+        hits = [rank for rank, gain in enumerate(gains) if gain]
+        sums["recall@1"] += (0 in hits) / len(relevant)
         sums["recall@10"] += len(hits) / len(relevant)
         sums["mrr@10"] += 1 / (1 + hits[0]) if hits else 0.0
         best = sorted(relevant.values(), reverse=True)[:_DEPTH]

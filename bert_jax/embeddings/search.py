@@ -38,7 +38,7 @@ from bert_jax.text import lines as lines_lib
 
 _VERSION = 1
 _KEY = 16  # bytes
-_QUESTIONS = 256  # that are answered together
+_QUESTIONS = 256  # answered together
 _SAVED = 1_024  # texts that are embedded at a time: what a kill costs
 _SECONDS_BETWEEN_LINES = 30.0
 
@@ -91,12 +91,12 @@ class Index:
 
     def nearest(self, questions: Sequence[str], top: int) -> list[list[Answer]]:
         """Returns the `top` nearest texts to each question, best first; of equals the earlier."""
-        asked = np.concatenate([part.vectors for part in self._embedder.embed(questions, "query")])
+        queries = np.concatenate([p.vectors for p in self._embedder.embed(questions, "query")])
         vectors = np.memmap(self._folder / "vectors", np.float32, "r")
         vectors = vectors.reshape(-1, self._embedder.width)
         blocks = (vectors[rows] for rows in nearest_lib.parts(self._rows))
-        places, scores = nearest_lib.nearest(blocks, asked, top)
-        numbers = self._places[places]
+        neighbours, scores = nearest_lib.nearest(blocks, queries, top)
+        numbers = self._places[neighbours]
         wanted = set(numbers.flat)
         there = {place: text for place, text in enumerate(self._texts()) if place in wanted}
         if any(self._first.get(_key(there.get(place, (0, ""))[1])) != place for place in wanted):
@@ -160,17 +160,17 @@ class Index:
                     f"{pluralize(len(self._first), 'text')}, which have no vector yet"
                 )
             shown = time.monotonic()
-            texts = self._once(missing)
-            while some := list(itertools.islice(texts, _SAVED)):
-                of_batch = [(line, text) for _, line, text in some]
-                new = np.concatenate([part.vectors for part in self._vectors(of_batch)])
+            texts = self._take_missing(missing)
+            while batch := list(itertools.islice(texts, _SAVED)):
+                lines = [(line, text) for _, line, text in batch]
+                new = np.concatenate([part.vectors for part in self._embed_lines(lines)])
                 for file, content in (
                     (vectors, new.tobytes()),
-                    (keys, b"".join(key for key, *_ in some)),
+                    (keys, b"".join(key for key, *_ in batch)),
                 ):
                     file.write(content)
                     file.flush()
-                rows |= {key: len(rows) + i for i, (key, *_) in enumerate(some)}
+                rows |= {key: len(rows) + i for i, (key, *_) in enumerate(batch)}
                 if time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
                     shown = time.monotonic()
                     say(f"{self._folder}: {len(rows) - known:,} are done")
@@ -184,15 +184,15 @@ class Index:
             raise InputError(f"{self._path}: it changed while it was read; run again")
         return rows
 
-    def _vectors(self, texts: Sequence[tuple[int, str]]) -> Iterator[Embedded]:
-        """Yields the vectors of texts, which are given with their lines."""
-        only_texts = [text for _, text in texts]
+    def _embed_lines(self, lines: Sequence[tuple[int, str]]) -> Iterator[Embedded]:
+        """Yields vectors of (line number, text); an error names the line."""
+        texts = [text for _, text in lines]
         return self._embedder.embed(
-            only_texts, "text", lambda number: f"{self._path}:{texts[number - 1][0]}"
+            texts, "text", lambda number: f"{self._path}:{lines[number - 1][0]}"
         )
 
-    def _once(self, missing: set[bytes]) -> Iterator[tuple[bytes, int, str]]:
-        """Yields each missing key, its line and its text, and removes it from `missing`."""
+    def _take_missing(self, missing: set[bytes]) -> Iterator[tuple[bytes, int, str]]:
+        """Yields key, line number and text of each key in `missing`, and removes the key."""
         for line, text in self._texts():
             if (key := _key(text)) in missing:
                 missing.remove(key)

@@ -112,15 +112,15 @@ def distilled(
 ) -> jax.Array:
     """Returns how far vectors are from a teacher's: (sum, count).
 
-    For each text it is the mean of the squared differences of the D numbers (Reimers and Gurevych
-    2020, section 2; `MSELoss` of sentence-transformers). `geometry` adds the mean, over all texts,
-    of the squared difference of the cosines to them, as `geometry` / D: D times the result is the
-    squared distance plus `geometry` times that mean.
+    The error of a text is the mean over the D squared differences of two vectors (Reimers and
+    Gurevych 2020, section 2; `MSELoss` of sentence-transformers). A second error is added with the
+    weight `geometry` / D: the mean, over all texts, of the squared difference of the two cosines to
+    that text. So D times the sum is the squared distance plus `geometry` times the second error.
 
     Args:
       vectors, wanted: float32 [B, D], of length 1.
       weights: float32 [B], 0 where there is no text.
-      geometry: the weight of the second.
+      geometry: the weight of the second error, before the division by D.
       axes: see above.
     """
     errors = jnp.square(vectors - wanted).sum(axis=-1)

@@ -1,1 +1,1 @@
-"""Pre-training: the job, its evaluators, and the model that it leaves."""
+"""Pre-training: the job, its evaluators, and the trained model."""

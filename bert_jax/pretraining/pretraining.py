@@ -52,10 +52,10 @@ class Prepared:
     @classmethod
     def open(cls, folder: epath.Path) -> "Prepared":
         """Opens a complete corpus folder; of one in a bucket, this host's copy."""
-        here = corpus.local_corpus(folder)
-        manifest = corpus.open_manifest(here)
-        tokenizer = corpus.open_tokenizer(here, manifest)
-        return cls(manifest, tokenizer, batches.Ids.of(tokenizer), here, folder)
+        local = corpus.local_corpus(folder)
+        manifest = corpus.open_manifest(local)
+        tokenizer = corpus.open_tokenizer(local, manifest)
+        return cls(manifest, tokenizer, batches.Ids.of(tokenizer), local, folder)
 
     @property
     def sha256(self) -> str:
@@ -364,13 +364,13 @@ class PretrainingJob(Job):
         often = every(run.eval_every, experiment.total_steps)
         held_out = prepared.held_out(experiment, mesh)
         stream = corpus.open_stream(prepared.folder, "validation")
-        scored, watched = {}, {}
+        scored, samplers = {}, {}
         for model in dict.fromkeys(map(experiment.model_of, range(len(experiment.phases)))):
             # Held-out rows are scored alike in all phases, so that their curve is one.
             alike = dataclasses.replace(model, direction=experiment.model.direction)
             scored[model] = objective_lib.of(alike, experiment.data)
             if model.direction == "both":
-                watched[model] = evaluators.PredictionSampler(
+                samplers[model] = evaluators.PredictionSampler(
                     run.watch, model, prepared.tokenizer, stream
                 )
 
@@ -380,7 +380,7 @@ class PretrainingJob(Job):
 
         def watch(params: Any, done: int) -> dict[str, Any]:
             model = experiment.model_after(done)
-            return watched[model].ask(params, mesh) if model in watched else {}
+            return samplers[model].ask(params, mesh) if model in samplers else {}
 
         yield Evaluator("evaluation", often, score, evaluators.summary)
         yield Evaluator("predictions", often, watch, lambda line: "", "predictions")

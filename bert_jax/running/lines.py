@@ -31,29 +31,29 @@ def means(sums: Sums) -> dict[str, float]:
     return {name: float(s) / float(n) for name, (s, n) in sorted(sums.items()) if n}
 
 
-def skipped_steps(lines: Iterable[Mapping[str, Any]], left_out: Iterable[int]) -> tuple[int, str]:
+def skipped_steps(lines: Iterable[Mapping[str, Any]], excluded: Iterable[int]) -> tuple[int, str]:
     """Returns how many steps of a run changed no parameter, and which ones, in words.
 
-    `lines` are those of metrics.jsonl. The `bad_steps` of a training line are a share of the steps
-    since the training line before, those that were left out on purpose included. Of the others a
-    line tells the number, not which steps of the line they were.
+    `lines` are those of metrics.jsonl, `excluded` the steps that roll-backs excluded. `bad_steps`
+    of a training line is a share of the steps since the previous training line, excluded steps
+    among them. Except for excluded steps, a line gives only the number of its bad steps.
     """
-    known, others, total, before = set(left_out), [], 0, 0
+    known, partial_ranges, unknown_count, start = set(excluded), [], 0, 0
     for line in lines:
         if line["kind"] != "train":
             continue
-        steps, before = range(before, line["step"]), line["step"]
+        steps, start = range(start, line["step"]), line["step"]
         bad = round(line.get("bad_steps", 0.0) * len(steps))
         if 0 < bad == len(steps):
             known.update(steps)
         elif (bad := bad - len(known.intersection(steps))) > 0:
-            total += bad
-            others.append(f"{bad} of {steps[0]} to {steps[-1]}")
+            unknown_count += bad
+            partial_ranges.append(f"{bad} of {steps[0]} to {steps[-1]}")
     ordered = sorted(known)
     first = [step for step in ordered if step - 1 not in known]
     last = [step for step in ordered if step + 1 not in known]
     ranges = [f"{a} to {b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True)]
-    return total + len(known), ", ".join([*ranges, *others])
+    return unknown_count + len(known), ", ".join([*ranges, *partial_ranges])
 
 
 def should_stop_early(held_out: Sequence[tuple[int, float]], patience: int) -> bool:

@@ -47,13 +47,13 @@ _TASK = (("loss", "loss"), ("accuracy", "accuracy"))
 
 
 class LineConsole(Console):
-    """A console whose reader, terminal or room on a disk may go: the run goes on without it.
+    """A console that lets a run continue if its reader, terminal or disk space disappears.
 
-    In a notebook its lines are plain text on standard output, all in one output of the cell.
+    In a notebook the console prints plain text, so that all lines are one output of the cell.
     """
 
     def __init__(self, quiet: bool = False):
-        # For Jupyter rich would display each line as an output of its own.
+        # Otherwise rich displays each line in Jupyter as a separate output.
         super().__init__(quiet=quiet, force_jupyter=False)
 
     def on_broken_pipe(self) -> None:

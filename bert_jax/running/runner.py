@@ -244,17 +244,17 @@ class Trainer:
         self.state, self.window = {}, {}  # two states may be more than there is room for
         self.watchdog.reset(times=2)
         with self.clock.waiting("restore"):
-            begun = start.roll_back(error, first, self.begun_at, self.context)
+            restored = start.roll_back(error, first, self.begun_at, self.context)
         if isinstance(error, Diverged):
-            where = "" if begun.step else " to step 0, since there is no earlier checkpoint"
+            where = "" if restored.step else " to step 0, since there is no earlier checkpoint"
             self.say(
                 f"{error}; going back{where}, and leaving out these and the one before "
                 f"({self.job.how_to_see(first)})"
             )
-            begun.state = start.with_skipped(begun.state, skipped)
+            restored.state = start.with_skipped(restored.state, skipped)
         else:
-            self.say(f"{words}; going back to step {begun.step}")
-        self._go_on_from(begun)
+            self.say(f"{words}; going back to step {restored.step}")
+        self._go_on_from(restored)
         if isinstance(error, Diverged):
             self.skipped = skipped  # at step 0, too
         self._note("roll_back", self._lap() | about)

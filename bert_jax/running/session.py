@@ -93,10 +93,10 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
     return result.outcome
 
 
-def _show(result: Result, job: Job, lines: list[dict[str, Any]], left_out: tuple[int, ...]) -> None:
-    """Prints how a run ended and how to go on.
+def _show(result: Result, job: Job, lines: list[dict[str, Any]], excluded: tuple[int, ...]) -> None:
+    """Prints how a run ended and how to resume it.
 
-    `lines` are those of metrics.jsonl, `left_out` the steps that roll-backs left out.
+    `lines` are those of metrics.jsonl, `excluded` the steps that roll-backs excluded.
     """
     if result.outcome == "failed":
         job.say(f"failed: {result.why}")
@@ -110,8 +110,8 @@ def _show(result: Result, job: Job, lines: list[dict[str, Any]], left_out: tuple
         if lines and [line["step"] for line in last] != [result.done]:
             words = [f"step {line['step']}: {word}" for line, word in zip(last, words, strict=True)]
             words.append(f"the newest checkpoint (step {result.done}) was not evaluated")
-        count, which = skipped_steps(lines, left_out)
-        words += [f"{pluralize(count, 'step')} skipped ({which})"] * bool(count)
+        count, which = skipped_steps(lines, excluded)
+        words += [f"{pluralize(count, 'step')} skipped ({which})"] if count else []
         job.say("; ".join([f"finished: step {result.done}", *words]))
         place = job.workdir.named
         job.say(f"{place} holds the finished run; to start again {job.how_to_go_on}")

@@ -127,7 +127,7 @@ def _start(context: Context, at_most: int | None) -> Restored:
     restored = None
     with buckets.unchanging(job.workdir.checkpoints), contextlib.suppress(InputError):
         restored = context.saves.newest(abstract, at_most, agreed)
-    if restored is None or restored.damaged:  # nothing is renamed because a list lags
+    if restored is None or restored.damaged:  # read again: a cached listing may be stale
         restored = context.saves.newest(abstract, at_most, agreed)
     if restored is not None:  # 1
         job.require_same(restored.metadata)
@@ -205,7 +205,7 @@ def _set_aside_if_lost(context: Context) -> None:
     step = read_json(path, 1, mend, mend)["step"] if path.exists() else 0
     with buckets.unchanging(job.workdir.checkpoints):
         newest = max(saved.steps, default=0)
-    if step > newest:  # nothing is renamed because a list lags
+    if step > newest:  # list again: the cached listing may be stale
         newest = max(saved.steps, default=0)
     if step <= newest:
         return

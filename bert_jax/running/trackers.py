@@ -45,7 +45,7 @@ class RunLocation(NamedTuple):
     settings: dict[str, Any]  # all fields of it, by their paths
 
 
-def _tensorboard(place: RunLocation, known: str) -> Tracker:
+def _tensorboard(location: RunLocation, known: str) -> Tracker:
     """Writes event files in W/tensorboard, one folder a group, each line at once."""
     from tensorboard.summary import Writer
 
@@ -53,7 +53,7 @@ def _tensorboard(place: RunLocation, known: str) -> Tracker:
 
     def log(group: str, step: int, values: Mapping[str, float]) -> None:
         if group not in writers:
-            writers[group] = Writer(os.path.join(place.folder, "tensorboard", group))
+            writers[group] = Writer(os.path.join(location.folder, "tensorboard", group))
         for name, value in values.items():
             writers[group].add_scalar(name, value, step)
         writers[group].flush()
@@ -61,24 +61,24 @@ def _tensorboard(place: RunLocation, known: str) -> Tracker:
     return known, log, lambda: [writer.close() for writer in writers.values()]
 
 
-def _trackio(place: RunLocation, known: str) -> Tracker:
-    os.environ.setdefault("TRACKIO_DIR", os.path.join(place.folder, "trackio"))
+def _trackio(location: RunLocation, known: str) -> Tracker:
+    os.environ.setdefault("TRACKIO_DIR", os.path.join(location.folder, "trackio"))
     import trackio
 
-    name = known or f"{place.name}-{uuid.uuid4().hex[:8]}"
-    words = {"config": place.settings, "resume": "allow", "embed": False}
+    name = known or f"{location.name}-{uuid.uuid4().hex[:8]}"
+    words = {"config": location.settings, "resume": "allow", "embed": False}
     return _of_run(name, trackio.init(project=_PROJECT, name=name, **words))
 
 
-def _wandb(place: RunLocation, known: str) -> Tracker:
+def _wandb(location: RunLocation, known: str) -> Tracker:
     """Opens a run of Weights & Biases, in W/wandb; `wandb sync` sends it."""
     os.environ.setdefault("WANDB_MODE", "offline")
     import wandb
 
     name = known or uuid.uuid4().hex
-    words = {"config": place.settings, "resume": "allow", "dir": place.folder}
+    words = {"config": location.settings, "resume": "allow", "dir": location.folder}
     words["settings"] = wandb.Settings(console="off", silent=True)
-    return _of_run(name, wandb.init(project=_PROJECT, name=place.name, id=name, **words))
+    return _of_run(name, wandb.init(project=_PROJECT, name=location.name, id=name, **words))
 
 
 def _of_run(name: str, run: Any) -> Tracker:
@@ -88,12 +88,12 @@ def _of_run(name: str, run: Any) -> Tracker:
     return name, log, run.finish
 
 
-def _mlflow(place: RunLocation, known: str) -> Tracker:
+def _mlflow(location: RunLocation, known: str) -> Tracker:
     """Opens a run of MLflow, in W/mlflow: a file of SQLite, since it writes plain ones no more."""
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
-    folder = os.path.abspath(os.path.join(place.folder, "mlflow"))
+    folder = os.path.abspath(os.path.join(location.folder, "mlflow"))
     os.makedirs(folder, exist_ok=True)
     here = f"sqlite:///{folder}/mlflow.db"
     client, run = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or here), known
@@ -106,8 +106,8 @@ def _mlflow(place: RunLocation, known: str) -> Tracker:
             if project is None
             else project.experiment_id
         )
-        run = client.create_run(number, run_name=place.name).info.run_id
-        for name, value in place.settings.items():
+        run = client.create_run(number, run_name=location.name).info.run_id
+        for name, value in location.settings.items():
             client.log_param(run, name, value)
 
     def log(group: str, step: int, values: Mapping[str, float]) -> None:
@@ -197,11 +197,11 @@ def _follow(
         path: value if isinstance(value, int | float | str) else str(value)
         for path, value in config.flatten(experiment)
     }
-    place = RunLocation(os.fspath(workdir.root), experiment.name, settings)
+    location = RunLocation(os.fspath(workdir.root), experiment.name, settings)
     for name in names:
         with without_on_failure(name):
             of = known.setdefault(name, {"id": "", "sent": {}})
-            opened[name] = _OPENED[name](place, of["id"])
+            opened[name] = _OPENED[name](location, of["id"])
             of["id"] = opened[name][0]
     with without_on_failure("lines"):
         while opened and not ends.wait(_SECONDS):

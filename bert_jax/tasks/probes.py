@@ -136,7 +136,7 @@ class SimilarityProbe:
         """Makes rows of the examples; returns the operations of scoring them once."""
         self._reader, known = reader, reader.vectors or TextVectors()
         task = reader.fitted(similar.inherit_prompts(self.task, known))
-        # No longer than `embed` reads them: its vectors are scored.
+        # Texts are cut as `embed` cuts them, so that its vectors are scored.
         length = min(task.max_sequence_length, known.max_length or task.max_sequence_length)
         task = dataclasses.replace(task, max_sequence_length=length)
         self._kind = similar.Similar(task, (), reader.tokenizer)
@@ -162,7 +162,7 @@ def vectors_of(reader: MeshEncoder) -> Callable[..., jax.Array]:
 class Probes:
     """The tasks of `run.probes`, or of `--task`: of the experiments in their files the task alone.
 
-    Of minimal pairs `pairs` are drawn at most; None: all are asked. `fields` replace those of each
+    At most `pairs` minimal pairs are drawn, or all if it is None. `fields` replace fields of each
     task.
     """
 

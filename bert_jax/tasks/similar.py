@@ -55,26 +55,26 @@ class Similar(TaskKind):
         super().__init__(task, labels, tokenizer)
         self._limit = task.max_sequence_length
         self._prefixes = {"query": task.query_prefix, "text": task.text_prefix}
-        # Pieces of a text that fit behind the longer prefix, as in `CorpusPairs`.
-        longest = max(len(tokenizer.encode(it.rstrip())) for it in self._prefixes.values())
-        self._room = max(self._limit - 2 - longest, 0)
+        # Tokens of a text that fit behind the longer prefix, as in `CorpusPairs`.
+        longest = max(len(tokenizer.encode(x.rstrip())) for x in self._prefixes.values())
+        self._text_tokens = max(self._limit - 2 - longest, 0)
         self.rows_per_example = len(task.text_columns)
 
     def rows(self, examples: _Examples) -> Rows:
-        """Returns a row of each text, behind its prefix; what is too long is cut at its end.
+        """Returns a row for each text, with its prefix; long texts are cut at the end.
 
-        Texts whose keys are equal are not each other's negatives. A key is of the text as far as it
-        is read, without its prefix.
+        Texts with equal keys are not negatives of each other. A key is computed from the tokens of
+        the text that fit into a row, without the prefix.
         """
         ids, keys = [], []
         for example in examples:
             texts = example.texts if isinstance(example, Sentence) else (example.text,)
             for role, text in zip(roles_of(example), texts, strict=True):
-                pieces = self.encode(text, example.place)
+                tokens = self.encode(text, example.place)
                 prefix = self._prefixes[role]
-                row = self.encode(prefix + text, example.place) if prefix else pieces
+                row = self.encode(prefix + text, example.place) if prefix else tokens
                 ids.append(joined(self._tokenizer, row[: self._limit - 2], None)[0])
-                keys.append(zlib.crc32(np.array(pieces[: self._room], np.uint32).tobytes()))
+                keys.append(zlib.crc32(np.array(tokens[: self._text_tokens], np.uint32).tobytes()))
         first = np.array([len(row) for row in ids], np.int32)
         numbers = {"keys": np.array(keys, np.uint32)}
         return Rows(ids, first, numbers, {}, [], self._limit, len(texts))
@@ -101,8 +101,8 @@ class Similar(TaskKind):
 def roles_of(example: Sentence | Passage) -> list[Role]:
     """Returns the role of each text of an example, which decides its prefix.
 
-    The first of several texts is a query, as is a query of a BEIR folder. All others are texts. A
-    single text is a text too, since that is how `embed` encodes it by default.
+    The first of several texts is a query, and so is a query of a BEIR folder. Every other text has
+    the role "text", a single text too, since `embed` uses that role by default.
     """
     if isinstance(example, Passage):
         return ["text" if example.relevant is None else "query"]
@@ -240,7 +240,7 @@ class PairTrainingSet:
     rows_per_example: int
     rows: Rows | None  # None of a corpus, whose rows are made as they are asked for
     width: int  # of a teacher's vectors; 0: there is none
-    keys: frozenset[int] = frozenset()  # `text_key` of each example of a table with two texts
+    keys: frozenset[int] = frozenset()  # `text_key` of the first two texts of each example
 
 
 def validation_task(task: Task) -> Task:
@@ -272,7 +272,7 @@ def read(
     task, how = experiment.task, experiment.vectors
     word, _, place = task.train[0].partition(":")
     if word == "corpus":
-        return _of_corpus(experiment, tokenizer, *place.rpartition(":")[::2])
+        return _read_corpus(experiment, tokenizer, *place.rpartition(":")[::2])
     if how.loss == "distil":
         task = dataclasses.replace(task, second_column="")
     labelled: examples_lib.Labelled = "labelled" if how.loss == "cosine" else "unlabelled"
@@ -283,7 +283,7 @@ def read(
         scaled = _scaled(examples, how)
         rows.numbers["scores"] = np.repeat(scaled, rows.rows_per_example)
     if how.loss == "distil" and teacher == "asked":
-        wanted = _taught(how, examples)
+        wanted = _teacher_vectors(how, examples)
         rows.numbers["wanted"], width = wanted, wanted.shape[1]
         more = hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
         if how.projection == "none" and width != model.hidden_size:
@@ -293,12 +293,12 @@ def read(
             )
     sha256 = examples_lib.sha256(examples, (more,))
     batches = TrainBatches(rows, tokenizer.pad_id, experiment.batch_size, experiment.seed)
-    pairs = [dataclasses.replace(e, texts=e.texts[:2]) for e in examples if len(e.texts) > 1]
+    pairs = [dataclasses.replace(x, texts=x.texts[:2]) for x in examples if len(x.texts) > 1]
     keys = frozenset(map(examples_lib.text_key, pairs))
     return PairTrainingSet(len(examples), sha256, batches, rows.rows_per_example, rows, width, keys)
 
 
-def _of_corpus(
+def _read_corpus(
     experiment: Finetuning, tokenizer: Tokenizer, place: str, how: str
 ) -> PairTrainingSet:
     task, folder = experiment.task, epath.Path(place)
@@ -337,10 +337,10 @@ def _scaled(examples: Sequence[Sentence], how: Vectors) -> np.ndarray:
     return (values - low) / (high - low)
 
 
-def _taught(how: Vectors, examples: Sequence[Sentence]) -> np.ndarray:
-    """Returns a teacher's vectors of texts, float32 [E, W], of length 1.
+def _teacher_vectors(how: Vectors, examples: Sequence[Sentence]) -> np.ndarray:
+    """Returns the teacher's vector for the text of each example, float32 [E, W], of length 1.
 
-    A teacher reads each text in the role in which the student reads it, behind its own prefix.
+    The teacher reads a text in the same role as the student, with the teacher's own prefix.
     """
     path = epath.Path(how.teacher)
     if path.suffix != ".npz":

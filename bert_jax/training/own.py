@@ -48,10 +48,10 @@ def _require(holds: bool, what: str, why: str) -> None:
 
 def _require_comparable(experiment: Experiment) -> None:
     """Raises InputError if settings do not suit an objective that compares rows of a batch."""
-    why = "takes a batch at once, optimizer.clip=per_replica its parts; set that to global"
+    why = "needs the whole batch; set optimizer.clip=global, since per_replica splits batches"
     _require(experiment.optimizer.clip != "per_replica", "compare", why)
-    # A replay moves rows to other devices. Sums over all of them are then taken in another order.
-    why = "adds up rows of all devices, whose order run.replay_every changes; set that to 0"
+    # A replay moves rows to other devices, which changes the order of sums over all rows.
+    why = "sums over the rows of all devices, whose order a replay changes; set run.replay_every=0"
     _require(not experiment.run.replay_every, "compare", why)
 
 

@@ -135,11 +135,11 @@ class Replay:
                 if not any(erred):
                     self._was_clean = True
                     return train_step(state, window, batch, key, fixed)
-            raise self._erred(erred, is_sure)
+            raise self._corruption(erred, is_sure)
 
         return step
 
-    def _erred(self, erred: list[set[int]], is_sure: bool) -> SilentCorruption:
+    def _corruption(self, erred: list[set[int]], is_sure: bool) -> SilentCorruption:
         places = set().union(*erred)
         always = is_sure and bool(set.intersection(*erred))
         is_last = always or not self._was_clean or bool(places & self._named)

@@ -174,8 +174,8 @@ def make_train_step(
 def make_replay(spec: StepSpec) -> Callable[..., jax.Array]:
     """Compiles `(params, fixed, step, batch, phase key, other) -> replay.fingerprints`.
 
-    They are of what `make_train_step` computes; `other` is the batch that `replay.rotate_batch`
-    returns.
+    The fingerprints are of the results of `make_train_step`. `other` is the batch that
+    `replay.rotate_batch` returns.
     """
     objective, optimizer, parallelism, _, mesh = spec
     state = abstract_state(objective, optimizer, parallelism, mesh)

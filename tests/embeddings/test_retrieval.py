@@ -41,7 +41,7 @@ CASES = json.loads(pathlib.Path(__file__).with_name("retrieval.json").read_text(
 @pytest.mark.parametrize("vectors", [65_536, 3])
 def test_scores_equal_those_of_trec_eval(number, vectors, tmp_path, monkeypatch):
     """With ties, shared ids, grades, negative and repeated judgements, and nothing relevant."""
-    monkeypatch.setattr(nearest, "_VECTORS", vectors)
+    monkeypatch.setattr(nearest, "_BLOCK_VECTORS", vectors)
     found = scores_of(CASES[number], tmp_path)
     assert list(found) == ["recall@1", "recall@10", "mrr@10", "ndcg@10"]
     assert found == pytest.approx(CASES[number]["scores"], abs=1e-12)

@@ -177,7 +177,7 @@ def test_a_device_named_twice_is_the_last():
     replays, last = replay.Replay(samples.mesh_of(4)), []
     for place, was_clean in ((1, True), (2, True), (3, False), (2, True)):
         replays._was_clean = was_clean
-        last.append(replays._erred([{place}, set()], is_sure=True).is_last)
+        last.append(replays._corruption([{place}, set()], is_sure=True).is_last)
     assert last == [False, False, True, True]
 
 

@@ -194,7 +194,7 @@ class Comparison:
 
 
 def _measured(name: str, record: Record) -> float | None:
-    """Returns what a finished run has written down itself; None for what it does not know."""
+    """Returns a value from the records of a finished run; None if the run does not know it."""
     if name == "steps":
         return float(record.total_steps)
     if name == "cpu_seconds":
@@ -246,7 +246,7 @@ def _real_tokens(record: Record) -> float:
         for phase, end in zip(experiment.phases, experiment.ends, strict=True):
             steps = min(end, line["step"]) - max(end - phase.steps, before)
             positions += max(steps, 0) * phase.batch_size * phase.sequence_length
-        total += positions * line.get("filled", 0.0)  # all steps of the line may be skipped
+        total += positions * line.get("filled", 0.0)  # absent if all steps of the line were skipped
         before = line["step"]
     return total
 

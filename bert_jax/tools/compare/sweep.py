@@ -56,21 +56,21 @@ def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Swe
         values[field] = of_field
     ends = [field.rpartition(".")[2] for field in values]
     names = ends if len(set(ends)) == len(ends) else list(values)
-    made: dict[str, SweepRun] = {}
+    runs: dict[str, SweepRun] = {}
     for chosen in itertools.product(*values.values()):
         folder = "_".join(f"{n}-{_ODD.sub('_', v)}" for n, v in zip(names, chosen, strict=True))
-        if folder in made:
+        if folder in runs:
             raise InputError(f"--sweep: two runs would both lie in {folder}; sweep other values")
         pairs = dict(zip(values, chosen, strict=True))
         more = [f"{field}={value}" for field, value in pairs.items()]
         with prefix_errors("--sweep"):
             experiment, origin = config.load_with_origin(file, [*settings, *more], Finetuning)
-        made[folder] = SweepRun(folder, pairs, experiment, origin)
-    return list(made.values())
+        runs[folder] = SweepRun(folder, pairs, experiment, origin)
+    return list(runs.values())
 
 
 def run(
-    of: list[SweepRun], base: str | None, root: str | None, progress: Progress
+    sweep: list[SweepRun], base: str | None, root: str | None, progress: Progress
 ) -> session.Outcome:
     """Runs what is left of a sweep, and shows the scores.
 
@@ -80,9 +80,9 @@ def run(
     `base` is a base or a run, None the one that the experiment names; `root` the folder of the
     runs, None runs/NAME-sweep.
     """
-    folder = epath.Path(root or f"runs/{of[0].experiment.name}-sweep")
+    folder = epath.Path(root or f"runs/{sweep[0].experiment.name}-sweep")
     there = buckets.names(folder)
-    if there and not there & {"sweep.json", *(member.folder for member in of)}:
+    if there and not there & {"sweep.json", *(member.folder for member in sweep)}:
         raise InputError(
             f"{folder}: holds a run or other files and no sweep; choose another folder with "
             "--workdir"
@@ -90,12 +90,12 @@ def run(
     # Of each how it ended, "" if it did not yet, and lines of metrics.jsonl: of its last evaluation
     # and of that with the highest score; None before there is one.
     ends: dict[str, Any] = {"outcome": "", "last": None, "best": None}
-    runs = [{"folder": one.folder, "settings": one.settings, **ends} for one in of]
-    score = ", ".join(sorted({member.experiment.task.main_score for member in of}))
-    record = {"format_version": FORMAT_VERSION, "name": of[0].experiment.name, "score": score}
-    for number, (member, one) in enumerate(zip(of, runs, strict=True), 1):
+    runs = [{"folder": one.folder, "settings": one.settings, **ends} for one in sweep]
+    score = ", ".join(sorted({member.experiment.task.main_score for member in sweep}))
+    record = {"format_version": FORMAT_VERSION, "name": sweep[0].experiment.name, "score": score}
+    for number, (member, one) in enumerate(zip(sweep, runs, strict=True), 1):
         place = folder / member.folder
-        progress.say(f"sweep {number} of {len(of)}: {member.folder}")
+        progress.say(f"sweep {number} of {len(sweep)}: {member.folder}")
         # A finished run ends at once, unless its base or its examples are others now.
         outcome = job.finetune(member.experiment, base, os.fspath(place), progress, member.origin)
         lines = JsonLines(mirror.open_workdir(place).metrics).read()
