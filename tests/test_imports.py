@@ -17,7 +17,7 @@ LAYERS = (
     *("api", "serve", "tools.plan", "tools.doctor", "tools.report", "tools.conformance"),
     *("tools.compare", "tools.auto", "tools.verify", "launch", "cli", "tools.verify.child"),
 )
-# A package whose packages are a layer each, and a program that runs the command line itself.
+# Packages whose subpackages are layers of their own; modules that run the command line.
 GROUPS = ("tools",)
 PROGRAMS = ("tools.verify.child",)
 
@@ -37,7 +37,7 @@ def imports(path: pathlib.Path) -> set[str]:
     return found
 
 
-def room(module: str) -> str:
+def layer_of(module: str) -> str:
     parts = module.split(".")[1:] or [module]
     if ".".join(parts) in PROGRAMS:
         return ".".join(parts)
@@ -46,9 +46,9 @@ def room(module: str) -> str:
 
 def test_imports_follow_the_layers():
     for module in MODULES.keys() - {"bert_jax", *(f"bert_jax.{name}" for name in GROUPS)}:
-        here = LAYERS.index(room(module))
-        ours = {room(name) for name in imports(MODULES[module]) if name.startswith("bert_jax.")}
-        assert ours - {"__version__"} <= set(LAYERS[: here + 1]), module
+        here = LAYERS.index(layer_of(module))
+        used = {layer_of(name) for name in imports(MODULES[module]) if name.startswith("bert_jax.")}
+        assert used - {"__version__"} <= set(LAYERS[: here + 1]), module
 
 
 # What reads and scores a task; what learns it stands beside.
@@ -59,7 +59,7 @@ def test_what_is_never_imported():
     for module, path in MODULES.items():
         tops = {name.split(".")[0] for name in imports(path)}
         strange = {"experiments", "launch", "benchmarks", "tests", "torch", "tensorflow"}
-        if room(module) in ("text", "data") or module in TASKS:
+        if layer_of(module) in ("text", "data") or module in TASKS:
             strange |= {"jax", "flax", "optax", "orbax"}
         assert not tops & strange, module
 

@@ -1,4 +1,4 @@
-"""How large the project may be, in lines of Python: an aim for each folder, and those above it.
+"""Limits on the lines of Python in each folder, and on the number and length of modules.
 
 `AIMS` says how large each folder should become. `ABOVE` lists the folders that are larger, with the
 most lines that each may have. A number in `ABOVE` only falls; a folder that reaches its aim leaves
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# Packages of bert_jax, "." for the modules at its top; then the folders beside the package.
+# Packages of bert_jax ("." is its top-level modules), then the folders beside the package.
 AIMS = {
     ".": 600,
     "config": 1_900,
@@ -77,7 +77,7 @@ def count_lines(path: pathlib.Path) -> int:
 
 
 def find_files(folder: str) -> list[pathlib.Path]:
-    """Returns the code in a folder: of a package, or beside the package; links are not followed."""
+    """Returns the code in a package of bert_jax or in a folder beside it; skips linked packages."""
     if folder == ".":
         return sorted((ROOT / "bert_jax").glob("*.py"))
     package = ROOT / "bert_jax" / folder
@@ -89,8 +89,8 @@ def find_files(folder: str) -> list[pathlib.Path]:
 def find_packages() -> list[str]:
     """Returns the paths of all packages below bert_jax, such as tools/plan."""
     inner = [path.parent for path in (ROOT / "bert_jax").rglob("*/__init__.py")]
-    real = [path for path in inner if not (ROOT / "bert_jax" / path.name).is_symlink()]
-    return sorted(path.relative_to(ROOT / "bert_jax").as_posix() for path in real)
+    unlinked = [path for path in inner if not (ROOT / "bert_jax" / path.name).is_symlink()]
+    return sorted(path.relative_to(ROOT / "bert_jax").as_posix() for path in unlinked)
 
 
 def measure() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Checkpoints on a storage that loses a save, breaks one off, or gives back other bits once."""
+"""Checkpoints on a storage that loses a save, interrupts one, or returns wrong bits once."""
 
 import errno
 import re
@@ -20,8 +20,8 @@ from bert_jax.storage import mirror
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "x"), OSError(errno.ENOSPC, "x")])
-def test_a_save_that_is_lost_is_named_by_its_own_step(error, tmp_path, monkeypatch, capsys):
-    """It is noticed at a later one. The newest checkpoint is again the one before."""
+def test_the_message_about_a_lost_save_names_its_own_step(error, tmp_path, monkeypatch, capsys):
+    """A later save notices the loss. The newest checkpoint is the one before it."""
     commit = atomicity.on_commit_callback
     with saves_in(tmp_path, Run(when_disk_is_full="go_on")) as saved:
         saved.save(4, {"x": jnp.zeros(3)}, {})
@@ -41,8 +41,8 @@ def test_a_save_that_is_lost_is_named_by_its_own_step(error, tmp_path, monkeypat
     ],
     ids=type,
 )
-def test_a_save_that_a_bucket_breaks_off_is_made_again(error, objects, monkeypatch):
-    """A list that lags and an answer that is damaged have errors of many kinds."""
+def test_a_save_that_a_bucket_interrupts_is_repeated(error, objects, monkeypatch):
+    """A stale listing and a damaged answer raise errors of many types."""
     workdir = mirror.open_workdir(epath.Path("gs://bucket/run"), access="write")
     workdir.root.mkdir(parents=True)
     checkpointer = checkpoint.ocp.training.Checkpointer
@@ -54,20 +54,20 @@ def test_a_save_that_a_bucket_breaks_off_is_made_again(error, objects, monkeypat
         assert saved.steps == [1]
 
 
-@pytest.mark.parametrize("bits", ["once", "for good"])
-def test_arrays_that_differ_are_read_once_more(bits, run, monkeypatch):
-    """A bit may flip on its way from the storage, where nothing but our checksums would notice."""
+@pytest.mark.parametrize("flips", ["once", "always"])
+def test_arrays_that_differ_are_read_once_more(flips, run, monkeypatch):
+    """A bit may flip in transit, which only the checksums of a checkpoint detect."""
     load, calls = checkpoint.ocp.load, []
 
     def flip(*args):
         calls.append(args)
         state = load(*args)
-        if len(calls) == 1 or bits == "for good":
+        if len(calls) == 1 or flips == "always":
             state["params"] = jax.tree.map(lambda leaf: -leaf, state["params"])
         return state
 
     monkeypatch.setattr(checkpoint.ocp, "load", flip)
-    if bits == "once":
+    if flips == "once":
         assert newest(run).step == 22 and len(calls) == 2
     else:
         with pytest.raises(InputError, match=r"22.*20.*16"):

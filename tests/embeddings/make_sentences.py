@@ -1,8 +1,8 @@
-"""Writes tests/embeddings/sentences.npz: vectors of sentence-transformers, of what `export` wrote.
+"""Writes tests/embeddings/sentences.npz: vectors by sentence-transformers from exported bases.
 
 Run `python tests/embeddings/make_sentences.py FOLDER` in the environment of the project, then in
-one with sentence-transformers 6.2.0 and NumPy: the first writes bases and their exports, the second
-asks these.
+one with sentence-transformers 6.2.0 and NumPy: the first run writes bases and exports them, the
+second computes the vectors.
 """
 
 import pathlib
@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-# Cut, empty, in capitals, and of the usual kind.
+# An ordinary text, one with capitals, one that is cut, and an empty one.
 TEXTS = ["wc", "XB wd xc ?", " ".join(["wa wb xa xd"] * 5), ""]
 PIECES = [
     "[PAD]",
@@ -31,7 +31,7 @@ CASES = [("mean", True), ("cls", False), ("last", True)]
 
 
 def base_of(pooling: str, normalize: bool):
-    """A base that has prompts and cuts texts."""
+    """Returns a base with prompts and a length limit."""
     import jax
 
     from bert_jax.checkpoints.base import Base, TextVectors
@@ -61,23 +61,23 @@ def write_exports(folder: pathlib.Path) -> None:
     from bert_jax.checkpoints import base as base_lib
 
     for pooling, normalize in CASES:
-        place = folder / f"base_{pooling}"
-        base_lib.write(base_of(pooling, normalize), epath.Path(place))
-        export = ["export", "--workdir", str(place), "--as", "encoder"]
+        base = folder / f"base_{pooling}"
+        base_lib.write(base_of(pooling, normalize), epath.Path(base))
+        export = ["export", "--workdir", str(base), "--as", "encoder"]
         assert cli.main([*export, "--out", str(folder / pooling)]) == 0
 
 
 def write_vectors(folder: pathlib.Path) -> None:
     from sentence_transformers import SentenceTransformer
 
-    found = {}
+    vectors = {}
     for pooling, _ in CASES:
         model = SentenceTransformer(str(folder / pooling), device="cpu")
-        found[f"{pooling}_text"] = model.encode_document(TEXTS)
-        found[f"{pooling}_query"] = model.encode_query(TEXTS)
-    np.savez_compressed(pathlib.Path(__file__).with_name("sentences.npz"), **found)
+        vectors[f"{pooling}_text"] = model.encode_document(TEXTS)
+        vectors[f"{pooling}_query"] = model.encode_query(TEXTS)
+    np.savez_compressed(pathlib.Path(__file__).with_name("sentences.npz"), **vectors)
 
 
 if __name__ == "__main__":
-    place = pathlib.Path(sys.argv[1])
-    (write_vectors if place.exists() else write_exports)(place)
+    folder = pathlib.Path(sys.argv[1])
+    (write_vectors if folder.exists() else write_exports)(folder)

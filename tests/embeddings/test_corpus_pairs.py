@@ -82,12 +82,12 @@ def test_prefixes_stand_before_the_texts_and_keys_are_of_the_texts():
     assert len(set(a["keys"].tolist())) == 16
 
 
-def test_keys_are_equal_where_whole_texts_are():
-    """Also where documents differ in their last piece alone."""
+def test_keys_are_equal_if_and_only_if_whole_texts_are_equal():
+    """The documents differ only in their last token."""
     beginning = list(range(100, 109))
-    made = stream.from_documents([[[*beginning, 200 + d // 2]] for d in range(16)])
+    documents = stream.from_documents([[[*beginning, 200 + d // 2]] for d in range(16)])
     ids = Ids(0, CLS, SEP, 4, 8000, np.zeros(8000, bool))
-    batch = CorpusPairs(made, ids, "twice", ([], []), 16, 40, 0).batch(0, np.arange(32))
+    batch = CorpusPairs(documents, ids, "twice", ([], []), 16, 40, 0).batch(0, np.arange(32))
     texts, keys = list(map(tuple, texts_of(batch))), batch["keys"].tolist()
     assert len(set(texts)) == len(set(keys)) == len(set(zip(texts, keys, strict=True))) < 16
     assert len({text for text in texts if len(text) == 12}) > 1
@@ -106,14 +106,14 @@ def test_documents_of_one_sentence_have_no_neighbours():
     assert CorpusPairs(alone, ids, "crops", ([], []), 2, 40, 0).total == 2
 
 
-def test_where_a_crop_begins_does_not_depend_on_its_length():
-    """A place is drawn uniformly from those at which a crop of its length fits."""
+def test_the_start_of_a_crop_does_not_depend_on_its_length():
+    """The start is drawn uniformly from all positions where a crop of its length fits."""
     long = stream.from_documents([[list(range(100, 400))]] * 16)
     ids = Ids(0, CLS, SEP, 4, 8000, np.zeros(8000, bool))
     pairs = CorpusPairs(long, ids, "crops", ([], []), 16, 102, 0)
     texts = [text for step in range(40) for text in texts_of(pairs.batch(step, np.arange(32)))]
     lengths = np.array([len(text) - 2 for text in texts])
-    # A passage is as long as two crops may be at most: 200 tokens, the first of them 100.
+    # A passage has 200 tokens, as many as the two longest crops; its first token id is 100.
     shares = (np.array([text[1] for text in texts]) - 100) / (200 - lengths)
     assert abs(np.corrcoef(lengths, shares)[0, 1]) < 4 / np.sqrt(len(texts))
     assert abs(shares.mean() - 0.5) < 4 * np.sqrt(1 / 12 / len(texts))

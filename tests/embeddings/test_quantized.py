@@ -33,8 +33,8 @@ def test_zeros_stay_zeros():
     assert not quantized.quantized(zeros, "binary").any()
 
 
-def test_bits_are_those_of_sentence_transformers():
-    """As `quantize_embeddings(vectors, precision="ubinary")` of 6.2.0 gives them."""
+def test_bits_equal_those_of_sentence_transformers():
+    """The expected bits are from `quantize_embeddings(vectors, precision="ubinary")` of 6.2.0."""
     mixed = [0.5, -0.1, 0, 1e-9, -0.0, 2, -3, 0.1, -1, 1]
     vectors = np.array([mixed, [-1] * 9 + [0.1]], np.float32)
     assert quantized.quantized(vectors, "binary").tolist() == [[149, 64], [0, 64]]

@@ -1,4 +1,4 @@
-"""Scores of rankings, against those of trec_eval (`make_retrieval.py`); and BEIR's files."""
+"""Retrieval scores, compared with trec_eval (`make_retrieval.py`), and reading of BEIR folders."""
 
 import json
 import pathlib
@@ -11,7 +11,7 @@ from bert_jax.errors import InputError
 
 
 def write(folder, texts, queries, judged):
-    """Writes a folder as BEIR has it."""
+    """Writes a folder in BEIR's format."""
     for name, records in (("corpus", texts), ("queries", queries)):
         lines = (json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text("".join(lines))
@@ -21,16 +21,16 @@ def write(folder, texts, queries, judged):
 
 
 def scores_of(case, folder):
-    """The scores of a case of `make_retrieval`, from files and vectors."""
+    """Returns the scores of a case of `make_retrieval`, from files and vectors."""
     texts, queries = (
         [{"_id": name, "text": "x"} for name in case[side]] for side in ("texts", "queries")
     )
     write(folder, texts, queries, case["judged"])
     products = np.array(case["products"], np.float32) / 16
-    of_query = dict(zip(case["queries"], np.eye(len(products), dtype=np.float32), strict=True))
-    of_text = dict(zip(case["texts"], products.T, strict=True))
+    query_vectors = dict(zip(case["queries"], np.eye(len(products), dtype=np.float32), strict=True))
+    text_vectors = dict(zip(case["texts"], products.T, strict=True))
     passages = retrieval.read(str(folder), "test")
-    vectors = [(of_text if one.relevant is None else of_query)[one.id] for one in passages]
+    vectors = [(text_vectors if p.relevant is None else query_vectors)[p.id] for p in passages]
     return retrieval.scores(vectors, passages)
 
 
@@ -38,13 +38,13 @@ CASES = json.loads(pathlib.Path(__file__).with_name("retrieval.json").read_text(
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-@pytest.mark.parametrize("vectors", [65_536, 3])
-def test_scores_equal_those_of_trec_eval(number, vectors, tmp_path, monkeypatch):
-    """With ties, shared ids, grades, negative and repeated judgements, and nothing relevant."""
-    monkeypatch.setattr(nearest, "_BLOCK_VECTORS", vectors)
-    found = scores_of(CASES[number], tmp_path)
-    assert list(found) == ["recall@1", "recall@10", "mrr@10", "ndcg@10"]
-    assert found == pytest.approx(CASES[number]["scores"], abs=1e-12)
+@pytest.mark.parametrize("block", [65_536, 3])
+def test_scores_equal_those_of_trec_eval(number, block, tmp_path, monkeypatch):
+    """Cases have ties, shared ids, grades, negative or repeated judgements, or no relevant text."""
+    monkeypatch.setattr(nearest, "_BLOCK_VECTORS", block)
+    scores = scores_of(CASES[number], tmp_path)
+    assert list(scores) == ["recall@1", "recall@10", "mrr@10", "ndcg@10"]
+    assert scores == pytest.approx(CASES[number]["scores"], abs=1e-12)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_beir_s_files_as_they_come(folder):
+def test_read_takes_files_in_beir_format(folder):
     query, a, b = retrieval.read(str(folder), "test")
     assert (query.text, query.relevant) == ("who walks", {"a": 2})
     assert (a.text, b.text, a.relevant) == ("Ants walk", "B\ufffd", None)
@@ -80,7 +80,7 @@ def test_beir_s_files_as_they_come(folder):
         ("queries.jsonl", '{"_id": "1", "text": "x"}\n' * 2, "queries.jsonl:2"),
     ],
 )
-def test_what_is_wrong_is_named(folder, file, text, named):
+def test_errors_name_the_file(folder, file, text, named):
     (folder / file).write_text(text)
     with pytest.raises(InputError) as error:
         retrieval.read(str(folder), "test")

@@ -1,4 +1,4 @@
-"""Lines of metrics: which are kept when a run goes on, and in which of them a loss jumps."""
+"""Lines of metrics: which lines stay when a run resumes, and in which lines a loss jumps."""
 
 import pytest
 
@@ -8,14 +8,14 @@ from bert_jax.storage.workdir import Workdir
 
 
 def jumps(losses, name="masked_lm_loss", spikes=None):
-    """Numbers of the lines in which a loss jumps."""
+    """Returns the numbers of the lines in which a loss jumps."""
     spikes, lines = spikes or Spikes(), []
     for number, loss in enumerate(losses):
         lines.append({"kind": "train", "worst_step": number, "worst_step_loss": loss, name: loss})
     return [found[0] for line in lines if (found := spikes.of_line(line))]
 
 
-def test_a_jump_is_above_a_tenth_and_above_what_the_loss_varies_by():
+def test_a_jump_exceeds_a_tenth_and_the_usual_variation_of_the_loss():
     assert jumps([3.0] * 5 + [3.29]) == [] and jumps([3.0] * 5 + [3.31]) == [5]
     # Losses that vary by a sixth: eight standard deviations are 5.9.
     assert jumps([2.5, 3.0, 3.5] * 6) == []
@@ -31,7 +31,7 @@ def test_losses_of_another_objective_are_not_compared():
 
 @pytest.fixture
 def lines(tmp_path):
-    """Lines of a run, before the first step as well, as probes write them."""
+    """Lines of a run, one of step 0 among them, as probes write."""
     lines = RunLines(Workdir(tmp_path), "stop", writes=True)
     for step in (0, 3, 4, 6):
         lines.append({"step": step, "kind": "train"}, "metrics")
@@ -45,13 +45,13 @@ def steps(lines):
 @pytest.mark.parametrize(
     ("step", "kept"), [(0, []), (3, [0, 3]), (4, [0, 3, 4]), (9, [0, 3, 4, 6])]
 )
-def test_lines_of_steps_that_will_be_done_again_are_dropped(step, kept, lines):
-    """Of a run that begins again also those before its first step."""
+def test_lines_of_steps_that_will_be_repeated_are_dropped(step, kept, lines):
+    """A run that begins again also drops the lines of step 0."""
     assert list(lines.go_on_from(step, {})) == []
     assert steps(lines) == kept
 
 
-def test_a_file_with_other_lines_than_those_before_a_checkpoint_is_refused(lines):
+def test_a_file_whose_lines_before_a_checkpoint_changed_is_refused(lines):
     list(lines.go_on_from(4, {}))
     written = lines.written()
     lines.append({"step": 6, "kind": "train"}, "metrics")

@@ -1,4 +1,4 @@
-"""Losses of vectors, against those of sentence-transformers (`make_similar.py`)."""
+"""Losses of vectors, compared with sentence-transformers (`make_similar.py`)."""
 
 import pathlib
 

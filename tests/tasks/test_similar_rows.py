@@ -1,4 +1,4 @@
-"""Texts of `similar`: which are one text, and that every command reads one as all others do."""
+"""Texts of `similar`: which texts count as equal, and that all commands encode a text alike."""
 
 import functools
 import json
@@ -26,8 +26,8 @@ from bert_jax.training import mesh as mesh_lib
 
 
 @pytest.mark.parametrize("prefixes", [("", ""), ("wa wb wc ", "wd ")])
-def test_texts_that_are_equal_as_far_as_they_are_read_are_one_text(prefixes):
-    """In both roles, behind a prefix of three pieces or of one."""
+def test_texts_that_differ_only_after_the_cut_have_equal_keys(prefixes):
+    """Both roles, without prefixes, and with prefixes of three tokens and of one."""
     query, text = prefixes
     task = Task(kind="similar", train=("jsonl:x",), validation=("jsonl:x",), second_column="b",
                 query_prefix=query, text_prefix=text, max_sequence_length=12)  # fmt: skip
@@ -49,14 +49,14 @@ def test_prefixes_follow_the_roles(second, roles):
     source = ("jsonl:x",)
     task = Task(kind="similar", train=source, validation=("beir:x:test",), query_prefix="wa ",
                 text_prefix="wb ", **columns)  # fmt: skip
-    kind, before = Similar(task, (), kinds.TOKENIZER), {"query": "wa", "text": "wb"}
+    kind, prefixes = Similar(task, (), kinds.TOKENIZER), {"query": "wa", "text": "wb"}
     rows = kind.rows([Sentence("", ("wc wd",) * len(roles), None)])
     assert [row.tolist() for row in rows.ids] == [
-        kinds.ids(f"[CLS] {before[role]} wc wd [SEP]") for role in roles
+        kinds.ids(f"[CLS] {prefixes[role]} wc wd [SEP]") for role in roles
     ]
-    found = kind.rows([Passage("", "q", "wc", {"t": 1}), Passage("", "r", "wc", {}),
-                       Passage("", "t", "wc")])  # fmt: skip
-    assert [row[1] for row in found.ids] == kinds.ids("wa wa wb")
+    rows = kind.rows([Passage("", "q", "wc", {"t": 1}), Passage("", "r", "wc", {}),
+                      Passage("", "t", "wc")])  # fmt: skip
+    assert [row[1] for row in rows.ids] == kinds.ids("wa wa wb")
 
 
 PROMPTS = TextVectors("last", max_length=12, query_prefix="wa wb ", text_prefix="xa ")
@@ -65,7 +65,7 @@ LONG = " ".join(tuned.GOOD * 5)
 
 @pytest.fixture
 def prompted(tmp_path):
-    """A base with prompts and another pooling than the usual one, and the source of some pairs."""
+    """A base with prompts and pooling `last`, and a source of pairs."""
     params = jax.device_get(heads.init_params(tuned.MODEL, jax.random.key(0)))
     tokenizer = WordPiece(tuned.PIECES, "uncased")
     base_lib.write(
@@ -82,26 +82,26 @@ def test_a_base_that_is_its_own_teacher_is_at_distance_zero(prompted, tmp_path):
     base, source = prompted
     task = Task(kind="similar", train=(source,), validation=(source,),
                 second_column="b", max_sequence_length=12)  # fmt: skip
-    quiet = Adapt(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    no_dropout = Adapt(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     experiment = Finetuning(
         name="x",
         init_from=str(tmp_path / "base"),
         task=similar.inherit_prompts(task, base.vectors),
-        adapt=quiet,
+        adapt=no_dropout,
         vectors=Vectors(loss="distil", teacher=str(tmp_path / "base"), geometry=1.0),
         batch_size=3,
     )
-    learned = similar.read(experiment, base.model, base.tokenizer, Tally())
+    training_set = similar.read(experiment, base.model, base.tokenizer, Tally())
     kind = Similar(experiment.task, (), base.tokenizer)
     objective = LoadedBase.of(experiment).objective(experiment, kind)
-    batch = learned.batches.batch(0, np.arange(3))
+    batch = training_set.batches.batch(0, np.arange(3))
     forward = jax.jit(lambda *of: objective.forward(*of, None, Loop())["loss"])
     loss = forward(base.params, None, batch)
     assert loss[1] == 3 and loss[0] < 1e-10
 
 
 def test_a_base_is_scored_by_the_vectors_that_embed_gives(prompted):
-    """With the same roles, prefixes, pooling and limit, though the task's own limit is higher."""
+    """Roles, prefixes, pooling and limit are the same, although the task's own limit is higher."""
     base, source = prompted
     mesh = mesh_lib.one_device()
     task = Task(kind="similar", train=(source,), validation=(source,),
@@ -112,7 +112,7 @@ def test_a_base_is_scored_by_the_vectors_that_embed_gives(prompted):
     run = functools.partial(probes.vectors_of(reader), base.params, None)
     scored = np.stack(run_rows(run, probe._batches, probe._rows, mesh))
     embedder = Embedder(base, Features(length="unit"), mesh)
-    for first, role in enumerate(("query", "text")):
-        texts = [example.texts[first] for example in probe.examples]
+    for column, role in enumerate(("query", "text")):
+        texts = [example.texts[column] for example in probe.examples]
         (part,) = embedder.embed(texts, role)
-        np.testing.assert_allclose(scored[first::2], part.vectors, atol=1e-6)
+        np.testing.assert_allclose(scored[column::2], part.vectors, atol=1e-6)

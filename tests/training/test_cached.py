@@ -1,4 +1,4 @@
-"""Gradients over parts of rows that are compared with each other."""
+"""Gradients in micro-batches, for an objective that compares all rows with each other."""
 
 import dataclasses
 
@@ -18,10 +18,10 @@ ROWS, WIDTH, PARTS = 8, 4, 4
 
 @dataclasses.dataclass(frozen=True)
 class Noisy:
-    """An objective whose vectors are `weight * x`, some of their numbers dropped."""
+    """An objective whose vectors are `weight * x` with dropout."""
 
     model: Model
-    seen: list  # of each call the rows, and which numbers it kept
+    calls: list  # for each call its rows and its dropout mask
 
     def __hash__(self):
         return id(self)
@@ -32,12 +32,12 @@ class Noisy:
     def vectors(self, params, fixed, batch, noise, loop):
         kept = noise.keep(batch["x"].shape, 0.5)
         jax.debug.callback(
-            lambda *of: self.seen.append([np.array(x) for x in of]), batch["x"], kept
+            lambda *args: self.calls.append([np.array(x) for x in args]), batch["x"], kept
         )
         return batch["x"] * params["weight"] * kept
 
     def compare(self, vectors, params, fixed, batch, noise, loop):
-        products = vectors @ vectors.T  # of rows of all parts
+        products = vectors @ vectors.T  # of all rows
         return {"loss": jnp.stack([jnp.tanh(products).sum(), batch["row_weights"].sum()])}
 
     def loss(self, metrics, counts):
@@ -45,7 +45,7 @@ class Noisy:
 
 
 def test_dropout_is_the_same_in_both_passes_of_each_part():
-    """Also where noise is of the part and not of the row."""
+    """Here dropout is drawn for a whole part, not for each row (`rbg16`)."""
     model = dataclasses.replace(kinds.MODEL, dropout_rng="rbg16")
     objective, parallelism = Noisy(model, []), Parallelism(accumulation=(PARTS,))
     mesh = samples.mesh_of(1, parallelism)
@@ -62,14 +62,14 @@ def test_dropout_is_the_same_in_both_passes_of_each_part():
     run = jax.shard_map(shard, mesh=mesh, in_specs=(whole, whole), out_specs=whole, check_vma=False)
     gradient, metrics = jax.block_until_ready(jax.jit(run)(params, batch))
     jax.effects_barrier()
-    kept = []
+    masks = []
     for part in np.split(x, PARTS):
-        forward, backward = (mask for rows, mask in objective.seen if (rows == part).all())
+        forward, backward = (mask for rows, mask in objective.calls if (rows == part).all())
         np.testing.assert_array_equal(forward, backward)
-        kept.append(forward)
-    assert len({mask.tobytes() for mask in kept}) == PARTS
+        masks.append(forward)
+    assert len({mask.tobytes() for mask in masks}) == PARTS
 
-    v = x.astype(np.float64) * np.concatenate(kept)
+    v = x.astype(np.float64) * np.concatenate(masks)
     products = v @ v.T  # times the weight's square
     expected = (2 * 0.7 * products / np.cosh(0.49 * products) ** 2).sum() / ROWS
     np.testing.assert_allclose(gradient["weight"], expected, rtol=1e-5)
