@@ -43,7 +43,7 @@ ABOVE = {
     "data": 3_672,
     "distributed": 1_115,
     "embeddings": 1_330,
-    "interop": 2_685,
+    "interop": 2_681,
     "model": 3_047,
     "pretraining": 1_091,
     "serve": 573,
@@ -52,8 +52,8 @@ ABOVE = {
     "text": 3_206,
     "tools": 7_927,
     "training": 2_299,
-    "benchmarks": 3_029,
-    "tests": 36_053,
+    "benchmarks": 3_030,
+    "tests": 36_054,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
