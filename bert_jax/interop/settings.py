@@ -4,6 +4,7 @@
 the table has no effect, as in those libraries.
 """
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,149 +17,135 @@ from bert_jax.errors import InputError, json_object, reading
 from bert_jax.text import library
 
 
-class Rule(NamedTuple):
-    """The effect of a key on token ids and vectors, and the reason."""
+class SettingRule(NamedTuple):
+    """The effect of one key of a settings file, and the reason."""
 
-    effect: str  # "honoured", "none", or "refused" unless the value is one of `allowed`
+    effect: str  # "honoured", "none" (ignored), or "refused" (unless the value is allowed)
     why: str
-    allowed: tuple[Any, ...] = ()
+    allowed: tuple[Any, ...] = ()  # for "refused": the values that are accepted
 
 
-_CONFIG, _SPECIAL_MAP, _ADDED_TOKENS = library.NAMING[0], library.NAMING[1], "added_tokens.json"
-_TRANSFORMER, _SENTENCE = "sentence_bert_config.json", "config_sentence_transformers.json"
-_EMPTY = (None, (), [], {}, "", False)
+_honoured = functools.partial(SettingRule, "honoured")
+_ignored = functools.partial(SettingRule, "none")
+_refused = functools.partial(SettingRule, "refused")
 
-_ROLE = Rule("honoured", "a special token's name; must be in the vocabulary")
-_EXTRA_TOKENS = Rule("honoured", "must be in the vocabulary; read as plain text, as a line reports")
-_TEXT_CLEANING = Rule("honoured", "as in BertTokenizer; tokenizer.json must agree")
-_DECODING_ONLY = Rule("none", "affects decoding only")
-_CHAT_ONLY = Rule("none", "affects chats only")
-_PADDING = Rule("none", "padding does not change ids or vectors here")
-_PATHS = Rule("none", "former paths; the files in the folder are read")
-_REMOTE_CODE = Rule("refused", "would run code from the folder", (None,))
-_BY_ROLES = dict.fromkeys(
-    ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "bos_token", "eos_token"),
-    _ROLE,
+# File names.
+_TOKENIZER_CONFIG, _SPECIAL_TOKENS_MAP = library.NAMING
+_ADDED_TOKENS, _TRANSFORMER_CONFIG = "added_tokens.json", "sentence_bert_config.json"
+_EMPTY_VALUES = (None, (), [], {}, "", False)
+
+_CLEANING = _honoured("as in BertTokenizer; tokenizer.json must agree")
+_DECODING_ONLY = _ignored("affects decoding only")
+_CHAT_ONLY = _ignored("affects chats only")
+_PADDING = _ignored("padding does not change ids or vectors here")
+_BY_POST_PROCESSOR = _ignored("post_processor adds the special tokens")
+_PATHS = _ignored("former paths; the files in the folder are read")
+_REMOTE_CODE = _refused("would run code from the folder", (None,))
+_SPECIAL_TOKEN_RULES = {
+    f"{role}_token": _honoured("a special token's name; must be in the vocabulary")
+    for role in ("unk", "sep", "pad", "cls", "mask", "bos", "eos")
+}
+_EXTRA_TOKEN_RULES = dict.fromkeys(
+    ("additional_special_tokens", "extra_special_tokens"),
+    _honoured("must be in the vocabulary; read as plain text, which import hf prints"),
 )
-_ALWAYS_TRUE = Rule("refused", "bert-jax always does this", (None, True))
-_OVERFLOW = Rule("none", "affects the truncated rest of a text, which is not read")
-_OTHER_INPUTS = Rule("refused", "would change the encoder's input", _EMPTY)
+_ALWAYS_TRUE = _refused("bert-jax always does this", (None, True))
+_OVERFLOW = _ignored("affects tokens after the truncation, which are not used")
+_OTHER_INPUT = _refused("would change the encoder's input", _EMPTY_VALUES)
 
-RULES: dict[str, dict[str, Rule]] = {
-    _CONFIG: {
-        "tokenizer_class": Rule("honoured", "a supported class; for ModernBERT, any class"),
+RULES: dict[str, dict[str, SettingRule]] = {
+    _TOKENIZER_CONFIG: {
+        "tokenizer_class": _honoured("a supported class; for ModernBERT, any class"),
         "auto_map": _REMOTE_CODE,
-        "init_inputs": Rule("refused", "positional arguments of the class", _EMPTY),
-        **_BY_ROLES,
-        "additional_special_tokens": _EXTRA_TOKENS,
-        "extra_special_tokens": _EXTRA_TOKENS,
-        "added_tokens_decoder": Rule("honoured", "tokenizer.json must have the same tokens"),
-        "model_max_length": Rule("honoured", "texts are truncated to this length; at least 3"),
-        "max_len": Rule("honoured", "the older name of model_max_length"),
-        "truncation_side": Rule("refused", "texts are truncated at the end", (None, "right")),
-        "do_lower_case": _TEXT_CLEANING,
-        "strip_accents": _TEXT_CLEANING,
-        "tokenize_chinese_chars": _TEXT_CLEANING,
-        "clean_text": _ALWAYS_TRUE,
-        "do_basic_tokenize": _ALWAYS_TRUE,
-        "never_split": Rule("refused", "transformers before 5 keeps these words whole", _EMPTY),
-        "word_tokenizer_type": Rule("refused", "another program splits words", (None, "basic")),
-        "subword_tokenizer_type": Rule("refused", "another algorithm", (None, "wordpiece")),
-        "add_prefix_space": Rule("honoured", "tokenizer.json must agree"),
-        "fix_mistral_regex": Rule("refused", "replaces the pre-tokenizer", (None, False)),
-        "split_special_tokens": Rule("none", "special tokens in a text are read as plain text"),
-        "add_bos_token": Rule("none", "post_processor adds the special tokens"),
-        "add_eos_token": Rule("none", "post_processor adds the special tokens"),
-        "model_input_names": Rule("honoured", "a BERT with segments needs token_type_ids"),
-        "trim_offsets": Rule("none", "affects offsets, not ids"),
-        "padding_side": _PADDING,
-        "pad_token_type_id": _PADDING,
-        "pad_to_multiple_of": _PADDING,
-        "max_length": Rule("none", "texts are truncated to model_max_length"),
-        "stride": _OVERFLOW,
-        "truncation_strategy": _OVERFLOW,
-        "clean_up_tokenization_spaces": _DECODING_ONLY,
-        "errors": _DECODING_ONLY,
-        "chat_template": Rule("refused", "sentence-transformers would wrap each text", _EMPTY),
-        "response_template": _CHAT_ONLY,
-        "chat_control_tokens": _CHAT_ONLY,
-        "name_or_path": _PATHS,
+        "init_inputs": _refused("positional arguments of the class", _EMPTY_VALUES),
+        **_SPECIAL_TOKEN_RULES,
+        **_EXTRA_TOKEN_RULES,
+        "added_tokens_decoder": _honoured("tokenizer.json must have the same tokens"),
+        "model_max_length": _honoured("texts are truncated to this length; at least 3"),
+        "max_len": _honoured("the older name of model_max_length"),
+        "truncation_side": _refused("texts are truncated at the end", (None, "right")),
+        **dict.fromkeys(("do_lower_case", "strip_accents", "tokenize_chinese_chars"), _CLEANING),
+        **dict.fromkeys(("clean_text", "do_basic_tokenize"), _ALWAYS_TRUE),
+        "never_split": _refused("transformers 4 does not split these words", _EMPTY_VALUES),
+        "word_tokenizer_type": _refused("another program splits words", (None, "basic")),
+        "subword_tokenizer_type": _refused("another algorithm", (None, "wordpiece")),
+        "add_prefix_space": _honoured("tokenizer.json must agree"),
+        "fix_mistral_regex": _refused("replaces the pre-tokenizer", (None, False)),
+        "split_special_tokens": _ignored("special tokens in a text are read as plain text"),
+        **dict.fromkeys(("add_bos_token", "add_eos_token"), _BY_POST_PROCESSOR),
+        "model_input_names": _honoured("a BERT with segments needs token_type_ids"),
+        "trim_offsets": _ignored("affects offsets, not ids"),
+        **dict.fromkeys(("padding_side", "pad_token_type_id", "pad_to_multiple_of"), _PADDING),
+        "max_length": _ignored("texts are truncated to model_max_length"),
+        **dict.fromkeys(("stride", "truncation_strategy"), _OVERFLOW),
+        **dict.fromkeys(("clean_up_tokenization_spaces", "errors"), _DECODING_ONLY),
+        "chat_template": _refused("sentence-transformers would wrap each text", _EMPTY_VALUES),
+        **dict.fromkeys(("response_template", "chat_control_tokens"), _CHAT_ONLY),
+        **dict.fromkeys(("name_or_path", "tokenizer_file", "vocab_file", "merges_file"), _PATHS),
         "special_tokens_map_file": _PATHS,
-        "tokenizer_file": _PATHS,
-        "vocab_file": _PATHS,
-        "merges_file": _PATHS,
-        "processor_class": Rule("none", "affects images and sound only"),
-        "backend": Rule("none", "the `tokenizers` library computes the ids"),
-        "use_fast": Rule("none", "the `tokenizers` library computes the ids"),
+        "processor_class": _ignored("affects images and sound only"),
+        "backend": _ignored("the `tokenizers` library computes the ids"),
+        "use_fast": _ignored("the `tokenizers` library computes the ids"),
     },
-    _SPECIAL_MAP: {
-        **_BY_ROLES,
-        "additional_special_tokens": _EXTRA_TOKENS,
-        "extra_special_tokens": _EXTRA_TOKENS,
-    },
+    _SPECIAL_TOKENS_MAP: _SPECIAL_TOKEN_RULES | _EXTRA_TOKEN_RULES,
     library.FILE: {
         **dict.fromkeys(
             ("model", "normalizer", "pre_tokenizer", "post_processor"),
-            Rule("honoured", "must be the part that the class builds, if it builds one"),
+            _honoured("must equal the part that the tokenizer class builds"),
         ),
-        "added_tokens": Rule("honoured", "with all attributes of tokens that are not special"),
-        "truncation": Rule("honoured", "direction must be Right; the other fields have no effect"),
+        "added_tokens": _honoured("attributes of non-special tokens must agree, too"),
+        "truncation": _honoured("direction must be Right; the other fields have no effect"),
         "padding": _PADDING,
         "decoder": _DECODING_ONLY,
     },
     "config.json": {
-        "tokenizer_class": Rule("honoured", f"used if {_CONFIG} names no class"),
-        "pad_token_id": Rule("honoured", "for RoBERTa, must be the id of the pad token"),
-        "bos_token_id": Rule("none", "affects generation only"),
-        "eos_token_id": Rule("none", "affects generation only"),
-        "sep_token_id": Rule("none", "post_processor adds the special tokens"),
-        "cls_token_id": Rule("none", "post_processor adds the special tokens"),
+        "tokenizer_class": _honoured(f"used if {_TOKENIZER_CONFIG} names no class"),
+        "pad_token_id": _honoured("for RoBERTa, must be the id of the pad token"),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), _ignored("affects generation only")),
+        **dict.fromkeys(("sep_token_id", "cls_token_id"), _BY_POST_PROCESSOR),
     },
-    _TRANSFORMER: {
-        "max_seq_length": Rule("honoured", "texts are truncated to this length; at least 3"),
-        "do_lower_case": Rule("honoured", "refused with a cased vocabulary"),
-        "transformer_task": Rule(
-            "refused", "another model class", (None, "feature-extraction", "fill-mask")
+    _TRANSFORMER_CONFIG: {
+        "max_seq_length": _honoured("texts are truncated to this length; at least 3"),
+        "do_lower_case": _honoured("refused with a cased vocabulary"),
+        "transformer_task": _refused(
+            "another model class", (None, "feature-extraction", "fill-mask")
         ),
-        "module_output_name": Rule("refused", "another output", (None, "token_embeddings")),
-        **dict.fromkeys(
-            ("processing_kwargs", "query_length", "document_length", "query_expansion"),
-            _OTHER_INPUTS,
-        ),
-        **dict.fromkeys(
-            ("config_args", "config_kwargs", "tokenizer_args", "processor_kwargs"), _OTHER_INPUTS
-        ),
-        "tokenizer_name_or_path": _OTHER_INPUTS,
-        "model_args": Rule("none", "affects dtypes and kernels only"),
-        "model_kwargs": Rule("none", "affects dtypes and kernels only"),
-        "modality_config": Rule("none", "module_output_name selects the output"),
+        "module_output_name": _refused("another output", (None, "token_embeddings")),
+        **dict.fromkeys(("processing_kwargs", "tokenizer_name_or_path"), _OTHER_INPUT),
+        **dict.fromkeys(("query_length", "document_length", "query_expansion"), _OTHER_INPUT),
+        **dict.fromkeys(("config_args", "config_kwargs"), _OTHER_INPUT),
+        **dict.fromkeys(("tokenizer_args", "processor_kwargs"), _OTHER_INPUT),
+        "model_args": _ignored("affects dtypes and kernels only"),
+        "model_kwargs": _ignored("affects dtypes and kernels only"),
+        "modality_config": _ignored("module_output_name selects the output"),
         "unpad_inputs": _PADDING,
     },
 }
 
-# Classes that use tokenizer.json unchanged. The other classes build some of its parts.
-GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")
-_WORDPIECE = ("BertTokenizer", "DistilBertTokenizer")
-_SENTENCEPIECE = ("XLMRobertaTokenizer", "CamembertTokenizer")
-CLASSES = (*GENERIC, *_WORDPIECE, "RobertaTokenizer", *_SENTENCEPIECE)
+# Classes that use tokenizer.json unchanged. The other classes replace some parts of it.
+GENERIC_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
+_WORDPIECE_CLASSES = ("BertTokenizer", "DistilBertTokenizer")
+_SENTENCEPIECE_CLASSES = ("XLMRobertaTokenizer", "CamembertTokenizer")
+CLASSES = (*GENERIC_CLASSES, *_WORDPIECE_CLASSES, "RobertaTokenizer", *_SENTENCEPIECE_CLASSES)
 # Class by model type, for folders that name no class.
-_BY_TYPE = {
+_CLASS_BY_MODEL_TYPE = {
     "bert": "BertTokenizer",
     "distilbert": "BertTokenizer",
     "roberta": "RobertaTokenizer",
     "xlm-roberta": "XLMRobertaTokenizer",
     "camembert": "CamembertTokenizer",
 }
-_BERT_NAMES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-_ROBERTA_NAMES = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
-_ROBERTA_NAMES |= {"bos": "<s>", "eos": "</s>"}
-# Attributes of an added token, with the library's defaults.
-_ATTRIBUTES = {"single_word": False, "lstrip": False, "rstrip": False}
+_BERT_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+_ROBERTA_TOKENS = {"pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}
+_ROBERTA_TOKENS |= {"cls": "<s>", "sep": "</s>", "bos": "<s>", "eos": "</s>"}
+# Defaults of the tokenizers library.
+_ATTRIBUTE_DEFAULTS = {"single_word": False, "lstrip": False, "rstrip": False}
 _WORDPIECE_DEFAULTS = {"type": "WordPiece", "unk_token": "[UNK]"}
 _WORDPIECE_DEFAULTS |= {"continuing_subword_prefix": "##"}
 _NORMALIZER_DEFAULTS = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
 _NORMALIZER_DEFAULTS |= {"lowercase": True}
-_AGAIN = f"save the tokenizer again; {library.CONVERT}"
+# What an error message advises.
+_SAVE_AGAIN = f"save the tokenizer again; {library.CONVERT}"
 
 
 class Settings:
@@ -171,33 +158,36 @@ class Settings:
     def __init__(self, folder: epath.Path):
         self._folder = folder
         self._files = {name: self._read(name) for name in (*RULES, _ADDED_TOKENS)}
-        self.config, self.parts = self._files[_CONFIG], self._files[library.FILE]
+        self.tokenizer_config = self._files[_TOKENIZER_CONFIG]
+        self.tokenizer_json = self._files[library.FILE]
         for name, rules in RULES.items():
             for key, value in self._files[name].items():
                 rule = rules.get(key)
                 if rule is not None and rule.effect == "refused" and value not in rule.allowed:
-                    shown = " or ".join(repr(choice) for choice in rule.allowed if choice)
-                    remedy = f"only {shown} is supported" if shown else "remove the key"
+                    allowed = " or ".join(repr(choice) for choice in rule.allowed if choice)
+                    remedy = f"only {allowed} is supported" if allowed else "remove the key"
                     self._refuse(name, f"{key}={value!r}", f"{rule.why}; {remedy}")
         self.tokenizer_class = self._find_class()
-        self.named = self._names_by_role()
+        self.special_tokens = self._read_special_tokens()
         path = folder / library.FILE
-        with reading(path, "put the file there as the tokenizers library wrote it"):
-            self._require_direction()
+        with reading(path, "replace it with the file that the tokenizers library wrote"):
+            self._require_truncation_at_end()
             self._require_added_tokens()
-            if self.parts and self.tokenizer_class not in GENERIC:
-                self._require_parts(path)
+            if self.tokenizer_json and self.tokenizer_class not in GENERIC_CLASSES:
+                self._require_class_parts(path)
 
     def extra_special_tokens(self) -> list[str]:
-        """Returns the special tokens without a role. bert-jax reads them as plain text."""
-        tokens = [*(self.parts.get("added_tokens") or ()), *(token for _, token in self._added())]
+        """Returns the special tokens that are read as plain text: all except `special_tokens`."""
+        tokens = list(self.tokenizer_json.get("added_tokens") or ())
+        tokens += [token for _, token in self._listed_tokens()]
         special = [token["content"] for token in tokens if token.get("special")]
-        return sorted({*special} - {*self.named.values()})
+        return sorted({*special} - {*self.special_tokens.values()})
 
     def max_length(self, positions: int) -> int:
-        """Returns the maximum number of tokens of a text; 0 if only `positions` limits it."""
-        keys = ("max_seq_length", "model_max_length", "max_len")
-        for name, key in zip((_TRANSFORMER, _CONFIG, _CONFIG), keys, strict=True):
+        """Returns the maximum number of tokens of a text; 0 if the limit is `positions`."""
+        keys = [(_TRANSFORMER_CONFIG, "max_seq_length")]
+        keys += [(_TOKENIZER_CONFIG, key) for key in ("model_max_length", "max_len")]
+        for name, key in keys:
             if (value := self._files[name].get(key)) is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 3:
@@ -207,32 +197,32 @@ class Settings:
 
     def require_model(self, model: Model, pad_id: int) -> None:
         """Raises InputError unless the tokenizer's inputs and pad id fit the model."""
-        names = self.config.get("model_input_names")
+        names = self.tokenizer_config.get("model_input_names")
         has_segments = model.kind == "bert" and model.type_vocab_size > 1
         if has_segments and names and "token_type_ids" not in names:
-            self._refuse(
-                _CONFIG, f"model_input_names={names!r}", "a BERT with segments reads token_type_ids"
-            )
-        stated_id = self._files["config.json"].get("pad_token_id", pad_id)
-        if model.position_offset and stated_id != pad_id:
-            self._refuse(
-                "config.json",
-                f"pad_token_id={stated_id!r}",
-                f"positions are counted from this id, and the pad token has id {pad_id}",
-            )
+            reason = "a BERT with segments reads token_type_ids"
+            self._refuse(_TOKENIZER_CONFIG, f"model_input_names={names!r}", reason)
+        config_id = self._files["config.json"].get("pad_token_id", pad_id)
+        if model.position_offset and config_id != pad_id:
+            reason = f"positions are counted from this id, and the pad token has id {pad_id}"
+            self._refuse("config.json", f"pad_token_id={config_id!r}", reason)
 
     def require_template(self, tokenizer: Any) -> None:
-        """Raises InputError if the class adds other special tokens to a text than `tokenizer`."""
-        if not self.parts.get("post_processor") or self.tokenizer_class in GENERIC:
+        """Raises InputError unless the class and `tokenizer` add the same special tokens."""
+        if not self.tokenizer_json.get("post_processor") or self.tokenizer_class in GENERIC_CLASSES:
             return
-        cls, sep = ("bos", "eos") if self.tokenizer_class in _SENTENCEPIECE else ("cls", "sep")
-        opened = tokenizers.Tokenizer.from_buffer((self._folder / library.FILE).read_bytes())
-        names = (self.named[f"{role}_token"] for role in (cls, sep))
-        first, last = map(opened.token_to_id, names)
-        is_bert = self.tokenizer_class in _WORDPIECE
-        expected = (first, (last,) if is_bert else (last, last), last, int(is_bert))
-        given = tokenizer.cls_id, tokenizer.between_ids, tokenizer.sep_id, tokenizer.second_segment
-        if given != expected:
+        is_sentencepiece = self.tokenizer_class in _SENTENCEPIECE_CLASSES
+        keys = ("bos_token", "eos_token") if is_sentencepiece else ("cls_token", "sep_token")
+        content = (self._folder / library.FILE).read_bytes()
+        library_tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        cls_id, sep_id = (library_tokenizer.token_to_id(self.special_tokens[key]) for key in keys)
+        # The ids around a text, between two texts, and the segment of the second text.
+        if self.tokenizer_class in _WORDPIECE_CLASSES:
+            expected = (cls_id, (sep_id,), sep_id, 1)
+        else:
+            expected = (cls_id, (sep_id, sep_id), sep_id, 0)
+        actual = tokenizer.cls_id, tokenizer.between_ids, tokenizer.sep_id, tokenizer.second_segment
+        if actual != expected:
             self._refuse_class("post_processor")
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -244,9 +234,9 @@ class Settings:
 
     def _refuse_class(self, part: str) -> None:
         raise InputError(
-            f"{self._folder / library.FILE}: {part}: {self.tokenizer_class} builds another; set "
-            f'"tokenizer_class": "PreTrainedTokenizerFast" in {_CONFIG} to use the one here, or '
-            f"{_AGAIN}"
+            f"{self._folder / library.FILE}: {part}: {self.tokenizer_class} builds another; to use "
+            f'this {part}, set "tokenizer_class": "PreTrainedTokenizerFast" in '
+            f"{_TOKENIZER_CONFIG}; or {_SAVE_AGAIN}"
         )
 
     def _find_class(self) -> str:
@@ -254,108 +244,107 @@ class Settings:
         model_type = str(self._files["config.json"].get("model_type", "bert"))
         if model_type.startswith("modernbert"):  # transformers ignores the named class
             return "TokenizersBackend"
-        name, stated = _CONFIG, self.config.get("tokenizer_class")
-        if stated is None:
-            name, stated = "config.json", self._files["config.json"].get("tokenizer_class")
-        if stated is None:
-            return _BY_TYPE.get(model_type, "BertTokenizer")
-        given = str(stated).removesuffix("Fast")
-        if given not in CLASSES:
-            self._refuse(
-                name,
-                f"tokenizer_class={stated!r}",
-                f"choose {', '.join(CLASSES)}; or {_AGAIN}",
-            )
-        return given
+        file, class_name = _TOKENIZER_CONFIG, self.tokenizer_config.get("tokenizer_class")
+        if class_name is None:
+            file, class_name = "config.json", self._files["config.json"].get("tokenizer_class")
+        if class_name is None:
+            return _CLASS_BY_MODEL_TYPE.get(model_type, "BertTokenizer")
+        base_name = str(class_name).removesuffix("Fast")
+        if base_name not in CLASSES:
+            reason = f"choose {', '.join(CLASSES)}; or {_SAVE_AGAIN}"
+            self._refuse(file, f"tokenizer_class={class_name!r}", reason)
+        return base_name
 
-    def _names_by_role(self) -> dict[str, str]:
-        """Returns the names of special tokens by role: {"mask_token": "[MASK]", ...}."""
-        files = [_CONFIG]
-        if "added_tokens_decoder" not in self.config:
-            files.append(_SPECIAL_MAP)  # overrides the names in tokenizer_config.json
-        named: dict[str, str] = {}
-        for name in files:
-            for role, token in self._files[name].items():
-                piece = token.get("content") if isinstance(token, dict) else token
-                if role in _BY_ROLES and isinstance(piece, str):
-                    named[role] = piece
-        defaults = {} if self.tokenizer_class in GENERIC else _ROBERTA_NAMES
-        defaults = _BERT_NAMES if self.tokenizer_class in _WORDPIECE else defaults
-        return {f"{role}_token": piece for role, piece in defaults.items()} | named
+    def _read_special_tokens(self) -> dict[str, str]:
+        """Returns the special tokens by key: {"mask_token": "[MASK]", ...}."""
+        special_tokens: dict[str, str] = {}
+        if self.tokenizer_class in _WORDPIECE_CLASSES:
+            special_tokens = {f"{role}_token": token for role, token in _BERT_TOKENS.items()}
+        elif self.tokenizer_class not in GENERIC_CLASSES:
+            special_tokens = {f"{role}_token": token for role, token in _ROBERTA_TOKENS.items()}
+        files = [_TOKENIZER_CONFIG]
+        if "added_tokens_decoder" not in self.tokenizer_config:
+            files.append(_SPECIAL_TOKENS_MAP)  # overrides tokenizer_config.json
+        for file in files:
+            for key, value in self._files[file].items():
+                token = _token_text(value)
+                if key in _SPECIAL_TOKEN_RULES and isinstance(token, str):
+                    special_tokens[key] = token
+        return special_tokens
 
-    def _require_direction(self) -> None:
-        truncation = self.parts.get("truncation") or {}
+    def _require_truncation_at_end(self) -> None:
+        truncation = self.tokenizer_json.get("truncation") or {}
         side = truncation.get("direction", "Right")
-        if self.config.get("truncation_side") is None and side != "Right":
+        if self.tokenizer_config.get("truncation_side") is None and side != "Right":
             self._refuse(library.FILE, f"truncation.direction={side!r}", "only Right is supported")
 
     def _require_added_tokens(self) -> None:
-        """Raises InputError if tokenizer.json lacks, or defines differently, an added token."""
-        held = {token["content"]: token for token in self.parts.get("added_tokens") or ()}
-        pieces = self._vocabulary() | held.keys()
-        for name, token in self._added():
-            known, piece = held.get(token["content"]), token["content"]
-            is_special = token.get("special", False)
-            if piece not in pieces:
-                self._refuse(name, repr(piece), f"not in the vocabulary; {_AGAIN}")
-            if is_special and (known is None or known["special"]):
+        """Raises InputError if an added token of another file disagrees with tokenizer.json."""
+        added_tokens = self.tokenizer_json.get("added_tokens") or ()
+        in_json = {token["content"]: token for token in added_tokens}
+        vocabulary = self._vocabulary() | in_json.keys()
+        listed = set()
+        for file, token in self._listed_tokens():
+            text = token["content"]
+            listed.add(text)
+            if text not in vocabulary:
+                self._refuse(file, repr(text), f"not in the vocabulary; {_SAVE_AGAIN}")
+            other = in_json.get(text)
+            if token.get("special", False) and (other is None or other["special"]):
                 continue
-            if known is None or _attributes(known) != _attributes(token):
-                self._refuse(name, repr(piece), f"{library.FILE} differs; {_AGAIN}")
-        listed = {token["content"] for _, token in self._added()}
-        if "added_tokens_decoder" in self.config and self.tokenizer_class not in GENERIC:
-            for piece, token in held.items():
-                if piece not in listed and not token["special"]:
-                    self._refuse(_CONFIG, "added_tokens_decoder", f"{piece!r} is missing; {_AGAIN}")
+            if other is None or _attributes(other) != _attributes(token):
+                self._refuse(file, repr(text), f"{library.FILE} differs; {_SAVE_AGAIN}")
+        has_decoder = "added_tokens_decoder" in self.tokenizer_config
+        if has_decoder and self.tokenizer_class not in GENERIC_CLASSES:
+            for text, token in in_json.items():
+                if text not in listed and not token["special"]:
+                    reason = f"{text!r} is missing; {_SAVE_AGAIN}"
+                    self._refuse(_TOKENIZER_CONFIG, "added_tokens_decoder", reason)
 
-    def _added(self) -> Iterable[tuple[str, dict[str, Any]]]:
-        """Yields (file, token) for each token that the files next to tokenizer.json add."""
-        decoder = self.config.get("added_tokens_decoder")
-        with reading(self._folder / _CONFIG):
-            yield from ((_CONFIG, dict(token)) for token in (decoder or {}).values())
-        special = {"special": True}
-        names = (_CONFIG, _SPECIAL_MAP) if decoder is None else (_CONFIG,)
-        for name in names:
-            for key in ("additional_special_tokens", "extra_special_tokens"):
-                tokens = self._files[name].get(key) or ()
-                tokens = tokens.values() if isinstance(tokens, dict) else tokens
-                for token in tokens:
-                    piece = token.get("content") if isinstance(token, dict) else token
-                    yield name, {"content": piece} | special
+    def _listed_tokens(self) -> Iterable[tuple[str, dict[str, Any]]]:
+        """Yields (file, token) for each added token listed outside tokenizer.json."""
+        decoder = self.tokenizer_config.get("added_tokens_decoder")
+        with reading(self._folder / _TOKENIZER_CONFIG):
+            yield from ((_TOKENIZER_CONFIG, dict(token)) for token in (decoder or {}).values())
+        for file in [_TOKENIZER_CONFIG] + [_SPECIAL_TOKENS_MAP] * (decoder is None):
+            for key in _EXTRA_TOKEN_RULES:
+                tokens = self._files[file].get(key) or ()
+                for token in tokens.values() if isinstance(tokens, dict) else tokens:
+                    yield file, {"content": _token_text(token), "special": True}
         if decoder is None:
-            names = {*self.named.values()}
-            for piece in self._files[_ADDED_TOKENS]:
-                yield (
-                    _ADDED_TOKENS,
-                    {"content": piece, "normalized": True} | (special if piece in names else {}),
-                )
+            special = {*self.special_tokens.values()}
+            for text in self._files[_ADDED_TOKENS]:
+                token = {"content": text, "normalized": True}
+                yield _ADDED_TOKENS, token | ({"special": True} if text in special else {})
 
     def _vocabulary(self) -> set[str]:
-        if self.parts:
-            vocab = self.parts.get("model", {}).get("vocab") or {}
-            return {piece if isinstance(piece, str) else piece[0] for piece in vocab}
+        if self.tokenizer_json:
+            vocab = self.tokenizer_json.get("model", {}).get("vocab") or {}
+            return {entry if isinstance(entry, str) else entry[0] for entry in vocab}
         path = self._folder / "vocab.txt"
         return set(path.read_text("utf-8").split("\n")) if path.exists() else set()
 
-    def _require_parts(self, path: epath.Path) -> None:
+    def _require_class_parts(self, path: epath.Path) -> None:
         """Raises InputError if a part that the class builds differs from tokenizer.json."""
-        given, is_bert = self.parts, self.tokenizer_class in _WORDPIECE
+        actual, is_bert = self.tokenizer_json, self.tokenizer_class in _WORDPIECE_CLASSES
         if not is_bert:  # the library fills in defaults
-            opened = library.open_tokenizer(path.read_bytes(), given, str(path))
-            given = json.loads(opened.to_str())
-        expected = self._build_parts(given)
+            tokenizer = library.open_tokenizer(path.read_bytes(), actual, str(path))
+            actual = json.loads(tokenizer.to_str())
+        expected = self._build_parts(actual)
         for name in ("model", "normalizer", "pre_tokenizer"):
-            part = given | {name: given.get(name) or expected[name]} if is_bert else given
-            if _comparable(name, part, given) != _comparable(name, expected, given):
+            part = actual.get(name)
+            if is_bert and not part:  # BertTokenizer fills in a missing part
+                part = expected[name]
+            if _comparable(name, part, actual) != _comparable(name, expected[name], actual):
                 self._refuse_class(name)
 
-    def _build_parts(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns the normalizer, the pre-tokenizer and the model that the class builds."""
-        config, unk = self.config, self.named["unk_token"]
-        if self.tokenizer_class in _WORDPIECE:
+    def _build_parts(self, actual: dict[str, Any]) -> dict[str, Any]:
+        """Returns the parts that the class builds; `actual` is the content of tokenizer.json."""
+        config, unk = self.tokenizer_config, self.special_tokens["unk_token"]
+        if self.tokenizer_class in _WORDPIECE_CLASSES:
             lowercase = config.get("do_lower_case", True)
             if "do_lower_case" in config:  # interop.vocabularies checks this value
-                lowercase = (given.get("normalizer") or {}).get("lowercase", True)
+                lowercase = (actual.get("normalizer") or {}).get("lowercase", True)
             normalizer = {
                 "type": "BertNormalizer",
                 "clean_text": True,
@@ -374,11 +363,11 @@ class Settings:
         scheme = "always" if config.get("add_prefix_space", True) else "never"
         metaspace = {"type": "Metaspace", "replacement": library.BLANK, "prepend_scheme": scheme}
         splits = [{"type": "WhitespaceSplit"}, metaspace | {"split": True}]
-        vocab = given["model"].get("vocab")
-        unk_id = 3
+        vocab = actual["model"].get("vocab")
+        unk_id = 3  # <unk> in XLM-RoBERTa
         if self.tokenizer_class == "CamembertTokenizer" and isinstance(vocab, list):
-            unk_id = next((i for i, (piece, _) in enumerate(vocab) if piece == unk), 0)
-        steps = library.list_steps(given.get("normalizer"), "normalizers")
+            unk_id = next((i for i, (token, _) in enumerate(vocab) if token == unk), 0)
+        steps = library.list_steps(actual.get("normalizer"), "normalizers")
         charsmap = next((step for step in steps if step["type"] == "Precompiled"), None)
         return {
             "normalizer": charsmap,
@@ -387,25 +376,33 @@ class Settings:
         }
 
 
+def _token_text(token: Any) -> Any:
+    """Returns the text of a token, which is a string or an object with `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def _attributes(token: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the attributes that decide where an added token matches in a text."""
+    """Returns the attributes of an added token that decide where it matches in a text."""
     special = token.get("special", False)
-    defaults = _ATTRIBUTES | {"special": False, "normalized": not special}
+    defaults = _ATTRIBUTE_DEFAULTS | {"special": False, "normalized": not special}
     return {name: token.get(name, value) for name, value in defaults.items()}
 
 
-def _comparable(name: str, parts: dict[str, Any], given: dict[str, Any]) -> Any:
-    """Returns a part of a tokenizer.json without the keys that do not affect ids."""
-    part = parts[name]
+def _comparable(name: str, part: Any, actual: dict[str, Any]) -> Any:
+    """Returns a part of a tokenizer without the keys that do not affect ids.
+
+    `part` is from tokenizer.json or built by the class; `actual` is the content of tokenizer.json.
+    """
     if name == "model":
         part = {key: part[key] for key in part if key not in ("vocab", "merges")}
         part.pop("max_input_chars_per_word", None)  # interop.vocabularies reads it
         if part.get("type", "WordPiece") == "WordPiece":
             part = _WORDPIECE_DEFAULTS | part
-        elif part["type"] == "BPE" and given["model"]["type"] == "BPE":
+        elif part["type"] == "BPE" and actual["model"]["type"] == "BPE":
             alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-            if alphabet <= given["model"]["vocab"].keys():  # every byte has a token
+            if alphabet <= actual["model"]["vocab"].keys():  # every byte has a token
                 part = {key: part[key] for key in part if key not in ("unk_token", "fuse_unk")}
+        # null, false and "" are the same as a missing key; the id 0 is not.
         return {key: value for key, value in part.items() if value or type(value) is int}
     if name == "pre_tokenizer":
         steps = library.list_steps(part, "pretokenizers")
@@ -413,17 +410,18 @@ def _comparable(name: str, parts: dict[str, Any], given: dict[str, Any]) -> Any:
     steps = library.list_steps(part, "normalizers")
     if steps and steps[0]["type"] == "BertNormalizer":
         step = _NORMALIZER_DEFAULTS | steps[0]
-        strips = step["lowercase"] if step["strip_accents"] is None else step["strip_accents"]
-        steps = [step | {"strip_accents": strips}, *steps[1:]]
-    splits = library.list_steps(given.get("pre_tokenizer"), "pretokenizers")
-    if splits and splits[0]["type"] == "WhitespaceSplit":  # these steps have no effect then
-        steps = [step for step in steps if not _is_blank_joining(step)]
+        if step["strip_accents"] is None:
+            step["strip_accents"] = step["lowercase"]
+        steps = [step, *steps[1:]]
+    splits = library.list_steps(actual.get("pre_tokenizer"), "pretokenizers")
+    if splits and splits[0]["type"] == "WhitespaceSplit":  # white space is dropped anyway
+        steps = [step for step in steps if not _only_trims_blanks(step)]
     return steps
 
 
-def _is_blank_joining(step: dict[str, Any]) -> bool:
-    is_run = step.get("pattern") == {"Regex": " {2,}"} and step.get("content") in (
-        " ",
-        library.BLANK,
-    )
-    return step["type"] == "Strip" or (step["type"] == "Replace" and is_run)
+def _only_trims_blanks(step: dict[str, Any]) -> bool:
+    """Tells whether a normalizer strips a text or replaces several blanks by one."""
+    if step["type"] == "Replace":
+        is_several = step.get("pattern") == {"Regex": " {2,}"}
+        return is_several and step.get("content") in (" ", library.BLANK)
+    return step["type"] == "Strip"

@@ -9,7 +9,7 @@ from etils import epath
 
 from bert_jax.errors import InputError, json_object, reading
 from bert_jax.interop.names import Say
-from bert_jax.interop.settings import GENERIC, Settings
+from bert_jax.interop.settings import GENERIC_CLASSES, Settings
 from bert_jax.text import library, vocabulary
 from bert_jax.text import tokenizer as tokenizer_lib
 
@@ -60,17 +60,18 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
     for name in _OTHERS:
         if (folder / name).exists() and not any((folder / it).exists() for it in _OURS):
             raise InputError(f"{folder / name}: not read; {library.CONVERT}")
-    fast, parts = folder / library.FILE, settings.parts
-    is_generic = settings.tokenizer_class in GENERIC
+    fast, parts = folder / library.FILE, settings.tokenizer_json
+    config_path = folder / "tokenizer_config.json"
+    is_generic = settings.tokenizer_class in GENERIC_CLASSES
     with reading(fast):
         kind, vocab = parts.get("model", {}).get("type", "WordPiece"), _pieces(parts, is_generic)
     if kind != "WordPiece":
-        return library.read(fast, settings.named)
-    case = _case(folder, parts, settings.config)
+        return library.read(fast, settings.special_tokens)
+    case = _case(folder, parts, settings.tokenizer_config)
     if parts and vocab is None:
-        return library.read(fast, settings.named)
+        return library.read(fast, settings.special_tokens)
     for name in _ALWAYS:
-        require(folder / "tokenizer_config.json", name, settings.config.get(name, True), [True])
+        require(config_path, name, settings.tokenizer_config.get(name, True), [True])
     if (folder / "vocab.txt").exists():
         listed = vocabulary.read_vocab(folder / "vocab.txt")
         if vocab not in (None, listed):
@@ -87,9 +88,9 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
             library.open_tokenizer(fast.read_bytes(), parts, str(fast)), str(fast)
         )
         if around != (ours.cls_id, ours.between_ids, ours.sep_id, ours.second_segment):
-            return library.read(fast, settings.named)
+            return library.read(fast, settings.special_tokens)
     for role, piece in vocabulary.NAMED.items():
-        require(folder / "tokenizer_config.json", role, settings.named.get(role, piece), [piece])
+        require(config_path, role, settings.special_tokens.get(role, piece), [piece])
     return ours
 
 
