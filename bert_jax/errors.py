@@ -1,4 +1,4 @@
-"""Errors that users see in one line, and the exit codes of commands."""
+"""Errors that commands print in one line, and the exit codes of commands."""
 
 import contextlib
 import json
@@ -10,64 +10,66 @@ from typing import Any
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
 UNAVAILABLE, STOPPED, INTERRUPTED, LOST = 74, 75, 130, 134
 
-# What they mean, of any command; `exit_codes` adds what one command means by its own.
-_CODES = {
+# The meanings for all commands. A command can override them, see `exit_codes`.
+_MEANINGS = {
     FINISHED: "finished",
     FAILED: "failure",
     BAD_INPUT: "bad input or usage",
     UNAVAILABLE: "the machine or the network failed (a full disk, a bucket out of reach)",
     INTERRUPTED: "Ctrl-C",
 }
-# Of commands that train.
-CODES_OF_RUNS = {
+# The meanings for commands that train.
+TRAINING_CODES = {
     UNAVAILABLE: "the machine or the network failed (a bucket out of reach, a host that did not\n"
-    "       arrive, a hang, a full disk); run again to go on, as every launcher does",
-    STOPPED: "stopped on request with the state saved; run again to go on",
+    "       arrive, a hang, a full disk); run again to resume, as every launcher does",
+    STOPPED: "stopped on request with the state saved; run again to resume",
     INTERRUPTED: "Ctrl-C before training, or a second one during it",
-    LOST: "of a run in several processes: another of them, or the coordinator, was lost",
+    LOST: "a run in several processes lost another process or the coordinator",
 }
 
 
-def exit_codes(own: Mapping[int, str]) -> str:
-    """Returns every exit code and what it means, to end a command's help; `own` go first."""
-    meanings = sorted((_CODES | dict(own)).items())
+def exit_codes(overrides: Mapping[int, str]) -> str:
+    """Formats the exit codes and their meanings, for the end of a command's help."""
+    meanings = sorted((_MEANINGS | dict(overrides)).items())
     return "exit codes:\n" + "".join(f"  {code:<4} {meaning}\n" for code, meaning in meanings)
 
 
-class _OneLine(Exception):
-    """An error of one line, whatever file names, text and errors of others it quotes."""
+class _OneLineError(Exception):
+    """An error whose message is one line, even if it quotes line ends and control characters."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
-class InputError(_OneLine):
-    """Bad input or usage: what is at fault, where, and what to do."""
+class InputError(_OneLineError):
+    """Bad input or usage. The message says what is wrong, where, and what to do."""
 
 
-class Unavailable(_OneLine):
-    """A machine or a network that fails for now; the same command, run again, may succeed."""
+class Unavailable(_OneLineError):
+    """A failure of a machine or a network. The same command may succeed later."""
 
 
 class DiskFull(Unavailable):
-    """A full disk where something is to be written; waiting does not make space."""
+    """A full disk. Waiting does not help."""
 
 
-# What a parser raises on a file that is not what was written.
-_DAMAGE = (ArithmeticError, AttributeError, EOFError, LookupError, RecursionError, TypeError)
-_DAMAGE += (ValueError, zipfile.BadZipFile)
+# The most characters of a text that a message quotes.
+_EXCERPT_CHARACTERS = 60
+# Exceptions that parsers raise on a damaged file.
+_PARSER_ERRORS = (ArithmeticError, AttributeError, EOFError, LookupError, RecursionError, TypeError)
+_PARSER_ERRORS += (ValueError, zipfile.BadZipFile)
 
 
 @contextlib.contextmanager
 def reading(
     path: str | os.PathLike[str], remedy: str = "put the whole file back"
 ) -> Iterator[None]:
-    """Turns whatever parsing a file that we wrote can raise into one line that names the file."""
+    """Turns the exceptions of a parser into InputError: the file is damaged."""
     try:
         yield
-    except _DAMAGE as error:
-        what = f"{type(error).__name__}: {error}"
-        raise InputError(f"{path}: damaged ({what}); {remedy}") from error
+    except _PARSER_ERRORS as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"{path}: damaged ({reason}); {remedy}") from error
 
 
 @contextlib.contextmanager
@@ -85,7 +87,7 @@ def calling_rust(message: str) -> Iterator[None]:
 
 
 def json_object(content: str | bytes, where: object, remedy: str = "") -> dict[str, Any]:
-    """Returns the JSON object that a text is; errors begin with `where` and end with `remedy`."""
+    """Parses a JSON object; error messages begin with `where` and end with `remedy`."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -97,7 +99,7 @@ def json_object(content: str | bytes, where: object, remedy: str = "") -> dict[s
 
 @contextlib.contextmanager
 def prefix_errors(where: str) -> Iterator[None]:
-    """Prefixes input errors with the location of the input: a flag, a field, a file."""
+    """Prefixes input errors with the location of the input: a flag, a field or a file."""
     try:
         yield
     except InputError as error:
@@ -105,19 +107,19 @@ def prefix_errors(where: str) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """Returns the text with control characters as escapes: a corpus may hold terminal commands."""
+    """Escapes control characters: a corpus may contain terminal commands."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def excerpt(text: str, longest: int = 40) -> str:
-    """Returns the beginning of a text in quotes, and how long the text is if that is not all."""
-    is_whole = len(text) <= longest
-    return repr(text) if is_whole else f"{text[:longest]!r}... ({len(text)} characters)"
+def excerpt(text: str) -> str:
+    """Returns a text in quotes for a message; a long text is cut, and its length is added."""
+    is_short = len(text) <= _EXCERPT_CHARACTERS
+    return repr(text) if is_short else f"{text[:_EXCERPT_CHARACTERS]!r}... ({len(text)} characters)"
 
 
-def pluralize(count: int, one: str) -> str:
-    """Returns a number and its noun: 1 file, 2,000 files."""
-    return f"{count:,} {one}{'s' * (count != 1)}"
+def pluralize(count: int, noun: str) -> str:
+    """Formats a number with its noun: 1 file, 2,000 files."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def duration(seconds: float) -> str:
@@ -132,9 +134,9 @@ def duration(seconds: float) -> str:
     return f"{days} d {hours_left} h" if days > 2 else f"{hours} h {minutes} min"
 
 
-def of_error(error: BaseException) -> tuple[str, int]:
-    """Returns the line that is printed for an error, and the exit code."""
-    if isinstance(error, _OneLine):
+def message_and_code(error: BaseException) -> tuple[str, int]:
+    """Returns the line to print for an error, and the exit code."""
+    if isinstance(error, _OneLineError):
         return f"bert-jax: {error}", UNAVAILABLE if isinstance(error, Unavailable) else BAD_INPUT
     if isinstance(error, KeyboardInterrupt):
         return "bert-jax: interrupted", INTERRUPTED

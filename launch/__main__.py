@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return local.run(args, command)
     except (InputError, Unavailable) as error:
         print(f"launch: {errors.printable(str(error))}", file=sys.stderr)
-        return errors.of_error(error)[1]
+        return errors.message_and_code(error)[1]
     except KeyboardInterrupt:
         print("launch: interrupted", file=sys.stderr)
         return errors.INTERRUPTED

@@ -76,5 +76,5 @@ def test_any_questions_are_read_or_refused_in_one_line(tmp_path_factory, data):
     found = read(path, content, "squad", "span", no_answer="possible", max_sequence_length=384)
     if found is not REFUSED:
         for q in found:
-            assert q.possible == bool(q.answers)
+            assert q.has_answer == bool(q.answers)
             assert all(q.context[a.start :].startswith(a.text) for a in q.answers)

@@ -51,7 +51,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the arguments of a command, with `command`, which is its function."""
     words = list(argv)
     first = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
-    whole = _Parser("bert-jax", "Plain text in, a pre-trained BERT out.", errors.CODES_OF_RUNS)
+    whole = _Parser("bert-jax", "Plain text in, a pre-trained BERT out.", errors.TRAINING_CODES)
     whole.usage = "bert-jax [--debug] COMMAND ..."
     whole.add_argument("--version", action="version", version=f"bert-jax {__version__}")
     commands = whole.add_argument_group("commands")
@@ -126,7 +126,7 @@ def _report(error: BaseException, words: Sequence[str]) -> int:
                 _drop_output()
         if error.filename is not None:
             error = kind(f"{error.filename}: {error.strerror}")
-    line, code = errors.of_error(error)
+    line, code = errors.message_and_code(error)
     print(line, file=sys.stderr)
     return code
 

@@ -49,7 +49,7 @@ def prepare(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-@command(fields=Experiment, codes=errors.CODES_OF_RUNS)
+@command(fields=Experiment, codes=errors.TRAINING_CODES)
 def pretrain(args: argparse.Namespace) -> int:
     """Pre-train; run again to go on where it stopped.
 
@@ -137,7 +137,7 @@ def _pretraining(args: argparse.Namespace):
     return experiment, None, fork.begun(mirror.open_workdir(args.workdir))
 
 
-@command(codes=errors.CODES_OF_RUNS)
+@command(codes=errors.TRAINING_CODES)
 def compare(args: argparse.Namespace) -> int:
     """Run what a table names at equal budgets, and compare; run again to go on where it stopped.
 
@@ -163,7 +163,7 @@ def compare(args: argparse.Namespace) -> int:
     return CODES[outcome]
 
 
-@command(fields=Finetuning, codes=errors.CODES_OF_RUNS)
+@command(fields=Finetuning, codes=errors.TRAINING_CODES)
 def finetune(args: argparse.Namespace) -> int:
     """Adapt the encoder of a base or a run to a task; run again to go on where it stopped.
 

@@ -344,7 +344,7 @@ def main() -> int:
         threading.Thread(target=_end_with_parent, daemon=True).start()
         write(*task)
     except Exception as error:
-        line, code = errors.of_error(error)
+        line, code = errors.message_and_code(error)
         print(line.removeprefix("bert-jax: "), flush=True)
         return code
     return 0

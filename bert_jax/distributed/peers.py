@@ -216,7 +216,7 @@ class Peers:
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all processes with one line and one exit code."""
         named = error if self._agreed is error else named_fault(error)
-        line, code = errors.of_error(named)
+        line, code = errors.message_and_code(named)
         if isinstance(error, jax.errors.JaxRuntimeError) and (lost := _LOST.search(str(error))):
             reason = str(error)[lost.start() :].split("\n")[0][:200]
             line = (

@@ -37,7 +37,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from bert_jax.errors import InputError, of_error
+from bert_jax.errors import InputError, message_and_code
 from bert_jax.serve.served import EmbedEndpoint, Item, Limits, PredictEndpoint, Refused
 
 # Rows and bytes of all requests under way.
@@ -201,7 +201,7 @@ class Service:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            raise SystemExit(of_error(error)[0]) from error
+            raise SystemExit(message_and_code(error)[0]) from error
 
     def _computed(self, items: list[Any]) -> list[Any]:
         """Returns the result of each item, of one at fault, found by halves, its error."""

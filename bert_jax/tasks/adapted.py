@@ -27,7 +27,7 @@ from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
 
-# By `task.kind`, of which `examples.FORMS` and `config.SCORES` have the rest.
+# By `task.kind`, of which `examples.EXAMPLE_FORMATS` and `config.SCORES` have the rest.
 KINDS: dict[str, Callable[..., TaskKind]] = {
     "classify": Sentences,
     "pair": Sentences,

@@ -1,7 +1,7 @@
-"""Examples of a task: read, checked, labelled and hashed.
+"""Reads, checks and hashes the examples of a task, and finds their labels.
 
-The `place` of an example is for messages alone: FILE:LINE, for a question FILE and its id, in a
-dataset tfds:NAME:SPLIT and the record's number from 0.
+The `place` of an example is its location, for messages: FILE:LINE; "FILE: question ID" for a
+question; tfds:NAME:SPLIT:NUMBER for a record of a dataset, counted from 0.
 """
 
 import dataclasses
@@ -19,44 +19,44 @@ from typing import Any, Literal, NamedTuple
 from bert_jax.config import Task
 from bert_jax.embeddings import retrieval
 from bert_jax.embeddings.retrieval import Passage
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, excerpt
 from bert_jax.tasks import formats
-from bert_jax.tasks.formats import field, listed, quoted, text_of
+from bert_jax.tasks.formats import field, listed, text_of
 from bert_jax.text.records import OnBroken
 
 Labelled = Literal["labelled", "unlabelled"]
 NoAnswer = Literal["never", "possible"]
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-# Outside an entity, at its beginning, inside. A type may be missing.
+# IOB2: O, B-TYPE and I-TYPE. "-TYPE" may be missing.
 _ENTITY_TAG = re.compile(r"O|[BI](-.+)?", re.DOTALL)
-# Broken rows that a message names.
-_NAMED = 3
+# A message names the locations of at most this many broken rows.
+_SHOWN_LOCATIONS = 3
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """One text, or several that belong together, with a label."""
+    """One text, or several related texts, with a label."""
 
-    place: str  # see above
-    # One for `classify` and `generate`; two for `pair` and `regress`; for `choice` the one that
-    # comes first, then the texts to choose from.
+    place: str
+    # One text for `classify` and `generate`; two for `pair`, `regress` and `similar`; for `choice`
+    # the context, then the candidates.
     texts: tuple[str, ...]
-    # Its name; for `regress` a number, for `generate` a text; None if labels are not read.
+    # A label's name; a number (`regress`, `similar`); a text (`generate`); None if unlabelled.
     label: str | float | None
 
 
 @dataclass(frozen=True)
 class Tagged:
-    """A sentence cut into words, each with a tag."""
+    """A sentence split into words, each with a tag."""
 
-    place: str  # see above; where its first word stands
+    place: str  # of the first word
     words: tuple[str, ...]  # at least one
-    tags: tuple[str, ...] | None  # as many; None if labels are not read
+    tags: tuple[str, ...] | None  # one for each word; None if unlabelled
 
 
 class Answer(NamedTuple):
-    """A part of a context: its text, and the character from 0 at which it begins."""
+    """A part of a context: its text, and the offset of its first character."""
 
     text: str
     start: int
@@ -64,33 +64,32 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """A question whose answer stands in its context."""
+    """A question whose answer is a part of its context."""
 
-    place: str  # see above
-    id: str  # no other question of the task has it
-    question: str  # texts. Answers are counted in the context's characters, so it is as read.
-    context: str
-    # Those that people gave; none if there is none, or if labels are not read.
-    answers: tuple[Answer, ...]
-    possible: bool  # whether the context holds an answer; True if labels are not read
+    place: str
+    id: str  # unique in a task
+    question: str
+    context: str  # unchanged, since answers are offsets in it
+    answers: tuple[Answer, ...]  # the reference answers; () if there are none, or if unlabelled
+    has_answer: bool  # whether the context contains an answer; True if unlabelled
 
 
 @dataclass(frozen=True)
 class MinimalPair:
-    """Two texts that differ in little, of which one is acceptable (Warstadt et al. 2020)."""
+    """Two texts that differ little; only the first is acceptable (Warstadt et al. 2020)."""
 
-    place: str  # see above
-    good: str  # the acceptable text, and the other one
+    place: str
+    good: str
     bad: str
-    paradigm: str  # what they are about
-    field: str  # what several paradigms belong to; "" if there are no fields
+    paradigm: str  # the phenomenon that the pair tests
+    field: str  # a group of paradigms, such as "syntax"; "" if there are no groups
 
 
 Example = Sentence | Tagged | Question | MinimalPair | Passage
 
 
-def texts_of(example: Example) -> tuple[str, ...]:
-    """Returns what is asked about, for people."""
+def display_texts(example: Example) -> tuple[str, ...]:
+    """Returns the texts of an example to display. A question's context is omitted."""
     if isinstance(example, Sentence):
         return example.texts
     if isinstance(example, Tagged):
@@ -103,16 +102,16 @@ def texts_of(example: Example) -> tuple[str, ...]:
 def text_key(example: Example) -> int:
     """Returns a hash of all texts of an example.
 
-    Texts are the same if they are equal after Unicode's NFKC, without white space around them.
+    Differences in Unicode normalization (NFKC) and in surrounding white space do not matter.
     """
-    texts = texts_of(example)
+    texts = display_texts(example)
     if isinstance(example, Question):
         texts = (example.question, example.context)
     return hash(tuple(unicodedata.normalize("NFKC", text).strip() for text in texts))
 
 
-def names_of(example: Example) -> tuple[str, ...]:
-    """Returns the names of an example's labels, of words one each; none if there are none."""
+def label_names(example: Example) -> tuple[str, ...]:
+    """Returns the tags of an example, or its one label; () for numbers and unlabelled examples."""
     if isinstance(example, Tagged):
         return example.tags or ()
     if isinstance(example, Sentence) and isinstance(example.label, str):
@@ -125,89 +124,89 @@ def names_of(example: Example) -> tuple[str, ...]:
 
 @dataclass
 class Tally:
-    """Counts of the examples read and the rows skipped, by source."""
+    """Counts of the examples read, and the broken rows skipped."""
 
-    examples: dict[str, int] = dataclasses.field(default_factory=dict)  # how many, by source
-    # Place and error of each row that `task.broken_rows` leaves out.
+    examples: dict[str, int] = dataclasses.field(default_factory=dict)  # count by source
+    # The location and the error of each row that was skipped.
     broken: list[tuple[str, InputError]] = dataclasses.field(default_factory=list)
 
-    def leave_out(self, place: str, error: InputError) -> None:
+    def record_broken(self, place: str, error: InputError) -> None:
         """Records a broken row."""
         self.broken.append((place, error))
 
     def __str__(self) -> str:
-        """Returns how many rows were left out, and where the first stood."""
+        """Returns the number of broken rows, and the locations of the first ones."""
         places = [place for place, _ in self.broken]
-        shown = ", ".join(places[:_NAMED]) + (", ..." if len(places) > _NAMED else "")
+        shown = ", ".join(places[:_SHOWN_LOCATIONS])
+        shown += ", ..." if len(places) > _SHOWN_LOCATIONS else ""
         return f"{len(places):,}" + (f" ({shown})" if places else "")
 
 
 def read(
     task: Task, sources: tuple[str, ...], labelled: Labelled, tally: Tally | None = None
 ) -> list[Example]:
-    """Returns the examples of all sources, in order; see `each`."""
-    return list(each(task, sources, labelled, tally))
+    """Returns the examples of all sources, in order; see `iterate`."""
+    return list(iterate(task, sources, labelled, tally))
 
 
-def each(
+def iterate(
     task: Task, sources: tuple[str, ...], labelled: Labelled, tally: Tally | None = None
 ) -> Iterator[Example]:
-    """Yields the examples of all sources in order, as `FORMS` has them.
+    """Yields the examples of all sources, in order.
 
     Unlabelled sources may lack the label column. `tally` counts examples and broken rows.
     """
     columns = task.text_columns + (task.label_columns if labelled == "labelled" else ())
     task.require_readable("source", sources, columns)
-    places: dict[str, str] = {}  # of questions, by id
+    place_by_id: dict[str, str] = {}  # of questions
     tally = Tally() if tally is None else tally
     for source in sources:
-        count, left_out = 0, len(tally.broken)
-        for example in _of_source(task, source, columns, labelled, on_broken(task, tally)):
+        count, first_broken = 0, len(tally.broken)
+        on_broken = broken_row_handler(task, tally)
+        for example in _read_source(task, source, columns, labelled, on_broken):
             count += 1
             if isinstance(example, Question):
-                if example.id in places:
+                if example.id in place_by_id:
                     raise InputError(
-                        f"{example.place}: {places[example.id]} has the same id; rename or leave "
-                        "out one"
+                        f"{example.place}: {place_by_id[example.id]} has the same id; rename or "
+                        "remove one"
                     )
-                places[example.id] = example.place
+                place_by_id[example.id] = example.place
             yield example
         if not count:
-            broken = [str(error) for _, error in tally.broken[left_out:]]
-            why = f"; all {len(broken)} rows are broken, the first: {broken[0]}" if broken else ""
+            errors = [str(error) for _, error in tally.broken[first_broken:]]
+            why = f"; all {len(errors)} rows are broken, the first: {errors[0]}" if errors else ""
             raise InputError(f"{source}: holds no examples{why}")
         tally.examples[source] = tally.examples.get(source, 0) + count
 
 
-def on_broken(task: Task, tally: Tally) -> OnBroken:
-    """Returns what is done about a broken row: it is refused, or left out and counted."""
-    return tally.leave_out if task.broken_rows == "skip" else _refuse
+def broken_row_handler(task: Task, tally: Tally) -> OnBroken:
+    """Returns a function that raises the error of a broken row, or only records it in `tally`."""
+    return tally.record_broken if task.broken_rows == "skip" else _raise_broken
 
 
-def _refuse(place: str, error: InputError) -> None:
-    del place
-    raise InputError(
-        f"{error}; --broken-rows skip (task.broken_rows) leaves such rows out"
-    ) from error
+def _raise_broken(place: str, error: InputError) -> None:
+    del place  # the error names it
+    raise InputError(f"{error}; --broken-rows skip (task.broken_rows) skips such rows") from error
 
 
-def _of_source(
+def _read_source(
     task: Task, source: str, columns: tuple[str, ...], labelled: Labelled, on_broken: OnBroken
 ) -> Iterator[Example]:
-    if task.kind == "span":  # SQuAD's files are no tables
-        for where, record in formats.questions(source):
+    if task.kind == "span":  # a question has no columns
+        for place, record in formats.questions(source):
             try:
-                yield _question(source, where, record, task.no_answer, labelled)
+                yield _question_from_record(source, place, record, task.no_answer, labelled)
             except InputError as error:
-                on_broken(where, error)
+                on_broken(place, error)
         return
     if source.startswith("beir:"):
         yield from retrieval.read(*source.removeprefix("beir:").rsplit(":", 1))
         return
     for place, values in formats.rows(source, task.header, columns, on_broken):
         try:
-            example = of_values(task, place, values)
-            require_known(task.labels, [example])
+            example = from_cells(task, place, values)
+            require_known_labels(task.labels, [example])
         except InputError as error:
             on_broken(place, error)
         else:
@@ -215,83 +214,88 @@ def _of_source(
 
 
 def is_blank(value: Any) -> bool:
-    """Tells whether a cell holds nothing: JSON's null, or white space at most."""
+    """Tells whether a cell is null, empty or white space."""
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def of_values(task: Task, place: str, values: list[Any]) -> Example:
-    """Returns an example of its cells: of `task.text_columns`, then those of labels, if any."""
+def from_cells(task: Task, place: str, values: list[Any]) -> Example:
+    """Builds an example from the cells of its text columns and, if read, its label columns."""
     count = len(task.text_columns)
-    return FORMS[task.kind].of_cells(task, place, values[:count], values[count:])
+    return EXAMPLE_FORMATS[task.kind].from_cells(task, place, values[:count], values[count:])
 
 
-def _sentence(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Sentence:
+def _sentence_from_cells(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Sentence:
     columns = zip(task.text_columns, texts, strict=True)
     checked = tuple(text_of(value, f"column {column!r}", place) for column, value in columns)
-    label_of = _number if task.kind in ("regress", "similar") else _name
-    label = label_of(labels[0], f"column {task.label_column!r}", place) if labels else None
+    parse_label = _label_number if task.kind in ("regress", "similar") else _label_name
+    label = parse_label(labels[0], f"column {task.label_column!r}", place) if labels else None
     return Sentence(place, checked, label)
 
 
-def _minimal_pair(task: Task, place: str, texts: list[Any], labels: list[Any]) -> MinimalPair:
+def _minimal_pair_from_cells(
+    task: Task, place: str, texts: list[Any], labels: list[Any]
+) -> MinimalPair:
     columns = zip(task.text_columns, texts, strict=True)
     good, bad = (text_of(value, f"column {column!r}", place) for column, value in columns)
-    names = zip((task.label_column, task.field_column), labels, strict=False)
-    paradigm, field_, *_ = (*(_name(value, f"column {c!r}", place) for c, value in names), "")
-    return MinimalPair(place, good, bad, paradigm, field_)
+    columns = zip((task.label_column, task.field_column), labels, strict=False)
+    names = [_label_name(value, f"column {column!r}", place) for column, value in columns]
+    paradigm, field_name = names if len(names) == 2 else (*names, "")
+    return MinimalPair(place, good, bad, paradigm, field_name)
 
 
-def _tagged(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Tagged:
+def _tagged_from_cells(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Tagged:
     columns = (task.text_column, task.label_column)
     for column, value in zip(columns, [*texts, *labels], strict=False):
         if not isinstance(value, list) or not value:
-            raise InputError(f"{place}: column {column!r} is no list of words or tags, or empty")
+            raise InputError(
+                f"{place}: column {column!r} must be a list of words or tags, not empty"
+            )
     # Equal words and equal tags share one object.
     words = tuple(sys.intern(text_of(w, f"word {i}", place)) for i, w in enumerate(texts[0], 1))
     if not labels:
         return Tagged(place, words, None)
     if len(labels[0]) != len(words):
         raise InputError(f"{place}: {len(words)} words, but {len(labels[0])} tags")
-    tags = (sys.intern(_name(tag, f"tag {i}", place)) for i, tag in enumerate(labels[0], 1))
+    tags = (sys.intern(_label_name(tag, f"tag {i}", place)) for i, tag in enumerate(labels[0], 1))
     return Tagged(place, words, tuple(tags))
 
 
-def _question(
-    source: str, where: str, record: Mapping[str, Any], no_answer: NoAnswer, labelled: Labelled
+def _question_from_record(
+    source: str, location: str, record: Mapping[str, Any], no_answer: NoAnswer, labelled: Labelled
 ) -> Question:
-    id_ = text_of(field(record, "id", str, where), "id", where)
+    id_ = text_of(field(record, "id", str, location), "id", location)
     place = f"{source.removeprefix('squad:')}: question {id_}"
     question = text_of(field(record, "question", str, place), "question", place)
     context = text_of(field(record, "context", str, place), "context", place)
     if labelled == "unlabelled":
         return Question(place, id_, question, context, (), True)
-    given = field(record, "answers", list, place)
-    answers = tuple(_answer(answer, context, place) for answer in given)
+    records = field(record, "answers", list, place)
+    answers = tuple(_answer_from_record(answer, context, place) for answer in records)
     if "is_impossible" in record:
         impossible = field(record, "is_impossible", bool, place)
         if impossible == bool(answers):
-            some = "answers" if answers else "no answer"
-            raise InputError(f"{place}: is_impossible={impossible}, but it has {some}")
+            count = "answers" if answers else "no answer"
+            raise InputError(f"{place}: is_impossible={impossible}, but it has {count}")
     if not answers and no_answer == "never":
         raise InputError(
-            f"{place}: has no answer; set task.no_answer=possible, or leave the question out"
+            f"{place}: has no answer; set task.no_answer=possible, or remove the question"
         )
     return Question(place, id_, question, context, answers, bool(answers))
 
 
-def _answer(answer: Any, context: str, place: str) -> Answer:
+def _answer_from_record(answer: Any, context: str, place: str) -> Answer:
     text = text_of(field(answer, "text", str, place), "the text of an answer", place)
     start = field(answer, "answer_start", int, place)
     if start < 0 or context[start : start + len(text)] != text:
         raise InputError(
-            f"{place}: the answer {quoted(text)} is not at character {start} of its context, but "
+            f"{place}: the answer {excerpt(text)} is not at character {start} of its context, but "
             f"at {context.find(text)} (-1: nowhere)"
         )
     return Answer(text, start)
 
 
-def _name(value: Any, what: str, place: str) -> str:
-    """Returns the name of a label; integers and booleans are spelled as JSON does."""
+def _label_name(value: Any, what: str, place: str) -> str:
+    """Returns the name of a label. Integers and booleans are converted as in JSON."""
     if value is None:
         raise InputError(f"{place}: {what} is missing: the example has no label")
     if isinstance(value, bool | int):
@@ -299,89 +303,90 @@ def _name(value: Any, what: str, place: str) -> str:
     return text_of(value, what, place).strip()
 
 
-def _number(value: Any, what: str, place: str) -> float:
+def _label_number(value: Any, what: str, place: str) -> float:
     text = value.strip() if isinstance(value, str) else json.dumps(value)
     number = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not math.isfinite(number):
-        raise InputError(f"{place}: {what} is {quoted(text)}, not a finite number")
+        raise InputError(f"{place}: {what} is {excerpt(text)}, not a finite number")
     return number
 
 
 # --- typed texts ----------------------------------------------------------------------------------
 
 
-class Form(NamedTuple):
-    """The way in which examples of a kind of task are written."""
+class ExampleFormat(NamedTuple):
+    """The format of a typed example of a task kind, and the functions that build examples."""
 
-    line: str  # what a typed line holds; tabs separate its texts
-    # Of the task, the place, and the cells of texts and of labels, if any.
-    of_cells: Callable[[Task, str, list[Any], list[Any]], Example] = _sentence
-    # Of the place, the number from 1, and typed texts.
-    of_texts: Callable[[str, int, Sequence[str]], Example] = lambda place, number, texts: Sentence(
-        place, tuple(texts), None
+    line: str  # describes a typed line
+    # (task, place, cells of texts, cells of labels or []) -> example
+    from_cells: Callable[[Task, str, list[Any], list[Any]], Example] = _sentence_from_cells
+    # (place, number of the example, typed texts) -> example
+    from_texts: Callable[[str, int, Sequence[str]], Example] = lambda place, number, texts: (
+        Sentence(place, tuple(texts), None)
     )
 
 
 # By `task.kind`.
-FORMS = {
-    **dict.fromkeys(("classify", "generate"), Form("TEXT")),
-    **dict.fromkeys(("pair", "regress", "similar"), Form("A<tab>B")),
-    "choice": Form("TEXT<tab>A<tab>B and so on, one for each of task.choice_columns"),
-    "tag": Form(
+EXAMPLE_FORMATS = {
+    **dict.fromkeys(("classify", "generate"), ExampleFormat("TEXT")),
+    **dict.fromkeys(("pair", "regress", "similar"), ExampleFormat("A<tab>B")),
+    "choice": ExampleFormat("TEXT<tab>A<tab>B and so on, one for each of task.choice_columns"),
+    "tag": ExampleFormat(
         "words separated by blanks",
-        _tagged,
-        lambda place, _, texts: Tagged(place, tuple(texts[0].split()), None),
+        _tagged_from_cells,
+        lambda place, number, texts: Tagged(place, tuple(texts[0].split()), None),
     ),
-    "span": Form(
+    "span": ExampleFormat(
         "QUESTION<tab>CONTEXT",
-        of_texts=lambda place, number, texts: Question(place, str(number), *texts, (), True),
+        from_texts=lambda place, number, texts: Question(place, str(number), *texts, (), True),
     ),
-    "minimal_pairs": Form("", _minimal_pair),  # are not typed
+    "minimal_pairs": ExampleFormat("", _minimal_pair_from_cells),  # cannot be typed
 }
 
 
 def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Example]:
-    """Yields an unlabelled example of each line that is not blank; tabs separate its texts."""
-    several = "<tab>" in FORMS[task.kind].line
-    written = ((place, line) for place, line in lines if line.strip())
-    for number, (place, line) in enumerate(written, 1):
-        yield _typed(task, place, line.split("\t") if several else [line], number)
+    """Yields an unlabelled example for each (place, line) that is not blank."""
+    has_tabs = "<tab>" in EXAMPLE_FORMATS[task.kind].line
+    filled = ((place, line) for place, line in lines if line.strip())
+    for number, (place, line) in enumerate(filled, 1):
+        yield _parse_typed(task, place, line.split("\t") if has_tabs else [line], number)
 
 
 def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterator[Example]:
-    """Yields unlabelled examples of as many texts each as the task has: `A B A B` are two pairs.
-    Questions are numbered from `first` on.
+    """Yields unlabelled examples: for a task of pairs, the texts A B C D are two examples.
+
+    Questions are numbered from `first`.
     """
-    count = texts_of_example(task)
+    count = texts_per_example(task)
     for number, start in enumerate(range(0, len(texts), count), first):
-        yield _typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
+        yield _parse_typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
 
 
-def texts_of_example(task: Task) -> int:
-    """Returns how many texts are typed for an example."""
+def texts_per_example(task: Task) -> int:
+    """Returns the number of texts of a typed example."""
     return 2 if task.kind == "span" else len(task.text_columns)
 
 
-def _typed(task: Task, place: str, texts: Sequence[str], number: int) -> Example:
-    count, form = texts_of_example(task), FORMS[task.kind]
+def _parse_typed(task: Task, place: str, texts: Sequence[str], number: int) -> Example:
+    count, line = texts_per_example(task), EXAMPLE_FORMATS[task.kind].line
     if len(texts) != count:
         raise InputError(
-            f"{place}: {len(texts)} texts, but task.kind={task.kind} takes {count}; a line is "
-            f"{form.line}, and as arguments each text is one of its own"
+            f"{place}: {len(texts)} texts, but task.kind={task.kind} takes {count}; write {line} "
+            "in a line, or give each text as one argument"
         )
     checked = [text_of(text, f"text {i}", place) for i, text in enumerate(texts, 1)]
-    return form.of_texts(place, number, checked)
+    return EXAMPLE_FORMATS[task.kind].from_texts(place, number, checked)
 
 
 # --- labels ---------------------------------------------------------------------------------------
 
 
-def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
-    """Returns the names of the labels, by number: those that the task names, or those of the
-    examples, sorted.
+def find_labels(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
+    """Returns the label names of a task; a label's index is its class number.
 
-    A choice has those of the task, or 0, 1 and so on, one for each text to choose from;
-    regressions, spans and texts that are generated have none.
+    These are `task.labels` or, if it is empty, the sorted labels of the training examples. The
+    labels of `choice` are 0, 1 and so on, one for each candidate. A task without label names,
+    such as regression, has ().
     """
     if not task.has_labels:
         return ()
@@ -390,8 +395,8 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
     elif task.kind == "choice":
         labels = tuple(str(i) for i in range(len(task.choice_columns)))
     else:
-        labels = tuple(sorted({name for example in train for name in names_of(example)}))
-    require_known(labels, train)
+        labels = tuple(sorted({name for example in train for name in label_names(example)}))
+    require_known_labels(labels, train)
     if len(labels) < 2:
         raise InputError(
             f"task.train: {task.label_column!r} has but one label, {listed(labels)}; there is "
@@ -399,44 +404,45 @@ def labels_of(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
         )
     if task.main_score == "f1" and len(labels) != 2:
         raise InputError(
-            f"task.score=f1: is of two labels, and there are {len(labels)}, {listed(labels)}; set "
+            f"task.score=f1: needs two labels, but there are {len(labels)}, {listed(labels)}; set "
             "task.score=macro_f1"
         )
     if task.main_score == "entity_f1":
         for label in itertools.filterfalse(_ENTITY_TAG.fullmatch, labels):
             raise InputError(
-                f"task.score=entity_f1: the tag {quoted(label)} is not O, B-TYPE or I-TYPE; set "
+                f"task.score=entity_f1: the tag {excerpt(label)} is not O, B-TYPE or I-TYPE; set "
                 "task.score=accuracy, or convert the tags"
             )
     return labels
 
 
-def require_known(labels: Sequence[str], examples: Sequence[Example]) -> None:
-    """Raises InputError, which names the place, if an example has a label that is not known.
+def require_known_labels(labels: Sequence[str], examples: Sequence[Example]) -> None:
+    """Raises InputError if an example has a label that is not in `labels`.
 
-    Where there are no labels anything may stand.
+    An empty `labels` allows every label.
     """
     known = set(labels)
     for example in examples if known else ():
-        for number, name in enumerate(names_of(example), 1):
+        for number, name in enumerate(label_names(example), 1):
             if name not in known:
                 what = f"word {number}: tag" if isinstance(example, Tagged) else "label"
                 raise InputError(
-                    f"{example.place}: {what} {quoted(name)} is none of {listed(labels)}, those "
-                    "of task.labels or of the training examples; if it is meant, name all in "
-                    "task.labels; if not, name the others there with task.broken_rows=skip"
+                    f"{example.place}: {what} {excerpt(name)} is none of {listed(labels)}, the "
+                    "labels in task.labels or in the training examples; to learn it, list all "
+                    "labels in task.labels; to skip such rows, list the other labels there and set "
+                    "task.broken_rows=skip"
                 )
 
 
 def sha256(examples: Iterable[Example], labels: Sequence[str]) -> str:
-    """Returns a hash of what a run learns from: examples in their order, and labels by number.
+    """Returns a hash of the examples and the labels, both in order.
 
-    Places do not count: the same examples in another file have the same hash.
+    Places are excluded: the same examples in another file have the same hash.
     """
     digest = hashlib.sha256(json.dumps(labels).encode())
     for example in examples:
-        names = (one.name for one in dataclasses.fields(example))
+        names = (item.name for item in dataclasses.fields(example))
         values = [getattr(example, name) for name in names if name != "place"]
-        # A line each; JSON spells different values differently and holds no newlines.
+        # One line per example: JSON is unambiguous and contains no newlines.
         digest.update(f"\n{type(example).__name__}{json.dumps(values)}".encode())
     return digest.hexdigest()

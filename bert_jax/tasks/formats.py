@@ -1,16 +1,16 @@
-"""Formats of examples: files and TFDS datasets to columns, and to questions, with their places.
+"""Reads rows and questions from files and TFDS datasets, with their locations.
 
-A source is FORMAT:PLACE. What each format holds:
+A source is FORMAT:PATH. The formats:
 
-  tsv    an example a row, cells between tabs (see text.records)
-  csv    the same, cells between commas
-  jsonl  a JSON object a line
-  conll  a word a line, a blank line after each sentence; blanks and tabs separate columns
+  tsv    a row per line, tabs between cells (see text.records)
+  csv    a row per line, commas between cells
+  jsonl  a JSON object per line
+  conll  a word per line, a blank line after each sentence; blanks and tabs separate columns
   squad  JSON of SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016 and 2018):
          {"data": [{"paragraphs": [{"context": TEXT, "qas": [
              {"id": TEXT, "question": TEXT, "is_impossible": BOOLEAN,
               "answers": [{"text": TEXT, "answer_start": CHARACTER}]}]}]}]}
-  tfds   records of a prepared dataset, NAME:SPLIT
+  tfds   records of a prepared dataset; the path is NAME:SPLIT
 """
 
 import itertools
@@ -21,43 +21,44 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.errors import InputError, json_object
+from bert_jax.errors import InputError, excerpt, json_object
 from bert_jax.text import lines as text_lines
 from bert_jax.text import records as text_records
 from bert_jax.text import tfds_files
 from bert_jax.text.records import OnBroken
 
-# Of a text, and of columns and labels, what messages quote.
+# The most characters of a value, and the most names, that a message quotes.
 _QUOTED_CHARACTERS, _LISTED_NAMES = 60, 20
-_TABLES = ("tsv", "csv", "conll")
-# What JSON calls a type.
+# Formats whose rows all have the same columns.
+_TABLE_FORMATS = ("tsv", "csv", "conll")
+# Names of JSON's types, for messages.
 _TYPE_NAMES = {list: "a list", str: "a text", bool: "a boolean", int: "an integer"}
 
-Record = tuple[str, dict[str, Any]]
+Record = tuple[str, dict[str, Any]]  # location, fields
 
 
 def rows(
     source: str, header: str, columns: Sequence[str], on_broken: OnBroken = text_records.refuse
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Yields the place and the values of some columns, example after example, but not of `squad`.
+    """Yields (location, values of `columns`) for each example of a source, except `squad`.
 
-    With the header `none` columns of TSV and CSV files are called 0, 1 and so on, as those of CoNLL
-    files are. In JSON and TFDS `data.text` is the field `text` of the object `data`.
+    With the header "none", the columns of TSV and CSV files are called 0, 1 and so on. The columns
+    of CoNLL files always are. `data.text` is the field `text` of the object `data` (JSON, TFDS).
 
     Yields:
-      For TSV and CSV texts, for JSON and TFDS what stands there, for CoNLL a list of texts, a line
-      each.
+      The values are texts in TSV and CSV, any values in JSON and TFDS, and lists of texts, one per
+      word, in CoNLL.
     """
-    is_table = source.partition(":")[0] in _TABLES  # whose rows all have the same columns
+    is_table = source.partition(":")[0] in _TABLE_FORMATS
     for place, names, values in records(source, header, on_broken=on_broken):
         try:
-            chosen = cells(columns, names, values, place)
+            selected = cells(columns, names, values, place)
         except InputError as error:
-            if is_table:
+            if is_table:  # every row lacks the column
                 raise
             on_broken(place, error)
         else:
-            yield place, chosen
+            yield place, selected
 
 
 def records(
@@ -66,71 +67,71 @@ def records(
     blank_lines: bool = False,
     on_broken: OnBroken = text_records.refuse,
 ) -> Iterator[text_records.Named]:
-    """Yields all of each example; arguments as of `rows`.
+    """Yields (location, column names, values) for each example; see `rows` for the arguments.
 
-    With `blank_lines` those before another row are rows with a blank cell, in a table that has a
-    single column.
+    With `blank_lines`, a blank line before a row of a one-column table is a row with a blank cell.
     """
-    word, _, path = source.partition(":")
-    if word in ("tsv", "csv"):
+    format_, _, path = source.partition(":")
+    if format_ in ("tsv", "csv"):
         lines = (f"{line}\n" for line in _lines(path))
-        return text_records.table(word, lines, path, header, blank_lines, on_broken)
-    if word == "conll":
+        return text_records.table(format_, lines, path, header, blank_lines, on_broken)
+    if format_ == "conll":
         return _conll(path, on_broken)
-    each = _json_lines(path, on_broken) if word == "jsonl" else _dataset(source)
-    return ((place, list(record), list(record.values())) for place, record in each)
+    located = _json_lines(path, on_broken) if format_ == "jsonl" else _dataset(source)
+    return ((place, list(record), list(record.values())) for place, record in located)
 
 
 def cells(
     columns: Sequence[str], names: Sequence[str], values: Sequence[Any], place: str
 ) -> list[Any]:
-    """Returns the values of some columns of a row."""
-    record, chosen = dict(zip(names, values, strict=True)), []
+    """Returns the values of `columns` in a row; `names` must have each of them exactly once."""
+    record, selected = dict(zip(names, values, strict=True)), []
     for column in columns:
-        wrong = "more than one" if names.count(column) > 1 else ""
+        problem = "more than one" if names.count(column) > 1 else ""
         try:
-            chosen.append(text_records.field_value(record, column))
+            selected.append(text_records.field_value(record, column))
         except KeyError:
-            wrong = "no"
-        if wrong:
+            problem = "no"
+        if problem:
             raise InputError(
-                f"{place}: {wrong} column {column!r} among "
-                f"{listed(text_records.field_names(record))}; name the task's in task.text_column, "
-                f"task.label_column and others (see task.header)"
+                f"{place}: {problem} column {column!r} among "
+                f"{listed(text_records.field_names(record))}; set the columns of the task in "
+                "task.text_column, task.label_column and others (see task.header)"
                 f"{text_records.separator_note(names)}"
             )
-    return chosen
+    return selected
 
 
 def _lines(path: str) -> Iterator[str]:
-    """Yields a text file's lines without their ends; .gz and .zst are uncompressed."""
+    """Yields the lines of a text file, without line ends; decompresses .gz and .zst."""
     return (line.removesuffix("\r") for _, line in text_lines.of_file(path))
 
 
 def _conll(path: str, on_broken: OnBroken) -> Iterator[text_records.Named]:
-    first, start, names = 0, 0, list[str]()
-    words: list[list[str]] = []
-    broken: InputError | None = None  # of the sentence
-    # The file's end ends a sentence, too.
+    first_line, names = 0, list[str]()  # of the file's first word
+    start = 0  # the line of the sentence's first word
+    words: list[list[str]] = []  # of the sentence
+    sentence_error: InputError | None = None
+    # The added line ends the last sentence.
     for number, line in enumerate(itertools.chain(_lines(path), [""]), 1):
-        # Blanks and tabs alone: a word may hold other white space, such as U+3000.
+        # Not split(): a word may contain other white space, such as U+3000.
         columns = re.findall(r"[^ \t]+", line)
         if columns and columns[0] != "-DOCSTART-":
             if not names:
-                first, names = number, [str(i) for i in range(len(columns))]
+                first_line, names = number, [str(i) for i in range(len(columns))]
             try:
-                text_records.require_as_many(columns, len(names), f"{path}:{number}", first)
+                text_records.require_as_many(columns, len(names), f"{path}:{number}", first_line)
             except InputError as error:
-                broken = broken or error
+                sentence_error = sentence_error or error
             start = start if words else number
             words.append(columns)
         elif words:
             place = f"{path}:{start}"
-            if broken is None:
+            if sentence_error is None:
                 yield place, names, [list(column) for column in zip(*words, strict=True)]
             else:
-                on_broken(place, broken)
-            words, broken = [], None
+                on_broken(place, sentence_error)
+            words, sentence_error = [], None
 
 
 def _json_lines(path: str, on_broken: OnBroken) -> Iterator[Record]:
@@ -155,7 +156,7 @@ def _dataset(source: str) -> Iterator[Record]:
 
 
 def _plain(value: Any, classes: Any, place: str) -> Any:
-    """Returns plain Python values, class labels by their names; None for -1, no label in TFDS."""
+    """Converts a value of TFDS: arrays to lists, class numbers to names, -1 (no label) to None."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
@@ -175,31 +176,31 @@ def _plain(value: Any, classes: Any, place: str) -> Any:
 
 
 def questions(source: str) -> Iterator[Record]:
-    """Yields the questions of `squad:FILE` or `tfds:NAME:SPLIT`, not checked.
+    """Yields the questions of `squad:FILE` or `tfds:NAME:SPLIT`, unchecked.
 
     Yields:
-      Where it stands, and `id`, `question`, `context`, `answers` as a list of objects, and so on.
+      (location, fields): `id`, `question`, `context`, `answers` (a list of objects) and others.
     """
-    word, _, path = source.partition(":")
-    return _squad_file(path) if word == "squad" else _squad_dataset(source)
+    format_, _, path = source.partition(":")
+    return _squad_file(path) if format_ == "squad" else _squad_dataset(source)
 
 
 def _squad_file(path: str) -> Iterator[Record]:
-    """Yields where each question stands in the file, and the question with its context."""
+    """Yields each question, with its context and its position in the file's JSON."""
     tree = text_records.read_json("\n".join(_lines(path)), path)
     for i, article in enumerate(field(tree, "data", list, path)):
-        in_article = f"{path}: data[{i}]"
-        for j, paragraph in enumerate(field(article, "paragraphs", list, in_article)):
-            where = f"{in_article}.paragraphs[{j}]"
-            context = field(paragraph, "context", str, where)
-            for k, record in enumerate(field(paragraph, "qas", list, where)):
-                place = f"{where}.qas[{k}]"
+        article_place = f"{path}: data[{i}]"
+        for j, paragraph in enumerate(field(article, "paragraphs", list, article_place)):
+            paragraph_place = f"{article_place}.paragraphs[{j}]"
+            context = field(paragraph, "context", str, paragraph_place)
+            for k, record in enumerate(field(paragraph, "qas", list, paragraph_place)):
+                place = f"{paragraph_place}.qas[{k}]"
                 field(record, "id", str, place)
                 yield place, record | {"context": context}
 
 
 def _squad_dataset(source: str) -> Iterator[Record]:
-    """Yields the same of a dataset; TFDS turns lists of objects into objects of lists."""
+    """Yields each question of a dataset. TFDS stores answers as an object of lists."""
     for place, record in _dataset(source):
         answers = record.get("answers")
         if isinstance(answers, dict):
@@ -216,7 +217,7 @@ def _squad_dataset(source: str) -> Iterator[Record]:
 
 
 def field(node: Any, key: str, of: type, where: str) -> Any:
-    """Returns the value of a key of a JSON object."""
+    """Returns the value of a key of a JSON object, which must have the type `of`."""
     if not isinstance(node, dict) or type(node.get(key)) is not of:
         keys = f"; it has {listed(node)}" if isinstance(node, dict) else ""
         raise InputError(f"{where}: must be an object with {key!r}, {_TYPE_NAMES[of]}{keys}")
@@ -224,27 +225,21 @@ def field(node: Any, key: str, of: type, where: str) -> Any:
 
 
 def text_of(value: object, name: str, place: str) -> str:
-    """Returns a text that any tokenizer takes, not a blank one.
+    """Returns `value`, which must be a text and not blank, in a form that UTF-8 can encode.
 
-    Halves of surrogate pairs, which JSON can spell and no encoding can, become U+FFFD.
+    JSON can contain halves of surrogate pairs; they become U+FFFD.
     """
     if not isinstance(value, str):
         raise InputError(f"{place}: {name} is {json.dumps(value)[:_QUOTED_CHARACTERS]}, not a text")
     if not value.strip():
-        raise InputError(f"{place}: {name} is blank; fill it in, or leave the example out")
+        raise InputError(f"{place}: {name} is blank; fill it in, or remove the example")
     return text_records.encodable(value)
 
 
-def quoted(text: str) -> str:
-    """Returns a text in quotation marks, cut if it is long, for messages."""
-    cut = text if len(text) <= _QUOTED_CHARACTERS else f"{text[:_QUOTED_CHARACTERS]}..."
-    return repr(cut)
-
-
 def listed(names: Iterable[str]) -> str:
-    """Returns names for a message, the first twenty of many."""
+    """Formats names for a message: 'a', 'b', and 5 more."""
     names = list(names)
-    shown = [quoted(name) for name in names[:_LISTED_NAMES]]
+    quoted = [excerpt(name) for name in names[:_LISTED_NAMES]]
     if len(names) > _LISTED_NAMES:
-        shown.append(f"and {len(names) - _LISTED_NAMES} more")
-    return ", ".join(shown)
+        quoted.append(f"and {len(names) - _LISTED_NAMES} more")
+    return ", ".join(quoted)

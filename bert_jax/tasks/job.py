@@ -98,8 +98,8 @@ class FinetuningJob(Job):
             examples_lib.read(experiment.task, getattr(experiment.task, name), "labelled", tally)
             for name, tally in self._tallies.items()
         )
-        self.labels = examples_lib.labels_of(experiment.task, self._train)
-        examples_lib.require_known(self.labels, self._held_out)
+        self.labels = examples_lib.find_labels(experiment.task, self._train)
+        examples_lib.require_known_labels(self.labels, self._held_out)
         parts = {"train": self._train, "validation": self._held_out}
         keys = frozenset(map(examples_lib.text_key, self._train))
         self._warnings = scores.data_warnings(experiment.task, self.labels, parts, keys)

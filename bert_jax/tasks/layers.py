@@ -16,7 +16,7 @@ from bert_jax.errors import InputError, prefix_errors
 from bert_jax.pretraining.loaded import Loaded
 from bert_jax.tasks import probes as probes_lib
 from bert_jax.tasks import scores
-from bert_jax.tasks.examples import Example, Sentence, texts_of
+from bert_jax.tasks.examples import Example, Sentence, display_texts
 from bert_jax.tasks.probes import Probe, Probes, drawn
 
 FORMAT_VERSION = 1
@@ -83,11 +83,11 @@ def _lengths(task: Task, train: list[Example], validation: list[Example]) -> Pro
     """Returns the task of how many words a text has; None where all have as many."""
 
     def labelled(examples: list[Example]) -> list[Example]:
-        texts = [texts_of(example)[0] for example in examples]
+        texts = [display_texts(example)[0] for example in examples]
         bins = [int(np.searchsorted(edges, len(text.split()))) for text in texts]
         return [Sentence(_LENGTH, (t,), str(b)) for t, b in zip(texts, bins, strict=True)]
 
-    counts = [len(texts_of(example)[0].split()) for example in train]
+    counts = [len(display_texts(example)[0].split()) for example in train]
     edges = np.unique(np.quantile(counts, np.arange(1, _BINS) / _BINS))
     edges = edges[edges < max(counts)]
     if not len(edges):

@@ -19,14 +19,13 @@ import numpy as np
 
 from bert_jax.config import Task
 from bert_jax.data import draws
-from bert_jax.errors import InputError, prefix_errors
+from bert_jax.errors import InputError, excerpt, prefix_errors
 from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.adapted import MeshEncoder, require_finite
 from bert_jax.tasks.examples import MinimalPair
-from bert_jax.tasks.formats import quoted
 from bert_jax.tasks.rows import padded
 from bert_jax.text.tokenizer import joined
 from bert_jax.training import feed
@@ -102,7 +101,7 @@ class MinimalPairs:
             why = "no piece is left of it"
             if ids:
                 why = f"{len(ids) + 2} pieces with [CLS] and [SEP], and a row has {self._limit}"
-            raise InputError(f"{place}: {quoted(text)}: {why}; leave the pair out")
+            raise InputError(f"{place}: {excerpt(text)}: {why}; leave the pair out")
         return self._texts.setdefault(ids, len(self._texts))
 
     def _log_likelihoods(self, params: Any) -> np.ndarray:

@@ -121,7 +121,7 @@ class TaskModel:
     def warm(self, sizes: tuple[int, ...]) -> None:
         """Compiles what examples of any length need; batches have no other sizes from then on."""
         self._sizes, task = sizes, self.task
-        others = ["a"] * (examples_lib.texts_of_example(task) - 1)
+        others = ["a"] * (examples_lib.texts_per_example(task) - 1)
         for limit in range(
             rows.LENGTH_STEP, task.max_sequence_length + rows.LENGTH_STEP, rows.LENGTH_STEP
         ):
@@ -158,7 +158,7 @@ class TaskModel:
         """
         if self.task.kind == "generate":
             scores_lib.require_sacrebleu()
-        examples_lib.require_known(self.labels, examples)
+        examples_lib.require_known_labels(self.labels, examples)
         outputs, loss, of_all = self.outputs(examples)
         scores = self.kind.scores(outputs, of_all, examples)
         scores |= self.kind.part_scores(outputs, self.kind.parts(examples, counts))
@@ -249,7 +249,7 @@ def predict(
         examples = examples_lib.read(known, sources or task.validation, "labelled", tally)
         scores, answers = model.score(examples, tally.examples)
     elif sources:
-        answers = model.predict(examples_lib.each(task, sources, "unlabelled", tally))
+        answers = model.predict(examples_lib.iterate(task, sources, "unlabelled", tally))
     elif isinstance(texts, Sequence):
         answers = model.predict(examples_lib.parse_arguments(task, texts))
     else:
@@ -329,7 +329,7 @@ def _predicted_rows(
     `counts` counts labels, `unread` rows without a prediction, `tally` rows that are left out.
     """
     task, column = model.task, model.kind.column
-    on_broken = examples_lib.on_broken(task, tally)
+    on_broken = examples_lib.broken_row_handler(task, tally)
     records = formats.records(source, task.header, blank_lines=True, on_broken=on_broken)
     more = [_PREDICTED] if column else [_PREDICTED, _PROBABILITY]
     none = True
@@ -341,11 +341,11 @@ def _predicted_rows(
             _require_json(values, place)
             cells = formats.cells(task.text_columns, names, values, place)
             try:
-                examples[place] = examples_lib.of_values(task, place, cells)
+                examples[place] = examples_lib.from_cells(task, place, cells)
             except InputError as error:
                 if task.broken_rows == "stop" and not any(map(examples_lib.is_blank, cells)):
                     raise
-                unread.leave_out(place, error)
+                unread.record_broken(place, error)
         answers = list(model.predict(examples.values())) if examples else []
         answer_at = dict(zip(examples, answers, strict=True))
         for place, names, values in window:

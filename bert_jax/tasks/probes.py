@@ -190,7 +190,7 @@ class Probes:
                 else:
                     train, validation = (drawn(task, part) for part in ("train", "validation"))
                     learned = [*train, *validation]
-                    labels = examples_lib.labels_of(task, learned)
+                    labels = examples_lib.find_labels(task, learned)
                     probe = Probe(name, task, labels, train, validation)
                     words = f"{task.main_score}; {len(train)} examples to learn from, "
                     words += f"{len(validation)} to score"

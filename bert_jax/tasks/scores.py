@@ -25,9 +25,9 @@ from bert_jax.tasks.examples import (
     NoAnswer,
     Question,
     Tagged,
-    names_of,
+    display_texts,
+    label_names,
     text_key,
-    texts_of,
 )
 from bert_jax.tasks.rows import Answer, TaskKind
 
@@ -233,13 +233,13 @@ def best_threshold(
     levels = np.array([no_answer_scores[q.id] for q in order], np.float64)
     gains = np.array(
         [
-            answer_f1(predicted[q.id], [a.text for a in q.answers], "possible") - (not q.possible)
+            answer_f1(predicted[q.id], [a.text for a in q.answers], "possible") - (not q.has_answer)
             for q in order
         ]
     )
     # Thresholds between questions of different scores: the first i are answered.
     answered = np.flatnonzero(np.append(levels[1:] > levels[:-1], True)) + 1
-    refused = float(sum(not q.possible for q in order))
+    refused = float(sum(not q.has_answer for q in order))
     totals = refused + np.append(0.0, np.cumsum(gains)[answered - 1])
     best = int(np.argmax(totals))
     if best:
@@ -322,7 +322,7 @@ def mistakes(
         mistake = {"place": examples[i].place, "truth": truth, "predicted": predicted}
         if "probabilities" in answers[i]:
             mistake["probability"] = answers[i]["probabilities"][answers[i]["label"]]
-        worst.append(mistake | {"texts": [t[:_CHARACTERS] for t in texts_of(examples[i])]})
+        worst.append(mistake | {"texts": [t[:_CHARACTERS] for t in display_texts(examples[i])]})
     line = {"wrong": len(wrong), "worst": worst}
     if labels:
         pairs = (zip(*judged[i][:2], strict=True) for i in wrong)
@@ -343,7 +343,7 @@ def guess(task: Task, labels: Sequence[str], examples: Sequence[Any]) -> tuple[s
         return "never an answer", by_name[task.main_score]
     if not labels or task.main_score == "entity_f1":
         return None
-    truth = np.array([labels.index(name) for example in examples for name in names_of(example)])
+    truth = np.array([labels.index(name) for example in examples for name in label_names(example)])
     by_label = {
         name: score(task.main_score, truth, np.full_like(truth, number))
         for number, name in enumerate(labels)

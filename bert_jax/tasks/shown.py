@@ -33,7 +33,7 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
         in_all = learned.examples * each
     else:
         train = examples_lib.read(experiment.task, experiment.task.train, "labelled")
-        labels = examples_lib.labels_of(experiment.task, train)
+        labels = examples_lib.find_labels(experiment.task, train)
         rows = kind_of(experiment.task, labels, base.tokenizer).rows(train)
         batches = TrainBatches(rows, base.tokenizer.pad_id, experiment.batch_size, experiment.seed)
         each, in_all = rows.rows_per_example, len(rows.ids)

@@ -228,7 +228,7 @@ def test_labels_are_those_named_or_those_found():
         # Where no entities are scored any tag is taken.
         (task("tag", score="accuracy"), [tagged("VB", "S-X", "NN")], ("NN", "S-X", "VB")),
     ):
-        assert examples.labels_of(of, train) == labels
+        assert examples.find_labels(of, train) == labels
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_labels_are_those_named_or_those_found():
 )
 def test_labels_that_cannot_be_learned_are_refused(task, train, words):
     with pytest.raises(InputError) as caught:
-        examples.labels_of(task, train)
+        examples.find_labels(task, train)
     assert words in str(caught.value)
 
 

@@ -103,7 +103,7 @@ def test_answers_are_nested_features():
     first, second = read("span", "tfds:squad:train", no_answer="possible", max_sequence_length=384)
     assert first.place == "tfds:squad:train: question q1"
     assert (first.context, first.answers) == (CONTEXT, (Answer("12 m", 7), Answer("12", 7)))
-    assert (second.question, second.answers, second.possible) == ("How wide?", (), False)
+    assert (second.question, second.answers, second.has_answer) == ("How wide?", (), False)
 
 
 @pytest.mark.parametrize(

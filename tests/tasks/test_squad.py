@@ -63,7 +63,7 @@ def test_answers_may_be_missing_where_they_are_not_read(tmp_path):
     tree, asked = question(0)
     del asked["answers"], asked["is_impossible"]
     found = read(tmp_path, tree, "unlabelled")
-    assert [(q.id, q.answers, q.possible) for q in found] == [
+    assert [(q.id, q.answers, q.has_answer) for q in found] == [
         (name, (), True) for name in ("q1", "q2", "q3")
     ]
     with pytest.raises(InputError, match=r"question q1: .*'answers'"):
@@ -73,7 +73,7 @@ def test_answers_may_be_missing_where_they_are_not_read(tmp_path):
 def test_no_answers_mean_that_none_is_possible(tmp_path):
     tree, asked = question(2)
     del asked["is_impossible"]
-    assert not read(tmp_path, tree)[2].possible
+    assert not read(tmp_path, tree)[2].has_answer
     with pytest.raises(InputError, match=r"question q3: .*task\.no_answer=possible"):
         read(tmp_path, TREE, no_answer="never")
 

@@ -51,4 +51,4 @@ def test_a_task_file_reads_what_its_docstring_names(file, tmp_path, monkeypatch)
         found = examples.read(experiment.task, (source,), "labelled")
         assert len(found) == (1 if file.stem in ("stsb", "search") else 2)
     if file.stem != "blimp":
-        examples.labels_of(experiment.task, found)
+        examples.find_labels(experiment.task, found)

@@ -69,7 +69,7 @@ class Column:
                 raise InputError("nothing is learned from minimal pairs; write probe:")
             else:
                 both = (task.task.train, task.task.validation)
-                read = (examples.each(task.task, sources, "labelled") for sources in both)
+                read = (examples.iterate(task.task, sources, "labelled") for sources in both)
                 of_task = sha256([examples.sha256(of_split, ()) for of_split in read])
                 title = f"{task.name}, fine-tuned"
         return cls(name, f"{title} ({task.task.main_score})", task, of_task[:16])
