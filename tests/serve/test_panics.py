@@ -1,4 +1,4 @@
-"""A text on which a Rust library panics: an error of that text alone, in every command."""
+"""A text on which a Rust library panics fails alone, with an error that names it."""
 
 import json
 import threading
@@ -21,7 +21,7 @@ from bert_jax.serve import served, service
 from bert_jax.text import sentences
 from bert_jax.text.documents import Document
 
-# Oniguruma gives up on this text for this pattern, and the library panics.
+# The regex engine (Oniguruma) exceeds its limit on this text, and the library panics.
 PATTERN, TEXT = "(a+)+$|(a|aa)+b", "a" * 40 + "c"
 TOKENIZER = "base/tokenizer/tokenizer.json"
 
@@ -29,33 +29,33 @@ TOKENIZER = "base/tokenizer/tokenizer.json"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A base whose tokenizer panics on TEXT, and files with TEXT in their third line."""
-    place = tmp_path_factory.mktemp("panics")
-    hf = hf_folder.write(place / "hf")
-    pieces = {piece: number for number, piece in enumerate(hf_folder.VOCAB)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(pieces, unk_token="[UNK]"))
-    cutters = tokenizers.pre_tokenizers
-    made.pre_tokenizer = cutters.Sequence(
-        [cutters.Split(tokenizers.Regex(PATTERN), "isolated"), cutters.WhitespaceSplit()]
+    workdir = tmp_path_factory.mktemp("panics")
+    hf = hf_folder.write(workdir / "hf")
+    vocab = {token: number for number, token in enumerate(hf_folder.VOCAB)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    steps = tokenizers.pre_tokenizers
+    tokenizer.pre_tokenizer = steps.Sequence(
+        [steps.Split(tokenizers.Regex(PATTERN), "isolated"), steps.WhitespaceSplit()]
     )
-    made.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    made.add_special_tokens(hf_folder.VOCAB[:5])
-    made.save(str(hf / "tokenizer.json"))
-    names = ("pad", "unk", "cls", "sep", "mask")
-    naming = {f"{name}_token": f"[{name.upper()}]" for name in names}
-    naming["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (hf / "tokenizer_config.json").write_text(json.dumps(naming))
-    (place / "bad.txt").write_text(f"w7 w8\nw9\n{TEXT}\nw10\n")
-    (place / "good.txt").write_text("w7 w8\nw9\n")
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.add_special_tokens(hf_folder.VOCAB[:5])
+    tokenizer.save(str(hf / "tokenizer.json"))
+    roles = ("pad", "unk", "cls", "sep", "mask")
+    config = {f"{role}_token": f"[{role.upper()}]" for role in roles}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (hf / "tokenizer_config.json").write_text(json.dumps(config))
+    (workdir / "bad.txt").write_text(f"w7 w8\nw9\n{TEXT}\nw10\n")
+    (workdir / "good.txt").write_text("w7 w8\nw9\n")
     rows = [f"w{n} w8 {'' if n != 9 else TEXT}\t{'ab'[n % 2]}" for n in range(7, 15)]
-    (place / "rows.tsv").write_text("\n".join(rows) + "\n")
+    (workdir / "rows.tsv").write_text("\n".join(rows) + "\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
+        patch.chdir(workdir)
         assert broken.call("import hf --workdir base")[0] == 0
-    return place
+    return workdir
 
 
 @pytest.mark.parametrize(
-    ("command", "where", "stdin"),
+    ("command", "location", "stdin"),
     [
         ("embed bad.txt --workdir base --out v.npz", "bad.txt:3", ""),
         ("embed --workdir base --out v.npz", "standard input:1", TEXT),
@@ -71,12 +71,12 @@ def folder(tmp_path_factory):
          "--set run.corpus_dir=corpus", "bad.txt", ""),
     ],
 )  # fmt: skip
-def test_a_command_names_the_text_and_the_tokenizer(folder, monkeypatch, command, where, stdin):
+def test_the_error_names_the_text_and_its_location(folder, monkeypatch, command, location, stdin):
     monkeypatch.chdir(folder)
-    broken.fails(command, where, TEXT[:20], stdin=stdin.encode())
+    broken.fails(command, location, TEXT[:20], stdin=stdin.encode())
 
 
-def test_a_request_is_answered_500_and_those_after_it_are_answered(folder, monkeypatch):
+def test_a_request_with_the_text_gets_500_and_later_requests_succeed(folder, monkeypatch):
     monkeypatch.chdir(folder)
     trained = Loaded.of(epath.Path("base"))
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
@@ -88,41 +88,41 @@ def test_a_request_is_answered_500_and_those_after_it_are_answered(folder, monke
 
 
 def test_a_sentence_splitter_that_panics_is_an_input_error(monkeypatch):
-    monkeypatch.setattr(sentencex, "segment", panic)
+    monkeypatch.setattr(sentencex, "segment", raise_panic)
     with pytest.raises(InputError, match=r"x\.txt.*wa wb"):
         sentences.split(Document("x.txt", ("wa wb",), "per_file", 0), "en")
 
 
 class Panic(BaseException):
-    """Not an Exception, as pyo3's PanicException."""
+    """Like pyo3's PanicException, not a subclass of Exception."""
 
 
-def panic(*_):
+def raise_panic(*_):
     raise Panic("called `Option::unwrap()` on a `None` value")
 
 
 class Model:
-    """Answers each text with its length, as long as it works."""
+    """Answers each text with its length; panics unless `works` is set, hangs while `hangs` is."""
 
     path, name, about = "/v1/embeddings", "model", ""
 
     def __init__(self):
         self.works = threading.Event()
         self.works.set()
-        self.slow = threading.Event()
+        self.hangs = threading.Event()
 
     def warm(self):
         if not self.works.is_set():
-            panic()
+            raise_panic()
 
     def items(self, body, limits):
         return [(text, 1) for text in body["input"]]
 
     def compute(self, items):
-        while self.slow.is_set():
+        while self.hangs.is_set():
             time.sleep(0.01)
         if "bad" in items:
-            panic()
+            raise_panic()
         self.warm()
         return [len(text) for text in items]
 
@@ -130,14 +130,14 @@ class Model:
         yield json.dumps(results)
 
 
-def test_a_panic_while_computing_is_an_error_of_its_request_alone():
+def test_a_panic_while_computing_fails_only_its_request():
     with running(Model()) as port:
         is_error(ask(port, {"input": ["abc", "bad"]}), 500)
         is_error(ask(port, {"input": ["bad"]}), 500)
         assert ask(port, {"input": ["abc"]})[::2] == (200, [3])
 
 
-def test_a_service_that_can_compute_nothing_any_more_ends():
+def test_a_service_exits_if_its_model_panics_on_every_text():
     model = Model()
     model.works.clear()
     service_ = service.Service(model, served.Limits())
@@ -148,20 +148,20 @@ def test_a_service_that_can_compute_nothing_any_more_ends():
             service.server_of(service_, 1.0).run(sockets=[bound])
 
 
-def test_health_is_503_while_no_request_is_answered_in_time():
+def test_health_is_503_while_the_model_hangs():
     model = Model()
-    model.slow.set()
+    model.hangs.set()
     with running(model, served.Limits(seconds=1)) as port:
         try:
             assert ask(port, b"", "/health", "GET")[0] == 200
             assert ask(port, {"input": ["abc"]})[0] == 503
             assert ask(port, b"", "/health", "GET")[0] == 503
         finally:
-            model.slow.clear()
+            model.hangs.clear()
         until(lambda: ask(port, b"", "/health", "GET")[0] == 200)
 
 
-def test_models_are_listed_as_openai_lists_them_and_a_last_slash_is_ignored():
+def test_models_are_listed_as_by_openai_and_a_trailing_slash_is_ignored():
     """https://platform.openai.com/docs/api-reference/models/list."""
     with running(Model()) as port:
         for path in ("/v1/models", "/v1/models/"):

@@ -1,4 +1,4 @@
-"""Rows that are no examples, fields within fields, and what a refusal says about columns."""
+"""Rows that are not valid examples, nested fields, and errors about columns."""
 
 import json
 
@@ -11,17 +11,18 @@ from bert_jax.config import Finetuning
 from bert_jax.errors import InputError
 from bert_jax.tasks import examples
 
-_SQUAD = {"id": "a", "question": "wa ?", "answers": [{"text": "wb", "answer_start": 3}]}
-_WRONG = _SQUAD | {"id": "b", "answers": [{"text": "wb", "answer_start": 0}]}
-SQUAD = {"data": [{"paragraphs": [{"context": "wa wb", "qas": [_SQUAD, _WRONG]}]}]}
+_QUESTION = {"id": "a", "question": "wa ?", "answers": [{"text": "wb", "answer_start": 3}]}
+_WRONG_OFFSET = _QUESTION | {"id": "b", "answers": [{"text": "wb", "answer_start": 0}]}
+_PARAGRAPH = {"context": "wa wb", "qas": [_QUESTION, _WRONG_OFFSET]}
+SQUAD = {"data": [{"paragraphs": [_PARAGRAPH]}]}
 
-# Kind, format, content, fields, how many examples are left, and what stands behind the name of the
-# file in each broken place.
+# Task kind, format, content, task settings, number of valid examples, and the locations of the
+# broken rows after the file's name.
 ROWS = [
-    # As QQP has them: lines with too few or too many columns.
+    # Lines with too few or too many columns, as in QQP.
     ("classify", "tsv", "sentence\tlabel\nA\t1\nB\nC\t0\t1\nD\t0\n", {}, 2, [":3", ":4"]),
     ("classify", "csv", "sentence,label\nA,1\nB\n", {}, 1, [":3"]),
-    # As MNLI has them: a label that stands for none.
+    # A label that means "no label", as in MNLI.
     ("classify", "csv", "sentence,label\nA,1\nB,-\nC,0\n", {"labels": ("1", "0")}, 2, [":3"]),
     (
         "classify",
@@ -33,36 +34,36 @@ ROWS = [
     ),
     ("regress", "jsonl", '{"sentence": "A", "b": "B", "label": 1}\n[]', {}, 1, [":2"]),
     ("regress", "tsv", "sentence\tb\tlabel\nA\tB\t1\nA\tB\tn/a\n", {}, 1, [":3"]),
-    # A sentence is left out whole.
+    # A sentence with one broken line is skipped as a whole.
     ("words", "conll", "a O\nb O\n\nc O\nd\n\ne O\n", {}, 2, [":4"]),
     ("lists", "jsonl", '{"w": ["a"], "t": ["O"]}\n{"w": ["a"], "t": []}\n', {}, 1, [":2"]),
     ("span", "squad", json.dumps(SQUAD), {}, 1, [": data[0].paragraphs[0].qas[1]"]),
 ]
 
 
-def read(path, word, kind="classify", **settings):
-    """The examples of a file, and where its broken rows stand."""
-    tally, source = examples.Tally(), f"{word}:{path}"
-    found = examples.read(task(kind, source, **settings), (source,), "labelled", tally)
-    return found, [place.removeprefix(str(path)) for place, _ in tally.broken]
+def read(path, file_format, kind="classify", **settings):
+    """The examples of a file, and the locations of its broken rows."""
+    tally, source = examples.Tally(), f"{file_format}:{path}"
+    valid = examples.read(task(kind, source, **settings), (source,), "labelled", tally)
+    return valid, [place.removeprefix(str(path)) for place, _ in tally.broken]
 
 
-@pytest.mark.parametrize(("kind", "word", "content", "fields", "left", "places"), ROWS)
-def test_broken_rows_are_refused_by_line_or_left_out_and_counted(
-    kind, word, content, fields, left, places, tmp_path
+@pytest.mark.parametrize(("kind", "file_format", "content", "settings", "count", "broken"), ROWS)
+def test_broken_rows_are_refused_by_line_or_skipped_and_counted(
+    kind, file_format, content, settings, count, broken, tmp_path
 ):
-    path = tmp_path / f"x.{word}"
+    path = tmp_path / f"x.{file_format}"
     path.write_text(content)
     with pytest.raises(InputError) as caught:
-        read(path, word, kind, **fields)
-    named = "question b" if kind == "span" else f"{path}{places[0] if kind != 'words' else ':5'}"
-    assert named in str(caught.value) and "task.broken_rows" in str(caught.value)
-    found, broken = read(path, word, kind, broken_rows="skip", **fields)
-    assert broken == places and len(found) == left
+        read(path, file_format, kind, **settings)
+    # The error names the question, or the line of the word.
+    location = {"span": "question b", "words": f"{path}:5"}.get(kind, f"{path}{broken[0]}")
+    assert location in str(caught.value) and "task.broken_rows" in str(caught.value)
+    valid, skipped = read(path, file_format, kind, broken_rows="skip", **settings)
+    assert skipped == broken and len(valid) == count
 
 
-def test_a_wrong_column_is_no_matter_of_rows(tmp_path):
-    """With all rows left out the first one says what is wrong."""
+def test_a_missing_column_is_an_error_even_if_broken_rows_are_skipped(tmp_path):
     path = tmp_path / "x.tsv"
     path.write_text("text\tlabel\nA\t1\nB\t0\n")
     with pytest.raises(InputError, match=r"x\.tsv:2: no column 'sentence' among 'text', 'label'"):
@@ -72,32 +73,32 @@ def test_a_wrong_column_is_no_matter_of_rows(tmp_path):
         read(path, "jsonl", broken_rows="skip")
 
 
-def test_a_run_of_the_time_before_is_read():
-    of_now = Finetuning(name="x", task=kinds.task("classify", broken_rows="skip"))
-    saved = json.loads(config.to_json(of_now))
-    saved["task"]["blank_cells"] = saved["task"].pop("broken_rows")
-    before = config.from_json(json.dumps(saved), "experiment.json", Finetuning)
-    assert before == of_now and before.task.broken_rows == "skip"
-    stops = config.override(of_now, ["task.blank_cells=stop"])
-    assert stops.task.broken_rows == "stop"
+def test_the_former_name_of_broken_rows_is_read():
+    experiment = Finetuning(name="x", task=kinds.task("classify", broken_rows="skip"))
+    fields = json.loads(config.to_json(experiment))
+    fields["task"]["blank_cells"] = fields["task"].pop("broken_rows")
+    loaded = config.from_json(json.dumps(fields), "experiment.json", Finetuning)
+    assert loaded == experiment and loaded.task.broken_rows == "skip"
+    overridden = config.override(experiment, ["task.blank_cells=stop"])
+    assert overridden.task.broken_rows == "stop"
 
 
-def test_fields_within_others_are_named_with_dots(tmp_path):
+def test_nested_fields_are_named_with_dots(tmp_path):
     path = tmp_path / "x.jsonl"
     rows = [{"data": {"text": "A", "more": {"y": 1}}}, {"data": {"text": "B"}, "data.more.y": 0}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    names = {"text_column": "data.text", "label_column": "data.more.y"}
-    found, _ = read(path, "jsonl", **names)
-    # A key that holds the dots itself comes first.
-    assert [(e.texts, e.label) for e in found] == [(("A",), "1"), (("B",), "0")]
+    columns = {"text_column": "data.text", "label_column": "data.more.y"}
+    valid, _ = read(path, "jsonl", **columns)
+    # A key that contains the dots itself takes precedence.
+    assert [(e.texts, e.label) for e in valid] == [(("A",), "1"), (("B",), "0")]
     with pytest.raises(InputError) as caught:
-        read(path, "jsonl", **names | {"text_column": "data.txt"})
-    for name in (f"{path}:1", "'data.txt'", "'data.text'", "'data.more.y'"):
-        assert name in str(caught.value)
+        read(path, "jsonl", **columns | {"text_column": "data.txt"})
+    for part in (f"{path}:1", "'data.txt'", "'data.text'", "'data.more.y'"):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("word", "content", "named"),
+    ("file_format", "content", "advice"),
     [
         ("csv", "sentence;label\nA;1\n", "semicolons"),
         ("csv", 'sentence;label\n"A, b";1\nx;0\n', "semicolons"),
@@ -106,9 +107,11 @@ def test_fields_within_others_are_named_with_dots(tmp_path):
         ("tsv", "sentence,label\nA,1\n", "csv:"),
     ],
 )
-def test_a_table_with_other_separators_is_said_to_have_them(word, content, named, tmp_path):
-    path = tmp_path / f"x.{word}"
+def test_an_error_names_the_separator_that_a_table_seems_to_have(
+    file_format, content, advice, tmp_path
+):
+    path = tmp_path / f"x.{file_format}"
     path.write_text(content)
-    with pytest.raises(InputError, match=f"{named}") as caught:
-        read(path, word)
+    with pytest.raises(InputError, match=advice) as caught:
+        read(path, file_format)
     assert str(path) in str(caught.value)

@@ -1,4 +1,4 @@
-"""What is said about examples that make scores look better or worse than the model is."""
+"""Warnings about examples that make scores look better or worse than the model is."""
 
 import dataclasses
 import json
@@ -15,74 +15,65 @@ from bert_jax.tasks import examples, scores
 from bert_jax.tools.report import page
 from bert_jax.tools.report.records import Record
 
-# Of each kind a training example, the same text with another answer, and another text.
-TEXTS = {
-    "classify": (
-        sentence("A b", label="x"),
-        sentence("A b ", label="y"),
-        sentence("A B", label="x"),
-    ),
-    "pair": (
-        *(sentence("A", "b", label="x"), sentence("A", " b", label="y")),
-        sentence("b", "A", label="x"),
-    ),
-    "regress": (
-        *(sentence("A", "b", label=1.0), sentence("A", "b", label=2.0)),
-        sentence("A", "c", label=1.0),
-    ),
-    "choice": (
-        *(sentence("A", "b", "c", label="0"), sentence("A", "b", "c", label="1")),
-        sentence("A", "c", "b", label="1"),
-    ),
-    "tag": (tagged("ab", ["O", "X"]), tagged("ab", ["X", "O"]), tagged("ac", ["O", "X"])),
-    "span": (
-        question("wa wb", "wa", number=1),
-        *(question("wa wb", "wb", number=2), question("wa", "wa", number=3)),
-    ),
-    "generate": (sentence("A", label="x"), sentence("A", label="y"), sentence("a", label="x")),
+# For each kind: an example, the same text with another label, and another text.
+EXAMPLES = {
+    "classify": [sentence("A b", label="x"), sentence("A b ", label="y")],
+    "pair": [sentence("A", "b", label="x"), sentence("A", " b", label="y")],
+    "regress": [sentence("A", "b", label=1.0), sentence("A", "b", label=2.0)],
+    "choice": [sentence("A", "b", "c", label="0"), sentence("A", "b", "c", label="1")],
+    "tag": [tagged("ab", ["O", "X"]), tagged("ab", ["X", "O"])],
+    "span": [question("wa wb", "wa", number=1), question("wa wb", "wb", number=2)],
+    "generate": [sentence("A", label="x"), sentence("A", label="y")],
 }
+EXAMPLES["classify"].append(sentence("A B", label="x"))
+EXAMPLES["pair"].append(sentence("b", "A", label="x"))
+EXAMPLES["regress"].append(sentence("A", "c", label=1.0))
+EXAMPLES["choice"].append(sentence("A", "c", "b", label="1"))
+EXAMPLES["tag"].append(tagged("ac", ["O", "X"]))
+EXAMPLES["span"].append(question("wa", "wa", number=3))
+EXAMPLES["generate"].append(sentence("a", label="x"))
 
 
-def warned(kind, train, held_out, labels=()):
-    """What is said of a task; `generate` has the fields of `classify`."""
+def warnings_of(kind, train, validation, labels=()):
+    """The warnings about a task; `generate` has the settings of `classify`."""
     task = kinds.task("classify" if kind == "generate" else kind)
     keys = {examples.text_key(example) for example in train}
-    parts = {"train": train, "validation": held_out}
-    return scores.data_warnings(dataclasses.replace(task, kind=kind), labels, parts, keys)
+    splits = {"train": train, "validation": validation}
+    return scores.data_warnings(dataclasses.replace(task, kind=kind), labels, splits, keys)
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-def test_texts_that_were_learned_and_texts_with_several_answers_are_counted(kind):
-    first, same, other = TEXTS[kind]
-    assert warned(kind, [first], [other]) == []
-    (both,) = warned(kind, [first], [other, same])
-    assert both.startswith("1 of 2 ")
-    several = warned(kind, [first, other, same, first], [other])[1:]
-    if kind in ("span", "generate"):  # which may be answered in several ways
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_validation_texts_in_train_and_texts_with_several_labels_are_counted(kind):
+    example, relabelled, other = EXAMPLES[kind]
+    assert warnings_of(kind, [example], [other]) == []
+    (overlap,) = warnings_of(kind, [example], [other, relabelled])
+    assert overlap.startswith("1 of 2 ")
+    several = warnings_of(kind, [example, other, relabelled, example], [other])[1:]
+    if kind in ("span", "generate"):  # a text may have several answers
         assert several == []
     else:
         assert several[0].startswith("1 of 2 texts of train ")
-    # An answer that comes twice is one.
-    assert len(warned(kind, [first, first], [other])) == 0
+    # The same label twice is one label.
+    assert len(warnings_of(kind, [example, example], [other])) == 0
 
 
-def test_texts_are_the_same_in_all_forms_of_unicode_but_not_in_another_case():
+def test_texts_are_compared_after_unicode_normalization_and_with_their_case():
     composed, other = sentence("caf\u00e9 \uff11"), sentence("Cafe\u0301 1")
-    for text, same in (("cafe\u0301 1", True), (" caf\u00e9 1\n", True), ("Caf\u00e9 1", False)):
-        assert bool(warned("classify", [composed], [sentence(text)])) is same
-    assert warned("classify", [composed], [other]) == []
+    for text, is_same in (("cafe\u0301 1", True), (" caf\u00e9 1\n", True), ("Caf\u00e9 1", False)):
+        assert bool(warnings_of("classify", [composed], [sentence(text)])) is is_same
+    assert warnings_of("classify", [composed], [other]) == []
 
 
 def test_labels_that_look_alike_are_named():
-    (line,) = warned("classify", [], [], ("Good", "bad", "good"))
+    (line,) = warnings_of("classify", [], [], ("Good", "bad", "good"))
     assert "'Good' and 'good'" in line and "bad" not in line
-    (line,) = warned("classify", [], [], ("tr\u00e8s", "tre\u0300s"))
+    (line,) = warnings_of("classify", [], [], ("tr\u00e8s", "tre\u0300s"))
     assert r"tr\xe8s" in line and r"tre\u0300s" in line
-    assert warned("classify", [], [], ("B-PER", "I-PER")) == []
+    assert warnings_of("classify", [], [], ("B-PER", "I-PER")) == []
 
 
 @pytest.mark.long
-def test_a_run_says_it_at_the_start_and_on_its_page(tmp_path, monkeypatch):
+def test_a_run_prints_its_warnings_and_shows_them_on_its_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tuned.write_base("base")
     tuned.write_task(tmp_path, "classify")
@@ -91,32 +82,32 @@ def test_a_run_says_it_at_the_start_and_on_its_page(tmp_path, monkeypatch):
     pathlib.Path("train").write_text("".join(json.dumps(row) + "\n" for row in rows))
     printed = tuned.finetune()
     record = Record.read("run")
-    kept = record.written("task")["warnings"]
+    recorded = record.written("task")["warnings"]
     good = {row["sentence"] for row in rows if row["label"] == "good"}
-    assert [line.split()[0] for line in kept] == ["11", str(len(good)), "the"]
-    text = page.render([record])
-    for line in kept:
+    assert [line.split()[0] for line in recorded] == ["11", str(len(good)), "the"]
+    html = page.render([record])
+    for line in recorded:
         assert f"{line}\n" in printed
-        assert line.split(" (")[0].replace("'", "&#39;") in text
-    assert kept[0] in broken.said("finetune --workdir run")
+        assert line.split(" (")[0].replace("'", "&#39;") in html
+    assert recorded[0] in broken.said("finetune --workdir run")
 
 
 @pytest.mark.long
-def test_questions_that_are_cut_are_counted_and_files_scored_each(tmp_path, monkeypatch):
+def test_truncated_questions_are_counted_and_each_validation_file_is_scored(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tuned.write_base("base")
     tuned.write_task(tmp_path, "span")
     other = json.dumps(tuned.questions(6))
     pathlib.Path("other.json").write_text(re.sub(r'"q(\d)', r'"p\1', other))
-    files = "task.validation=squad:test,squad:other.json"
-    printed = tuned.finetune("--set", "task.max_query_length=1", "--set", files)
+    setting = "task.validation=squad:test,squad:other.json"
+    printed = tuned.finetune("--set", "task.max_query_length=1", "--set", setting)
     assert "task.max_query_length=1: 16 of train, 17 of validation" in printed
     (scored,) = tuned.predict("--score")
     assert scored["examples"] == 17
     for name, source in (("test", "squad:test"), ("other", "squad:other.json")):
-        (of_one,) = tuned.predict("--score", "--source", source)
-        assert scored[f"f1/{name}"] == pytest.approx(of_one["f1"])
-    # While it learns, too, by the threshold that is best for all.
+        (alone,) = tuned.predict("--score", "--source", source)
+        assert scored[f"f1/{name}"] == pytest.approx(alone["f1"])
+    # Training reports the same scores, with the threshold that is best for all files together.
     (*_, last) = (line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores")
     for name in ("f1", "f1/test", "f1/other"):
         assert last[name] == pytest.approx(scored[name])
