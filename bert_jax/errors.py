@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
@@ -72,18 +72,23 @@ def reading(
         raise InputError(f"{path}: damaged ({reason}); {remedy}") from error
 
 
-@contextlib.contextmanager
-def calling_rust(message: str) -> Iterator[None]:
-    """Turns the errors and panics of a Rust library into InputError: `message` and the reason.
+class RustErrors:
+    """Turns the errors and panics of a Rust library within the context into InputError.
 
-    pyo3 raises a panic as a BaseException, so `except Exception` does not catch it.
+    pyo3 raises a panic as a BaseException, so `except Exception` does not catch it. `describe`
+    returns the message, and is called for an error only: a context is entered for each text.
     """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        raise InputError(f"{message} ({type(error).__name__}: {error})") from error
+
+    def __init__(self, describe: Callable[[], str]):
+        self._describe = describe
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            return
+        raise InputError(f"{self._describe()} ({type(error).__name__}: {error})") from error
 
 
 def json_object(content: str | bytes, where: object, remedy: str = "") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from safetensors.numpy import save
 
 from bert_jax import config
 from bert_jax.config import Experiment, Model
-from bert_jax.errors import InputError, calling_rust, reading
+from bert_jax.errors import InputError, RustErrors, reading
 from bert_jax.storage.copies import new_folder
 from bert_jax.storage.workdir import (
     is_complete,
@@ -236,7 +236,7 @@ def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
     """
     with translate_os_errors(path):
         content = path.read_bytes()
-    with calling_rust(f"{path}: damaged or cut off; restore the complete safetensors file"):
+    with RustErrors(lambda: f"{path}: damaged or cut off; restore the complete safetensors file"):
         entries = deserialize(content)
     tensors = {}
     for name, tensor in entries:

@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from etils import epath
 
-from bert_jax.errors import InputError, calling_rust, excerpt, reading
+from bert_jax.errors import InputError, RustErrors, excerpt, reading
 from bert_jax.text import library, vocabulary
 from bert_jax.text.library import Library
 from bert_jax.text.tokenizer import Tokenizer, WordPiece, basic_tokens
@@ -206,7 +206,7 @@ class _OfLibrary:
                 "added to it"
             )
         text, normalizer = f" {word}", self._tokenizer.normalizer
-        with calling_rust(f"tokenizer.json: cannot split {excerpt(word)}; remove this word"):
+        with RustErrors(lambda: f"tokenizer.json: cannot split {excerpt(word)}; remove this word"):
             text = text if normalizer is None else normalizer.normalize_str(text)
             parts = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         return parts[0][0] if len(parts) == 1 else None

@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 from etils import epath
 
-from bert_jax.errors import InputError, calling_rust, excerpt, json_object, reading
+from bert_jax.errors import InputError, RustErrors, excerpt, json_object, reading
 from bert_jax.storage.workdir import write_atomic
 
 FILE = "tokenizer.json"
@@ -102,17 +102,16 @@ class Library:
         return self._plain(self._encoding(before + text).ids)
 
     def _encoding(self, text: str) -> tokenizers.Encoding:
-        with calling_rust(
-            f"{self._where}: {_LIBRARY} cannot tokenize {excerpt(text)}; remove or shorten this "
-            "text, or use another tokenizer"
-        ):
+        remedy = "remove or shorten this text, or use another tokenizer"
+        cannot = f"{_LIBRARY} cannot tokenize"
+        with RustErrors(lambda: f"{self._where}: {cannot} {excerpt(text)}; {remedy}"):
             return self._library.encode(text, add_special_tokens=False)
 
     def _alone(self, word: str) -> list[int] | None:
         """Returns a word's ids, with the blank before it; None if its neighbours change them."""
         normalizer = self._library.normalizer
         ids = self._encoding(word).ids
-        with calling_rust(f"{self._where}: {_LIBRARY} cannot normalize {excerpt(word)}"):
+        with RustErrors(lambda: f"{self._where}: {_LIBRARY} cannot normalize {excerpt(word)}"):
             plain = word if normalizer is None else normalizer.normalize_str(word)
         # A normalizer may put blanks there, which join those of the neighbours; an added token may
         # take its neighbours' blanks away.
@@ -145,7 +144,7 @@ class Library:
 
     def decode(self, ids: list[int]) -> str:
         """Returns readable text, as the file's decoder gives it; specials are written by name."""
-        with calling_rust(f"{self._where}: {_LIBRARY} cannot decode {len(ids)} ids"):
+        with RustErrors(lambda: f"{self._where}: {_LIBRARY} cannot decode {len(ids)} ids"):
             return self._library.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: epath.Path) -> None:
@@ -188,7 +187,7 @@ class Library:
         if any(piece.startswith("##") for piece in self._pieces):
             begins = [not piece.startswith("##") for piece in self._pieces]
         elif by_bytes:
-            with calling_rust(f"{self._where}: {_LIBRARY} cannot decode its tokens"):
+            with RustErrors(lambda: f"{self._where}: {_LIBRARY} cannot decode its tokens"):
                 shown = self._library.decode_batch([[i] for i in range(self.size)], False)
             begins = [
                 piece[:1] == BYTE_BLANK and "\ufffd" not in text and not text.isspace()
@@ -253,7 +252,7 @@ _LIBRARY = f"the tokenizers library {tokenizers.__version__}"
 
 def open_tokenizer(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:
     """Opens a tokenizer.json in its library; `parts` is what it says."""
-    with calling_rust(f"{where}: save it with {_LIBRARY}, which cannot read it"):
+    with RustErrors(lambda: f"{where}: save it with {_LIBRARY}, which cannot read it"):
         library = tokenizers.Tokenizer.from_buffer(content)
     if parts["model"].get("dropout"):
         raise InputError(
@@ -272,7 +271,7 @@ def around(of: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...], 
       The ids of `cls`, `between` and `sep`, and the segment of B and of what ends it: 0 or 1.
     """
     texts = ("a", *of.get_vocab())
-    with calling_rust(f"{where}: save it with {_LIBRARY}, which cannot tokenize any text"):
+    with RustErrors(lambda: f"{where}: save it with {_LIBRARY}, which cannot tokenize any text"):
         text = next(t for t in texts if of.encode(t, add_special_tokens=False).ids)
         one, two = of.encode(text), of.encode(text, text)
     size, gap = one.sequence_ids.count(0), two.sequence_ids.count(None) - 2

@@ -5,7 +5,7 @@ import itertools
 import sentencex
 
 from bert_jax.config import Corpus
-from bert_jax.errors import calling_rust, excerpt, prefix_errors
+from bert_jax.errors import RustErrors, excerpt, prefix_errors
 from bert_jax.text.documents import Document
 
 # sentencex takes what stands between quotation marks or brackets for one sentence, be it a page.
@@ -62,7 +62,7 @@ def ends_of(count: int, corpus: Corpus) -> list[int]:
 def _cut(text: str, language: str, blanked: dict[int, str]) -> list[str]:
     """Returns the text, cut where sentencex cuts it with some characters blanked."""
     plain = text if blanked is _BLANKED and text.isascii() else text.translate(blanked)
-    with calling_rust(f"sentencex cannot split {excerpt(text)}; remove this text"):
+    with RustErrors(lambda: f"sentencex cannot split {excerpt(text)}; remove this text"):
         sentences = sentencex.segment(language, plain)
     ends = itertools.accumulate(map(len, sentences), initial=0)
     return [text[a:b] for a, b in itertools.pairwise([*ends, len(text)])]
