@@ -104,7 +104,10 @@ def open_saves() -> Saves:
 
 
 def save(step: int) -> None:
+    """Saves a step, unless it is saved: a run that starts again resumes from the step it finds."""
     with open_saves() as run:
+        if step in run.steps:
+            return
         state = device_state()
         run.save(step, state, {"note": "x" * 40})
         run.finish(step, lambda: run.save(step, state, {"note": "x" * 40}))
@@ -189,16 +192,22 @@ LEFT_OUT = {
 }
 # Pairs that every test run takes: those of a quick work, and one for the slow works.
 QUICK = {("push", fault) for fault in FAULTS} | {("restore", "cut")}
+# A save takes half a minute for each fault, so that most of its pairs are nightly.
+NIGHTLY = {("save", fault) for fault in FAULTS} - {("save", "cut"), ("save", "503")}
 
 
-def cells(quick: set[tuple[str, str]]) -> list[Any]:
-    """Returns all pairs of a work and a fault; those not in `quick` are marked long."""
+def marks_of(pair: tuple[str, str]) -> Any:
+    """Returns the pytest marks that say which test runs take a pair."""
+    if pair in QUICK:
+        return ()
+    return pytest.mark.nightly if pair in NIGHTLY else pytest.mark.long
+
+
+def cells(marks: Callable[[tuple[str, str]], Any]) -> list[Any]:
+    """Returns the pairs of a work and a fault as pytest's parameters."""
     pairs = [(work, fault) for work in WORKS for fault in FAULTS]
-    return [
-        pytest.param(*pair, marks=() if pair in quick else pytest.mark.long, id=" ".join(pair))
-        for pair in pairs
-        if pair not in LEFT_OUT
-    ]
+    kept = [pair for pair in pairs if pair not in LEFT_OUT]
+    return [pytest.param(*pair, marks=marks(pair), id=" ".join(pair)) for pair in kept]
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +283,7 @@ def run_without_faults(bucket, saved, work: Work) -> tuple[list[Request], Any]:
     return requests, (done, work.inspect())
 
 
-@pytest.mark.parametrize(("name", "fault"), cells(QUICK))
+@pytest.mark.parametrize(("name", "fault"), cells(marks_of))
 def test_work_outlasts_a_fault_of_each_request(name, fault, bucket, saved):
     """Each request has it once, in the first attempt that comes to it."""
     work = WORKS[name]
@@ -301,8 +310,7 @@ def test_work_outlasts_a_fault_of_each_request(name, fault, bucket, saved):
     assert (found, work.inspect()) == expected
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("name", "fault"), cells(set()))
+@pytest.mark.parametrize(("name", "fault"), cells(lambda pair: pytest.mark.nightly))
 def test_work_ends_by_name_where_all_requests_of_a_kind_have_a_fault(name, fault, bucket, saved):
     """Once the bucket is well again, the work does what it always does."""
     work = WORKS[name]
