@@ -53,7 +53,7 @@ ABOVE = {
     "tools": 7_927,
     "training": 2_299,
     "benchmarks": 3_030,
-    "tests": 36_054,
+    "tests": 36_060,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
