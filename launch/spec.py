@@ -51,10 +51,10 @@ class Spec:
 
     def command(self, experiment: str = EXPERIMENT) -> tuple[str, ...]:
         """Returns the command of each host, where `experiment` lies, with its code next to it."""
-        more = ("--extend",) if self.extend else ()
+        command, code = "extend" if self.extend else "pretrain", ()
         for name in self.code:
-            more += ("--code", os.path.join(os.path.dirname(experiment), name))
-        return ("bert-jax", "pretrain", experiment, "--workdir", self.workdir, *more)
+            code += ("--code", os.path.join(os.path.dirname(experiment), name))
+        return ("bert-jax", command, experiment, "--workdir", self.workdir, *code)
 
 
 def specify(

@@ -211,11 +211,11 @@ def test_a_run_that_is_refused_leaves_nothing(objects, copy_of_run):
 
 @pytest.mark.long
 def test_a_run_is_forked_into_a_bucket_and_out_of_it(objects, copy_of_run, remote, monkeypatch):
-    assert call(f"pretrain small.py --fork run/checkpoints/20 {THERE}") == (0, "")
+    assert call(f"fork run/checkpoints/20 small.py {THERE}") == (0, "")
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(copy_of_run / "another machine"))
-    fails(f"pretrain small.py --fork run/checkpoints/16 {THERE}", str(FOLDER))
-    assert call(f"pretrain small.py --fork run/checkpoints/20 {THERE}") == (0, "")
-    assert call(f"pretrain --fork {FOLDER}/checkpoints/20 --workdir back") == (0, "")
+    fails(f"fork run/checkpoints/16 small.py {THERE}", str(FOLDER))
+    assert call(f"fork run/checkpoints/20 small.py {THERE}") == (0, "")
+    assert call(f"fork {FOLDER}/checkpoints/20 --workdir back") == (0, "")
     lines = [pathlib.Path(name, "metrics.jsonl").read_bytes() for name in ("run", "back")]
     assert lines[0] == lines[1] == objects.files("run/")["run/metrics.jsonl"]
 

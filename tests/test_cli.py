@@ -52,18 +52,17 @@ def test_the_base_of_a_run_that_has_none_is_refused(command, run):
     fails(f"{command} --workdir run --from elsewhere", "--from")
 
 
-def test_arguments_are_what_the_manual_says():
-    """Words may stand on both sides of flags; numbers have bounds."""
+def test_words_may_stand_on_both_sides_of_flags_and_numbers_have_bounds():
     args = cli.parse(shlex.split("--debug predict a --workdir run b --top 3"))
     assert (args.texts, args.top, args.beam) == (["a", "b"], 3, None)
     assert cli.parse(shlex.split("predict --workdir run -- -x y")).texts == ["-x", "y"]
     args = cli.parse(shlex.split("embed --workdir w --out a --layers -4,-3 f --no-normalize"))
     assert (args.layers, args.text_file, args.normalize) == ((-4, -3), ["f"], False)
     for words, why in (
-        ("predict --workdir run --top 0", "--top 0: must be at least 1"),
-        ("serve --workdir run --port 65536", "--port 65536: must be from 0 to 65535"),
-        ("serve --workdir run --port x", "--port: invalid int value"),
-        ("serve --workdir run --timeout nan", "--timeout nan: must be from 1 to 3600"),
+        ("predict --workdir run --top 0", "--top"),
+        ("serve --workdir run --port 65536", "--port"),
+        ("serve --workdir run --port x", "--port"),
+        ("serve --workdir run --timeout nan", "--timeout"),
     ):
         fails(words, why)
 
@@ -101,8 +100,8 @@ def test_a_run_goes_on_by_its_workdir_alone(copy_of_run):
         if not experiment:
             assert pathlib.Path("run/origin.json").read_bytes() == origin
     longer = "pretrain --workdir run --set phases.1.steps=20"
-    fails(longer, "phases.1.steps: 8 -> 20", "--extend")
-    assert "--extend" not in fails(f"{longer} --set seed=3")
+    fails(longer, "phases.1.steps: 8 -> 20", "bert-jax extend")
+    assert "bert-jax extend" not in fails(f"{longer} --set seed=3")
 
 
 @pytest.mark.long

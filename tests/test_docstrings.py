@@ -7,10 +7,7 @@ import re
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted(path for room in ("bert_jax", "launch") for path in (ROOT / room).rglob("*.py"))
 # Where docstrings are a command's help: "Train ...".
-COMMANDS = (
-    *(f"bert_jax/cli/{name}.py" for name in ("asking", "checking", "learning", "looking")),
-    "bert_jax/tools/conformance/command.py",
-)
+COMMANDS = ("bert_jax/tools/conformance/command.py",)
 # End as verbs do.
 NO_VERBS = {
     *("As", "Bytes", "Documents", "Examples", "Features", "Files", "Hosts", "Ids", "Is", "Its"),

@@ -178,6 +178,15 @@ evaluate tiny --text a -> --text
 finetune sst2 --broken-rows skip -> --broken-rows
 finetune --kind choice --train a.tsv --validation a.tsv --set task.choice_columns=b,c -> --from
 pretrian tiny -> pretrain
+pretrain --text a --hours 1 -> auto TEXT --hours H
+pretrain tiny --base=b -> auto TEXT
+pretrain --fork a/checkpoints/1 --workdir w -> fork RUN/checkpoints/STEP
+pretrain --decay-from=a/checkpoints/1 --workdir w -> decay RUN/checkpoints/STEP
+pretrain tiny --extend -> extend
+conformance instances a.txt -> conformance-instances
+fork a/checkpoints/1 tiny -> --workdir
+fork newest --workdir w -> fork newest
+decay newest --workdir w -> decay newest
 """
 
 

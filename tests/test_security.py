@@ -140,7 +140,7 @@ def test_pickled_weights_are_named_and_not_read(tmp_path):
 
 COMMANDS = [
     "prepare small.py --workdir run --verify",
-    "pretrain small.py --workdir run --extend --set phases.1.steps=9",
+    "extend small.py --workdir run --set phases.1.steps=9",
     "evaluate --workdir run",
     "show --workdir run --rows 1",
     "config --workdir run",

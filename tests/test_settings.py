@@ -41,12 +41,16 @@ def test_every_field_has_a_type_a_default_and_a_meaning(kind):
     assert {s.path for s in settings if s.default is None} <= given
 
 
-@pytest.mark.parametrize(("command", "kind"), [("pretrain", KINDS[0]), ("finetune", KINDS[1])])
-def test_help_shows_every_field(command, kind, capsys):
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_is_at_most_60_lines_and_shows_own_flags_first(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     text = capsys.readouterr().out
-    assert not [path for path in leaves(kind) if f"  {path}: " not in text]
+    assert text.count("\n") <= 60
+    titles = ["\noptions:", "\nshared options:"]
+    places = [text.find(title) for title in titles if title in text]
+    assert places == sorted(places) and places[0] > 0
 
 
 def test_the_page_of_settings_is_what_is_generated():

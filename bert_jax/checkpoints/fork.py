@@ -1,4 +1,4 @@
-"""A run that begins with another run's checkpoint: a decay (`--decay-from`), or a fork.
+"""A run that begins with another run's checkpoint: a decay, or a fork.
 
 As long as the rate is at its peak nothing depends on when it will fall. So a run of the same
 experiment that decays from step N on (`optimizer.schedule=wsd`) is, up to there, the stable run
@@ -44,7 +44,7 @@ class Branch(NamedTuple):
 
     workdir: Workdir
     step: int
-    flag: Literal["--decay-from", "--fork"]
+    command: Literal["decay", "fork"]
 
     def __str__(self) -> str:
         return os.fspath(self.workdir.checkpoints / str(self.step))
@@ -54,7 +54,7 @@ class Branch(NamedTuple):
         checkpoints = Checkpoints(self.workdir.checkpoints)
         if self.step not in checkpoints.steps:
             there = ", ".join(map(str, checkpoints.steps)) or "none"
-            raise InputError(f"{self.flag} {self}: no such checkpoint; there are {there}")
+            raise InputError(f"{self.command} {self}: no such checkpoint; there are {there}")
         return checkpoints.experiment(self.step), sha256_of(checkpoints.metadata(self.step))
 
     def require(self, experiment: Experiment) -> None:
@@ -65,7 +65,7 @@ class Branch(NamedTuple):
         """
         saved, _ = self.saved()
         changed = config.differences(saved, experiment, "identity")
-        if self.flag == "--fork":
+        if self.command == "fork":
             if fixed := [line for line in changed if line.startswith(_FIXED)]:
                 why = f"of another model ({'; '.join(fixed)})"
             elif self.step >= experiment.total_steps:
@@ -79,7 +79,7 @@ class Branch(NamedTuple):
                 )
             else:
                 return
-            raise InputError(f"--fork {self}: {why}")
+            raise InputError(f"fork {self}: {why}")
         last = f"phases.{len(saved.phases) - 1}.steps:"
         first, stable = experiment.optimizer.warmup_steps, saved.total_steps
         stable -= saved.optimizer.decay_steps
@@ -91,7 +91,7 @@ class Branch(NamedTuple):
             why = "data.final_masked_lm_prob depends on the number of steps; set it to 0"
         else:
             return
-        raise InputError(f"--decay-from {self}: {why}")
+        raise InputError(f"decay {self}: {why}")
 
     def has_other_text(self, saved: Experiment, experiment: Experiment) -> bool:
         """Returns whether the rows of an experiment are others than the run's that is left.
@@ -114,7 +114,7 @@ class Branch(NamedTuple):
         """Copies the lines up to the checkpoint, with which a run that has none begins."""
         if _has_saved(workdir):
             return
-        if self.flag == "--fork":
+        if self.command == "fork":
             one, other = map(corpus.open_manifest, (self.corpus, workdir.corpus))
             if one["tokenizer"] != other["tokenizer"]:
                 raise InputError(
@@ -138,20 +138,20 @@ def decayed(
     The experiment is that of the file `given`, None: the run's own, with these `settings`. What
     decays from a fork is itself a fork, of the run which that one left.
     """
-    branch = _named("--decay-from", checkpoint)
+    branch = _named("decay", checkpoint)
     saved = load_experiment(branch.workdir)
     experiment = config.override(saved if given is None else config.load(given), settings)
     optimizer = experiment.optimizer
     if saved.optimizer.schedule != "wsd" or optimizer.decay_steps == 0:
         raise InputError(
-            f"--decay-from {checkpoint}: needs a run with optimizer.schedule=wsd, not "
+            f"decay {checkpoint}: needs a run with optimizer.schedule=wsd, not "
             f"{saved.optimizer.schedule}, and the steps of the decay, --set "
             "optimizer.decay_steps=1000 say"
         )
     before = sum(phase.steps for phase in experiment.phases[:-1])
     if branch.step < before:
         raise InputError(
-            f"--decay-from {checkpoint}: lies before the last phase, which begins at step {before}"
+            f"decay {checkpoint}: lies before the last phase, which begins at step {before}"
         )
     last = branch.step + optimizer.decay_steps - before
     changed = f"phases.{len(experiment.phases) - 1}.steps={last}"
@@ -171,7 +171,7 @@ def forked(
     or seed none was. Once `workdir`, the fork's, has a checkpoint, nothing is asked of the run that
     was left, and its rows and its record stay. For the other arguments see `decayed`.
     """
-    branch, own = _named("--fork", checkpoint), workdir.experiment
+    branch, own = _named("fork", checkpoint), workdir.experiment
     if _has_saved(workdir):
         if fork_of(workdir).get("checkpoint") != str(branch):
             raise InputError(f"{workdir.named}: holds another run than a fork of {branch}")
@@ -195,7 +195,7 @@ def forked(
 def begun(workdir: Workdir) -> Branch | None:
     """Returns where a fork begins that was killed before its first save; None: there is none."""
     record = {} if _has_saved(workdir) else fork_of(workdir)
-    return _named("--fork", record["checkpoint"]) if record else None
+    return _named("fork", record["checkpoint"]) if record else None
 
 
 def _has_saved(workdir: Workdir) -> bool:
@@ -203,11 +203,11 @@ def _has_saved(workdir: Workdir) -> bool:
     return bool(Checkpoints(workdir.checkpoints).steps)
 
 
-def _named(flag: Literal["--decay-from", "--fork"], checkpoint: str) -> Branch:
+def _named(command: Literal["decay", "fork"], checkpoint: str) -> Branch:
     path = absolute(epath.Path(checkpoint))
     if not path.name.isdecimal() or path.parent.name != "checkpoints":
-        raise InputError(f"{flag} {checkpoint}: name a checkpoint, RUN/checkpoints/STEP")
-    return Branch(mirror.open_workdir(path.parent.parent), int(path.name), flag)
+        raise InputError(f"{command} {checkpoint}: name a checkpoint, RUN/checkpoints/STEP")
+    return Branch(mirror.open_workdir(path.parent.parent), int(path.name), command)
 
 
 def _with_offsets(experiment: Experiment, offsets: list[int]) -> Experiment:

@@ -1,103 +1,154 @@
-"""`bert-jax COMMAND`: from words to a command; each has its arguments above its function."""
+"""`bert-jax COMMAND`: parses the command line, runs the command and reports its errors."""
 
 import argparse
 import difflib
 import errno
 import io
 import os
-import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+
+from absl import app
 
 from bert_jax import __version__, errors
-from bert_jax.cli.command import COMMANDS, add_arguments
-from bert_jax.config import Section, explain
+from bert_jax.cli import (
+    check_commands,
+    exchange_commands,
+    inspect_commands,
+    train_commands,
+    use_commands,
+)
+from bert_jax.cli.parsing import Command, Parser
 from bert_jax.config.code import name_file, was_used
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
 from bert_jax.system import restart_in_utf8_mode
 
-# Commands enter COMMANDS when they are imported; the help lists them in this order.
-# isort: off
-from bert_jax.cli import learning, looking, asking, checking  # noqa: F401
-# isort: on
+
+def launch(args: argparse.Namespace) -> int:
+    """Starts a run in several processes."""
+    from bert_jax.launch.__main__ import main
+
+    return main(args.words)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are InputErrors, and whose help ends with the fields of `--set`."""
+_LAUNCH = {
+    "launch": Command(launch, "start a run in several processes, here or on rented machines")
+}
+# The commands in the order of the help.
+GROUPS: dict[str, Mapping[str, Command]] = {
+    "train": train_commands.COMMANDS,
+    "use": use_commands.COMMANDS,
+    "exchange": exchange_commands.COMMANDS,
+    "inspect": inspect_commands.COMMANDS,
+    "check": check_commands.COMMANDS,
+    "launch": _LAUNCH,
+}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
-    def __init__(self, prog: str, what: str, codes: Mapping[int, str]):
-        super().__init__(
-            prog=prog,
-            description=what,
-            epilog=errors.exit_codes(codes),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        self._negative_number_matcher = re.compile(r"-[\d.]")  # a list of them is a value, too
-        self.add_argument("--debug", action="store_true", help="show the tracebacks of errors")
-        self.fields: type[Section] | None = None
+# Commands that were flags of `pretrain` before.
+_MOVED = {
+    "--text": "auto TEXT --hours H",
+    "--hours": "auto TEXT --hours H",
+    "--base": "auto TEXT --hours H --base B",
+    "--fork": "fork RUN/checkpoints/STEP --workdir NEW",
+    "--decay-from": "decay RUN/checkpoints/STEP --workdir NEW",
+    "--extend": "extend --workdir W",
+}
 
-    def error(self, message: str) -> NoReturn:
-        """Raises InputError."""
-        raise InputError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
-    def format_help(self) -> str:
-        """Returns the help; the fields are read from their source only where it is asked for."""
-        text = super().format_help()
-        return text if self.fields is None else f"{text}\n{explain.fields(self.fields)}\n"
+def _summary(name: str, command: Command) -> str:
+    indent = " " * 28
+    return textwrap.fill(
+        command.summary, 100, initial_indent=f"    {name:<24}", subsequent_indent=indent
+    )
+
+
+def _program_parser() -> Parser:
+    """Returns the parser of what stands before the COMMAND."""
+    parser = Parser("bert-jax", "plain text in, a pre-trained BERT out", errors.TRAINING_CODES)
+    lines = ["commands (`bert-jax COMMAND --help` describes one):"]
+    for title, commands in GROUPS.items():
+        lines += ["", f"  {title}:", *(_summary(*item) for item in commands.items())]
+    parser.usage = "bert-jax [--debug] COMMAND ..."
+    parser.epilog = "\n".join([*lines, "", parser.epilog or ""])
+    parser.add_argument("--version", action="version", version=f"bert-jax {__version__}")
+    return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the arguments of a command, with `command`, which is its function."""
+    """Returns the arguments of a command. Their attribute `command` is the Command."""
     words = list(argv)
     first = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
-    whole = _Parser("bert-jax", "Plain text in, a pre-trained BERT out.", errors.TRAINING_CODES)
-    whole.usage = "bert-jax [--debug] COMMAND ..."
-    whole.add_argument("--version", action="version", version=f"bert-jax {__version__}")
-    commands = whole.add_argument_group("commands")
-    for name, command in COMMANDS.items():
-        what = command.summary[0].lower() + command.summary[1:].removesuffix(".")
-        commands.add_argument(name, nargs="?", help=what)
-    debug = whole.parse_args(words[:first]).debug
+    program = _program_parser()
+    is_debugging = program.parse_args(words[:first]).debug
     if first == len(words):
-        whole.error("name a COMMAND")
-    if words[first : first + 2] == ["conformance", "instances"]:
-        words[first : first + 2] = ["conformance instances"]
+        program.error("name a COMMAND")
     name, rest = words[first], words[first + 1 :]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise InputError(f"{name}: no such command; {hint}")
+    _require_unmoved(name, rest)
     command = COMMANDS[name]
-    known = argparse.Namespace(command=command.function, words=rest, debug=debug)
-    if name == "launch":  # which has a parser of its own
+    known = argparse.Namespace(command=command, words=rest, debug=is_debugging)
+    if name == "launch":  # it has a parser of its own
         return known
-    own = _Parser(f"bert-jax {name}", command.summary, command.codes)
-    own.fields = command.fields
-    add_arguments(own, command.arguments)
-    # Words may stand on both sides of flags, or behind a --, which argparse takes as one of two.
-    read = own.parse_args if "--" in rest else own.parse_intermixed_args
+    parser = command.parser(name)
+    # Words may stand on both sides of flags, or after --, which argparse takes as one of two.
+    read = parser.parse_args if "--" in rest else parser.parse_intermixed_args
     return read(rest, known)
 
 
+def _require_unmoved(name: str, words: Sequence[str]) -> None:
+    """Raises InputError for an argument that is a command of its own now."""
+    if (name, *words[:1]) == ("conformance", "instances"):
+        raise InputError("conformance instances: is now `bert-jax conformance-instances`")
+    for word in words if name == "pretrain" else ():
+        flag = word.partition("=")[0]
+        if flag in _MOVED:
+            raise InputError(f"{flag}: is now a command, `bert-jax {_MOVED[flag]}`")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code; `--help` leaves by SystemExit."""
+    """Runs a command in this process and returns its exit code; `--help` raises SystemExit.
+
+    Args:
+      argv: the arguments; None: those of the program, which then runs under absl and raises
+        SystemExit with the exit code.
+    """
     if argv is None:
         restart_in_utf8_mode()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal speaks UTF-8
-    words, args = sys.argv[1:] if argv is None else argv, None
+        app.run(_run, flags_parser=_parse_or_exit)
     try:
-        args = parse(words)
+        args = parse(argv or ())
+    except InputError as error:
+        return _report(error, argv or ())
+    return _run(args)
+
+
+def _parse_or_exit(argv: Sequence[str]) -> argparse.Namespace:
+    try:
+        return parse(argv[1:])
+    except InputError as error:
+        raise SystemExit(_report(error, argv[1:])) from None
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code; prints an error in one line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal shows all of UTF-8
+    try:
+        code_file = getattr(args, "code", None)
         if getattr(args, "cache_dir", None):
-            # For this process and those it starts: where things lie here is no part of a config.
+            # For this process and those it starts. Folders of a machine are no part of a config.
             os.environ["BERT_JAX_CACHE_DIR"] = os.path.abspath(args.cache_dir)
-        if getattr(args, "code", None):
-            name_file(args.code)
-        code = args.command(args)
-        if getattr(args, "code", None) and code == FINISHED and not was_used(args.code):
+        if code_file:
+            name_file(code_file)
+        code = args.command.run(args)
+        if code_file and code == FINISHED and not was_used(code_file):
             print(
-                f"--code {printable(args.code)}: this command uses no code of it; leave it out",
+                f"--code {printable(code_file)}: this command used no code of the file; remove it",
                 file=sys.stderr,
             )
         sys.stdout.flush()
@@ -106,9 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
-        if args is not None and args.debug and isinstance(error, Exception):
+        if args.debug and isinstance(error, Exception):
             raise
-        return _report(error, words)
+        return _report(error, args.words)
 
 
 def _report(error: BaseException, words: Sequence[str]) -> int:
@@ -132,5 +183,5 @@ def _report(error: BaseException, words: Sequence[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Sends output nowhere: nobody takes it, and the interpreter must not write to it at exit."""
+    """Redirects standard output to the null device: the interpreter writes to it at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

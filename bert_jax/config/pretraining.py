@@ -84,8 +84,8 @@ class Phase(Section, role="identity", label="phases"):
     # Of kind=modern: in this phase, the base of the rotary positions of layers that attend to whole
     # rows; 0: model.global_rotary_base.
     global_rotary_base: Annotated[_OwnBase, RequiresValue("model.kind", ("modern",))] = 0.0
-    # Added to the numbers of the phase's rows. `pretrain --fork` sets it, so that another batch
-    # size goes on at the first row that was not seen.
+    # Added to the row numbers of the phase. `fork` sets it, so that another batch size continues at
+    # the first row that the other run did not train on.
     row_offset: int = 0
 
     def _wrong(self) -> Iterator[Wrong]:

@@ -203,7 +203,7 @@ class PretrainingJob(Job):
       branch: what a run begins with that is not there yet; None: its step 0.
     """
 
-    how_to_go_on = "choose another --workdir, to go on raise the last phase's steps with --extend"
+    how_to_go_on = "choose another --workdir, or run `bert-jax extend` for more steps"
     experiment: Experiment
 
     def __init__(
@@ -244,7 +244,7 @@ class PretrainingJob(Job):
             last = f"phases.{len(saved.phases) - 1}.steps:"
             if experiment.total_steps < saved.total_steps:
                 raise InputError(
-                    f"--extend: the run has {saved.total_steps} steps already, "
+                    f"extend: the run has {saved.total_steps} steps already, "
                     f"not {experiment.total_steps}"
                 )
             if any(line.startswith(last) for line in changed):

@@ -198,7 +198,7 @@ def _require_going_on(job: Job) -> None:
         phases, hint = getattr(saved, "phases", ()), ""
         is_last = len(changed) == 1 and changed[0].startswith(f"phases.{len(phases) - 1}.steps:")
         if is_last and experiment.total_steps > saved.total_steps:
-            hint = "; more steps in the last phase are what --extend is for"
+            hint = "; to train more steps in the last phase, run `bert-jax extend`"
         raise InputError(
             f"{workdir.named}: this run was started with other settings ({'; '.join(changed)}); "
             f"give it the old ones, or choose another --workdir{hint}"

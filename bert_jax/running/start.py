@@ -152,9 +152,9 @@ def _of_branch(
     there = step.abstract_state(job.objective, theirs, job.experiment.parallelism, context.mesh)
     restored = others.newest(there, branch.step, agreed)
     if restored is None or restored.step != branch.step:
-        raise InputError(f"{branch.flag} {branch}: damaged, or not there any more")
-    is_other = "; it is not the run that its settings give from step 0" * (branch.flag == "--fork")
-    job.say(f"{branch.flag[2:]}: from {branch} on{is_other}")
+        raise InputError(f"{branch.command} {branch}: damaged, or not there any more")
+    is_other = "; it is not the run that its settings give from step 0" * (branch.command == "fork")
+    job.say(f"{branch.command}: from {branch} on{is_other}")
     if theirs.name == ours.name:  # else than in parts without arrays, as of optimizer.layer_decay
         leaves, tree = jax.tree.leaves(restored.state["optimizer"]), abstract["optimizer"]
         restored.state["optimizer"] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
@@ -163,7 +163,7 @@ def _of_branch(
         init = jax.jit(optimizer_lib.make(ours).init, out_shardings=places)
         restored.state["optimizer"] = init(restored.state["params"])
         job.say(f"optimizer.name: {theirs.name} -> {ours.name}, whose moments begin at 0")
-    if branch.flag == "--decay-from":
+    if branch.command == "decay":
         job.require_same(restored.metadata)
     restored.metadata["begun_at"] = branch.step
     return restored

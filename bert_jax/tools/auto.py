@@ -128,14 +128,14 @@ def choose_experiment(
     """
     begun = time.monotonic()
     if rendezvous.own_place():  # jax knows of one process before they are connected
-        raise InputError("--hours: times the steps of one process; name an EXPERIMENT instead")
+        raise InputError("auto: times the steps of one process; run `bert-jax pretrain`")
     if any(setting.partition("=")[0].strip() == "phases.0.steps" for setting in settings):
-        raise InputError("--set phases.0.steps: --hours decides how many; leave it out")
+        raise InputError("--set phases.0.steps: --hours decides how many; remove it")
     text = look(path, settings)
     speed = hardware.peak_flops(_compute_type())
     if speed is None:
         kind = jax.devices()[0].device_kind
-        raise InputError(f"--hours: how fast a {kind} is is not known; name an EXPERIMENT instead")
+        raise InputError(f"auto: the speed of a {kind} is not known; run `bert-jax pretrain`")
     operations = speed * hours * 3600
     name = config.name_of(os.fspath(workdir.named)) or "text"
     experiment = _going_on(name, text, base) if base else _fresh(name, text, operations)
@@ -156,7 +156,7 @@ def choose_experiment(
 
 def look(path: str, settings: Sequence[str] = ()) -> Text:
     """Looks at a text: how much it is, and in which language, by a sample of it."""
-    with prefix_errors(f"--text {path}"):
+    with prefix_errors(f"TEXT {path}"):
         read = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
     how = [one.strip() for one in settings if one.partition("=")[0].strip() in _READ_BY]
     read = config.override(read, [one.removeprefix("corpus.") for one in how])

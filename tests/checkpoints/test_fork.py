@@ -43,7 +43,7 @@ def runs(tmp_path_factory):
 
 def branch(folder, workdir, *options, step=16, run="stable"):
     """The command."""
-    words = f"pretrain --workdir {workdir} --decay-from {folder}/{run}/checkpoints/{step}"
+    words = f"decay --workdir {workdir} {folder}/{run}/checkpoints/{step}"
     return [*words.split(), "--set", "optimizer.decay_steps=4", *options]
 
 
@@ -62,28 +62,28 @@ def test_a_branch_is_the_run_that_decays_there_bit_for_bit(runs, tmp_path):
     assert (tmp_path / "w" / "checkpoints" / "16").exists()
     assert call(f"pretrain --workdir {tmp_path}/w") == (0, "")
     assert call(branch(runs, tmp_path / "w")) == (0, "")  # the same command again
-    place = f"--decay-from {runs}/decayed/checkpoints/20 --set optimizer.decay_steps=3"
-    fails(f"pretrain --workdir {tmp_path}/x {place}", "at its peak from step 3 to 16")
+    command = f"decay {runs}/decayed/checkpoints/20 --set optimizer.decay_steps=3"
+    fails(f"{command} --workdir {tmp_path}/x", "at its peak from step 3 to 16")
 
 
 @pytest.mark.parametrize(
-    ("flag", "step", "fits"),
+    ("command", "step", "fits"),
     [
-        *(("--fork", step, step < 4) for step in (0, 3, 4, 5)),
+        *(("fork", step, step < 4) for step in (0, 3, 4, 5)),
         # The rate is at its peak from the end of the warm-up, 1, to the start of the decay, 3.
-        *(("--decay-from", step, 1 <= step <= 3) for step in (0, 1, 3, 4)),
+        *(("decay", step, 1 <= step <= 3) for step in (0, 1, 3, 4)),
     ],
 )
-def test_at_which_steps_a_branch_may_begin(flag, step, fits, tmp_path, monkeypatch):
+def test_at_which_steps_a_branch_may_begin(command, step, fits, tmp_path, monkeypatch):
     """A run of four steps; a decay of its last one for a decay, none yet done for a fork."""
     decay = "optimizer.decay_steps=1"
     experiment = config.override(config.load(str(write_text(tmp_path))), [*STABLE, *FOUR, decay])
     monkeypatch.setattr(fork_lib.Branch, "saved", lambda branch: (experiment, ""))
-    begun = fork_lib.Branch(Workdir(tmp_path), step, flag)
+    begun = fork_lib.Branch(Workdir(tmp_path), step, command)
     if fits:
         begun.require(experiment)
     else:
-        with pytest.raises(InputError, match=f"{flag} .*checkpoints/{step}"):
+        with pytest.raises(InputError, match=f"{command} .*checkpoints/{step}"):
             begun.require(experiment)
 
 
@@ -93,8 +93,7 @@ def test_at_which_steps_a_branch_may_begin(flag, step, fits, tmp_path, monkeypat
 def fork(folder, workdir, *settings, step=8, run="stable"):
     """The command."""
     changed = [word for setting in settings for word in ("--set", setting)]
-    place = f"--workdir {workdir} --fork {folder}/{run}/checkpoints/{step}"
-    return ["pretrain", *place.split(), *changed]
+    return ["fork", f"{folder}/{run}/checkpoints/{step}", "--workdir", f"{workdir}", *changed]
 
 
 def forked(folder, run, step, *settings, file=None):
@@ -231,7 +230,6 @@ def test_a_fork_that_is_killed_needs_the_run_it_left_until_its_first_save(runs, 
         (branch, ("--set=optimizer.b1=0.8",), 16, ["other settings", "optimizer.b1"]),
         (branch, ("--set=optimizer.decay_steps=0",), 16, ["optimizer.decay_steps", "schedule=wsd"]),
         (branch, ("--set=data.final_masked_lm_prob=0.1",), 16, ["final_masked_lm_prob"]),
-        (branch, ("--extend",), 16, ["--decay-from", "no --extend"]),
         (fork, (), 15, ["checkpoints/15", "22, 20, 16, 12, 8, 4"]),
         (fork, ("model.hidden_size=32", "optimizer.b1=0.8"), 8, ["model.hidden_size: 16 -> 32"]),
         (fork, FOUR, 8, ["4 steps"]),

@@ -121,14 +121,15 @@ def test_processes_train_as_one(text):
 def test_processes_with_a_cache_each_train_as_one_in_a_bucket(text, tmp_path):
     """Each reads its own copy of the corpus that the first has sent; a fresh host goes on."""
     folder, file = text
-    run = ("pretrain", file, "--workdir", "gs://bucket/run")
+    run = (file, "--workdir", "gs://bucket/run")
     there = ("--set", "run.corpus_dir=gs://bucket/corpus")
     with fake_gcs.serve() as (objects, variables):
         variables |= {"BERT_JAX_CACHE_DIR": "cache"}  # below the folder of each process
-        for name, more in (("begun", ()), ("extended", ("--set", "phases.0.steps=34", "--extend"))):
+        commands = {"begun": ["pretrain"], "extended": ["extend", "--set", "phases.0.steps=34"]}
+        for name, command in commands.items():
             for number in (0, 1):
                 (tmp_path / name / str(number)).mkdir(parents=True)
-            words = ("@chdir", tmp_path / name, *run, *there, *more)
+            words = ("@chdir", tmp_path / name, *command, *run, *there)
             code, lines = pod(folder, f"bucket-{name}", 2, "none", *words, variables=variables)
             assert code == 0, lines
             for number in (0, 1):

@@ -118,7 +118,7 @@ def test_a_resume_with_other_weights_is_refused(copy_of_run):
     short = "--set phases.1.steps=2"
     broken.said(f"{NEW} {short}")
     # More steps of the same run: only these resume after the end.
-    again = f"{NEW} --extend"
+    again = NEW.replace("pretrain", "extend", 1)
     pathlib.Path("base").rename("away")
     base = base_lib.read(epath.Path("away"))
     base.params["pooler"]["kernel"][0, 0] += 1

@@ -101,7 +101,7 @@ def test_the_config_is_the_whole_experiment():
     one = specified(settings=["seed=5"], extend=True)
     assert config.from_json(one.config, "config") == one.experiment and one.experiment.seed == 5
     assert one.command("/etc/x.json") == (
-        *("bert-jax", "pretrain", "/etc/x.json", "--workdir", "gs://b/x", "--extend"),
+        *("bert-jax", "extend", "/etc/x.json", "--workdir", "gs://b/x"),
     )
     assert (one.hosts, specified(topology=None).hosts, specified(hosts=2).hosts) == (4, 1, 2)
 

@@ -77,7 +77,7 @@ def test_a_finished_run_says_so_and_extend_goes_on(copy_of_run):
     outcome, again = pretrain(file, workdir)
     assert outcome == "finished" and "finished: step 22; held-out masked LM" in again
     before = (workdir / "metrics.jsonl").read_bytes()
-    with pytest.raises(InputError, match=r"phases\.1\.steps: 8 -> 10.*--extend"):
+    with pytest.raises(InputError, match=r"phases\.1\.steps: 8 -> 10.*extend"):
         pretrain(file, workdir, "phases.1.steps=10")
     outcome, shown = pretrain(file, workdir, "phases.1.steps=10", length="extend")
     assert outcome == "finished" and "schedule" in shown

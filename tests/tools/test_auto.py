@@ -62,7 +62,7 @@ def test_a_language_is_known_by_its_letters_or_words(code):
 @pytest.mark.long
 def test_a_run_is_chosen_once_and_then_goes_on_as_it_is(here, monkeypatch):
     asked = timed(monkeypatch, rate=0.25)
-    command = "pretrain --text text --hours 0.05 --workdir w"
+    command = "auto text --hours 0.05 --workdir w"
     said = broken.said(f"{command} --set data.short_seq_prob=0.2")
     saved = config.load("w/experiment.json")
     # 180 seconds are 45 steps, of which 9 evaluations take a third each; the corpus took some, too.
@@ -78,7 +78,7 @@ def test_a_run_is_chosen_once_and_then_goes_on_as_it_is(here, monkeypatch):
     broken.said(command)
     assert len(asked) == 1
     for other in ("other", "ext"):
-        broken.fails(f"pretrain --text {other} --hours 1 --workdir w", f"--text {other}")
+        broken.fails(f"auto {other} --hours 1 --workdir w", f"TEXT {other}")
 
 
 def chosen(monkeypatch, *settings, text="text", workdir="w", base=None):
@@ -134,13 +134,13 @@ def test_several_processes_are_refused_before_the_text_is_looked_at(here, monkey
     place = {"COORDINATOR_ADDRESS": "here:1", "PROCESS_ID": "0", "NUM_PROCESSES": "2"}
     for name, value in place.items():
         monkeypatch.setenv(f"JAX_{name}", value)
-    broken.fails("pretrain --text nowhere --hours 1 --workdir w", "--hours")
+    broken.fails("auto nowhere --hours 1 --workdir w", "auto")
 
 
 def test_a_request_to_stop_while_steps_are_timed_stops_the_run(here, monkeypatch):
     for outcome in ("stopped", "stopped", "failed"):
         monkeypatch.setattr(budget.pretraining, "pretrain", lambda *_, end=outcome, **__: end)
-        code, out, _ = broken.asked("pretrain --text text --hours 1 --workdir w")
+        code, out, _ = broken.asked("auto text --hours 1 --workdir w")
         assert code == (errors.STOPPED if outcome == "stopped" else errors.FAILED)
         assert ("run the same command again" in out) == (outcome == "stopped")
         assert not pathlib.Path("w/experiment.json").exists()
@@ -192,21 +192,21 @@ def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypat
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        (["--text", "text"], "--hours"),
-        (["--hours", "1"], "--text"),
-        (["--text", "text", "--hours", "0"], "--hours"),
-        (["--text", "text", "--hours", "inf"], "--hours"),
-        (["--text", "text", "--hours", "nan"], "--hours"),
-        (["--text", "nowhere", "--hours", "1"], "nowhere"),
-        (["--text", "text", "--hours", "0.001"], "--hours 0.001"),
-        (["--text", "text", "--hours", "0.001", "--set", "phases.0.steps=9"], "phases.0.steps"),
-        (["--text", "text", "--hours", "1", "--base", "nowhere"], "nowhere"),
-        (["small.py", "--text", "text", "--hours", "1"], "EXPERIMENT"),
+        (["text"], "--hours"),
+        (["--hours", "1"], "TEXT"),
+        (["text", "--hours", "0"], "--hours"),
+        (["text", "--hours", "inf"], "--hours"),
+        (["text", "--hours", "nan"], "--hours"),
+        (["nowhere", "--hours", "1"], "nowhere"),
+        (["text", "--hours", "0.001"], "--hours 0.001"),
+        (["text", "--hours", "0.001", "--set", "phases.0.steps=9"], "phases.0.steps"),
+        (["text", "--hours", "1", "--base", "nowhere"], "nowhere"),
+        (["text", "--hours", "1", "--extend"], "--extend"),
     ],
 )
 def test_what_cannot_be_chosen_is_named(here, monkeypatch, args, named):
     timed(monkeypatch, rate=0.25)
-    broken.fails(["pretrain", *args, "--workdir", "w"], named)
+    broken.fails(["auto", *args, "--workdir", "w"], named)
     assert not pathlib.Path("w/experiment.json").exists()
 
 

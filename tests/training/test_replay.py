@@ -265,9 +265,7 @@ def test_a_run_goes_back_before_a_device_that_erred(copy_of_run, finished_run, m
 @pytest.mark.long
 def test_a_fork_goes_back_no_further_than_to_where_it_began(copy_of_run, monkeypatch):
     """Also where it was continued by its --workdir, which no longer names the run it left."""
-    fork = (
-        "pretrain --fork run/checkpoints/16 --set run.replay_every=4 --set run.checkpoint_every=8"
-    )
+    fork = "fork run/checkpoints/16 --set run.replay_every=4 --set run.checkpoint_every=8"
     assert call(f"{fork} --workdir alone") == (0, "")
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_train", mock.Mock(side_effect=Unavailable("at once")))

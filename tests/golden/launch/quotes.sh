@@ -67,7 +67,7 @@ if [ -n "$address" ]; then
   export JAX_COORDINATOR_PORT=8482 JAX_COORDINATOR_BIND_ADDRESS="$address:8482"
 fi
 PATH="$PWD/venv/bin:$PATH"
-bert-jax pretrain experiment.json --workdir 'gs://BUCKET/it'"'"'s "mine" $(id)' --extend &
+bert-jax extend experiment.json --workdir 'gs://BUCKET/it'"'"'s "mine" $(id)' &
 echo $! > run.pid
 wait $!
 echo $? > run.exit.new

@@ -1,0 +1,219 @@
+"""The commands that check text, experiments and code before money is spent on them."""
+
+import argparse
+import json
+import os
+
+from etils import epath
+
+from bert_jax import config
+from bert_jax.cli import shared
+from bert_jax.cli.loading import load_experiment, open_workdir, print_now
+from bert_jax.cli.parsing import Command, Parser
+from bert_jax.errors import FAILED, FINISHED, InputError, printable
+from bert_jax.storage import buckets
+from bert_jax.storage.workdir import require_plain, with_checksum
+
+
+def _add_doctor_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="a corpus, the workdir of a pre-training (whose corpus is examined), a file or folder "
+        "of .txt, .jsonl, .csv, .tsv or .parquet, or an EXPERIMENT (whose sources are examined)",
+    )
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Examines text or a corpus and prints the findings."""
+    exists = "://" in args.path or os.path.exists(args.path)
+    if not exists and not config.is_shipped(args.path):
+        raise InputError(f"{args.path}: no such file, folder or experiment")
+    from bert_jax.tools import doctor
+
+    problems = doctor.print_findings(doctor.examine(args.path, args.set))
+    return FAILED if problems else FINISHED
+
+
+def _add_plan_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--topology",
+        metavar="SLICES",
+        required=True,
+        help="TPU slices to plan for, separated by commas: v5e:8x8,4*v5e:8x8",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="file to write the plan to, as JSON [W/plan.json if --workdir is given]",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="also try settings of sharding, rematerialization and accumulation on each slice, and "
+        "rank them",
+    )
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Compiles the steps of an experiment for TPU slices."""
+    experiment = load_experiment(args.experiment, args.set, args.workdir)
+    workdir = open_workdir(args.workdir, experiment, "write")
+    if args.workdir and args.out:
+        raise InputError("--out: the plan goes into --workdir; remove one of the two")
+    if args.workdir:
+        workdir.require_ours()
+    from bert_jax.tools.plan import topology
+
+    slices = topology.parse_list(args.topology)
+    from bert_jax.tools.plan import report
+
+    mode, path = "search" if args.search else "plan", epath.Path(args.out) if args.out else None
+    if args.workdir:
+        path = workdir.named / "plan.json"
+    if path is not None:
+        require_plain(path)
+    plan = report.make_plan(experiment, slices, mode, args.price_per_chip_hour)
+    for line in report.lines(plan):
+        print_now(line)
+    if path is not None:
+        buckets.write(path, json.dumps(with_checksum(plan), indent=2) + "\n")
+        print_now(f"plan: {path}")
+    return FINISHED
+
+
+def _add_verify_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--workdir",
+        metavar="W",
+        help="folder of its runs; those of an earlier verify-resume are removed [runs/NAME-verify]",
+    )
+    parser.add_argument("--rounds", metavar="N", type=int, default=20, help="number of kills [20]")
+    parser.add_argument(
+        "--seed",
+        metavar="S",
+        type=int,
+        default=0,
+        help="seed of the random steps at which the kills come [0]",
+    )
+
+
+def verify_resume(args: argparse.Namespace) -> int:
+    """Kills a run at random moments and compares it with a run that was not killed."""
+    experiment = config.override(config.load(args.experiment), args.set)
+    from bert_jax.tools.verify import command
+
+    root = epath.Path(args.workdir or f"runs/{experiment.name}-verify")
+    differences = command.verify(experiment, root, args.rounds, args.seed, print_now)
+    return FAILED if differences else FINISHED
+
+
+def conformance(args: argparse.Namespace) -> int:
+    """Checks the rules of the reference."""
+    is_named = args.experiment or args.workdir or args.set
+    experiment = load_experiment(args.experiment, args.set, args.workdir) if is_named else None
+    from bert_jax.tools.conformance import command
+
+    return FINISHED if command.print_rules(experiment) else FAILED
+
+
+def _add_instances_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "text",
+        metavar="TEXT",
+        nargs="+",
+        help="a file with a sentence on each line and a blank line between documents",
+    )
+    parser.add_argument("--vocab", metavar="FILE", required=True, help="a vocab.txt")
+    parser.add_argument("--out", metavar="FILE", required=True, help="the JSON lines to write")
+    parser.add_argument(
+        "--max-seq-length", metavar="N", type=int, default=128, help="tokens of an instance [128]"
+    )
+    parser.add_argument(
+        "--max-predictions",
+        metavar="N",
+        type=int,
+        default=20,
+        help="masked tokens of an instance [20]",
+    )
+    parser.add_argument(
+        "--dupe-factor", metavar="N", type=int, default=10, help="passes over the text [10]"
+    )
+    parser.add_argument(
+        "--short-seq-prob",
+        metavar="P",
+        type=float,
+        default=0.1,
+        help="share of documents with shorter instances [0.1]",
+    )
+    parser.add_argument(
+        "--masked-lm-prob",
+        metavar="P",
+        type=float,
+        default=0.15,
+        help="share of tokens that are masked [0.15]",
+    )
+    parser.add_argument(
+        "--random-seed", metavar="N", type=int, default=12345, help="seed of all draws [12345]"
+    )
+    parser.add_argument("--whole-word", action="store_true", help="mask whole words")
+    parser.add_argument("--cased", action="store_true", help="do not lower-case")
+
+
+def write_instances(args: argparse.Namespace) -> int:
+    """Writes the instances that the reference would write."""
+    from bert_jax.tools.conformance import instances
+
+    settings = instances.Settings(
+        max_seq_length=args.max_seq_length,
+        max_predictions_per_seq=args.max_predictions,
+        dupe_factor=args.dupe_factor,
+        whole_word_mask=args.whole_word,
+        short_seq_prob=args.short_seq_prob,
+        masked_lm_prob=args.masked_lm_prob,
+        random_seed=args.random_seed,
+        do_lower_case=not args.cased,
+    )
+    count = instances.write(args.text, args.vocab, settings, args.out)
+    print(f"{printable(args.out)}: {count} instances")
+    return FINISHED
+
+
+COMMANDS = {
+    "doctor": Command(
+        doctor,
+        "find what is wrong with text or a prepared corpus",
+        _add_doctor_arguments,
+        (shared.SETTINGS, shared.CACHE),
+        {FAILED: "a problem was found, or failure"},
+    ),
+    "plan": Command(
+        plan,
+        "compile the steps for TPU pods that nobody has booked: what fits, how fast, at what cost",
+        _add_plan_arguments,
+        (
+            shared.SAVED_EXPERIMENT,
+            shared.PRICE,
+            shared.WORKDIR,
+            *shared.TRAINING,
+        ),
+    ),
+    "verify-resume": Command(
+        verify_resume,
+        "kill a run at random moments and prove that it resumes exactly",
+        _add_verify_arguments,
+        (shared.EXPERIMENT, shared.SETTINGS, shared.CACHE),
+        {FAILED: "a run that was killed differs from one that was not, or failure"},
+    ),
+    "conformance": Command(
+        conformance,
+        "check the rules of google-research/bert; list where an EXPERIMENT differs",
+        parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, shared.SETTINGS),
+        codes={FAILED: "a rule of the reference is broken, or failure"},
+    ),
+    "conformance-instances": Command(
+        write_instances,
+        "write the instances that the reference would write for a text",
+        _add_instances_arguments,
+    ),
+}

@@ -1,0 +1,380 @@
+"""The commands that make corpora and train runs."""
+
+import argparse
+import typing
+from typing import Any, Literal
+
+from bert_jax import config, system
+from bert_jax.cli import shared
+from bert_jax.cli.loading import load_experiment, load_saved, open_workdir, print_now
+from bert_jax.cli.parsing import Command, Parser, integer
+from bert_jax.config import Experiment, Finetuning
+from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_CODES, InputError
+from bert_jax.storage import mirror
+from bert_jax.storage.workdir import lock
+
+if typing.TYPE_CHECKING:
+    from bert_jax.checkpoints.fork import Branch
+    from bert_jax.running.progress import Progress
+
+# The exit codes of runs, by how they ended.
+_CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
+
+
+def make_progress() -> "Progress":
+    """Returns what reports the progress of a run on standard output."""
+    from bert_jax.running.progress import LineConsole, Progress
+
+    return Progress(LineConsole())
+
+
+def _add_prepare_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="check every file of the prepared corpus against its hash",
+    )
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=integer(1),
+        help="processes that do the work; any number makes the same corpus [all cores]",
+    )
+    parser.add_argument(
+        "--beam",
+        metavar="'RUNNER OPTIONS'",
+        help="do the work with Apache Beam, e.g. 'DataflowRunner --project=P --region=R "
+        "--temp_location=gs://B/tmp' (needs the [beam] extra)",
+    )
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Makes a corpus."""
+    experiment = load_experiment(args.experiment, args.set, args.workdir)
+    workdir = open_workdir(args.workdir, experiment, "write")
+    from bert_jax.data import corpus
+
+    workdir.require_ours()
+    size, workers = experiment.model.vocab_size, args.workers or system.cores()
+    manifest = corpus.prepare(
+        experiment.corpus, size, workdir.corpus, print_now, workers, args.beam
+    )
+    corpus.require_rows(workdir.corpus, experiment)
+    if args.verify:
+        corpus.verify(workdir.corpus)
+        print_now(f"corpus: every file of {workdir.corpus} is as it was made")
+    tokens = manifest["splits"]["train"]["tokens"]
+    print_now(f"corpus: {workdir.corpus} is ready, {tokens} tokens to train on")
+    return FINISHED
+
+
+def pretrain(args: argparse.Namespace) -> int:
+    """Pre-trains a run."""
+    return _pretrain(args, "keep")
+
+
+def extend(args: argparse.Namespace) -> int:
+    """Continues a run beyond its end."""
+    return _pretrain(args, "extend")
+
+
+def _pretrain(args: argparse.Namespace, end: Literal["keep", "extend"]) -> int:
+    system.use_one_memory_pool()
+    if args.experiment is not None:
+        experiment, origin = config.load_with_origin(args.experiment, args.set)
+        return _train(experiment, args.workdir, end, origin, None)
+    experiment = load_saved(args.workdir, args.set, Experiment)
+    from bert_jax.checkpoints.fork import begun
+
+    branch = begun(mirror.open_workdir(args.workdir))
+    return _train(experiment, args.workdir, end, None, branch)
+
+
+def _train(
+    experiment: Experiment,
+    root: str | None,
+    end: Literal["keep", "extend"],
+    origin: dict[str, Any] | None,
+    branch: "Branch | None",
+) -> int:
+    """Trains a run; returns the exit code.
+
+    Args:
+      experiment: what to train.
+      root: the argument of --workdir.
+      end: "extend" allows more steps in the last phase than a saved run has.
+      origin: the record of where the experiment comes from; None keeps the saved record.
+      branch: the checkpoint of another run that this run begins with.
+    """
+    from bert_jax.pretraining import pretraining
+    from bert_jax.tasks.probes import Probes
+
+    progress = make_progress()
+    workdir = open_workdir(root, experiment, "write")
+    for note in config.notes(experiment):
+        progress.say(note)
+    probes = Probes(experiment.run.probes) if experiment.run.probes else None
+    outcome = pretraining.pretrain(experiment, workdir, end, progress, origin, probes, branch)
+    return _CODES[outcome]
+
+
+def _add_auto_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "text", metavar="TEXT", help="a file or folder of text, or a source as in corpus.sources"
+    )
+    parser.add_argument(
+        "--hours",
+        metavar="H",
+        type=float,
+        required=True,
+        help="how long the run may take on this machine, from now on",
+    )
+    parser.add_argument(
+        "--base", metavar="B", help="continue with the encoder of this base instead of a new one"
+    )
+
+
+def auto(args: argparse.Namespace) -> int:
+    """Chooses an experiment for a text and a number of hours, and trains it.
+
+    If --workdir has a run already, its experiment is resumed and nothing is measured.
+    """
+    system.use_one_memory_pool()
+    if not 0 < args.hours < float("inf"):
+        raise InputError(f"--hours {args.hours}: must be a number above 0")
+    root = args.workdir or f"runs/{config.name_of(args.text) or 'text'}"
+    progress = make_progress()
+    if mirror.open_workdir(root).experiment.exists():
+        experiment = load_saved(root, args.set, Experiment)
+        if config.source_of_text(args.text) not in experiment.corpus.sources:
+            sources = " ".join(experiment.corpus.sources)
+            raise InputError(f"TEXT {args.text}: the run in {root} reads {sources}")
+        progress.say(f"{root}: resumes with the experiment that was chosen for it")
+        return _train(experiment, root, "keep", None, None)
+    workdir = mirror.open_workdir(root, access="write")
+    workdir.require_ours()
+    from bert_jax.tools.auto import choose_experiment
+    from bert_jax.tools.compare.budget import Stopped
+
+    try:
+        experiment, origin = choose_experiment(
+            args.text, args.hours, args.base, args.set, workdir, progress
+        )
+    except Stopped as stopped:
+        again = "; run the same command again" if stopped.args[0] == "stopped" else ""
+        progress.say(f"{stopped.args[0]} while steps were timed{again}")
+        return _CODES[stopped.args[0]]
+    return _train(experiment, root, "keep", origin, None)
+
+
+def _add_fork_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint of a run, RUN/checkpoints/STEP"
+    )
+    parser.add_argument(
+        "experiment",
+        metavar="EXPERIMENT",
+        nargs="?",
+        help="an experiment, as `pretrain` takes it [the experiment of RUN]",
+    )
+    parser.add_argument("--workdir", metavar="NEW", required=True, help="workdir of the new run")
+
+
+def fork(args: argparse.Namespace) -> int:
+    """Trains a new run that begins with a checkpoint of another one."""
+    system.use_one_memory_pool()
+    from bert_jax.checkpoints.fork import forked
+
+    workdir = mirror.open_workdir(args.workdir)
+    experiment, origin, branch = forked(args.checkpoint, args.experiment, args.set, workdir)
+    return _train(experiment, args.workdir, "keep", origin, branch)
+
+
+def decay(args: argparse.Namespace) -> int:
+    """Trains a new run that decays the learning rate from a checkpoint of another one."""
+    system.use_one_memory_pool()
+    from bert_jax.checkpoints.fork import decayed
+
+    experiment, origin, branch = decayed(args.checkpoint, args.experiment, args.set)
+    return _train(experiment, args.workdir, "keep", origin, branch)
+
+
+def _add_compare_arguments(parser: Parser) -> None:
+    parser.add_argument("table", metavar="TABLE", help="a .py file that defines table()")
+    parser.add_argument(
+        "--workdir", metavar="W", help="folder of the runs and their results [runs/NAME]"
+    )
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Trains the runs of a table and compares them."""
+    system.use_one_memory_pool()
+    table = config.load_table(args.table)
+    from bert_jax.tools.compare.results import Results
+    from bert_jax.tools.compare.runs import Comparison
+
+    progress = make_progress()
+    results = Results.read(table, args.workdir or f"runs/{table.name}")
+    comparison = Comparison(results, progress)
+    with lock(results.root):
+        outcome = comparison.run()
+    for line in results.lines():
+        progress.say(line)
+    if (results.root / "table.html").exists():
+        progress.say(f"compare: {results.root / 'table.html'}, table.txt and table.csv next to it")
+    return _CODES[outcome]
+
+
+def _add_finetune_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "taskfile",
+        metavar="TASKFILE",
+        nargs="?",
+        help="a .py file whose experiment() returns a Finetuning, or a resolved config as .json "
+        "[the task that --kind, --train and the flags below describe]",
+    )
+    parser.add_argument(
+        "--kind", choices=typing.get_args(config.Kind), help="kind of the task, without a TASKFILE"
+    )
+    parser.add_argument(
+        "--train",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="training examples: .csv, .tsv, .jsonl, .conll, SQuAD's .json, or a source as in "
+        "task.train; may be repeated",
+    )
+    parser.add_argument(
+        "--validation",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="examples to score on; may be repeated",
+    )
+    parser.add_argument(
+        "--from",
+        dest="base",
+        metavar="BASE",
+        help="the base or run whose encoder is adapted [init_from of the config]",
+    )
+    parser.add_argument(
+        "--workdir",
+        metavar="W",
+        help="workdir of the run [runs/NAME], or folder of the runs of a sweep [runs/NAME-sweep]",
+    )
+    parser.add_argument(
+        "--sweep",
+        metavar="FIELD=V1,V2",
+        action="append",
+        default=[],
+        help="train a run for each value, e.g. seed=1,2,3, or each combination of values; print "
+        "means over seeds",
+    )
+
+
+def finetune(args: argparse.Namespace) -> int:
+    """Fine-tunes a run, or the runs of a sweep."""
+    system.use_one_memory_pool()
+    if args.sweep:
+        if args.taskfile is None:
+            raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
+        _task_of_flags(args)
+        from bert_jax.tools.compare import sweep
+
+        members = sweep.members(args.taskfile, args.set, args.sweep)
+        return _CODES[sweep.run(members, args.base, args.workdir, make_progress())]
+    experiment, origin = _load_finetuning(args)
+    from bert_jax.tasks import job
+
+    progress = make_progress()
+    for note in config.notes(experiment):
+        progress.say(note)
+    return _CODES[job.finetune(experiment, args.base, args.workdir, progress, origin)]
+
+
+def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | None]:
+    """Returns the fine-tuning of a TASKFILE, of the flags or of a saved run, and its origin.
+
+    The origin is None for a saved run, which has its record already.
+    """
+    task = _task_of_flags(args)
+    if args.taskfile is not None:
+        return config.load_with_origin(args.taskfile, args.set, Finetuning)
+    if task or not args.workdir:
+        return config.finetuning_of(task, args.workdir, args.set)
+    return load_saved(args.workdir, args.set, Finetuning), None
+
+
+def _task_of_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of a task that flags set; raises InputError if a TASKFILE sets them."""
+    fields = {name: name for name in ("kind", "train", "validation")} | shared.COLUMN_FIELDS
+    given = [flag for flag in fields if getattr(args, flag) not in (None, [])]
+    if args.taskfile is not None and given:
+        flag = given[0].replace("_", "-")
+        raise InputError(f"--{flag}: {args.taskfile} sets this already; change it with --set")
+    return {fields[flag]: getattr(args, flag) for flag in given}
+
+
+COMMANDS = {
+    "prepare": Command(
+        prepare,
+        "make the corpus: tokenizer, token ids, splits",
+        _add_prepare_arguments,
+        (shared.EXPERIMENT, shared.WORKDIR, shared.SETTINGS, shared.CACHE),
+    ),
+    "pretrain": Command(
+        pretrain,
+        "pre-train a run; the same command resumes it",
+        parents=(
+            shared.SAVED_EXPERIMENT,
+            shared.WORKDIR,
+            *shared.TRAINING,
+        ),
+        codes=TRAINING_CODES,
+    ),
+    "auto": Command(
+        auto,
+        "choose an experiment for a text, this machine and a number of hours, and pre-train it",
+        _add_auto_arguments,
+        (shared.WORKDIR, *shared.TRAINING),
+        TRAINING_CODES,
+    ),
+    "fork": Command(
+        fork,
+        "pre-train a new run from a checkpoint of another one, with other settings",
+        _add_fork_arguments,
+        shared.TRAINING,
+        TRAINING_CODES,
+    ),
+    "decay": Command(
+        decay,
+        "decay the learning rate from a checkpoint of another run, in a new run",
+        _add_fork_arguments,
+        shared.TRAINING,
+        TRAINING_CODES,
+    ),
+    "extend": Command(
+        extend,
+        "train a run beyond its end, with more phases.N.steps in the last phase",
+        parents=(
+            shared.SAVED_EXPERIMENT,
+            shared.WORKDIR,
+            *shared.TRAINING,
+        ),
+        codes=TRAINING_CODES,
+    ),
+    "finetune": Command(
+        finetune,
+        "adapt the encoder of a base or a run to a task; the same command resumes it",
+        _add_finetune_arguments,
+        (shared.COLUMNS, *shared.TRAINING),
+        TRAINING_CODES,
+    ),
+    "compare": Command(
+        compare,
+        "train the runs of a table at equal budgets and compare them; the same command resumes",
+        _add_compare_arguments,
+        (shared.CACHE,),
+        TRAINING_CODES,
+    ),
+}

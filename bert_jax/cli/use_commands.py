@@ -1,0 +1,443 @@
+"""The commands that use trained models."""
+
+import argparse
+import sys
+import typing
+from collections.abc import Iterator
+
+from etils import epath
+
+from bert_jax.cli import shared
+from bert_jax.cli.loading import (
+    columns_of,
+    is_finetuned,
+    load_model,
+    print_now,
+    read_lines,
+    reject_flags,
+    require_run,
+    require_writable,
+)
+from bert_jax.cli.parsing import Command, Parser, integer, number
+from bert_jax.config import Parallelism
+from bert_jax.errors import FINISHED, InputError, prefix_errors, printable
+
+if typing.TYPE_CHECKING:
+    from bert_jax.embeddings.embed import Embedder
+    from bert_jax.pretraining.loaded import Loaded
+
+_SHOWN = 200  # characters of a text that `search` prints
+_NO_TUNED_RUN = "only a fine-tuned run takes this"
+
+
+def _add_predict_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "texts",
+        metavar="TEXTS",
+        nargs="*",
+        help="a text with [MASK]; for a fine-tuned run all texts of one example, e.g. QUESTION "
+        "CONTEXT [lines of standard input, texts separated by tabs]",
+    )
+    parser.add_argument("--workdir", metavar="W", required=True, help="a run")
+    parser.add_argument(
+        "--next", metavar="B", help="a second text: print whether it follows the first"
+    )
+    parser.add_argument(
+        "--top", metavar="K", type=integer(1), help="tokens to print for each [MASK] [5]"
+    )
+    parser.add_argument(
+        "--source",
+        metavar="SOURCE",
+        action="append",
+        default=[],
+        help="fine-tuned run: answer the examples of a file, written as in task.train, e.g. "
+        "tsv:FILE; may be repeated",
+    )
+    parser.add_argument(
+        "--score",
+        action="store_true",
+        help="fine-tuned run: print scores instead of answers; without --source on task.validation",
+    )
+    parser.add_argument(
+        "--input",
+        metavar="FILE",
+        help="fine-tuned run: a .csv, .tsv or .jsonl to answer; its rows go to --out with a column "
+        "`predicted` and, next to a label, its `probability`",
+    )
+    parser.add_argument(
+        "--beam",
+        metavar="N",
+        type=integer(1, 64),
+        help="task.kind=generate: width of the beam search; 1 takes the most likely token each "
+        "time [1]",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="fine-tuned run: file to write answers to, as JSON lines [standard output]; with "
+        "--input a .csv, .tsv or .jsonl",
+    )
+
+
+def predict(args: argparse.Namespace) -> int:
+    """Does the task of a fine-tuned run, or fills [MASK]."""
+    require_writable("--out", args.out)
+    if is_finetuned(args.workdir):
+        flags = {"--next": args.next, "--top": args.top}
+        reject_flags(args.workdir, "no fine-tuned run takes this", flags)
+        return _do_task(args)
+    names = ("source", "score", "input", "out", "beam", *shared.COLUMN_FIELDS)
+    flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    reject_flags(args.workdir, _NO_TUNED_RUN, {**flags, "--from": args.base})
+    return _fill_masks(args)
+
+
+def _do_task(args: argparse.Namespace) -> int:
+    from bert_jax.running.environment import keep_compiled_programs
+    from bert_jax.tasks import predict as predict_lib
+
+    if args.texts and (args.source or args.score):
+        raise InputError("TEXTS: --source and --score read examples elsewhere; remove TEXTS")
+    if args.input is not None and (args.texts or args.source or args.score or args.out is None):
+        raise InputError("--input: needs --out, and no TEXTS, --source or --score")
+    columns = columns_of(args)
+    if columns and not (args.source or args.score or args.input):
+        flag = next(flag for flag, field in shared.COLUMN_FIELDS.items() if field in columns)
+        flag = flag.replace("_", "-")
+        raise InputError(f"--{flag}: describes a file; name one with --source or --input")
+    keep_compiled_programs()
+    model = predict_lib.TaskModel(args.workdir, args.base, args.checkpoint, args.beam, columns)
+    if args.input is not None:
+        written = predict_lib.predict_table(model, args.input, args.out)
+        print_now(f"{printable(args.out)}: {printable(written)}")
+        return FINISHED
+    texts, output = args.texts or read_lines(), "score" if args.score else "predict"
+    for line in predict_lib.predict(model, texts, tuple(args.source), output, args.out):
+        print(line)
+    return FINISHED
+
+
+def _fill_masks(args: argparse.Namespace) -> int:
+    if args.next is not None and len(args.texts) != 1:
+        raise InputError("--next: give exactly one text with it")
+    model = load_model(args.workdir, args.base, args.checkpoint)
+    from bert_jax.pretraining.evaluators import Predictor
+    from bert_jax.text.tokenizer import UnknownShare
+    from bert_jax.text.vocabulary import MASK
+
+    predictor = Predictor(model.model, model.tokenizer)
+    share = UnknownShare(model.tokenizer)
+    queries = [("TEXTS", text, args.next) for text in args.texts]
+    for where, a, b in queries or _read_pairs():
+        with prefix_errors(where):
+            if model.head is not None and MASK not in f"{a} {b}":
+                kinds = model.head.kinds
+                raise InputError(
+                    f"{args.workdir} is a base with an imported head for task.kind="
+                    f"{' or '.join(kinds)}, which predict cannot use; write [MASK] in the text, or "
+                    f"run `bert-jax finetune --kind {kinds[0]} --from {args.workdir} ...`, which "
+                    "starts with this head, and give that run to predict"
+                )
+            answer = model.fill(a, b, args.top or 5)
+        for text in (a,) if b is None else (a, b):
+            share.add([predictor.encode(text)])
+            print(printable(text))
+        for position, tokens in enumerate(answer.masks, 1):
+            words = "  ".join(f"{printable(token)} {p:.3f}" for token, p in tokens)
+            print(f"  [MASK] {position}: {words}")
+        if not answer.masks and answer.is_next is None:
+            print("  nothing to predict: write [MASK] in the text, or give a second text")
+        if answer.is_next is not None:
+            print(f"  B follows A: {answer.is_next:.3f}")
+    if warning := share.warning("the text"):
+        print(warning, file=sys.stderr)
+    return FINISHED
+
+
+def _read_pairs() -> Iterator[tuple[str, str, str | None]]:
+    """Yields (where, A, B) of the lines of standard input that are not empty."""
+    for where, line in read_lines():
+        a, tab, b = line.partition("\t")
+        if line.strip():
+            yield where, a, b if tab else None
+
+
+def _add_embed_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "text_file",
+        metavar="TEXT_FILE",
+        nargs="*",
+        help="files with a text on each line, also compressed (.gz, .zst, .bz2, .xz); an empty "
+        "line is a text [standard input]",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        required=True,
+        help="file to write, a row for each text: .npz, .parquet or .jsonl",
+    )
+    parser.add_argument(
+        "--pooling",
+        choices=("mean", "cls", "last", "tokens"),
+        help="mean: of all tokens, with [CLS] and [SEP]; cls, last: the vector of [CLS] or of the "
+        "last token; tokens: a vector for each token but [CLS] and [SEP] [as in the run or base, "
+        "else mean]",
+    )
+    parser.add_argument(
+        "--role",
+        choices=("text", "query"),
+        default="text",
+        help="role of the texts, for an encoder with a prompt for each role [text]",
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=("none", "int8", "binary"),
+        default="none",
+        help="write one byte or one bit for each number; a line says what is lost [none]",
+    )
+
+
+def embed(args: argparse.Namespace) -> int:
+    """Writes vectors of texts, or of their tokens."""
+    require_writable("--out", args.out)
+    require_run(args.workdir)
+    from bert_jax.embeddings import embed
+    from bert_jax.text import lines
+
+    numbered = lines.read(args.text_file) if args.text_file else read_lines()
+    _, embedder = _load_embedder(args, args.normalize)
+    texts = (line for _, line in numbered)
+    files = args.text_file or ["standard input"]
+    file = files[0] if len(files) == 1 else "TEXT_FILE"
+    embed.write(
+        embedder,
+        texts,
+        epath.Path(args.out),
+        print_now,
+        args.role,
+        args.quantize,
+        lambda number: f"{file}:{number}",
+    )
+    return FINISHED
+
+
+def _load_embedder(args: argparse.Namespace, normalize: bool | None) -> "tuple[Loaded, Embedder]":
+    """Returns the model of --workdir and its embedder.
+
+    Args:
+      args: of a command with --pooling and the arguments of FEATURES and MODEL.
+      normalize: whether vectors are scaled to length 1; None: as in the run or base.
+    """
+    from bert_jax.embeddings import embed
+    from bert_jax.training import mesh as mesh_lib
+
+    features = embed.Features(
+        pooling=args.pooling,
+        layers=args.layers,
+        combine=args.combine,
+        length={None: None, True: "unit", False: "as_is"}[normalize],
+        dimensions=args.dimensions,
+    )
+    model = load_model(args.workdir, args.base, args.checkpoint)
+    mesh = mesh_lib.make_mesh(Parallelism())
+    return model, embed.Embedder(model, features, mesh, args.max_length, args.batch_tokens)
+
+
+def _add_search_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "texts",
+        metavar="TEXTS",
+        help="a file with a text on each line, also compressed; empty lines are no texts",
+    )
+    parser.add_argument(
+        "question", metavar="QUERY", nargs="*", help="queries [lines of standard input]"
+    )
+    parser.add_argument(
+        "--queries", metavar="FILE", help="take each line of this file as a query; needs --out"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="with --queries: file to write, a JSON line for each query"
+    )
+    parser.add_argument(
+        "--top", metavar="K", type=integer(1), default=10, help="number of texts to find [10]"
+    )
+    parser.add_argument(
+        "--long",
+        choices=("beginning", "passages"),
+        default="beginning",
+        help="index only the beginning of a text that is too long for the encoder, or all its "
+        "passages [beginning]",
+    )
+    parser.add_argument(
+        "--vectors",
+        metavar="FOLDER",
+        help="where the vectors of TEXTS are kept, so that they are computed once [TEXTS.vectors]",
+    )
+
+
+def search(args: argparse.Namespace) -> int:
+    """Finds the texts that are nearest to queries."""
+    if (args.queries is None) != (args.out is None):
+        raise InputError("--queries and --out: give both or neither")
+    if args.queries is not None and args.question:
+        raise InputError("QUERY: --queries reads them from a file; remove QUERY")
+    if "://" in args.texts and args.vectors is None:
+        raise InputError(f"{args.texts}: name a folder of this machine for its --vectors")
+    require_writable("--out", args.out)
+    require_run(args.workdir)
+    from bert_jax.embeddings import search as search_lib
+
+    folder = epath.Path(args.vectors or f"{args.texts}.vectors")
+    model, embedder = _load_embedder(args, True)
+    index = search_lib.Index(args.texts, folder, model, embedder, print_now, args.long)
+    if args.queries is not None:
+        index.answer_file(args.queries, epath.Path(args.out), args.top)
+        return FINISHED
+    for query in args.question or (line for _, line in read_lines()):
+        print(printable(query))
+        for answer in index.nearest([query], args.top)[0]:
+            print(f"  {answer.score:.3f}  line {answer.line}: {printable(answer.text[:_SHOWN])}")
+    return FINISHED
+
+
+def _add_serve_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--workdir", metavar="W", required=True, help="a run, a base or a fine-tuned run"
+    )
+    parser.add_argument(
+        "--host",
+        metavar="H",
+        default="127.0.0.1",
+        help="the address to listen on; 0.0.0.0 for all, without any password [127.0.0.1]",
+    )
+    parser.add_argument(
+        "--port",
+        metavar="P",
+        type=integer(0, 65535),
+        default=8000,
+        help="port to listen on; 0: any free port [8000]",
+    )
+    parser.add_argument(
+        "--queue",
+        metavar="N",
+        type=integer(64, 65536),
+        default=256,
+        help="most requests at a time; further ones are answered 503 [256]",
+    )
+    parser.add_argument(
+        "--max-texts",
+        metavar="N",
+        type=integer(1, 65536),
+        default=2048,
+        help="most texts of a request [2048]",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        metavar="N",
+        type=integer(1024, 1 << 30),
+        default=2 << 20,
+        help="most bytes of a request [2097152]",
+    )
+    parser.add_argument(
+        "--max-rows",
+        metavar="N",
+        type=integer(1, 65536),
+        default=128,
+        help="most windows of a context [128]",
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="S",
+        type=number(1, 3600),
+        default=30.0,
+        help="most seconds for an answer [30]",
+    )
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serves vectors or a fine-tuned run's task over HTTP."""
+    is_tuned = is_finetuned(args.workdir)
+    if not is_tuned:
+        reject_flags(args.workdir, _NO_TUNED_RUN, {"--from": args.base})
+    from bert_jax.running.environment import keep_compiled_programs
+    from bert_jax.tasks.predict import TaskModel
+
+    try:
+        from bert_jax.serve import served, service
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"serve: {error.name} is not installed: pip install 'bert-jax[serve]'"
+        ) from error
+
+    limits = served.Limits(args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows)
+    with service.listening(args.host, args.port) as bound:
+        keep_compiled_programs()
+        task = TaskModel(args.workdir, args.base, args.checkpoint) if is_tuned else None
+        if task is not None and task.experiment.task.kind != "similar":
+            _reject_features(args)
+            endpoint = served.PredictEndpoint(task)
+        else:
+            model, embedder = _load_embedder(args, args.normalize)
+            endpoint = served.EmbedEndpoint(model.name, embedder)
+        service.serve(endpoint, bound, limits, print_now)
+    return FINISHED
+
+
+def _reject_features(args: argparse.Namespace) -> None:
+    """Raises InputError for the first flag about vectors that was given."""
+    defaults = {"pooling": None, "layers": (-1,), "combine": "concat", "normalize": None}
+    defaults |= {"dimensions": 0, "max_length": 0, "batch_tokens": 0}
+    given = {
+        f"--{name.replace('_', '-')}": getattr(args, name)
+        for name, default in defaults.items()
+        if getattr(args, name) != default
+    }
+    if given:
+        flag = next(iter(given))
+        raise InputError(f"{flag}: {args.workdir}: this run makes no vectors; remove {flag}")
+
+
+COMMANDS = {
+    "predict": Command(
+        predict,
+        "fill [MASK] and judge sentence pairs, or do the task of a fine-tuned run",
+        _add_predict_arguments,
+        (
+            shared.COLUMNS,
+            *shared.MODEL,
+        ),
+    ),
+    "embed": Command(
+        embed,
+        "write vectors of texts, or of their tokens",
+        _add_embed_arguments,
+        (
+            shared.FEATURES,
+            shared.NORMALIZE,
+            shared.RUN_OR_BASE,
+            *shared.MODEL,
+        ),
+    ),
+    "search": Command(
+        search,
+        "find the texts of a file that are nearest to a query, by the cosine of their vectors",
+        _add_search_arguments,
+        (
+            shared.POOLING,
+            shared.FEATURES,
+            shared.RUN_OR_BASE,
+            *shared.MODEL,
+        ),
+    ),
+    "serve": Command(
+        serve,
+        "answer over HTTP: vectors, as clients of OpenAI's API request them, or a task",
+        _add_serve_arguments,
+        (
+            shared.POOLING,
+            shared.FEATURES,
+            shared.NORMALIZE,
+            *shared.MODEL,
+        ),
+    ),
+}
