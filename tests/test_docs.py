@@ -21,7 +21,7 @@ GUIDE = ROOT / "docs" / "pods.md"
 # What the guide has its reader export.
 VARIABLES = {"PROJECT": "p", "ZONE": "us-west4-a", "REGION": "us-west4", "BUCKET": "b"}
 VARIABLES |= {"PRICE": "1.5", "IMAGE": "r/i:1"}
-PLACEHOLDERS = {"N": "7", "KIND": "encoder", "NAME": "local"}
+PLACEHOLDERS = {"N": "7", "H": "1", "KIND": "encoder", "NAME": "local"}
 OURS = ("bert-jax", "make", "python -m launch", "python -m benchmarks")
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
