@@ -69,6 +69,7 @@ def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot]:
                     style = style if colour < len(figures.COLOURS) else "dashes"
                 one = curve(lines, name, label, colour, style, error if number else "")
                 if len(one.x) and isinstance(record.experiment, of):
+                    assert x is not None  # all runs have the axis
                     shown = "" if label in named else label
                     curves.append(dataclasses.replace(one, x=x(one.x), label=shown))
                     named.add(label)
@@ -102,7 +103,7 @@ def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot]:
 def _of_tuning(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plot]:
     """Returns the plots of fine-tunings, which `plot` draws."""
     tuned = [record for record in records if isinstance(record.experiment, Finetuning)]
-    main = ", ".join(dict.fromkeys(record.experiment.task.main_score for record in tuned))
+    main = ", ".join(dict.fromkeys(_main_score(record) for record in tuned))
     guesses = [record.written("task").get("guess") for record in tuned]
     levels = [(guess[1], "guessing") for guess in guesses[:1] if guess]
     note = comparison.no_scores(records)
@@ -136,8 +137,13 @@ def _of_probes(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plo
 
 def score_names(record: Record) -> list[str]:
     """Returns the names of a fine-tuning's scores, the main one first."""
-    newest, main = (record.evaluation or [{}])[-1], record.experiment.task.main_score
+    newest, main = (record.evaluation or [{}])[-1], _main_score(record)
     return sorted((name for name in newest if name not in _NO_SCORES), key=lambda n: n != main)
+
+
+def _main_score(record: Record) -> str:
+    assert isinstance(record.experiment, Finetuning)
+    return record.experiment.task.main_score
 
 
 def _held_out(record: Record) -> list[Line]:
