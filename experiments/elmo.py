@@ -138,9 +138,8 @@ class Languages:
         left, right = jnp.split(hidden, 2, axis=-1)
         bias = params["softmax"]["output_bias"]
         bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, -1e9)
-        seen = jnp.stack([left[:, :-2], right[:, 2:]])
         table = params["encoder"]["embeddings"]["word"]["embedding"]
-        return layers.linear(seen, table, bias, "outputs_inputs")
+        return layers.linear(jnp.stack([left[:, :-2], right[:, 2:]]), table, bias, "outputs_inputs")
 
     def forward(self, params, fixed, batch, noise, loop):
         """Sums and counts of both directions, over all pieces but specials."""

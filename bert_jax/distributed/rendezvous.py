@@ -280,13 +280,13 @@ def _join(place: ProcessPlace, firsts: list[tuple[str, int]], policy: SlicePolic
                 raise Unavailable(
                     f"the run that went on without slice {mine} has ended; run again to go on"
                 )
-            what, roll.goes_on = word["what"], True  # this slice decides nothing any more
+            roll.goes_on = True  # this slice decides nothing any more
             if agreed is None:
                 limit = None  # however long that run takes
-                if mine in word["slices"] and what == "decided":
+                if mine in word["slices"] and word["what"] == "decided":
                     agreed, limit = line, _AGREE
                     report(line)
-            if agreed is not None and what == "go":
+            elif word["what"] == "go":
                 break
         taken = tuple(word["slices"])
         number = taken.index(mine) * policy.hosts + place.number % policy.hosts

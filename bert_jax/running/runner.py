@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -35,8 +35,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.replay import Replay, SilentCorruption
 
-# Steps that wait for the devices. jax lets dozens wait, and a request to stop, or the watchdog, for
-# them.
+# Maximum number of dispatched steps: a longer queue delays stopping and hides hangs.
 _AHEAD = 4
 
 # A copy on devices, by a call that costs a fifth of that of jnp.copy.
@@ -236,11 +235,10 @@ class Trainer:
           Failed: no checkpoint is old enough; none is removed.
           Unavailable: devices erred again; the next start goes on from there.
         """
-        peers, skipped = self.context.peers, self.skipped
+        peers, skipped, words = self.context.peers, self.skipped, f"{error}"
         if isinstance(error, Diverged):
             skipped, first = start.left_out(self.skipped, error.bad)
             about = {"bad": [error.bad[0], error.bad[-1]], "skipped": list(skipped)}
-            words = f"{error}"
         else:
             first = self.done - self.experiment.run.replay_every
             about = {"replayed": self.done, "erred": [device.id for device in error.devices]}
@@ -365,7 +363,7 @@ class Trainer:
     def _lap(self) -> dict[str, float]:
         return self.clock.lap(self.clock.take_counts())
 
-    def _note(self, kind: str, values: Mapping[str, Any]) -> None:
+    def _note(self, kind: str, values: dict[str, Any]) -> None:
         self.lines.time(self.done, kind, values)
         self.lines.flush()
 

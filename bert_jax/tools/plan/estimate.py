@@ -122,9 +122,9 @@ class _Timeline:
         # By name of the start, the collective's place, or None of a fetch, and when it arrives.
         self.under_way: dict[str, tuple[int | None, float]] = {}
         # As `Seconds` has them, each as often as it occurs.
-        self.terms: dict[str, float] = collections.defaultdict(float)
+        self.terms: dict[str, float] = collections.defaultdict(int)
         self.waits = [0.0] * len(program.collectives)
-        self.busy: dict[int, float] = collections.defaultdict(float)
+        self.busy: dict[int, float] = collections.defaultdict(int)
 
     def run(self, steps: Sequence[Step], times: float) -> None:
         """Follows steps once that occur so often."""

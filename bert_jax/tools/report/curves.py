@@ -103,7 +103,8 @@ def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot]:
 def _of_tuning(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plot]:
     """Returns the plots of fine-tunings, which `plot` draws."""
     tuned = [record for record in records if isinstance(record.experiment, Finetuning)]
-    main = ", ".join(dict.fromkeys(_main_score(record) for record in tuned))
+    tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
+    main = ", ".join(dict.fromkeys(task.main_score for task in tasks))
     guesses = [record.written("task").get("guess") for record in tuned]
     levels = [(guess[1], "guessing") for guess in guesses[:1] if guess]
     note = comparison.no_scores(records)
@@ -137,13 +138,9 @@ def _of_probes(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plo
 
 def score_names(record: Record) -> list[str]:
     """Returns the names of a fine-tuning's scores, the main one first."""
-    newest, main = (record.evaluation or [{}])[-1], _main_score(record)
-    return sorted((name for name in newest if name not in _NO_SCORES), key=lambda n: n != main)
-
-
-def _main_score(record: Record) -> str:
     assert isinstance(record.experiment, Finetuning)
-    return record.experiment.task.main_score
+    newest, main = (record.evaluation or [{}])[-1], record.experiment.task.main_score
+    return sorted((name for name in newest if name not in _NO_SCORES), key=lambda n: n != main)
 
 
 def _held_out(record: Record) -> list[Line]:
