@@ -75,6 +75,8 @@ def _local_problem(args: argparse.Namespace, command: Sequence[str] | None) -> s
 
 def _rent(args: argparse.Namespace) -> int:
     """Launches on rented machines: prints the script, or checks what it launches and becomes it."""
+    from etils import epath
+
     from bert_jax.storage.workdir import translate_os_errors, write_atomic
     from bert_jax.tools.plan import topology
 
@@ -105,7 +107,7 @@ def _rent(args: argparse.Namespace) -> int:
     path = spec.staging(what.name) / "launch.sh"
     with translate_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, script)
+        write_atomic(epath.Path(path), script)
     spec.say(f"running {path}")
     sys.stdout.flush()  # doctor's findings, which a program in our place would not write
     # In our place, so that what should end us ends it.

@@ -121,12 +121,12 @@ def slice_is_large_enough(spec: Spec, price_per_chip_hour: float | None) -> None
     """Raises InputError if not every phase compiles and fits; prints the plan."""
     from bert_jax.tools.plan import report
 
-    plan = report.make_plan(spec.experiment, [spec.topology], "plan", price_per_chip_hour)
+    plan = report.make_plan(spec.experiment, [spec.rented_topology], "plan", price_per_chip_hour)
     for line in report.lines(plan):
         say(line)
     for phase in plan["slices"][0]["phases"]:
         if phase["outcome"] != "compiled":
             raise InputError(
-                f"plan: phase {phase['phase']} does not run on {spec.topology.name} "
+                f"plan: phase {phase['phase']} does not run on {spec.rented_topology.name} "
                 f"({phase['outcome']}, see above)"
             )

@@ -44,7 +44,8 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
     )
     logs = [*kubectl, "logs", f"{of},{jobset.INDEX}=0", f"--container={jobset.CONTAINER}"]
     yield "#!/usr/bin/env bash"
-    yield f"# {spec.name}: {spec.topology.name}, {spec.topology.chips} chips on {spec.hosts} hosts;"
+    topology = spec.rented_topology
+    yield f"# {spec.name}: {topology.name}, {topology.chips} chips on {spec.hosts} hosts;"
     yield f"# image {pods.image}, config sha256 {spec.sha256}."
     yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
     yield f"# A pod that ends with exit code {', '.join(map(str, FINAL))} is the end. Any other end"

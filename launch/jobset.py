@@ -92,9 +92,9 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
         # All pods in one slice: a node pool of several machines is one.
         key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
         annotations[key] = "cloud.google.com/gke-nodepool"
-    failure = {"name": "failure", "action": "FailJobSet"}
-    failure["onJobFailureReasons"] = ["PodFailurePolicy"]
-    template, slices = {"spec": _job(spec, pods)}, spec.topology.slices
+    reasons = ["PodFailurePolicy"]
+    failure = {"name": "failure", "action": "FailJobSet", "onJobFailureReasons": reasons}
+    template, slices = {"spec": _job(spec, pods)}, spec.rented_topology.slices
     hosts = {"name": GROUP, "replicas": slices, "template": template}
     # A pod that still saves holds the workdir. Of several slices each is started again by itself:
     # the others do not wait for one that is away, nor end with one that is not needed.
@@ -120,8 +120,8 @@ def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
 def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
     codes = {"containerName": CONTAINER, "operator": "In", "values": list(FINAL)}
     return {
-        "parallelism": spec.hosts // spec.topology.slices,
-        "completions": spec.hosts // spec.topology.slices,
+        "parallelism": spec.hosts // spec.rented_topology.slices,
+        "completions": spec.hosts // spec.rented_topology.slices,
         "completionMode": "Indexed",
         # The others of the slice cannot go on without one.
         "backoffLimit": 0,
@@ -134,10 +134,10 @@ def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 
 def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
-    gke = slice_names(spec.topology)
+    gke = slice_names(spec.rented_topology)
     if not gke.gke_accelerator:
         raise InputError(
-            f"--topology {spec.topology.name}: GKE has none; choose another generation, or "
+            f"--topology {spec.rented_topology.name}: GKE has none; choose another generation, or "
             "`launch tpu_vm`"
         )
     account = {"serviceAccountName": pods.service_account} if pods.service_account else {}
@@ -164,7 +164,7 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
 
 
 def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
-    topology = spec.topology
+    topology = spec.rented_topology
     chips = {"google.com/tpu": slice_names(topology).chips_per_host}
     command, *args = spec.command(posixpath.join(CONFIG_FOLDER, EXPERIMENT))
     before = _numbered(spec.hosts // topology.slices) if topology.slices > 1 else []
@@ -198,9 +198,9 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
     variables: list[dict[str, Any]] = [
         {"name": name, "value": _verbatim(value)} for name, value in sorted(given.items())
     ]
-    slices = spec.topology.slices
+    slices = spec.rented_topology.slices
+    firsts = [f"{spec.name}-{GROUP}-{one}-0.{spec.name}" for one in range(slices)]
     if spec.hosts > 1:
-        firsts = [f"{spec.name}-{GROUP}-{one}-0.{spec.name}" for one in range(slices)]
         addresses = ",".join(f"{first}:{COORDINATOR_PORT}" for first in firsts)
         index = f"metadata.annotations['{INDEX}']"
         variables += [

@@ -14,6 +14,8 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 
+from etils import epath
+
 from bert_jax import errors
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import translate_os_errors, write_atomic
@@ -51,13 +53,14 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
     with translate_os_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         for name, text in {EXPERIMENT: spec.config, **spec.code}.items():
-            write_atomic(file.with_name(name), text)
-    for left in range(spec.retries, -1, -1):
+            write_atomic(epath.Path(file.with_name(name)), text)
+    retries = spec.retries
+    while True:
         ended = _pod(spec.command(os.fspath(file)), args)
-        if is_final(ended.code) or ended.asked or not left:
-            break
-        say(f"{spec.name}: exit code {ended.code}; starting it again, {left - 1} retries left")
-    return ended.code
+        if is_final(ended.code) or ended.asked or not retries:
+            return ended.code
+        retries -= 1
+        say(f"{spec.name}: exit code {ended.code}; starting it again, {retries} retries left")
 
 
 def _pod(command: Sequence[str], args: argparse.Namespace) -> pod.ProcessResult:
@@ -86,5 +89,6 @@ def _script(spec: Spec, file: pathlib.Path, args: argparse.Namespace) -> Iterato
         yield from script_that_writes(file.with_name(name), text)
     given = ("processes", "devices_per_process", "slices", "arrive_within", "hang_after")
     flags = (f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given)
-    start = [sys.executable, "-m", __package__, "local", *flags, f"--retries={spec.retries}"]
+    package = __name__.rpartition(".")[0]
+    start = [sys.executable, "-m", package, "local", *flags, f"--retries={spec.retries}"]
     yield shlex.join([*start, *spec.command(os.fspath(file))[2:]])

@@ -49,6 +49,12 @@ class Spec:
     # {name: text} of the file of its own objective or encoder, next to EXPERIMENT.
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def rented_topology(self) -> "Topology":
+        """Returns the topology of a run on rented machines, which always have one."""
+        assert self.topology is not None
+        return self.topology
+
     def command(self, experiment: str = EXPERIMENT) -> tuple[str, ...]:
         """Returns the command of each host, where `experiment` lies, with its code next to it."""
         command, code = "extend" if self.extend else "pretrain", ()

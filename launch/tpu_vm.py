@@ -122,11 +122,10 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
             "24h"
         )
     commit = checks.head()
-    if spec.topology.slices > 1:
-        raise InputError(
-            f"--topology {spec.topology.name}: rents one slice; `launch gke` takes several"
-        )
-    known = slice_names(spec.topology)
+    topology = spec.rented_topology
+    if topology.slices > 1:
+        raise InputError(f"--topology {topology.name}: rents one slice; `launch gke` takes several")
+    known = slice_names(topology)
     wait = int(args.valid_until[:-1]) * _SECONDS[args.valid_until[-1]] + _MAKING_SECONDS
     request = [
         f"--node-id={spec.name}",
@@ -157,7 +156,7 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
     ssh = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", spec.name, *where]
     queued = ["gcloud", "compute", "tpus", "queued-resources"]
     yield "#!/usr/bin/env bash"
-    yield f"# {spec.name}: {spec.topology.name}; chips: {spec.topology.chips}, hosts: {spec.hosts};"
+    yield f"# {spec.name}: {topology.name}; chips: {topology.chips}, hosts: {spec.hosts};"
     yield f"# commit {commit}, config sha256 {spec.sha256}."
     yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
     yield "# From elsewhere: how hosts stand, the log of the first, saving and ending, deleting:"

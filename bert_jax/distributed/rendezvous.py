@@ -100,7 +100,7 @@ def _hear_all(place: ProcessPlace, host: str, port: int, limit: float) -> tuple[
         while not error and len(here) < place.count and time.monotonic() < deadline:
             left = max(deadline - time.monotonic(), 0.0)
             for ready in multiprocessing.connection.wait([server, *numbers], left):
-                if ready is server:
+                if not isinstance(ready, Connection):  # `server`: a process connects
                     numbers[stack.enter_context(_connection(server.accept()[0]))] = -1
                     continue
                 try:
@@ -244,16 +244,16 @@ def _join(place: ProcessPlace, firsts: list[tuple[str, int]], policy: SlicePolic
 
     def call(at: tuple[str, int]) -> None:
         """Reports to a first process, and brings what it says; None: it has left."""
-        heard = False
-        while not (heard or over.wait(_RETRY)):
+        heard: Connection | None = None
+        while heard is None and not over.wait(_RETRY):
             with contextlib.suppress(OSError, EOFError), _dial(at) as line:
                 report(line)
                 while not over.is_set():
                     if line.poll(_RETRY):
                         words.put((line, json.loads(line.recv_bytes())))
-                        heard = True
-        if heard:
-            words.put((line, None))
+                        heard = line
+        if heard is not None:
+            words.put((heard, None))
 
     with contextlib.ExitStack() as stack:
         if place.number % policy.hosts == 0:
@@ -262,9 +262,9 @@ def _join(place: ProcessPlace, firsts: list[tuple[str, int]], policy: SlicePolic
         stack.callback(over.set)
         for at in firsts:
             threading.Thread(target=call, args=(at,), name="slices", daemon=True).start()
-        agreed, what = None, ""
+        agreed: Connection | None = None
         limit: float | None = policy.wait + policy.limit
-        while agreed is None or what != "go":
+        while True:
             try:
                 line, word = words.get(timeout=limit)
             except queue.Empty:
@@ -280,12 +280,14 @@ def _join(place: ProcessPlace, firsts: list[tuple[str, int]], policy: SlicePolic
                 raise Unavailable(
                     f"the run that went on without slice {mine} has ended; run again to go on"
                 )
-            what, roll.goes_on = word["what"], True  # this slice decides nothing any more
+            roll.goes_on = True  # this slice decides nothing any more
             if agreed is None:
                 limit = None  # however long that run takes
-                if mine in word["slices"] and what == "decided":
+                if mine in word["slices"] and word["what"] == "decided":
                     agreed, limit = line, _AGREE
                     report(line)
+            elif word["what"] == "go":
+                break
         taken = tuple(word["slices"])
         number = taken.index(mine) * policy.hosts + place.number % policy.hosts
         if number == 0:
@@ -333,7 +335,7 @@ class LateJoinListener:
             stack.enter_context(self._server)
             while self._open:
                 for ready in multiprocessing.connection.wait([self._server, *self._lines], _RETRY):
-                    if ready is self._server:
+                    if not isinstance(ready, Connection):  # the server: a process connects
                         line = stack.enter_context(_connection(self._server.accept()[0]))
                         self._lines[line] = -1
                         continue

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from jax.experimental import multihost_utils
 
@@ -34,7 +36,7 @@ class StopRequest:
         self.requested = False
         self._is_shared = peers.count > 1
         self._interrupts = self._reached = 0
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> "StopRequest":
         if self._is_shared:

@@ -46,6 +46,7 @@ def code() -> str:
 
 def environment() -> dict[str, Any]:
     """Returns what arithmetic depends on except the run: equal environments give equal bits."""
+    settings = jax.config.values
     return {
         "code": code(),
         "versions": versions(),
@@ -56,8 +57,8 @@ def environment() -> dict[str, Any]:
         "threads": system.cores(),
         "flags": {
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-            "jax_threefry_partitionable": jax.config.jax_threefry_partitionable,
-            "jax_default_matmul_precision": str(jax.config.jax_default_matmul_precision),
+            "jax_threefry_partitionable": settings["jax_threefry_partitionable"],
+            "jax_default_matmul_precision": str(settings["jax_default_matmul_precision"]),
         },
     }
 
@@ -139,8 +140,9 @@ def keep_compiled_programs() -> None:
     of = {name: value for name, value in environment().items() if name != "code"}
     if jax.default_backend() == "cpu":
         # jax's keys leave out what differs between processes on CPUs: which devices are their own.
-        # The environment says what of the machine matters.
-        cache_key._hash_accelerator_config = cache_key._hash_devices
+        # The environment says what of the machine matters. The functions differ in a parameter's
+        # name, and jax passes it by position.
+        cache_key._hash_accelerator_config = cache_key._hash_devices  # pyrefly: ignore[bad-assignment]
     else:
         # A CPU's programs use what that very CPU can do; hosts of other devices share theirs.
         of = {name: value for name, value in of.items() if name not in ("cpu", "threads")}

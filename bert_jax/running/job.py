@@ -62,8 +62,8 @@ class Job:
     """An experiment in its workdir, and what the loop does of it.
 
     A run calls `read`, `require_runnable`, `require_start`, `differences`, `prepare` and `open`,
-    in this order; the loop, which comes then, asks for the rest. What has no body here is for
-    pre-training and tasks to say.
+    in this order; the loop, which comes then, asks for the rest. `PretrainingJob` and
+    `FinetuningJob` implement the methods that raise NotImplementedError.
     """
 
     how_to_go_on = "choose another --workdir"  # with a finished run, in words
@@ -109,6 +109,7 @@ class Job:
 
         `metadata` is the checkpoint's, its `notes` and its `init_sha256` among it.
         """
+        raise NotImplementedError
 
     def prepare(self, peers: Peers) -> None:
         """Makes what is learned from, or finds it, by one process for all; lays it on each host."""
@@ -120,9 +121,11 @@ class Job:
 
     def batches(self, done: int) -> PhaseBatches:
         """Returns the phase of the step after so many."""
+        raise NotImplementedError
 
     def initial_state(self, fresh: step.State) -> tuple[step.State, str]:
         """Returns the state before the first step, and a hash of weights that it was given."""
+        raise NotImplementedError
 
     def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata learned from the same."""
@@ -132,6 +135,7 @@ class Job:
 
     def operations(self, batch: Batch) -> int:
         """Returns those of a step with such a batch: what utilisation is reckoned by."""
+        raise NotImplementedError
 
     def how_to_see(self, step: int) -> str:
         """Returns where the text of a step is to be seen, in words."""
@@ -142,6 +146,7 @@ class Job:
 
         `evaluation` is the newest line of the first evaluator; {}: it is not of this step.
         """
+        raise NotImplementedError
 
     def steps_of(self, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[Callable, ...]:
         """Returns the step, that in which a TPU checks itself if there is one, and the replay."""

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -34,12 +35,11 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 from bert_jax.training.replay import Replay, SilentCorruption
 
-# Steps that wait for the devices. jax lets dozens wait, and a request to stop, or the watchdog, for
-# them.
+# Maximum number of dispatched steps: a longer queue delays stopping and hides hangs.
 _AHEAD = 4
 
 # A copy on devices, by a call that costs a fifth of that of jnp.copy.
-_copied = jax.jit(jnp.copy)
+_copied: Callable[[jax.Array], jax.Array] = jax.jit(jnp.copy)
 
 # Seconds between two looks at whether an epoch is planned.
 _LOOK = 0.05
@@ -135,9 +135,12 @@ class Trainer:
         try:
             while not (self.stop.requested or self._is_whole):
                 try:
-                    with contextlib.closing(self.job.batches(self.done)) as phase:
+                    phase = self.job.batches(self.done)
+                    try:
                         if self._await_rows(phase):
                             self._steps(phase)
+                    finally:
+                        phase.close()
                 except (Diverged, SilentCorruption) as error:
                     error = error.with_traceback(None)  # whose frames hold a batch, and a state
                     if isinstance(error, Diverged) and self.stop.requested:
@@ -232,7 +235,7 @@ class Trainer:
           Failed: no checkpoint is old enough; none is removed.
           Unavailable: devices erred again; the next start goes on from there.
         """
-        peers, skipped = self.context.peers, self.skipped
+        peers, skipped, words = self.context.peers, self.skipped, f"{error}"
         if isinstance(error, Diverged):
             skipped, first = start.left_out(self.skipped, error.bad)
             about = {"bad": [error.bad[0], error.bad[-1]], "skipped": list(skipped)}
@@ -248,7 +251,7 @@ class Trainer:
         if isinstance(error, Diverged):
             where = "" if restored.step else " to step 0, since there is no earlier checkpoint"
             self.say(
-                f"{error}; going back{where}, and leaving out these and the one before "
+                f"{words}; going back{where}, and leaving out these and the one before "
                 f"({self.job.how_to_see(first)})"
             )
             restored.state = start.with_skipped(restored.state, skipped)
@@ -360,7 +363,7 @@ class Trainer:
     def _lap(self) -> dict[str, float]:
         return self.clock.lap(self.clock.take_counts())
 
-    def _note(self, kind: str, values: dict[str, object]) -> None:
+    def _note(self, kind: str, values: dict[str, Any]) -> None:
         self.lines.time(self.done, kind, values)
         self.lines.flush()
 

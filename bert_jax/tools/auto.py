@@ -13,7 +13,7 @@ import re
 import time
 import unicodedata
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from etils import epath
@@ -192,7 +192,7 @@ def language_of(sample: str) -> str:
     return max(shares, key=shares.__getitem__)
 
 
-def _compute_type() -> str:
+def _compute_type() -> Literal["float32", "bfloat16"]:
     return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
 
 

@@ -29,11 +29,21 @@ class Objective(Protocol):
     noise any more. Its `forward` is `compare` of `vectors`.
     """
 
-    model: Model  # the encoder's shape and numerics
-    metrics: tuple[str, ...]  # names of what `forward` returns
-    losses: tuple[str, ...]  # those of them whose means are added up to the loss
-    # Where the parameters are cut: exactly one for each, by its path.
-    rules: Sequence[sharding.Rule]
+    @property
+    def model(self) -> Model:
+        """The encoder's shape and numerics."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of what `forward` returns."""
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Those of the metrics whose means are added up to the loss."""
+
+    @property
+    def rules(self) -> Sequence[sharding.Rule]:
+        """How the parameters are sharded: exactly one rule for each, by its path."""
 
     def init_params(self, key: jax.Array) -> Any:
         """Returns fresh parameters, those that learn alone: nested dicts of float32 arrays.

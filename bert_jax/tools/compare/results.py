@@ -124,7 +124,9 @@ class Results:
                 raise InputError(
                     f"table.columns: {column.name}: there are two tasks of this name; rename one"
                 )
-            for row in table.rows if column.name.startswith("finetune:") else ():
+            if column.task is None or not column.name.startswith("finetune:"):
+                continue
+            for row in table.rows:
                 with prefix_errors(f"table.columns: {column.name}"):
                     adapted.require_adaptable(row.experiment.model, column.task, f"row {row.name}")
         with translate_os_errors(folder):

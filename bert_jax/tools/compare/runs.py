@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.checkpoints.base import begins_with
-from bert_jax.config import Experiment, Row
+from bert_jax.config import Experiment, Finetuning, Row
 from bert_jax.config.comparison import REACH
 from bert_jax.data import corpus
 from bert_jax.errors import InputError, prefix_errors
@@ -163,7 +163,7 @@ class Comparison:
             elif column.name.startswith("probe:"):
                 value = _probed(column, workdir)
             else:
-                outcome, value = self._finetuned(column, member)
+                outcome, value = self._finetuned(column, column.task, member)
                 if outcome != "finished":
                     return outcome
             if column.task and Column.of(column.name).examples != column.examples:
@@ -174,8 +174,10 @@ class Comparison:
             self._results.keep(member, column, value)
         return "finished"
 
-    def _finetuned(self, column: Column, member: TableRun) -> tuple[session.Outcome, float | None]:
-        task = dataclasses.replace(column.task, seed=member.seed)
+    def _finetuned(
+        self, column: Column, task: Finetuning, member: TableRun
+    ) -> tuple[session.Outcome, float | None]:
+        task = dataclasses.replace(task, seed=member.seed)
         name = f"{task.name}-{sha256([sha256(task), column.examples])[:8]}"
         folder = self._root / "tasks" / member.folder.name / name
         base = os.fspath(member.folder)
@@ -196,6 +198,7 @@ class Comparison:
 def _measured(name: str, record: Record) -> float | None:
     """Returns a value from the records of a finished run; None if the run does not know it."""
     if name == "steps":
+        assert record.total_steps is not None  # only a fine-tuning may not know it
         return float(record.total_steps)
     if name == "cpu_seconds":
         return times.cpu_seconds(record.timings)
@@ -241,6 +244,7 @@ def _reached(nat: float, record: Record) -> float | None:
 def _real_tokens(record: Record) -> float:
     """Returns how many positions of all steps held no padding."""
     total, before, experiment = 0.0, 0, record.experiment
+    assert isinstance(experiment, Experiment)  # a table's runs pre-train
     for line in record.train:
         positions = 0
         for phase, end in zip(experiment.phases, experiment.ends, strict=True):

@@ -135,7 +135,8 @@ def _sizes() -> ReferenceRule:
 def _loss(params: heads.Params, batch: Batch) -> jax.Array:
     logits = heads.pretraining_logits(golden.CONFIG, params, batch, None, Loop())
     sums = losses.pretraining(*logits, batch)
-    return sum(sums[k][0] / sums[k][1] for k in ("masked_lm_loss", "next_sentence_loss"))
+    tokens, pairs = (sums[k][0] / sums[k][1] for k in ("masked_lm_loss", "next_sentence_loss"))
+    return tokens + pairs
 
 
 def _metrics() -> Iterator[ReferenceRule]:

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 from etils import epath
@@ -305,13 +305,15 @@ def compile_step(
     objective = objective_lib.make_objective(experiment, number)
     state = step.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     compiled = lower_step(experiment, number, mesh, state).compile()
-    module = hlo.parse(compiled.as_text())
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None  # a TPU's compiler gives both
+    module = hlo.parse(text)
     program = schedule.read(module, bundles.reader(dump))
-    memory = compiled.memory_analysis()
     peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
     # Further programs are loaded with it, and one of them runs.
     for other, held in _others(experiment, number, mesh, state):
         needed = other.compile().memory_analysis()
+        assert needed is not None
         peak = max(peak, needed.peak_memory_in_bytes + held)
         code += needed.generated_code_size_in_bytes
     whole_batch = hlo.whole_batch_arrays(module, experiment, number, mesh_lib.batch_shards(mesh))
@@ -343,7 +345,9 @@ def lower_step(
     train_step = step.make_train_step(spec, experiment.total_steps, compiler_options)
     window = jax.eval_shape(lambda: step.empty_window(objective_lib.measured(experiment)))
     window = _placed(window, mesh_lib.replicated(mesh))
-    return train_step.lower(state, window, *_batch_and_key(experiment, number, mesh))
+    # What jax compiles has `lower`, too; its type for that does not say what a call returns.
+    lowerable = cast(jax.stages.Wrapped, train_step)
+    return lowerable.lower(state, window, *_batch_and_key(experiment, number, mesh))
 
 
 def _spec(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> step.StepSpec:
@@ -364,7 +368,7 @@ def _others(
         options = step.self_checks(mesh_lib.device_kind(mesh))
         yield lower_step(experiment, number, mesh, state, options), 0
     if run.replay_every:
-        replay = step.make_replay(_spec(experiment, number, mesh))
+        replay = cast(jax.stages.Wrapped, step.make_replay(_spec(experiment, number, mesh)))
         batch, key = _batch_and_key(experiment, number, mesh)
         given = state["params"], None, state["step"], batch, key, batch
         others = jax.tree.leaves({name: state[name] for name in state if name != "params"})

@@ -122,9 +122,9 @@ class _Timeline:
         # By name of the start, the collective's place, or None of a fetch, and when it arrives.
         self.under_way: dict[str, tuple[int | None, float]] = {}
         # As `Seconds` has them, each as often as it occurs.
-        self.terms: collections.Counter[str] = collections.Counter()
+        self.terms: dict[str, float] = collections.defaultdict(int)
         self.waits = [0.0] * len(program.collectives)
-        self.busy: collections.Counter[int] = collections.Counter()
+        self.busy: dict[int, float] = collections.defaultdict(int)
 
     def run(self, steps: Sequence[Step], times: float) -> None:
         """Follows steps once that occur so often."""
@@ -211,7 +211,9 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Place]) ->
     is assumed.
     """
     if collective.kind == SEND:
-        seconds = _sent(collective, topology) / topology.tpu.network_bandwidth
+        rate = topology.tpu.network_bandwidth
+        assert rate is not None  # a topology of several slices has one
+        seconds = _sent(collective, topology) / rate
         return Cost(seconds, 2 * NETWORK_SECONDS, frozenset({NETWORK}))
     link = topology.tpu.link_bandwidth
     if collective.pairs:

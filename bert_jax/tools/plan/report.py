@@ -197,7 +197,9 @@ def _slice_entry(
     hours = [entry["hours"] for entry in phases]
     total = None if None in hours else sum(hours)
     chip_hours = None if total is None else total * topology.chips
-    known = None not in (chip_hours, price_per_chip_hour)
+    cost = None
+    if chip_hours is not None and price_per_chip_hour is not None:
+        cost = chip_hours * price_per_chip_hour
     return {
         "topology": topology.name,
         "device_kind": topology.tpu.kind,
@@ -208,7 +210,7 @@ def _slice_entry(
         "phases": phases,
         "hours": total,
         "chip_hours": chip_hours,
-        "cost": chip_hours * price_per_chip_hour if known else None,
+        "cost": cost,
     }
 
 

@@ -172,7 +172,7 @@ class _Walk:
         for instruction in computation.instructions:
             self.operations[instruction.opcode] += times
             holds = {"fusion": "calls", "call-start": "to_apply"}.get(instruction.opcode)
-            inside = self.module.computations[instruction.called(holds)] if holds else None
+            inside = self.module.computations[instruction.called(holds) or ""] if holds else None
             begins, ends = _asynchronous(instruction, inside)
             if begins is not None:
                 start = _collective(begins, inside or computation, where)
@@ -230,8 +230,9 @@ class _Walk:
         fused = instruction.opcode == "fusion"
         root = inside.root
         # A TPU writes some reduce-scatters as the sum of all, of which a slice alone is made.
-        scatters = fused and root is not None and root.opcode == "dynamic-slice"
-        summed = root.operands[0] if scatters else None
+        summed = None
+        if fused and root is not None and root.opcode == "dynamic-slice":
+            summed = root.operands[0]
         # It carries an asynchronous collective on inside the fusions that hide it. The text shows
         # it whole in each of them, marked as a link of one chain.
         carried_on = fused and any(
@@ -285,8 +286,6 @@ def _asynchronous(
     Either is an instruction of its own, or a fusion that calls what a TPU has for it, or a call of
     what a SparseCore does meanwhile.
     """
-    if instruction.opcode == "call-start":
-        return inside.root if inside.root.opcode in COLLECTIVES else None, False
     if inside is None:
         opcode = instruction.opcode
         begins = opcode.endswith("-start") and opcode.removesuffix("-start") in COLLECTIVES
@@ -294,6 +293,9 @@ def _asynchronous(
         begins |= opcode == SEND
         ends = opcode.removesuffix("-done") in (*COLLECTIVES, SEND, "call")
         return instruction if begins else None, ends
+    if instruction.opcode == "call-start":
+        root = inside.root
+        return root if root is not None and root.opcode in COLLECTIVES else None, False
     targets = {one.target for one in inside.instructions}
     held = (one for one in inside.instructions if one.opcode in COLLECTIVES)
     begins = next(held, None) if "AsyncCollectiveStart" in targets else None
@@ -364,7 +366,7 @@ def _group(instruction: Instruction) -> tuple[int, ...]:
         axes[name] = int(size), devices
         devices *= int(size)
     ordered = _counted_through(meshed[2] or f"{devices}", meshed[3]) if meshed else []
-    if len(ordered) != devices:
+    if meshed is None or len(ordered) != devices:
         raise ValueError(f"{instruction.opcode} {instruction.name}: no groups in {text[:120]!r}")
     members = [0]
     for name, before, within in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", meshed[4]):

@@ -22,7 +22,7 @@ from bert_jax.tools.report.render import PageTable, percent
 _SAME_LINE = 0.01
 
 # From steps to what was spent up to each.
-_Spent = Callable[[Sequence[int]], Sequence[float]]
+_Spent = Callable[[Sequence[float]], Sequence[float]]
 
 
 # --- what curves run over -----------------------------------------------------------------------

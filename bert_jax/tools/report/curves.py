@@ -69,6 +69,7 @@ def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot]:
                     style = style if colour < len(figures.COLOURS) else "dashes"
                 one = curve(lines, name, label, colour, style, error if number else "")
                 if len(one.x) and isinstance(record.experiment, of):
+                    assert x is not None  # all runs have the axis
                     shown = "" if label in named else label
                     curves.append(dataclasses.replace(one, x=x(one.x), label=shown))
                     named.add(label)
@@ -102,7 +103,8 @@ def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot]:
 def _of_tuning(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plot]:
     """Returns the plots of fine-tunings, which `plot` draws."""
     tuned = [record for record in records if isinstance(record.experiment, Finetuning)]
-    main = ", ".join(dict.fromkeys(record.experiment.task.main_score for record in tuned))
+    tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
+    main = ", ".join(dict.fromkeys(task.main_score for task in tasks))
     guesses = [record.written("task").get("guess") for record in tuned]
     levels = [(guess[1], "guessing") for guess in guesses[:1] if guess]
     note = comparison.no_scores(records)
@@ -136,6 +138,7 @@ def _of_probes(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plo
 
 def score_names(record: Record) -> list[str]:
     """Returns the names of a fine-tuning's scores, the main one first."""
+    assert isinstance(record.experiment, Finetuning)
     newest, main = (record.evaluation or [{}])[-1], record.experiment.task.main_score
     return sorted((name for name in newest if name not in _NO_SCORES), key=lambda n: n != main)
 

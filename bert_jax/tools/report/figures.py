@@ -122,10 +122,9 @@ def draw(plot: Plot, name: str, marks: Sequence[int] = ()) -> str:
 def draw_histogram(lengths: np.ndarray, x_label: str, name: str) -> str:
     """Returns the shares of lengths, int64 [N] from 1 on, as an <svg> element; x is logarithmic."""
     with _axes(name, grid="y") as axes:
-        bins, shares = np.geomspace(1, lengths.max() + 1, _BINS + 1), np.full(len(lengths), 1.0)
-        axes.hist(
-            lengths, bins, weights=shares / len(lengths), color=COLOURS[0], histtype="stepfilled"
-        )
+        bins = np.geomspace(1, lengths.max() + 1, _BINS + 1).tolist()
+        shares = np.full(len(lengths), 1 / len(lengths))
+        axes.hist(lengths, bins, weights=shares, color=COLOURS[0], histtype="stepfilled")
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(_NUMBER)
         axes.yaxis.set_major_formatter(_PERCENT)
@@ -170,9 +169,9 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
         )  # fmt: skip
         return
     x, y = thin(curve.x, curve.y)
-    look = {"points": {"marker": "o", "markersize": 3}, "dashes": {"linestyle": "--"}}
     style = "points" if len(x) == 1 else curve.style  # of a single one a line shows nothing
-    axes.plot(x, y, color=colour, label=label, **look.get(style, {}))
+    marker, line = "o" if style == "points" else None, "--" if style == "dashes" else None
+    axes.plot(x, y, color=colour, label=label, marker=marker, markersize=3, linestyle=line)
 
 
 def short(value: float, _: object = None) -> str:
@@ -195,6 +194,7 @@ _PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g} %")
 def _svg(axes: Axes) -> str:
     """Returns the element alone, with the page's colours; its ids are salted with its name."""
     buffer = io.StringIO()
+    assert isinstance(axes.figure, Canvas)  # `_axes` makes no other
     axes.figure.savefig(
         buffer,
         format="svg",
@@ -225,8 +225,8 @@ def draw_maps(maps: np.ndarray, name: str) -> str:
     with _axes(name, (0.6 + 0.75 * heads, 0.6 + 0.75 * layers)) as axes:
         axes.imshow(canvas, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         middle = (size - 1) / 2
-        axes.set_xticks(np.arange(heads) * side + middle, range(heads))
-        axes.set_yticks(np.arange(layers) * side + middle, range(1, layers + 1))
+        axes.set_xticks(np.arange(heads) * side + middle, [*map(str, range(heads))])
+        axes.set_yticks(np.arange(layers) * side + middle, [*map(str, range(1, layers + 1))])
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_xlabel("head")

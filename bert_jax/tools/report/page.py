@@ -205,7 +205,7 @@ def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
         for name, share in task["unknown"].items():
             yield percent(share), f"unknown pieces of {name}"
     rate, padding = record.recent("real_tokens_per_second"), record.recent("padding")
-    if rate is not None:
+    if rate is not None and padding is not None:
         yield f"{rate:,.0f}", f"tokens a second; padding is {percent(padding)}"
     used, real = record.recent("utilisation"), record.recent("real_utilisation")
     if used is not None:
@@ -261,7 +261,7 @@ def _plan(plan: dict[str, Any]) -> PageTable:
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(folder: os.PathLike, experiment: Experiment) -> dict[str, Any]:
+def _opened(folder: epath.Path, experiment: Experiment) -> dict[str, Any]:
     return corpus_statistics(experiment, Prepared.open(folder))
 
 

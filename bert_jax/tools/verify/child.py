@@ -116,8 +116,8 @@ class _Child:
         return forget_after(*args)
 
     def _save(self, save: Callable, saves: Saves, at: int, *args: Any) -> None:
-        if self._due("save"):
-            where = pathlib.Path(saves._folder), at
+        if (fault := self._due("save")) is not None:
+            where = pathlib.Path(saves._folder), at, fault
             self._start(threading.Thread(target=self._die_in_save, args=where))
         self._at("roll_back")
         save(saves, at, *args)
@@ -139,37 +139,38 @@ class _Child:
 
     # --- the kill -------------------------------------------------------------------------------
 
-    def _due(self, place: str) -> bool:
+    def _due(self, place: str) -> Fault | None:
         fault = self._fault
         if fault is None or self._dying is not None or fault.at != place:
-            return False
+            return None
         if place == "roll_back":
-            return self._redone is not None
-        return place in ("start", "prepare") or self._done >= fault.step
+            return None if self._redone is None else fault
+        return fault if place in ("start", "prepare") or self._done >= fault.step else None
 
     def _at(self, place: str, part: int | None = None) -> None:
         """Dies, now or soon, if the fault is of this place, and of this part if one is given."""
-        if self._due(place) and part in (None, self._fault.part):
-            if self._fault.after:
-                self._start(threading.Timer(self._fault.after, self._die))
+        fault = self._due(place)
+        if fault is not None and part in (None, fault.part):
+            if fault.after:
+                self._start(threading.Timer(fault.after, self._die, (fault,)))
             else:
-                self._die()
+                self._die(fault)
 
     def _start(self, dying: threading.Thread) -> None:
         self._dying, dying.daemon = dying, True
         dying.start()
 
-    def _die_in_save(self, folder: pathlib.Path, at: int) -> None:
+    def _die_in_save(self, folder: pathlib.Path, at: int, fault: Fault) -> None:
         """Dies once so many files of the save exist, or it is whole."""
         whole, unfinished = folder / str(at), folder / f"{at}.orbax-checkpoint-tmp"
         while not (whole.exists() or unfinished.exists()):
             time.sleep(_POLL)
-        while unfinished.exists() and files_below(unfinished) < self._fault.part:
+        while unfinished.exists() and files_below(unfinished) < fault.part:
             time.sleep(_POLL)
-        self._die()
+        self._die(fault)
 
-    def _die(self) -> None:
-        fault, self._fault = self._fault, None
+    def _die(self, fault: Fault) -> None:
+        self._fault = None
         self._note("killed", done=self._done)
         os.kill(os.getpid(), fault.signal)
 

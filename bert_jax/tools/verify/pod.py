@@ -131,7 +131,7 @@ def run(
         return ProcessResult(errors.STOPPED if stopped else errors.FINISHED, asked)
     for line in _explain(first, members):
         _print(f"pod: {line}", sys.stderr)
-    return ProcessResult(_shell_code(first.code), asked)
+    return ProcessResult(_shell_code(first.process.returncode), asked)
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
@@ -203,16 +203,17 @@ def _print(line: str, out: TextIO) -> None:
 
 def _explain(first: _Member, members: Sequence[_Member]) -> Iterator[str]:
     """Yields lines that say which process failed first and how, and the last ones of each."""
-    if all(member.code == first.code and not member.ended_by_us for member in members):
-        if first.code == -signal.SIGTERM:
+    code = first.process.returncode
+    if all(member.code == code and not member.ended_by_us for member in members):
+        if code == -signal.SIGTERM:
             yield "stopped before there was anything to save; run the same command again"
             return
-        yield f"all processes ended with exit code {_shell_code(first.code)}"
+        yield f"all processes ended with exit code {_shell_code(code)}"
         return
     role = ", the coordinator," if first.number == 0 else ""
-    ended = f"ended with exit code {first.code}"
-    if first.code < 0:
-        ended = f"was killed by {signal.Signals(-first.code).name}"
+    ended = f"ended with exit code {code}"
+    if code < 0:
+        ended = f"was killed by {signal.Signals(-code).name}"
     yield f"process {first.number} of {len(members)}{role} {ended}, and the others were ended"
     for member in (*(m for m in members if m is not first), first):
         yield from (f"[{member.number}] {line}" for line in list(member.tail))

@@ -129,6 +129,7 @@ def _in_an_evaluation_or_a_start(run: Undisturbed, chance: random.Random) -> Fau
 
 
 def _at_a_roll_back(run: Undisturbed, chance: random.Random) -> Fault:
+    assert run.rolled_back is not None  # else `draw` draws no kill of this kind
     done, to = run.rolled_back
     again = min(save for save in run.saves if save > to) - to
     return Fault("roll_back", step=done, part=chance.randrange(again))
