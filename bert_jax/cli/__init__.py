@@ -15,6 +15,7 @@ from bert_jax.cli.command import COMMANDS, add_arguments
 from bert_jax.config import Section, explain
 from bert_jax.config.code import name_file, was_used
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
+from bert_jax.process import prepare_process
 from bert_jax.system import restart_in_utf8_mode
 
 # Commands enter COMMANDS when they are imported; the help lists them in this order.
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         restart_in_utf8_mode()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal speaks UTF-8
+    prepare_process()
     words, args = sys.argv[1:] if argv is None else argv, None
     try:
         args = parse(words)
