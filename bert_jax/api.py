@@ -26,7 +26,7 @@ from bert_jax.interop import huggingface
 from bert_jax.pretraining import pretraining
 from bert_jax.pretraining.loaded import Loaded
 from bert_jax.pretraining.pretraining import Prepared
-from bert_jax.running.progress import LineConsole, Progress
+from bert_jax.running.progress import LoggedProgress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.shown import marked
@@ -79,6 +79,8 @@ def batches(experiment: Experiment | Path, step: int, workdir: Path | None = Non
 def pretrain(experiment: Experiment | Path, workdir: Path | None = None) -> Loaded:
     """Pre-trains to the end, or goes on where the run stopped, and loads the result.
 
+    What the command would print, the logger `bert_jax` is given (level INFO).
+
     Args:
       experiment: a value, an experiment file, or a resolved config as JSON.
       workdir: where the run lives; None: runs/NAME.
@@ -87,7 +89,7 @@ def pretrain(experiment: Experiment | Path, workdir: Path | None = None) -> Load
       RuntimeError: it ended before its last step.
     """
     experiment, place = _opened(experiment, workdir)
-    outcome = pretraining.pretrain(experiment, place, "keep", Progress(LineConsole()))
+    outcome = pretraining.pretrain(experiment, place, "keep", LoggedProgress())
     if outcome != "finished":
         raise RuntimeError(f"{place.named}: the run has {outcome}; call again to go on")
     return load(place.named)

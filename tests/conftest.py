@@ -17,8 +17,11 @@ import small_run  # noqa: E402
 # Before jax starts. Four devices on a CPU: what shards here shards on a pod.
 os.environ.update(small_run.settings(devices=4))
 
+from bert_jax.process import prepare_process  # noqa: E402
 from bert_jax.running.environment import keep_compiled_programs  # noqa: E402
 
+# Tests call what the command line calls. Those of the library start processes of their own.
+prepare_process()
 # What this process compiles is found by the commands that it starts.
 keep_compiled_programs()
 # Programs that jax keeps are many small objects, and looking through them again and again for
@@ -136,7 +139,7 @@ def objects(bucket_server, tmp_path, monkeypatch):
     import math
     import types
 
-    from bert_jax.storage import buckets, retry  # which sets gcsfs up
+    from bert_jax.storage import buckets, retry
 
     import gcsfs.retry  # isort: skip
 

@@ -13,26 +13,20 @@ for ten minutes.
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
-import logging
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
-from absl import logging as absl_logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.futures import synchronization
-from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint.utils import checkpoint_steps
 
-from bert_jax import config
+from bert_jax import config, foreign
 from bert_jax.config import Experiment
 from bert_jax.config.fields import Section
 from bert_jax.errors import InputError, Unavailable
+from bert_jax.process import logger
 from bert_jax.storage import buckets, retry
 from bert_jax.storage.workdir import absolute, translate_os_errors
 from bert_jax.training import mesh as mesh_lib
@@ -44,10 +38,6 @@ FORMAT_VERSION = 2
 _UNSEALED_VERSION = 1  # had no checksums
 # Prefix of the folders of damaged checkpoints, before their step.
 ASIDE = "damaged-"
-
-# Orbax would ask for the bucket itself, which rights on objects do not allow. Where a bucket has
-# folders, those of removed checkpoints stay, empty.
-gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
 
 
 class Damaged(InputError):
@@ -71,7 +61,6 @@ class Checkpoints:
     """
 
     def __init__(self, folder: epath.Path):
-        _quiet_orbax_logs()
         self._folder = folder
         self._was_allowed = False
 
@@ -232,7 +221,7 @@ class Checkpoints:
         if restored is None:
             return self.restore(self.named(which), abstract_state)
         for why in restored.damaged.values():
-            print(f"{why}; step {restored.step} is used instead", file=sys.stderr)
+            logger.warning("%s; step %d is used instead", why, restored.step)
         return restored
 
     def unreadable(self) -> dict[int, str]:
@@ -248,7 +237,7 @@ class Checkpoints:
 
     def _again(self, work: Callable[[], T]) -> T:
         """Does what can be repeated with the folder, again after each passing fault."""
-        with translate_os_errors(self._folder):
+        with translate_os_errors(self._folder), buckets.orbax_client(self._folder):
             denied = "wait" if self._was_allowed else "refuse"
             done = retry.again(work, str(self._folder), denied=denied)
         self._was_allowed = buckets.is_bucket(self._folder)  # whose tokens expire
@@ -281,16 +270,14 @@ class Checkpoints:
         return f"{self._folder / str(step)}: damaged, cannot be restored ({reason})"
 
 
-def context(**options: Any) -> ocp.Context:
-    """Returns Orbax's settings, with these next to ours."""
+def context() -> ocp.Context:
+    """Returns Orbax's settings as all checkpoints need them."""
+    settings = ocp.Context()
+    settings.array.saving.use_compression = False
     # Its store of shapes repeats what the arrays say, and nothing would notice a flipped bit there.
-    saving = ocp.options.ArrayOptions.Saving(use_compression=False, array_metadata_store=None)
-    loading = ocp.options.PyTreeOptions.Loading(partial_load=True)
-    return ocp.Context(
-        array_options=ocp.options.ArrayOptions(saving=saving),
-        pytree_options=ocp.options.PyTreeOptions(loading=loading),
-        **options,
-    )
+    settings.array.saving.array_metadata_store = None
+    settings.pytree.loading.partial_load = True
+    return settings
 
 
 @contextlib.contextmanager
@@ -302,19 +289,13 @@ def _independent_reads() -> Iterator[None]:
     So the count is reset after each read. Only saves increase the count, and all processes save
     together.
     """
-    own, options = jax.process_index(), {}
+    settings, own = context(), jax.process_index()
     if jax.process_count() > 1:
-        options["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
-            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"
-        )
-    generator = synchronization.OperationIdGenerator
-    operation_id = generator._operation_id
-    try:
-        with context(**options):
-            yield
-    finally:
-        generator._operation_id = operation_id
-        generator._operation_id_counter = itertools.count(operation_id + 1)
+        settings.multiprocessing.primary_host = own
+        settings.multiprocessing.active_processes = {own}
+        settings.multiprocessing.barrier_sync_key_prefix = f"process_{own}"
+    with foreign.operations_uncounted(), settings:
+        yield
 
 
 def _require_open(folder: epath.Path) -> None:
@@ -333,16 +314,3 @@ def _require_open(folder: epath.Path) -> None:
 def sha256_of(metadata: dict[str, Any]) -> str:
     """Returns a checksum of JSON: of a checkpoint's metadata, and so of its arrays' checksums."""
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
-
-
-def _quiet_orbax_logs() -> None:
-    """Silences orbax's logs in this process, from here on, and threads that it has left behind."""
-    absl_logging.set_verbosity(absl_logging.FATAL)
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-
-    def hear(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            sys.__unraisablehook__(unraisable)
-
-    sys.unraisablehook = hear
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)

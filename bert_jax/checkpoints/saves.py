@@ -18,9 +18,9 @@ from typing import Any
 import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.multihost import multihost
 from orbax.checkpoint.utils import checkpoint_steps
 
+from bert_jax import foreign
 from bert_jax.checkpoints.checkpoint import ASIDE, FORMAT_VERSION, Checkpoints, context, sha256_of
 from bert_jax.config import Run
 from bert_jax.distributed.peers import Peers
@@ -51,6 +51,7 @@ class Saves(Checkpoints):
         self._opened: ocp.training.Checkpointer | None = None
         self._is_saving = False
         self._has_failed = False  # the save under way, in this process: `wait` will raise why
+        self._client = contextlib.ExitStack()  # while entered
         self._remove_unfinished()  # by writers of a failed save that outlived its end
 
     # --- to save --------------------------------------------------------------------------------
@@ -222,15 +223,17 @@ class Saves(Checkpoints):
             self._again(lambda number=newer: remove(self._folder / str(number)))
 
     def __enter__(self) -> "Saves":
+        self._client.enter_context(buckets.orbax_client(self._folder))
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            if self._opened is not None:
-                with self._writing():
-                    self._opened.close()
-        finally:
-            self._remove_unfinished()
+        with self._client:
+            try:
+                if self._opened is not None:
+                    with self._writing():
+                        self._opened.close()
+            finally:
+                self._remove_unfinished()
 
     # --- how ------------------------------------------------------------------------------------
 
@@ -240,11 +243,11 @@ class Saves(Checkpoints):
         if self._opened is None:
             for step in self.steps:
                 self._losses[step] = self.metadata(step)["held_out_loss"]
-            barriers = _Barriers()
-            barriers.fail = lambda: setattr(self, "_has_failed", True)
+            settings = context()
+            _leave_barriers(settings.asynchronous, lambda: setattr(self, "_has_failed", True))
             self._opened = ocp.training.Checkpointer(
                 absolute(self._folder),
-                context=context(async_options=barriers),
+                context=settings,
                 preservation_policy=self,
                 cleanup_tmp_directories=True,
             )
@@ -299,7 +302,8 @@ class Saves(Checkpoints):
         """Removes what is unfinished, once nothing is being saved, lest a full disk stay full."""
         if not self._peers.is_primary:
             return
-        with contextlib.suppress(Exception):  # Orbax does the same where it begins to save
+        # Orbax does the same where it begins to save.
+        with contextlib.suppress(Exception), buckets.orbax_client(self._folder):
             for path in self._folder.glob(f"*{_UNFINISHED}"):
                 path.rmtree()
             self._folder.rmdir()
@@ -326,21 +330,18 @@ class Saves(Checkpoints):
             retry.again(work, f"{self._folder}")
 
 
-class _Barriers(ocp.options.AsyncOptions):
-    """Orbax's options, with barriers that a thread of a save does not come to once it has failed.
+def _leave_barriers(options: ocp.options.AsyncOptions, fail: Callable[[], None]) -> None:
+    """Keeps a thread of a save from Orbax's barriers once it has failed, and calls `fail` then.
 
-    The others wait for its part at another one, and would not learn of the failure.
+    The other processes wait for its part at another barrier, and would not learn of the failure.
     """
+    options_below = options.v0  # as Orbax's older interface, below, takes them
 
-    fail: Callable[[], None]  # is called then
-
-    def v0(self) -> Any:
-        """Returns them as Orbax's older interface, below, takes them."""
-        return dataclasses.replace(super().v0(), barrier_sync_fn=self._meet)
-
-    def _meet(self, *, key: str, timeout_ms: int) -> None:
+    def wait(*, key: str, timeout_ms: int) -> None:
         error = sys.exception()
         if error is not None and threading.current_thread() is not threading.main_thread():
-            self.fail()
+            fail()
             raise error
-        multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+        foreign.barrier(key, timeout_ms)
+
+    options.v0 = lambda: dataclasses.replace(options_below(), barrier_sync_fn=wait)

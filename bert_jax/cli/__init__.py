@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from absl import app
+from absl import app, flags, logging
 
 from bert_jax import __version__, errors
 from bert_jax.cli import (
@@ -22,6 +22,7 @@ from bert_jax.cli import (
 from bert_jax.cli.parsing import Command, Parser
 from bert_jax.config.code import name_file, was_used
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
+from bert_jax.process import prepare_process
 from bert_jax.system import restart_in_utf8_mode
 
 
@@ -119,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         restart_in_utf8_mode()
+        if sys.stderr.isatty():
+            logging.get_absl_handler().setFormatter(None)  # plain messages
         app.run(_run, flags_parser=_parse_or_exit)
     try:
         args = parse(argv or ())
@@ -129,15 +132,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse_or_exit(argv: Sequence[str]) -> argparse.Namespace:
     try:
-        return parse(argv[1:])
+        args = parse(argv[1:])
     except InputError as error:
         raise SystemExit(_report(error, argv[1:])) from None
+    if flags.FLAGS["verbosity"].using_default_value:
+        logging.set_verbosity(logging.WARNING)  # absl.app would set INFO
+    return args
 
 
 def _run(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code; prints an error in one line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal shows all of UTF-8
+    prepare_process()
     try:
         code_file = getattr(args, "code", None)
         if getattr(args, "cache_dir", None):

@@ -1,7 +1,6 @@
 """A command, its parser, and converters of its arguments."""
 
 import argparse
-import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,7 @@ from typing import NamedTuple, NoReturn
 
 from absl.flags import argparse_flags
 
-from bert_jax import errors
+from bert_jax import errors, foreign
 from bert_jax.errors import InputError
 
 
@@ -32,8 +31,7 @@ class Parser(argparse_flags.ArgumentParser):
             parents=list(parents),
             allow_abbrev=False,
         )
-        # argparse takes -4,-3 for a flag otherwise.
-        self._negative_number_matcher = re.compile(r"-[\d.]")
+        foreign.accept_negative_lists(self)
         self.add_argument("--debug", action="store_true", help="show tracebacks of errors")
 
     def error(self, message: str) -> NoReturn:

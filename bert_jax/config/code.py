@@ -21,8 +21,10 @@ from typing import Any
 from bert_jax.config.fields import CODE, Section
 from bert_jax.errors import InputError
 
-# Files that `--code` named, parted as in PATH: of this process and of those that it starts.
+# Files that `--code` named: those of the process that started this one, parted as in PATH, and its
+# own.
 _NAMED = "BERT_JAX_CODE"
+_named_files: list[str] = []
 # The copy that a run keeps of the file.
 COPY = "experiment_code.py"
 # The names of files that were run, and their texts, by their hashes.
@@ -52,7 +54,12 @@ def own(function: Callable[..., Any]) -> str:
 def name_file(path: str) -> None:
     """Notes that a file may be run if a config asks for it by its hash: `--code`."""
     _read(pathlib.Path(path))
-    os.environ[_NAMED] = os.pathsep.join(dict.fromkeys([*_named(), os.path.abspath(path)]))
+    _named_files.append(os.path.abspath(path))
+
+
+def environment() -> dict[str, str]:
+    """Returns the variable that names the same files to a process that this one starts."""
+    return {_NAMED: os.pathsep.join(_named())}
 
 
 def was_used(path: str) -> bool:
@@ -61,7 +68,8 @@ def was_used(path: str) -> bool:
 
 
 def _named() -> list[str]:
-    return [path for path in os.environ.get(_NAMED, "").split(os.pathsep) if path]
+    inherited = os.environ.get(_NAMED, "").split(os.pathsep)
+    return [*dict.fromkeys(path for path in (*inherited, *_named_files) if path)]
 
 
 def _read(path: pathlib.Path) -> tuple[bytes, str]:

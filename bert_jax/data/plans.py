@@ -33,6 +33,7 @@ from bert_jax import errors
 from bert_jax.data import draws, pairs, sentences
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
+from bert_jax.process import prepare_process
 from bert_jax.storage import buckets
 from bert_jax.storage.workdir import (
     cache_folder,
@@ -338,6 +339,7 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     """Makes the plan that `PlanWorker` asks for; an error is one line on standard output."""
+    prepare_process()
     os.nice(10)  # a step comes first
     try:
         task = pickle.load(sys.stdin.buffer)

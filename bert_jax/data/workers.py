@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from etils import epath
 from rich import progress as rich_progress
 
+from bert_jax import process as process_lib
 from bert_jax.errors import Unavailable, duration
 from bert_jax.storage import buckets, copies
 from bert_jax.storage.workdir import translate_os_errors
@@ -91,7 +92,7 @@ class Progress:
         self._next = self._start + _EVERY
         if left < total:
             self._say(f"{self._what}: {_mb(total - left)} of {_mb(total)} were done before")
-        if not left or not sys.stdout.isatty():
+        if not (left and process_lib.is_prepared and sys.stdout.isatty()):
             yield
             return
         columns = (
@@ -225,6 +226,7 @@ def _start() -> tuple[subprocess.Popen, Connection]:
 def serve(file: int) -> None:
     """Runs tasks that come over a connection, until it ends; the work of a worker."""
     die_with_parent()
+    process_lib.prepare_process()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     connection = Connection(file)
     with contextlib.suppress(EOFError, ConnectionError):

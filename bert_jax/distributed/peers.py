@@ -22,9 +22,10 @@ from typing import Any, NoReturn
 
 import jax
 
-from bert_jax import errors
+from bert_jax import errors, foreign
 from bert_jax.distributed import rendezvous, slices
 from bert_jax.errors import InputError, Unavailable
+from bert_jax.process import logger
 from bert_jax.storage import retry
 
 Kind = type[InputError | Unavailable]
@@ -81,7 +82,7 @@ class Peers:
 
     def say(self, line: str) -> None:
         """Shows a line about this process, of whichever number."""
-        print(f"bert-jax: {self._me}: {line}", file=sys.stderr, flush=True)
+        logger.warning("bert-jax: %s: %s", self._me, line)
 
     def owner(self, device: jax.Device) -> str:
         """Returns the process of a device, and its host; all processes ask together."""
@@ -312,7 +313,7 @@ class Peers:
         """Says why and leaves, process 0 last: the others read from it."""
         self._ending.acquire()  # one of the two threads that may come here; never given back
         retry.hurry()
-        print(failure["line"], file=sys.stderr, flush=True)
+        logger.error("%s", failure["line"])
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self.is_primary:
                 deadline = time.monotonic() + _READ
@@ -372,6 +373,8 @@ def connected(
 def _connect(wait: float, placed: Callable[[int, int, int], Any]) -> Peers:
     limit = seconds("BERT_JAX_ARRIVE_WITHIN") or _ARRIVE
     place, membership, bind = rendezvous.own_place(), None, None
+    if place is None and not _on_tpu_host():
+        return Peers(0, 1, None, limit)
     # jax's notice of SIGTERM takes the signal over: only once there is something to save.
     jax.config.update("jax_enable_preemption_service", False)
     if place is not None:
@@ -388,9 +391,9 @@ def _connect(wait: float, placed: Callable[[int, int, int], Any]) -> Peers:
             initialization_timeout=round(limit),
             coordinator_bind_address=bind,
         )
-    elif not (_on_tpu_host() and _found_by_jax(limit)):
+    elif not _found_by_jax(limit):
         return Peers(0, 1, None, limit)
-    state = _state()  # to ask jax would start its devices
+    state = foreign.distributed_state()
     return Peers(state.process_id, state.num_processes, state.client, limit, membership)
 
 
@@ -440,11 +443,4 @@ def _found_by_jax(limit: float) -> bool:
 def notice_sigterm() -> None:
     """Hands SIGTERM over to jax, which tells all processes at which step to stop."""
     jax.config.update("jax_enable_preemption_service", True)
-    _state().initialize_preemption_sync_manager()
-
-
-def _state() -> Any:
-    """Returns the coordinator's client; jax has no public name for it."""
-    from jax._src import distributed
-
-    return distributed.global_state
+    foreign.distributed_state().initialize_preemption_sync_manager()

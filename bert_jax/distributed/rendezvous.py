@@ -27,6 +27,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from bert_jax import foreign
 from bert_jax.distributed.slices import RollCall, SlicePolicy
 from bert_jax.errors import InputError, Unavailable
 
@@ -64,12 +65,11 @@ def own_place() -> ProcessPlace | None:
 
 def _in_slurm() -> ProcessPlace | None:
     """Returns this task's place in the step that `srun` started; None outside of one or alone."""
-    from jax._src.clusters.slurm_cluster import SlurmCluster as Step  # jax has no public name
-
-    if not Step.is_env_present() or Step.get_process_count() == 1:
+    step = foreign.slurm_cluster()
+    if not step.is_env_present() or step.get_process_count() == 1:
         return None
-    address = Step.get_coordinator_address(None, os.environ.get("JAX_COORDINATOR_PORT"))
-    return ProcessPlace(address, Step.get_process_id(), Step.get_process_count())
+    address = step.get_coordinator_address(None, os.environ.get("JAX_COORDINATOR_PORT"))
+    return ProcessPlace(address, step.get_process_id(), step.get_process_count())
 
 
 def wait_for_all(place: ProcessPlace, limit: float) -> None:

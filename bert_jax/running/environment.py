@@ -7,15 +7,14 @@ import json
 import os
 import pathlib
 import platform
-import sys
 from typing import Any
 
 import jax
 from flax import traverse_util
-from jax._src import cache_key, compilation_cache  # jax has no public names for what is changed
 
 import bert_jax
-from bert_jax import system
+from bert_jax import foreign, system
+from bert_jax.process import logger
 from bert_jax.storage.workdir import cache_folder
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -101,7 +100,7 @@ def _cpu_model() -> str:
 _COMPILED_BYTES = 2**30
 
 
-class CompilationCache(compilation_cache.LRUCache):
+class CompilationCache(foreign.compilation_cache_class()):
     """Keeps compiled programs as jax does, but behind checksums: jax runs a damaged one."""
 
     environment = ""  # a hash of what programs depend on that jax's keys leave out
@@ -115,7 +114,7 @@ class CompilationCache(compilation_cache.LRUCache):
             return entry[32:]
         path = self.path / f"{self._name(key)}-cache"
         path.unlink(missing_ok=True)
-        print(f"{path}: damaged, and removed; compiling again", file=sys.stderr)
+        logger.warning("%s: damaged, and removed; compiling again", path)
         return None
 
     def put(self, key: str, value: bytes) -> None:
@@ -133,16 +132,13 @@ def keep_compiled_programs() -> None:
     processes jax lets the first alone write. JAX_COMPILATION_CACHE_DIR names another place than the
     user's cache folder; empty: none.
     """
-    compilation_cache.LRUCache = CompilationCache
+    foreign.use_compilation_cache(CompilationCache)
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     # What a program is jax knows by itself, whichever code has built it.
     of = {name: value for name, value in environment().items() if name != "code"}
     if jax.default_backend() == "cpu":
-        # jax's keys leave out what differs between processes on CPUs: which devices are their own.
-        # The environment says what of the machine matters. The functions differ in a parameter's
-        # name, and jax passes it by position.
-        cache_key._hash_accelerator_config = cache_key._hash_devices  # pyrefly: ignore[bad-assignment]
+        foreign.hash_devices_only()  # the environment says what of the machine matters
     else:
         # A CPU's programs use what that very CPU can do; hosts of other devices share theirs.
         of = {name: value for name, value in of.items() if name not in ("cpu", "threads")}

@@ -33,8 +33,10 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from bert_jax import foreign
 from bert_jax.errors import InputError, Unavailable, duration
 from bert_jax.model import losses
+from bert_jax.process import logger
 from bert_jax.storage.workdir import Workdir, create_folder, new_file, translate_os_errors
 
 # Of the annotation around each step; XProf looks for a number of this kind.
@@ -55,6 +57,7 @@ class LineConsole(Console):
     def __init__(self, quiet: bool = False):
         # Otherwise rich displays each line in Jupyter as a separate output.
         super().__init__(quiet=quiet, force_jupyter=False)
+        foreign.on_write_error(self, self._on_write_error)
 
     def on_broken_pipe(self) -> None:
         """Silences the console; rich would end the process, and lose steps that are not saved."""
@@ -62,20 +65,17 @@ class LineConsole(Console):
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
-    def _check_buffer(self) -> None:  # by which rich writes all that it shows
-        try:
-            super()._check_buffer()
-        except OSError as error:
-            del self._buffer[:]
-            if error.errno not in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
-                raise
-            shown = os.dup(sys.stdout.fileno())
-            self.on_broken_pipe()
-            sys.stdout.flush()  # what is left of the line
-            if error.errno != errno.EIO:  # the next one may find room
-                os.dup2(shown, sys.stdout.fileno())
-                self.quiet = False
-            os.close(shown)
+    def _on_write_error(self, error: OSError) -> None:
+        """Drops a line that a full disk or a lost terminal does not take."""
+        if error.errno not in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise error
+        shown = os.dup(sys.stdout.fileno())
+        self.on_broken_pipe()
+        sys.stdout.flush()  # what is left of the line
+        if error.errno != errno.EIO:  # the next one may find room
+            os.dup2(shown, sys.stdout.fileno())
+            self.quiet = False
+        os.close(shown)
 
 
 class Progress:
@@ -145,6 +145,23 @@ class Progress:
     def _left(self, done: float) -> str:
         pace = self._seconds / max(self._steps, 1)
         return duration(pace * (self._total - done))
+
+
+class LoggedProgress(Progress):
+    """Logs the lines of a run that Python started, and prints nothing."""
+
+    def __init__(self):
+        super().__init__(Console(quiet=True, force_terminal=False, force_jupyter=False))
+        self._is_silent = False
+
+    def be_silent(self) -> None:
+        """Logs nothing from now on."""
+        self._is_silent = True
+
+    def say(self, line: str) -> None:
+        """Logs a line."""
+        if not self._is_silent:
+            logger.info("%s", line)
 
 
 # What the loop waits for by name; the rest of a lap is steps. Waiting for data counts as steps:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from bert_jax import config, hardware, system
+from bert_jax import config, hardware, process, system
 from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Run
@@ -64,8 +64,9 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         job.require_runnable(mesh)
         _require_checkable(experiment.run, mesh)
         trackers.require_installed(experiment.run.trackers)
-        system.keep_freed_memory()
-        keep_compiled_programs()
+        if process.is_prepared:
+            system.keep_freed_memory()
+            keep_compiled_programs()
         peers.connect(mesh)
         clock = Clock()
         with _held(job, peers) as (mirror, forget):

@@ -32,6 +32,8 @@ _FORMAT_VERSION = 1
 _SECONDS, _LAST = 10.0, 60.0
 # What a project is called where runs of several kinds lie together.
 _PROJECT = "bert_jax"
+# Where Trackio looks for its folder; no argument names it.
+_TRACKIO = "TRACKIO_DIR"
 # A tracked run: the id by which it is found again after a resume; what takes (group, step, numbers
 # of a line), a group being train, evaluation, probes or timings, say; what ends it.
 Tracker = tuple[str, Callable[[str, int, Mapping[str, float]], Any], Callable[[], Any]]
@@ -62,7 +64,7 @@ def _tensorboard(location: RunLocation, known: str) -> Tracker:
 
 
 def _trackio(location: RunLocation, known: str) -> Tracker:
-    os.environ.setdefault("TRACKIO_DIR", os.path.join(location.folder, "trackio"))
+    os.environ.setdefault(_TRACKIO, os.path.join(location.folder, "trackio"))
     import trackio
 
     name = known or f"{location.name}-{uuid.uuid4().hex[:8]}"
@@ -72,12 +74,13 @@ def _trackio(location: RunLocation, known: str) -> Tracker:
 
 def _wandb(location: RunLocation, known: str) -> Tracker:
     """Opens a run of Weights & Biases, in W/wandb; `wandb sync` sends it."""
-    os.environ.setdefault("WANDB_MODE", "offline")
     import wandb
 
     name = known or uuid.uuid4().hex
     words = {"config": location.settings, "resume": "allow", "dir": location.folder}
     words["settings"] = wandb.Settings(console="off", silent=True)
+    if not os.environ.get("WANDB_MODE"):
+        words["mode"] = "offline"
     return _of_run(name, wandb.init(project=_PROJECT, name=location.name, id=name, **words))
 
 
@@ -146,6 +149,7 @@ def following(
     ends = threading.Event()
     args = (names, workdir, experiment, say, ends)
     thread = threading.Thread(target=_follow, args=args, name="trackers", daemon=True)
+    is_named = _TRACKIO in os.environ
     thread.start()
     try:
         yield
@@ -154,6 +158,8 @@ def following(
         thread.join(_LAST)
         if thread.is_alive():
             say(f"trackers: not done after {_LAST:.0f} s more; lines not sent yet are left out")
+        if not is_named:
+            os.environ.pop(_TRACKIO, None)
 
 
 def _follow(

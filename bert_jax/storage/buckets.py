@@ -18,7 +18,6 @@ import errno
 import functools
 import hashlib
 import io
-import logging
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +27,7 @@ import fsspec
 import google_crc32c
 from etils import epath
 
+from bert_jax import foreign
 from bert_jax.errors import InputError
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import create_folder, translate_os_errors, write_atomic
@@ -42,13 +42,6 @@ _PROBE = ".bert_jax.tmp"  # written and removed to see whether objects may be
 _BLOCK, _RANGE = 2**20, 2**22
 # Seconds for an answer to a request, for a connection, and between two of its bytes.
 _REQUEST, _CONNECT, _BYTE = 600.0, 30.0, 120.0
-
-# epath's and Orbax's connections, too, must see what other processes have written since.
-fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
-# And be patient; by its name, since gcsfs need not be installed.
-fsspec.register_implementation("gcs", "bert_jax.storage.gcs.PatientFileSystem", clobber=True)
-# It raises its errors, too, and ours is one line.
-logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 # (bucket, right) that were used with success.
 _granted: set[tuple[str, Right]] = set()
@@ -435,6 +428,21 @@ def _tried(
         return done
 
     return retry.again(attempt, os.fspath(path), seconds=seconds)
+
+
+def orbax_client(folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
+    """Has Orbax wait for a bucket as we do while entered; nothing for a folder of this machine."""
+    if not is_bucket(folder):
+        return contextlib.nullcontext()
+    return foreign.bucket_client(_patient_files)
+
+
+@functools.cache
+def _patient_files() -> Any:
+    from bert_jax.storage.gcs import PatientFileSystem
+
+    # The lists of other processes' objects must be new; etils wants the last argument.
+    return PatientFileSystem(use_listings_cache=False, finalize_on_close=True)
 
 
 @functools.cache

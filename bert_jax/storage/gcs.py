@@ -1,6 +1,6 @@
 """gcsfs, whose answers are checked; and as Orbax and jax reach buckets through epath.
 
-Imported on the first use of a bucket; by fsspec, for paths gs:// (see `buckets`).
+Imported on the first use of a bucket; in processes of our own by fsspec, too (see `process`).
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from gcsfs.core import GCSFileSystem
 from gcsfs.retry import HttpError
 from multidict import CIMultiDictProxy
 
+from bert_jax import foreign
 from bert_jax.errors import InputError
 from bert_jax.storage import retry
 
@@ -58,7 +59,7 @@ class PatientFileSystem(CheckedFileSystem):
     """
 
     # One attempt: gcsfs itself tries six times, half a minute in all.
-    _request = GCSFileSystem._request.__wrapped__
+    _request = foreign.single_request()
 
     async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
         answers = _answers

@@ -5,7 +5,6 @@ import csv
 import dataclasses
 import itertools
 import json
-import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError, printable
 from bert_jax.model import heads
 from bert_jax.pretraining.loaded import Loaded, line_of
+from bert_jax.process import logger
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, create_folder, load_experiment, write_atomic
 from bert_jax.tasks import examples as examples_lib
@@ -219,10 +219,10 @@ def _threshold(restored: Restored) -> float:
     """Returns the score for no answer above which none is given."""
     threshold = restored.metadata["notes"]["no_answer_threshold"]
     if threshold is None:
-        print(
-            f"step {restored.step} was not evaluated, which would set a threshold; `no answer` is "
-            "given wherever it scores highest",
-            file=sys.stderr,
+        logger.warning(
+            "step %d was not evaluated, which would set a threshold; `no answer` is given wherever "
+            "it scores highest",
+            restored.step,
         )
         return 0.0
     return threshold
@@ -267,12 +267,12 @@ def predict(
 
 def _warn_of_broken(tally: Tally) -> None:
     if tally.broken:
-        print(f"broken rows left out: {printable(str(tally))}", file=sys.stderr)
+        logger.warning("broken rows left out: %s", printable(str(tally)))
 
 
 def _warn_of_unknown(model: TaskModel) -> None:
     if warning := model.unknown.warning("the text"):
-        print(warning, file=sys.stderr)
+        logger.warning("%s", warning)
 
 
 # --- tables ---------------------------------------------------------------------------------------

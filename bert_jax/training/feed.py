@@ -4,6 +4,7 @@ A batch is a function of its step (data.batches), so the feed starts at any step
 not know of it, and a process that makes batches may be killed: another one makes them again.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,10 +12,9 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from absl import flags
 from jax.sharding import NamedSharding
 
-from bert_jax import system
+from bert_jax import foreign, system
 from bert_jax.data.batches import Batch
 
 MakeBatch = Callable[[int, np.ndarray], Batch]
@@ -49,6 +49,7 @@ class Feed:
         self._rows = local_rows(sharding, batch_size)
         self._prefetch, self._workers, self._say = prefetch, workers, say
         self._deaths = 0
+        self._flags = contextlib.ExitStack()  # until the end: new processes may be started
         self._iterator = self._host_batches()
 
     def _host_batches(self) -> grain.DatasetIterator:
@@ -62,8 +63,7 @@ class Feed:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch)
         dataset = steps.to_iter_dataset(options)
         if self._workers:
-            if not flags.FLAGS.is_parsed():  # Grain's workers read absl flags
-                flags.FLAGS.mark_as_parsed()
+            self._flags.enter_context(foreign.parsed_flags())
             dataset = dataset.mp_prefetch(
                 grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._prefetch),
                 worker_init_fn=_die_with_parent,
@@ -104,7 +104,8 @@ class Feed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._iterator.close()
+        with self._flags:
+            self._iterator.close()
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:

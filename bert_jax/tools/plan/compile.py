@@ -35,7 +35,7 @@ from etils import epath
 from jax.experimental import topologies
 
 from bert_jax import config, system
-from bert_jax.config import Experiment
+from bert_jax.config import Experiment, code
 from bert_jax.errors import InputError
 from bert_jax.pretraining.pretraining import require_runnable
 from bert_jax.storage.workdir import cache_folder, create_folder, translate_os_errors, write_atomic
@@ -203,7 +203,8 @@ def _begin(job: CompileJob, folder: pathlib.Path, log: Callable[[str], None]) ->
     dump = folder / "dump"
     dump.mkdir()
     arguments = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP.format(dump)}".strip()
-    environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": path, "LIBTPU_INIT_ARGS": arguments}
+    environment = os.environ | code.environment() | _ENVIRONMENT
+    environment |= {"PYTHONPATH": path, "LIBTPU_INIT_ARGS": arguments}
     environment.pop("XLA_FLAGS", None)  # a plan is of the compiler as it comes
     with open(folder / "output", "wb") as output:
         return subprocess.Popen(

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple, TextIO
 
 from bert_jax import errors, system
+from bert_jax.config import code
 from bert_jax.errors import InputError
 
 # Seconds in which the others may end by themselves once one has failed.
@@ -88,7 +89,8 @@ def run(
         address = ",".join(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
     flag = "--xla_force_host_platform_device_count="
     others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag)]
-    environment = os.environ | {
+    environment = os.environ | code.environment()
+    environment |= {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join([*others, f"{flag}{devices}"]),
         "JAX_COORDINATOR_ADDRESS": address,

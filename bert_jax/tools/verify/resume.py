@@ -16,6 +16,7 @@ from typing import Literal
 
 from bert_jax import errors
 from bert_jax.config import Experiment
+from bert_jax.config import code as code_lib
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tools.verify import compare
@@ -188,7 +189,7 @@ class Children:
             here = log.tell()
             process = subprocess.Popen(
                 [sys.executable, "-m", CHILD, plan.to_json(), *words],
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env=os.environ | code_lib.environment() | {"PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

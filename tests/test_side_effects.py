@@ -1,0 +1,293 @@
+"""bert_jax as a library: what Python imports and calls changes nothing of its process.
+
+Each check runs in a process of its own, which imports the libraries below bert_jax first: what
+their import changes is theirs.
+"""
+
+import gc
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import pathlib
+import random
+import signal
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import small_run
+
+LIBRARIES = (
+    *("absl.flags", "absl.logging", "etils.epath", "flax.nnx", "fsspec", "gcsfs", "grain", "jax"),
+    *("jax.experimental.multihost_utils", "numpy", "optax", "orbax.checkpoint", "pyarrow"),
+    *("rich.progress", "safetensors.numpy", "scipy.stats", "sklearn.metrics", "sentencepiece"),
+    *(
+        "tensorflow_datasets",
+        "tensorstore",
+        "tokenizers",
+        "google.cloud.storage",
+        "pyarrow.parquet",
+        "array_record",
+    ),
+)
+# Of which every function and method is compared.
+PATCHABLE = ("absl", "etils", "fsspec", "gcsfs", "jax", "orbax", "rich", "threading")
+
+
+def functions() -> dict[str, Any]:
+    """The functions and classes of other libraries, and what their classes and objects hold."""
+    found: dict[str, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] not in PATCHABLE or not isinstance(module, types.ModuleType):
+            continue
+        for key, value in list(vars(module).items()):
+            if not callable(value):
+                continue
+            found[f"{name}.{key}"] = value
+            if isinstance(value, type) and value.__module__ == name:
+                of = {k: v for k, v in vars(value).items() if isinstance(v, types.FunctionType)}
+                found |= {f"{name}.{key}.{k}": v for k, v in of.items()}
+    return found
+
+
+def module_of(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def loggers() -> dict[str, Any]:
+    known = {"": logging.root, **logging.root.manager.loggerDict}
+    return {
+        name: (one.level, [*one.handlers], [*one.filters], one.propagate, one.disabled)
+        for name, one in known.items()
+        if isinstance(one, logging.Logger) and not name.startswith("bert_jax")
+    } | {"disabled": logging.root.manager.disable}
+
+
+def memory() -> list[Any]:
+    """What the C library was told: `system` calls a stand-in."""
+    return list(told)
+
+
+told: list[Any] = []
+# Each may gain names, by a module that is imported later, but changes and loses none.
+PARTS: dict[str, Callable[[], Any]] = {
+    "hooks": lambda: {
+        **{name: value for name, value in vars(sys).items() if name.endswith("hook")},
+        "threading": threading.excepthook,
+        "tracing": (sys.gettrace(), sys.getprofile()),
+    },
+    "streams": lambda: [sys.stdin, sys.stdout, sys.stderr],
+    "loggers": loggers,
+    "own handlers": lambda: [
+        (one.name, one.level, [*one.handlers], [*one.filters], one.propagate)
+        for name, one in logging.root.manager.loggerDict.items()
+        if name.startswith("bert_jax") and isinstance(one, logging.Logger)
+        if one.level or one.handlers or one.filters or not one.propagate
+    ],
+    "warnings": lambda: [*warnings.filters],
+    "fsspec": lambda: {
+        "known": json.dumps(module_of("fsspec.registry").known_implementations),
+        "config": json.dumps(module_of("fsspec").config.conf),
+        "gcs": module_of("fsspec").get_filesystem_class("gcs"),
+        "gs": module_of("fsspec").get_filesystem_class("gs"),
+    },
+    "etils": lambda: [
+        {**vars(module_of("etils.epath.backend").fsspec_backend)},
+        {**module_of("etils.epath.gpath")._PREFIX_TO_BACKEND},
+    ],
+    "environment": lambda: [f"{name}={value}" for name, value in sorted(os.environ.items())],
+    "signals": lambda: [
+        *[signal.getsignal(number) for number in sorted(signal.valid_signals())],
+        signal.getitimer(signal.ITIMER_REAL),
+    ],
+    "absl": lambda: [
+        module_of("absl.logging").get_verbosity(),
+        module_of("absl.flags").FLAGS.is_parsed(),
+    ],
+    "paths": lambda: [*sys.path, *sys.path_hooks, *sys.meta_path, os.getcwd()],
+    "functions": functions,
+    "jax": lambda: dict(module_of("jax").config.values),
+    "memory": memory,
+    "random": lambda: [random.getstate(), str(module_of("numpy").random.get_state())],
+    "interpreter": lambda: [
+        *(gc.get_threshold(), gc.isenabled(), sys.getrecursionlimit(), sys.getswitchinterval()),
+        sys.dont_write_bytecode,
+    ],
+}
+
+
+def changes(before: dict[str, Any]) -> dict[str, str]:
+    """What differs now, by part."""
+    found = {}
+    for part, read in PARTS.items():
+        old, new = before[part], read()
+        if isinstance(old, dict):
+            new = {name: new.get(name) for name in old}
+            wrong = [name for name in old if old[name] is not new[name] and old[name] != new[name]]
+            if wrong:
+                found[part] = f"{wrong[0]}: {old[wrong[0]]} -> {new[wrong[0]]}"[:300]
+        elif old != new:
+            gone, more = ([x for x in a if x not in b] for a, b in ((old, new), (new, old)))
+            found[part] = f"{gone} -> {more}"[:300]
+    return found
+
+
+def look() -> dict[str, Any]:
+    return {part: read() for part, read in PARTS.items()}
+
+
+def prepare() -> None:
+    """Imports what is below bert_jax, and bert_jax's modules without its calls."""
+    for name in LIBRARIES:
+        if importlib.util.find_spec(name.split(".")[0]) is not None:
+            importlib.import_module(name)
+    from orbax.checkpoint import v1
+
+    assert v1.Context
+    module_of("jax").devices()
+
+
+def call_everything(folder: str, changed: dict[str, Any]) -> None:
+    """Imports and calls what the documents show, and notes what each changed."""
+    prepare()
+    before = look()
+
+    def check(what: str) -> None:
+        if found := changes(before):
+            changed[what] = found
+
+    import bert_jax
+
+    for path in (pathlib.Path(bert_jax.__file__).parent).rglob("*.py"):
+        name = ".".join(path.relative_to(pathlib.Path(bert_jax.__file__).parents[1]).parts)[:-3]
+        if name.split(".")[1] not in ("experiments", "launch") and "__main__" not in name:
+            importlib.import_module(name)
+    check("import")
+    from bert_jax import system
+
+    system._mallopt = told.append
+    model = bert_jax.load("run")
+    check("load")
+    model.fill("wa wb [MASK] xc .")
+    model.embed(["wa wb", "xc ."])
+    check("fill and embed")
+    bert_jax.batches("small.py", 5, f"{folder}/run")
+    check("batches")
+    bert_jax.pretrain("small.py", f"{folder}/run")
+    check("pretrain")
+
+
+def finetune(folder: str, changed: dict[str, Any]) -> None:
+    """A short fine-tuning with a worker process."""
+    prepare()
+    import tuned
+
+    from bert_jax import config
+    from bert_jax.config import Finetuning
+    from bert_jax.running.progress import LoggedProgress
+    from bert_jax.tasks.job import finetune
+
+    tuned.write_base("base")
+    tuned.write_task(pathlib.Path(), "classify")
+    before = look()
+    settings = ("epochs=1", "run.data_workers=1")
+    experiment = config.override(config.load("task.py", Finetuning), settings)
+    assert finetune(experiment, "base", f"{folder}/run", LoggedProgress()) == "finished"
+    if found := changes(before):
+        changed["finetune"] = found
+
+
+# What changes each part, without the others.
+VIOLATIONS = {
+    "hooks": "sys.unraisablehook = print",
+    "streams": "sys.stdout = sys.stderr",
+    "loggers": "logging.getLogger('asyncio').setLevel(logging.CRITICAL)",
+    "own handlers": "logging.getLogger('bert_jax').addHandler(logging.NullHandler())",
+    "warnings": "warnings.filterwarnings('ignore', 'coroutine')",
+    "fsspec": "fsspec.config.conf.setdefault('gs', {})['use_listings_cache'] = False",
+    "etils": "backend.fsspec_backend._get_filesystem = print",
+    "environment": "os.environ['WANDB_MODE'] = 'offline'",
+    "signals": "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+    "absl": "flags.FLAGS.mark_as_parsed()",
+    "paths": "sys.path.insert(0, 'x')",
+    "functions": "gcs_utils.is_hierarchical_namespace_enabled = print",
+    "jax": "jax.config.update('jax_enable_preemption_service', False)",
+    "memory": "told.append(1)",
+    "random": "random.random()",
+    "interpreter": "gc.set_threshold(1)",
+}
+MORE_VIOLATIONS = (
+    ("loggers", "logging.getLogger('gcsfs').addFilter(print)"),
+    ("loggers", "logging.root.addHandler(logging.NullHandler())"),
+    ("loggers", "logging.disable()"),
+    ("fsspec", "fsspec.register_implementation('gcs', 'a.B', clobber=True)"),
+    ("absl", "absl_logging.set_verbosity(absl_logging.INFO)"),
+    ("functions", "Console._check_buffer = print"),
+    ("functions", "gcsfs.core.GCSFileSystem._request = print"),
+    ("functions", "cache_key._hash_accelerator_config = print"),
+    ("etils", "gpath._PREFIX_TO_BACKEND['gs'] = print"),
+    ("paths", "os.chdir('/')"),
+)
+
+
+def violate(folder: str, changed: dict[str, Any]) -> None:
+    """Does what is not to be done, one after the other; notes what is seen of each."""
+    import fsspec
+    import gcsfs
+    import jax
+    from absl import flags
+    from absl import logging as absl_logging
+    from etils.epath import backend, gpath
+    from jax._src import cache_key
+    from orbax.checkpoint._src.path import gcs_utils
+    from rich.console import Console
+
+    names = {**globals(), **locals(), "fsspec": fsspec, "gcsfs": gcsfs, "jax": jax}
+    assert flags and absl_logging and backend and gpath and cache_key and gcs_utils and Console
+    shown = sys.stdout
+    for number, (_, code) in enumerate([*VIOLATIONS.items(), *MORE_VIOLATIONS]):
+        before = look()
+        exec(code, names)
+        changed[str(number)] = changes(before)
+        sys.stdout = shown
+
+
+def child(work: str, folder: str, report: str) -> None:
+    changed: dict[str, Any] = {}
+    globals()[work](folder, changed)
+    pathlib.Path(report).write_text(json.dumps(changed, default=str))
+
+
+def run(work: str, folder: pathlib.Path, cwd: pathlib.Path) -> dict[str, Any]:
+    """Does a part of the work in a process of its own, which must print nothing."""
+    report = folder / "report.json"
+    code = f"import sys; sys.path[:] = {sys.path!r}; import os; os.chdir({str(cwd)!r});"
+    code += f"import test_side_effects as t; t.child({work!r}, {str(folder)!r}, {str(report)!r})"
+    # Grain's workers leave shared memory behind, of which Python's tracker warns at the end.
+    done = small_run.command("-c", code, devices=1, PYTHONWARNINGS="ignore::UserWarning")
+    assert done.returncode == 0, done.stderr.decode()
+    assert (done.stdout, done.stderr) == (b"", b"")
+    return json.loads(report.read_text())
+
+
+def test_what_python_imports_and_calls_changes_nothing(copy_of_run, tmp_path):
+    assert run("call_everything", tmp_path, copy_of_run) == {}
+
+
+@pytest.mark.long
+def test_a_fine_tuning_from_python_changes_nothing(tmp_path):
+    assert run("finetune", tmp_path, tmp_path) == {}
+
+
+def test_a_change_of_any_part_is_seen(tmp_path):
+    found = run("violate", tmp_path, tmp_path)
+    wanted = [*VIOLATIONS, *(part for part, _ in MORE_VIOLATIONS)]
+    assert [part for number, part in enumerate(wanted) if part not in found[str(number)]] == []
+    assert all(len(found[str(number)]) == 1 for number in range(len(VIOLATIONS)))
+    assert {*VIOLATIONS} == {*PARTS}
