@@ -1,0 +1,120 @@
+"""Names and sentences that a reader has to decode are listed, and the list only shrinks.
+
+`golden/style.txt` has a line for each exception. A line that no longer applies must go:
+`PYTHONPATH=tests python -m test_style > tests/golden/style.txt` writes the list anew.
+"""
+
+import ast
+import collections
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXCEPTIONS = ROOT / "tests" / "golden" / "style.txt"
+
+# A function is a verb with its object, or the noun that it computes. Its name does not begin with
+# one of these words, and is none of the pronouns. (`with_...`, `without_...` return a changed copy,
+# and `on_...` handles an event, as elsewhere.)
+_PREPOSITIONS = "about above across after against among as at before below between beyond by for"
+_PREPOSITIONS += " from in into of off out over since through to under until up within"
+_PARTICIPLES = "asked begun called chosen cut done drawn forgotten found given going gone held"
+_PARTICIPLES += " hidden kept known laid learned left listed lost made met moved named opened"
+_PARTICIPLES += " packed placed said seen sent shown taken told tried used wanted written"
+_PRONOUNS = "all any both each every it one other others ours some that theirs these this what"
+FIRST_WORDS = frozenset(f"{_PREPOSITIONS} {_PARTICIPLES}".split())
+PRONOUNS = frozenset(_PRONOUNS.split())
+# Ordinary names that begin so: constructors, conversions, and held-out rows.
+USUAL = re.compile(r"of|held_out\w*|(to|from)_(json|bytes|dict)")
+WIDTH = 100
+
+
+def python_files() -> list[pathlib.Path]:
+    folders = ("bert_jax", "launch", "experiments")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    links = {ROOT / "bert_jax" / "experiments", ROOT / "bert_jax" / "launch"}
+    return sorted(path for path in files if not links & set(path.parents))
+
+
+def unclear_functions(nodes: list[ast.AST]) -> Iterator[str]:
+    """Yields the names of functions that break the rule above."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            name = node.name.strip("_")
+            is_unclear = name.partition("_")[0] in FIRST_WORDS or name in PRONOUNS
+            if is_unclear and not USUAL.fullmatch(name):
+                yield node.name
+
+
+def sentences_with_of(source: str, nodes: list[ast.AST]) -> Iterator[str]:
+    """Yields the sentences of comments and docstrings that begin with "Of"."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented)]
+    texts += re.findall(r"(?:^|  )#(.*(?:\n *#.*)*)", source, re.MULTILINE)
+    for text in texts:
+        plain = re.sub(r"\n *#", "", text).strip()
+        yield from re.findall(r"(?:^|[.;:]\s|\n\n)(Of [^.\n]{0,40})", plain)
+
+
+def duplicates(names: list[tuple[str, str]]) -> dict[str, list[str]]:
+    """Returns the names that stand in several places, with the places."""
+    places = collections.defaultdict(list)
+    for name, place in names:
+        places[name].append(place)
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def violations() -> list[str]:
+    """Returns a line for each exception from the rules of names and sentences."""
+    lines, classes, modules = [], [], []
+    for path in python_files():
+        name, source = path.relative_to(ROOT).as_posix(), path.read_text()
+        nodes = list(ast.walk(ast.parse(source)))
+        lines += [f"function {name} {function}" for function in unclear_functions(nodes)]
+        count = len(list(sentences_with_of(source, nodes)))
+        lines += [f"of {name} {count}"] * bool(count)
+        if name.startswith("bert_jax/"):
+            public = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+            classes += [(one, name) for one in public if not one.startswith("_")]
+            modules += [(path.stem, name)] * (not path.stem.startswith("__"))
+    for kind, names in (("class", classes), ("module", modules)):
+        lines += [f"{kind} {one} {' '.join(found)}" for one, found in duplicates(names).items()]
+    for path in [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        wide = [x for x in path.read_text().splitlines() if len(x) > WIDTH and "|" not in x[:2]]
+        lines += [f"wide {path.relative_to(ROOT).as_posix()} {len(wide)}"] * bool(wide)
+    return sorted(lines)
+
+
+def test_names_and_sentences_keep_the_rules_but_for_the_listed():
+    """A new exception is mended, not listed; a mended one leaves the list."""
+    assert violations() == EXCEPTIONS.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def of_leaf(): ...",
+        "class A:\n    def _before(self): ...",
+        "def found(): ...",
+        "def one(): ...",
+    ],
+)
+def test_an_unclear_name_is_found(source):
+    assert list(unclear_functions(list(ast.walk(ast.parse(source)))))
+
+
+@pytest.mark.parametrize("source", ['"""Of a run."""\n', "x = 1\n# A row. Of it one part\nx = 2\n"])
+def test_a_sentence_that_begins_with_of_is_found(source):
+    assert list(sentences_with_of(source, list(ast.walk(ast.parse(source)))))
+
+
+def test_a_name_that_stands_twice_is_found():
+    assert duplicates([("Row", "a.py"), ("Row", "b.py"), ("Table", "a.py")]) == {
+        "Row": ["a.py", "b.py"]
+    }
+
+
+if __name__ == "__main__":
+    print("\n".join(violations()))
