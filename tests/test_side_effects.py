@@ -203,6 +203,30 @@ def finetune(folder: str, changed: dict[str, Any]) -> None:
         changed["finetune"] = found
 
 
+def use_bucket(folder: str, changed: dict[str, Any]) -> None:
+    """A short run in a bucket, and its model; counts the requests of Orbax that are patient."""
+    prepare()
+    import bert_jax
+    from bert_jax import config
+    from bert_jax.storage import gcs
+
+    request, requests = gcs.PatientFileSystem._call, []
+
+    async def counted(self, *args, **kwargs):
+        requests.append(args)
+        return await request(self, *args, **kwargs)
+
+    gcs.PatientFileSystem._call = counted
+    before = look()
+    short = ("phases.0.steps=3", "phases.1.steps=1", "run.corpus_dir=", "run.eval_every=4")
+    experiment = config.override(config.load("small.py"), short)
+    assert bert_jax.pretrain(experiment, "gs://bucket/run").step == 4
+    written = len(requests)
+    assert written and bert_jax.load("gs://bucket/run").step == 4 and len(requests) > written
+    if found := changes(before):
+        changed["bucket"] = found
+
+
 # What changes each part, without the others.
 VIOLATIONS = {
     "hooks": "sys.unraisablehook = print",
@@ -272,7 +296,9 @@ def run(work: str, folder: pathlib.Path, cwd: pathlib.Path) -> dict[str, Any]:
     # Grain's workers leave shared memory behind, of which Python's tracker warns at the end.
     done = small_run.command("-c", code, devices=1, PYTHONWARNINGS="ignore::UserWarning")
     assert done.returncode == 0, done.stderr.decode()
-    assert (done.stdout, done.stderr) == (b"", b"")
+    # TensorStore says where the key of the tests' server is from.
+    shown = [x for x in done.stderr.splitlines() if b"GOOGLE_AUTH_TOKEN_FOR_TESTING" not in x]
+    assert (done.stdout, shown) == (b"", [])
     return json.loads(report.read_text())
 
 
@@ -283,6 +309,16 @@ def test_what_python_imports_and_calls_changes_nothing(copy_of_run, tmp_path):
 @pytest.mark.long
 def test_a_fine_tuning_from_python_changes_nothing(tmp_path):
     assert run("finetune", tmp_path, tmp_path) == {}
+
+
+@pytest.mark.long
+def test_a_run_in_a_bucket_from_python_changes_nothing(objects, copy_of_run, tmp_path):
+    """Orbax has our client, and asks for no bucket, as in a process of our own."""
+    kinds = set()
+    objects.fault = lambda method, name, kind: kinds.add(kind)
+    assert run("use_bucket", tmp_path, copy_of_run) == {}
+    assert "write" in kinds and "bucket" not in kinds
+    assert objects.files("run/checkpoints/4/")
 
 
 def test_a_change_of_any_part_is_seen(tmp_path):

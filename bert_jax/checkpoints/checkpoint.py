@@ -12,6 +12,7 @@ for ten minutes.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -237,7 +238,7 @@ class Checkpoints:
 
     def _again(self, work: Callable[[], T]) -> T:
         """Does what can be repeated with the folder, again after each passing fault."""
-        with translate_os_errors(self._folder), buckets.orbax_client(self._folder):
+        with translate_os_errors(self._folder), orbax_client(self._folder):
             denied = "wait" if self._was_allowed else "refuse"
             done = retry.again(work, str(self._folder), denied=denied)
         self._was_allowed = buckets.is_bucket(self._folder)  # whose tokens expire
@@ -278,6 +279,21 @@ def context() -> ocp.Context:
     settings.array.saving.array_metadata_store = None
     settings.pytree.loading.partial_load = True
     return settings
+
+
+def orbax_client(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
+    """Has Orbax wait for a bucket as we do while entered; nothing for a folder of this machine."""
+    if not buckets.is_bucket(folder):
+        return contextlib.nullcontext()
+    return foreign.bucket_client(_patient_files)
+
+
+@functools.cache
+def _patient_files() -> Any:
+    from bert_jax.storage.gcs import PatientFileSystem
+
+    # The lists of other processes' objects must be new; etils wants the last argument.
+    return PatientFileSystem(use_listings_cache=False, finalize_on_close=True)
 
 
 @contextlib.contextmanager

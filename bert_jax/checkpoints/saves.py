@@ -21,7 +21,14 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import foreign
-from bert_jax.checkpoints.checkpoint import ASIDE, FORMAT_VERSION, Checkpoints, context, sha256_of
+from bert_jax.checkpoints.checkpoint import (
+    ASIDE,
+    FORMAT_VERSION,
+    Checkpoints,
+    context,
+    orbax_client,
+    sha256_of,
+)
 from bert_jax.config import Run
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import DiskFull, Unavailable
@@ -223,7 +230,7 @@ class Saves(Checkpoints):
             self._again(lambda number=newer: remove(self._folder / str(number)))
 
     def __enter__(self) -> "Saves":
-        self._client.enter_context(buckets.orbax_client(self._folder))
+        self._client.enter_context(orbax_client(self._folder))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -303,7 +310,7 @@ class Saves(Checkpoints):
         if not self._peers.is_primary:
             return
         # Orbax does the same where it begins to save.
-        with contextlib.suppress(Exception), buckets.orbax_client(self._folder):
+        with contextlib.suppress(Exception), orbax_client(self._folder):
             for path in self._folder.glob(f"*{_UNFINISHED}"):
                 path.rmtree()
             self._folder.rmdir()

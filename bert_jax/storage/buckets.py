@@ -27,7 +27,6 @@ import fsspec
 import google_crc32c
 from etils import epath
 
-from bert_jax import foreign
 from bert_jax.errors import InputError
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import create_folder, translate_os_errors, write_atomic
@@ -428,21 +427,6 @@ def _tried(
         return done
 
     return retry.again(attempt, os.fspath(path), seconds=seconds)
-
-
-def orbax_client(folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-    """Has Orbax wait for a bucket as we do while entered; nothing for a folder of this machine."""
-    if not is_bucket(folder):
-        return contextlib.nullcontext()
-    return foreign.bucket_client(_patient_files)
-
-
-@functools.cache
-def _patient_files() -> Any:
-    from bert_jax.storage.gcs import PatientFileSystem
-
-    # The lists of other processes' objects must be new; etils wants the last argument.
-    return PatientFileSystem(use_listings_cache=False, finalize_on_close=True)
 
 
 @functools.cache
