@@ -43,7 +43,7 @@ class Objective(Protocol):
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
-        """How the parameters are sharded: exactly one rule for each, by its path."""
+        """Sharding rules: exactly one for each parameter, by its path."""
 
     def init_params(self, key: jax.Array) -> Any:
         """Returns fresh parameters, those that learn alone: nested dicts of float32 arrays.
