@@ -225,7 +225,7 @@ def _add_rented(parser: argparse.ArgumentParser) -> None:
     add("--name", help="name of what is rented [the experiment's name and the hash of its config]")
     price = _within(float, 0, 1e9)
     add("--price-per-chip-hour", type=price, metavar="P", help="to show costs, in any currency")
-    about = "leave out checks, comma-separated: commit, workdir, doctor, plan"
+    about = "checks to skip, comma-separated: commit, workdir, doctor, plan"
     add("--force", default="", metavar="CHECKS", help=about)
 
 

@@ -134,7 +134,7 @@ class Corpus(Section, role="identity", label="corpus"):
             hint = f"did you mean {near}? T" if near in codes else "t"
             yield "language", f"no code of a language; {hint}here are {' '.join(codes)}"
         if self.document_starts and self.layout == "sentences_by_line":
-            why = "in corpus.layout=sentences_by_line a blank line ends a document; leave it out"
+            why = "in corpus.layout=sentences_by_line a blank line ends a document; remove it"
             yield "document_starts", why
 
     def _fields(self) -> list[str]:
@@ -157,4 +157,4 @@ class Corpus(Section, role="identity", label="corpus"):
         for weight, source in zip(self.mixture, self.sources, strict=False):
             if weight <= 0.0 or weight / largest * MIXED_ROWS < whole:
                 why = f"{source} has less than one row in {MIXED_ROWS:,}; give it a larger weight"
-                yield "mixture", f"{why}, or leave it out of corpus.sources"
+                yield "mixture", f"{why}, or remove it of corpus.sources"

@@ -78,7 +78,7 @@ class Data(Section, role="identity", label="data"):
         if self.mask_share + self.random_share > 1.0:
             yield "random_share", f"is over 1 together with data.mask_share={self.mask_share}"
         if self.attention != "whole_row" and not OBJECTIVES[self.objective].cuts:
-            yield "attention", f"data.objective={self.objective} reads rows whole; leave it out"
+            yield "attention", f"data.objective={self.objective} reads rows whole; remove it"
         if self.dupe_factor and self.final_masked_lm_prob:
             yield "final_masked_lm_prob", "repeated masks cannot change; set data.dupe_factor=0"
 

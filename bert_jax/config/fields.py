@@ -111,7 +111,7 @@ class Section:
                     other = getattr(self, rule.field)
                     if other not in rule.values and not self.is_default(name):
                         where = f"{self.label}.{rule.field}={other}"
-                        self._refuse(name, f"has no meaning with {where}; leave it out")
+                        self._refuse(name, f"has no meaning with {where}; remove it")
         for name, why in self._wrong():
             self._refuse(name, why)
 

@@ -220,7 +220,7 @@ class Task(Section, role="identity", label="task"):
             if never in words:
                 yield name, f"{never}: is not for this; {kind} reads tables there, too"
             if alone in words and len(words) > 1:
-                yield name, f"{alone}: is read alone; leave out the others"
+                yield name, f"{alone}: is read alone; remove the others"
         if self.score not in ("", *SCORES[self.kind]):
             yield "score", f"{kind} is scored by {', '.join(SCORES[self.kind])}"
         # [CLS], a question and two [SEP] leave a window its room for the context.
@@ -386,9 +386,9 @@ class Finetuning(Section, role="identity", label="finetuning"):
     def _wrong(self) -> Iterator[Wrong]:
         kind, how, optimizer = self.task.kind, self.adapt.how, self.optimizer
         if self.class_weights != "none" and kind not in ("classify", "pair", "tag"):
-            yield "class_weights", f"task.kind={kind} has no labels to weigh; leave it out"
+            yield "class_weights", f"task.kind={kind} has no labels to weigh; remove it"
         if self.adapt.features and kind != "tag":
-            yield "adapt.features", f"not for task.kind={kind}, only for tag; leave it out"
+            yield "adapt.features", f"not for task.kind={kind}, only for tag; remove it"
         if self.adapt.pooling and kind not in ("classify", "pair", "regress", "choice"):
             yield "adapt.pooling", f"not for task.kind={kind}, which no one vector is read for"
         yield from self._wrong_vectors()
@@ -396,7 +396,7 @@ class Finetuning(Section, role="identity", label="finetuning"):
             yield "adapt.how", "task.kind=generate learns everything; set it to full"
         for name in ("watch", "probes", "corpus_dir", "replay_every"):
             if getattr(self.run, name):
-                yield f"run.{name}", "only for pre-training; leave it out"
+                yield f"run.{name}", "only for pre-training; remove it"
         if optimizer.warmup_steps:
             # 10,000 is what an Optimizer has unless it is named.
             yield "optimizer.warmup_steps", "must be 0: warmup_share counts the steps"
@@ -418,7 +418,7 @@ class Finetuning(Section, role="identity", label="finetuning"):
         task, loss = self.task, self.vectors.loss
         if task.kind != "similar":
             if self.vectors != Vectors():
-                yield "vectors", f"not for task.kind={task.kind}, only for similar; leave it out"
+                yield "vectors", f"not for task.kind={task.kind}, only for similar; remove it"
             return
         by_loss = f"vectors.loss={loss}"
         of_corpus = task.train[0].startswith("corpus:")

@@ -356,7 +356,7 @@ class Experiment(Section, role="identity", label="experiment"):
             why = f"model.dropout_rng={model.dropout_rng} gives a row another noise on each device"
             yield "run.replay_every", f"{why}; set it to threefry8, or run.replay_every=0"
         if wanted.unpredicted and run.watch:
-            yield "run.watch", f"{given} fills no [MASK]; leave it out, --set run.watch="
+            yield "run.watch", f"{given} fills no [MASK]; remove it, --set run.watch="
         if self.data.code and run.probes:
             why = "know no objective of data.code; ask later with `bert-jax evaluate --task`"
             yield "run.probes", why
@@ -366,11 +366,11 @@ class Experiment(Section, role="identity", label="experiment"):
         if own in ("", data.objective):
             return
         if number == len(self.phases) - 1:
-            yield "objective", f"data.objective={data.objective} is the last phase's; leave it out"
+            yield "objective", f"data.objective={data.objective} is the last phase's; remove it"
         if data.code:
-            yield "objective", "data.code says what is learned; leave it out"
+            yield "objective", "data.code says what is learned; remove it"
         if data.attention != "whole_row" and not OBJECTIVES[own].cuts:
-            yield "objective", f"its rows are read whole; leave out data.attention={data.attention}"
+            yield "objective", f"its rows are read whole; remove data.attention={data.attention}"
 
     def _wrong_parallelism(self) -> Iterator[Wrong]:
         given, heads = self.parallelism, self.model.num_attention_heads

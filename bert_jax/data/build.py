@@ -217,7 +217,7 @@ def _mixed(corpus: Corpus, written: list[int], parts_of_sources: list[int]) -> d
         if count < _LEAST_MIXED:
             raise InputError(
                 f"corpus.mixture: {source} has {pluralize(count, 'document')} to train on, and "
-                f"{_LEAST_MIXED} are needed; give it more text, or leave it out"
+                f"{_LEAST_MIXED} are needed; give it more text, or remove it"
             )
     return {"documents_of_sources": documents_of}
 

@@ -121,10 +121,10 @@ def require_row(name: str, part: Stream, sequence_length: int, units: Units) -> 
     if part.tokens < sequence_length:
         raise InputError(
             f"corpus.mixture: {name} has {part.tokens} tokens to train on, which do not fill a row "
-            f"of {sequence_length}; give it more text, or leave it out"
+            f"of {sequence_length}; give it more text, or remove it"
         )
     if units == "swapped_pairs" and not (np.diff(part.document_offsets) > 1).any():
         raise InputError(
             f"data.objective=mlm_sop: no document of {name} has two sentences; give longer ones, "
-            "leave it out, or take mlm"
+            "remove it, or take mlm"
         )

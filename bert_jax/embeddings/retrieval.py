@@ -73,7 +73,7 @@ def _records(path: epath.Path) -> Iterator[tuple[str, dict[str, str]]]:
                         raise InputError(f"{place}: {name}={text!r}: is no text; make it one")
                     texts[name] = encodable(text)
                 if not "".join(texts.values()).strip():
-                    raise InputError(f"{place}: the text is blank; fill it in, or leave it out")
+                    raise InputError(f"{place}: the text is blank; fill it in, or remove it")
                 record_id = str(record["_id"])
                 if record_id in seen:
                     raise InputError(f"{place}: _id {record_id!r} occurs twice; make ids unique")

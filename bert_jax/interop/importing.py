@@ -83,7 +83,7 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
     if what == "with_moments":
         raise InputError(
             f"{source}: --with-optimizer: only those of a run are imported, of others' checkpoints "
-            "weights alone; leave it out"
+            "weights alone; remove it"
         )
     return huggingface.read_folder(source, say) if prefix is None else tf1.read(prefix, say)
 

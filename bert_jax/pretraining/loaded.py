@@ -41,7 +41,7 @@ What = Literal["params", "with_moments"]
 # By the head that a question is for, what to do where it has not learned.
 _INSTEAD = {
     "masked_lm": "import weights that have one; `bert-jax embed` and `finetune` take its encoder",
-    "next_sentence": "leave out B, or ask a model of data.objective=mlm_nsp or mlm_sop",
+    "next_sentence": "remove B, or use a model of data.objective=mlm_nsp or mlm_sop",
 }
 # Lengths are rounded up to a multiple, so that texts share compiled programs.
 _LENGTH_STEP = 32
@@ -292,7 +292,7 @@ def load_params(
 
 def _require_newest(folder: epath.Path, which: str) -> None:
     if which != "newest":
-        raise InputError(f"--checkpoint {which}: {folder} is a base, which has none; leave it out")
+        raise InputError(f"--checkpoint {which}: {folder} is a base, which has none; remove it")
 
 
 def _restored(

@@ -74,7 +74,7 @@ class TaskModel:
         if beams is not None and task.kind != "generate":
             raise InputError(
                 f"--beam: {folder} has learned task.kind={task.kind}, which writes no texts; "
-                "leave it out"
+                "remove it"
             )
         # In the order of the head's outputs; empty of regressions and spans.
         self.labels = tuple(metadata["notes"]["labels"])

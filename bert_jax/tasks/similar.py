@@ -115,7 +115,7 @@ def require_comparable(how: Vectors, model: Model) -> None:
     if how.dimensions and how.dimensions[-1] > model.hidden_size:
         raise InputError(
             f"vectors.dimensions={how.dimensions}: the encoder's vectors have {model.hidden_size} "
-            "numbers; leave out what is wider"
+            "numbers; remove the wider ones"
         )
     if how.pooling == "cls" and model.direction != "both":
         raise InputError(

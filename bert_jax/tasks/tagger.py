@@ -100,5 +100,5 @@ def require_layers(model: Model, features: Features, where: str) -> None:
     if features and model.hidden_size % 2:
         raise InputError(
             f"adapt.features={features}: {where} has model.hidden_size={model.hidden_size}, which "
-            "must be even for two directions; leave it out"
+            "must be even for two directions; remove it"
         )

@@ -61,7 +61,7 @@ class Column:
             task = config.override(config.load(file, Finetuning), settings)
             is_pairs = task.task.kind == "minimal_pairs"
             if word == "probe" and settings:
-                raise InputError("a probe takes no settings; leave them out, or write finetune:")
+                raise InputError("a probe takes no settings; remove them, or write finetune:")
             if word == "probe":
                 of_task = Probes([file], PAIRS, name).sha256
                 title = f"{task.name}, minimal pairs" if is_pairs else task.name
