@@ -52,7 +52,7 @@ def export(
     if form == "adapter" and adapt.how != "lora":
         raise InputError(
             f"--as adapter: {model.experiment.name} learned with adapt.how={adapt.how}, and only "
-            "lora makes adapters; remove it, which exports the whole model"
+            "lora makes adapters; remove --as adapter to export the whole model"
         )
     with new_folder(target) as folder:
         if form == "task":
