@@ -173,7 +173,7 @@ def _attend_recomputed_backward(
     # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
     inner = (gradient.astype(jnp.float32) * context.astype(jnp.float32)).sum(axis=-1)
     inner = jnp.swapaxes(inner, 1, 2)[:, :, None, :]
-    dropped, scaled = probs.astype(dtype), gradient
+    keep, dropped, scaled = None, probs.astype(dtype), gradient
     if noise is not None:
         keep = noise.keep(probs.shape, rate)
         dropped = jnp.where(keep, dropped, jnp.zeros_like(dropped))
@@ -181,7 +181,7 @@ def _attend_recomputed_backward(
         # the compiler for TPU v6e survives.
         value, scaled = (_scaled(x, noise.scale(rate)) for x in (value, gradient))
     d_probs = _product("bkhd,bqhd->bhkq", value, gradient)
-    if noise is not None:
+    if keep is not None:
         d_probs = jnp.where(keep, d_probs, jnp.zeros_like(d_probs))
     d_scores = (probs * (d_probs - inner)).astype(dtype)
     factor = 1.0 / math.sqrt(query.shape[-1])

@@ -60,7 +60,7 @@ def _inputs(blocks: "Blocks", *arrays: Any) -> list[tuple[pl.BlockSpec, Any]]:
     given += [(pl.BlockSpec((3, blocks.lanes), lambda b, p: (0, p)), biases)]
     given += blocks.numbers(numbers)
     if bits is not None:
-        square = (1, blocks.sums.block_shape[2], *bits.shape[2:])
+        square = (1, blocks.sums_shape.shape[2], *bits.shape[2:])
         given.append((pl.BlockSpec(square, lambda b, p: (b, p, 0, 0)), bits))
     return given
 

@@ -91,7 +91,7 @@ def _run_layer(
     return transformer.feed_forward(layer, cfg, x, noise)
 
 
-def _by_heads(cfg: Model, dense: layers.Dense, x: jax.Array) -> jax.Array:
+def _by_heads(cfg: Model, dense: layers.Linear, x: jax.Array) -> jax.Array:
     """Returns queries, keys or values: [B, S, D] -> [B, S, H, D / H]."""
     number = cfg.num_attention_heads
     return transformer.product(dense, x, (*x.shape[:2], number, x.shape[2] // number))
@@ -124,16 +124,17 @@ def target_logits(
         del number
         at = (lambda site: None) if noise is None else noise.at
         attend = attention.attend
-        own = [_by_heads(cfg, dense, x) for dense in (layer.key, layer.value)]
-        cross = [_by_heads(cfg, d, source) for d in (layer.cross_key, layer.cross_value)]
+        key, value = (_by_heads(cfg, dense, x) for dense in (layer.key, layer.value))
+        cross = (layer.cross_key, layer.cross_value)
+        source_key, source_value = (_by_heads(cfg, dense, source) for dense in cross)
         # Padding stands to the right of what is scored.
         window = attention.causal_mask(x.shape[1])
         return _run_layer(
             layer,
             cfg,
             x,
-            lambda query: attend(query, *own, ones, at(0), rate, window, scores),
-            lambda query: attend(query, *cross, mask, at(3), rate, None, scores),
+            lambda query: attend(query, key, value, ones, at(0), rate, window, scores),
+            lambda query: attend(query, source_key, source_value, mask, at(3), rate, None, scores),
             noise,
         )
 
@@ -147,8 +148,8 @@ def _read(
     generator: Generator, cfg: Model, batch: Batch, noise: layers.Noise | None, loop: Loop
 ) -> jax.Array:
     """Returns what the encoder gives of the source, [B, S, D]."""
-    ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-    return encode(generator.encoder, cfg, *ids, noise, loop)
+    ids = batch["input_ids"], batch["segment_ids"]
+    return encode(generator.encoder, cfg, *ids, batch["input_mask"], noise, loop)
 
 
 # --- search -------------------------------------------------------------------------------------
@@ -170,14 +171,14 @@ def begin(
     """Reads the source, and returns a cache with room for K = `beams` texts of `length` pieces."""
     source = _read(generator, cfg, batch, None, loop)
     stacked = generator.decoder.layers
-    of_source = lax.map(
+    source_keys, source_values = lax.map(
         lambda layer: [_by_heads(cfg, d, source) for d in (layer.cross_key, layer.cross_value)],
         stacked,
     )
     count, number = cfg.num_hidden_layers, cfg.num_attention_heads
     shape = (count, len(source), beams, length, number, source.shape[2] // number)
     empty = jnp.zeros(shape, source.dtype)
-    return DecoderCache(empty, empty, *of_source, batch["input_mask"])
+    return DecoderCache(empty, empty, source_keys, source_values, batch["input_mask"])
 
 
 def next_logits(
@@ -195,18 +196,20 @@ def next_logits(
     window = (jnp.arange(length) <= place)[None]
 
     def run(x: jax.Array, of_layer: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
-        layer, keys, values, *source = of_layer
+        layer, keys, values, source_key, source_value = of_layer
         key, value = (_by_heads(cfg, dense, x) for dense in (layer.key, layer.value))
         keys = lax.dynamic_update_index_in_dim(keys, key, place, axis=2)
         values = lax.dynamic_update_index_in_dim(values, value, place, axis=2)
 
         def attend(query: jax.Array) -> jax.Array:
             alone = query.reshape(ids.size, 1, *query.shape[2:])
-            both = (array.reshape(ids.size, *array.shape[2:]) for array in (keys, values))
-            return attention.attend(alone, *both, ones, None, 0.0, window)
+            each_key, each_value = (
+                array.reshape(ids.size, *array.shape[2:]) for array in (keys, values)
+            )
+            return attention.attend(alone, each_key, each_value, ones, None, 0.0, window)
 
         def attend_to_source(query: jax.Array) -> jax.Array:
-            return attention.attend(query, *source, cache.source_mask, None, 0.0)
+            return attention.attend(query, source_key, source_value, cache.source_mask, None, 0.0)
 
         return _run_layer(layer, cfg, x, attend, attend_to_source, None), (keys, values)
 

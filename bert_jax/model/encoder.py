@@ -209,7 +209,7 @@ rotate.defvjp(_rotate_forward, _rotate_backward)
 
 
 def run_layers(
-    run: Callable[[nnx.Module, jax.Array, jax.Array, layers.Noise | None, Scores], jax.Array],
+    run: Callable[[Any, jax.Array, jax.Array, layers.Noise | None, Scores], jax.Array],
     stacked: nnx.Module,
     x: jax.Array,
     noise: layers.Noise | None,

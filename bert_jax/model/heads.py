@@ -3,7 +3,7 @@
 Shape letters: B batch, S sequence, P predictions, D width, V vocabulary rows (padded).
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,13 @@ def completed(cfg: Model, params: Params) -> tuple[Params, tuple[str, ...]]:
     return {name: (drawn if name in fresh else params)[name] for name in shapes}, fresh
 
 
+class PieceModel(Protocol):
+    """A model that scores tokens with the word embeddings or with a table of its own."""
+
+    encoder: Any  # also custom code: a module with `embeddings.word`
+    masked_lm: transformer.MaskedLM
+
+
 def masked_lm_logits(
     model: Pretrainer, cfg: Model, hidden: jax.Array, positions: jax.Array
 ) -> jax.Array:
@@ -62,7 +69,7 @@ def masked_lm_logits(
     return piece_logits(model, cfg, jnp.take_along_axis(hidden, positions[:, :, None], axis=1))
 
 
-def piece_logits(model: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
+def piece_logits(model: PieceModel, cfg: Model, hidden: jax.Array) -> jax.Array:
     """Computes scores of all pieces: [..., D] of a layer -> float32 [..., V].
 
     `model` has `masked_lm` and an `encoder`, whose word embeddings are the output's weights if
@@ -76,7 +83,7 @@ def piece_logits(model: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
     return layers.linear(below, table, bias, "outputs_inputs")
 
 
-def transformed(head: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
+def transformed(head: transformer.Transform, cfg: Model, hidden: jax.Array) -> jax.Array:
     """Runs what masked LM has below its output, which ModernBERT's other heads have, too.
 
     `head` has `transform` and `layer_norm`; [..., D] of a layer -> the same, in the same type.

@@ -130,7 +130,7 @@ def _norm_backward(
 ) -> tuple[jax.Array | None, ...]:
     x = kept[0]
     rows, _ = _row_blocks(x)
-    sums = jax.ShapeDtypeStruct((len(x) // rows.block_shape[0], 1, x.shape[1]), jnp.float32)
+    sums = jax.ShapeDtypeStruct((len(x) // _block_height(x), 1, x.shape[1]), jnp.float32)
     of_columns = pl.BlockSpec((1, 1, x.shape[1]), lambda i: (i, 0, 0))
     outputs = [*[(rows, x)] * 2, *[(of_columns, sums)] * 3]
     d_x, d_y, *d_columns = _run_norm(
@@ -144,11 +144,16 @@ residual_norm.defvjp(_norm_forward, _norm_backward)
 
 def _row_blocks(x: jax.Array) -> tuple[pl.BlockSpec, pl.BlockSpec]:
     """Returns the blocks of rows of tokens, and that of a row of columns."""
+    width = x.shape[1]
+    columns = pl.BlockSpec((1, width), lambda i: (0, 0))
+    return pl.BlockSpec((_block_height(x), width), lambda i: (i, 0)), columns
+
+
+def _block_height(x: jax.Array) -> int:
+    """Returns the number of tokens in a block of rows."""
     rows, width = x.shape
     fit = (h for h in _TOKENS if rows % h == 0 and h * width <= _AT_ONCE)
-    height = next(fit, _TOKENS[-1])
-    columns = pl.BlockSpec((1, width), lambda i: (0, 0))
-    return pl.BlockSpec((height, width), lambda i: (i, 0)), columns
+    return next(fit, _TOKENS[-1])
 
 
 def _run_norm(
@@ -164,7 +169,7 @@ def _run_norm(
     inputs = [(SCALARS, seed), (rows, x), (rows, y)]
     inputs += [(columns, vector[None]) for vector in vectors]
     inputs += [(rows, array) for array in (*more, bits) if array is not None]
-    grid = (x.shape[0] // rows.block_shape[0],)
+    grid = (len(x) // _block_height(x),)
     run = functools.partial(kernel, static)
     return launch(static.kernels, run, name, grid, inputs, outputs, 0, len(x))
 
@@ -197,8 +202,8 @@ def _norm_kernel(static: Norm, *refs: Any) -> None:
 
 
 def _norm_backward_kernel(static: Norm, *refs: Any) -> None:
-    *refs, d_x, d_y, d_bias, d_scale, d_shift = refs
-    seed, x, y, bias, scale, _, gradient_ref, *bits = refs
+    *inputs, d_x, d_y, d_bias, d_scale, d_shift = refs
+    seed, x, y, bias, scale, _, gradient_ref, *bits = inputs
     total, keep = _sum_of(static.rate, seed, x, y, bias, bits)
     normed, deviation = _normed(total, static.eps)
     gradient = gradient_ref[...].astype(jnp.float32)

@@ -27,6 +27,8 @@ _SCALE_NORM_EPS = 1e-5
 class Linear(nnx.Module):
     """A linear map, y = x W: kernel [inputs, outputs]."""
 
+    bias: nnx.Param[jax.Array]  # set by `Dense` alone
+
     def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, rngs: nnx.Rngs):
         self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32))
 
@@ -155,6 +157,8 @@ def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
 
 class ScaleNorm(nnx.Module):
     """A layer norm with biased variance and no bias; scale [D]."""
+
+    bias: nnx.Param[jax.Array]  # set by `LayerNorm` alone
 
     def __init__(self, width: int, eps: float = _SCALE_NORM_EPS):
         self.eps = eps

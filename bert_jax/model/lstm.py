@@ -72,7 +72,7 @@ def _run(lstm: Direction, x: jax.Array, there: jax.Array) -> jax.Array:
         carry = jnp.where(there, shown, state), jnp.where(there, new, cell)
         return carry, carry[0]
 
-    zeros = tuple(jnp.zeros((len(x), width), jnp.float32) for width in (gives, cells))
+    zeros = jnp.zeros((len(x), gives), jnp.float32), jnp.zeros((len(x), cells), jnp.float32)
     by_place = jnp.swapaxes(of_input, 0, 1), jnp.swapaxes(there, 0, 1)
     return jnp.swapaxes(lax.scan(step, zeros, by_place)[1], 0, 1)
 

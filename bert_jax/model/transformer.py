@@ -189,11 +189,11 @@ def _half(cfg: Model) -> int:
     return 0 if _global_every(cfg) == 1 else cfg.local_window // 2
 
 
-def _window(cfg: Model, is_global: jax.Array, length: int) -> jax.Array | None:
+def _window(cfg: Model, is_global: jax.Array | None, length: int) -> jax.Array | None:
     """Returns which keys a query attends to, bool [S, S]; None if every layer attends to all."""
     half = _half(cfg)
     left = attention.causal_mask(length) if cfg.direction == "left_to_right" else None
-    if not half or length <= half + 1:
+    if not half or is_global is None or length <= half + 1:
         return left
     place = jnp.arange(length)
     near = is_global | (jnp.abs(place[:, None] - place) <= half)
@@ -203,7 +203,7 @@ def _window(cfg: Model, is_global: jax.Array, length: int) -> jax.Array | None:
 # --- layers -----------------------------------------------------------------------------------
 
 
-def product(dense: layers.Dense | layers.Linear, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def product(dense: layers.Linear, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns W x + b of this shape, in the type of x, which `remat="dots"` keeps."""
     return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), PRODUCT)
 
@@ -219,11 +219,11 @@ def _queries_and_keys(
     layer: Layer,
     x: jax.Array,
     heads: tuple[int, ...],
-    is_global: jax.Array,
+    is_global: jax.Array | None,
     turns: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns them of shape `heads`, turned by `rope_angles` if there are any."""
-    if turns is None:
+    if turns is None or is_global is None:
         return product(layer.query, x, heads), product(layer.key, x, heads)
     rotation = jnp.where(is_global, turns[0], turns[1])
     query = rotate(product(layer.query, x, heads), rotation)
@@ -252,6 +252,7 @@ def run_layer(
     is_global = None if turns is None else number % _global_every(cfg) == 0
     read = _attention_reads(layer, cfg, number, x)
     if kernels is not None:
+        assert not isinstance(input_mask, Packing)  # `_kernels` gives None for it
         rows, numbers = _rows_of(input_mask)
         static = rotary_kernels.RotaryAttentionShape(
             kernels, heads[-1], rows, _half(cfg), _wholes(cfg), cfg.num_hidden_layers
@@ -269,8 +270,8 @@ def run_layer(
         elif noise is None:
             context = attention.attend_packed(query, key, value, input_mask, window)
         else:
-            apart = map(input_mask.unpack, (query, key, value))
-            context = input_mask.pack(attention.attend(*apart, input_mask.mask, *how))
+            query, key, value = map(input_mask.unpack, (query, key, value))
+            context = input_mask.pack(attention.attend(query, key, value, input_mask.mask, *how))
     attended = product(layer.attention_output, context.reshape(b, s, d), x.shape)
     attended = layers.dropout(attended.astype(jnp.float32), at(1), cfg.hidden_dropout_prob)
     added = x + attended
@@ -299,7 +300,7 @@ def run_layer_in_kernels(
     cfg: Model,
     x: jax.Array,
     input_mask: jax.Array | Shared,
-    noise: layers.Noise,
+    noise: layers.ShardNoise,
     kernels: Kernels,
 ) -> jax.Array:
     """Runs one layer of `bert` as `run_layer` does, with all but its products in kernels.
@@ -307,12 +308,12 @@ def run_layer_in_kernels(
     The biases of products that kernels read are added there.
     """
 
-    def product(dense: layers.Dense, x: jax.Array) -> jax.Array:
+    def product(dense: layers.Linear, x: jax.Array) -> jax.Array:
         kernel = dense.kernel[...]
         nothing = jnp.zeros(kernel.shape[1], jnp.float32)
         return checkpoint_name(layers.linear(x, kernel, nothing).astype(x.dtype), PRODUCT)
 
-    def normed(dense: layers.Dense, inner: jax.Array, norm: layers.LayerNorm, site: int):
+    def normed(dense: layers.Linear, inner: jax.Array, norm: layers.ScaleNorm, site: int):
         """The layer norm of x and what `dense` makes of `inner`."""
         flat = (array.reshape(-1, x.shape[-1]) for array in (x, product(dense, inner)))
         vectors = dense.bias[...], norm.scale[...], norm.bias[...]
@@ -366,7 +367,7 @@ def encode(
     x = encoder.embeddings(input_ids, segment_ids, dtype, positions)
     embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
-    turns = rope_angles(cfg, positions) if _is_modern(cfg) else None
+    turns = None if positions is None or not _is_modern(cfg) else rope_angles(cfg, positions)
     kernels = _kernels(cfg, x.shape, input_mask, noise, loop)
     if kernels is not None and turns is not None:
         turns = rotary_kernels.turns(turns, x.shape[-1] // cfg.num_attention_heads)
@@ -375,6 +376,8 @@ def encode(
         layer: Layer, number: jax.Array, x: jax.Array, noise: layers.Noise | None, scores: Scores
     ) -> jax.Array:
         if kernels is not None and not _is_modern(cfg):
+            # `_kernels` gives None for `Packing`; kernels draw their bits from the shard's key.
+            assert isinstance(noise, layers.ShardNoise) and not isinstance(input_mask, Packing)
             return run_layer_in_kernels(layer, cfg, x, input_mask, noise, kernels)
         return run_layer(layer, cfg, number, x, input_mask, turns, noise, scores, kernels)
 
