@@ -227,7 +227,9 @@ class TrainBatches:
             some = chunks[slots[here] % len(chunks)]
             if of_pairs:
                 counter = draws.Counter(draws.key_of(*self.plans.names, drawn), some["sentence"])
-                some = pairs.rows(self.plans.stream, some, counter, self._data.units)
+                is_swapped = self._data.units == "swapped_pairs"
+                units = "swapped_pairs" if is_swapped else "pairs"
+                some = pairs.rows(self.plans.stream, some, counter, units)
             planned[here] = some
         number = self._epoch_drawn(epochs) * self.rows_per_epoch + slots
         policy = masking.Policy.of(self._data, self._first_step + step, self._total_steps)

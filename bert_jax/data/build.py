@@ -121,10 +121,11 @@ def build(
     counting: list[parts.CountStretches] = []
     if corpus.tokenizer_kind == "wordpiece" if given is None else given.kind == "wordpiece":
         # Words do not depend on the vocabulary, so the text is read once.
-        of_words, what = True, "reading"
+        what = "reading"
         tasks = [parts.Read(place, corpus, part) for part in planned]
+        chosen = shared = None  # they follow once the words are known
     else:
-        of_words, what, chosen = False, "tokenizing", given
+        what, chosen = "tokenizing", given
         counting = [parts.CountStretches(place, corpus, part) for part in planned]
         if chosen is None:
             counts_ = run("counting words", counting, say)
@@ -147,7 +148,7 @@ def build(
         for task in tasks
     ]
     repeated, splits = assign_splits(np.concatenate([table["hash"] for table in tables]), corpus)
-    if of_words:
+    if chosen is None or shared is None:
         if long_words := sum(record["long_words"] for record in records):
             untrained = "" if given else " and train no vocabulary"
             # Base64, DNA, scripts without blanks.

@@ -7,7 +7,7 @@ other: `tfds.builder_from_directory(FOLDER).as_data_source("train")`.
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from array_record.python import array_record_module
@@ -80,7 +80,7 @@ def _varints(values: np.ndarray) -> bytes:
 
 def assemble(
     folder: epath.Path,
-    shards: dict[str, Sequence[tuple[pathlib.Path, dict[str, int]]]],
+    shards: Mapping[str, Sequence[tuple[pathlib.Path, dict[str, int]]]],
     id_dtype: str,
 ) -> None:
     """Makes a dataset of finished files, which stay where they are, too, and TFDS's metadata.

@@ -339,7 +339,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(
-    c0: np.ndarray | np.uint64,
+    c0: np.ndarray | np.uint64 | int,
     c1: np.ndarray | np.uint64,
     c2: np.ndarray | np.uint64 | int,
     c3: np.ndarray | np.uint64 | int,

@@ -108,13 +108,14 @@ def mask(
         like = slot
     else:
         words = _words(input_ids, text, count, ids.continues)
+        first = None
         if policy.units == "whole_word":
             row, chosen = _whole_words(words, wanted, draws)
         else:
             row, chosen, first = _spans(words, wanted, draws)
         num = np.bincount(row, minlength=len(count))
         row, slot = _entries(num)
-        like = slot if policy.units == "whole_word" else first
+        like = slot if first is None else first
     kinds, random_ids = draws.replacements(
         num, ids.vocab_size, policy.mask_share, policy.random_share
     )
@@ -209,7 +210,7 @@ def _spans(
     size = np.diff(first)
     end = _ends(text, groups)
     order = draws.candidate_order(groups)
-    length = draws.span_lengths(groups)
+    length = draws.span_lengths(groups)  # pyrefly: ignore[missing-attribute]: never `Sequential`
     reach = np.arange(draws_lib.LONGEST_SPAN)
     span = np.full(size.shape, most)  # the number of the span that took the word; none
     left = wanted.copy()

@@ -108,7 +108,8 @@ def plan(corpus: Corpus) -> list[Part]:
 
     @functools.cache
     def state(path: str, listed: buckets.Listed | None) -> tuple[str, int, int]:
-        return (path, *text_sources.state(path, listed=listed).values())
+        found = text_sources.state(path, listed=listed)
+        return path, found["bytes"], found["mtime_ns"]
 
     def files(part: list[ByteRange]) -> tuple[tuple[str, int, int], ...]:
         # A TFDS dataset is recognised by its metadata.

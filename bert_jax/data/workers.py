@@ -41,8 +41,13 @@ Tick = Callable[[float], None]
 class Task(Protocol):
     """A task: what is to be made of a part."""
 
-    place: str
-    bytes: int
+    @property
+    def place(self) -> str:
+        """The folder of the parts."""
+
+    @property
+    def bytes(self) -> int:
+        """The size of the part's text, for the progress."""
 
     @property
     def name(self) -> str:

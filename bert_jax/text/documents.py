@@ -357,7 +357,8 @@ def _record_texts(extent: ByteRange, read_lines: _ReadLines) -> Iterator[tuple[s
         return _json_texts(extent, read_lines("by line"))
     if extent.kind == "parquet":
         return records.parquet(path, field, extent.start, extent.stop)
-    rows = records.table(extent.kind, read_lines("by line"), path)
+    kind = "csv" if extent.kind == "csv" else "tsv"
+    rows = records.table(kind, read_lines("by line"), path)
     return records.column_of(rows, field, path)
 
 

@@ -262,7 +262,8 @@ def _in_slots(
     """Returns pieces, new ones in slots among the first that are unused; what ids begin with; the
     new ones that found no slot.
     """
-    pieces, begins = list(old), [(i,) for i in range(len(old))]
+    pieces = list(old)
+    begins: Begins = [(i,) for i in range(len(old))]
     slots = [i for i, piece in enumerate(pieces[:inside]) if _UNUSED.fullmatch(piece)]
     for slot, piece in zip(slots, new, strict=False):
         pieces[slot], begins[slot] = piece, new[piece]

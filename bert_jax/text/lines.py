@@ -12,7 +12,7 @@ import itertools
 import lzma
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO
+from typing import IO, cast
 
 import fsspec
 import pyarrow
@@ -107,7 +107,7 @@ class _WatchedFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def readinto(self, buffer: memoryview) -> int:  # pyrefly: ignore[bad-override]
         data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         self._on_read(self._file.tell())
@@ -127,7 +127,7 @@ class _XzFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def readinto(self, buffer: memoryview) -> int:  # pyrefly: ignore[bad-override]
         try:
             return self._stream.readinto(buffer)
         except (EOFError, lzma.LZMAError) as error:
@@ -138,14 +138,14 @@ class _XzFile(io.RawIOBase):
         super().close()
 
 
-def packed(path: str) -> IO[bytes]:
+def packed(path: str) -> io.BufferedReader:
     """Returns the bytes of a file as they are; raises as `open_bytes`."""
     if "://" not in path:
         return open(path, "rb")
     if path.startswith("gs://"):
         return buckets.open_object(path)
     system, name = system_of(path)
-    return system.open(name, "rb")
+    return cast(io.BufferedReader, system.open(name, "rb"))
 
 
 def system_of(path: str) -> tuple[fsspec.AbstractFileSystem, str]:

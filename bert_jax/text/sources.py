@@ -161,7 +161,7 @@ def _find_remote(place: str, seconds: float | None) -> tuple[Files, bool]:
     system, name = text_lines.system_of(place)
     is_folder = system.isdir(name)
     names = system.find(name) if is_folder else [name] * system.exists(name) or system.glob(name)
-    return dict.fromkeys(sorted(system.unstrip_protocol(path) for path in names)), is_folder
+    return dict.fromkeys(sorted(system.unstrip_protocol(str(path)) for path in names)), is_folder
 
 
 def _find_in_bucket(place: str, seconds: float | None) -> tuple[Files, bool]:
@@ -287,7 +287,7 @@ def state(
             date = int(hashlib.sha256(version.encode()).hexdigest()[:15], 16)
         else:
             size, date = buckets.state(path, seconds, listed)
-    return {"bytes": size, "mtime_ns": date}
+    return {"bytes": int(size), "mtime_ns": int(date)}
 
 
 def sha256(path: str) -> str:

@@ -209,7 +209,7 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
             name = {"wordpiece": "vocab.txt", "sentencepiece": "sentencepiece.model"}[
                 record["kind"]
             ]
-        tokenizer = load(path / name, record.get("case"))
+        tokenizer = load(path / name, record.get("case") or "uncased")
         if tokenizer.sha256 != record.get("sha256"):
             raise InputError(
                 f"{path}: {name} is not the one tokenizer.json was written for; "
