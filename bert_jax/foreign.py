@@ -134,7 +134,8 @@ def _replaced_client(client: Any) -> Iterator[None]:
     from orbax.checkpoint._src.path import gcs_utils
 
     opened, asked = fsspec_backend._get_filesystem, gcs_utils.is_hierarchical_namespace_enabled
-    # On the instance, whose class keeps the method.
+    # On the instance, whose class keeps the method. Its cache is not wanted here.
+    # pyrefly: ignore[bad-assignment]
     fsspec_backend._get_filesystem = lambda name: client if name == "gcs" else opened(name)
     gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
     try:

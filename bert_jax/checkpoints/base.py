@@ -12,6 +12,8 @@ B/COMPLETE              written last
 
 import dataclasses
 import hashlib
+import io
+import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -160,9 +162,9 @@ def read(folder: epath.Path) -> Base:
         params, fresh = _tree(folder / _WEIGHTS), tuple(record["fresh"])
         source, vectors, head = record["source"], vectors_of(record), None
         if now["head_sha256"]:
-            names = tuple(map(tuple, (record["head"]["kinds"], record["head"]["labels"])))
+            kinds, labels = (tuple(record["head"][name]) for name in ("kinds", "labels"))
             pooling = record["head"].get("pooling", "cls")  # once there was no other
-            head = Head(*names, **read_tensors(folder / _HEAD), pooling=pooling)
+            head = Head(kinds, labels, **read_tensors(folder / _HEAD), pooling=pooling)
     sha256 = _together(now["weights_sha256"], now["moments_sha256"])
     return Base(model, params, tokenizer, source, fresh, moments, sha256, vectors, head)
 
@@ -238,7 +240,7 @@ def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
         content = path.read_bytes()
     with RustErrors(lambda: f"{path}: damaged or cut off; restore the complete safetensors file"):
         entries = deserialize(content)
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for name, tensor in entries:
         dtype = _FLOATS.get(tensor["dtype"])
         if dtype is None:
@@ -265,4 +267,4 @@ def _sha256(path: epath.Path) -> str:
     if not path.exists():
         return ""
     with translate_os_errors(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(typing.cast(io.BufferedReader, file), "sha256").hexdigest()

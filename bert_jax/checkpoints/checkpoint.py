@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -80,7 +81,7 @@ class Checkpoints:
         """Returns the JSON that was saved with the state; raises as `restore`."""
 
         def read(folder: epath.Path) -> dict[str, Any]:
-            metadata = dict(ocp.metadata(folder).custom_metadata)
+            metadata = dict(typing.cast("dict[str, Any]", ocp.metadata(folder).custom_metadata))
             version, seal = metadata["format_version"], metadata.pop("sha256", None)
             if version != _UNSEALED_VERSION and seal != sha256_of(metadata):
                 raise ValueError("its metadata were changed")

@@ -235,7 +235,7 @@ def _load_embedder(args: argparse.Namespace, normalize: bool | None) -> "tuple[L
         pooling=args.pooling,
         layers=args.layers,
         combine=args.combine,
-        length={None: None, True: "unit", False: "as_is"}[normalize],
+        length=None if normalize is None else "unit" if normalize else "as_is",
         dimensions=args.dimensions,
     )
     model = load_model(args.workdir, args.base, args.checkpoint)

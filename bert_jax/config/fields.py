@@ -1,5 +1,6 @@
 """Sections of configuration: dataclasses whose fields are checked where they are built."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -86,7 +87,7 @@ def fields_of(section: type["Section"]) -> dict[str, tuple[Any, list[Any]]]:
     """Returns of each field of a section its type and its rules."""
     plain = typing.get_type_hints(section)
     whole = typing.get_type_hints(section, include_extras=True)
-    names = section.__dataclass_fields__  # type: ignore[attr-defined]
+    names = section.__dataclass_fields__
     return {n: (plain[n], list(getattr(whole[n], "__metadata__", ()))) for n in names}
 
 
@@ -95,6 +96,7 @@ class Section:
 
     role: ClassVar[Literal["identity", "placement"]]
     label: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # every section is one
 
     def __init_subclass__(cls, role: Literal["identity", "placement"], label: str) -> None:
         cls.role, cls.label = role, label
@@ -131,7 +133,7 @@ class Section:
 
     def is_default(self, name: str) -> bool:
         """Tells whether a field has the value that it has where it is left out."""
-        return getattr(self, name) == type(self).__dataclass_fields__[name].default  # type: ignore
+        return getattr(self, name) == type(self).__dataclass_fields__[name].default
 
 
 def _converted(value: Any, hint: Any) -> Any:

@@ -75,7 +75,7 @@ def finetuning_of(
         if name not in task:
             raise InputError(f"--{name}: name a TASKFILE, or all of --kind, --train, --validation")
     kind, name = task["kind"], name_of(workdir or task["train"][0].rpartition(":")[2])
-    fields = {"max_sequence_length": 384} if kind == "span" else {}  # as usual
+    fields: dict[str, object] = {"max_sequence_length": 384} if kind == "span" else {}  # as usual
     for part in ("train", "validation"):
         fields[part] = tuple(source_of(f"--{part}", kind, file) for file in task[part])
     sections = {f.name: f.default_factory for f in dataclasses.fields(Finetuning)}

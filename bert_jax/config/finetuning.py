@@ -28,8 +28,7 @@ from bert_jax.config.pretraining import Optimizer, Parallelism, Run
 from bert_jax.errors import InputError
 
 Kind = Literal[
-    *("classify", "pair", "regress", "choice", "tag", "span"),
-    *("generate", "minimal_pairs", "similar"),
+    "classify", "pair", "regress", "choice", "tag", "span", "generate", "minimal_pairs", "similar"
 ]
 
 # What a tagger reads of a frozen encoder; empty: nothing, a linear head does.

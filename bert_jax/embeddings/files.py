@@ -60,7 +60,7 @@ def writing(
 @contextlib.contextmanager
 def _npz(file: IO[bytes], width: int, longest_piece: int, dtype: np.dtype) -> Iterator[Add]:
     """Headers say how many rows there are: until that is known, they lie in files without names."""
-    members = {"vectors": (dtype, (width,))}
+    members: dict[str, tuple[np.dtype, tuple[int, ...]]] = {"vectors": (dtype, (width,))}
     if longest_piece:
         members["pieces"] = np.dtype(f"<U{longest_piece}"), ()
         members["offsets"] = np.dtype("<i8"), ()

@@ -59,6 +59,7 @@ def export(
             params = merged_params(adapt, model.params, model.fixed)
             _write_model(model, stated, params, architecture, dtype, folder)
         else:
+            assert model.fixed is not None  # lora leaves the base as it was
             fresh = {name: tree for name, tree in model.params.items() if name != "lora"}
             params = {**fresh, **model.fixed, "head": jax.tree.map(np.zeros_like, fresh["head"])}
             (folder / "base").mkdir()
@@ -140,7 +141,7 @@ def saved_modules(architecture: str, family: str, learned: Collection[str]) -> l
     return [head, below.module] if also else [head]
 
 
-def rank_patterns(thin: Mapping[str, np.ndarray], adapt: Adapt) -> dict[str, dict[str, float]]:
+def rank_patterns(thin: Mapping[str, np.ndarray], adapt: Adapt) -> dict[str, Mapping[str, float]]:
     """Returns what PEFT scales otherwise: tensors of theirs that hold several kernels of ours.
 
     `thin` has lora_A, float32 [rank, inputs], and lora_B by their names, `adapt` the rank and the

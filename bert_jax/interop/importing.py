@@ -90,8 +90,8 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
 
 def _of_run(source: epath.Path, what: Literal["params", "with_moments"]) -> Base:
     trained = Loaded.of(source, what)
-    fresh = trained.fresh
-    if "next_sentence" in trained.idle and not trained.experiment.init_from:
+    fresh, experiment = trained.fresh, trained.experiment
+    if "next_sentence" in trained.idle and experiment and not experiment.init_from:
         fresh = (*fresh, "next_sentence")
     return dataclasses.replace(trained, source=f"{source.name}, step {trained.step}", fresh=fresh)
 

@@ -47,7 +47,7 @@ def read(
     mode = fields.get("pooling_mode", old or "mean")
     mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode
     mode = _WORDS.get(mode, mode) if isinstance(mode, str) else mode
-    require(pooling, "pooling_mode", mode, _MODES.values())
+    mode = require(pooling, "pooling_mode", mode, _MODES.values())
     reads = _there(folder / "sentence_bert_config.json")
     asked = folder / "config_sentence_transformers.json"
     written = _there(asked)

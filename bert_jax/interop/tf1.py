@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import google_crc32c
 import ml_dtypes
@@ -29,7 +29,8 @@ from bert_jax.storage.workdir import translate_os_errors
 
 _CONFIG, _PREFIX = "bert_config.json", "bert_model.ckpt"
 # A field of ours in bert_config.json; their code passes over it.
-_GELU_FORM, _FORMS = "gelu_form", {"erf": "gelu", "tanh": "gelu_tanh"}
+_GELU_FORM = "gelu_form"
+_FORMS: dict[str, Literal["gelu", "gelu_tanh"]] = {"erf": "gelu", "tanh": "gelu_tanh"}
 # Of a bert_config.json that says nothing of them.
 _TYPES = 16
 # What training keeps next to weights, and nobody goes on with: its steps, and Adam's moments.

@@ -74,7 +74,7 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
         require(config_path, name, settings.tokenizer_config.get(name, True), [True])
     if (folder / "vocab.txt").exists():
         listed = vocabulary.read_vocab(folder / "vocab.txt")
-        if vocab not in (None, listed):
+        if vocab is not None and vocab != listed:
             raise InputError(
                 f"{folder}: vocab.txt ({len(listed)} pieces) and tokenizer.json ({len(vocab)}) "
                 "differ; remove the one that the weights were not trained with"

@@ -7,7 +7,7 @@ majority line is what always saying the commoner label scores.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -150,7 +150,9 @@ class Prediction:
 
 
 @functools.lru_cache
-def logits_of(model: Model) -> Callable[[Any, batches_lib.Batch], tuple[jax.Array, jax.Array]]:
+def logits_of(
+    model: Model,
+) -> Callable[[Any, Mapping[str, np.ndarray | jax.Array]], tuple[jax.Array, jax.Array]]:
     """Compiles `(parameters, batch) -> both heads' scores`, see `heads.pretraining_logits`."""
     return jax.jit(functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop()))
 

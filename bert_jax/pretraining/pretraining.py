@@ -320,8 +320,8 @@ class PretrainingJob(Job):
     def operations(self, batch: Batch) -> int:
         """Returns those of a step with such a batch."""
         predictions = batch["masked_lm_positions"].shape[1]
-        shape = batch["input_ids"].shape
-        return flops.train_step_flops(self.experiment.model, *shape, predictions)
+        rows, length = batch["input_ids"].shape
+        return flops.train_step_flops(self.experiment.model, rows, length, predictions)
 
     def how_to_see(self, step: int) -> str:
         """Returns where the text of a step is to be seen, in words."""

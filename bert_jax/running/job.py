@@ -67,7 +67,8 @@ class Job:
     """
 
     how_to_go_on = "choose another --workdir"  # with a finished run, in words
-    length = "keep"  # `extend` allows more steps than the run was started with
+    # `extend` allows more steps than the run was started with.
+    length: Literal["keep", "extend"] = "keep"
     # The checkpoint of another run that stands before the first of this one; None: none.
     branch: Branch | None = None
     # Arrays that the steps read and do not change, on the devices; None: there are none.

@@ -165,7 +165,7 @@ def _written(vector: np.ndarray, form: str | None) -> str:
     same bits again, read as float32 or rounded from float64 (IEEE 754-2008, section 5.12.2).
     """
     if form == "base64":
-        return f'"{base64.b64encode(vector.astype("<f4")).decode()}"'
+        return f'"{base64.b64encode(vector.astype("<f4").data).decode()}"'
     text = "%.9g," * len(vector) % tuple(vector.tolist())
     return f"[{text.replace('-0,', '-0.0,')[:-1]}]"  # -0 would be an integer, without its sign
 
@@ -179,7 +179,7 @@ def _asked(body: dict[str, Any], parts: int, most: int) -> list[list[str]]:
         raise Refused(400, "input: a text is needed, or a list that is not empty", "input")
     if len(given) > most:
         raise Refused(413, f"input: {len(given)} texts; at most {most} a request", "input")
-    items = [[item] if parts == 1 else item for item in given]
+    items: list[Any] = [[item] if parts == 1 else item for item in given]
     for number, texts in enumerate(items):
         why = ""
         if not isinstance(texts, list) or len(texts) != parts:

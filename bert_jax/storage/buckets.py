@@ -21,7 +21,7 @@ import io
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import IO, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import fsspec
 import google_crc32c
@@ -155,7 +155,7 @@ def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
     return content
 
 
-def open_object(path: epath.PathLike) -> IO[bytes]:
+def open_object(path: epath.PathLike) -> io.BufferedReader:
     """Returns an object of any size as a file that reads one range at a time.
 
     Raises:
@@ -259,11 +259,12 @@ def _describe(path: epath.PathLike) -> Listed:
         return _parse_item(item)
 
 
-def names(folder: epath.Path) -> set[str]:
+def names(folder: epath.PathLike) -> set[str]:
     """Returns the names in a folder of this machine or a bucket; none if it is not there."""
     if not is_bucket(folder):
         with translate_os_errors(folder):
-            return {path.name for path in folder.iterdir()} if folder.exists() else set()
+            here = epath.Path(folder)
+            return {path.name for path in here.iterdir()} if here.exists() else set()
     objects, folders = _listed(folder, "/", verify=False)
     return (objects.keys() | folders) - {_PROBE}
 
@@ -392,8 +393,9 @@ def _translate_parse_errors() -> Iterator[None]:
 
 
 def _parse_item(item: dict[str, Any]) -> Listed:
-    stated = (item[name] for name in ("crc32c", "updated", "generation"))
-    return Listed(int(item["size"]), *stated, item.get("contentEncoding", ""))
+    crc32c, updated, generation = (item[name] for name in ("crc32c", "updated", "generation"))
+    encoding = item.get("contentEncoding", "")
+    return Listed(int(item["size"]), crc32c, updated, generation, encoding)
 
 
 def split(place: epath.PathLike) -> tuple[str, str]:

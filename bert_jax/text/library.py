@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -59,7 +59,7 @@ class Library:
     """A tokenizer.json, and what names its specials next to it: {"mask_token": "[MASK]", ...}."""
 
     kind = "library"
-    case = "cased"  # the file itself says what becomes of the case
+    case: Literal["cased", "uncased"] = "cased"  # the file itself says what becomes of the case
 
     def __init__(self, content: bytes, named: Mapping[str, str], where: str):
         self.content, self._where = content, where
