@@ -6,7 +6,7 @@ compiler would have to guess is written down.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import replay, sharding
 from bert_jax.training.collectives import Collectives, method_of
-from bert_jax.training.objective import Batch, Objective
+from bert_jax.training.objective import Batch, ComparingObjective, Objective
 
 Metrics = losses.Metrics
 
@@ -92,7 +92,7 @@ def gradients(
         return function(params, fixed, micro, noise, loop)
 
     def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
-        counts = objective.counts(micro) if per_replica else total
+        counts = objective.counts(micro) if total is None else total
 
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
             metrics = run(params, objective.forward, micro, number)
@@ -109,7 +109,9 @@ def gradients(
 
     def summed(batch: Batch) -> tuple[Any, Metrics]:
         if accumulation > 1 and hasattr(objective, "compare"):
-            return _cached(objective, run, params, batch, accumulation, total)
+            assert total is not None  # no such objective is clipped per replica
+            comparing = cast(ComparingObjective, objective)
+            return _cached(comparing, run, params, batch, accumulation, total)
         return _accumulate(gradient, batch, accumulation)
 
     if other is not None:
@@ -142,7 +144,8 @@ def gathered_but_layers(
 
     def gather(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
         def whole(scanned: Any) -> Any:
-            layer = sharding.all_gather_layer(*scanned, layer_partitions, collectives)
+            layer, copies = scanned
+            layer = sharding.all_gather_layer(layer, copies, layer_partitions, collectives)
             return replay.watched(layer, mark)
 
         return (stacked, sharding.gathered_ahead(stacked, layer_partitions, collectives)), whole
@@ -194,7 +197,7 @@ def _accumulate(
 
 
 def _cached(
-    objective: Objective,
+    objective: ComparingObjective,
     run: Callable[..., Any],
     params: Any,
     batch: Batch,

@@ -23,10 +23,6 @@ class Objective(Protocol):
     found by them. An experiment's own (`data.code`) is what a function of (model, data) returns.
     One that has `idle` names there what of its parameters learns nothing: that stays as it is.
 
-    One whose rows are compared with each other, those of all micro-batches at once, has `vectors`
-    and `compare`. The first takes what `forward` does, and gives a vector of each row, float32
-    [B, D]; the second takes such vectors before the rest, and gives the metrics, which depend on no
-    noise any more. Its `forward` is `compare` of `vectors`.
     """
 
     @property
@@ -71,6 +67,29 @@ class Objective(Protocol):
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
         """Returns what is differentiated: the sums of some rows over the counts of all."""
+
+
+class ComparingObjective(Objective, Protocol):
+    """An objective that compares the rows of all micro-batches with each other.
+
+    Its `forward` is `compare` of `vectors`.
+    """
+
+    def vectors(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
+    ) -> jax.Array:
+        """Returns the vector of each row, float32 [B, D]."""
+
+    def compare(
+        self,
+        vectors: jax.Array,
+        params: Any,
+        fixed: Any,
+        batch: Batch,
+        noise: layers.Noise | None,
+        loop: Loop,
+    ) -> losses_lib.Metrics:
+        """Computes the metrics of the rows from their vectors; they depend on no noise."""
 
 
 @dataclasses.dataclass(frozen=True)

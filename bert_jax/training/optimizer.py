@@ -9,7 +9,7 @@ has orthogonal updates for the matrices of layers and adamw for the rest (Jordan
 
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -121,11 +121,12 @@ def scale_by_bert_adam(b1: float, b2: float, eps: float) -> optax.GradientTransf
     """Returns Adam without bias correction: m / (sqrt(v) + eps)."""
 
     def update(
-        gradient: Tree, state: optax.ScaleByAdamState, params: Tree = None
-    ) -> tuple[Tree, optax.ScaleByAdamState]:
+        updates: Tree, state: optax.OptState, params: Tree = None
+    ) -> tuple[Tree, optax.OptState]:
         del params
-        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, gradient)
-        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, gradient)
+        state = cast(optax.ScaleByAdamState, state)
+        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
         direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
         return direction, optax.ScaleByAdamState(count=state.count + 1, mu=mu, nu=nu)
 
@@ -145,10 +146,11 @@ def stable_adamw(
     adam = optax.scale_by_adam(b1, b2, eps)
 
     def update(
-        gradient: Tree, state: optax.ScaleByAdamState, params: Tree
-    ) -> tuple[Tree, optax.ScaleByAdamState]:
-        direction, state = adam.update(gradient, state)
-        correction = 1.0 - b2 ** state.count.astype(jnp.float32)
+        updates: Tree, state: optax.OptState, params: Tree = None
+    ) -> tuple[Tree, optax.OptState]:
+        direction, new_state = adam.update(updates, state)
+        new_state = cast(optax.ScaleByAdamState, new_state)
+        correction = 1.0 - b2 ** jnp.asarray(new_state.count).astype(jnp.float32)
 
         def scale(
             path: tuple[Any, ...], u: jax.Array, g: jax.Array, v: jax.Array, p: jax.Array
@@ -159,7 +161,8 @@ def stable_adamw(
             mean = jnp.mean(square, axis=_axes(path, g), keepdims=True)
             return u / jnp.maximum(1.0, jnp.sqrt(mean))
 
-        return jax.tree.map_with_path(scale, direction, gradient, state.nu, params), state
+        scaled = jax.tree.map_with_path(scale, direction, updates, new_state.nu, params)
+        return scaled, new_state
 
     return optax.GradientTransformation(adam.init, update)
 
@@ -174,11 +177,11 @@ def scale_by_muon(
     """
 
     def update(
-        gradient: Tree, state: optax.TraceState, params: Tree = None
-    ) -> tuple[Tree, optax.TraceState]:
+        updates: Tree, state: optax.OptState, params: Tree = None
+    ) -> tuple[Tree, optax.OptState]:
         del params
-        trace = optax.incremental_update(gradient, state.trace, 1 - momentum)
-        ahead = optax.incremental_update(trace, gradient, momentum)
+        trace = optax.incremental_update(updates, cast(optax.TraceState, state).trace, 1 - momentum)
+        ahead = optax.incremental_update(trace, updates, momentum)
         leaves, tree = jax.tree.flatten_with_path(ahead)
         named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
         made = orthogonalized(named)

@@ -95,7 +95,7 @@ def _init_params(objective: Objective) -> Any:
     return params
 
 
-def _trace_step(objective: Objective, params: Any, batch: Batch) -> None:
+def _trace_step(objective: Objective, params: Any, batch: dict[str, jax.ShapeDtypeStruct]) -> None:
     counts = jax.eval_shape(objective.counts, batch)
     shapes = jax.tree.map(jnp.shape, counts)
     _require(

@@ -144,4 +144,4 @@ class Replay:
         always = is_sure and bool(set.intersection(*erred))
         is_last = always or not self._was_clean or bool(places & self._named)
         self._named, self._was_clean = self._named | places, False
-        return SilentCorruption(self._devices[sorted(places)].flatten(), is_sure, is_last)
+        return SilentCorruption(self._devices[sorted(places)].flatten().tolist(), is_sure, is_last)
