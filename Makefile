@@ -83,7 +83,7 @@ settings: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 # Each prints a line of figures last and keeps it in benchmarks/results/; about ten minutes.
 bench: $(STAMP)

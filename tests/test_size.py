@@ -37,23 +37,24 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
+    ".": 823,
     "checkpoints": 1_178,
-    "cli": 1_470,
-    "config": 2_304,
-    "data": 3_672,
+    "cli": 2_232,
+    "config": 2_313,
+    "data": 3_686,
     "distributed": 1_115,
-    "embeddings": 1_330,
-    "interop": 2_681,
-    "model": 3_047,
-    "pretraining": 1_091,
+    "embeddings": 1_333,
+    "interop": 2_682,
+    "model": 3_069,
+    "pretraining": 1_093,
     "serve": 573,
     "storage": 1_932,
     "tasks": 4_359,
-    "text": 3_206,
-    "tools": 7_927,
-    "training": 2_299,
+    "text": 3_207,
+    "tools": 7_954,
+    "training": 2_335,
     "benchmarks": 3_030,
-    "tests": 36_060,
+    "tests": 36_860,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
@@ -66,6 +67,7 @@ TOO_LONG = {
 TOO_SHORT = {
     "bert_jax/cli/__main__.py",
     "bert_jax/model/flops.py",
+    "bert_jax/process.py",
     "bert_jax/system.py",
 }
 # A package has at most 18 modules, bert_jax at most 16 packages.

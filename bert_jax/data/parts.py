@@ -1,7 +1,6 @@
 """The units of work of `prepare`: ranges of documents, each worked on by itself, anywhere.
 
-What a part is made into is a folder (see data.workers), named by a hash of all that it is made of:
-text, settings, tokenizer. So what was made of other text is never taken for ours.
+A part is made into a folder (see data.workers). A hash of its text, settings and tokenizer names it.
 
     PLACE/read-HASH/      documents of a part, as numbers of words (see text.words) or as ids
     PLACE/counts-HASH/    counted words of a part, for SentencePiece
