@@ -54,7 +54,7 @@ ABOVE = {
     "tools": 7_954,
     "training": 2_335,
     "benchmarks": 3_030,
-    "tests": 36_860,
+    "tests": 36_862,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
