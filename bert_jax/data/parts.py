@@ -1,6 +1,6 @@
 """The units of work of `prepare`: ranges of documents, each worked on by itself, anywhere.
 
-A part is made into a folder (see data.workers), named by a hash of its text, settings and tokenizer.
+A part becomes a folder (see data.workers), named by a hash of its text, settings and tokenizer.
 
     PLACE/read-HASH/      documents of a part, as numbers of words (see text.words) or as ids
     PLACE/counts-HASH/    counted words of a part, for SentencePiece
