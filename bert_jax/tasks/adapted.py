@@ -194,7 +194,7 @@ class MeshEncoder:
     def operations(self, batches: list[tuple[np.ndarray, Batch]]) -> int:
         """Counts those of asking once."""
         shapes = (batch["input_ids"].shape for _, batch in batches)
-        return sum(flops.forward_flops(self.model, *shape, 0) for shape in shapes)
+        return sum(flops.forward_flops(self.model, rows, length, 0) for rows, length in shapes)
 
 
 def require_finite(name: str, outputs: Sequence[np.ndarray]) -> None:
@@ -241,7 +241,7 @@ def forward_of(
         texts = functools.partial(objective.texts, beams)
         write = step.make_rows_step(objective, texts, parallelism, mesh)
         add_metrics = step.make_eval_step(objective, parallelism, mesh)
-        zeros = {name: np.zeros(2, np.float32) for name in objective.metrics}
+        zeros: Any = {name: np.zeros(2, np.float32) for name in objective.metrics}
 
         def ask(params: Any, fixed: Any, batch: Any) -> jax.Array:
             return write(params, fixed, {name: batch[name] for name in SOURCE})

@@ -338,7 +338,9 @@ EXAMPLE_FORMATS = {
     ),
     "span": ExampleFormat(
         "QUESTION<tab>CONTEXT",
-        from_texts=lambda place, number, texts: Question(place, str(number), *texts, (), True),
+        from_texts=lambda place, number, texts: Question(
+            place, str(number), texts[0], texts[1], (), True
+        ),
     ),
     "minimal_pairs": ExampleFormat("", _minimal_pair_from_cells),  # cannot be typed
 }

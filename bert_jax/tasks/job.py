@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
 from bert_jax.tasks.examples import Tally
 from bert_jax.tasks.formats import listed
 from bert_jax.tasks.generate import TargetRows
+from bert_jax.tasks.objective import TaskObjective
 from bert_jax.tasks.rows import Batch
 from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import feed, step
@@ -69,6 +70,8 @@ class FinetuningJob(Job):
     """A task and the base that is adapted to it."""
 
     experiment: Finetuning
+    # Only this class sets it.
+    objective: TaskObjective  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def read(self) -> None:
         """Reads the base and the examples."""
@@ -244,7 +247,8 @@ class FinetuningJob(Job):
             f"{experiment.init_from} {self._base.sha256[:12]}"
         )
         if labels and self._kind.reads == "pooled":
-            counts = collections.Counter(str(example.label) for example in self._train)
+            labelled = cast(list[examples_lib.Sentence], self._train)
+            counts = collections.Counter(str(example.label) for example in labelled)
             shown = ", ".join(f"{name} {counts[name]:,}" for name in labels)
             two = len(labels) == 2 and "f1" in SCORES[task.kind]
             positive = f"; f1 is of {labels[1]!r}" if two else ""
@@ -287,23 +291,23 @@ class FinetuningJob(Job):
     def operations(self, batch: dict[str, jax.Array]) -> int:
         """Returns those of a step with such a batch."""
         # Of `full`, to which others come close, since gradients flow to the bottom.
-        model, source = self.objective.model, batch["input_ids"].shape
-        operations = flops.train_step_flops(model, *source, 0)
+        model, (rows_, width) = self.objective.model, batch["input_ids"].shape
+        operations = flops.train_step_flops(model, rows_, width, 0)
         if "decoder_ids" in batch:  # without its attention to the source
             count, length = batch["decoder_ids"].shape
             operations += flops.train_step_flops(model, count, length, length)
         return operations
 
-    def initial_state(self, state: step.State) -> tuple[step.State, str]:
+    def initial_state(self, fresh: step.State) -> tuple[step.State, str]:
         """Returns a fresh state with the weights of the base, where they learn, and their hash."""
-        params = dict(state["params"])
+        params = dict(fresh["params"])
         if self.experiment.adapt.how == "full":
             for name, tree in self._base.read_by(self.objective).items():
                 if name not in self._base.fresh:
                     params[name] = _laid_over(params[name], tree)
         if (head := self._base.head_for(self.experiment, self.labels)) is not None:
             params["head"] = _laid_over(params["head"], head)
-        return state | {"params": params}, self._base.sha256
+        return fresh | {"params": params}, self._base.sha256
 
     def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata learned from these examples."""

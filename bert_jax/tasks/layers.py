@@ -7,7 +7,7 @@ needs no labels and is the surface task of Conneau et al. 2018.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -42,7 +42,11 @@ def score_layers(
     asked, first = Probes(linear, where=_WHERE), tasks[0][1]
     with prefix_errors(_WHERE):
         lengths = _lengths(first, *(drawn(first, part) for part in ("train", "validation")))
-        similar = {n: drawn(task, "validation") for n, task in tasks if task.kind == "regress"}
+        similar = {
+            name: cast(list[Sentence], drawn(task, "validation"))
+            for name, task in tasks
+            if task.kind == "regress"
+        }
     if lengths is None:
         say(f"layers: all texts of {paths[0]} have the same length: {_LENGTH} is not scored")
     asked.probes[:0] = [lengths] if lengths else []
@@ -54,6 +58,7 @@ def score_layers(
     params = probes_lib.load_probe(asked, trained)
     read: dict[str, dict[str, Any]] = {}
     for probe in asked.probes:
+        assert isinstance(probe, Probe)  # no other kind is among _KINDS
         score, of_layers = probe.task.main_score, probe.scores(params, "all")
         read[probe.name] = known(probe.name, score, probe.majority, of_layers)
         say(f"layers: {probe.name} is scored")

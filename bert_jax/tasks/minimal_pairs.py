@@ -63,8 +63,8 @@ class MinimalPairs:
         ) -> jax.Array:
             del fixed
             module = heads.merge(model, params)
-            ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-            hidden = encode(module.encoder, model, *ids, noise, loop)
+            ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
+            hidden = encode(module.encoder, model, *ids, mask, noise, loop)
             logits = heads.masked_lm_logits(module, model, hidden, batch["positions"])
             logs = jax.nn.log_softmax(logits)
             of_targets = jnp.take_along_axis(logs, batch["targets"][..., None], axis=-1)[..., 0]
@@ -73,7 +73,9 @@ class MinimalPairs:
         self._is_causal = model.direction == "left_to_right"
         self._log_probabilities = reader.program(of_rows)
         shapes = ((b["input_ids"].shape, b["positions"].shape) for _, b in self._batches())
-        return sum(flops.forward_flops(model, *ids, asked[1]) for ids, asked in shapes)
+        return sum(
+            flops.forward_flops(model, count, length, asked[1]) for (count, length), asked in shapes
+        )
 
     def ask(self, params: Any) -> dict[str, Any]:
         """Returns how often the acceptable text is the likelier one; all processes call it.

@@ -160,8 +160,8 @@ class TaskObjective:
         """
         cfg, features, rate = self.model, self.adapt.features, self.adapt.head_dropout_prob
         tuned = fill_params(merged_params(self.adapt, params, fixed), EncoderWithHead, *self._shape)
-        ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
-        hidden = encode(tuned.encoder, cfg, *ids, noise, loop, "all" if features else "last")
+        ids, outputs = (batch["input_ids"], batch["segment_ids"]), "all" if features else "last"
+        hidden = encode(tuned.encoder, cfg, *ids, batch["input_mask"], noise, loop, outputs)
         if features:
             below = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
             mask = batch["input_mask"]

@@ -372,10 +372,12 @@ def _require_json(values: Sequence[Any], place: str) -> None:
 def _written(rows_: Iterable[text_records.Named], ending: str, header: str) -> Iterator[str]:
     """Yields lines of a file that ends so; .csv and .tsv begin with names if `header` says so."""
     first: list[str] = []
-    plain = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
     # Characters of a line's end are quoted, which here becomes a newline alone.
-    plain = plain if ending == ".tsv" else {}
-    table = csv.writer(types.SimpleNamespace(write=str), lineterminator="\r\n", **plain)
+    file, end = types.SimpleNamespace(write=str), "\r\n"
+    table = csv.writer(file, lineterminator=end)
+    if ending == ".tsv":
+        quoting: Any = {"quoting": csv.QUOTE_NONE, "quotechar": None}
+        table = csv.writer(file, lineterminator=end, delimiter="\t", **quoting)
     for place, names, values in rows_:
         if ending == ".jsonl":
             if len(set(names)) < len(names):

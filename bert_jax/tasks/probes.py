@@ -14,7 +14,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -107,9 +107,9 @@ def features_of(reader: MeshEncoder, reads: Reads, outputs: Outputs) -> Callable
     model = reader.model
 
     def of_rows(params: Any, _: Any, batch: Any, noise: Any, loop: Loop) -> jax.Array:
-        ids = (batch[name] for name in ("input_ids", "segment_ids", "input_mask"))
+        ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
         encoder = heads.merge(model, params).encoder
-        hidden = encode(encoder, model, *ids, noise, loop, outputs)
+        hidden = encode(encoder, model, *ids, mask, noise, loop, outputs)
         hidden = hidden if outputs == "all" else hidden[None]
         hidden = hidden.astype(jnp.float32)  # [layers, B, S, D]
         if reads == "pooled":
@@ -130,7 +130,8 @@ class SimilarityProbe:
 
     def __init__(self, name: str, task: Task):
         self.name, self.task = name, similar.validation_task(task)
-        self.examples = examples_lib.read(self.task, task.validation, "labelled")
+        examples = examples_lib.read(self.task, task.validation, "labelled")
+        self.examples = cast(list[examples_lib.Sentence | examples_lib.Passage], examples)
 
     def open(self, reader: MeshEncoder) -> int:
         """Makes rows of the examples; returns the operations of scoring them once."""
@@ -171,7 +172,7 @@ class Probes:
         paths: Sequence[str],
         pairs: int | None = _MOST,
         where: str = "run.probes",
-        fields: Mapping[str, str] = types.MappingProxyType({}),
+        fields: Mapping[str, Any] = types.MappingProxyType({}),
     ):
         self._where = where
         self.probes: list[Probe | MinimalPairs | SimilarityProbe] = []  # in the order of the files
@@ -277,9 +278,9 @@ def ridge(features: np.ndarray, classes: np.ndarray, count: int) -> tuple[np.nda
 
     scale = features.std(axis=0, dtype=np.float64)
     scale = np.where(scale > 1e-6 * max(scale.max(), 1e-30), scale, np.inf)  # constant: not read
-    solved = RidgeCV([share * len(features) for share in _PENALTIES])
+    solved = RidgeCV(np.array([share * len(features) for share in _PENALTIES]))
     solved.fit(features.astype(np.float64) / scale, np.eye(count)[classes])
-    return solved.coef_.T / scale[:, None], solved.intercept_
+    return solved.coef_.T / scale[:, None], np.asarray(solved.intercept_)
 
 
 # --- tasks and their examples -------------------------------------------------------------------

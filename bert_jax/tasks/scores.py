@@ -64,7 +64,7 @@ def score(name: str, truth: Any, predicted: Any) -> float:
             warnings.simplefilter("ignore")  # of a single label
             return float(metrics.matthews_corrcoef(truth, predicted))
     labels, average = ([1], "macro") if name == "f1" else (None, name.removesuffix("_f1"))
-    options = {"labels": labels, "average": average, "zero_division": 0.0}
+    options: Any = {"labels": labels, "average": average, "zero_division": 0.0}
     return float(metrics.f1_score(truth, predicted, **options))
 
 
@@ -323,7 +323,7 @@ def mistakes(
         if "probabilities" in answers[i]:
             mistake["probability"] = answers[i]["probabilities"][answers[i]["label"]]
         worst.append(mistake | {"texts": [t[:_CHARACTERS] for t in display_texts(examples[i])]})
-    line = {"wrong": len(wrong), "worst": worst}
+    line: dict[str, Any] = {"wrong": len(wrong), "worst": worst}
     if labels:
         pairs = (zip(*judged[i][:2], strict=True) for i in wrong)
         confusions = collections.Counter(pair for of_one in pairs for pair in of_one)

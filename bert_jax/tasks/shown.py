@@ -12,7 +12,7 @@ from bert_jax.errors import InputError, printable
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
 from bert_jax.tasks.adapted import LoadedBase, kind_of
-from bert_jax.tasks.examples import Tally
+from bert_jax.tasks.examples import Example, Tally
 from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.rows import Batch, Rows, TrainBatches
 from bert_jax.text.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     behind `->` stands a text that is to be generated.
     """
     base, is_similar = LoadedBase.of(experiment), experiment.task.kind == "similar"
+    train, labels, rows = list[Example](), (), None
     if is_similar:
         task = similar.inherit_prompts(experiment.task, base.vectors)
         experiment = dataclasses.replace(experiment, task=task)
@@ -50,6 +51,7 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     if is_similar:
         yield from _compared(batch, base.tokenizer, each, most)
         return
+    assert rows is not None and isinstance(batches, TrainBatches)
     for row in batches.of_step(done)[:most]:
         example = train[rows.notes[row][0] if rows.notes else row // each]
         yield Text(f"\n{printable(example.place)}{_answer(rows, int(row), labels)}")

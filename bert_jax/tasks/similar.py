@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ class Similar(TaskKind):
         Texts with equal keys are not negatives of each other. A key is computed from the tokens of
         the text that fit into a row, without the prefix.
         """
-        ids, keys = [], []
+        ids, keys, texts = [], [], ()
         for example in examples:
             texts = example.texts if isinstance(example, Sentence) else (example.text,)
             for role, text in zip(roles_of(example), texts, strict=True):
@@ -91,9 +91,10 @@ class Similar(TaskKind):
     def scores(self, outputs: Outputs, rows: Rows, examples: _Examples) -> Scores:
         """Returns correlations of the cosine with scores; of queries how well texts are found."""
         del rows
-        if isinstance(examples[0], Passage):
-            return retrieval.scores(outputs, examples)
-        truth = np.array([example.label for example in examples], np.float32)
+        if isinstance(examples[0], Passage):  # and so are all
+            return retrieval.scores(outputs, cast(Sequence[Passage], examples))
+        pairs = cast(Sequence[Sentence], examples)
+        truth = np.array([pair.label for pair in pairs], np.float32)
         cosines = _cosines(np.stack(outputs))
         return {name: scores.score(name, truth, cosines) for name in ("spearman", "pearson")}
 
@@ -276,7 +277,7 @@ def read(
     if how.loss == "distil":
         task = dataclasses.replace(task, second_column="")
     labelled: examples_lib.Labelled = "labelled" if how.loss == "cosine" else "unlabelled"
-    examples = examples_lib.read(task, task.train, labelled, tally)
+    examples = cast(list[Sentence], examples_lib.read(task, task.train, labelled, tally))
     kind = Similar(task, (), tokenizer)
     rows, width, more = kind.rows(examples), 0, ""
     if how.loss == "cosine":
@@ -315,7 +316,7 @@ def _read_corpus(
     pairs = CorpusPairs(
         corpus.open_stream(prepared.folder, "train"),
         prepared.ids,
-        how,
+        cast(How, how),
         (asks, other),
         experiment.batch_size,
         task.max_sequence_length,
@@ -328,7 +329,7 @@ def _scaled(examples: Sequence[Sentence], how: Vectors) -> np.ndarray:
     """Returns the scores of pairs as cosines from 0 to 1, float32 [E]."""
     low, high = how.score_range
     for example in examples:
-        if not low <= float(example.label) <= high:
+        if example.label is None or not low <= float(example.label) <= high:
             raise InputError(
                 f"{example.place}: the score {example.label} is not within "
                 f"vectors.score_range={how.score_range}; correct one of them"

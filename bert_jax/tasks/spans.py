@@ -80,8 +80,10 @@ class SpanTask(TaskKind):
                 first.append(of_first_segment(self._tokenizer, row, offset))
                 counts = most[start:end] == window
                 notes.append(Window(number, offset, places[start:end], counts))
-                inside = answer is not None and start <= answer[0] and answer[1] < end
-                targets.append([offset + p - start for p in answer] if inside else [0, 0])
+                if answer is not None and start <= answer[0] and answer[1] < end:
+                    targets.append([offset + p - start for p in answer])
+                else:
+                    targets.append([0, 0])
         both = np.array(targets, np.int32)
         numbers = {"starts": both[:, 0], "ends": both[:, 1]}
         limit = self._task.max_sequence_length
