@@ -15,7 +15,10 @@ from bert_jax.errors import InputError
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Data of the package that a run needs.
-NEEDED = {"experiments/tiny.py", "experiments/tasks/sst2.py", "experiments/sample_text/README.md"}
+NEEDED = {
+    *("py.typed", "experiments/tiny.py", "experiments/tasks/sst2.py"),
+    "experiments/sample_text/README.md",
+}
 
 
 def test_the_package_s_data_are_the_shipped_experiments_and_their_text():
@@ -25,7 +28,9 @@ def test_the_package_s_data_are_the_shipped_experiments_and_their_text():
     patterns = setup["options.package_data"]["bert_jax"].split(", ")
     found = {p.relative_to(package).as_posix() for glob in patterns for p in package.glob(glob)}
     below = {p.relative_to(ROOT).as_posix() for p in (ROOT / "experiments").rglob("*")}
-    assert found == {name for name in below if (ROOT / name).is_file() and "__py" not in name}
+    assert found - {"py.typed"} == {
+        name for name in below if (ROOT / name).is_file() and "__py" not in name
+    }
     assert found >= NEEDED
     assert setup["options.packages.find"]["include"] == "bert_jax*"
 

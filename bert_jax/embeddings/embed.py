@@ -349,9 +349,6 @@ def _program(
 ) -> Callable[[heads.Params, dict[str, jax.Array]], jax.Array]:
     """Returns what makes vectors of packed rows: float32 [rows, N, W]; of `tokens` [rows, S, W]."""
 
-    assert features.pooling is not None  # the embedder has chosen one
-    pooling = features.pooling
-
     def of_shard(params: heads.Params, batch: dict[str, jax.Array]) -> jax.Array:
         ids = batch["input_ids"]  # [1, S]: of each shard one row
         places = Packing(batch["positions"], batch["tokens"][0], batch["places"])
@@ -367,7 +364,7 @@ def _program(
             combined = jnp.concatenate(chosen, -1)
         else:
             combined = sum(chosen, jnp.zeros(())) / len(chosen)
-        vectors = _pooled(combined, places, pooling)
+        vectors = _pooled(combined, places, features.pooling or "mean")
         if features.dimensions:
             vectors = vectors[..., : features.dimensions]
         if features.length == "unit":

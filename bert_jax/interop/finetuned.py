@@ -59,9 +59,9 @@ def export(
             params = merged_params(adapt, model.params, model.fixed)
             _write_model(model, stated, params, architecture, dtype, folder)
         else:
-            assert model.fixed is not None  # lora leaves the base as it was
             fresh = {name: tree for name, tree in model.params.items() if name != "lora"}
-            params = {**fresh, **model.fixed, "head": jax.tree.map(np.zeros_like, fresh["head"])}
+            head = jax.tree.map(np.zeros_like, fresh["head"])
+            params = fresh | (model.fixed or {}) | {"head": head}
             (folder / "base").mkdir()
             _write_model(model, stated, params, architecture, dtype, folder / "base")
             _write_adapter(model, architecture, dtype, target, folder)

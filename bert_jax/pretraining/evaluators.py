@@ -28,6 +28,8 @@ from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Objective
 
+Arrays = Mapping[str, np.ndarray | jax.Array]  # a batch, on the host or on a device
+
 
 @dataclasses.dataclass
 class HeldOut:
@@ -150,9 +152,7 @@ class Prediction:
 
 
 @functools.lru_cache
-def logits_of(
-    model: Model,
-) -> Callable[[Any, Mapping[str, np.ndarray | jax.Array]], tuple[jax.Array, jax.Array]]:
+def logits_of(model: Model) -> Callable[[Any, Arrays], tuple[jax.Array, jax.Array]]:
     """Compiles `(parameters, batch) -> both heads' scores`, see `heads.pretraining_logits`."""
     return jax.jit(functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop()))
 

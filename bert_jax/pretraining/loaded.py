@@ -7,12 +7,13 @@ import dataclasses
 import functools
 import reprlib
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from etils import epath
 
 from bert_jax import config
@@ -20,14 +21,13 @@ from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import Base, Moments
 from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
 from bert_jax.config import Experiment, Parallelism
-from bert_jax.data.batches import Batch
 from bert_jax.embeddings import embed as embed_lib
 from bert_jax.embeddings.embed import Embedder, Features
 from bert_jax.errors import InputError
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode
-from bert_jax.pretraining.evaluators import Prediction, Predictor, logits_of
+from bert_jax.pretraining.evaluators import Arrays, Prediction, Predictor, logits_of
 from bert_jax.pretraining.pretraining import Prepared
 from bert_jax.storage import mirror
 from bert_jax.storage.json_lines import JsonLines
@@ -38,6 +38,7 @@ from bert_jax.training import objective, step
 from bert_jax.training import optimizer as optimizer_lib
 
 What = Literal["params", "with_moments"]
+Floats = npt.NDArray[np.float32]
 # By the head that a question is for, what to do where it has not learned.
 _INSTEAD = {
     "masked_lm": "import weights that have one; `bert-jax embed` and `finetune` take its encoder",
@@ -165,7 +166,7 @@ class Loaded(Base):
                 raise InputError(f"{why}; {_INSTEAD[head]}")
         return self._predictor.predict(self.params, text, next_text, top)
 
-    def hidden(self, texts: str | Sequence[str], layers: Sequence[int] = (-1,)) -> list[np.ndarray]:
+    def hidden(self, texts: str | Sequence[str], layers: Sequence[int] = (-1,)) -> list[Floats]:
         """Returns what layers make of each text, piece by piece, [CLS] first and [SEP] last.
 
         Args:
@@ -189,7 +190,7 @@ class Loaded(Base):
         pooling: Literal["mean", "cls", "last"] | None = None,
         layers: Sequence[int] = (-1,),
         length: Literal["as_is", "unit"] | None = None,
-    ) -> np.ndarray:
+    ) -> Floats:
         """Returns the vector of each text, float32 [texts, W]; see `embeddings.embed.Features`.
 
         What is None is as the run or base says. Longer texts than are read are cut.
@@ -199,7 +200,7 @@ class Loaded(Base):
         parts = [part.vectors for part in embedder.embed(texts_of(texts))]
         return np.concatenate(parts) if parts else np.empty((0, embedder.width), np.float32)
 
-    def attention(self, text: str) -> tuple[list[str], np.ndarray]:
+    def attention(self, text: str) -> tuple[list[str], Floats]:
         """Returns a text's pieces, [CLS] and [SEP] too, and where each of them looks.
 
         Returns:
@@ -213,7 +214,7 @@ class Loaded(Base):
         maps = attention_probabilities(encoder, self.model, hidden)
         return [self.tokenizer.piece(i) for i in ids], np.asarray(maps)
 
-    def apply(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def apply(self, params: heads.Params, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         """Computes both heads' scores of a batch, for any parameters of this shape.
 
         Args:
@@ -231,7 +232,7 @@ class Loaded(Base):
         return Predictor(self.model, self.tokenizer)
 
     @functools.cached_property
-    def _every_layer(self) -> Any:
+    def _every_layer(self) -> Callable[..., jax.Array]:
         def run(params: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
             encoder, kinds = heads.merge(self.model, params).encoder, jnp.zeros_like(ids)
             hidden = encode(encoder, self.model, ids, kinds, mask, None, Loop(), "all")

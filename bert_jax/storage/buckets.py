@@ -394,8 +394,7 @@ def _translate_parse_errors() -> Iterator[None]:
 
 def _parse_item(item: dict[str, Any]) -> Listed:
     crc32c, updated, generation = (item[name] for name in ("crc32c", "updated", "generation"))
-    encoding = item.get("contentEncoding", "")
-    return Listed(int(item["size"]), crc32c, updated, generation, encoding)
+    return Listed(int(item["size"]), crc32c, updated, generation, item.get("contentEncoding", ""))
 
 
 def split(place: epath.PathLike) -> tuple[str, str]:
