@@ -65,8 +65,8 @@ def scores(query: jax.Array, key: jax.Array) -> jax.Array:
 def attend(query, key, value, input_mask, noise, rate):
     """[B, S, H, D / H] each -> the same; of texts that share rows, each by itself."""
     if isinstance(input_mask, Packing):
-        query, key, value = (input_mask.unpack(x) for x in (query, key, value))
-        return input_mask.pack(attend(query, key, value, input_mask.mask, noise, rate))
+        apart = (input_mask.unpack(x) for x in (query, key, value))
+        return input_mask.pack(attend(*apart, input_mask.mask, noise, rate))
     if isinstance(input_mask, Shared):
         numbers = input_mask.numbers
         seen = (numbers[:, :, None] == numbers[:, None, :])[:, None]
@@ -88,8 +88,8 @@ def run_layer(layer: transformer.Layer, cfg: Model, x: jax.Array, input_mask, no
     at = (lambda site: None) if noise is None else noise.at
     split = (*x.shape[:2], cfg.num_attention_heads, -1)
     projections = (layer.query, layer.key, layer.value)
-    query, key, value = (dense(x).astype(x.dtype).reshape(split) for dense in projections)
-    context = attend(query, key, value, input_mask, at(0), cfg.attention_probs_dropout_prob)
+    vectors = (dense(x).astype(x.dtype).reshape(split) for dense in projections)
+    context = attend(*vectors, input_mask, at(0), cfg.attention_probs_dropout_prob)
     attended = layer.attention_output(context.reshape(x.shape))
     attended = layers.dropout(attended, at(1), cfg.hidden_dropout_prob)
     x = layer.attention_layer_norm(x + attended).astype(x.dtype)
@@ -98,7 +98,7 @@ def run_layer(layer: transformer.Layer, cfg: Model, x: jax.Array, input_mask, no
     return layer.output_layer_norm(x + outer).astype(x.dtype)
 
 
-def encode(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, outputs):
+def encode(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, outputs="last"):
     """See `bert_jax.model.kinds.encode`."""
     dtype = jnp.dtype(cfg.compute_dtype)
     first = None if noise is None else noise.at(cfg.num_hidden_layers)

@@ -108,10 +108,10 @@ class Electra:
         own = params["generator"]
         encoder = params["encoder"] | {"layers": own["layers"]}  # all else is shared
         module = heads.merge(self.small, {"encoder": encoder, "masked_lm": own["masked_lm"]})
-        inputs = (batch["input_ids"], batch["segment_ids"], batch["input_mask"])
+        names = ("input_ids", "segment_ids", "input_mask")
         # Its layers are not those that the loop may have to gather.
         whole = loop._replace(gather=Loop().gather)
-        hidden = encode(module.encoder, self.small, *inputs, noise, whole)
+        hidden = encode(module.encoder, self.small, *(batch[n] for n in names), noise, whole)
         return heads.masked_lm_logits(module, self.small, hidden, batch["masked_lm_positions"])
 
 

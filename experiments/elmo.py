@@ -58,7 +58,7 @@ class Encoder(nnx.Module):
         self.layers = jax.vmap(layer)(keys)
 
 
-def run_encoder(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, outputs):
+def run_encoder(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, outputs="last"):
     """See `bert_jax.model.kinds.encode`; layer 0 is the embeddings twice, once a direction."""
     del segment_ids
     dtype = jnp.dtype(cfg.compute_dtype)
@@ -138,8 +138,8 @@ class Languages:
         left, right = jnp.split(hidden, 2, axis=-1)
         bias = params["softmax"]["output_bias"]
         bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, -1e9)
-        table = params["encoder"]["embeddings"]["word"]["embedding"]
-        return layers.linear(jnp.stack([left[:, :-2], right[:, 2:]]), table, bias, "outputs_inputs")
+        seen, table = jnp.stack([left[:, :-2], right[:, 2:]]), encoder.embeddings.word.embedding
+        return layers.linear(seen, table[...], bias, "outputs_inputs")
 
     def forward(self, params, fixed, batch, noise, loop):
         """Sums and counts of both directions, over all pieces but specials."""

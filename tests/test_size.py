@@ -37,7 +37,7 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 823,
+    ".": 824,
     "checkpoints": 1_178,
     "cli": 2_232,
     "config": 2_313,
@@ -46,15 +46,15 @@ ABOVE = {
     "embeddings": 1_333,
     "interop": 2_682,
     "model": 3_069,
-    "pretraining": 1_093,
+    "pretraining": 1_094,
     "serve": 573,
     "storage": 1_932,
-    "tasks": 4_359,
+    "tasks": 4_380,
     "text": 3_207,
     "tools": 7_954,
     "training": 2_335,
     "benchmarks": 3_030,
-    "tests": 36_862,
+    "tests": 36_942,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

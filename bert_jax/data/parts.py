@@ -107,8 +107,8 @@ def plan(corpus: Corpus) -> list[Part]:
 
     @functools.cache
     def state(path: str, listed: buckets.Listed | None) -> tuple[str, int, int]:
-        found = text_sources.state(path, listed=listed)
-        return path, found["bytes"], found["mtime_ns"]
+        saved = text_sources.state(path, listed=listed)
+        return path, saved["bytes"], saved["mtime_ns"]
 
     def files(part: list[ByteRange]) -> tuple[tuple[str, int, int], ...]:
         # A TFDS dataset is recognised by its metadata.

@@ -363,7 +363,7 @@ def _program(
         if features.combine == "concat":
             combined = jnp.concatenate(chosen, -1)
         else:
-            combined = sum(chosen, jnp.zeros(())) / len(chosen)
+            combined = sum(chosen[1:], chosen[0]) / len(chosen)
         vectors = _pooled(combined, places, features.pooling or "mean")
         if features.dimensions:
             vectors = vectors[..., : features.dimensions]

@@ -390,11 +390,11 @@ def test_a_start_that_cannot_be_is_one_line(port, tmp_path, monkeypatch):
     tuned.write_base("base")
     for arguments, *words in (
         ("--workdir nowhere --port 0", "nowhere"),
-        ("--workdir base --port 70000", "--port 70000"),
+        ("--workdir base --port 70000", "--port", "70000"),
         (f"--workdir base --port {port}", f"--port {port}"),  # is taken
         ("--workdir base --host 300.0.0.1 --port 0", "--host 300.0.0.1"),
         ("--workdir base --host a..b --port 0", "--host a..b"),
-        ("--workdir base --queue 63", "--queue 63", "64"),
+        ("--workdir base --queue 63", "--queue", "64"),
         ("--workdir base --port 0 --layers 4", "--layers 4"),
         ("--workdir base --port 0 --from base", "--from"),
     ):

@@ -167,7 +167,7 @@ def test_the_command_writes_what_the_library_does(tmp_path, vocab):
         tmp_path, [text, text], vocab, whole_word_mask=True, do_lower_case=False, random_seed=7
     )
     assert head["do_lower_case"] is False
-    command = ["conformance", "instances", str(text), str(text), "--vocab", str(vocab)]
+    command = ["conformance-instances", str(text), str(text), "--vocab", str(vocab)]
     command += ["--dupe-factor", "2", "--whole-word", "--cased", "--random-seed", "7"]
     command += ["--max-seq-length", "128", "--max-predictions", "20"]
     broken.said([*command, "--out", str(tmp_path / "command.jsonl")])
@@ -193,7 +193,7 @@ def test_the_command_writes_what_the_library_does(tmp_path, vocab):
 def test_bad_input_is_named_and_leaves_nothing(arguments, complaint, tmp_path, vocab, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pathlib.Path("text.txt").write_bytes(SAMPLE)
-    command = ["conformance", "instances", "--vocab", str(vocab), "--out", "out.jsonl"]
+    command = ["conformance-instances", "--vocab", str(vocab), "--out", "out.jsonl"]
     broken.fails([*command, *arguments], complaint)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
     assert pathlib.Path("text.txt").read_bytes() == SAMPLE
