@@ -178,6 +178,8 @@ evaluate tiny --text a -> --text
 finetune sst2 --broken-rows skip -> --broken-rows
 finetune --kind choice --train a.tsv --validation a.tsv --set task.choice_columns=b,c -> --from
 pretrian tiny -> pretrain
+config tiny --verbosity=sideways -> --verbosity
+config tiny --flagfile=nowhere -> nowhere
 pretrain --text a --hours 1 -> auto TEXT --hours H
 pretrain tiny --base=b -> auto TEXT
 pretrain --fork a/checkpoints/1 --workdir w -> fork RUN/checkpoints/STEP

@@ -79,7 +79,13 @@ def _program_parser() -> Parser:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the arguments of a command. Their attribute `command` is the Command."""
-    words = list(argv)
+    try:
+        return _parse(list(argv))
+    except flags.Error as error:  # a value of one of absl's flags
+        raise InputError(str(error)) from error
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
     first = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
     program = _program_parser()
     is_debugging = program.parse_args(words[:first]).debug
