@@ -155,7 +155,7 @@ def test_every_page_is_linked_from_the_readme():
     assert not [page.name for page in DOCS if f"](docs/{page.name})" not in readme]
 
 
-@pytest.mark.parametrize(("page", "lines"), [("README.md", 250), ("WORKSPACE.md", 180)])
+@pytest.mark.parametrize(("page", "lines"), [("README.md", 250), ("WORKSPACE.md", 210)])
 def test_a_page_stays_short(page, lines):
     assert len((ROOT / page).read_text().splitlines()) <= lines
 

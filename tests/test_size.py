@@ -39,7 +39,7 @@ AIMS = {
 ABOVE = {
     ".": 824,
     "checkpoints": 1_178,
-    "cli": 2_232,
+    "cli": 2_238,
     "config": 2_313,
     "data": 3_686,
     "distributed": 1_115,
@@ -54,7 +54,7 @@ ABOVE = {
     "tools": 7_954,
     "training": 2_335,
     "benchmarks": 3_030,
-    "tests": 36_942,
+    "tests": 36_950,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

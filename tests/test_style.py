@@ -66,6 +66,12 @@ def duplicates(names: list[tuple[str, str]]) -> dict[str, list[str]]:
     return {name: found for name, found in places.items() if len(found) > 1}
 
 
+def prose(page: str) -> list[str]:
+    """Returns the lines of a page of Markdown outside of code, tables and pictures."""
+    text = re.sub(r"^ *```.*?^ *```", "", page, flags=re.MULTILINE | re.DOTALL)
+    return [line for line in text.splitlines() if not line.lstrip().startswith(("|", "!["))]
+
+
 def violations() -> list[str]:
     """Returns a line for each exception from the rules of names and sentences."""
     lines, classes, modules = [], [], []
@@ -82,7 +88,7 @@ def violations() -> list[str]:
     for kind, names in (("class", classes), ("module", modules)):
         lines += [f"{kind} {one} {' '.join(found)}" for one, found in duplicates(names).items()]
     for path in [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        wide = [x for x in path.read_text().splitlines() if len(x) > WIDTH and "|" not in x[:2]]
+        wide = [line for line in prose(path.read_text()) if len(line) > WIDTH]
         lines += [f"wide {path.relative_to(ROOT).as_posix()} {len(wide)}"] * bool(wide)
     return sorted(lines)
 
