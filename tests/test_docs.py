@@ -174,4 +174,4 @@ def test_the_examples_of_python_md_run(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "finished: step 30" in done.stdout
+    assert "step 30, 0.3M parameters" in done.stdout
