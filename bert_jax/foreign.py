@@ -1,6 +1,6 @@
-"""Private names of other libraries: the one module that uses them, so that an upgrade breaks one.
+"""Every use of a private name of another library, so that an upgrade can break this module only.
 
-Each function says why no public name does. Imports are inside the functions, which keeps
+Each function says why no public name is enough. Imports are inside the functions, which keeps
 `import bert_jax` and the start of the command line quick.
 """
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class _SharedChange:
-    """A change of a library that is made for the first of its users and undone after the last."""
+class _SharedPatch:
+    """A patch of a library. The first of its users applies it, and the last one undoes it."""
 
     def __init__(self):
         self._lock, self._users = threading.Lock(), 0
-        self._made = contextlib.ExitStack()
+        self._applied = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def use(self, change: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-        """Keeps the change while entered."""
+    def use(self, patch: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+        """Keeps the patch applied while the context is entered."""
         with self._lock:
             if self._users == 0:
-                self._made.enter_context(change())
+                self._applied.enter_context(patch())
             self._users += 1
         try:
             yield
@@ -39,19 +39,20 @@ class _SharedChange:
             with self._lock:
                 self._users -= 1
                 if self._users == 0:
-                    self._made.close()
+                    self._applied.close()
 
 
-_bucket_clients, _flags = _SharedChange(), _SharedChange()
+_client_patch, _flags_patch = _SharedPatch(), _SharedPatch()
 
 # --- jax -----------------------------------------------------------------------------------------
 
 
 def distributed_state() -> "State":
-    """Returns this process's number, the number of processes, and the coordinator's client.
+    """Returns jax's distributed state: number of this process, number of processes, client.
 
-    The public functions start the devices, which must not happen before all processes are there,
-    and none gives the client or starts the notice of preemption.
+    The public functions initialize the devices, which must not happen before all processes are
+    connected. No public function returns the coordinator's client or starts the preemption
+    notifier.
     """
     from jax._src import distributed
 
@@ -59,7 +60,7 @@ def distributed_state() -> "State":
 
 
 def slurm_cluster() -> "type[SlurmCluster]":
-    """Returns what reads SLURM's variables.
+    """Returns jax's class that detects a SLURM cluster by its environment variables.
 
     `jax.distributed.initialize` is public, but assigns one GPU to each process.
     """
@@ -69,24 +70,24 @@ def slurm_cluster() -> "type[SlurmCluster]":
 
 
 def compilation_cache_class() -> "type[LRUCache]":
-    """Returns the class that stores compiled programs: the public settings name only its folder."""
+    """Returns jax's compilation cache. The public settings choose its folder only."""
     from jax._src import lru_cache
 
     return lru_cache.LRUCache
 
 
 def use_compilation_cache(cache: "type[LRUCache]") -> None:
-    """Makes jax store compiled programs by this class, for which there is no setting."""
+    """Makes jax use this class as its compilation cache; there is no setting for it."""
     from jax._src import compilation_cache
 
     compilation_cache.LRUCache = cache
 
 
 def hash_devices_only() -> None:
-    """Makes jax's key of a program name its devices instead of their topology.
+    """Makes the keys of jax's compilation cache depend on the devices instead of the topology.
 
-    On CPUs the topology is the same in processes that own different devices. No setting adds
-    anything to the key.
+    On CPUs, processes that own different devices have the same topology, so their keys would
+    collide. No setting adds anything to the keys.
     """
     from jax._src import cache_key
 
@@ -97,16 +98,16 @@ def hash_devices_only() -> None:
 # --- Orbax and etils -----------------------------------------------------------------------------
 
 
-def barrier(key: str, timeout_ms: int) -> None:
-    """Waits at Orbax's barrier of a save, which a barrier of one's own has to call in the end."""
+def wait_at_barrier(key: str, timeout_ms: int) -> None:
+    """Waits at Orbax's default barrier: a custom barrier must call it in the end."""
     from orbax.checkpoint._src.multihost import multihost
 
     multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 @contextlib.contextmanager
-def operations_uncounted() -> Iterator[None]:
-    """Resets Orbax's count of operations on exit; nothing public reads or sets it."""
+def restore_operation_ids() -> Iterator[None]:
+    """Restores Orbax's counter of operations on exit; no public name reads or sets it."""
     from orbax.checkpoint._src.futures import synchronization
 
     generator = synchronization.OperationIdGenerator
@@ -118,61 +119,63 @@ def operations_uncounted() -> Iterator[None]:
         generator._operation_id_counter = itertools.count(operation_id + 1)
 
 
-def bucket_client(make: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
-    """Has Orbax read and write gs:// through a file system of fsspec that `make` returns.
+def use_bucket_client(make: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
+    """Makes Orbax read and write gs:// through an fsspec file system that `make` returns.
 
-    Orbax takes no file system: it uses etils, which opens the one that is registered globally and
-    keeps it. Orbax would also ask for the bucket itself, which rights on objects do not allow.
-    (Where a bucket has folders, those of removed checkpoints stay, empty.)
+    Orbax has no argument for it: Orbax uses etils, which opens the globally registered file system
+    and keeps it. The patch also stops Orbax from reading the bucket's metadata, which a role with
+    rights on objects only may not do. So in a bucket with a hierarchical namespace, empty folders
+    of removed checkpoints remain.
     """
-    return _bucket_clients.use(lambda: _replaced_client(make()))
+    return _client_patch.use(lambda: _replace_client(make()))
 
 
 @contextlib.contextmanager
-def _replaced_client(client: Any) -> Iterator[None]:
+def _replace_client(client: Any) -> Iterator[None]:
     from etils.epath.backend import fsspec_backend
     from orbax.checkpoint._src.path import gcs_utils
 
-    opened, asked = fsspec_backend._get_filesystem, gcs_utils.is_hierarchical_namespace_enabled
-    # On the instance, whose class keeps the method. Its cache is not wanted here.
+    get_filesystem = fsspec_backend._get_filesystem
+    has_namespace = gcs_utils.is_hierarchical_namespace_enabled
+    # An attribute of the instance hides the class's cached method, and `del` shows it again.
     # pyrefly: ignore[bad-assignment]
-    fsspec_backend._get_filesystem = lambda name: client if name == "gcs" else opened(name)
+    fsspec_backend._get_filesystem = lambda name: client if name == "gcs" else get_filesystem(name)
     gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
     try:
         yield
     finally:
         del fsspec_backend._get_filesystem
-        gcs_utils.is_hierarchical_namespace_enabled = asked
+        gcs_utils.is_hierarchical_namespace_enabled = has_namespace
 
 
 # --- absl, gcsfs and rich -------------------------------------------------------------------------
 
 
-def parsed_flags() -> contextlib.AbstractContextManager[None]:
-    """Has absl's flags count as parsed while entered, as Grain's workers need it.
+def mark_flags_as_parsed() -> contextlib.AbstractContextManager[None]:
+    """Marks absl's flags as parsed while the context is entered: Grain's workers require it.
 
-    `unparse_flags` is public, but gives all flags their defaults.
+    The public `unparse_flags` would also reset all flags to their defaults.
     """
-    return _flags.use(_marked_flags)
+    return _flags_patch.use(_mark_flags)
 
 
 @contextlib.contextmanager
-def _marked_flags() -> Iterator[None]:
+def _mark_flags() -> Iterator[None]:
     from absl import flags
 
-    known = vars(flags.FLAGS)
-    before = known["__flags_parsed"]
-    known["__flags_parsed"] = True
+    state = vars(flags.FLAGS)
+    was_parsed = state["__flags_parsed"]
+    state["__flags_parsed"] = True
     try:
         yield
     finally:
-        known["__flags_parsed"] = before
+        state["__flags_parsed"] = was_parsed
 
 
-def single_request() -> Callable[..., Any]:
-    """Returns gcsfs's method for one request, without its decorator, which tries six times.
+def request_without_retries() -> Callable[..., Any]:
+    """Returns gcsfs's method for a request without its decorator, which retries six times.
 
-    The number of attempts is a constant of the decorator.
+    The number of retries is a constant in the decorator.
     """
     from gcsfs.core import GCSFileSystem
 
@@ -180,7 +183,7 @@ def single_request() -> Callable[..., Any]:
 
 
 def on_write_error(console: "Console", handle: Callable[[OSError], None]) -> None:
-    """Calls `handle` if what a rich console shows cannot be written, and drops the text.
+    """Makes a rich console discard output that it cannot write, and call `handle` with the error.
 
     The public hook, `on_broken_pipe`, is called for a broken pipe only.
     """
@@ -200,5 +203,5 @@ def on_write_error(console: "Console", handle: Callable[[OSError], None]) -> Non
 
 
 def accept_negative_lists(parser: argparse.ArgumentParser) -> None:
-    """Makes a parser take -4,-3 for a value: only a single negative number is no flag to it."""
+    """Makes a parser accept -4,-3 as a value; argparse accepts single negative numbers only."""
     parser._negative_number_matcher = re.compile(r"-[\d.]")

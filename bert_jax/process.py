@@ -1,7 +1,7 @@
-"""What bert_jax changes in a process of its own: the command line, and the workers that it starts.
+"""The changes that bert_jax makes to its own processes: the command line and its workers.
 
-Everywhere else bert_jax is a library, which changes no hook, logger, filter, registry or
-environment variable of the process, and prints nothing.
+In any other process bert_jax is a library. It changes no hook, logger, filter, registry or
+environment variable, and it prints nothing.
 """
 
 import logging
@@ -9,29 +9,29 @@ import sys
 import warnings
 from typing import Any
 
-# Whether this process is one of ours. It may keep compiled programs and freed memory, too, once it
-# knows its devices, and show progress bars.
+# Whether this process is one of bert_jax's own. Only these keep compiled programs on disk, keep
+# freed memory and show progress bars.
 is_prepared = False
 
-# Where the package logs what a person should know, and runs from Python their progress.
+# The logger of the package: warnings, and the progress of runs that are started from Python.
 logger = logging.getLogger("bert_jax")
 
 
 class _LineHandler(logging.Handler):
-    """Prints each message as a plain line on standard error, whatever that is by then."""
+    """Prints each message as a plain line on the standard error of that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(record.getMessage(), file=sys.stderr, flush=True)
 
 
 def prepare_process() -> None:
-    """Prepares a process of our own; once, however often it is called.
+    """Prepares one of bert_jax's own processes. Further calls do nothing.
 
-    - The package's log becomes plain lines on standard error.
-    - Orbax, gcsfs and the threads that Orbax leaves behind are silent: they log errors that they
-      raise as well, and ours are one line.
-    - All of fsspec's and etils' connections to buckets are as patient as ours, and see what other
-      processes have written since.
+    - Warnings of the package become plain lines on standard error.
+    - Orbax, gcsfs and threads that Orbax leaves behind are silent: they log the errors that they
+      also raise, and the command line prints each error once, in one line.
+    - All connections of fsspec and etils to buckets use `PatientFileSystem`, which retries, and
+      they cache no lists, so that they see what other processes have written.
     """
     global is_prepared
     if is_prepared:
@@ -43,13 +43,16 @@ def prepare_process() -> None:
     import fsspec
     from absl import logging as absl_logging
 
-    for name in ("asyncio", "gcsfs", "absl"):  # Orbax logs by absl
-        if name != "absl" or absl_logging.get_verbosity() < absl_logging.INFO:  # see --verbosity
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Orbax logs through absl, whose --verbosity asks for its messages.
+    silent = ["asyncio", "gcsfs"]
+    if absl_logging.get_verbosity() < absl_logging.INFO:
+        silent.append("absl")
+    for name in silent:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     sys.unraisablehook = _report_unraisable
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
-    # By its name, since gcsfs need not be installed.
+    # The class is named by a string, since gcsfs is optional.
     fsspec.register_implementation("gcs", "bert_jax.storage.gcs.PatientFileSystem", clobber=True)
 
 

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from bert_jax import errors
 from bert_jax.errors import InputError, Unavailable
+from bert_jax.process import prepare_process
 from bert_jax.system import restart_in_utf8_mode
 
 # How people start this package: in a checkout, or as part of what is installed.
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the command's exit code."""
     if argv is None:
         restart_in_utf8_mode()
+        prepare_process()
     words = list(sys.argv[1:] if argv is None else argv)
     command = None
     if "--" in words:

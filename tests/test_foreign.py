@@ -137,17 +137,17 @@ def test_barrier_is_orbax_s_own(monkeypatch):
 
     met = []
     monkeypatch.setattr(multihost, "get_barrier_sync_fn", lambda: lambda **at: met.append(at))
-    foreign.barrier("a", 5)
+    foreign.wait_at_barrier("a", 5)
     assert met == [{"key": "a", "timeout_ms": 5}]
     monkeypatch.undo()
-    foreign.barrier("a", 5)  # of one process: returns
+    foreign.wait_at_barrier("a", 5)  # of one process: returns
 
 
 def test_operations_are_not_counted():
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
     before = OperationIdGenerator.next_operation_id()
-    with pytest.raises(KeyError), foreign.operations_uncounted():
+    with pytest.raises(KeyError), foreign.restore_operation_ids():
         OperationIdGenerator.next_operation_id()
         raise KeyError
     assert OperationIdGenerator.get_current_operation_id() == str(before)
@@ -165,8 +165,8 @@ def test_bucket_client_is_etils_and_orbax_s_until_the_last_user_has_left():
     files.pipe_file("memory://bucket/a", b"text")
     client = types.SimpleNamespace(exists=lambda path: path == "gs://bucket/a")
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
-        first.enter_context(foreign.bucket_client(lambda: client))
-        second.enter_context(foreign.bucket_client(lambda: None))
+        first.enter_context(foreign.use_bucket_client(lambda: client))
+        second.enter_context(foreign.use_bucket_client(lambda: None))
         first.close()
         assert epath.Path("gs://bucket/a").exists() and not epath.Path("gs://bucket/b").exists()
         assert not gcs_utils.is_hierarchical_namespace_enabled("gs://bucket/a")
@@ -179,15 +179,15 @@ def test_flags_of_absl_count_as_parsed():
     from absl import flags
 
     before = flags.FLAGS.is_parsed()
-    with foreign.parsed_flags(), foreign.parsed_flags():
+    with foreign.mark_flags_as_parsed(), foreign.mark_flags_as_parsed():
         assert flags.FLAGS.is_parsed()
     assert flags.FLAGS.is_parsed() == before
 
 
 def test_single_request_is_gcsfs_s_without_its_attempts():
     core = pytest.importorskip("gcsfs.core")
-    assert foreign.single_request().__name__ == "_request"
-    assert foreign.single_request() is not core.GCSFileSystem._request
+    assert foreign.request_without_retries().__name__ == "_request"
+    assert foreign.request_without_retries() is not core.GCSFileSystem._request
     assert {"_call", "_request", "_set_session"} <= {*dir(core.GCSFileSystem)}  # as gcs.py has it
 
 

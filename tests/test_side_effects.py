@@ -1,11 +1,10 @@
-"""bert_jax as a library: what Python imports and calls changes nothing of its process.
+"""Importing and calling bert_jax from Python leaves the state of the process as it was.
 
-Each check runs in a process of its own, which imports the libraries below bert_jax first: what
-their import changes is theirs.
+Each check runs in a process of its own. It imports the dependencies first, so that the changes
+which they make on import are not counted.
 """
 
 import gc
-import importlib
 import importlib.util
 import json
 import logging
@@ -18,6 +17,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -27,16 +27,10 @@ LIBRARIES = (
     *("absl.flags", "absl.logging", "etils.epath", "flax.nnx", "fsspec", "gcsfs", "grain", "jax"),
     *("jax.experimental.multihost_utils", "numpy", "optax", "orbax.checkpoint", "pyarrow"),
     *("rich.progress", "safetensors.numpy", "scipy.stats", "sklearn.metrics", "sentencepiece"),
-    *(
-        "tensorflow_datasets",
-        "tensorstore",
-        "tokenizers",
-        "google.cloud.storage",
-        "pyarrow.parquet",
-        "array_record",
-    ),
+    *("tensorflow_datasets", "tensorstore", "tokenizers", "google.cloud.storage"),
+    *("pyarrow.parquet", "array_record"),
 )
-# Of which every function and method is compared.
+# The packages whose functions and methods are compared, to find patches.
 PATCHABLE = ("absl", "etils", "fsspec", "gcsfs", "jax", "orbax", "rich", "threading")
 
 
@@ -51,13 +45,10 @@ def functions() -> dict[str, Any]:
                 continue
             found[f"{name}.{key}"] = value
             if isinstance(value, type) and value.__module__ == name:
-                of = {k: v for k, v in vars(value).items() if isinstance(v, types.FunctionType)}
-                found |= {f"{name}.{key}.{k}": v for k, v in of.items()}
+                members = vars(value).items()
+                methods = {k: v for k, v in members if isinstance(v, types.FunctionType)}
+                found |= {f"{name}.{key}.{k}": v for k, v in methods.items()}
     return found
-
-
-def module_of(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 def loggers() -> dict[str, Any]:
@@ -69,13 +60,11 @@ def loggers() -> dict[str, Any]:
     } | {"disabled": logging.root.manager.disable}
 
 
-def memory() -> list[Any]:
-    """What the C library was told: `system` calls a stand-in."""
-    return list(told)
+# The arguments of mallopt: `call_everything` gives bert_jax.system a stand-in that records them.
+mallopt_calls: list[Any] = []
 
-
-told: list[Any] = []
-# Each may gain names, by a module that is imported later, but changes and loses none.
+# The parts of the state, each with a function that reads it. A dict may gain keys, since modules
+# are imported later; its other keys must stay, with equal values.
 PARTS: dict[str, Callable[[], Any]] = {
     "hooks": lambda: {
         **{name: value for name, value in vars(sys).items() if name.endswith("hook")},
@@ -92,14 +81,14 @@ PARTS: dict[str, Callable[[], Any]] = {
     ],
     "warnings": lambda: [*warnings.filters],
     "fsspec": lambda: {
-        "known": json.dumps(module_of("fsspec.registry").known_implementations),
-        "config": json.dumps(module_of("fsspec").config.conf),
-        "gcs": module_of("fsspec").get_filesystem_class("gcs"),
-        "gs": module_of("fsspec").get_filesystem_class("gs"),
+        "known": json.dumps(import_module("fsspec.registry").known_implementations),
+        "config": json.dumps(import_module("fsspec").config.conf),
+        "gcs": import_module("fsspec").get_filesystem_class("gcs"),
+        "gs": import_module("fsspec").get_filesystem_class("gs"),
     },
     "etils": lambda: [
-        {**vars(module_of("etils.epath.backend").fsspec_backend)},
-        {**module_of("etils.epath.gpath")._PREFIX_TO_BACKEND},
+        {**vars(import_module("etils.epath.backend").fsspec_backend)},
+        {**import_module("etils.epath.gpath")._PREFIX_TO_BACKEND},
     ],
     "environment": lambda: [f"{name}={value}" for name, value in sorted(os.environ.items())],
     "signals": lambda: [
@@ -107,14 +96,14 @@ PARTS: dict[str, Callable[[], Any]] = {
         signal.getitimer(signal.ITIMER_REAL),
     ],
     "absl": lambda: [
-        module_of("absl.logging").get_verbosity(),
-        module_of("absl.flags").FLAGS.is_parsed(),
+        import_module("absl.logging").get_verbosity(),
+        import_module("absl.flags").FLAGS.is_parsed(),
     ],
     "paths": lambda: [*sys.path, *sys.path_hooks, *sys.meta_path, os.getcwd()],
     "functions": functions,
-    "jax": lambda: dict(module_of("jax").config.values),
-    "memory": memory,
-    "random": lambda: [random.getstate(), str(module_of("numpy").random.get_state())],
+    "jax": lambda: dict(import_module("jax").config.values),
+    "memory": lambda: list(mallopt_calls),
+    "random": lambda: [random.getstate(), str(import_module("numpy").random.get_state())],
     "interpreter": lambda: [
         *(gc.get_threshold(), gc.isenabled(), sys.getrecursionlimit(), sys.getswitchinterval()),
         sys.dont_write_bytecode,
@@ -133,30 +122,31 @@ def changes(before: dict[str, Any]) -> dict[str, str]:
             if wrong:
                 found[part] = f"{wrong[0]}: {old[wrong[0]]} -> {new[wrong[0]]}"[:300]
         elif old != new:
-            gone, more = ([x for x in a if x not in b] for a, b in ((old, new), (new, old)))
-            found[part] = f"{gone} -> {more}"[:300]
+            missing = [value for value in old if value not in new]
+            added = [value for value in new if value not in old]
+            found[part] = f"{missing} -> {added}"[:300]
     return found
 
 
-def look() -> dict[str, Any]:
+def snapshot() -> dict[str, Any]:
     return {part: read() for part, read in PARTS.items()}
 
 
 def prepare() -> None:
-    """Imports what is below bert_jax, and bert_jax's modules without its calls."""
+    """Imports the dependencies and starts jax's devices."""
     for name in LIBRARIES:
         if importlib.util.find_spec(name.split(".")[0]) is not None:
-            importlib.import_module(name)
-    from orbax.checkpoint import v1
+            import_module(name)
+    from orbax.checkpoint import v1  # an attribute, which Orbax makes when it is first read
 
     assert v1.Context
-    module_of("jax").devices()
+    import_module("jax").devices()
 
 
 def call_everything(folder: str, changed: dict[str, Any]) -> None:
     """Imports and calls what the documents show, and notes what each changed."""
     prepare()
-    before = look()
+    before = snapshot()
 
     def check(what: str) -> None:
         if found := changes(before):
@@ -167,11 +157,11 @@ def call_everything(folder: str, changed: dict[str, Any]) -> None:
     for path in (pathlib.Path(bert_jax.__file__).parent).rglob("*.py"):
         name = ".".join(path.relative_to(pathlib.Path(bert_jax.__file__).parents[1]).parts)[:-3]
         if name.split(".")[1] not in ("experiments", "launch") and "__main__" not in name:
-            importlib.import_module(name)
+            import_module(name)
     check("import")
     from bert_jax import system
 
-    system._mallopt = told.append
+    system._mallopt = mallopt_calls.append
     model = bert_jax.load("run")
     check("load")
     model.fill("wa wb [MASK] xc .")
@@ -195,7 +185,7 @@ def finetune(folder: str, changed: dict[str, Any]) -> None:
 
     tuned.write_base("base")
     tuned.write_task(pathlib.Path(), "classify")
-    before = look()
+    before = snapshot()
     settings = ("epochs=1", "run.data_workers=1")
     experiment = config.override(config.load("task.py", Finetuning), settings)
     assert finetune(experiment, "base", f"{folder}/run", LoggedProgress()) == "finished"
@@ -204,7 +194,7 @@ def finetune(folder: str, changed: dict[str, Any]) -> None:
 
 
 def use_bucket(folder: str, changed: dict[str, Any]) -> None:
-    """A short run in a bucket, and its model; counts the requests of Orbax that are patient."""
+    """Trains a short run in a bucket; counts the requests through `PatientFileSystem`."""
     prepare()
     import bert_jax
     from bert_jax import config
@@ -217,17 +207,18 @@ def use_bucket(folder: str, changed: dict[str, Any]) -> None:
         return await request(self, *args, **kwargs)
 
     gcs.PatientFileSystem._call = counted
-    before = look()
+    before = snapshot()
     short = ("phases.0.steps=3", "phases.1.steps=1", "run.corpus_dir=", "run.eval_every=4")
     experiment = config.override(config.load("small.py"), short)
     assert bert_jax.pretrain(experiment, "gs://bucket/run").step == 4
-    written = len(requests)
-    assert written and bert_jax.load("gs://bucket/run").step == 4 and len(requests) > written
+    requests_of_run = len(requests)
+    assert requests_of_run and bert_jax.load("gs://bucket/run").step == 4
+    assert len(requests) > requests_of_run
     if found := changes(before):
         changed["bucket"] = found
 
 
-# What changes each part, without the others.
+# For each part, code that changes this part only.
 VIOLATIONS = {
     "hooks": "sys.unraisablehook = print",
     "streams": "sys.stdout = sys.stderr",
@@ -242,7 +233,7 @@ VIOLATIONS = {
     "paths": "sys.path.insert(0, 'x')",
     "functions": "gcs_utils.is_hierarchical_namespace_enabled = print",
     "jax": "jax.config.update('jax_enable_preemption_service', False)",
-    "memory": "told.append(1)",
+    "memory": "mallopt_calls.append(1)",
     "random": "random.random()",
     "interpreter": "gc.set_threshold(1)",
 }
@@ -261,7 +252,7 @@ MORE_VIOLATIONS = (
 
 
 def violate(folder: str, changed: dict[str, Any]) -> None:
-    """Does what is not to be done, one after the other; notes what is seen of each."""
+    """Executes each violation in turn, and notes which parts report a change."""
     import fsspec
     import gcsfs
     import jax
@@ -273,32 +264,35 @@ def violate(folder: str, changed: dict[str, Any]) -> None:
     from rich.console import Console
 
     names = {**globals(), **locals(), "fsspec": fsspec, "gcsfs": gcsfs, "jax": jax}
+    # The violations use these names.
     assert flags and absl_logging and backend and gpath and cache_key and gcs_utils and Console
-    shown = sys.stdout
+    stdout = sys.stdout
     for number, (_, code) in enumerate([*VIOLATIONS.items(), *MORE_VIOLATIONS]):
-        before = look()
+        before = snapshot()
         exec(code, names)
         changed[str(number)] = changes(before)
-        sys.stdout = shown
+        sys.stdout = stdout
 
 
-def child(work: str, folder: str, report: str) -> None:
+def run_scenario(scenario: str, folder: str, report: str) -> None:
+    """Calls a function of this module, in a process of its own, and writes what changed."""
     changed: dict[str, Any] = {}
-    globals()[work](folder, changed)
+    globals()[scenario](folder, changed)
     pathlib.Path(report).write_text(json.dumps(changed, default=str))
 
 
-def run(work: str, folder: pathlib.Path, cwd: pathlib.Path) -> dict[str, Any]:
-    """Does a part of the work in a process of its own, which must print nothing."""
+def run(scenario: str, folder: pathlib.Path, cwd: pathlib.Path) -> dict[str, Any]:
+    """Runs a scenario in a process of its own, which must print nothing; returns what changed."""
     report = folder / "report.json"
     code = f"import sys; sys.path[:] = {sys.path!r}; import os; os.chdir({str(cwd)!r});"
-    code += f"import test_side_effects as t; t.child({work!r}, {str(folder)!r}, {str(report)!r})"
+    arguments = (scenario, str(folder), str(report))
+    code += f"import test_side_effects as t; t.run_scenario(*{arguments!r})"
     # Grain's workers leave shared memory behind, of which Python's tracker warns at the end.
     done = small_run.command("-c", code, devices=1, PYTHONWARNINGS="ignore::UserWarning")
     assert done.returncode == 0, done.stderr.decode()
-    # TensorStore says where the key of the tests' server is from.
-    shown = [x for x in done.stderr.splitlines() if b"GOOGLE_AUTH_TOKEN_FOR_TESTING" not in x]
-    assert (done.stdout, shown) == (b"", [])
+    # TensorStore logs the variable that its credentials for the fake bucket come from.
+    lines = [x for x in done.stderr.splitlines() if b"GOOGLE_AUTH_TOKEN_FOR_TESTING" not in x]
+    assert (done.stdout, lines) == (b"", [])
     return json.loads(report.read_text())
 
 
@@ -313,7 +307,7 @@ def test_a_fine_tuning_from_python_changes_nothing(tmp_path):
 
 @pytest.mark.long
 def test_a_run_in_a_bucket_from_python_changes_nothing(objects, copy_of_run, tmp_path):
-    """Orbax has our client, and asks for no bucket, as in a process of our own."""
+    """Orbax uses our file system, and does not read the bucket's metadata."""
     kinds = set()
     objects.fault = lambda method, name, kind: kinds.add(kind)
     assert run("use_bucket", tmp_path, copy_of_run) == {}

@@ -37,9 +37,9 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 824,
+    ".": 828,
     "checkpoints": 1_178,
-    "cli": 2_238,
+    "cli": 2_269,
     "config": 2_313,
     "data": 3_686,
     "distributed": 1_115,

@@ -1,7 +1,7 @@
-"""Names and sentences that a reader has to decode are listed, and the list only shrinks.
+"""Rules for names and sentences. The known violations are listed, and the list only shrinks.
 
-`golden/style.txt` has a line for each exception. A line that no longer applies must go:
-`PYTHONPATH=tests python -m test_style > tests/golden/style.txt` writes the list anew.
+`golden/style.txt` has a line for each violation. After you have fixed one, remove its line:
+`PYTHONPATH=tests python -m test_style > tests/golden/style.txt` writes the list again.
 """
 
 import ast
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-EXCEPTIONS = ROOT / "tests" / "golden" / "style.txt"
+KNOWN = ROOT / "tests" / "golden" / "style.txt"
 
 # A function is a verb with its object, or the noun that it computes. Its name does not begin with
 # one of these words, and is none of the pronouns. (`with_...`, `without_...` return a changed copy,
@@ -34,8 +34,8 @@ WIDTH = 100
 def python_files() -> list[pathlib.Path]:
     folders = ("bert_jax", "launch", "experiments")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    links = {ROOT / "bert_jax" / "experiments", ROOT / "bert_jax" / "launch"}
-    return sorted(path for path in files if not links & set(path.parents))
+    symlinks = {ROOT / "bert_jax" / "experiments", ROOT / "bert_jax" / "launch"}
+    return sorted(path for path in files if not symlinks & set(path.parents))
 
 
 def unclear_functions(nodes: list[ast.AST]) -> Iterator[str]:
@@ -73,29 +73,30 @@ def prose(page: str) -> list[str]:
 
 
 def violations() -> list[str]:
-    """Returns a line for each exception from the rules of names and sentences."""
+    """Returns a line for each violation in the code and in the documents."""
     lines, classes, modules = [], [], []
     for path in python_files():
         name, source = path.relative_to(ROOT).as_posix(), path.read_text()
         nodes = list(ast.walk(ast.parse(source)))
         lines += [f"function {name} {function}" for function in unclear_functions(nodes)]
-        count = len(list(sentences_with_of(source, nodes)))
-        lines += [f"of {name} {count}"] * bool(count)
+        if count := len(list(sentences_with_of(source, nodes))):
+            lines.append(f"of {name} {count}")
         if name.startswith("bert_jax/"):
-            public = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
-            classes += [(one, name) for one in public if not one.startswith("_")]
-            modules += [(path.stem, name)] * (not path.stem.startswith("__"))
-    for kind, names in (("class", classes), ("module", modules)):
-        lines += [f"{kind} {one} {' '.join(found)}" for one, found in duplicates(names).items()]
-    for path in [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        wide = [line for line in prose(path.read_text()) if len(line) > WIDTH]
-        lines += [f"wide {path.relative_to(ROOT).as_posix()} {len(wide)}"] * bool(wide)
+            names = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+            classes += [(one, name) for one in names if not one.startswith("_")]
+            if not path.stem.startswith("__"):
+                modules.append((path.stem, name))
+    for kind, places in (("class", classes), ("module", modules)):
+        lines += [f"{kind} {name} {' '.join(found)}" for name, found in duplicates(places).items()]
+    for path in [ROOT / "README.md", ROOT / "WORKSPACE.md", *(ROOT / "docs").glob("*.md")]:
+        if wide := [line for line in prose(path.read_text()) if len(line) > WIDTH]:
+            lines.append(f"wide {path.relative_to(ROOT).as_posix()} {len(wide)}")
     return sorted(lines)
 
 
-def test_names_and_sentences_keep_the_rules_but_for_the_listed():
-    """A new exception is mended, not listed; a mended one leaves the list."""
-    assert violations() == EXCEPTIONS.read_text().splitlines()
+def test_only_listed_violations_exist():
+    """A new violation must be fixed, not listed. A fixed one must leave the list."""
+    assert violations() == KNOWN.read_text().splitlines()
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ def orbax_client(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
     """Has Orbax wait for a bucket as we do while entered; nothing for a folder of this machine."""
     if not buckets.is_bucket(folder):
         return contextlib.nullcontext()
-    return foreign.bucket_client(_patient_files)
+    return foreign.use_bucket_client(_patient_files)
 
 
 @functools.cache
@@ -311,7 +311,7 @@ def _independent_reads() -> Iterator[None]:
         settings.multiprocessing.primary_host = own
         settings.multiprocessing.active_processes = {own}
         settings.multiprocessing.barrier_sync_key_prefix = f"process_{own}"
-    with foreign.operations_uncounted(), settings:
+    with foreign.restore_operation_ids(), settings:
         yield
 
 

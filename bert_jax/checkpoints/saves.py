@@ -349,6 +349,6 @@ def _leave_barriers(options: ocp.options.AsyncOptions, fail: Callable[[], None])
         if error is not None and threading.current_thread() is not threading.main_thread():
             fail()
             raise error
-        foreign.barrier(key, timeout_ms)
+        foreign.wait_at_barrier(key, timeout_ms)
 
     options.v0 = lambda: dataclasses.replace(options_below(), barrier_sync_fn=wait)

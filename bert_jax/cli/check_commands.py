@@ -26,8 +26,8 @@ def _add_doctor_arguments(parser: Parser) -> None:
 
 def doctor(args: argparse.Namespace) -> int:
     """Examines text or a corpus and prints the findings."""
-    exists = "://" in args.path or os.path.exists(args.path)
-    if not exists and not config.is_shipped(args.path):
+    may_exist = "://" in args.path or os.path.exists(args.path)
+    if not may_exist and not config.is_shipped(args.path):
         raise InputError(f"{args.path}: no such file, folder or experiment")
     from bert_jax.tools import doctor
 
@@ -86,7 +86,7 @@ def _add_verify_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--workdir",
         metavar="W",
-        help="folder of its runs; those of an earlier verify-resume are removed [runs/NAME-verify]",
+        help="folder for the test runs; earlier ones there are removed [runs/NAME-verify]",
     )
     parser.add_argument("--rounds", metavar="N", type=int, default=20, help="number of kills [20]")
     parser.add_argument(
@@ -109,9 +109,11 @@ def verify_resume(args: argparse.Namespace) -> int:
 
 
 def conformance(args: argparse.Namespace) -> int:
-    """Checks the rules of the reference."""
-    is_named = args.experiment or args.workdir or args.set
-    experiment = load_experiment(args.experiment, args.set, args.workdir) if is_named else None
+    """Checks the rules of google-research/bert."""
+    has_experiment = args.experiment or args.workdir or args.set
+    experiment = None
+    if has_experiment:
+        experiment = load_experiment(args.experiment, args.set, args.workdir)
     from bert_jax.tools.conformance import command
 
     return FINISHED if command.print_rules(experiment) else FAILED
@@ -161,7 +163,7 @@ def _add_instances_arguments(parser: Parser) -> None:
 
 
 def write_instances(args: argparse.Namespace) -> int:
-    """Writes the instances that the reference would write."""
+    """Writes the instances that google-research/bert would write."""
     from bert_jax.tools.conformance import instances
 
     settings = instances.Settings(
@@ -189,7 +191,7 @@ COMMANDS = {
     ),
     "plan": Command(
         plan,
-        "compile the steps for TPU pods that nobody has booked: what fits, how fast, at what cost",
+        "compile the steps for TPU slices without having any: what fits, how fast, at what cost",
         _add_plan_arguments,
         (
             shared.SAVED_EXPERIMENT,
@@ -213,7 +215,7 @@ COMMANDS = {
     ),
     "conformance-instances": Command(
         write_instances,
-        "write the instances that the reference would write for a text",
+        "write the instances that google-research/bert would write for a text",
         _add_instances_arguments,
     ),
 }

@@ -1,16 +1,25 @@
-"""The commands that import models from other libraries and export them to these."""
+"""The commands that import models from other libraries, and export models to them."""
 
 import argparse
 import os
 import re
+import typing
 
 from etils import epath
 
 from bert_jax.cli import shared
-from bert_jax.cli.loading import is_finetuned, load_model, print_now, reject_flags
+from bert_jax.cli.loading import is_finetuned, load_model, print_now
 from bert_jax.cli.parsing import Command, Parser
+from bert_jax.config import Finetuning, Model
 from bert_jax.errors import FINISHED, InputError, printable
 from bert_jax.storage import copies
+
+if typing.TYPE_CHECKING:
+    from bert_jax.interop.finetuned import Form
+    from bert_jax.interop.huggingface import Kind
+    from bert_jax.pretraining.loaded import Loaded
+
+Dtype = typing.Literal["float32", "bfloat16"]
 
 
 def _add_import_arguments(parser: Parser) -> None:
@@ -24,7 +33,7 @@ def _add_import_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="FILE_OR_FOLDER",
-        help="another WordPiece vocabulary: tokens of both keep their weights",
+        help="another WordPiece vocabulary to use instead; tokens of both keep their weights",
     )
     parser.add_argument(
         "--vocabulary",
@@ -43,15 +52,15 @@ def _add_import_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--with-optimizer",
         action="store_true",
-        help="import bert_adam's moments of a run too: a run with init_from=B then begins with "
-        "them, at step 0 of its own schedule",
+        help="import bert_adam's moments too, if SOURCE is a run: a run that starts from this base "
+        "begins with them, at step 0 of its own schedule",
     )
 
 
 def import_base(args: argparse.Namespace) -> int:
     """Makes a base of another library's checkpoint, or of a run."""
     if args.keep and not args.vocabulary:
-        raise InputError("--keep: keeps tokens of --vocabulary TEXT; add --vocabulary")
+        raise InputError("--keep: requires --vocabulary TEXT")
     if args.tokenizer and (args.vocabulary or args.add):
         raise InputError("--tokenizer: has its own tokens; remove --vocabulary and --add")
     copies.require_new(epath.Path(args.workdir))
@@ -73,12 +82,12 @@ def import_base(args: argparse.Namespace) -> int:
 
 def _require_source(source: str) -> None:
     """Raises InputError if there is nothing to import, before jax is imported."""
-    name = source.removesuffix(".index")  # the files of a TensorFlow checkpoint begin with it
+    name = source.removesuffix(".index")  # the prefix of a TensorFlow checkpoint's files
     if "://" in source or os.path.isdir(source) or os.path.isfile(f"{name}.index"):
         return
     # Old names on the hub have no organization: bert-base-uncased.
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*|\w+(-[\w.]+)+", source)
-    download = f"; a hub's model, where there is a network: `hf download {source} --local-dir D`"
+    download = f"; download a model of the hub first: `hf download {source} --local-dir D`"
     raise InputError(
         f"{source}: no such folder; SOURCE is a folder with config.json, model.safetensors and "
         f"a vocabulary, a TensorFlow checkpoint, or a run{download if on_hub else ''}"
@@ -90,11 +99,10 @@ def _add_export_arguments(parser: Parser) -> None:
         "--as",
         dest="form",
         choices=("pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"),
-        help="the class that reads the export. pretraining: BertForPreTraining; masked_lm: "
-        "BertForMaskedLM; encoder: BertModel and sentence-transformers; causal_lm: BertLMHeadModel "
-        "(data.objective=causal); with model.kind=modern the classes of ModernBERT. Of a "
-        "fine-tuned run, task: BertForSequenceClassification and the like; adapter: PEFT "
-        "(adapt.how=lora); encoder [task]",
+        help="which class the export is for. A run or a base: pretraining (BertForPreTraining), "
+        "masked_lm (BertForMaskedLM), encoder (BertModel, sentence-transformers), causal_lm "
+        "(BertLMHeadModel), or those of ModernBERT. A fine-tuned run: task "
+        "(BertForSequenceClassification and the like), adapter (PEFT), encoder [task]",
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to write")
     parser.add_argument(
@@ -107,55 +115,66 @@ def _add_export_arguments(parser: Parser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Writes a run, a fine-tuned run or a base for transformers."""
-    copies.require_new(epath.Path(args.out))
-    is_tuned = is_finetuned(args.workdir)
-    if not is_tuned:
-        reject_flags(args.workdir, "only a fine-tuned run takes this", {"--from": args.base})
-    from bert_jax.interop import finetuned, huggingface
-    from bert_jax.tasks.predict import TaskModel
-
-    form, out = args.form, epath.Path(args.out)
-    task = TaskModel(args.workdir, args.base, args.checkpoint) if is_tuned else None
-    if task is not None:
-        kind = task.experiment.task.kind
-        forms = ("encoder",) if kind == "similar" else ("task", "adapter", "encoder")
-        form = form or forms[0]
-        if form not in forms:
-            raise InputError(
-                f"--as {form}: {args.workdir} has learned task.kind={kind}; choose "
-                f"{' or '.join(forms)}"
-            )
-    if task is not None and form != "encoder":
-        architecture = finetuned.export(task, form, args.dtype, out)
-        name, step = task.experiment.name, task.step
-        if form == "adapter":
-            architecture = f"adapter over {architecture}"
+    out = epath.Path(args.out)
+    copies.require_new(out)
+    if not is_finetuned(args.workdir):
+        model = load_model(args.workdir, args.base, args.checkpoint)
+        form = _pretrained_form(model.model, args.form, args.workdir)
+        exported = _export_encoder(model, form, args.dtype, out, None)
     else:
-        model = (
-            task.encoder()
-            if task is not None
-            else load_model(args.workdir, args.base, args.checkpoint)
-        )
-        forms = huggingface.forms_of(model.model)  # none of an encoder that they do not have
-        if forms and form not in ("pretraining", "masked_lm", "encoder", "causal_lm"):
-            given = ":" if form is None else f" {form}: {args.workdir} is not fine-tuned;"
-            raise InputError(f"--as{given} choose {' or '.join(forms)}")
-        form = form or "encoder"
-        recipe = None if task is None else task.experiment
-        huggingface.export_weights(model, form, args.dtype, out, recipe)
-        architecture = huggingface.architecture_of(model.model, form)
-        name, step = model.name, model.step
-    print_now(
-        f"exported {printable(name)}, step {step}: {architecture}, {args.dtype}, "
-        f"in {printable(args.out)}"
-    )
+        from bert_jax.interop import finetuned
+        from bert_jax.tasks.predict import TaskModel
+
+        task = TaskModel(args.workdir, args.base, args.checkpoint)
+        form = _finetuned_form(task.experiment.task.kind, args.form, args.workdir)
+        if form == "encoder":
+            exported = _export_encoder(task.encoder(), form, args.dtype, out, task.experiment)
+        else:
+            architecture = finetuned.export(task, form, args.dtype, out)
+            over = "adapter over " if form == "adapter" else ""
+            exported = f"{printable(task.experiment.name)}, step {task.step}: {over}{architecture}"
+    print_now(f"exported {exported}, {args.dtype}, in {printable(args.out)}")
     return FINISHED
+
+
+def _pretrained_form(model: Model, form: str | None, root: str) -> "Kind":
+    """Returns the form to export a run or base in; raises InputError for a form of other runs."""
+    from bert_jax.interop import huggingface
+
+    # No forms: transformers has no such encoder, which `export_weights` says.
+    supported = huggingface.forms_of(model)
+    if supported and form not in ("pretraining", "masked_lm", "encoder", "causal_lm"):
+        given = "--as" if form is None else f"--as {form}: {root} is not fine-tuned"
+        raise InputError(f"{given}: choose {' or '.join(supported)}")
+    return typing.cast("Kind", form or "encoder")
+
+
+def _finetuned_form(kind: str, form: str | None, root: str) -> "Form | typing.Literal['encoder']":
+    """Returns the form to export a fine-tuned run in; raises InputError for another one."""
+    supported = ("encoder",) if kind == "similar" else ("task", "adapter", "encoder")
+    if form is not None and form not in supported:
+        raise InputError(
+            f"--as {form}: {root} was trained with task.kind={kind}; choose "
+            f"{' or '.join(supported)}"
+        )
+    return typing.cast("Form", form or supported[0])
+
+
+def _export_encoder(
+    model: "Loaded", form: "Kind", dtype: Dtype, out: epath.Path, finetuning: Finetuning | None
+) -> str:
+    """Exports an encoder with its pre-training heads; returns a description of the export."""
+    from bert_jax.interop import huggingface
+
+    huggingface.export_weights(model, form, dtype, out, finetuning)
+    architecture = huggingface.architecture_of(model.model, form)
+    return f"{printable(model.name)}, step {model.step}: {architecture}"
 
 
 COMMANDS = {
     "import": Command(
         import_base,
-        "make a base, to start from, of another library's checkpoint or of a run",
+        "make a base, which runs can start from, of another library's checkpoint or of a run",
         _add_import_arguments,
         (shared.CODE,),
     ),

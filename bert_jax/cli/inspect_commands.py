@@ -12,7 +12,8 @@ from etils import epath
 from bert_jax import config
 from bert_jax.cli import shared
 from bert_jax.cli.loading import (
-    columns_of,
+    ONLY_FINETUNED,
+    get_column_fields,
     is_finetuned,
     load_experiment,
     load_model,
@@ -37,9 +38,9 @@ def _add_evaluate_arguments(parser: Parser) -> None:
         metavar="TASKFILE",
         action="append",
         default=[],
-        help="score the run or base in --workdir on this task instead: minimal pairs as they are, "
-        "similar texts by the cosine of their vectors, others with a linear layer that is trained "
-        "on the vectors; may be repeated",
+        help="score the run or base in --workdir on this task instead of held-out text: similar "
+        "texts by the cosine of their vectors, minimal pairs by their likelihood, others with a "
+        "linear probe; may be repeated",
     )
     parser.add_argument(
         "--also",
@@ -72,12 +73,12 @@ def evaluate(args: argparse.Namespace) -> int:
     prepared = Prepared.open(run.corpus)
     parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
     mesh = mesh_lib.make_mesh(parallelism)
-    params, done = load_params(experiment, run, prepared, mesh, args.checkpoint)
-    objective = objective_lib.of(experiment.model_scored(done), experiment.data)
+    params, step = load_params(experiment, run, prepared, mesh, args.checkpoint)
+    objective = objective_lib.of(experiment.model_scored(step), experiment.data)
     rows = prepared.held_out(experiment, mesh)
     metrics = evaluators.evaluate(rows, params, objective, parallelism, mesh)
-    print(f"step {done}: {evaluators.summary(metrics)}")
-    print(json.dumps({"step": done, **metrics}))
+    print(f"step {step}: {evaluators.summary(metrics)}")
+    print(json.dumps({"step": step, **metrics}))
     return FINISHED
 
 
@@ -87,10 +88,10 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     roots = [args.workdir, *args.also]
     for root in roots:
         if not is_finetuned(root):
-            reject_flags(root, "only a fine-tuned run has a base elsewhere", {"--from": args.base})
+            reject_flags(root, ONLY_FINETUNED, {"--from": args.base})
     from bert_jax.tasks import probes
 
-    tasks = probes.Probes(args.task, None, "--task", columns_of(args))
+    tasks = probes.Probes(args.task, pairs=None, where="--task", fields=get_column_fields(args))
     for root in roots:
         model = load_model(root, args.base, args.checkpoint)
         answer = probes.of_trained(tasks, model)
@@ -121,8 +122,8 @@ def _add_layers_arguments(parser: Parser) -> None:
         metavar="TASKFILE",
         nargs="+",
         default=[],
-        help="tasks to score each layer on: labels of texts, pairs or words with a linear layer "
-        "that is trained on the layer's vectors, similarities by their cosine",
+        help="tasks to score each layer on: labels of texts, pairs or words with a linear probe, "
+        "similarities by the cosine of the layer's vectors",
     )
     parser.add_argument(
         "--attention", metavar="TEXT", help="draw where each head attends in this text"
@@ -135,8 +136,9 @@ def layers(args: argparse.Namespace) -> int:
         raise InputError("layers: name --tasks, --attention, or both")
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
-    run, record, attention = Workdir(args.workdir), dict[str, Any](), None
-    model = load_model(args.workdir, None, args.checkpoint, can_be_tuned=False)
+    run, attention = Workdir(args.workdir), None
+    record: dict[str, Any] = {}
+    model = load_model(args.workdir, None, args.checkpoint, allow_finetuned=False)
     from bert_jax.tasks import layers as layers_lib
     from bert_jax.tools.report import page
 
@@ -180,8 +182,8 @@ def show(args: argparse.Namespace) -> int:
 
 def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
     """Returns lines about a batch of a pre-training, or of the fine-tuned run in --workdir."""
-    is_saved = args.experiment is None and args.workdir
-    if is_saved and workdir.holds_finetuning(mirror.open_workdir(args.workdir)):
+    uses_saved = args.experiment is None and args.workdir
+    if uses_saved and workdir.holds_finetuning(mirror.open_workdir(args.workdir)):
         from bert_jax.tasks import shown
 
         tuned = load_saved(args.workdir, args.set, Finetuning)
@@ -196,13 +198,13 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
     if changed := config.differences(saved, experiment, "identity"):
         raise InputError(
             f"--workdir {run.named}: its run has other settings ({'; '.join(changed)}); remove "
-            "EXPERIMENT and --set, or name another --workdir, and --set run.corpus_dir=FOLDER"
+            "EXPERIMENT and --set, or use another --workdir with --set run.corpus_dir=FOLDER"
         )
     checkpoint = workdir.fork_of(run).get("checkpoint", "0")
     if args.step < int(checkpoint.rpartition("/")[2]):
         raise InputError(
-            f"--step {args.step}: is a step of the run that this one was forked from, {checkpoint};"
-            " name that run"
+            f"--step {args.step}: lies before the fork of this run from {checkpoint}; use the "
+            "--workdir of that run"
         )
     lines = api.show(experiment, Prepared.open(run.corpus), args.step, args.rows)
     return itertools.chain(config.notes(experiment), lines)
@@ -292,7 +294,7 @@ def checkpoints(args: argparse.Namespace) -> int:
         if fork := workdir.fork_of(run):
             print_now(f"forked from {fork['checkpoint']} (sha256 {fork['sha256'][:12]})")
         print_now(f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss")
-    for row, number in enumerate(steps):
+    for row, number in enumerate(steps):  # the newest first
         folder = run.checkpoints / str(number)
         saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().mtime))
         words = [f"{losses[number]:.3f}" if number in losses else "-"]

@@ -20,6 +20,9 @@ if typing.TYPE_CHECKING:
 
 T = typing.TypeVar("T", bound=Section)
 
+# Why a flag is rejected for a pre-trained run or a base; see `reject_flags`.
+ONLY_FINETUNED = "only a fine-tuned run takes this"
+
 
 def load_experiment(path: str | None, settings: Sequence[str], root: str | None) -> Experiment:
     """Returns the experiment of a file, or of the run in `root` if there is no file.
@@ -95,18 +98,20 @@ def reject_flags(root: str, reason: str, values: dict[str, object]) -> None:
             raise InputError(f"{flag}: {root}: {reason}; remove {flag}")
 
 
-def load_model(root: str, base: str | None, checkpoint: str, can_be_tuned: bool = True) -> "Loaded":
+def load_model(
+    root: str, base: str | None, checkpoint: str, allow_finetuned: bool = True
+) -> "Loaded":
     """Loads the model of a run or base; of a fine-tuned run, its encoder.
 
     Args:
       root: the workdir.
       base: the argument of --from.
       checkpoint: the argument of --checkpoint.
-      can_be_tuned: whether the command takes fine-tuned runs.
+      allow_finetuned: whether the command takes fine-tuned runs.
     """
-    is_tuned = can_be_tuned and is_finetuned(root)
+    is_tuned = allow_finetuned and is_finetuned(root)
     if not is_tuned:
-        reject_flags(root, "only a fine-tuned run has a base elsewhere", {"--from": base})
+        reject_flags(root, ONLY_FINETUNED, {"--from": base})
         require_run(root)
     from bert_jax.pretraining.loaded import Loaded
     from bert_jax.running.environment import keep_compiled_programs
@@ -131,7 +136,7 @@ def print_now(line: str) -> None:
     print(line, flush=True)
 
 
-def columns_of(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the fields of a task that the flags of COLUMNS set."""
+def get_column_fields(args: argparse.Namespace) -> dict[str, str]:
+    """Returns the fields of a task that the flags of `shared.COLUMNS` set."""
     given = {field: getattr(args, flag) for flag, field in COLUMN_FIELDS.items()}
     return {field: value for field, value in given.items() if value is not None}

@@ -9,7 +9,8 @@ from etils import epath
 
 from bert_jax.cli import shared
 from bert_jax.cli.loading import (
-    columns_of,
+    ONLY_FINETUNED,
+    get_column_fields,
     is_finetuned,
     load_model,
     print_now,
@@ -26,8 +27,7 @@ if typing.TYPE_CHECKING:
     from bert_jax.embeddings.embed import Embedder
     from bert_jax.pretraining.loaded import Loaded
 
-_SHOWN = 200  # characters of a text that `search` prints
-_NO_TUNED_RUN = "only a fine-tuned run takes this"
+_PREVIEW_CHARACTERS = 200  # of a text that `search` prints
 
 
 def _add_predict_arguments(parser: Parser) -> None:
@@ -56,20 +56,19 @@ def _add_predict_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--score",
         action="store_true",
-        help="fine-tuned run: print scores instead of answers; without --source on task.validation",
+        help="fine-tuned run: print scores instead of answers, by default on task.validation",
     )
     parser.add_argument(
         "--input",
         metavar="FILE",
         help="fine-tuned run: a .csv, .tsv or .jsonl to answer; its rows go to --out with a column "
-        "`predicted` and, next to a label, its `probability`",
+        "`predicted`, and `probability` if the answers are labels",
     )
     parser.add_argument(
         "--beam",
         metavar="N",
         type=integer(1, 64),
-        help="task.kind=generate: width of the beam search; 1 takes the most likely token each "
-        "time [1]",
+        help="task.kind=generate: width of the beam search; 1: greedy decoding [1]",
     )
     parser.add_argument(
         "--out",
@@ -88,7 +87,7 @@ def predict(args: argparse.Namespace) -> int:
         return _do_task(args)
     names = ("source", "score", "input", "out", "beam", *shared.COLUMN_FIELDS)
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    reject_flags(args.workdir, _NO_TUNED_RUN, {**flags, "--from": args.base})
+    reject_flags(args.workdir, ONLY_FINETUNED, {**flags, "--from": args.base})
     return _fill_masks(args)
 
 
@@ -100,7 +99,7 @@ def _do_task(args: argparse.Namespace) -> int:
         raise InputError("TEXTS: --source and --score read examples elsewhere; remove TEXTS")
     if args.input is not None and (args.texts or args.source or args.score or args.out is None):
         raise InputError("--input: needs --out, and no TEXTS, --source or --score")
-    columns = columns_of(args)
+    columns = get_column_fields(args)
     if columns and not (args.source or args.score or args.input):
         flag = next(flag for flag, field in shared.COLUMN_FIELDS.items() if field in columns)
         flag = flag.replace("_", "-")
@@ -108,11 +107,11 @@ def _do_task(args: argparse.Namespace) -> int:
     keep_compiled_programs()
     model = predict_lib.TaskModel(args.workdir, args.base, args.checkpoint, args.beam, columns)
     if args.input is not None:
-        written = predict_lib.predict_table(model, args.input, args.out)
-        print_now(f"{printable(args.out)}: {printable(written)}")
+        summary = predict_lib.predict_table(model, args.input, args.out)
+        print_now(f"{printable(args.out)}: {printable(summary)}")
         return FINISHED
-    texts, output = args.texts or read_lines(), "score" if args.score else "predict"
-    for line in predict_lib.predict(model, texts, tuple(args.source), output, args.out):
+    texts, mode = args.texts or read_lines(), "score" if args.score else "predict"
+    for line in predict_lib.predict(model, texts, tuple(args.source), mode, args.out):
         print(line)
     return FINISHED
 
@@ -126,7 +125,7 @@ def _fill_masks(args: argparse.Namespace) -> int:
     from bert_jax.text.vocabulary import MASK
 
     predictor = Predictor(model.model, model.tokenizer)
-    share = UnknownShare(model.tokenizer)
+    unknown = UnknownShare(model.tokenizer)
     queries = [("TEXTS", text, args.next) for text in args.texts]
     for where, a, b in queries or _read_pairs():
         with prefix_errors(where):
@@ -140,7 +139,7 @@ def _fill_masks(args: argparse.Namespace) -> int:
                 )
             answer = model.fill(a, b, args.top or 5)
         for text in (a,) if b is None else (a, b):
-            share.add([predictor.encode(text)])
+            unknown.add([predictor.encode(text)])
             print(printable(text))
         for position, tokens in enumerate(answer.masks, 1):
             words = "  ".join(f"{printable(token)} {p:.3f}" for token, p in tokens)
@@ -149,7 +148,7 @@ def _fill_masks(args: argparse.Namespace) -> int:
             print("  nothing to predict: write [MASK] in the text, or give a second text")
         if answer.is_next is not None:
             print(f"  B follows A: {answer.is_next:.3f}")
-    if warning := share.warning("the text"):
+    if warning := unknown.warning("the text"):
         print(warning, file=sys.stderr)
     return FINISHED
 
@@ -167,8 +166,8 @@ def _add_embed_arguments(parser: Parser) -> None:
         "text_file",
         metavar="TEXT_FILE",
         nargs="*",
-        help="files with a text on each line, also compressed (.gz, .zst, .bz2, .xz); an empty "
-        "line is a text [standard input]",
+        help="files with a text on each line, also compressed (.gz, .zst, .bz2, .xz); empty "
+        "lines are embedded too [standard input]",
     )
     parser.add_argument(
         "--out",
@@ -179,9 +178,9 @@ def _add_embed_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--pooling",
         choices=("mean", "cls", "last", "tokens"),
-        help="mean: of all tokens, with [CLS] and [SEP]; cls, last: the vector of [CLS] or of the "
-        "last token; tokens: a vector for each token but [CLS] and [SEP] [as in the run or base, "
-        "else mean]",
+        help="mean: mean of all tokens, including [CLS] and [SEP]; cls, last: the vector of [CLS] "
+        "or of the last token; tokens: a vector for each token except [CLS] and [SEP] [as in the "
+        "run or base, else mean]",
     )
     parser.add_argument(
         "--role",
@@ -193,7 +192,7 @@ def _add_embed_arguments(parser: Parser) -> None:
         "--quantize",
         choices=("none", "int8", "binary"),
         default="none",
-        help="write one byte or one bit for each number; a line says what is lost [none]",
+        help="write one byte or one bit for each number, and print how much is lost [none]",
     )
 
 
@@ -206,18 +205,21 @@ def embed(args: argparse.Namespace) -> int:
 
     numbered = lines.read(args.text_file) if args.text_file else read_lines()
     _, embedder = _load_embedder(args, args.normalize)
-    texts = (line for _, line in numbered)
-    files = args.text_file or ["standard input"]
-    file = files[0] if len(files) == 1 else "TEXT_FILE"
-    embed.write(
-        embedder,
-        texts,
-        epath.Path(args.out),
-        print_now,
-        args.role,
-        args.quantize,
-        lambda number: f"{file}:{number}",
-    )
+    starts: list[tuple[int, str]] = []  # of each file, the number of lines before it, and its name
+
+    def read_texts() -> Iterator[str]:
+        for count, (where, line) in enumerate(numbered):
+            file, _, number = where.rpartition(":")
+            if number == "1":
+                starts.append((count, file))
+            yield line
+
+    def name_text(number: int) -> str:
+        before, file = max(start for start in starts if start[0] < number)
+        return f"{file}:{number - before}"
+
+    out = epath.Path(args.out)
+    embed.write(embedder, read_texts(), out, print_now, args.role, args.quantize, name_text)
     return FINISHED
 
 
@@ -225,7 +227,7 @@ def _load_embedder(args: argparse.Namespace, normalize: bool | None) -> "tuple[L
     """Returns the model of --workdir and its embedder.
 
     Args:
-      args: of a command with --pooling and the arguments of FEATURES and MODEL.
+      args: parsed arguments with --pooling, and those of `shared.FEATURES` and `shared.MODEL`.
       normalize: whether vectors are scaled to length 1; None: as in the run or base.
     """
     from bert_jax.embeddings import embed
@@ -247,10 +249,10 @@ def _add_search_arguments(parser: Parser) -> None:
     parser.add_argument(
         "texts",
         metavar="TEXTS",
-        help="a file with a text on each line, also compressed; empty lines are no texts",
+        help="a file with a text on each line, also compressed; empty lines are skipped",
     )
     parser.add_argument(
-        "question", metavar="QUERY", nargs="*", help="queries [lines of standard input]"
+        "query", metavar="QUERY", nargs="*", help="queries [lines of standard input]"
     )
     parser.add_argument(
         "--queries", metavar="FILE", help="take each line of this file as a query; needs --out"
@@ -279,7 +281,7 @@ def search(args: argparse.Namespace) -> int:
     """Finds the texts that are nearest to queries."""
     if (args.queries is None) != (args.out is None):
         raise InputError("--queries and --out: give both or neither")
-    if args.queries is not None and args.question:
+    if args.queries is not None and args.query:
         raise InputError("QUERY: --queries reads them from a file; remove QUERY")
     if "://" in args.texts and args.vectors is None:
         raise InputError(f"{args.texts}: name a folder of this machine for its --vectors")
@@ -293,10 +295,11 @@ def search(args: argparse.Namespace) -> int:
     if args.queries is not None:
         index.answer_file(args.queries, epath.Path(args.out), args.top)
         return FINISHED
-    for query in args.question or (line for _, line in read_lines()):
+    for query in args.query or (line for _, line in read_lines()):
         print(printable(query))
         for answer in index.nearest([query], args.top)[0]:
-            print(f"  {answer.score:.3f}  line {answer.line}: {printable(answer.text[:_SHOWN])}")
+            preview = printable(answer.text[:_PREVIEW_CHARACTERS])
+            print(f"  {answer.score:.3f}  line {answer.line}: {preview}")
     return FINISHED
 
 
@@ -322,35 +325,35 @@ def _add_serve_arguments(parser: Parser) -> None:
         metavar="N",
         type=integer(64, 65536),
         default=256,
-        help="most requests at a time; further ones are answered 503 [256]",
+        help="maximum number of pending requests; further ones are answered 503 [256]",
     )
     parser.add_argument(
         "--max-texts",
         metavar="N",
         type=integer(1, 65536),
         default=2048,
-        help="most texts of a request [2048]",
+        help="maximum number of texts in a request [2048]",
     )
     parser.add_argument(
         "--max-bytes",
         metavar="N",
         type=integer(1024, 1 << 30),
         default=2 << 20,
-        help="most bytes of a request [2097152]",
+        help="maximum number of bytes in a request [2097152]",
     )
     parser.add_argument(
         "--max-rows",
         metavar="N",
         type=integer(1, 65536),
         default=128,
-        help="most windows of a context [128]",
+        help="maximum number of windows that a context is split into [128]",
     )
     parser.add_argument(
         "--timeout",
         metavar="S",
         type=number(1, 3600),
         default=30.0,
-        help="most seconds for an answer [30]",
+        help="maximum number of seconds for an answer [30]",
     )
 
 
@@ -358,7 +361,7 @@ def serve(args: argparse.Namespace) -> int:
     """Serves vectors or a fine-tuned run's task over HTTP."""
     is_tuned = is_finetuned(args.workdir)
     if not is_tuned:
-        reject_flags(args.workdir, _NO_TUNED_RUN, {"--from": args.base})
+        reject_flags(args.workdir, ONLY_FINETUNED, {"--from": args.base})
     from bert_jax.running.environment import keep_compiled_programs
     from bert_jax.tasks.predict import TaskModel
 
@@ -374,7 +377,7 @@ def serve(args: argparse.Namespace) -> int:
         keep_compiled_programs()
         task = TaskModel(args.workdir, args.base, args.checkpoint) if is_tuned else None
         if task is not None and task.experiment.task.kind != "similar":
-            _reject_features(args)
+            _reject_vector_flags(args)
             endpoint = served.PredictEndpoint(task)
         else:
             model, embedder = _load_embedder(args, args.normalize)
@@ -383,7 +386,7 @@ def serve(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-def _reject_features(args: argparse.Namespace) -> None:
+def _reject_vector_flags(args: argparse.Namespace) -> None:
     """Raises InputError for the first flag about vectors that was given."""
     defaults = {"pooling": None, "layers": (-1,), "combine": "concat", "normalize": None}
     defaults |= {"dimensions": 0, "max_length": 0, "batch_tokens": 0}

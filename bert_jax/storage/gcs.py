@@ -59,7 +59,7 @@ class PatientFileSystem(CheckedFileSystem):
     """
 
     # One attempt: gcsfs itself tries six times, half a minute in all.
-    _request = foreign.single_request()
+    _request = foreign.request_without_retries()
 
     async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
         answers = _answers

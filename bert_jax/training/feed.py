@@ -63,7 +63,7 @@ class Feed:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch)
         dataset = steps.to_iter_dataset(options)
         if self._workers:
-            self._flags.enter_context(foreign.parsed_flags())
+            self._flags.enter_context(foreign.mark_flags_as_parsed())
             dataset = dataset.mp_prefetch(
                 grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._prefetch),
                 worker_init_fn=_die_with_parent,

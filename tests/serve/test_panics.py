@@ -58,6 +58,7 @@ def folder(tmp_path_factory):
     ("command", "location", "stdin"),
     [
         ("embed bad.txt --workdir base --out v.npz", "bad.txt:3", ""),
+        ("embed good.txt bad.txt --workdir base --out v.npz", "bad.txt:3", ""),
         ("embed --workdir base --out v.npz", "standard input:1", TEXT),
         ("tokenize --tokenizer base/tokenizer", "standard input:2", f"w7\n{TEXT}\n"),
         ("search bad.txt w7 --workdir base", "bad.txt:3", ""),
