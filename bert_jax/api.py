@@ -99,7 +99,7 @@ def _opened(experiment: Experiment | Path, workdir: Path | None) -> tuple[Experi
     if not isinstance(experiment, Experiment):
         experiment = config.load(os.fspath(experiment))
     root = f"runs/{experiment.name}" if workdir is None else workdir
-    return experiment, mirror.open_workdir(root, experiment.run.corpus_dir, "write")
+    return experiment, mirror.open_to_write(root, experiment.run.corpus_dir)
 
 
 # --- a batch as text ------------------------------------------------------------------------------

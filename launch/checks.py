@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from bert_jax.errors import InputError, printable
 from bert_jax.storage import buckets, mirror
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import COMPLETE
 
 from .spec import Spec, say
@@ -97,7 +98,7 @@ def workdir_is_writable(spec: Spec) -> None:
     place = experiment.run.corpus_dir
     if place and not place.startswith("gs://"):
         raise InputError(f"run.corpus_dir={place}: rented machines do not see it; name a bucket")
-    workdir = mirror.open_workdir(spec.workdir, place, "write")
+    workdir = mirror.open_to_write(spec.workdir, place)
     buckets.require_writable(workdir.named)
 
 
@@ -106,8 +107,8 @@ def corpus_is_healthy(spec: Spec) -> None:
     from bert_jax.tools import doctor
     from bert_jax.tools.doctor import corpus as corpus_lib
 
-    corpus = mirror.open_workdir(spec.workdir, spec.experiment.run.corpus_dir, "write").corpus
-    if not buckets.exists(corpus / COMPLETE):
+    corpus = mirror.open_to_write(spec.workdir, spec.experiment.run.corpus_dir).corpus
+    if not storage_of(corpus).exists(corpus / COMPLETE):
         raise InputError(
             f"{corpus}: no prepared corpus, which machines that cost by the hour would make first; "
             f"run `bert-jax prepare` with --workdir {spec.workdir} on another machine"

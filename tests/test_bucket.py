@@ -21,6 +21,7 @@ from bert_jax.data import corpus, plans
 from bert_jax.pretraining.pretraining import Prepared
 from bert_jax.running import runner
 from bert_jax.storage import buckets, mirror, retry
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Holder
 
 pytestmark = pytest.mark.skipif(
@@ -233,7 +234,7 @@ def test_rights_on_objects_suffice_to_save_and_to_remove_old_checkpoints(
     folder = "run/profile/plugins/profile/steps_2_to_2/"
     names = {name.removeprefix(folder) for name in objects.files("run/profile/")}
     assert {name.split(".", 2)[2] for name in names} == {"trace.json.gz", "xplane.pb"}
-    buckets.write(FOLDER / "plan.json", "{}")
+    storage_of(FOLDER).write(FOLDER / "plan.json", "{}")
     assert mirror.open_workdir(FOLDER).plan.read_text() == "{}"
 
 

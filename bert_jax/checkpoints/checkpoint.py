@@ -29,7 +29,8 @@ from bert_jax.config import Experiment
 from bert_jax.config.fields import Section
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.process import logger
-from bert_jax.storage import buckets, retry
+from bert_jax.storage import retry
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import absolute, translate_os_errors
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums, path_of
@@ -63,8 +64,12 @@ class Checkpoints:
     """
 
     def __init__(self, folder: epath.Path):
-        self._folder = folder
+        self._folder, self._storage = folder, storage_of(folder)
         self._was_allowed = False
+
+    def unchanging(self) -> contextlib.AbstractContextManager[None]:
+        """Allows lists of the folder to be remembered inside the context."""
+        return self._storage.unchanging(self._folder)
 
     @property
     def steps(self) -> list[int]:
@@ -242,7 +247,7 @@ class Checkpoints:
         with translate_os_errors(self._folder), orbax_client(self._folder):
             denied = "wait" if self._was_allowed else "refuse"
             done = retry.again(work, str(self._folder), denied=denied)
-        self._was_allowed = buckets.is_bucket(self._folder)  # whose tokens expire
+        self._was_allowed = self._storage.is_bucket  # whose tokens expire
         return done
 
     def _read(self, step: int, read: Callable[[epath.Path], T]) -> T:
@@ -284,7 +289,7 @@ def context() -> ocp.Context:
 
 def orbax_client(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
     """Has Orbax wait for a bucket as we do while entered; nothing for a folder of this machine."""
-    if not buckets.is_bucket(folder):
+    if not storage_of(folder).is_bucket:
         return contextlib.nullcontext()
     return foreign.use_bucket_client(_patient_files)
 

@@ -108,7 +108,7 @@ class Branch(NamedTuple):
     def corpus(self) -> epath.Path:
         """The corpus of the run that is left."""
         corpus_dir = load_experiment(self.workdir).run.corpus_dir
-        return Workdir(self.workdir.root, corpus_dir, self.workdir.remote).corpus
+        return self.workdir.with_corpus(corpus_dir).corpus
 
     def begin(self, workdir: Workdir) -> None:
         """Copies the lines up to the checkpoint, with which a run that has none begins."""

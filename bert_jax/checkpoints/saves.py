@@ -32,7 +32,7 @@ from bert_jax.checkpoints.checkpoint import (
 from bert_jax.config import Run
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import DiskFull, Unavailable
-from bert_jax.storage import buckets, retry
+from bert_jax.storage import retry
 from bert_jax.storage.workdir import Workdir, absolute, translate_os_errors, write_json
 from bert_jax.training.checksums import checksums
 
@@ -198,7 +198,7 @@ class Saves(Checkpoints):
             aside = next(place for place in places if not place.exists())
             with self._transient_faults():  # the object may have moved, and the answer be lost
                 folder.rename(aside)
-            if buckets.is_bucket(aside):  # where Orbax removes what has none as unfinished
+            if self._storage.is_bucket:  # where Orbax removes what has none as unfinished
                 (aside / _COMMITTED).write_text("")
             return aside.name
 
@@ -300,7 +300,7 @@ class Saves(Checkpoints):
         try:
             yield
         except (OSError, ValueError) as error:  # TensorStore raises ValueError for everything
-            if not buckets.is_bucket(self._folder):
+            if not self._storage.is_bucket:
                 raise
             reason = str(error).partition("\n")[0][:200]
             raise Unavailable(f"{self._folder}: {reason}; run again to resume") from error

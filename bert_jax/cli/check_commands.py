@@ -8,10 +8,11 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.cli import shared
-from bert_jax.cli.loading import load_experiment, open_workdir, print_now
+from bert_jax.cli.loading import load_experiment, print_now
 from bert_jax.cli.parsing import Command, Parser
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
-from bert_jax.storage import buckets
+from bert_jax.storage import mirror
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import require_plain, with_checksum
 
 
@@ -58,11 +59,8 @@ def _add_plan_arguments(parser: Parser) -> None:
 def plan(args: argparse.Namespace) -> int:
     """Compiles the steps of an experiment for TPU slices."""
     experiment = load_experiment(args.experiment, args.set, args.workdir)
-    workdir = open_workdir(args.workdir, experiment, "write")
     if args.workdir and args.out:
         raise InputError("--out: the plan goes into --workdir; remove one of the two")
-    if args.workdir:
-        workdir.require_ours()
     from bert_jax.tools.plan import topology
 
     slices = topology.parse_list(args.topology)
@@ -70,6 +68,8 @@ def plan(args: argparse.Namespace) -> int:
 
     mode, path = "search" if args.search else "plan", epath.Path(args.out) if args.out else None
     if args.workdir:
+        workdir = mirror.open_to_write(args.workdir)
+        workdir.require_ours()
         path = workdir.named / "plan.json"
     if path is not None:
         require_plain(path)
@@ -77,7 +77,7 @@ def plan(args: argparse.Namespace) -> int:
     for line in report.lines(plan):
         print_now(line)
     if path is not None:
-        buckets.write(path, json.dumps(with_checksum(plan), indent=2) + "\n")
+        storage_of(path).write(path, json.dumps(with_checksum(plan), indent=2) + "\n")
         print_now(f"plan: {path}")
     return FINISHED
 

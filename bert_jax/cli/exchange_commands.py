@@ -8,11 +8,12 @@ import typing
 from etils import epath
 
 from bert_jax.cli import shared
-from bert_jax.cli.loading import is_finetuned, load_model, print_now
+from bert_jax.cli.loading import load_model, open_model, print_now
 from bert_jax.cli.parsing import Command, Parser
 from bert_jax.config import Finetuning, Model
 from bert_jax.errors import FINISHED, InputError, printable
 from bert_jax.storage import copies
+from bert_jax.storage.workdir import holds_finetuning
 
 if typing.TYPE_CHECKING:
     from bert_jax.interop.finetuned import Form
@@ -117,8 +118,9 @@ def export(args: argparse.Namespace) -> int:
     """Writes a run, a fine-tuned run or a base for transformers."""
     out = epath.Path(args.out)
     copies.require_new(out)
-    if not is_finetuned(args.workdir):
-        model = load_model(args.workdir, args.base, args.checkpoint)
+    run = open_model(args.workdir)
+    if not holds_finetuning(run):
+        model = load_model(run, args.base, args.checkpoint)
         form = _pretrained_form(model.model, args.form, args.workdir)
         exported = _export_encoder(model, form, args.dtype, out, None)
     else:

@@ -14,21 +14,21 @@ from bert_jax.cli import shared
 from bert_jax.cli.loading import (
     ONLY_FINETUNED,
     get_column_fields,
-    is_finetuned,
     load_experiment,
     load_model,
     load_saved,
-    open_workdir,
+    open_model,
+    open_run,
     print_now,
     read_lines,
     reject_flags,
     require_corpus,
-    require_run,
 )
 from bert_jax.cli.parsing import Command, Parser, integer
 from bert_jax.config import Experiment, Finetuning, Parallelism, explain
 from bert_jax.errors import FAILED, FINISHED, InputError, prefix_errors
-from bert_jax.storage import buckets, mirror, workdir
+from bert_jax.storage import mirror, workdir
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Workdir
 
 
@@ -59,8 +59,7 @@ def evaluate(args: argparse.Namespace) -> int:
     for flag, value in {"--also": args.also, "--from": args.base, **columns}.items():
         if value:
             raise InputError(f"{flag}: requires --task; add --task or remove {flag}")
-    experiment = load_experiment(args.experiment, args.set, args.workdir)
-    run = open_workdir(args.workdir, experiment)
+    experiment, run = open_run(args.experiment, args.set, args.workdir)
     require_corpus(run)
     from bert_jax.pretraining import evaluators
     from bert_jax.pretraining.loaded import load_params
@@ -85,15 +84,15 @@ def evaluate(args: argparse.Namespace) -> int:
 def _evaluate_tasks(args: argparse.Namespace) -> int:
     if args.experiment is not None or args.set or not args.workdir:
         raise InputError("--task: name the --workdir of a run or a base, no EXPERIMENT, no --set")
-    roots = [args.workdir, *args.also]
-    for root in roots:
-        if not is_finetuned(root):
-            reject_flags(root, ONLY_FINETUNED, {"--from": args.base})
+    runs = {root: open_model(root) for root in (args.workdir, *args.also)}
+    for run in runs.values():
+        if not workdir.holds_finetuning(run):
+            reject_flags(run, ONLY_FINETUNED, {"--from": args.base})
     from bert_jax.tasks import probes
 
     tasks = probes.Probes(args.task, pairs=None, where="--task", fields=get_column_fields(args))
-    for root in roots:
-        model = load_model(root, args.base, args.checkpoint)
+    for root, run in runs.items():
+        model = load_model(run, args.base, args.checkpoint)
         answer = probes.of_trained(tasks, model)
         for line in _score_lines(answer, f"{root}: " if args.also else ""):
             print(line)
@@ -138,7 +137,7 @@ def layers(args: argparse.Namespace) -> int:
         raise InputError("--attention: a text is needed")
     run, attention = Workdir(args.workdir), None
     record: dict[str, Any] = {}
-    model = load_model(args.workdir, None, args.checkpoint, allow_finetuned=False)
+    model = load_model(open_model(args.workdir), None, args.checkpoint, allow_finetuned=False)
     from bert_jax.tasks import layers as layers_lib
     from bert_jax.tools.report import page
 
@@ -182,14 +181,13 @@ def show(args: argparse.Namespace) -> int:
 
 def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
     """Returns lines about a batch of a pre-training, or of the fine-tuned run in --workdir."""
-    uses_saved = args.experiment is None and args.workdir
-    if uses_saved and workdir.holds_finetuning(mirror.open_workdir(args.workdir)):
+    finetuned = mirror.open_workdir(args.workdir) if args.workdir and not args.experiment else None
+    if finetuned is not None and workdir.holds_finetuning(finetuned):
         from bert_jax.tasks import shown
 
-        tuned = load_saved(args.workdir, args.set, Finetuning)
+        tuned = load_saved(finetuned, args.set, Finetuning)
         return itertools.chain(config.notes(tuned), shown.show(tuned, args.step, args.rows))
-    experiment = load_experiment(args.experiment, args.set, args.workdir)
-    run = open_workdir(args.workdir, experiment)
+    experiment, run = open_run(args.experiment, args.set, args.workdir)
     require_corpus(run)
     from bert_jax import api
     from bert_jax.pretraining.pretraining import Prepared
@@ -255,7 +253,7 @@ def _add_report_arguments(parser: Parser) -> None:
 def report(args: argparse.Namespace) -> int:
     """Writes an HTML page about runs."""
     for run in args.run:
-        require_run(run)
+        open_model(run)
     from bert_jax.tools.report import page
 
     every = args.every if args.follow else None
@@ -274,14 +272,13 @@ def _add_checkpoints_arguments(parser: Parser) -> None:
 
 def checkpoints(args: argparse.Namespace) -> int:
     """Lists the checkpoints of a run."""
-    require_run(args.run)
+    run = open_model(args.run)
     from bert_jax.checkpoints import checkpoint
     from bert_jax.training import mesh as mesh_lib
 
-    run = mirror.open_workdir(epath.Path(args.run))
     kind = Finetuning if workdir.holds_finetuning(run) else Experiment
     experiment = workdir.load_experiment(run, kind)
-    if not buckets.names(run.checkpoints):
+    if not storage_of(run.checkpoints).names(run.checkpoints):
         raise InputError(f"{run.checkpoints}: no checkpoint yet")
     saved = checkpoint.Checkpoints(run.checkpoints)
     steps, damaged = saved.steps, saved.unreadable()

@@ -6,13 +6,12 @@ import sys
 import typing
 from collections.abc import Iterator, Sequence
 
-from etils import epath
-
 from bert_jax import config
 from bert_jax.cli.shared import COLUMN_FIELDS
 from bert_jax.config import Experiment, Section
 from bert_jax.errors import InputError
-from bert_jax.storage import buckets, mirror, workdir
+from bert_jax.storage import mirror, workdir
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Workdir
 
 if typing.TYPE_CHECKING:
@@ -24,6 +23,18 @@ T = typing.TypeVar("T", bound=Section)
 ONLY_FINETUNED = "only a fine-tuned run takes this"
 
 
+def open_saved(root: str | None) -> Workdir:
+    """Opens the workdir of --workdir, to read the run's own experiment."""
+    if not root:
+        raise InputError("name an EXPERIMENT, or the --workdir of a run")
+    return mirror.open_workdir(root)
+
+
+def load_saved(run: Workdir, settings: Sequence[str], kind: type[T]) -> T:
+    """Returns the experiment of a run, with the settings applied."""
+    return config.override(workdir.load_experiment(run, kind), settings)
+
+
 def load_experiment(path: str | None, settings: Sequence[str], root: str | None) -> Experiment:
     """Returns the experiment of a file, or of the run in `root` if there is no file.
 
@@ -33,31 +44,33 @@ def load_experiment(path: str | None, settings: Sequence[str], root: str | None)
       root: the argument of --workdir.
     """
     if path is None:
-        return load_saved(root, settings, Experiment)
+        return load_saved(open_saved(root), settings, Experiment)
     return config.override(config.load(path), settings)
 
 
-def load_saved(root: str | None, settings: Sequence[str], kind: type[T]) -> T:
-    """Returns the experiment of the run in `root`, with the settings applied."""
-    if not root:
-        raise InputError("name an EXPERIMENT, or the --workdir of a run")
-    return config.override(workdir.load_experiment(mirror.open_workdir(root), kind), settings)
+def open_run(
+    path: str | None, settings: Sequence[str], root: str | None
+) -> tuple[Experiment, Workdir]:
+    """Returns the experiment as `load_experiment` does, and the workdir of its run, to read it."""
+    if path is not None:
+        experiment = load_experiment(path, settings, None)
+        return experiment, mirror.open_workdir(root_of(experiment, root), experiment.run.corpus_dir)
+    run = open_saved(root)
+    experiment = load_saved(run, settings, Experiment)
+    return experiment, run.with_corpus(experiment.run.corpus_dir)
 
 
-def open_workdir(
-    root: str | None, experiment: Experiment, access: typing.Literal["read", "write"] = "read"
-) -> Workdir:
-    """Opens the workdir of --workdir, or else the experiment's own, runs/NAME."""
-    place = root or f"runs/{experiment.name}"
-    return mirror.open_workdir(place, experiment.run.corpus_dir, access)
+def root_of(experiment: Experiment, root: str | None) -> str:
+    """Returns the argument of --workdir, or without one the experiment's own folder."""
+    return root or f"runs/{experiment.name}"
 
 
-def require_run(root: str) -> None:
-    """Raises InputError if a folder holds no run and no base, before jax is imported."""
-    if "://" not in root:  # a bucket is asked once, later
-        run = mirror.open_workdir(root)
-        if not (run.root / "base.json").exists() and not workdir.holds_finetuning(run):
-            workdir.load_experiment(run)
+def open_model(root: str) -> Workdir:
+    """Opens a run or a base; raises InputError if there is neither, before jax is imported."""
+    run = mirror.open_workdir(root)
+    if not (run.root / "base.json").exists() and not workdir.holds_finetuning(run):
+        workdir.load_experiment(run)
+    return run
 
 
 def require_writable(flag: str, path: str | None) -> None:
@@ -75,44 +88,37 @@ def require_writable(flag: str, path: str | None) -> None:
 
 def require_corpus(run: Workdir) -> None:
     """Raises InputError if a run has no prepared corpus, before jax is imported."""
-    if not buckets.exists(run.corpus / workdir.COMPLETE):
+    if not storage_of(run.corpus).exists(run.corpus / workdir.COMPLETE):
         raise InputError(f"{run.corpus}: no prepared corpus here; run `bert-jax prepare` first")
 
 
-def is_finetuned(root: str) -> bool:
-    """Returns whether `root` holds a fine-tuned run; raises InputError if it holds no model."""
-    require_run(root)
-    return workdir.holds_finetuning(mirror.open_workdir(root))
-
-
-def reject_flags(root: str, reason: str, values: dict[str, object]) -> None:
+def reject_flags(run: Workdir, reason: str, values: dict[str, object]) -> None:
     """Raises InputError for the first flag that was given but does not apply to a run.
 
     Args:
-      root: the workdir of the run.
+      run: the run.
       reason: why the flags do not apply.
       values: the values of the flags, by flag.
     """
     for flag, value in values.items():
         if value not in (None, False, []):
-            raise InputError(f"{flag}: {root}: {reason}; remove {flag}")
+            raise InputError(f"{flag}: {run.named}: {reason}; remove {flag}")
 
 
 def load_model(
-    root: str, base: str | None, checkpoint: str, allow_finetuned: bool = True
+    run: Workdir, base: str | None, checkpoint: str, allow_finetuned: bool = True
 ) -> "Loaded":
     """Loads the model of a run or base; of a fine-tuned run, its encoder.
 
     Args:
-      root: the workdir.
+      run: what `open_model` has opened.
       base: the argument of --from.
       checkpoint: the argument of --checkpoint.
       allow_finetuned: whether the command takes fine-tuned runs.
     """
-    is_tuned = allow_finetuned and is_finetuned(root)
+    is_tuned = allow_finetuned and workdir.holds_finetuning(run)
     if not is_tuned:
-        reject_flags(root, ONLY_FINETUNED, {"--from": base})
-        require_run(root)
+        reject_flags(run, ONLY_FINETUNED, {"--from": base})
     from bert_jax.pretraining.loaded import Loaded
     from bert_jax.running.environment import keep_compiled_programs
 
@@ -120,8 +126,8 @@ def load_model(
     if is_tuned:
         from bert_jax.tasks.predict import TaskModel
 
-        return TaskModel(root, base, checkpoint).encoder()
-    return Loaded.of(epath.Path(root), which=checkpoint)
+        return TaskModel(os.fspath(run.named), base, checkpoint).encoder()
+    return Loaded.of(run.named, which=checkpoint)
 
 
 def read_lines() -> Iterator[tuple[str, str]]:

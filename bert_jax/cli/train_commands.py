@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from bert_jax import config, system
 from bert_jax.cli import shared
-from bert_jax.cli.loading import load_experiment, load_saved, open_workdir, print_now
+from bert_jax.cli.loading import load_experiment, load_saved, open_saved, print_now, root_of
 from bert_jax.cli.parsing import Command, Parser, integer
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_CODES, InputError
@@ -51,7 +51,8 @@ def _add_prepare_arguments(parser: Parser) -> None:
 def prepare(args: argparse.Namespace) -> int:
     """Makes a corpus."""
     experiment = load_experiment(args.experiment, args.set, args.workdir)
-    workdir = open_workdir(args.workdir, experiment, "write")
+    root = root_of(experiment, args.workdir)
+    workdir = mirror.open_to_write(root, experiment.run.corpus_dir)
     from bert_jax.data import corpus
 
     workdir.require_ours()
@@ -83,11 +84,11 @@ def _pretrain(args: argparse.Namespace, end: Literal["keep", "extend"]) -> int:
     if args.experiment is not None:
         experiment, origin = config.load_with_origin(args.experiment, args.set)
         return _train(experiment, args.workdir, end, origin, None)
-    experiment = load_saved(args.workdir, args.set, Experiment)
+    run = open_saved(args.workdir)
+    experiment = load_saved(run, args.set, Experiment)
     from bert_jax.checkpoints.fork import begun
 
-    branch = begun(mirror.open_workdir(args.workdir))
-    return _train(experiment, args.workdir, end, None, branch)
+    return _train(experiment, args.workdir, end, None, begun(run))
 
 
 def _train(
@@ -110,7 +111,7 @@ def _train(
     from bert_jax.tasks.probes import Probes
 
     progress = make_progress()
-    workdir = open_workdir(root, experiment, "write")
+    workdir = mirror.open_to_write(root_of(experiment, root), experiment.run.corpus_dir)
     for note in config.notes(experiment):
         progress.say(note)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
@@ -144,14 +145,15 @@ def auto(args: argparse.Namespace) -> int:
         raise InputError(f"--hours {args.hours}: must be a number above 0")
     root = args.workdir or f"runs/{config.name_of(args.text) or 'text'}"
     progress = make_progress()
-    if mirror.open_workdir(root).experiment.exists():
-        experiment = load_saved(root, args.set, Experiment)
+    run = mirror.open_workdir(root)
+    if run.experiment.exists():
+        experiment = load_saved(run, args.set, Experiment)
         if config.source_of_text(args.text) not in experiment.corpus.sources:
             sources = " ".join(experiment.corpus.sources)
             raise InputError(f"TEXT {args.text}: the run in {root} reads {sources}")
         progress.say(f"{root}: resumes with the experiment that was chosen for it")
         return _train(experiment, root, "keep", None, None)
-    workdir = mirror.open_workdir(root, access="write")
+    workdir = mirror.open_to_write(root)
     workdir.require_ours()
     from bert_jax.tools.auto import choose_experiment
     from bert_jax.tools.compare.budget import Stopped
@@ -302,7 +304,7 @@ def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, An
         return config.load_with_origin(args.taskfile, args.set, Finetuning)
     if task or not args.workdir:
         return config.finetuning_of(task, args.workdir, args.set)
-    return load_saved(args.workdir, args.set, Finetuning), None
+    return load_saved(open_saved(args.workdir), args.set, Finetuning), None
 
 
 def _task_of_flags(args: argparse.Namespace) -> dict[str, Any]:

@@ -11,17 +11,17 @@ from bert_jax.cli import shared
 from bert_jax.cli.loading import (
     ONLY_FINETUNED,
     get_column_fields,
-    is_finetuned,
     load_model,
+    open_model,
     print_now,
     read_lines,
     reject_flags,
-    require_run,
     require_writable,
 )
 from bert_jax.cli.parsing import Command, Parser, integer, number
 from bert_jax.config import Parallelism
 from bert_jax.errors import FINISHED, InputError, prefix_errors, printable
+from bert_jax.storage.workdir import Workdir, holds_finetuning
 
 if typing.TYPE_CHECKING:
     from bert_jax.embeddings.embed import Embedder
@@ -81,14 +81,15 @@ def _add_predict_arguments(parser: Parser) -> None:
 def predict(args: argparse.Namespace) -> int:
     """Does the task of a fine-tuned run, or fills [MASK]."""
     require_writable("--out", args.out)
-    if is_finetuned(args.workdir):
+    run = open_model(args.workdir)
+    if holds_finetuning(run):
         flags = {"--next": args.next, "--top": args.top}
-        reject_flags(args.workdir, "no fine-tuned run takes this", flags)
+        reject_flags(run, "no fine-tuned run takes this", flags)
         return _do_task(args)
     names = ("source", "score", "input", "out", "beam", *shared.COLUMN_FIELDS)
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    reject_flags(args.workdir, ONLY_FINETUNED, {**flags, "--from": args.base})
-    return _fill_masks(args)
+    reject_flags(run, ONLY_FINETUNED, {**flags, "--from": args.base})
+    return _fill_masks(run, args)
 
 
 def _do_task(args: argparse.Namespace) -> int:
@@ -116,10 +117,10 @@ def _do_task(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-def _fill_masks(args: argparse.Namespace) -> int:
+def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
     if args.next is not None and len(args.texts) != 1:
         raise InputError("--next: give exactly one text with it")
-    model = load_model(args.workdir, args.base, args.checkpoint)
+    model = load_model(run, args.base, args.checkpoint)
     from bert_jax.pretraining.evaluators import Predictor
     from bert_jax.text.tokenizer import UnknownShare
     from bert_jax.text.vocabulary import MASK
@@ -199,12 +200,12 @@ def _add_embed_arguments(parser: Parser) -> None:
 def embed(args: argparse.Namespace) -> int:
     """Writes vectors of texts, or of their tokens."""
     require_writable("--out", args.out)
-    require_run(args.workdir)
+    run = open_model(args.workdir)
     from bert_jax.embeddings import embed
     from bert_jax.text import lines
 
     numbered = lines.read(args.text_file) if args.text_file else read_lines()
-    _, embedder = _load_embedder(args, args.normalize)
+    _, embedder = _load_embedder(run, args, args.normalize)
     starts: list[tuple[int, str]] = []  # of each file, the number of lines before it, and its name
 
     def read_texts() -> Iterator[str]:
@@ -223,10 +224,13 @@ def embed(args: argparse.Namespace) -> int:
     return FINISHED
 
 
-def _load_embedder(args: argparse.Namespace, normalize: bool | None) -> "tuple[Loaded, Embedder]":
-    """Returns the model of --workdir and its embedder.
+def _load_embedder(
+    run: Workdir, args: argparse.Namespace, normalize: bool | None
+) -> "tuple[Loaded, Embedder]":
+    """Returns the model of a run or base and its embedder.
 
     Args:
+      run: what `open_model` has opened.
       args: parsed arguments with --pooling, and those of `shared.FEATURES` and `shared.MODEL`.
       normalize: whether vectors are scaled to length 1; None: as in the run or base.
     """
@@ -240,7 +244,7 @@ def _load_embedder(args: argparse.Namespace, normalize: bool | None) -> "tuple[L
         length=None if normalize is None else "unit" if normalize else "as_is",
         dimensions=args.dimensions,
     )
-    model = load_model(args.workdir, args.base, args.checkpoint)
+    model = load_model(run, args.base, args.checkpoint)
     mesh = mesh_lib.make_mesh(Parallelism())
     return model, embed.Embedder(model, features, mesh, args.max_length, args.batch_tokens)
 
@@ -286,11 +290,11 @@ def search(args: argparse.Namespace) -> int:
     if "://" in args.texts and args.vectors is None:
         raise InputError(f"{args.texts}: name a folder of this machine for its --vectors")
     require_writable("--out", args.out)
-    require_run(args.workdir)
+    run = open_model(args.workdir)
     from bert_jax.embeddings import search as search_lib
 
     folder = epath.Path(args.vectors or f"{args.texts}.vectors")
-    model, embedder = _load_embedder(args, True)
+    model, embedder = _load_embedder(run, args, True)
     index = search_lib.Index(args.texts, folder, model, embedder, print_now, args.long)
     if args.queries is not None:
         index.answer_file(args.queries, epath.Path(args.out), args.top)
@@ -359,9 +363,10 @@ def _add_serve_arguments(parser: Parser) -> None:
 
 def serve(args: argparse.Namespace) -> int:
     """Serves vectors or a fine-tuned run's task over HTTP."""
-    is_tuned = is_finetuned(args.workdir)
+    run = open_model(args.workdir)
+    is_tuned = holds_finetuning(run)
     if not is_tuned:
-        reject_flags(args.workdir, ONLY_FINETUNED, {"--from": args.base})
+        reject_flags(run, ONLY_FINETUNED, {"--from": args.base})
     from bert_jax.running.environment import keep_compiled_programs
     from bert_jax.tasks.predict import TaskModel
 
@@ -380,7 +385,7 @@ def serve(args: argparse.Namespace) -> int:
             _reject_vector_flags(args)
             endpoint = served.PredictEndpoint(task)
         else:
-            model, embedder = _load_embedder(args, args.normalize)
+            model, embedder = _load_embedder(run, args, args.normalize)
             endpoint = served.EmbedEndpoint(model.name, embedder)
         service.serve(endpoint, bound, limits, print_now)
     return FINISHED

@@ -25,7 +25,7 @@ from bert_jax.data import beam, dataset, parts, stream, workers
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.workers import Progress, Task
 from bert_jax.errors import InputError, pluralize, printable
-from bert_jax.storage import buckets
+from bert_jax.storage.storage import LocalStorage
 from bert_jax.text import documents, tokenizer, trained, vocabulary, words
 from bert_jax.text import sources as text_sources
 
@@ -234,7 +234,8 @@ def listed(folder: epath.Path) -> dict[str, list[Any]]:
     root = pathlib.Path(folder)
     below = ("tokenizer", "dataset", "stream")
     paths = sorted(p for name in below for p in (root / name).rglob("*") if p.is_file())
-    return {p.relative_to(root).as_posix(): [p.stat().st_size, buckets.sha256(p)] for p in paths}
+    sha256 = LocalStorage().sha256
+    return {p.relative_to(root).as_posix(): [p.stat().st_size, sha256(p)] for p in paths}
 
 
 def _share(chosen: tokenizer.Tokenizer, folder: epath.Path, place: str) -> str:

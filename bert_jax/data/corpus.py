@@ -27,6 +27,7 @@ from bert_jax.config import Corpus, Experiment, named
 from bert_jax.data import build, dataset, mixture, pairs, plans, sentences, stream
 from bert_jax.errors import InputError, Unavailable, printable
 from bert_jax.storage import buckets, copies, mirror
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     COMPLETE,
     Holder,
@@ -82,10 +83,11 @@ def prepare(
       Unavailable: a bucket or a worker failed; run again to go on.
     """
     run = build.PartRunner(workers, beam)
-    if buckets.is_bucket(folder):
+    storage = storage_of(folder)
+    if storage.is_bucket:
         return _prepare_there(corpus, vocab_size, folder, run, say)
     with translate_os_errors(folder):
-        _require_ours(folder, buckets.names(folder))
+        _require_ours(folder, storage.names(folder))
         if is_complete(folder):  # without its lock: runs may share a folder they cannot write
             return _found(corpus, vocab_size, folder, say)
         with lock(folder, setting=_SETTING):
@@ -119,7 +121,7 @@ def local_corpus(folder: epath.Path, say: Say | None = None) -> epath.Path:
     Raises:
       Unavailable: the bucket is out of reach, or the disk full; what was copied stays.
     """
-    if not buckets.is_bucket(folder):
+    if not storage_of(folder).is_bucket:
         return folder
     manifest = open_manifest(folder)
     text, listed = json.dumps(manifest, indent=2) + "\n", manifest["files"]
@@ -148,7 +150,7 @@ def local_corpus(folder: epath.Path, say: Say | None = None) -> epath.Path:
 def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
     manifest = open_manifest(folder)
     _require_same(manifest, corpus, vocab_size, folder, say)
-    if not buckets.is_bucket(folder):
+    if not storage_of(folder).is_bucket:
         shutil.rmtree(folder / build.PARTS, ignore_errors=True)  # of one killed at its very end
     return manifest
 
@@ -156,9 +158,9 @@ def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dic
 def open_manifest(folder: epath.Path) -> dict[str, Any]:
     """Returns the manifest of a complete corpus, here or in a bucket."""
     path = folder / "manifest.json"
-    content = None
+    content, storage = None, storage_of(folder)
     with contextlib.suppress(FileNotFoundError):
-        content = buckets.read(path) if buckets.exists(folder / COMPLETE) else None
+        content = storage.read(path) if storage.exists(folder / COMPLETE) else None
     if content is None:
         raise InputError(f"{folder}: no prepared corpus here; run `bert-jax prepare` first")
     manifest = parse_json(
@@ -248,7 +250,7 @@ def _damage(path: epath.PathLike, entry: list[Any], depth: Literal["cheap", "ful
         return "is missing"
     if os.path.getsize(path) != size:
         return f"has {os.path.getsize(path)} bytes, not {size}"
-    if (depth == "full" or size <= _SMALL) and buckets.sha256(path) != sha256:
+    if (depth == "full" or size <= _SMALL) and storage_of(path).sha256(path) != sha256:
         return "was changed since it was made"
     return ""
 
@@ -309,7 +311,7 @@ def _require_same(
 
 def is_made_of(folder: epath.Path, corpus: Corpus) -> bool:
     """Returns whether a corpus was made of what sources hold, file by file, wherever it lay."""
-    return buckets.exists(folder / COMPLETE) and _holds(open_manifest(folder), corpus)
+    return storage_of(folder).exists(folder / COMPLETE) and _holds(open_manifest(folder), corpus)
 
 
 def _holds(manifest: dict[str, Any], corpus: Corpus) -> bool:
@@ -402,14 +404,15 @@ def _prepare_there(
 
     What was made or sent before a break is neither made nor sent again.
     """
-    there = buckets.names(folder)
-    if mirror.OWNER not in there:
-        _require_ours(folder, there)
-    if COMPLETE in there:
+    storage = storage_of(folder)
+    names = storage.names(folder)
+    if mirror.OWNER not in names:
+        _require_ours(folder, names)
+    if COMPLETE in names:
         return _found(corpus, vocab_size, folder, say)
     buckets.require_writable(folder)  # before the text is read, which may take hours
     with copies.copy_of(folder) as copy:
-        if buckets.exists(folder / COMPLETE):  # by now
+        if storage.exists(folder / COMPLETE):  # by now
             return _found(corpus, vocab_size, folder, say)
         made = copy.parent / f"{copy.name}.made"
         if is_complete(made):  # as a `prepare` that ended while sending leaves it
@@ -420,7 +423,7 @@ def _prepare_there(
                 made.rmtree()
         manifest = prepare(corpus, vocab_size, made, say, run.workers, run.beam)
         say(f"prepare: sending the corpus to {folder}")
-        buckets.write(folder / mirror.OWNER, Holder.me().text())
+        storage.write(folder / mirror.OWNER, Holder.me().text())
         copies.send_all(made, folder, manifest["files"], say)
         buckets.remove(
             folder / name  # of another `prepare`, which did not end
@@ -428,8 +431,8 @@ def _prepare_there(
             if name.split("/")[0] in ("tokenizer", "dataset", "stream", COUNTS)
             and name not in manifest["files"]
         )
-        buckets.write(folder / "manifest.json", (made / "manifest.json").read_text())
-        buckets.write(folder / COMPLETE, "")
+        storage.write(folder / "manifest.json", (made / "manifest.json").read_text())
+        storage.write(folder / COMPLETE, "")
         (made / "dataset").rmtree()  # only now that there is another
         copy.rmtree(missing_ok=True)
         made.rename(copy)

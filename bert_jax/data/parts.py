@@ -27,6 +27,7 @@ from bert_jax.data import dataset
 from bert_jax.data.workers import Tick
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.storage import buckets, copies
+from bert_jax.storage.storage import storage_of
 from bert_jax.text import documents, sentences, tokenizer, words
 from bert_jax.text import lines as text_lines
 from bert_jax.text import sources as text_sources
@@ -425,7 +426,8 @@ def _read_with_ticks(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[
 @functools.lru_cache(maxsize=1)
 def _tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
     """Loads the tokenizer in a folder, once in a process."""
-    files = [epath.Path(folder) / name for name in sorted(buckets.names(epath.Path(folder)))]
+    names = storage_of(folder).names(folder)
+    files = [epath.Path(folder) / name for name in sorted(names)]
     with copies.local_copy(*files) as here:
         return tokenizer.load(here[0].parent)
 

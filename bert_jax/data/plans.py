@@ -34,7 +34,7 @@ from bert_jax.data import draws, pairs, sentences
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.process import prepare_process
-from bert_jax.storage import buckets
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     cache_folder,
     new_file,
@@ -312,7 +312,7 @@ def read_counts(path: epath.Path) -> dict[str, int]:
       Unavailable: the bucket is out of reach.
     """
     try:
-        content = buckets.read(path, seconds=_SECONDS)
+        content = storage_of(path).read(path, seconds=_SECONDS)
         return parse_json(content, path, COUNTS_VERSION, "", "", seal="required")["rows"]
     except (FileNotFoundError, InputError):
         return {}
@@ -327,7 +327,7 @@ def add_counts(path: epath.Path, rows: dict[str, int]) -> None:
         known = read_counts(path)
         if not rows.items() <= known.items():
             record = with_checksum({"format_version": COUNTS_VERSION, "rows": known | rows})
-            buckets.write(path, json.dumps(record, indent=2) + "\n", seconds=_SECONDS)
+            storage_of(path).write(path, json.dumps(record, indent=2) + "\n", seconds=_SECONDS)
 
 
 def _end_with_parent() -> None:

@@ -22,7 +22,8 @@ from rich import progress as rich_progress
 
 from bert_jax import process as process_lib
 from bert_jax.errors import Unavailable, duration
-from bert_jax.storage import buckets, copies
+from bert_jax.storage import copies
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import translate_os_errors
 from bert_jax.system import die_with_parent
 
@@ -73,7 +74,7 @@ def record_of(task: Task) -> dict[str, Any] | None:
     """Returns the record of a task's folder; None if it is not done."""
     path = epath.Path(task.place) / task.name / _RECORD
     with contextlib.suppress(FileNotFoundError):
-        return json.loads(buckets.read(path))
+        return json.loads(storage_of(path).read(path))
     return None
 
 

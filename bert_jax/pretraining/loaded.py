@@ -77,7 +77,7 @@ class Loaded(Base):
             _require_newest(folder, which)
             return cls.of_base(base_lib.read(run.root), folder.name)
         experiment = load_experiment(run)
-        workdir = Workdir(run.root, experiment.run.corpus_dir, run.remote)
+        workdir = run.with_corpus(experiment.run.corpus_dir)
         prepared = Prepared.open(workdir.corpus)
         if what == "with_moments" and experiment.optimizer.name != "bert_adam":
             raise InputError(

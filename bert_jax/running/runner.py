@@ -29,7 +29,6 @@ from bert_jax.running.job import Context, Evaluator, PhaseBatches, Result
 from bert_jax.running.lines import RunLines
 from bert_jax.running.progress import Counts, Profile
 from bert_jax.running.start import Diverged, Failed
-from bert_jax.storage import buckets
 from bert_jax.training import feed as feed_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
@@ -279,7 +278,7 @@ class Trainer:
         self.skipped = tuple(int(s) for s in slots if s >= 0)
         self.init_sha256, self.begun_at = metadata["init_sha256"], metadata.get("begun_at", 0)
         self.evaluation, self.held_out = {}, [*metadata.get("held_out", [])]
-        with buckets.unchanging(self.job.workdir.checkpoints):
+        with self.saves.unchanging():
             self.saves.go_on_from(self.done)
         for name, gone in self.lines.go_on_from(self.done, metadata.get("lines", {})):
             self.say(f"{name}: is missing; going on without its {gone} up to step {self.done}")

@@ -22,9 +22,10 @@ from bert_jax.running.job import Context, Job, Result
 from bert_jax.running.lines import EVALUATIONS, skipped_steps
 from bert_jax.running.progress import Clock, Progress
 from bert_jax.running.runner import Trainer
-from bert_jax.storage import buckets, retry
 from bert_jax.storage import mirror as mirror_lib
+from bert_jax.storage import retry
 from bert_jax.storage.mirror import Mirror
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
 from bert_jax.training import mesh as mesh_lib
 
@@ -71,7 +72,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         clock = Clock()
         with _held(job, peers) as (mirror, forget):
             _require_one_place(workdir, mirror, peers)
-            with buckets.unchanging(workdir.checkpoints):
+            with Checkpoints(workdir.checkpoints).unchanging():
                 _require_going_on(job)
             # A signal ends this at once: a corpus half made is made again.
             watchdog.pause()
@@ -145,7 +146,8 @@ def _held(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]
             yield mirror, lambda: None
         return
     workdir.require_ours()
-    if not buckets.names(workdir.checkpoints):
+    storage = storage_of(workdir.checkpoints)
+    if not storage.names(workdir.checkpoints):
         job.require_start()  # before a corpus is made for weights that do not fit
     with lock(workdir.root, workdir.named) as me:
         workdir.remove_unfinished()
@@ -156,7 +158,7 @@ def _held(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]
             if workdir.remote is None:
                 with contextlib.suppress(OSError, ValueError):  # epath's word for one not empty
                     workdir.checkpoints.rmdir()
-            if not buckets.names(workdir.checkpoints):
+            if not storage.names(workdir.checkpoints):
                 for name in begun:
                     (workdir.root / name).unlink(missing_ok=True)
                 mirror.forget(begun)

@@ -1,9 +1,9 @@
-"""Buckets: the one file that reads and writes places named gs://, and files here in the same way.
+"""Objects in buckets: the one module that sends requests about gs:// paths, except Orbax's own.
 
-An object is whole or not there; nothing is renamed or appended. (Orbax writes to its own gs://
-paths.) Every call tries again while the network fails, for ten minutes, and then raises
-`Unavailable`. A bucket that is not there, and rights that are refused at the first use, are bad
-input; from then on a refusal is taken for a token that has expired, and waited for.
+An object is whole or missing; nothing is renamed or appended. Every call retries while the network
+fails, for ten minutes by default, and then raises `Unavailable`. A missing bucket, and a permission
+that is denied at its first use, are bad input. A permission that is denied later means that a token
+has expired, and is retried.
 
 Content is read from one generation of an object and compared with the size and the CRC32C that
 the bucket states. Lists, descriptions and ranges of an object have no checksum: they are requested
@@ -29,7 +29,6 @@ from etils import epath
 
 from bert_jax.errors import InputError
 from bert_jax.storage import retry
-from bert_jax.storage.workdir import create_folder, translate_os_errors, write_atomic
 
 T = TypeVar("T")
 Right = Literal["list", "read", "write", "replace"]
@@ -66,14 +65,14 @@ held_copies: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
 )
 
 
-def is_bucket(place: epath.PathLike) -> bool:
-    """Returns whether the place lies in a bucket."""
-    name = os.fspath(place)
+def is_bucket(path: epath.PathLike) -> bool:
+    """Returns whether the path lies in a bucket."""
+    name = os.fspath(path)
     if "://" not in name:
         return False
     if not name.startswith("gs://"):
         raise InputError(f"{name}: not a local path or a bucket (gs://); download it first")
-    if not split(place)[0]:
+    if not split(path)[0]:
         raise InputError(f"{name}: names no bucket; write gs://BUCKET/FOLDER")
     try:
         import gcsfs  # noqa: F401
@@ -84,38 +83,89 @@ def is_bucket(place: epath.PathLike) -> bool:
     return True
 
 
-# --- single objects -----------------------------------------------------------------------------
+class BucketStorage:
+    """`Storage` in buckets."""
 
+    is_bucket = True
 
-def read(path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None) -> bytes:
-    """Returns the content of a file of this machine, or of a small object, as it is now.
+    def read(
+        self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
+    ) -> bytes:
+        """Returns the content of an object.
 
-    Network faults are retried for `seconds`; None: ten minutes. The content is compared with the
-    checksum of `listed`, else with the answer's own, else with one that is requested.
+        The content is compared with the checksum of `listed`, else with that of the response, else
+        with one that is requested.
+        """
+        from bert_jax.storage import gcs
 
-    Raises:
-      FileNotFoundError: nothing is there.
-    """
-    if not is_bucket(path):
-        return epath.Path(path).read_bytes()
-    from bert_jax.storage import gcs
+        known = [listed] if listed else []
 
-    known = [listed] if listed else []
+        def read_whole() -> bytes:
+            if known:
+                listed = known.pop()  # may be out of date: the next attempt requests another
+            else:
+                headers, content = _files().call("GET", "b/{}/o/{}", *split(path), alt="media")
+                if "x-goog-hash" in headers and not gcs.is_unpacked(headers):
+                    return content  # `gcs` has compared size and checksum
+                listed = _describe(path)
+            content = _media(path, listed, 0, listed.size)
+            if not _has_checksum(google_crc32c.Checksum(content), listed):
+                raise ConnectionError(f"{path}: the content does not match the bucket's checksum")
+            return content
 
-    def read_whole() -> bytes:
-        if known:
-            listed = known.pop()  # it may be out of date: the next attempt asks
-        else:
-            headers, content = _files().call("GET", "b/{}/o/{}", *split(path), alt="media")
-            if "x-goog-hash" in headers and not gcs.is_unpacked(headers):
-                return content  # `gcs` has compared size and checksum
-            listed = _describe(path)
-        content = _media(path, listed, 0, listed.size)
-        if not _has_checksum(google_crc32c.Checksum(content), listed):
-            raise ConnectionError(f"{path}: the content does not match the bucket's checksum")
-        return content
+        return _tried("read", path, read_whole, seconds)
 
-    return _tried("read", path, read_whole, seconds)
+    def open(self, path: epath.PathLike) -> io.BufferedReader:
+        """Returns a file that requests one range of an object at a time."""
+        if copy := held_copies.get().get(os.fspath(path)):
+            return open(copy, "rb")
+        # fsspec buffers; our own client sends the requests, retries them and checks permissions.
+        return io.BufferedReader(_Ranges(path, _there(path)))
+
+    def sha256(self, path: epath.PathLike) -> str:
+        """Returns the SHA-256 of an object."""
+        with self.open(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def state(
+        self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
+    ) -> tuple[int, int]:
+        """Returns size and date of an object; sends no request if `listed` is given."""
+        listed = listed or _there(path, seconds)
+        date = datetime.datetime.fromisoformat(listed.updated)
+        return listed.size, round(date.timestamp() * 1e9)
+
+    def write(
+        self, path: epath.Path, text: str | Iterable[str], seconds: float | None = None
+    ) -> None:
+        """Replaces the text of an object in one step."""
+        put(path, (text if isinstance(text, str) else "".join(text)).encode(), seconds)
+
+    def exists(self, path: epath.Path) -> bool:
+        """Returns whether there is an object."""
+        try:
+            _tried("read", path, functools.partial(_describe, path))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def names(self, folder: epath.PathLike) -> set[str]:
+        """Returns the names in a folder; none if it is missing."""
+        objects, folders = _listed(folder, "/", verify=False)
+        return (objects.keys() | folders) - {_PROBE}
+
+    @contextlib.contextmanager
+    def unchanging(self, folder: epath.PathLike) -> Iterator[None]:
+        """Answers requests of epath and Orbax about a folder from one list of the folder.
+
+        Use it to read a folder that nobody changes, since Orbax repeats its requests many times.
+        The list is valid for at most half a minute, and until this process writes there.
+        """
+        from bert_jax.storage import gcs
+
+        bucket, key = split(folder)
+        with gcs.answered_from(bucket, f"{key}/", listing(folder)):
+            yield
 
 
 def read_range(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
@@ -155,18 +205,6 @@ def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
     return content
 
 
-def open_object(path: epath.PathLike) -> io.BufferedReader:
-    """Returns an object of any size as a file that reads one range at a time.
-
-    Raises:
-      FileNotFoundError: nothing is there.
-    """
-    if copy := held_copies.get().get(os.fspath(path)):
-        return open(copy, "rb")
-    # A file of fsspec, but by our own client: it outlasts a bucket that fails, and names rights.
-    return io.BufferedReader(_Ranges(path, _there(path)))
-
-
 class _Ranges(fsspec.spec.AbstractBufferedFile):
     """The bytes of an object as of a file, which holds a range of them."""
 
@@ -187,48 +225,6 @@ def _ask_twice(ask: Callable[[], T]) -> T:
     if first != second:
         raise ConnectionError("two answers to the same request differ")
     return first
-
-
-def sha256(path: epath.PathLike) -> str:
-    """Returns the SHA-256 of a file of this machine, or of an object."""
-    with open_object(path) if is_bucket(path) else open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def state(
-    path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
-) -> tuple[int, int]:
-    """Returns the bytes of a file of this machine or an object, and its date in nanoseconds.
-
-    If `listed` is given, no request is sent.
-    """
-    if not is_bucket(path):
-        stat = os.stat(path)
-        return stat.st_size, stat.st_mtime_ns
-    listed = listed or _there(path, seconds)
-    date = datetime.datetime.fromisoformat(listed.updated)
-    return listed.size, round(date.timestamp() * 1e9)
-
-
-def write(path: epath.Path, text: str | Iterable[str], seconds: float | None = None) -> None:
-    """Replaces a text in one step: of a file of this machine, or an object; see `put`."""
-    if is_bucket(path):
-        put(path, (text if isinstance(text, str) else "".join(text)).encode(), seconds)
-        return
-    with create_folder(path.parent):
-        write_atomic(path, text)
-
-
-def exists(path: epath.Path) -> bool:
-    """Returns whether a file or an object is there."""
-    if not is_bucket(path):
-        with translate_os_errors(path):
-            return path.exists()
-    try:
-        _tried("read", path, functools.partial(_describe, path))
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def about(path: epath.PathLike, seconds: float | None = None) -> Listed | None:
@@ -259,38 +255,11 @@ def _describe(path: epath.PathLike) -> Listed:
         return _parse_item(item)
 
 
-def names(folder: epath.PathLike) -> set[str]:
-    """Returns the names in a folder of this machine or a bucket; none if it is not there."""
-    if not is_bucket(folder):
-        with translate_os_errors(folder):
-            here = epath.Path(folder)
-            return {path.name for path in here.iterdir()} if here.exists() else set()
-    objects, folders = _listed(folder, "/", verify=False)
-    return (objects.keys() | folders) - {_PROBE}
-
-
 def listing(
     folder: epath.PathLike, delimiter: Literal["", "/"] = "", seconds: float | None = None
 ) -> dict[str, Listed]:
     """Returns all objects below a folder of a bucket, by their paths in it; `/`: those in it."""
     return _listed(folder, delimiter, seconds)[0]
-
-
-@contextlib.contextmanager
-def unchanging(folder: epath.PathLike) -> Iterator[None]:
-    """Answers epath's and Orbax's requests about a bucket's folder from one list of the folder.
-
-    Use it to read a folder that nobody changes, since Orbax repeats its requests many times. The
-    list is valid for half a minute at most, and until this process writes there.
-    """
-    if not is_bucket(folder):
-        yield
-        return
-    from bert_jax.storage import gcs
-
-    bucket, key = split(folder)
-    with gcs.answered_from(bucket, f"{key}/", listing(folder)):
-        yield
 
 
 def remove(paths: Iterable[epath.PathLike]) -> None:
@@ -300,6 +269,11 @@ def remove(paths: Iterable[epath.PathLike]) -> None:
             _tried("write", path, functools.partial(_files().rm_file, os.fspath(path)))
 
 
+def require_bucket(path: epath.PathLike) -> None:
+    """Raises InputError if the bucket of a path is missing."""
+    _listed(path, "/", verify=False)
+
+
 def require_writable(folder: epath.Path) -> None:
     """Raises InputError if objects of a bucket's folder may not be listed, read or written."""
     probe = folder / _PROBE  # always this one: what a kill leaves goes the next time
@@ -307,7 +281,7 @@ def require_writable(folder: epath.Path) -> None:
     put(probe, b"")
     put(probe, b"", right="replace")
     with contextlib.suppress(FileNotFoundError):  # another has asked at the same moment
-        read(probe)
+        BucketStorage().read(probe)
     remove([probe])
 
 
@@ -397,9 +371,9 @@ def _parse_item(item: dict[str, Any]) -> Listed:
     return Listed(int(item["size"]), crc32c, updated, generation, item.get("contentEncoding", ""))
 
 
-def split(place: epath.PathLike) -> tuple[str, str]:
+def split(path: epath.PathLike) -> tuple[str, str]:
     """Returns the bucket and the name in it."""
-    bucket, _, key = os.fspath(place).removeprefix("gs://").partition("/")
+    bucket, _, key = os.fspath(path).removeprefix("gs://").partition("/")
     return bucket, key.strip("/")
 
 

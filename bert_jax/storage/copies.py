@@ -25,6 +25,7 @@ from etils import epath
 
 from bert_jax.errors import InputError, duration
 from bert_jax.storage import buckets, mirror, retry
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     cache_folder,
     create_folder,
@@ -124,7 +125,7 @@ def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
             yield folder
             names = sorted(path.name for path in folder.iterdir() if path.name != last)
             send_all(epath.Path(folder), target, names)
-            buckets.write(target / last, (folder / last).read_text())
+            storage_of(target).write(target / last, (folder / last).read_text())
         return
     with _temporary(target) as folder:
         yield pathlib.Path(folder)

@@ -30,6 +30,7 @@ from etils import epath
 
 from bert_jax.errors import InputError
 from bert_jax.storage import buckets, retry
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     RUN_FILES,
     Holder,
@@ -52,25 +53,30 @@ _SECONDS, _SHARE = 30.0, 0.05
 _LATELY = 900.0
 
 
-def open_workdir(
-    root: str | epath.PathLike, corpus_dir: str = "", access: Literal["read", "write"] = "read"
-) -> Workdir:
-    """Returns the names of a run's files, on this machine or in a bucket; see `Workdir`.
+def open_workdir(root: epath.PathLike, corpus_dir: str = "") -> Workdir:
+    """Opens the workdir of a run to read it; fetches the small files of a run in a bucket."""
+    return _open(root, corpus_dir, "views")
 
-    To `read` fetches the small files of a run in a bucket, as they are now; to `write` names the
-    local folder of the run itself, which `Mirror` fills and sends.
+
+def open_to_write(root: epath.PathLike, corpus_dir: str = "") -> Workdir:
+    """Opens the workdir of a run to write it.
+
+    For a run in a bucket, this is the folder of this machine that `Mirror` fills and sends.
     """
+    return _open(root, corpus_dir, "runs")
+
+
+def _open(root: epath.PathLike, corpus_dir: str, folder: Literal["views", "runs"]) -> Workdir:
     if corpus_dir and buckets.is_bucket(corpus_dir):
-        buckets.names(corpus_dir)  # or says that there is no such bucket
+        buckets.require_bucket(corpus_dir)
     if not buckets.is_bucket(root):
         return Workdir(root, corpus_dir)
     remote = epath.Path(os.fspath(root).rstrip("/"))
-    if access == "read":
-        local = cached("views", remote)
+    local = cached(folder, remote)
+    if folder == "views":
         _refresh(remote, local, _VIEW_FILES)
     else:
-        local = cached("runs", remote)
-        require_run(remote, buckets.names(remote) - {OWNER})
+        require_run(remote, storage_of(remote).names(remote) - {OWNER})
     return Workdir(local, corpus_dir, remote)
 
 
@@ -94,7 +100,7 @@ def holder(workdir: Workdir, seconds: float | None = None) -> Holder | None:
     """Returns who holds a run, or has started one in a bucket last; None: nobody that is known."""
     place = workdir.root / "lock" if workdir.remote is None else workdir.remote / OWNER
     with translate_os_errors(place), contextlib.suppress(FileNotFoundError):
-        return Holder.parse(buckets.read(place, seconds=seconds))
+        return Holder.parse(storage_of(place).read(place, seconds=seconds))
     return None
 
 
@@ -108,7 +114,7 @@ def _refresh(remote: epath.Path, local: epath.Path, files: Iterable[str]) -> Non
             if name not in there:
                 here.unlink(missing_ok=True)
             elif not buckets.is_same(here, there[name]):
-                data = buckets.read(remote / name, listed=there[name])
+                data = storage_of(remote).read(remote / name, listed=there[name])
                 with new_file(here) as temporary:
                     temporary.write_bytes(data)
 

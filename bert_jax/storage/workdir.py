@@ -95,6 +95,10 @@ class Workdir:
         self.layers = self.root / "layers.json"
         self.report = self.root / "report.html"
 
+    def with_corpus(self, corpus_dir: str) -> "Workdir":
+        """Returns the workdir with its corpus in another folder; "": in the workdir."""
+        return Workdir(self.root, corpus_dir, self.remote)
+
     def require_ours(self) -> None:
         """Raises InputError if the folder is there, and holds other things and no run."""
         with translate_os_errors(self.root):

@@ -62,7 +62,7 @@ def finetune(
             base = load_experiment(known, Finetuning).init_from
     if base is not None:
         experiment = dataclasses.replace(experiment, init_from=base)
-    workdir = mirror.open_workdir(place, access="write")
+    workdir = mirror.open_to_write(place)
     return session.run(FinetuningJob(experiment, workdir, progress.say), progress, origin)
 
 

@@ -18,7 +18,8 @@ import fsspec
 import pyarrow
 
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.storage import buckets, retry
+from bert_jax.storage import retry
+from bert_jax.storage.storage import storage_of
 
 # Arrow's names of compressions, by the endings of the files.
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
@@ -140,10 +141,8 @@ class _XzFile(io.RawIOBase):
 
 def packed(path: str) -> io.BufferedReader:
     """Returns the bytes of a file as they are; raises as `open_bytes`."""
-    if "://" not in path:
-        return open(path, "rb")
-    if path.startswith("gs://"):
-        return buckets.open_object(path)
+    if "://" not in path or path.startswith("gs://"):
+        return storage_of(path).open(path)
     system, name = system_of(path)
     return cast(io.BufferedReader, system.open(name, "rb"))
 

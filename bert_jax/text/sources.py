@@ -14,6 +14,7 @@ from fsspec.utils import glob_translate
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError, pluralize
 from bert_jax.storage import buckets
+from bert_jax.storage.storage import storage_of
 from bert_jax.text import lines as text_lines
 from bert_jax.text import tfds_files
 
@@ -286,7 +287,7 @@ def state(
             version = str(next(filter(None, map(about.get, _VERSIONS)), "")).strip('"')
             date = int(hashlib.sha256(version.encode()).hexdigest()[:15], 16)
         else:
-            size, date = buckets.state(path, seconds, listed)
+            size, date = storage_of(path).state(path, seconds, listed)
     return {"bytes": int(size), "mtime_ns": int(date)}
 
 
@@ -296,4 +297,4 @@ def sha256(path: str) -> str:
         if "://" in path and not path.startswith("gs://"):
             with text_lines.packed(path) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
-        return buckets.sha256(path)
+        return storage_of(path).sha256(path)

@@ -16,7 +16,8 @@ from array_record.python.array_record_data_source import ArrayRecordDataSource
 from etils import epath, epy
 
 from bert_jax.errors import InputError
-from bert_jax.storage import buckets, copies
+from bert_jax.storage import copies
+from bert_jax.storage.storage import storage_of
 
 with epy.lazy_imports():  # it takes a third of a second, and most text lies in files
     import tensorflow_datasets as tfds
@@ -46,9 +47,10 @@ def find(name: str) -> epath.Path:
     root = epath.Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")).expanduser()
     name, _, version = name.partition(":")
     folder = root / name
-    versions = filter(_VERSION.fullmatch, {version} if version else buckets.names(folder))
+    storage = storage_of(folder)
+    versions = filter(_VERSION.fullmatch, {version} if version else storage.names(folder))
     latest = max(versions, key=lambda v: [*map(int, v.split("."))], default="")
-    if not latest or not buckets.exists(folder / latest / "dataset_info.json"):
+    if not latest or not storage.exists(folder / latest / "dataset_info.json"):
         raise InputError(
             f"tfds:{name}: no prepared dataset in {folder}; set TFDS_DATA_DIR to the folder that "
             "holds it (the public bucket needs the [gcs] extra), or prepare it with TFDS"
@@ -63,11 +65,10 @@ def open_folder(folder: epath.PathLike) -> "tfds.core.DatasetBuilder":
     def note(fields: list[tuple[str, Any]]) -> None:
         named.extend(value for key, value in fields if key in _NAMING and isinstance(value, str))
 
+    storage = storage_of(folder)
     try:
-        texts = {
-            name: buckets.read(folder / name).decode()
-            for name in ("features.json", "dataset_info.json")
-        }
+        names = ("features.json", "dataset_info.json")
+        texts = {name: storage.read(folder / name).decode() for name in names}
         json.loads(texts["features.json"], object_pairs_hook=note)
         json.loads(texts["dataset_info.json"])
     except FileNotFoundError as error:
@@ -84,7 +85,7 @@ def open_folder(folder: epath.PathLike) -> "tfds.core.DatasetBuilder":
     try:
         with contextlib.ExitStack() as stack:
             here = folder
-            if buckets.is_bucket(folder):  # TFDS would ask the bucket about every file
+            if storage.is_bucket:  # TFDS would ask the bucket about every file
                 here = epath.Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 for name, text in texts.items():
                     (here / name).write_text(text)
@@ -132,7 +133,7 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
             f"{folder / 'dataset_info.json'}: lists no file of split {split!r}; put the whole "
             "file back"
         )
-    is_there = buckets.is_bucket(folder)
+    is_there = storage_of(folder).is_bucket
     files = [(folder / path.name if is_there else path, count) for path, count in files]
     total = max(sum(count for _, count in files), 1)
     can_be_cut = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not is_there

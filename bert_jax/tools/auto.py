@@ -140,7 +140,7 @@ def choose_experiment(
     name = config.name_of(os.fspath(workdir.named)) or "text"
     experiment = _going_on(name, text, base) if base else _fresh(name, text, operations)
     experiment = config.override(experiment, settings)
-    workdir = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote)
+    workdir = workdir.with_corpus(experiment.run.corpus_dir)
     manifest = corpus.prepare(
         experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say, system.cores()
     )

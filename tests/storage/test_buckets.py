@@ -10,12 +10,13 @@ from fake_gcs import Fault
 
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import buckets, copies, retry
+from bert_jax.storage.storage import storage_of
 
 RUN = epath.Path("gs://bucket/run")
 OPERATIONS = {
-    "list": lambda: buckets.names(RUN),
-    "read": lambda: buckets.read(RUN / "there"),
-    "write": lambda: buckets.write(RUN / "new", "text"),
+    "list": lambda: storage_of(RUN).names(RUN),
+    "read": lambda: storage_of(RUN).read(RUN / "there"),
+    "write": lambda: storage_of(RUN).write(RUN / "new", "text"),
     "delete": lambda: buckets.remove([RUN / "there"]),
 }
 
@@ -52,7 +53,7 @@ CONTENT = bytes(range(256)) * 40
 
 
 def read_opened(path):
-    with buckets.open_object(path) as file:
+    with storage_of(path).open(path) as file:
         return file.read()
 
 
@@ -62,11 +63,11 @@ def read_fetched(path, tmp_path):
 
 
 READS = {
-    "read": lambda path, _: buckets.read(path),
+    "read": lambda path, _: storage_of(path).read(path),
     "opened": lambda path, _: read_opened(path),
     "fetch": read_fetched,
     "epath": lambda path, _: path.read_bytes(),
-    "sha256": lambda path, _: (buckets.sha256(path) == SHA256) * CONTENT,
+    "sha256": lambda path, _: (storage_of(path).sha256(path) == SHA256) * CONTENT,
 }
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
@@ -98,7 +99,7 @@ def test_content_that_stays_other_than_stated_is_out_of_reach(way, objects, tmp_
 
 def test_a_write_whose_answer_is_lost_is_done(objects):
     objects.fault = only("write", Fault(0, is_done=True), times=1)
-    buckets.write(RUN / "new", "text")
+    storage_of(RUN).write(RUN / "new", "text")
     assert objects.files() == {"run/new": b"text"}
 
 
@@ -140,7 +141,7 @@ def test_a_token_or_a_role_that_is_refused_at_first_is_named(objects):
 def test_a_list_that_is_cut_short_passes(objects):
     objects.put("run/there", b"text", {})
     objects.fault = only("list", Fault(200), times=2)  # with half an answer
-    assert buckets.names(RUN) == {"there"}
+    assert storage_of(RUN).names(RUN) == {"there"}
 
 
 def test_what_a_server_does_not_know_is_named_at_once(objects):
@@ -155,7 +156,7 @@ def test_what_a_killed_question_for_rights_left_is_nobodys_and_goes(objects):
     objects.fault = only("read", Fault(403))
     with pytest.raises(InputError):
         buckets.require_writable(RUN)
-    assert objects.files() and not buckets.names(RUN)
+    assert objects.files() and not storage_of(RUN).names(RUN)
     objects.reset_faults()
     buckets.require_writable(RUN)
     assert not objects.files()

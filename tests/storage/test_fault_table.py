@@ -32,6 +32,7 @@ from bert_jax.config import Run
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import buckets, mirror, retry
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Holder
 
 pytestmark = pytest.mark.skipif(
@@ -98,7 +99,7 @@ def device_state() -> dict[str, jax.Array]:
 
 
 def open_saves() -> Saves:
-    workdir = mirror.open_workdir(RUN, access="write")
+    workdir = mirror.open_to_write(RUN)
     workdir.root.mkdir(parents=True, exist_ok=True)
     return Saves(workdir, Run(keep_checkpoints=2), Peers(0, 1, None, 1.0), lambda line: None)
 
@@ -126,11 +127,11 @@ def restore(step: int) -> Any:
 
 def list_all() -> Any:
     checkpoints = Checkpoints(RUN / "checkpoints")
-    return checkpoints.steps, checkpoints.named("newest"), sorted(buckets.names(RUN))
+    return checkpoints.steps, checkpoints.named("newest"), sorted(storage_of(RUN).names(RUN))
 
 
 def push() -> None:
-    workdir = mirror.open_workdir(RUN, access="write")
+    workdir = mirror.open_to_write(RUN)
     workdir.root.mkdir(parents=True, exist_ok=True)
     run = mirror.Mirror(workdir)
     run.take(Holder.me())
@@ -173,11 +174,11 @@ WORKS = {
     "save": Work(lambda: save(3), lambda: restore(3)),
     "restore": Work(lambda: restore(2)),
     "list": Work(list_all),
-    "push": Work(push, lambda: buckets.read(RUN / "metrics.jsonl")),
+    "push": Work(push, lambda: storage_of(RUN).read(RUN / "metrics.jsonl")),
     "set aside": Work(
         set_aside_and_remove,
         # What is moved in two attempts lies in two folders.
-        lambda: {name.removesuffix("-1") for name in buckets.names(RUN / "checkpoints")},
+        lambda: {name.removesuffix("-1") for name in storage_of(RUN).names(RUN / "checkpoints")},
     ),
     "prepare": Work(prepare, corpus_objects),
 }

@@ -11,7 +11,8 @@ from etils import epath
 from fake_gcs import Fault
 
 from bert_jax.errors import Unavailable
-from bert_jax.storage import buckets, retry  # buckets registers the client
+from bert_jax.storage import retry  # buckets registers the client
+from bert_jax.storage.storage import storage_of
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"
@@ -34,7 +35,7 @@ def test_a_request_outlasts_ten_minutes_of_faults(status, monkeypatch):
         gcsfs.retry.validate_response(status, b"away", "b/x")
 
     files = fsspec.get_filesystem_class("gcs")
-    assert files is gcs.PatientFileSystem and buckets
+    assert files is gcs.PatientFileSystem
     monkeypatch.setattr(gcs.asyncio, "sleep", sleep)
     monkeypatch.setattr(retry, "time", types.SimpleNamespace(monotonic=lambda: sum(waited)))
     monkeypatch.setattr(files, "_set_session", away)  # what a request does first
@@ -79,7 +80,7 @@ def test_a_folder_that_nobody_changes_is_listed_once_and_answers_alike(objects):
     objects.put("run/checkpoints2/b", b"of another folder", {})
     wanted = folder_answers(folder)
     objects.requests.clear()
-    with buckets.unchanging(folder):
+    with storage_of(folder).unchanging(folder):
         assert folder_answers(folder) == folder_answers(folder) == wanted
         asked = [name for name, kind in objects.requests if kind == "read"]
         assert asked == ["run/checkpoints/1/state/a"]

@@ -19,8 +19,9 @@ from bert_jax.config import Finetuning
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.running import session
 from bert_jax.running.progress import Progress
-from bert_jax.storage import buckets, mirror
+from bert_jax.storage import mirror
 from bert_jax.storage.json_lines import JsonLines
+from bert_jax.storage.storage import storage_of
 from bert_jax.tasks import job
 from bert_jax.tools.report.render import PageTable
 
@@ -81,7 +82,7 @@ def run(
     runs, None runs/NAME-sweep.
     """
     folder = epath.Path(root or f"runs/{sweep[0].experiment.name}-sweep")
-    there = buckets.names(folder)
+    there = storage_of(folder).names(folder)
     if there and not there & {"sweep.json", *(member.folder for member in sweep)}:
         raise InputError(
             f"{folder}: holds a run or other files and no sweep; choose another folder with "
@@ -103,7 +104,7 @@ def run(
         best = max(scored, key=lambda line: line["score"], default=None)
         one |= {"outcome": outcome, "last": scored[-1] if scored else None, "best": best}
         record |= {"runs": runs, "groups": _groups(runs)}
-        buckets.write(folder / "sweep.json", json.dumps(record, indent=2) + "\n")
+        storage_of(folder).write(folder / "sweep.json", json.dumps(record, indent=2) + "\n")
         if outcome == "stopped":
             return "stopped"
     for line in table(record):

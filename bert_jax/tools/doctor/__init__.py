@@ -12,7 +12,8 @@ from bert_jax import config
 from bert_jax.config import Corpus, Experiment
 from bert_jax.config.corpus import TEXT_FILES
 from bert_jax.errors import InputError, pluralize, printable
-from bert_jax.storage import buckets, mirror
+from bert_jax.storage import mirror
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import COMPLETE, Workdir, holds_finetuning, load_experiment
 from bert_jax.text import sources as text_sources
 from bert_jax.tools.doctor import corpus, text
@@ -47,7 +48,7 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
     if workdir.experiment.exists():
         return _of_run(workdir)
     for folder in (workdir.named, workdir.corpus):
-        if buckets.exists(folder / COMPLETE):
+        if storage_of(folder).exists(folder / COMPLETE):
             return corpus.examine(folder)
     sources = _sources(path)
     # `prepare` would read only the first kind of file from this path.
@@ -62,8 +63,8 @@ def _of_run(workdir: Workdir) -> list[Finding]:
             "scores and mistakes"
         )
     experiment = load_experiment(workdir)
-    folder = Workdir(workdir.root, experiment.run.corpus_dir, workdir.remote).corpus
-    if not buckets.exists(folder / COMPLETE):
+    folder = workdir.with_corpus(experiment.run.corpus_dir).corpus
+    if not storage_of(folder).exists(folder / COMPLETE):
         raise InputError(f"{folder}: no prepared corpus of this run; name another PATH")
     return corpus.examine(folder, _lengths_of_pairs(experiment))
 

@@ -17,8 +17,8 @@ from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import InputError, reading
 from bert_jax.pretraining.pretraining import Prepared
-from bert_jax.storage import buckets
 from bert_jax.storage.json_lines import JsonLines
+from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Workdir, write_atomic
 from bert_jax.tools.report import comparison, curves, figures, times
 from bert_jax.tools.report.figures import Figure
@@ -82,7 +82,7 @@ def _write_page(
     """Writes the page; returns the seconds after which it renews itself, if it does."""
     goes_on = any(record.state == "running" for record in records)
     refresh = every if goes_on else None
-    buckets.write(path, render(records, refresh, price_per_chip_hour))
+    storage_of(path).write(path, render(records, refresh, price_per_chip_hour))
     return refresh
 
 

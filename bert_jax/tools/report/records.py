@@ -65,7 +65,7 @@ class Record:
         opened = mirror.open_workdir(root)
         tuned = holds_finetuning(opened)
         experiment = load_experiment(opened, Finetuning if tuned else Experiment)
-        workdir = Workdir(opened.root, experiment.run.corpus_dir, opened.remote)
+        workdir = opened.with_corpus(experiment.run.corpus_dir)
         going_on = mirror.is_going_on(workdir)  # before its lines: a run may end meanwhile
 
         def of_file(path: Any, format_version: int, mend: str) -> dict[str, Any]:
