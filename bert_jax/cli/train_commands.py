@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 from bert_jax import config, system
 from bert_jax.cli import shared
-from bert_jax.cli.loading import load_experiment, load_saved, open_saved, print_now, root_of
+from bert_jax.cli.loading import (
+    load_experiment,
+    load_saved,
+    open_run,
+    open_saved,
+    print_now,
+    root_of,
+)
 from bert_jax.cli.parsing import Command, Parser, integer
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_CODES, InputError
@@ -81,14 +88,15 @@ def extend(args: argparse.Namespace) -> int:
 
 def _pretrain(args: argparse.Namespace, end: Literal["keep", "extend"]) -> int:
     system.use_one_memory_pool()
-    if args.experiment is not None:
-        experiment, origin = config.load_with_origin(args.experiment, args.set)
-        return _train(experiment, args.workdir, end, origin, None)
-    run = open_saved(args.workdir)
-    experiment = load_saved(run, args.set, Experiment)
-    from bert_jax.checkpoints.fork import begun
+    origin, branch = None, None
+    if args.experiment is None:
+        experiment, run = open_run(None, args.set, args.workdir)
+        from bert_jax.checkpoints.fork import begun
 
-    return _train(experiment, args.workdir, end, None, begun(run))
+        branch = begun(run)
+    else:
+        experiment, origin = config.load_with_origin(args.experiment, args.set)
+    return _train(experiment, args.workdir, end, origin, branch)
 
 
 def _train(
