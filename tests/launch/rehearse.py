@@ -20,7 +20,7 @@ from bert_jax import errors
 from launch import jobset
 
 HERE = pathlib.Path(__file__).resolve().parent
-MEMBER = HERE.parent / "training" / "pod_member.py"
+MEMBER = HERE.parent / "distributed" / "pod_member.py"
 # What the local pod says of its processes: instead of a TPU, and of names in a cluster's network.
 OURS = (
     *("JAX_PLATFORMS", "XLA_FLAGS", "NPROC"),

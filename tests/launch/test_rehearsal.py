@@ -1,7 +1,12 @@
 """What a launch starts elsewhere, started here: it is preempted twice and loses nothing."""
 
 import pytest
+import rehearse
 import rehearse_pod
+
+
+def test_the_program_of_a_rehearsal_exists():
+    assert rehearse.MEMBER.exists()
 
 
 @pytest.mark.nightly
