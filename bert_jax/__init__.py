@@ -8,15 +8,15 @@ __all__ = ["batches", "load", "pretrain"]  # see bert_jax.api
 
 if typing.TYPE_CHECKING:
     from bert_jax.api import batches, load, pretrain
-else:  # a type checker would take any name for one that `__getattr__` knows
+else:  # hidden from type checkers, which would accept any attribute of the module
 
     def __getattr__(name: str) -> object:
-        """Returns what `bert_jax.api` offers; it imports jax, and so only on first use."""
+        """Imports `bert_jax.api`, and with it jax, on first use of a name in `__all__`."""
         if name in __all__:
             return getattr(importlib.import_module("bert_jax.api"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """Returns the names of the package, those of the library among them."""
+    """Returns the names of the module, including those that are imported on first use."""
     return sorted({*globals(), *__all__})

@@ -21,7 +21,7 @@ _MEANINGS = {
 # The meanings for commands that train.
 TRAINING_CODES = {
     UNAVAILABLE: "the machine or the network failed (a bucket out of reach, a host that did not\n"
-    "       arrive, a hang, a full disk); run again to resume, as every launcher does",
+    "       arrive, a hang, a full disk); run again to resume (the launchers do)",
     STOPPED: "stopped on request with the state saved; run again to resume",
     INTERRUPTED: "Ctrl-C before training, or a second one during it",
     LOST: "a run in several processes lost another process or the coordinator",
@@ -53,7 +53,7 @@ class DiskFull(Unavailable):
     """A full disk. Waiting does not help."""
 
 
-# The most characters of a text that a message quotes.
+# Maximum number of characters of a text that a message quotes.
 _EXCERPT_CHARACTERS = 60
 # Exceptions that parsers raise on a damaged file.
 _PARSER_ERRORS = (ArithmeticError, AttributeError, EOFError, LookupError, RecursionError, TypeError)
@@ -76,7 +76,7 @@ class RustErrors:
     """Turns the errors and panics of a Rust library within the context into InputError.
 
     pyo3 raises a panic as a BaseException, so `except Exception` does not catch it. `describe`
-    returns the message, and is called for an error only: a context is entered for each text.
+    returns the message. It is called only on an error, since a context is entered for each text.
     """
 
     def __init__(self, describe: Callable[[], str]):
@@ -112,7 +112,7 @@ def prefix_errors(where: str) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """Escapes control characters: a corpus may contain terminal commands."""
+    """Escapes control characters: a corpus may contain escape sequences of terminals."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -6,32 +6,44 @@ environment variable, and it prints nothing.
 
 import logging
 import sys
+import time
 import warnings
 from typing import Any
 
-# Whether this process is one of bert_jax's own. Only these keep compiled programs on disk, keep
-# freed memory and show progress bars.
+# Whether this process is one of bert_jax's own. Only such a process enables the compilation cache,
+# changes settings of the memory allocator and shows progress bars.
 is_prepared = False
+
+# The index of this process among those of a run; `distributed.peers` sets it.
+index = 0
 
 # The logger of the package: warnings, and the progress of runs that are started from Python.
 logger = logging.getLogger("bert_jax")
 
 
 class _LineHandler(logging.Handler):
-    """Prints each message as a plain line on the standard error of that moment."""
+    """Prints each message as a line on standard error.
+
+    Lines are plain on a terminal. Elsewhere they begin with severity, time and process index, as
+    absl's do: `W1129 14:05:31 process 2] `.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(record.getMessage(), file=sys.stderr, flush=True)
+        line = record.getMessage()
+        if not sys.stderr.isatty():
+            when = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
+            line = f"{record.levelname[0]}{when} process {index}] {line}"
+        print(line, file=sys.stderr, flush=True)
 
 
 def prepare_process() -> None:
     """Prepares one of bert_jax's own processes. Further calls do nothing.
 
-    - Warnings of the package become plain lines on standard error.
-    - Orbax, gcsfs and threads that Orbax leaves behind are silent: they log the errors that they
-      also raise, and the command line prints each error once, in one line.
-    - All connections of fsspec and etils to buckets use `PatientFileSystem`, which retries, and
-      they cache no lists, so that they see what other processes have written.
+    - Warnings of the package become lines on standard error.
+    - Logs of Orbax and gcsfs are off: they log the errors that they also raise, and the command
+      line prints each error once, in one line.
+    - fsspec and etils read and write buckets through `PatientFileSystem`, which retries requests.
+      Lists of folders are not cached, so that files of other processes are seen.
     """
     global is_prepared
     if is_prepared:
@@ -43,7 +55,7 @@ def prepare_process() -> None:
     import fsspec
     from absl import logging as absl_logging
 
-    # Orbax logs through absl, whose --verbosity asks for its messages.
+    # Orbax logs through absl: its messages are shown if --verbosity asks for them.
     silent = ["asyncio", "gcsfs"]
     if absl_logging.get_verbosity() < absl_logging.INFO:
         silent.append("absl")
@@ -52,7 +64,7 @@ def prepare_process() -> None:
     sys.unraisablehook = _report_unraisable
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
-    # The class is named by a string, since gcsfs is optional.
+    # Both "gs" and "gcs" lead to the class "gcs". It is given as a string: gcsfs is optional.
     fsspec.register_implementation("gcs", "bert_jax.storage.gcs.PatientFileSystem", clobber=True)
 
 

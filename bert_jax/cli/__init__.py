@@ -66,7 +66,7 @@ def _summary(name: str, command: Command) -> str:
 
 
 def _program_parser() -> Parser:
-    """Returns the parser of what stands before the COMMAND."""
+    """Returns the parser of the options before COMMAND."""
     parser = Parser("bert-jax", "plain text in, a pre-trained BERT out", errors.TRAINING_CODES)
     lines = ["commands (`bert-jax COMMAND --help` describes one):"]
     for title, commands in GROUPS.items():
@@ -94,35 +94,35 @@ def _parse(words: list[str]) -> argparse.Namespace:
     name, rest = words[first], words[first + 1 :]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         raise InputError(f"{name}: no such command; {hint}")
-    _require_unmoved(name, rest)
+    _reject_old_syntax(name, rest)
     command = COMMANDS[name]
     known = argparse.Namespace(command=command, words=rest, debug=is_debugging)
     if name == "launch":  # it has a parser of its own
         return known
     parser = command.parser(name)
-    # Words may stand on both sides of flags, or after --, which argparse takes as one of two.
-    read = parser.parse_args if "--" in rest else parser.parse_intermixed_args
-    return read(rest, known)
+    # argparse has a method for positional arguments between flags, and one for those after "--".
+    parse_rest = parser.parse_args if "--" in rest else parser.parse_intermixed_args
+    return parse_rest(rest, known)
 
 
-def _require_unmoved(name: str, words: Sequence[str]) -> None:
-    """Raises InputError for an argument that is a command of its own now."""
+def _reject_old_syntax(name: str, words: Sequence[str]) -> None:
+    """Raises InputError for a flag or word that has become a command."""
     if (name, *words[:1]) == ("conformance", "instances"):
         raise InputError("conformance instances: is now `bert-jax conformance-instances`")
-    for word in words if name == "pretrain" else ():
-        flag = word.partition("=")[0]
-        if flag in _MOVED:
-            raise InputError(f"{flag}: is now a command, `bert-jax {_MOVED[flag]}`")
+    if name == "pretrain":
+        for flag in (word.partition("=")[0] for word in words):
+            if flag in _MOVED:
+                raise InputError(f"{flag}: is now a command, `bert-jax {_MOVED[flag]}`")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command in this process and returns its exit code; `--help` raises SystemExit.
 
     Args:
-      argv: the arguments; None: those of the program, which then runs under absl and raises
-        SystemExit with the exit code.
+      argv: the arguments. None: sys.argv; the command then runs under absl.app, which ends the
+        process with the exit code.
     """
     if argv is None:
         restart_in_utf8_mode()
@@ -154,18 +154,18 @@ def _run(args: argparse.Namespace) -> int:
     try:
         code_file = getattr(args, "code", None)
         if getattr(args, "cache_dir", None):
-            # For this process and those it starts. Folders of a machine are no part of a config.
+            # Child processes inherit the variable. A folder of a machine is not part of a config.
             os.environ["BERT_JAX_CACHE_DIR"] = os.path.abspath(args.cache_dir)
         if code_file:
             name_file(code_file)
-        code = args.command.run(args)
-        if code_file and code == FINISHED and not was_used(code_file):
+        exit_code = args.command.run(args)
+        if code_file and exit_code == FINISHED and not was_used(code_file):
             print(
-                f"--code {printable(code_file)}: this command used no code of the file; remove it",
+                f"--code {printable(code_file)}: this command did not use it; remove --code",
                 file=sys.stderr,
             )
         sys.stdout.flush()
-        return code
+        return exit_code
     except BrokenPipeError:
         _drop_output()
         return FAILED
@@ -178,14 +178,14 @@ def _run(args: argparse.Namespace) -> int:
 def _report(error: BaseException, words: Sequence[str]) -> int:
     """Prints the error of a command in one line; returns the exit code."""
     if isinstance(error, KeyError) and str(error.args[0]).endswith("://"):
-        # etils has no backend for such a path, whichever flag or setting names it.
+        # etils raises KeyError("s3://") for an address that it has no backend for.
         path = next((word for word in words if error.args[0] in word), error.args[0])
         error = InputError(f"{path}: not a local path or a bucket (gs://); download it first")
     if isinstance(error, OSError):
         kind: type[Exception] = InputError
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             kind = errors.DiskFull
-            if error.filename is None:  # all other files are named where they are written
+            if error.filename is None:  # only writes to standard output have no file name
                 error.filename = "standard output"
                 _drop_output()
         if error.filename is not None:
@@ -196,5 +196,5 @@ def _report(error: BaseException, words: Sequence[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Redirects standard output to the null device: the interpreter writes to it at its exit."""
+    """Redirects standard output to the null device, so that the flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

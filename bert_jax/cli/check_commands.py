@@ -1,4 +1,4 @@
-"""The commands that check text, experiments and code before money is spent on them."""
+"""The commands that check text, experiments and this code before an expensive run."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.cli import shared
-from bert_jax.cli.loading import load_experiment, print_now
+from bert_jax.cli.loading import print_now, resolve_experiment
 from bert_jax.cli.parsing import Command, Parser
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
 from bert_jax.storage import mirror
@@ -20,8 +20,9 @@ def _add_doctor_arguments(parser: Parser) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="a corpus, the workdir of a pre-training (whose corpus is examined), a file or folder "
-        "of .txt, .jsonl, .csv, .tsv or .parquet, or an EXPERIMENT (whose sources are examined)",
+        help="a corpus, the workdir of a pre-training run (its corpus is examined), a file or "
+        "folder of .txt, .jsonl, .csv, .tsv or .parquet, or an EXPERIMENT (its sources are "
+        "examined)",
     )
 
 
@@ -58,7 +59,7 @@ def _add_plan_arguments(parser: Parser) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     """Compiles the steps of an experiment for TPU slices."""
-    experiment = load_experiment(args.experiment, args.set, args.workdir)
+    experiment = resolve_experiment(args.experiment, args.set, args.workdir)
     if args.workdir and args.out:
         raise InputError("--out: the plan goes into --workdir; remove one of the two")
     from bert_jax.tools.plan import topology
@@ -66,7 +67,8 @@ def plan(args: argparse.Namespace) -> int:
     slices = topology.parse_list(args.topology)
     from bert_jax.tools.plan import report
 
-    mode, path = "search" if args.search else "plan", epath.Path(args.out) if args.out else None
+    mode = "search" if args.search else "plan"
+    path = epath.Path(args.out) if args.out else None
     if args.workdir:
         workdir = mirror.open_to_write(args.workdir)
         workdir.require_ours()
@@ -94,7 +96,7 @@ def _add_verify_arguments(parser: Parser) -> None:
         metavar="S",
         type=int,
         default=0,
-        help="seed of the random steps at which the kills come [0]",
+        help="seed for the random moments of the kills [0]",
     )
 
 
@@ -109,11 +111,11 @@ def verify_resume(args: argparse.Namespace) -> int:
 
 
 def conformance(args: argparse.Namespace) -> int:
-    """Checks the rules of google-research/bert."""
+    """Checks that this code follows the rules of google-research/bert."""
     has_experiment = args.experiment or args.workdir or args.set
     experiment = None
     if has_experiment:
-        experiment = load_experiment(args.experiment, args.set, args.workdir)
+        experiment = resolve_experiment(args.experiment, args.set, args.workdir)
     from bert_jax.tools.conformance import command
 
     return FINISHED if command.print_rules(experiment) else FAILED
@@ -129,14 +131,18 @@ def _add_instances_arguments(parser: Parser) -> None:
     parser.add_argument("--vocab", metavar="FILE", required=True, help="a vocab.txt")
     parser.add_argument("--out", metavar="FILE", required=True, help="the JSON lines to write")
     parser.add_argument(
-        "--max-seq-length", metavar="N", type=int, default=128, help="tokens of an instance [128]"
+        "--max-seq-length",
+        metavar="N",
+        type=int,
+        default=128,
+        help="most tokens in one [128]",
     )
     parser.add_argument(
         "--max-predictions",
         metavar="N",
         type=int,
         default=20,
-        help="masked tokens of an instance [20]",
+        help="most masked tokens in one [20]",
     )
     parser.add_argument(
         "--dupe-factor", metavar="N", type=int, default=10, help="passes over the text [10]"
@@ -146,7 +152,7 @@ def _add_instances_arguments(parser: Parser) -> None:
         metavar="P",
         type=float,
         default=0.1,
-        help="share of documents with shorter instances [0.1]",
+        help="probability that a document gets shorter instances [0.1]",
     )
     parser.add_argument(
         "--masked-lm-prob",
@@ -156,7 +162,7 @@ def _add_instances_arguments(parser: Parser) -> None:
         help="share of tokens that are masked [0.15]",
     )
     parser.add_argument(
-        "--random-seed", metavar="N", type=int, default=12345, help="seed of all draws [12345]"
+        "--random-seed", metavar="N", type=int, default=12345, help="random seed [12345]"
     )
     parser.add_argument("--whole-word", action="store_true", help="mask whole words")
     parser.add_argument("--cased", action="store_true", help="do not lower-case")
@@ -193,12 +199,7 @@ COMMANDS = {
         plan,
         "compile the steps for TPU slices without having any: what fits, how fast, at what cost",
         _add_plan_arguments,
-        (
-            shared.SAVED_EXPERIMENT,
-            shared.PRICE,
-            shared.WORKDIR,
-            *shared.TRAINING,
-        ),
+        (shared.SAVED_EXPERIMENT, shared.PRICE, shared.WORKDIR, *shared.TRAINING_PARENTS),
     ),
     "verify-resume": Command(
         verify_resume,

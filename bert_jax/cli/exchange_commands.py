@@ -8,7 +8,7 @@ import typing
 from etils import epath
 
 from bert_jax.cli import shared
-from bert_jax.cli.loading import load_model, open_model, print_now
+from bert_jax.cli.loading import load_model, open_run_or_base, print_now
 from bert_jax.cli.parsing import Command, Parser
 from bert_jax.config import Finetuning, Model
 from bert_jax.errors import FINISHED, InputError, printable
@@ -34,7 +34,8 @@ def _add_import_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="FILE_OR_FOLDER",
-        help="another WordPiece vocabulary to use instead; tokens of both keep their weights",
+        help="another WordPiece vocabulary to use instead; a token that is in both vocabularies "
+        "keeps its embedding",
     )
     parser.add_argument(
         "--vocabulary",
@@ -59,7 +60,7 @@ def _add_import_arguments(parser: Parser) -> None:
 
 
 def import_base(args: argparse.Namespace) -> int:
-    """Makes a base of another library's checkpoint, or of a run."""
+    """Turns another library's checkpoint, or a run, into a base."""
     if args.keep and not args.vocabulary:
         raise InputError("--keep: requires --vocabulary TEXT")
     if args.tokenizer and (args.vocabulary or args.add):
@@ -82,7 +83,7 @@ def import_base(args: argparse.Namespace) -> int:
 
 
 def _require_source(source: str) -> None:
-    """Raises InputError if there is nothing to import, before jax is imported."""
+    """Raises InputError, before jax is loaded, if SOURCE is nothing that can be imported."""
     name = source.removesuffix(".index")  # the prefix of a TensorFlow checkpoint's files
     if "://" in source or os.path.isdir(source) or os.path.isfile(f"{name}.index"):
         return
@@ -118,7 +119,7 @@ def export(args: argparse.Namespace) -> int:
     """Writes a run, a fine-tuned run or a base for transformers."""
     out = epath.Path(args.out)
     copies.require_new(out)
-    run = open_model(args.workdir)
+    run = open_run_or_base(args.workdir)
     if not holds_finetuning(run):
         model = load_model(run, args.base, args.checkpoint)
         form = _pretrained_form(model.model, args.form, args.workdir)
@@ -140,10 +141,10 @@ def export(args: argparse.Namespace) -> int:
 
 
 def _pretrained_form(model: Model, form: str | None, root: str) -> "Kind":
-    """Returns the form to export a run or base in; raises InputError for a form of other runs."""
+    """Returns the form of the export of a run or base; raises InputError for one of other runs."""
     from bert_jax.interop import huggingface
 
-    # No forms: transformers has no such encoder, which `export_weights` says.
+    # If nothing is supported, `export_weights` raises the error.
     supported = huggingface.forms_of(model)
     if supported and form not in ("pretraining", "masked_lm", "encoder", "causal_lm"):
         given = "--as" if form is None else f"--as {form}: {root} is not fine-tuned"
@@ -152,7 +153,7 @@ def _pretrained_form(model: Model, form: str | None, root: str) -> "Kind":
 
 
 def _finetuned_form(kind: str, form: str | None, root: str) -> "Form | typing.Literal['encoder']":
-    """Returns the form to export a fine-tuned run in; raises InputError for another one."""
+    """Returns the form of the export of a fine-tuned run; raises InputError if unsupported."""
     supported = ("encoder",) if kind == "similar" else ("task", "adapter", "encoder")
     if form is not None and form not in supported:
         raise InputError(
@@ -176,17 +177,14 @@ def _export_encoder(
 COMMANDS = {
     "import": Command(
         import_base,
-        "make a base, which runs can start from, of another library's checkpoint or of a run",
+        "turn another library's checkpoint, or a run, into a base, which runs can start from",
         _add_import_arguments,
-        (shared.CODE,),
+        (shared.CUSTOM_CODE,),
     ),
     "export": Command(
         export,
         "write a run, a fine-tuned run or a base for transformers",
         _add_export_arguments,
-        (
-            shared.RUN_OR_BASE,
-            *shared.MODEL,
-        ),
+        (shared.RUN_OR_BASE, *shared.MODEL_PARENTS),
     ),
 }

@@ -14,22 +14,21 @@ from bert_jax.cli import shared
 from bert_jax.cli.loading import (
     ONLY_FINETUNED,
     get_column_fields,
-    load_experiment,
     load_model,
-    load_saved,
-    open_model,
+    load_saved_experiment,
     open_run,
+    open_run_or_base,
     print_now,
     read_lines,
     reject_flags,
     require_corpus,
+    resolve_experiment,
 )
 from bert_jax.cli.parsing import Command, Parser, integer
 from bert_jax.config import Experiment, Finetuning, Parallelism, explain
 from bert_jax.errors import FAILED, FINISHED, InputError, prefix_errors
 from bert_jax.storage import mirror, workdir
 from bert_jax.storage.storage import storage_of
-from bert_jax.storage.workdir import Workdir
 
 
 def _add_evaluate_arguments(parser: Parser) -> None:
@@ -38,9 +37,9 @@ def _add_evaluate_arguments(parser: Parser) -> None:
         metavar="TASKFILE",
         action="append",
         default=[],
-        help="score the run or base in --workdir on this task instead of held-out text: similar "
-        "texts by the cosine of their vectors, minimal pairs by their likelihood, others with a "
-        "linear probe; may be repeated",
+        help="score the run or base in --workdir on this task instead of held-out text; may be "
+        "repeated. Similarity tasks use the cosine of vectors, minimal pairs the likelihood of "
+        "both, all other tasks a linear probe",
     )
     parser.add_argument(
         "--also",
@@ -83,8 +82,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
 def _evaluate_tasks(args: argparse.Namespace) -> int:
     if args.experiment is not None or args.set or not args.workdir:
-        raise InputError("--task: name the --workdir of a run or a base, no EXPERIMENT, no --set")
-    runs = {root: open_model(root) for root in (args.workdir, *args.also)}
+        raise InputError("--task: requires a --workdir; remove EXPERIMENT and --set")
+    runs = {root: open_run_or_base(root) for root in (args.workdir, *args.also)}
     for run in runs.values():
         if not workdir.holds_finetuning(run):
             reject_flags(run, ONLY_FINETUNED, {"--from": args.base})
@@ -112,7 +111,7 @@ def _score_lines(answer: dict[str, Any], prefix: str) -> Iterator[str]:
             yield f"{prefix}{name}  {', '.join(scores)}"
         else:
             majority = answer["majority"][name]
-            yield f"{prefix}{name}  {score:.4f}, always the commonest answer {majority:.4f}"
+            yield f"{prefix}{name}  {score:.4f}, majority baseline {majority:.4f}"
 
 
 def _add_layers_arguments(parser: Parser) -> None:
@@ -135,9 +134,10 @@ def layers(args: argparse.Namespace) -> int:
         raise InputError("layers: name --tasks, --attention, or both")
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
-    run, attention = Workdir(args.workdir), None
+    workdir.require_local(args.workdir)  # the results are written there
+    run, attention = open_run_or_base(args.workdir), None
     record: dict[str, Any] = {}
-    model = load_model(open_model(args.workdir), None, args.checkpoint, allow_finetuned=False)
+    model = load_model(run, None, args.checkpoint, allow_finetuned=False)
     from bert_jax.tasks import layers as layers_lib
     from bert_jax.tools.report import page
 
@@ -180,13 +180,14 @@ def show(args: argparse.Namespace) -> int:
 
 
 def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
-    """Returns lines about a batch of a pre-training, or of the fine-tuned run in --workdir."""
-    finetuned = mirror.open_workdir(args.workdir) if args.workdir and not args.experiment else None
-    if finetuned is not None and workdir.holds_finetuning(finetuned):
+    """Returns lines about a batch of a pre-training run, or of the fine-tuned run in --workdir."""
+    saved_run = mirror.open_workdir(args.workdir) if args.workdir and not args.experiment else None
+    if saved_run is not None and workdir.holds_finetuning(saved_run):
         from bert_jax.tasks import shown
 
-        tuned = load_saved(finetuned, args.set, Finetuning)
-        return itertools.chain(config.notes(tuned), shown.show(tuned, args.step, args.rows))
+        finetuning = load_saved_experiment(saved_run, args.set, Finetuning)
+        lines = shown.show(finetuning, args.step, args.rows)
+        return itertools.chain(config.notes(finetuning), lines)
     experiment, run = open_run(args.experiment, args.set, args.workdir)
     require_corpus(run)
     from bert_jax import api
@@ -196,13 +197,14 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
     if changed := config.differences(saved, experiment, "identity"):
         raise InputError(
             f"--workdir {run.named}: its run has other settings ({'; '.join(changed)}); remove "
-            "EXPERIMENT and --set, or use another --workdir with --set run.corpus_dir=FOLDER"
+            "EXPERIMENT and --set, or name another --workdir and the prepared corpus with "
+            "--set run.corpus_dir=FOLDER"
         )
     checkpoint = workdir.fork_of(run).get("checkpoint", "0")
     if args.step < int(checkpoint.rpartition("/")[2]):
         raise InputError(
-            f"--step {args.step}: lies before the fork of this run from {checkpoint}; use the "
-            "--workdir of that run"
+            f"--step {args.step}: this run was forked from {checkpoint}; for earlier steps name "
+            "the --workdir of the run that it was forked from"
         )
     lines = api.show(experiment, Prepared.open(run.corpus), args.step, args.rows)
     return itertools.chain(config.notes(experiment), lines)
@@ -224,7 +226,7 @@ def print_config(args: argparse.Namespace) -> int:
         # `config --explain FIELD` needs no experiment.
         print(explain.explain(args.explain))
         return FINISHED
-    experiment = load_experiment(args.experiment, args.set, args.workdir)
+    experiment = resolve_experiment(args.experiment, args.set, args.workdir)
     print(config.to_json(experiment), end="")
     return FINISHED
 
@@ -253,7 +255,7 @@ def _add_report_arguments(parser: Parser) -> None:
 def report(args: argparse.Namespace) -> int:
     """Writes an HTML page about runs."""
     for run in args.run:
-        open_model(run)
+        open_run_or_base(run)
     from bert_jax.tools.report import page
 
     every = args.every if args.follow else None
@@ -272,7 +274,7 @@ def _add_checkpoints_arguments(parser: Parser) -> None:
 
 def checkpoints(args: argparse.Namespace) -> int:
     """Lists the checkpoints of a run."""
-    run = open_model(args.run)
+    run = open_run_or_base(args.run)
     from bert_jax.checkpoints import checkpoint
     from bert_jax.training import mesh as mesh_lib
 
@@ -280,9 +282,9 @@ def checkpoints(args: argparse.Namespace) -> int:
     experiment = workdir.load_experiment(run, kind)
     if not storage_of(run.checkpoints).names(run.checkpoints):
         raise InputError(f"{run.checkpoints}: no checkpoint yet")
-    saved = checkpoint.Checkpoints(run.checkpoints)
-    steps, damaged = saved.steps, saved.unreadable()
-    metadata = {n: saved.metadata(n) for n in steps if n not in damaged}
+    reader = checkpoint.Checkpoints(run.checkpoints)
+    steps, damaged = reader.steps, reader.unreadable()
+    metadata = {n: reader.metadata(n) for n in steps if n not in damaged}
     losses = {n: m["held_out_loss"] for n, m in metadata.items() if m["held_out_loss"] is not None}
     best = min(losses, key=lambda n: (losses[n], n), default=None)
     if not steps:
@@ -306,8 +308,8 @@ def checkpoints(args: argparse.Namespace) -> int:
     for number in steps if args.verify else ():
         try:
             replicated = mesh_lib.replicated(mesh_lib.one_device())
-            saved.restore(number, saved.abstract_state(number, replicated))
-            print_now(f"step {number}: every array is what was saved")
+            reader.restore(number, reader.abstract_state(number, replicated))
+            print_now(f"step {number}: every array is as it was saved")
         except checkpoint.Damaged as error:
             print_now(str(error))
             code = FAILED
@@ -374,17 +376,17 @@ COMMANDS = {
         (
             shared.SAVED_EXPERIMENT,
             shared.WORKDIR,
-            *shared.TRAINING,
+            *shared.TRAINING_PARENTS,
             shared.CHECKPOINT,
             shared.COLUMNS,
-            shared.TUNED_BASE,
+            shared.BASE_OF_FINETUNED,
         ),
     ),
     "layers": Command(
         layers,
         "score each layer on tasks, and draw where its heads attend; writes W/layers.html",
         _add_layers_arguments,
-        (shared.RUN_OR_BASE, shared.CODE, shared.CACHE, shared.CHECKPOINT),
+        (shared.RUN_OR_BASE, shared.CUSTOM_CODE, shared.CACHE, shared.CHECKPOINT),
     ),
     "show": Command(
         show,

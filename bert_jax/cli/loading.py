@@ -23,19 +23,19 @@ T = typing.TypeVar("T", bound=Section)
 ONLY_FINETUNED = "only a fine-tuned run takes this"
 
 
-def open_saved(root: str | None) -> Workdir:
-    """Opens the workdir of --workdir, to read the run's own experiment."""
+def open_existing_run(root: str | None) -> Workdir:
+    """Opens the workdir of an existing run to read it; `root` is the argument of --workdir."""
     if not root:
         raise InputError("name an EXPERIMENT, or the --workdir of a run")
     return mirror.open_workdir(root)
 
 
-def load_saved(run: Workdir, settings: Sequence[str], kind: type[T]) -> T:
+def load_saved_experiment(run: Workdir, settings: Sequence[str], kind: type[T]) -> T:
     """Returns the experiment of a run, with the settings applied."""
     return config.override(workdir.load_experiment(run, kind), settings)
 
 
-def load_experiment(path: str | None, settings: Sequence[str], root: str | None) -> Experiment:
+def resolve_experiment(path: str | None, settings: Sequence[str], root: str | None) -> Experiment:
     """Returns the experiment of a file, or of the run in `root` if there is no file.
 
     Args:
@@ -44,19 +44,19 @@ def load_experiment(path: str | None, settings: Sequence[str], root: str | None)
       root: the argument of --workdir.
     """
     if path is None:
-        return load_saved(open_saved(root), settings, Experiment)
+        return load_saved_experiment(open_existing_run(root), settings, Experiment)
     return config.override(config.load(path), settings)
 
 
 def open_run(
     path: str | None, settings: Sequence[str], root: str | None
 ) -> tuple[Experiment, Workdir]:
-    """Returns the experiment as `load_experiment` does, and the workdir of its run, to read it."""
+    """Returns what `resolve_experiment` does, and the workdir of the run, opened to read it."""
     if path is not None:
-        experiment = load_experiment(path, settings, None)
+        experiment = resolve_experiment(path, settings, None)
         return experiment, mirror.open_workdir(root_of(experiment, root), experiment.run.corpus_dir)
-    run = open_saved(root)
-    experiment = load_saved(run, settings, Experiment)
+    run = open_existing_run(root)
+    experiment = load_saved_experiment(run, settings, Experiment)
     return experiment, run.with_corpus(experiment.run.corpus_dir)
 
 
@@ -65,11 +65,11 @@ def root_of(experiment: Experiment, root: str | None) -> str:
     return root or f"runs/{experiment.name}"
 
 
-def open_model(root: str) -> Workdir:
+def open_run_or_base(root: str) -> Workdir:
     """Opens a run or a base; raises InputError if there is neither, before jax is imported."""
     run = mirror.open_workdir(root)
     if not (run.root / "base.json").exists() and not workdir.holds_finetuning(run):
-        workdir.load_experiment(run)
+        workdir.load_experiment(run)  # which raises the error
     return run
 
 
@@ -111,7 +111,7 @@ def load_model(
     """Loads the model of a run or base; of a fine-tuned run, its encoder.
 
     Args:
-      run: what `open_model` has opened.
+      run: the workdir that `open_run_or_base` returned.
       base: the argument of --from.
       checkpoint: the argument of --checkpoint.
       allow_finetuned: whether the command takes fine-tuned runs.
@@ -131,7 +131,7 @@ def load_model(
 
 
 def read_lines() -> Iterator[tuple[str, str]]:
-    """Yields (where, line) of standard input."""
+    """Yields (location, line) pairs of standard input."""
     from bert_jax.text import lines
 
     return lines.decoded(sys.stdin.buffer, "standard input")

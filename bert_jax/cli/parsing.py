@@ -67,7 +67,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
         _require_within(text, value, least, most)
         return value
 
-    convert.__name__ = "int"  # argparse shows it for a text that is no number
+    convert.__name__ = "int"  # shown in argparse's message "invalid int value"
     return convert
 
 

@@ -8,8 +8,8 @@ import argparse
 from bert_jax.cli.parsing import integers, number
 
 _EXPERIMENT_HELP = (
-    "a .py file that defines experiment(), the name of a shipped one (tiny, bert_base), or a "
-    "resolved config as .json"
+    "a .py file that defines experiment(), the name of an experiment that is included (tiny, "
+    "bert_base), or a config in .json as `bert-jax config` prints it"
 )
 
 
@@ -58,8 +58,8 @@ CACHE.add_argument_group(_SHARED).add_argument(
     "the user's cache folder]",
 )
 
-CODE = _parent()
-CODE.add_argument_group(_SHARED).add_argument(
+CUSTOM_CODE = _parent()
+CUSTOM_CODE.add_argument_group(_SHARED).add_argument(
     "--code",
     metavar="FILE",
     help="the .py file with the experiment's custom code; it is run only if its hash is the one in "
@@ -74,9 +74,12 @@ CHECKPOINT.add_argument_group(_SHARED).add_argument(
     help="checkpoint of a run: newest, best (by held-out loss), or a step [newest]",
 )
 
-TUNED_BASE = _parent()
-TUNED_BASE.add_argument_group(_SHARED).add_argument(
-    "--from", dest="base", metavar="BASE", help="folder of a fine-tuned run's base, if it was moved"
+BASE_OF_FINETUNED = _parent()
+BASE_OF_FINETUNED.add_argument_group(_SHARED).add_argument(
+    "--from",
+    dest="base",
+    metavar="BASE",
+    help="the base or run that a fine-tuned run started from, if it was moved",
 )
 
 PRICE = _parent()
@@ -100,10 +103,10 @@ _group = COLUMNS.add_argument_group("columns of the files of examples")
 _group.add_argument(
     "--text",
     metavar="COLUMN",
-    help="column of the text, or of the first of two [as in the task, else sentence]",
+    help="column of the text, or of the first text of a pair [as in the task, else sentence]",
 )
 _group.add_argument(
-    "--second", metavar="COLUMN", help="column of the second text of a pair or a regression"
+    "--second", metavar="COLUMN", help="column of the second text, for pairs and regressions"
 )
 _group.add_argument(
     "--label", metavar="COLUMN", help="column of the answer [as in the task, else label]"
@@ -111,13 +114,13 @@ _group.add_argument(
 _group.add_argument(
     "--header",
     choices=("first_line", "none"),
-    help="whether the first line of a .tsv or .csv names its columns; none: use numbers from 0 [as "
-    "in the task, else first_line]",
+    help="whether the first line of a .tsv or .csv names its columns; none: columns are named by "
+    "numbers from 0 [as in the task, else first_line]",
 )
 _group.add_argument(
     "--broken-rows",
     choices=("stop", "skip"),
-    help="stop at a row that is no example, or skip and count it [as in the task, else stop]",
+    help="stop at a malformed line, or skip and count it [as in the task, else stop]",
 )
 
 _VECTORS = "vectors of texts"
@@ -129,8 +132,8 @@ POOLING.add_argument_group(_VECTORS).add_argument(
     "[as in the run or base, else mean]",
 )
 
-FEATURES = _parent()
-_group = FEATURES.add_argument_group(_VECTORS)
+VECTORS = _parent()
+_group = VECTORS.add_argument_group(_VECTORS)
 _group.add_argument(
     "--layers",
     metavar="N,N",
@@ -149,8 +152,8 @@ _group.add_argument(
     metavar="N",
     type=int,
     default=0,
-    help="most tokens of a text, longer texts are cut; 0: as in the run or base, else the "
-    "model's positions [0]",
+    help="maximum number of tokens of a text, longer texts are cut; 0: as in the run or base, "
+    "else the number of the model's positions [0]",
 )
 _group.add_argument(
     "--batch-tokens",
@@ -174,6 +177,6 @@ NORMALIZE.add_argument_group(_VECTORS).add_argument(
     help="scale each vector to length 1 [as in the run or base]",
 )
 
-# What most commands of a kind take.
-TRAINING = (SETTINGS, CODE, CACHE)
-MODEL = (CODE, CACHE, CHECKPOINT, TUNED_BASE)
+# The parents that most commands that train, and most that use a model, have in common.
+TRAINING_PARENTS = (SETTINGS, CUSTOM_CODE, CACHE)
+MODEL_PARENTS = (CUSTOM_CODE, CACHE, CHECKPOINT, BASE_OF_FINETUNED)

@@ -7,11 +7,11 @@ from typing import Any, Literal
 from bert_jax import config, system
 from bert_jax.cli import shared
 from bert_jax.cli.loading import (
-    load_experiment,
-    load_saved,
+    load_saved_experiment,
+    open_existing_run,
     open_run,
-    open_saved,
     print_now,
+    resolve_experiment,
     root_of,
 )
 from bert_jax.cli.parsing import Command, Parser, integer
@@ -29,7 +29,7 @@ _CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
 
 
 def make_progress() -> "Progress":
-    """Returns what reports the progress of a run on standard output."""
+    """Returns a reporter that prints the progress of a run."""
     from bert_jax.running.progress import LineConsole, Progress
 
     return Progress(LineConsole())
@@ -57,15 +57,15 @@ def _add_prepare_arguments(parser: Parser) -> None:
 
 def prepare(args: argparse.Namespace) -> int:
     """Makes a corpus."""
-    experiment = load_experiment(args.experiment, args.set, args.workdir)
+    experiment = resolve_experiment(args.experiment, args.set, args.workdir)
     root = root_of(experiment, args.workdir)
     workdir = mirror.open_to_write(root, experiment.run.corpus_dir)
     from bert_jax.data import corpus
 
     workdir.require_ours()
-    size, workers = experiment.model.vocab_size, args.workers or system.cores()
+    vocab_size, workers = experiment.model.vocab_size, args.workers or system.cores()
     manifest = corpus.prepare(
-        experiment.corpus, size, workdir.corpus, print_now, workers, args.beam
+        experiment.corpus, vocab_size, workdir.corpus, print_now, workers, args.beam
     )
     corpus.require_rows(workdir.corpus, experiment)
     if args.verify:
@@ -77,7 +77,7 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 def pretrain(args: argparse.Namespace) -> int:
-    """Pre-trains a run."""
+    """Starts or resumes a pre-training run."""
     return _pretrain(args, "keep")
 
 
@@ -146,7 +146,7 @@ def _add_auto_arguments(parser: Parser) -> None:
 def auto(args: argparse.Namespace) -> int:
     """Chooses an experiment for a text and a number of hours, and trains it.
 
-    If --workdir has a run already, its experiment is resumed and nothing is measured.
+    If --workdir has a run already, it is resumed with the experiment that was chosen for it.
     """
     system.use_one_memory_pool()
     if not 0 < args.hours < float("inf"):
@@ -155,7 +155,7 @@ def auto(args: argparse.Namespace) -> int:
     progress = make_progress()
     run = mirror.open_workdir(root)
     if run.experiment.exists():
-        experiment = load_saved(run, args.set, Experiment)
+        experiment = load_saved_experiment(run, args.set, Experiment)
         if config.source_of_text(args.text) not in experiment.corpus.sources:
             sources = " ".join(experiment.corpus.sources)
             raise InputError(f"TEXT {args.text}: the run in {root} reads {sources}")
@@ -172,7 +172,7 @@ def auto(args: argparse.Namespace) -> int:
         )
     except Stopped as stopped:
         again = "; run the same command again" if stopped.args[0] == "stopped" else ""
-        progress.say(f"{stopped.args[0]} while steps were timed{again}")
+        progress.say(f"auto: {stopped.args[0]} while the speed was measured{again}")
         return _CODES[stopped.args[0]]
     return _train(experiment, root, "keep", origin, None)
 
@@ -240,11 +240,13 @@ def _add_finetune_arguments(parser: Parser) -> None:
         "taskfile",
         metavar="TASKFILE",
         nargs="?",
-        help="a .py file whose experiment() returns a Finetuning, or a resolved config as .json "
-        "[the task that --kind, --train and the flags below describe]",
+        help="a .py file whose experiment() returns a Finetuning, or such a config in .json "
+        "[--kind, --train, --validation and the flags for columns describe the task]",
     )
     parser.add_argument(
-        "--kind", choices=typing.get_args(config.Kind), help="kind of the task, without a TASKFILE"
+        "--kind",
+        choices=typing.get_args(config.Kind),
+        help="kind of the task",
     )
     parser.add_argument(
         "--train",
@@ -283,7 +285,7 @@ def _add_finetune_arguments(parser: Parser) -> None:
 
 
 def finetune(args: argparse.Namespace) -> int:
-    """Fine-tunes a run, or the runs of a sweep."""
+    """Fine-tunes a model on a task, once or for each setting of a sweep."""
     system.use_one_memory_pool()
     if args.sweep:
         if args.taskfile is None:
@@ -303,7 +305,7 @@ def finetune(args: argparse.Namespace) -> int:
 
 
 def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | None]:
-    """Returns the fine-tuning of a TASKFILE, of the flags or of a saved run, and its origin.
+    """Loads the config of a TASKFILE, of the flags or of a saved run; returns it and its origin.
 
     The origin is None for a saved run, which has its record already.
     """
@@ -312,11 +314,11 @@ def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, An
         return config.load_with_origin(args.taskfile, args.set, Finetuning)
     if task or not args.workdir:
         return config.finetuning_of(task, args.workdir, args.set)
-    return load_saved(open_saved(args.workdir), args.set, Finetuning), None
+    return load_saved_experiment(open_existing_run(args.workdir), args.set, Finetuning), None
 
 
 def _task_of_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of a task that flags set; raises InputError if a TASKFILE sets them."""
+    """Returns the fields of a task that flags set; raises InputError if there is a TASKFILE too."""
     fields = {name: name for name in ("kind", "train", "validation")} | shared.COLUMN_FIELDS
     given = [flag for flag in fields if getattr(args, flag) not in (None, [])]
     if args.taskfile is not None and given:
@@ -335,49 +337,41 @@ COMMANDS = {
     "pretrain": Command(
         pretrain,
         "pre-train a run; the same command resumes it",
-        parents=(
-            shared.SAVED_EXPERIMENT,
-            shared.WORKDIR,
-            *shared.TRAINING,
-        ),
+        parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_PARENTS),
         codes=TRAINING_CODES,
     ),
     "auto": Command(
         auto,
         "choose an experiment for a text, this machine and a number of hours, and pre-train it",
         _add_auto_arguments,
-        (shared.WORKDIR, *shared.TRAINING),
+        (shared.WORKDIR, *shared.TRAINING_PARENTS),
         TRAINING_CODES,
     ),
     "fork": Command(
         fork,
         "pre-train a new run from a checkpoint of another one, with other settings",
         _add_fork_arguments,
-        shared.TRAINING,
+        shared.TRAINING_PARENTS,
         TRAINING_CODES,
     ),
     "decay": Command(
         decay,
         "decay the learning rate from a checkpoint of another run, in a new run",
         _add_fork_arguments,
-        shared.TRAINING,
+        shared.TRAINING_PARENTS,
         TRAINING_CODES,
     ),
     "extend": Command(
         extend,
-        "train a run beyond its end, with more phases.N.steps in the last phase",
-        parents=(
-            shared.SAVED_EXPERIMENT,
-            shared.WORKDIR,
-            *shared.TRAINING,
-        ),
+        "train a run beyond its end: --set phases.N.steps=... of the last phase",
+        parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_PARENTS),
         codes=TRAINING_CODES,
     ),
     "finetune": Command(
         finetune,
         "adapt the encoder of a base or a run to a task; the same command resumes it",
         _add_finetune_arguments,
-        (shared.COLUMNS, *shared.TRAINING),
+        (shared.COLUMNS, *shared.TRAINING_PARENTS),
         TRAINING_CODES,
     ),
     "compare": Command(

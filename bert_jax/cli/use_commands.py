@@ -12,7 +12,7 @@ from bert_jax.cli.loading import (
     ONLY_FINETUNED,
     get_column_fields,
     load_model,
-    open_model,
+    open_run_or_base,
     print_now,
     read_lines,
     reject_flags,
@@ -81,7 +81,7 @@ def _add_predict_arguments(parser: Parser) -> None:
 def predict(args: argparse.Namespace) -> int:
     """Does the task of a fine-tuned run, or fills [MASK]."""
     require_writable("--out", args.out)
-    run = open_model(args.workdir)
+    run = open_run_or_base(args.workdir)
     if holds_finetuning(run):
         flags = {"--next": args.next, "--top": args.top}
         reject_flags(run, "no fine-tuned run takes this", flags)
@@ -97,7 +97,7 @@ def _do_task(args: argparse.Namespace) -> int:
     from bert_jax.tasks import predict as predict_lib
 
     if args.texts and (args.source or args.score):
-        raise InputError("TEXTS: --source and --score read examples elsewhere; remove TEXTS")
+        raise InputError("TEXTS: cannot be combined with --source or --score; remove TEXTS")
     if args.input is not None and (args.texts or args.source or args.score or args.out is None):
         raise InputError("--input: needs --out, and no TEXTS, --source or --score")
     columns = get_column_fields(args)
@@ -111,7 +111,8 @@ def _do_task(args: argparse.Namespace) -> int:
         summary = predict_lib.predict_table(model, args.input, args.out)
         print_now(f"{printable(args.out)}: {printable(summary)}")
         return FINISHED
-    texts, mode = args.texts or read_lines(), "score" if args.score else "predict"
+    texts = args.texts or read_lines()
+    mode = "score" if args.score else "predict"
     for line in predict_lib.predict(model, texts, tuple(args.source), mode, args.out):
         print(line)
     return FINISHED
@@ -133,10 +134,9 @@ def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
             if model.head is not None and MASK not in f"{a} {b}":
                 kinds = model.head.kinds
                 raise InputError(
-                    f"{args.workdir} is a base with an imported head for task.kind="
-                    f"{' or '.join(kinds)}, which predict cannot use; write [MASK] in the text, or "
-                    f"run `bert-jax finetune --kind {kinds[0]} --from {args.workdir} ...`, which "
-                    "starts with this head, and give that run to predict"
+                    f"{args.workdir}: predict cannot use the imported task head of this base; "
+                    "write [MASK] in the text, or fine-tune the head with `bert-jax finetune "
+                    f"--kind {kinds[0]} --from {args.workdir} ...` and name that run"
                 )
             answer = model.fill(a, b, args.top or 5)
         for text in (a,) if b is None else (a, b):
@@ -193,31 +193,33 @@ def _add_embed_arguments(parser: Parser) -> None:
         "--quantize",
         choices=("none", "int8", "binary"),
         default="none",
-        help="write one byte or one bit for each number, and print how much is lost [none]",
+        help="write one byte or one bit for each number, and print the error of this [none]",
     )
 
 
 def embed(args: argparse.Namespace) -> int:
     """Writes vectors of texts, or of their tokens."""
     require_writable("--out", args.out)
-    run = open_model(args.workdir)
+    run = open_run_or_base(args.workdir)
     from bert_jax.embeddings import embed
     from bert_jax.text import lines
 
-    numbered = lines.read(args.text_file) if args.text_file else read_lines()
+    located_lines = lines.read(args.text_file) if args.text_file else read_lines()
     _, embedder = _load_embedder(run, args, args.normalize)
-    starts: list[tuple[int, str]] = []  # of each file, the number of lines before it, and its name
+    # For each file: the number of texts in the files before it, and its name.
+    starts: list[tuple[int, str]] = []
 
     def read_texts() -> Iterator[str]:
-        for count, (where, line) in enumerate(numbered):
-            file, _, number = where.rpartition(":")
-            if number == "1":
-                starts.append((count, file))
+        for index, (where, line) in enumerate(located_lines):
+            file, _, line_number = where.rpartition(":")
+            if line_number == "1":
+                starts.append((index, file))
             yield line
 
     def name_text(number: int) -> str:
-        before, file = max(start for start in starts if start[0] < number)
-        return f"{file}:{number - before}"
+        """Returns FILE:LINE of a text, whose number counts from 1 over all files."""
+        first, file = max(start for start in starts if start[0] < number)
+        return f"{file}:{number - first}"
 
     out = epath.Path(args.out)
     embed.write(embedder, read_texts(), out, print_now, args.role, args.quantize, name_text)
@@ -230,8 +232,8 @@ def _load_embedder(
     """Returns the model of a run or base and its embedder.
 
     Args:
-      run: what `open_model` has opened.
-      args: parsed arguments with --pooling, and those of `shared.FEATURES` and `shared.MODEL`.
+      run: the workdir that `open_run_or_base` returned.
+      args: the arguments, with --pooling and those of `shared.VECTORS`.
       normalize: whether vectors are scaled to length 1; None: as in the run or base.
     """
     from bert_jax.embeddings import embed
@@ -288,9 +290,9 @@ def search(args: argparse.Namespace) -> int:
     if args.queries is not None and args.query:
         raise InputError("QUERY: --queries reads them from a file; remove QUERY")
     if "://" in args.texts and args.vectors is None:
-        raise InputError(f"{args.texts}: name a folder of this machine for its --vectors")
+        raise InputError(f"{args.texts}: is in a bucket; name a local folder with --vectors")
     require_writable("--out", args.out)
-    run = open_model(args.workdir)
+    run = open_run_or_base(args.workdir)
     from bert_jax.embeddings import search as search_lib
 
     folder = epath.Path(args.vectors or f"{args.texts}.vectors")
@@ -315,7 +317,8 @@ def _add_serve_arguments(parser: Parser) -> None:
         "--host",
         metavar="H",
         default="127.0.0.1",
-        help="the address to listen on; 0.0.0.0 for all, without any password [127.0.0.1]",
+        help="address to listen on; 0.0.0.0: all interfaces. Nobody is asked for a password "
+        "[127.0.0.1]",
     )
     parser.add_argument(
         "--port",
@@ -363,7 +366,7 @@ def _add_serve_arguments(parser: Parser) -> None:
 
 def serve(args: argparse.Namespace) -> int:
     """Serves vectors or a fine-tuned run's task over HTTP."""
-    run = open_model(args.workdir)
+    run = open_run_or_base(args.workdir)
     is_tuned = holds_finetuning(run)
     if not is_tuned:
         reject_flags(run, ONLY_FINETUNED, {"--from": args.base})
@@ -410,42 +413,24 @@ COMMANDS = {
         predict,
         "fill [MASK] and judge sentence pairs, or do the task of a fine-tuned run",
         _add_predict_arguments,
-        (
-            shared.COLUMNS,
-            *shared.MODEL,
-        ),
+        (shared.COLUMNS, *shared.MODEL_PARENTS),
     ),
     "embed": Command(
         embed,
         "write vectors of texts, or of their tokens",
         _add_embed_arguments,
-        (
-            shared.FEATURES,
-            shared.NORMALIZE,
-            shared.RUN_OR_BASE,
-            *shared.MODEL,
-        ),
+        (shared.VECTORS, shared.NORMALIZE, shared.RUN_OR_BASE, *shared.MODEL_PARENTS),
     ),
     "search": Command(
         search,
         "find the texts of a file that are nearest to a query, by the cosine of their vectors",
         _add_search_arguments,
-        (
-            shared.POOLING,
-            shared.FEATURES,
-            shared.RUN_OR_BASE,
-            *shared.MODEL,
-        ),
+        (shared.POOLING, shared.VECTORS, shared.RUN_OR_BASE, *shared.MODEL_PARENTS),
     ),
     "serve": Command(
         serve,
-        "answer over HTTP: vectors, as clients of OpenAI's API request them, or a task",
+        "serve vectors, with OpenAI's API, or the answers of a fine-tuned run over HTTP",
         _add_serve_arguments,
-        (
-            shared.POOLING,
-            shared.FEATURES,
-            shared.NORMALIZE,
-            *shared.MODEL,
-        ),
+        (shared.POOLING, shared.VECTORS, shared.NORMALIZE, *shared.MODEL_PARENTS),
     ),
 }

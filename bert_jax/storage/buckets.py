@@ -269,11 +269,6 @@ def remove(paths: Iterable[epath.PathLike]) -> None:
             _tried("write", path, functools.partial(_files().rm_file, os.fspath(path)))
 
 
-def require_bucket(path: epath.PathLike) -> None:
-    """Raises InputError if the bucket of a path is missing."""
-    _listed(path, "/", verify=False)
-
-
 def require_writable(folder: epath.Path) -> None:
     """Raises InputError if objects of a bucket's folder may not be listed, read or written."""
     probe = folder / _PROBE  # always this one: what a kill leaves goes the next time

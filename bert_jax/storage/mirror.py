@@ -67,8 +67,6 @@ def open_to_write(root: epath.PathLike, corpus_dir: str = "") -> Workdir:
 
 
 def _open(root: epath.PathLike, corpus_dir: str, folder: Literal["views", "runs"]) -> Workdir:
-    if corpus_dir and buckets.is_bucket(corpus_dir):
-        buckets.require_bucket(corpus_dir)
     if not buckets.is_bucket(root):
         return Workdir(root, corpus_dir)
     remote = epath.Path(os.fspath(root).rstrip("/"))
