@@ -201,7 +201,7 @@ def test_a_run_that_is_taken_over_ends_with_one_line(objects, copy_of_run, remot
         save(self, *args)
 
     monkeypatch.setattr(runner.Trainer, "_save", taken)
-    fails(f"pretrain small.py {THERE}", "gs://bucket/run: now belongs to process")
+    fails(f"pretrain small.py {THERE}", "gs://bucket/run: was taken over by process")
     assert {name.split("/")[2] for name in objects.files("run/checkpoints/")} == {"4"}
 
 
@@ -387,7 +387,7 @@ def test_a_prepare_that_fails_while_sending_goes_on_and_loses_nothing(
     fails(PREPARE, "gs://bucket/corpus/", "out of reach", code=74)
     sent = objects.files()
     assert "corpus/COMPLETE" not in sent
-    made = epath.Path(os.fspath(mirror.cached("corpora", "gs://bucket/corpus")) + ".made")
+    made = epath.Path(os.fspath(mirror.cache_folder_of("corpora", "gs://bucket/corpus")) + ".made")
     assert (made / "dataset").exists()  # it might be the only one
     objects.reset_faults()
     objects.writes.clear()

@@ -1,12 +1,13 @@
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 
 import pytest
 
-from bert_jax import system
+from bert_jax import process, system
 
 ONE_CORE = """
 import os
@@ -99,3 +100,15 @@ sys.exit(pages[1] > pages[0] / 10)
 def test_memory_that_a_thread_has_freed_is_used_again():
     """A hundred megabytes, as of logits: without one pool they are faulted in again each time."""
     assert subprocess.run([sys.executable, "-c", KEEPING], check=False).returncode == 0
+
+
+def test_log_lines_name_severity_time_and_process_unless_on_a_terminal(capsys, monkeypatch):
+    handlers = [*process.logger.handlers]
+    process.prepare_process()  # once more: adds no second handler
+    assert process.logger.handlers == handlers
+    monkeypatch.setattr(process, "index", 2)
+    process.logger.warning("a %s", "line")
+    assert re.fullmatch(r"W\d{4} \d\d:\d\d:\d\d process 2\] a line\n", capsys.readouterr().err)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    process.logger.warning("a line")
+    assert capsys.readouterr().err == "a line\n"

@@ -67,9 +67,9 @@ class Checkpoints:
         self._folder, self._storage = folder, storage_of(folder)
         self._was_allowed = False
 
-    def unchanging(self) -> contextlib.AbstractContextManager[None]:
-        """Allows lists of the folder to be remembered inside the context."""
-        return self._storage.unchanging(self._folder)
+    def cached_lists(self) -> contextlib.AbstractContextManager[None]:
+        """Caches lists of the folder inside the context, which must not change it."""
+        return self._storage.cached_lists(self._folder)
 
     @property
     def steps(self) -> list[int]:

@@ -203,7 +203,7 @@ class Trainer:
     def _after_step(self, ends_line: bool) -> None:
         """Does what is due, in this order; to evaluate and to save waits for the devices."""
         run, is_last = self.experiment.run, self.done == self.job.total_steps
-        self.context.mirror.check()
+        self.context.mirror.require_owned()
         self.saves.look()
         self._write_pending()
         if self.done % run.log_every == 0 or is_last or ends_line:
@@ -278,7 +278,7 @@ class Trainer:
         self.skipped = tuple(int(s) for s in slots if s >= 0)
         self.init_sha256, self.begun_at = metadata["init_sha256"], metadata.get("begun_at", 0)
         self.evaluation, self.held_out = {}, [*metadata.get("held_out", [])]
-        with self.saves.unchanging():
+        with self.saves.cached_lists():
             self.saves.go_on_from(self.done)
         for name, gone in self.lines.go_on_from(self.done, metadata.get("lines", {})):
             self.say(f"{name}: is missing; going on without its {gone} up to step {self.done}")

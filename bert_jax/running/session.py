@@ -72,7 +72,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         clock = Clock()
         with _held(job, peers) as (mirror, forget):
             _require_one_place(workdir, mirror, peers)
-            with Checkpoints(workdir.checkpoints).unchanging():
+            with Checkpoints(workdir.checkpoints).cached_lists():
                 _require_going_on(job)
             # A signal ends this at once: a corpus half made is made again.
             watchdog.pause()
@@ -151,7 +151,7 @@ def _held(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]
         job.require_start()  # before a corpus is made for weights that do not fit
     with lock(workdir.root, workdir.named) as me:
         workdir.remove_unfinished()
-        mirror.take(me)
+        mirror.acquire(me)
         begun = [name for name in RUN_FILES if not (workdir.root / name).exists()]
 
         def forget() -> None:
@@ -161,7 +161,7 @@ def _held(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]
             if not storage.names(workdir.checkpoints):
                 for name in begun:
                     (workdir.root / name).unlink(missing_ok=True)
-                mirror.forget(begun)
+                mirror.discard(begun)
 
         try:
             with mirror:
@@ -178,7 +178,7 @@ def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
 
     def look() -> str:
         if not peers.is_primary:  # which knows: another start may have come since
-            holder = mirror_lib.holder(workdir)
+            holder = mirror_lib.read_holder(workdir)
             mirror.token = "" if holder is None else holder.token
         return mirror.token
 

@@ -125,7 +125,7 @@ def _start(context: Context, at_most: int | None) -> Restored:
         return context.peers.first_error(f"checkpoint {what}", error, patience=2 * retry.GIVE_UP)
 
     restored = None
-    with context.saves.unchanging(), contextlib.suppress(InputError):
+    with context.saves.cached_lists(), contextlib.suppress(InputError):
         restored = context.saves.newest(abstract, at_most, agreed)
     if restored is None or restored.damaged:  # read again: a cached listing may be stale
         restored = context.saves.newest(abstract, at_most, agreed)
@@ -174,7 +174,7 @@ def _agree_on_steps(context: Context) -> None:
     peers, saved = context.peers, context.saves
 
     def look() -> str:
-        with saved.unchanging():
+        with saved.cached_lists():
             saved.look_again()
             return ", ".join(map(str, saved.steps))
 
@@ -187,7 +187,7 @@ def _put_aside(context: Context, restored: Restored) -> None:
     saved = context.saves
 
     def rename() -> None:
-        with saved.unchanging():
+        with saved.cached_lists():
             unreadable = saved.unreadable()
         unreadable = saved.unreadable() if unreadable else {}
         for number, why in (unreadable | restored.damaged).items():
@@ -203,7 +203,7 @@ def _set_aside_if_lost(context: Context) -> None:
     job, saved = context.job, context.saves
     path, mend = job.workdir.saved, "remove it to go on"
     step = read_json(path, 1, mend, mend)["step"] if path.exists() else 0
-    with saved.unchanging():
+    with saved.cached_lists():
         newest = max(saved.steps, default=0)
     if step > newest:  # list again: the cached listing may be stale
         newest = max(saved.steps, default=0)

@@ -127,10 +127,10 @@ class BucketStorage:
         with self.open(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def state(
+    def stat(
         self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
     ) -> tuple[int, int]:
-        """Returns size and date of an object; sends no request if `listed` is given."""
+        """Returns size and time of an object; sends no request if `listed` is given."""
         listed = listed or _there(path, seconds)
         date = datetime.datetime.fromisoformat(listed.updated)
         return listed.size, round(date.timestamp() * 1e9)
@@ -138,11 +138,11 @@ class BucketStorage:
     def write(
         self, path: epath.Path, text: str | Iterable[str], seconds: float | None = None
     ) -> None:
-        """Replaces the text of an object in one step."""
+        """Replaces the text of an object atomically."""
         put(path, (text if isinstance(text, str) else "".join(text)).encode(), seconds)
 
     def exists(self, path: epath.Path) -> bool:
-        """Returns whether there is an object."""
+        """Returns whether the object exists."""
         try:
             _tried("read", path, functools.partial(_describe, path))
         except FileNotFoundError:
@@ -155,7 +155,7 @@ class BucketStorage:
         return (objects.keys() | folders) - {_PROBE}
 
     @contextlib.contextmanager
-    def unchanging(self, folder: epath.PathLike) -> Iterator[None]:
+    def cached_lists(self, folder: epath.PathLike) -> Iterator[None]:
         """Answers requests of epath and Orbax about a folder from one list of the folder.
 
         Use it to read a folder that nobody changes, since Orbax repeats its requests many times.

@@ -51,7 +51,7 @@ def copy_of(folder: epath.PathLike) -> Iterator[epath.Path]:
 
     Others of this host wait as long as it is held.
     """
-    copy = mirror.cached("corpora", folder)
+    copy = mirror.cache_folder_of("corpora", folder)
     with translate_os_errors(copy):
         copy.parent.mkdir(parents=True, exist_ok=True)
         with open(copy.parent / f"{copy.name}.lock", "ab") as file:

@@ -157,7 +157,7 @@ _previous: _AnswerCache | None = None
 
 @contextlib.contextmanager
 def answered_from(bucket: str, prefix: str, objects: Mapping[str, Any]) -> Iterator[None]:
-    """Answers requests about a folder from a list of the folder; see `buckets.unchanging`."""
+    """Answers requests about a folder from a list of the folder; see `cached_lists`."""
     global _answers, _previous
     _previous = _answers = _AnswerCache(bucket, prefix, objects, _previous)
     try:

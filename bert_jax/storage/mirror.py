@@ -1,18 +1,19 @@
-"""Runs in buckets, which are written here and sent there.
+"""Runs in buckets: their small files are written on this machine and uploaded by a thread.
 
-A run writes to a folder of this machine alone; a thread sends its small files to the bucket when
-they are due, and what a failing network keeps back goes with the next chance. (For corpora see
-`copies`.)
+A failed upload is tried again at the next one. (Corpora are copied by `copies`; Orbax writes
+checkpoints to the bucket itself.)
 
-    gs://B/W/OWNER       the start that the run belongs to
-    CACHE/runs/NAME/     where a run in a bucket is written, with .owner.json: its last starts
-    CACHE/views/NAME/    the small files of a run in a bucket, fetched to be read
+    gs://B/W/OWNER       the process that owns the run
+    CACHE/runs/NAME/     the local folder of the run; .owner.json has its last owners' tokens
+    CACHE/views/NAME/    the small files of a run, downloaded to be read
 
-Who owns a run: each start writes a token into OWNER, over that of the start before, and reads it
-again before each push and each checkpoint. A start that finds another's ends, so that of two the
-later wins, and a start waits for nobody. Where the local folder and the bucket differ, the last
-owner decides: if it wrote into this local folder, the local files hold lines that may not have been
-sent, and win; else another machine went on with the run, and the bucket's files win.
+A process that starts a run becomes its owner: it replaces the token in OWNER with its own. It reads
+OWNER again before each upload and each checkpoint, and ends if it finds another token. So the
+process that started last wins, and no process waits for another.
+
+If the local folder and the bucket differ at a start, the last owner decides. If it wrote into this
+local folder, the local files win, since some of their lines may not have been uploaded. Otherwise
+another machine has continued the run, and the files in the bucket win.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from bert_jax.storage.workdir import (
     Holder,
     Workdir,
     cache_folder,
-    in_use,
+    is_locked,
     new_file,
     require_run,
     translate_os_errors,
@@ -44,24 +45,24 @@ from bert_jax.storage.workdir import (
 )
 
 OWNER = "OWNER"
-_OWNED = ".owner.json"  # in the local folder of a run: tokens of starts that wrote there
+_LOCAL_OWNERS = ".owner.json"  # in the local folder of a run: the tokens of owners that wrote there
 _VIEW_FILES = (*RUN_FILES, "plan.json")
 
-# Seconds between two pushes of what a run has written, and which share of the time they may take.
-_SECONDS, _SHARE = 30.0, 0.05
-# Seconds without a line after which a run in a bucket counts as killed.
-_LATELY = 900.0
+# Seconds between two uploads, and the largest share of time that uploads may take.
+_UPLOAD_EVERY, _UPLOAD_SHARE = 30.0, 0.05
+# A run in a bucket counts as killed after so many seconds without a line in timings.jsonl.
+_KILLED_AFTER = 900.0
 
 
 def open_workdir(root: epath.PathLike, corpus_dir: str = "") -> Workdir:
-    """Opens the workdir of a run to read it; fetches the small files of a run in a bucket."""
+    """Opens the workdir of a run to read it; downloads the small files of a run in a bucket."""
     return _open(root, corpus_dir, "views")
 
 
 def open_to_write(root: epath.PathLike, corpus_dir: str = "") -> Workdir:
     """Opens the workdir of a run to write it.
 
-    For a run in a bucket, this is the folder of this machine that `Mirror` fills and sends.
+    The workdir of a run in a bucket is a local folder, whose files `Mirror` uploads.
     """
     return _open(root, corpus_dir, "runs")
 
@@ -70,117 +71,124 @@ def _open(root: epath.PathLike, corpus_dir: str, folder: Literal["views", "runs"
     if not buckets.is_bucket(root):
         return Workdir(root, corpus_dir)
     remote = epath.Path(os.fspath(root).rstrip("/"))
-    local = cached(folder, remote)
+    local = cache_folder_of(folder, remote)
     if folder == "views":
-        _refresh(remote, local, _VIEW_FILES)
+        _download(remote, local, _VIEW_FILES)
     else:
         require_run(remote, storage_of(remote).names(remote) - {OWNER})
     return Workdir(local, corpus_dir, remote)
 
 
-def is_going_on(workdir: Workdir) -> bool:
-    """Returns whether a run is at work, as far as is known.
+def is_running(workdir: Workdir) -> bool:
+    """Returns whether a process is working on a run.
 
-    Of one in a bucket, opened to `read`: whether its last line is recent.
+    For a run in a bucket this is a guess: whether the last line of timings.jsonl is recent.
     """
     if workdir.remote is None:
-        return in_use(workdir.root)
-    owner, last, kind = holder(workdir), 0.0, ""
-    started = owner.since if owner else 0.0
+        return is_locked(workdir.root)
+    holder, last_time, last_kind = read_holder(workdir), 0.0, ""
+    started = holder.since if holder else 0.0
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, IndexError):
+        # Whole lines end with a newline, so the last part is empty or the begin of a line.
         line = json.loads(workdir.timings.read_bytes().split(b"\n")[-2])
-        last, kind = line["time"], line["kind"]
-    has_ended = kind == "end" and last >= started
-    return not has_ended and time.time() - max(started, last) < _LATELY
+        last_time, last_kind = line["time"], line["kind"]
+    has_ended = last_kind == "end" and last_time >= started
+    return not has_ended and time.time() - max(started, last_time) < _KILLED_AFTER
 
 
-def holder(workdir: Workdir, seconds: float | None = None) -> Holder | None:
-    """Returns who holds a run, or has started one in a bucket last; None: nobody that is known."""
-    place = workdir.root / "lock" if workdir.remote is None else workdir.remote / OWNER
-    with translate_os_errors(place), contextlib.suppress(FileNotFoundError):
-        return Holder.parse(storage_of(place).read(place, seconds=seconds))
+def read_holder(workdir: Workdir, seconds: float | None = None) -> Holder | None:
+    """Returns the process that has locked a local run, or owns a run in a bucket; None: unknown."""
+    path = workdir.root / "lock" if workdir.remote is None else workdir.remote / OWNER
+    with translate_os_errors(path), contextlib.suppress(FileNotFoundError):
+        return Holder.parse(storage_of(path).read(path, seconds=seconds))
     return None
 
 
-def _refresh(remote: epath.Path, local: epath.Path, files: Iterable[str]) -> None:
-    """Makes files of a local folder those of the bucket."""
-    there = buckets.listing(remote, "/")
-    with translate_os_errors(local):
-        local.mkdir(parents=True, exist_ok=True)
-        for name in files:
-            here = local / name
-            if name not in there:
-                here.unlink(missing_ok=True)
-            elif not buckets.is_same(here, there[name]):
-                data = storage_of(remote).read(remote / name, listed=there[name])
-                with new_file(here) as temporary:
+def _download(remote: epath.Path, folder: epath.Path, names: Iterable[str]) -> None:
+    """Makes files of a local folder equal to those of the bucket, or removes them."""
+    objects = buckets.listing(remote, "/")
+    with translate_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            path = folder / name
+            if name not in objects:
+                path.unlink(missing_ok=True)
+            elif not buckets.is_same(path, objects[name]):
+                data = storage_of(remote).read(remote / name, listed=objects[name])
+                with new_file(path) as temporary:
                     temporary.write_bytes(data)
 
 
-def cached(kind: str, remote: epath.PathLike) -> epath.Path:
-    """Returns the local folder for a place in a bucket: its name for people, and a hash of it."""
+def cache_folder_of(kind: str, remote: epath.PathLike) -> epath.Path:
+    """Returns the local folder for a folder in a bucket, CACHE/KIND/NAME.
+
+    NAME is a readable part of the address, followed by a hash of the address.
+    """
     name = "/".join(buckets.split(remote))
     short = re.sub(r"[^A-Za-z0-9.-]+", "_", name)[-40:]
     return cache_folder() / kind / f"{short}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 class Mirror:
-    """Sends what process `number` writes of a run to the run's bucket; of a local run nothing.
+    """Uploads the files that process `number` writes for a run in a bucket.
 
-    Process 0, which holds the lock of the local folder, writes the run's small files, and all of
-    them their traces. While entered, a thread sends what has changed every half a minute, taking a
-    twentieth of the time at most.
+    Process 0, which has locked the local folder, writes the small files of the run. Every process
+    writes traces. Inside the context, a thread uploads changed files every half a minute, and takes
+    at most a twentieth of the time. For a local run, all methods do nothing.
     """
 
     def __init__(self, workdir: Workdir, number: int = 0):
         self._workdir, self._number = workdir, number
         self._local, self._remote = workdir.root, workdir.remote
-        self.token = ""  # of the start that the run belongs to
-        self._is_first = False  # nobody had started the run before
-        self._sent: dict[str, tuple[int, int]] = {}  # (bytes, time) of files that were sent
-        self._pushing = threading.Lock()
-        self._taken: InputError | None = None
+        self.token = ""  # of the owner, once this process has acquired the run
+        self._is_first = False  # whether the run had no owner before
+        self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of files as uploaded
+        self._uploading = threading.Lock()
+        self._lost: InputError | None = None  # set once another process owns the run
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._push_again, name="mirror", daemon=True)
+        self._thread = threading.Thread(target=self._upload_regularly, name="mirror", daemon=True)
 
-    def take(self, me: Holder) -> None:
-        """Makes this start the run's owner, and the local files those to go on with."""
+    def acquire(self, me: Holder) -> None:
+        """Makes this process the owner of the run, and updates the local files if need be."""
         self.token = me.token
         if self._remote is None:
             return
-        before, ours = holder(self._workdir), self._owned()
-        self._is_first = before is None
-        if before is None or before.token not in ours:
-            _refresh(self._remote, self._local, RUN_FILES)
-        kept = [before.token] if before is not None and before.token in ours else []
-        # Before the bucket's: a kill between the two leaves the local files the owner's still.
-        tokens = json.dumps({"format_version": 1, "tokens": [*kept, me.token]})
-        write_atomic(self._local / _OWNED, tokens)
-        if self._is_first:
+        last = read_holder(self._workdir)
+        self._is_first = last is None
+        tokens = [me.token]
+        if last is not None and last.token in self._local_owners():
+            tokens.insert(0, last.token)
+        else:
+            _download(self._remote, self._local, RUN_FILES)
+        # The local file is written first. If this process is killed in between, OWNER still has
+        # the last owner, whose token is in the local file, so the local files still win.
+        record = json.dumps({"format_version": 1, "tokens": tokens})
+        write_atomic(self._local / _LOCAL_OWNERS, record)
+        if self._is_first:  # requires permission to create, then to replace
             buckets.put(self._remote / OWNER, b"")
         buckets.put(self._remote / OWNER, me.text().encode(), right="replace")
 
-    def check(self) -> None:
-        """Raises InputError if a push has seen that the run belongs to another start."""
-        if self._taken is not None:
-            raise self._taken
+    def require_owned(self) -> None:
+        """Raises InputError if an upload has found that another process owns the run."""
+        if self._lost is not None:
+            raise self._lost
 
     def flush(self) -> None:
-        """Sends all that has changed, however long it takes while the network is there."""
+        """Uploads all changed files; retries for `retry.GIVE_UP` seconds if the network fails."""
         if self._remote is not None:
-            self._push(retry.GIVE_UP)
+            self._upload(retry.GIVE_UP)
 
-    def forget(self, files: Iterable[str]) -> None:
-        """Removes what a start has sent that is to leave nothing; as far as that can be done."""
+    def discard(self, files: Iterable[str]) -> None:
+        """Removes uploaded files of a run that was refused; ignores errors."""
         if self._remote is None:
             return
         self._stop.set()
-        with contextlib.suppress(Exception), self._pushing:
-            self._require_own(0)
+        with contextlib.suppress(Exception), self._uploading:
+            self._check_owner(0)
             buckets.remove(self._remote / name for name in files)
             if self._is_first:
                 buckets.remove([self._remote / OWNER])
-                (self._local / _OWNED).unlink(missing_ok=True)
+                (self._local / _LOCAL_OWNERS).unlink(missing_ok=True)
 
     def __enter__(self) -> "Mirror":
         if self._remote is not None:
@@ -190,60 +198,58 @@ class Mirror:
     def __exit__(self, *_: object) -> None:
         if self._remote is not None and not self._stop.is_set():
             self._stop.set()
-            with contextlib.suppress(Exception):  # a failure is shown, and may be the network
-                self._push(0)
+            with contextlib.suppress(Exception):  # must not hide the error that ends the run
+                self._upload(0)
 
-    def _owned(self) -> list[str]:
-        """Reads the tokens of the starts that wrote into the local folder."""
+    def _local_owners(self) -> list[str]:
+        """Reads the tokens of the owners that wrote into the local folder."""
         try:
-            return json.loads((self._local / _OWNED).read_text())["tokens"]
+            return json.loads((self._local / _LOCAL_OWNERS).read_text())["tokens"]
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return []
 
-    def _require_own(self, seconds: float) -> None:
-        """Raises InputError if OWNER is another's; one that cannot be read is not."""
-        now = holder(self._workdir, seconds)
-        if now is not None and now.token != self.token:
-            self._taken = InputError(
-                f"{self._remote}: now belongs to {now}, which has started the run after this "
-                "one; this one ends here"
-            )
-            raise self._taken
+    def _check_owner(self, seconds: float) -> None:
+        """Raises InputError if OWNER has another token; accepts a missing or damaged OWNER."""
+        owner = read_holder(self._workdir, seconds)
+        if owner is not None and owner.token != self.token:
+            self._lost = InputError(f"{self._remote}: was taken over by {owner}; this process ends")
+            raise self._lost
 
-    def _push_again(self) -> None:
-        pause = _SECONDS
+    def _upload_regularly(self) -> None:
+        pause = _UPLOAD_EVERY
         while not self._stop.wait(pause):
-            began = time.monotonic()
+            start = time.monotonic()
             try:
-                self._push(0)
-            except Exception:  # the next one may arrive; a flush waits, and raises
-                if self._taken is not None:
+                self._upload(0)
+            except Exception:  # the next upload tries again, and `flush` raises
+                if self._lost is not None:
                     return
-            pause = max(_SECONDS, (time.monotonic() - began) / _SHARE)
+            pause = max(_UPLOAD_EVERY, (time.monotonic() - start) / _UPLOAD_SHARE)
 
-    def _push(self, seconds: float) -> None:
+    def _upload(self, seconds: float) -> None:
+        """Uploads changed files; `seconds` limits the time for which a request is retried."""
         assert self._remote is not None
-        with self._pushing:
-            changed = self._changed()
-            if changed or seconds:
-                self._require_own(seconds)
+        with self._uploading:
+            changed = self._changed_files()
+            if changed or seconds:  # `flush` checks the owner even if nothing has changed
+                self._check_owner(seconds)
             for name, stamp in changed.items():
                 with translate_os_errors(self._local / name):
                     data = (self._local / name).read_bytes()
                 buckets.put(self._remote / name, data, seconds)
-                self._sent[name] = stamp
+                self._uploaded[name] = stamp
 
-    def _changed(self) -> dict[str, tuple[int, int]]:
-        """Returns the files that are not sent as they are now."""
-        local = pathlib.Path(self._local)
-        mine = [local / name for name in RUN_FILES] if self._number == 0 else []
-        mine += (local / "profile").rglob(f"process_{self._number}.*")
+    def _changed_files(self) -> dict[str, tuple[int, int]]:
+        """Returns size and time of each file that differs from what was uploaded, by its name."""
+        folder = pathlib.Path(self._local)
+        paths = [folder / name for name in RUN_FILES] if self._number == 0 else []
+        paths += (folder / "profile").rglob(f"process_{self._number}.*")
         changed = {}
-        for path in mine:
+        for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 stat = os.stat(path)
                 stamp = stat.st_size, stat.st_mtime_ns
-                name = path.relative_to(local).as_posix()
-                if self._sent.get(name) != stamp:
+                name = path.relative_to(folder).as_posix()
+                if self._uploaded.get(name) != stamp:
                     changed[name] = stamp
         return changed

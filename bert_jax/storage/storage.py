@@ -1,4 +1,4 @@
-"""What runs and corpora ask of the disk of this machine and of buckets, by one interface."""
+"""One interface for files on disks of this machine and for objects in buckets."""
 
 import contextlib
 import hashlib
@@ -15,10 +15,11 @@ from bert_jax.storage.workdir import create_folder, translate_os_errors, write_a
 
 
 class Storage(typing.Protocol):
-    """Whole files, by their paths.
+    """Operations on files, given by their paths.
 
-    `seconds` limits how long a request to a bucket is retried; None: ten minutes. A missing file is
-    a FileNotFoundError.
+    `seconds` limits how long a request to a bucket is retried; None: ten minutes. `listed` is the
+    entry of an object in a list of its folder, which saves a request. A missing file raises
+    FileNotFoundError.
     """
 
     is_bucket: bool
@@ -26,7 +27,7 @@ class Storage(typing.Protocol):
     def read(
         self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
     ) -> bytes:
-        """Returns the content of a small file, as it is now; `listed` is its entry in a list."""
+        """Returns the content of a small file."""
         ...
 
     def open(self, path: epath.PathLike) -> io.BufferedReader:
@@ -37,28 +38,28 @@ class Storage(typing.Protocol):
         """Returns the SHA-256 of a file."""
         ...
 
-    def state(
+    def stat(
         self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
     ) -> tuple[int, int]:
-        """Returns the size of a file in bytes, and its date in nanoseconds."""
+        """Returns the size of a file in bytes, and the time of its last change in nanoseconds."""
         ...
 
     def write(
         self, path: epath.Path, text: str | Iterable[str], seconds: float | None = None
     ) -> None:
-        """Replaces the text of a file in one step."""
+        """Replaces the text of a file atomically."""
         ...
 
     def exists(self, path: epath.Path) -> bool:
-        """Returns whether there is a file."""
+        """Returns whether the file exists."""
         ...
 
     def names(self, folder: epath.PathLike) -> set[str]:
         """Returns the names in a folder; none if it is missing."""
         ...
 
-    def unchanging(self, folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-        """Allows lists of a folder to be remembered inside the context."""
+    def cached_lists(self, folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
+        """Caches lists of a folder inside the context, which must not change it."""
         ...
 
 
@@ -82,22 +83,22 @@ class LocalStorage:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def state(
+    def stat(
         self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
     ) -> tuple[int, int]:
-        """Returns size and date of a file."""
+        """Returns size and time of a file."""
         stat = os.stat(path)
         return stat.st_size, stat.st_mtime_ns
 
     def write(
         self, path: epath.Path, text: str | Iterable[str], seconds: float | None = None
     ) -> None:
-        """Replaces the text of a file in one step; makes its folder."""
-        with create_folder(path.parent):
+        """Replaces the text of a file atomically; creates its folder."""
+        with create_folder(path.parent):  # which is removed again if the write fails
             write_atomic(path, text)
 
     def exists(self, path: epath.Path) -> bool:
-        """Returns whether there is a file."""
+        """Returns whether the file exists."""
         with translate_os_errors(path):
             return path.exists()
 
@@ -107,8 +108,8 @@ class LocalStorage:
             path = epath.Path(folder)
             return {child.name for child in path.iterdir()} if path.exists() else set()
 
-    def unchanging(self, folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: a disk answers at once."""
+    def cached_lists(self, folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
+        """Does nothing: lists of a local folder are quick."""
         return contextlib.nullcontext()
 
 
@@ -116,5 +117,5 @@ _LOCAL, _BUCKETS = LocalStorage(), buckets.BucketStorage()
 
 
 def storage_of(path: epath.PathLike) -> Storage:
-    """Returns the storage that a path lies in; raises InputError for other addresses."""
+    """Returns the storage of a path; raises InputError for an address that is not gs://."""
     return _BUCKETS if buckets.is_bucket(path) else _LOCAL

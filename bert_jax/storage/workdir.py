@@ -423,7 +423,7 @@ def _held(path: epath.Path, named: epath.PathLike, setting: str) -> IO[bytes]:
                     return file
             except BlockingIOError as error:
                 tries += 1
-                if tries == _LOCK_TRIES:  # `in_use` holds it for a moment
+                if tries == _LOCK_TRIES:  # `is_locked` holds it for a moment
                     file.seek(0)
                     holder = Holder.parse(file.read()) or "another process"
                     raise InputError(
@@ -433,7 +433,7 @@ def _held(path: epath.Path, named: epath.PathLike, setting: str) -> IO[bytes]:
                 time.sleep(0.05)
 
 
-def in_use(folder: epath.Path) -> bool:
+def is_locked(folder: epath.Path) -> bool:
     """Returns whether a process of this machine holds the folder's lock."""
     try:
         with open(os.fspath(folder / "lock"), "rb") as file:

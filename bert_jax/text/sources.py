@@ -287,7 +287,7 @@ def state(
             version = str(next(filter(None, map(about.get, _VERSIONS)), "")).strip('"')
             date = int(hashlib.sha256(version.encode()).hexdigest()[:15], 16)
         else:
-            size, date = storage_of(path).state(path, seconds, listed)
+            size, date = storage_of(path).stat(path, seconds, listed)
     return {"bytes": int(size), "mtime_ns": int(date)}
 
 

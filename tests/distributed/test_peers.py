@@ -191,7 +191,7 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path, no_pauses):
         one = Mirror(workdir, us.number)
         with contextlib.ExitStack() as stack:
             if us.is_primary:
-                one.take(stack.enter_context(lock(workdir.root)))
+                one.acquire(stack.enter_context(lock(workdir.root)))
             session._require_one_place(workdir, one, us)
 
     line = same_error(together(work, 2), InputError)
@@ -201,7 +201,7 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path, no_pauses):
 def test_all_who_share_a_folder_know_who_holds_it(tmp_path, no_pauses):
     mirrors = [Mirror(Workdir(tmp_path), number) for number in range(2)]
     with lock(tmp_path) as me:
-        mirrors[0].take(me)
+        mirrors[0].acquire(me)
         together(
             lambda us: session._require_one_place(Workdir(tmp_path), mirrors[us.number], us), 2
         )
@@ -212,7 +212,7 @@ def test_of_two_starts_at_once_one_does_not_take_the_other_s_name(tmp_path, no_p
     """The second has written who holds the workdir before the first one's others look."""
     mirrors = [Mirror(Workdir(tmp_path), number) for number in range(2)]
     with lock(tmp_path) as me:
-        mirrors[0].take(dataclasses.replace(me, token="first"))
+        mirrors[0].acquire(dataclasses.replace(me, token="first"))
         line = same_error(
             together(
                 lambda us: session._require_one_place(Workdir(tmp_path), mirrors[us.number], us), 2
@@ -243,7 +243,7 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
     monkeypatch.setattr(start, "_start", read)
 
     def work(us):
-        saved = mock.Mock(steps=[8, 4])
+        saved = mock.MagicMock(steps=[8, 4])
         saved.forget_after.side_effect = lambda *given: done.append(given)
         job = mock.Mock(**{"experiment.run.checkpoint_every": 4, "workdir.checkpoints": "c"})
         context = mock.Mock(job=job, peers=us, saves=saved, mirror=mirror)

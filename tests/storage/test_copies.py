@@ -123,7 +123,8 @@ def test_processes_of_a_host_make_one_copy(objects):
 
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert copies.is_copy(copy) and os.fspath(copy) in os.fspath(mirror.cached("corpora", THERE))
+    folder = os.fspath(mirror.cache_folder_of("corpora", THERE))
+    assert copies.is_copy(copy) and os.fspath(copy) in folder
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

@@ -134,7 +134,7 @@ def push() -> None:
     workdir = mirror.open_to_write(RUN)
     workdir.root.mkdir(parents=True, exist_ok=True)
     run = mirror.Mirror(workdir)
-    run.take(Holder.me())
+    run.acquire(Holder.me())
     workdir.metrics.write_text("1\n")
     run.flush()
 

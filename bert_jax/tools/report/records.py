@@ -66,7 +66,7 @@ class Record:
         tuned = holds_finetuning(opened)
         experiment = load_experiment(opened, Finetuning if tuned else Experiment)
         workdir = opened.with_corpus(experiment.run.corpus_dir)
-        going_on = mirror.is_going_on(workdir)  # before its lines: a run may end meanwhile
+        going_on = mirror.is_running(workdir)  # before its lines: a run may end meanwhile
 
         def of_file(path: Any, format_version: int, mend: str) -> dict[str, Any]:
             return read_json(path, format_version, mend, mend) if path.exists() else {}

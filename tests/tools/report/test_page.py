@@ -209,7 +209,7 @@ def test_how_a_run_stands_is_read_off_its_last_line_and_its_lock(run, monkeypatc
     assert Record.read(str(run)).state == "failed"
     edited(timings, lambda lines: lines[:-1])
     assert Record.read(str(run)).state == "killed"
-    monkeypatch.setattr("bert_jax.storage.mirror.is_going_on", lambda workdir: True)
+    monkeypatch.setattr("bert_jax.storage.mirror.is_running", lambda workdir: True)
     assert Record.read(str(run)).state == "running"
 
 
