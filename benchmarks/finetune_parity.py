@@ -62,7 +62,7 @@ def one(experiment: Finetuning, place: pathlib.Path, peer: measure.Ask) -> dict[
     lines = JsonLines(workdir.metrics).read()
     job = FinetuningJob(experiment, workdir, lambda line: None)
     job.read()
-    with peers_lib.connected() as peers:
+    with peers_lib.connect_processes() as peers:
         job.open(mesh_lib.one_device(), peers)
         rates = write(job, place)
     for number, (_, batch) in enumerate(job.eval_batches):

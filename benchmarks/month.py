@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from bert_jax import config
 from bert_jax.config import Experiment
 from bert_jax.distributed import slices
-from bert_jax.distributed.slices import RollCall, SlicePolicy
+from bert_jax.distributed.slices import Arrivals, SlicePolicy
 
 BOOKED, HOSTS = 16, 4
 DAY, MONTH = 86_400.0, 30 * 86_400.0
@@ -144,11 +144,11 @@ class Month:
                     here.pop(failed[1], None)
                 continue
             here |= {one: now for one in comes if comes[one] <= now and one not in here}
-            roll = RollCall(self.terms, min(here))
+            roll = Arrivals(self.terms, min(here))
             for one, since in here.items():
                 for process in range(one * HOSTS, (one + 1) * HOSTS):
-                    roll.came(process, since)
-            if taken := roll.verdict(now):
+                    roll.add(process, since)
+            if taken := roll.choose_slices(now):
                 return now, taken
 
     def _comes(self, one: int, now: float) -> float:

@@ -76,10 +76,10 @@ def main() -> None:
 
 def member(folder: pathlib.Path, name: str) -> None:
     """What one process does; it writes down what it found."""
-    with peers.connected() as everyone:
+    with peers.connect_processes() as everyone:
         experiment = config.load(str(measure.ROOT / "experiments" / f"{name}.py"))
         mesh = mesh_lib.make_mesh(experiment.parallelism)
-        everyone.connect(mesh)
+        everyone.connect_devices(mesh)
         of = (Pretraining(experiment.model), experiment.optimizer, experiment.parallelism)
         abstract = step.abstract_state(*of, mesh)
         held = {"state": jax.tree.map(_filled, abstract)}

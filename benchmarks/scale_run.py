@@ -160,7 +160,7 @@ def start(folder: pathlib.Path) -> dict[str, float]:
     """All that `pretrain` does with a corpus before its first step."""
     scaled = experiment(folder)
     job = PretrainingJob(scaled, Workdir(folder / "run", scaled.run.corpus_dir), lambda line: None)
-    with peers_lib.connected() as peers:
+    with peers_lib.connect_processes() as peers:
         job.prepare(peers)
         job.open(mesh_lib.make_mesh(scaled.parallelism), peers)
         phase = job.batches(0)

@@ -18,12 +18,12 @@ import small_run  # noqa: E402
 os.environ.update(small_run.settings(devices=4))
 
 from bert_jax.process import prepare_process  # noqa: E402
-from bert_jax.running.environment import keep_compiled_programs  # noqa: E402
+from bert_jax.running.environment import enable_compilation_cache  # noqa: E402
 
 # Tests call what the command line calls. Those of the library start processes of their own.
 prepare_process()
 # What this process compiles is found by the commands that it starts.
-keep_compiled_programs()
+enable_compilation_cache()
 # Programs that jax keeps are many small objects, and looking through them again and again for
 # garbage takes a tenth of the time.
 gc.set_threshold(100_000, 20, 50)

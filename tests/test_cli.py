@@ -125,7 +125,7 @@ def test_a_run_that_goes_on_under_other_code_says_so(copy_of_run, monkeypatch):
     older["versions"] = older["versions"] | {"jax": "0.1"}
     del older["code"]  # what was not saved has not changed
     now = start["environment"]
-    assert environment.changes(older) == (
+    assert environment.describe_changes(older) == (
         f"jax 0.1 -> {now['versions']['jax']}, devices cpu x 77 -> "
         f"{' x '.join(map(str, now['devices']))}: batches exact, arithmetic to rounding"
     )
@@ -140,9 +140,9 @@ def test_the_hash_of_the_code_is_of_names_and_bytes(tmp_path, monkeypatch):
             (package / file).parent.mkdir(parents=True, exist_ok=True)
             (package / file).write_text(content)
         monkeypatch.setattr(environment.bert_jax, "__file__", str(package / "__init__.py"))
-        hashes[name, text] = environment.code.__wrapped__()
+        hashes[name, text] = environment.code_hash.__wrapped__()
     (package / "launch" / "b.py").unlink()
-    alone = environment.code.__wrapped__()
+    alone = environment.code_hash.__wrapped__()
     assert len({*hashes.values()}) == 4 and hashes["launch/b.py", "x"] == alone
 
 

@@ -202,7 +202,7 @@ class Checkpoints:
             )
         return None
 
-    def named(self, which: str) -> int:
+    def find_step(self, which: str) -> int:
         """Returns the step of a checkpoint: `newest`, `best` by its held-out loss, or a step."""
         steps, unreadable = self.steps, self.unreadable()
         whole = [step for step in steps if step not in unreadable]
@@ -226,7 +226,7 @@ class Checkpoints:
         """Reads the checkpoint of that name; of damaged ones the newest is the one before."""
         restored = self.newest(abstract_state) if which == "newest" else None
         if restored is None:
-            return self.restore(self.named(which), abstract_state)
+            return self.restore(self.find_step(which), abstract_state)
         for why in restored.damaged.values():
             logger.warning("%s; step %d is used instead", why, restored.step)
         return restored

@@ -39,7 +39,7 @@ _FREE = ("name:", "optimizer.decay_steps:", "optimizer.decay_shape:")
 _FIXED = ("model.", "data.code:", "init_from:")
 
 
-class Branch(NamedTuple):
+class ForkPoint(NamedTuple):
     """The checkpoint that a run begins with: of another run, after so many steps."""
 
     workdir: Workdir
@@ -130,15 +130,15 @@ class Branch(NamedTuple):
                 JsonLines(target).forget_after(self.step)
 
 
-def decayed(
+def plan_decay(
     checkpoint: str, given: str | None, settings: Sequence[str]
-) -> tuple[Experiment, dict[str, Any], Branch]:
+) -> tuple[Experiment, dict[str, Any], ForkPoint]:
     """Returns what decays from RUN/checkpoints/STEP on, its origin, and where it branches off.
 
     The experiment is that of the file `given`, None: the run's own, with these `settings`. What
     decays from a fork is itself a fork, of the run which that one left.
     """
-    branch = _named("decay", checkpoint)
+    branch = _parse_fork_point("decay", checkpoint)
     saved = load_experiment(branch.workdir)
     experiment = config.override(saved if given is None else config.load(given), settings)
     optimizer = experiment.optimizer
@@ -162,16 +162,16 @@ def decayed(
     return experiment, origin, branch
 
 
-def forked(
+def plan_fork(
     checkpoint: str, given: str | None, settings: Sequence[str], workdir: Workdir
-) -> tuple[Experiment, dict[str, Any] | None, Branch]:
+) -> tuple[Experiment, dict[str, Any] | None, ForkPoint]:
     """Returns what a fork computes, where that comes from, and the checkpoint it begins with.
 
     Each phase goes on at its first row that was not seen, whatever its batch size; of another text
     or seed none was. Once `workdir`, the fork's, has a checkpoint, nothing is asked of the run that
-    was left, and its rows and its record stay. For the other arguments see `decayed`.
+    was left, and its rows and its record stay. For the other arguments see `plan_decay`.
     """
-    branch, own = _named("fork", checkpoint), workdir.experiment
+    branch, own = _parse_fork_point("fork", checkpoint), workdir.experiment
     if _has_saved(workdir):
         if fork_of(workdir).get("checkpoint") != str(branch):
             raise InputError(f"{workdir.named}: holds another run than a fork of {branch}")
@@ -192,10 +192,10 @@ def forked(
     return _with_offsets(experiment, offsets), origin, branch
 
 
-def begun(workdir: Workdir) -> Branch | None:
+def find_pending_fork(workdir: Workdir) -> ForkPoint | None:
     """Returns where a fork begins that was killed before its first save; None: there is none."""
     record = {} if _has_saved(workdir) else fork_of(workdir)
-    return _named("fork", record["checkpoint"]) if record else None
+    return _parse_fork_point("fork", record["checkpoint"]) if record else None
 
 
 def _has_saved(workdir: Workdir) -> bool:
@@ -203,11 +203,11 @@ def _has_saved(workdir: Workdir) -> bool:
     return bool(Checkpoints(workdir.checkpoints).steps)
 
 
-def _named(command: Literal["decay", "fork"], checkpoint: str) -> Branch:
+def _parse_fork_point(command: Literal["decay", "fork"], checkpoint: str) -> ForkPoint:
     path = absolute(epath.Path(checkpoint))
     if not path.name.isdecimal() or path.parent.name != "checkpoints":
         raise InputError(f"{command} {checkpoint}: name a checkpoint, RUN/checkpoints/STEP")
-    return Branch(mirror.open_workdir(path.parent.parent), int(path.name), command)
+    return ForkPoint(mirror.open_workdir(path.parent.parent), int(path.name), command)
 
 
 def _with_offsets(experiment: Experiment, offsets: list[int]) -> Experiment:

@@ -45,15 +45,15 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 class Saves(Checkpoints):
     """The checkpoints of one run as it writes them; entered while it does.
 
-    What of it is by one process for all, the others learn by `look_again`.
+    What of it is by one process for all, the others learn by `refresh`.
     """
 
-    def __init__(self, workdir: Workdir, run: Run, peers: Peers, say: Callable[[str], None]):
+    def __init__(self, workdir: Workdir, run: Run, peers: Peers, report: Callable[[str], None]):
         super().__init__(workdir.checkpoints)
         self.step = 0  # of the newest checkpoint, perhaps still on its way
         self._previous_step = 0  # of the checkpoint before it, whose save has ended
-        self.missing = ""  # why the last steps are in no checkpoint; "" if they are
-        self._workdir, self._run, self._peers, self._say = workdir, run, peers, say
+        self.unsaved_reason = ""  # why the last steps are in no checkpoint; "" if they are
+        self._workdir, self._run, self._peers, self._report = workdir, run, peers, report
         self._losses: dict[int, float | None] = {}  # of checkpoints
         self._opened: ocp.training.Checkpointer | None = None
         self._is_saving = False
@@ -90,12 +90,12 @@ class Saves(Checkpoints):
 
         self._outlast(begin)
         self._previous_step = self.step
-        self.step, self.missing, self._is_saving = done, "", True
+        self.step, self.unsaved_reason, self._is_saving = done, "", True
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Notices that the save under way has failed, or has become a whole checkpoint."""
         if self._has_failed:
-            self.end()  # at once: the other processes wait for this one inside Orbax
+            self.wait_for_previous()  # at once: the other processes wait for this one inside Orbax
         if self._is_saving and self._opened and not self._opened.is_saving_in_progress():
             self._is_saving = False
             with contextlib.suppress(Exception):  # of a bucket that is away, and not waited for
@@ -113,9 +113,9 @@ class Saves(Checkpoints):
             if self._opened is not None:
                 self._opened.wait()
 
-    def end(self) -> None:
+    def wait_for_previous(self) -> None:
         """Waits for the save before the one that is due, which takes the place of a lost one."""
-        with self.unless_full(self.step):  # a failed save has freed its space
+        with self.tolerate_full_disk(self.step):  # a failed save has freed its space
             try:
                 self.wait()
             except DiskFull:
@@ -143,18 +143,20 @@ class Saves(Checkpoints):
 
     def skip(self, why: str) -> None:
         """Notes why the last steps are not saved."""
-        self.missing = f"not saved, since {why}; the newest checkpoint is of step {self.step}"
+        self.unsaved_reason = (
+            f"not saved, since {why}; the newest checkpoint is of step {self.step}"
+        )
 
     @contextlib.contextmanager
-    def unless_full(self, done: int) -> Iterator[None]:
+    def tolerate_full_disk(self, done: int) -> Iterator[None]:
         """Lets the run go on without a checkpoint on a full disk, where its settings say so."""
         try:
             yield
         except DiskFull as error:
             if self._run.when_disk_is_full == "stop" or self._peers.count > 1:
                 raise
-            self.missing = f"without a new checkpoint: {error}"
-            self._say(f"step {done}: {self.missing}")
+            self.unsaved_reason = f"without a new checkpoint: {error}"
+            self._report(f"step {done}: {self.unsaved_reason}")
 
     def require_space(self, state: Any) -> None:
         """Says whether the disk has too little room; raises DiskFull if no checkpoint fits."""
@@ -173,16 +175,16 @@ class Saves(Checkpoints):
         if free < one < memory and run.when_disk_is_full == "stop":
             raise DiskFull(f"{words} and run again")
         if free < more * one:
-            self._say(words)
+            self._report(words)
 
     # --- to go on -------------------------------------------------------------------------------
 
-    def go_on_from(self, done: int) -> None:
+    def resume_from(self, done: int) -> None:
         """Begins with the checkpoint of this step, or with none."""
-        self.step, self.missing = done, ""
+        self.step, self.unsaved_reason = done, ""
         self._record()
 
-    def set_aside(self, step: int) -> str:
+    def rename_damaged(self, step: int) -> str:
         """Renames a damaged checkpoint, so that it is no longer counted; by one process for all.
 
         Returns its new name; "" if nothing of it is there.
@@ -204,12 +206,12 @@ class Saves(Checkpoints):
 
         return self._again(rename)
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Lists checkpoints again: else steps of removed ones cannot be saved again."""
         if self._opened is not None:
             self._again(self._opened.reload)
 
-    def forget_after(self, step: int, send: Callable[[], None]) -> None:
+    def delete_after(self, step: int, send: Callable[[], None]) -> None:
         """Removes newer checkpoints: of steps that will be done again, otherwise.
 
         By one process for all. A start that misses one must not end there: `send` is called before.
@@ -326,7 +328,7 @@ class Saves(Checkpoints):
         """Gives up the save under way; with several processes, raises its error instead."""
         if self._peers.count > 1:  # the other processes wait for this one inside Orbax
             raise error
-        self._say(f"step {self.step}: no checkpoint was written ({error})")
+        self._report(f"step {self.step}: no checkpoint was written ({error})")
         self.step = self._previous_step
 
     def _outlast(self, work: Callable[[], None]) -> None:

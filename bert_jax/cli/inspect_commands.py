@@ -63,11 +63,11 @@ def evaluate(args: argparse.Namespace) -> int:
     from bert_jax.pretraining import evaluators
     from bert_jax.pretraining.loaded import load_params
     from bert_jax.pretraining.pretraining import Prepared
-    from bert_jax.running.environment import keep_compiled_programs
+    from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training import objective as objective_lib
 
-    keep_compiled_programs()
+    enable_compilation_cache()
     prepared = Prepared.open(run.corpus)
     parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
     mesh = mesh_lib.make_mesh(parallelism)

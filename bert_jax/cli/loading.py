@@ -120,9 +120,9 @@ def load_model(
     if not is_tuned:
         reject_flags(run, ONLY_FINETUNED, {"--from": base})
     from bert_jax.pretraining.loaded import Loaded
-    from bert_jax.running.environment import keep_compiled_programs
+    from bert_jax.running.environment import enable_compilation_cache
 
-    keep_compiled_programs()
+    enable_compilation_cache()
     if is_tuned:
         from bert_jax.tasks.predict import TaskModel
 

@@ -21,7 +21,7 @@ from bert_jax.storage import mirror
 from bert_jax.storage.workdir import lock
 
 if typing.TYPE_CHECKING:
-    from bert_jax.checkpoints.fork import Branch
+    from bert_jax.checkpoints.fork import ForkPoint
     from bert_jax.running.progress import Progress
 
 # The exit codes of runs, by how they ended.
@@ -91,9 +91,9 @@ def _pretrain(args: argparse.Namespace, end: Literal["keep", "extend"]) -> int:
     origin, branch = None, None
     if args.experiment is None:
         experiment, run = open_run(None, args.set, args.workdir)
-        from bert_jax.checkpoints.fork import begun
+        from bert_jax.checkpoints.fork import find_pending_fork
 
-        branch = begun(run)
+        branch = find_pending_fork(run)
     else:
         experiment, origin = config.load_with_origin(args.experiment, args.set)
     return _train(experiment, args.workdir, end, origin, branch)
@@ -104,7 +104,7 @@ def _train(
     root: str | None,
     end: Literal["keep", "extend"],
     origin: dict[str, Any] | None,
-    branch: "Branch | None",
+    branch: "ForkPoint | None",
 ) -> int:
     """Trains a run; returns the exit code.
 
@@ -121,7 +121,7 @@ def _train(
     progress = make_progress()
     workdir = mirror.open_to_write(root_of(experiment, root), experiment.run.corpus_dir)
     for note in config.notes(experiment):
-        progress.say(note)
+        progress.report(note)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
     outcome = pretraining.pretrain(experiment, workdir, end, progress, origin, probes, branch)
     return _CODES[outcome]
@@ -159,7 +159,7 @@ def auto(args: argparse.Namespace) -> int:
         if config.source_of_text(args.text) not in experiment.corpus.sources:
             sources = " ".join(experiment.corpus.sources)
             raise InputError(f"TEXT {args.text}: the run in {root} reads {sources}")
-        progress.say(f"{root}: resumes with the experiment that was chosen for it")
+        progress.report(f"{root}: resumes with the experiment that was chosen for it")
         return _train(experiment, root, "keep", None, None)
     workdir = mirror.open_to_write(root)
     workdir.require_ours()
@@ -172,7 +172,7 @@ def auto(args: argparse.Namespace) -> int:
         )
     except Stopped as stopped:
         again = "; run the same command again" if stopped.args[0] == "stopped" else ""
-        progress.say(f"auto: {stopped.args[0]} while the speed was measured{again}")
+        progress.report(f"auto: {stopped.args[0]} while the speed was measured{again}")
         return _CODES[stopped.args[0]]
     return _train(experiment, root, "keep", origin, None)
 
@@ -193,19 +193,19 @@ def _add_fork_arguments(parser: Parser) -> None:
 def fork(args: argparse.Namespace) -> int:
     """Trains a new run that begins with a checkpoint of another one."""
     system.use_one_memory_pool()
-    from bert_jax.checkpoints.fork import forked
+    from bert_jax.checkpoints.fork import plan_fork
 
     workdir = mirror.open_workdir(args.workdir)
-    experiment, origin, branch = forked(args.checkpoint, args.experiment, args.set, workdir)
+    experiment, origin, branch = plan_fork(args.checkpoint, args.experiment, args.set, workdir)
     return _train(experiment, args.workdir, "keep", origin, branch)
 
 
 def decay(args: argparse.Namespace) -> int:
     """Trains a new run that decays the learning rate from a checkpoint of another one."""
     system.use_one_memory_pool()
-    from bert_jax.checkpoints.fork import decayed
+    from bert_jax.checkpoints.fork import plan_decay
 
-    experiment, origin, branch = decayed(args.checkpoint, args.experiment, args.set)
+    experiment, origin, branch = plan_decay(args.checkpoint, args.experiment, args.set)
     return _train(experiment, args.workdir, "keep", origin, branch)
 
 
@@ -229,9 +229,9 @@ def compare(args: argparse.Namespace) -> int:
     with lock(results.root):
         outcome = comparison.run()
     for line in results.lines():
-        progress.say(line)
+        progress.report(line)
     if (results.root / "table.html").exists():
-        progress.say(f"compare: {results.root / 'table.html'}, table.txt and table.csv next to it")
+        progress.report(f"compare: {results.root / 'table.html'}, table.txt, table.csv next to it")
     return _CODES[outcome]
 
 
@@ -300,7 +300,7 @@ def finetune(args: argparse.Namespace) -> int:
 
     progress = make_progress()
     for note in config.notes(experiment):
-        progress.say(note)
+        progress.report(note)
     return _CODES[job.finetune(experiment, args.base, args.workdir, progress, origin)]
 
 

@@ -93,7 +93,7 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def _do_task(args: argparse.Namespace) -> int:
-    from bert_jax.running.environment import keep_compiled_programs
+    from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks import predict as predict_lib
 
     if args.texts and (args.source or args.score):
@@ -105,7 +105,7 @@ def _do_task(args: argparse.Namespace) -> int:
         flag = next(flag for flag, field in shared.COLUMN_FIELDS.items() if field in columns)
         flag = flag.replace("_", "-")
         raise InputError(f"--{flag}: describes a file; name one with --source or --input")
-    keep_compiled_programs()
+    enable_compilation_cache()
     model = predict_lib.TaskModel(args.workdir, args.base, args.checkpoint, args.beam, columns)
     if args.input is not None:
         summary = predict_lib.predict_table(model, args.input, args.out)
@@ -370,7 +370,7 @@ def serve(args: argparse.Namespace) -> int:
     is_tuned = holds_finetuning(run)
     if not is_tuned:
         reject_flags(run, ONLY_FINETUNED, {"--from": args.base})
-    from bert_jax.running.environment import keep_compiled_programs
+    from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks.predict import TaskModel
 
     try:
@@ -382,7 +382,7 @@ def serve(args: argparse.Namespace) -> int:
 
     limits = served.Limits(args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows)
     with service.listening(args.host, args.port) as bound:
-        keep_compiled_programs()
+        enable_compilation_cache()
         task = TaskModel(args.workdir, args.base, args.checkpoint) if is_tuned else None
         if task is not None and task.experiment.task.kind != "similar":
             _reject_vector_flags(args)

@@ -1,11 +1,11 @@
-"""Which slices of a run train, and when the run stops to take more of them.
+"""Which slices of a run train, and when the run restarts with more of them.
 
-A run is booked on slices: groups of hosts, as many in each, of which one or the other may be away
-for hours. A start takes those that have come, as many as its batches divide by; slices that come
-later wait, and the run stops for them when more steps are won than lost.
+A run is booked on slices: groups of equally many hosts. Some slices may be unavailable for hours. A
+start takes the slices that have arrived, as many as divide its batches. Slices that arrive later
+wait, and the run stops for them when the restart gains more steps than it costs.
 
-This module does not wait, read a clock or use sockets: `distributed.rendezvous` passes in who
-comes, and when. Times are seconds of one clock, of any origin.
+This module does not wait, read a clock or use sockets: `distributed.rendezvous` passes in which
+processes arrive, and when. Times are seconds of one clock, of any origin.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 
 from bert_jax.config import Experiment
 
-# Seconds from the end of a run to when its processes have met again: what a launcher takes.
+# Seconds from the end of a run to the next rendezvous: the time that a launcher takes.
 LAUNCH = 90.0
 
 
@@ -25,61 +25,61 @@ class SlicePolicy:
 
     booked: int  # slices
     hosts: int  # processes of each slice
-    wait: float  # seconds that a whole slice waits for the others
-    limit: float  # seconds more until a process that hears nothing gives up
-    fits: Callable[[int], bool]  # whether the run can be laid over so many slices
+    wait: float  # seconds that a complete slice waits for the others
+    limit: float  # further seconds until a process without an answer gives up
+    fits: Callable[[int], bool]  # whether the run can use this number of slices
 
     def most(self, present: int) -> int:
-        """Returns how many of so many slices can train; 0: no number of them can."""
+        """Returns the largest number of slices, up to `present`, that can train; 0 if none can."""
         return next((n for n in range(present, 0, -1) if self.fits(n)), 0)
 
 
-class RollCall:
-    """The processes that are here, as the first one of a slice knows them, and what it decides.
+class Arrivals:
+    """The processes that have arrived at the first process of a slice.
 
-    All processes report to all first ones; of those whose slice is whole the lowest decides.
+    All processes report to the first process of each slice; the lowest complete slice decides.
     """
 
-    def __init__(self, policy: SlicePolicy, me: int):
-        self.policy, self.me = policy, me  # the number of its slice
-        self.here: dict[int, float] = {}  # processes that are here, and since when
-        self.goes_on = False  # a run is decided on already, perhaps without this slice
+    def __init__(self, policy: SlicePolicy, own_slice: int):
+        self.policy, self.own_slice = policy, own_slice
+        self.arrived: dict[int, float] = {}  # {process: time of its arrival}
+        self.is_decided = False  # the slices were chosen, perhaps without this one
 
-    def came(self, process: int, since: float) -> None:
-        """Notes that a process is here."""
-        self.here = self.here | {process: since}  # one at a time writes, others read meanwhile
+    def add(self, process: int, since: float) -> None:
+        """Adds a process that has arrived."""
+        self.arrived = self.arrived | {process: since}  # a new dict: other threads read the old one
 
-    def left(self, process: int) -> None:
-        """Notes that a process has gone, if it was here."""
-        self.here = {one: since for one, since in self.here.items() if one != process}
+    def remove(self, process: int) -> None:
+        """Removes a process that has left, if it was there."""
+        self.arrived = {other: since for other, since in self.arrived.items() if other != process}
 
-    def whole(self) -> dict[int, float]:
-        """Returns the slices all of whose processes are here, in order, and since when."""
+    def complete_slices(self) -> dict[int, float]:
+        """Returns the slices with all processes, in order, and when their last one arrived."""
         times: dict[int, list[float]] = {}
-        for process, since in self.here.items():
+        for process, since in self.arrived.items():
             times.setdefault(process // self.policy.hosts, []).append(since)
-        whole = (one for one in sorted(times) if len(times[one]) == self.policy.hosts)
-        return {one: max(times[one]) for one in whole}
+        complete = (slice_ for slice_ in sorted(times) if len(times[slice_]) == self.policy.hosts)
+        return {slice_: max(times[slice_]) for slice_ in complete}
 
-    def verdict(self, now: float) -> tuple[int, ...]:
-        """Returns the slices that train; () while this is open, or for another to decide."""
-        whole = self.whole()
-        if self.goes_on or self.me != min(whole, default=None):
+    def choose_slices(self, now: float) -> tuple[int, ...]:
+        """Returns the slices that train; () if it is too early or another slice chooses."""
+        complete = self.complete_slices()
+        if self.is_decided or self.own_slice != min(complete, default=None):
             return ()
-        count = self.policy.most(len(whole))
-        if len(whole) == self.policy.booked:
-            return tuple(whole)[: count or None]  # why none fits is explained later
-        if now - min(whole.values()) < self.policy.wait:
+        count = self.policy.most(len(complete))
+        if len(complete) == self.policy.booked:
+            return tuple(complete)[: count or None]  # if none fits, a later check explains why
+        if now - min(complete.values()) < self.policy.wait:
             return ()
-        return tuple(whole)[:count]
+        return tuple(complete)[:count]
 
 
 def restart_pays_off(
     policy: SlicePolicy, taken: int, waiting: int, until: float, cost: float
 ) -> bool:
-    """Tells whether a run does more steps if it stops now, and starts with slices that wait.
+    """Tells whether restarting now, with the waiting slices, gives more steps than waiting.
 
-    It would take them anyway in `until` seconds; to stop and start costs seconds without a step.
+    The run would stop in `until` seconds anyway. A restart takes `cost` seconds without steps.
     """
     return (until - cost) * policy.most(taken + waiting) > until * taken
 
@@ -87,51 +87,51 @@ def restart_pays_off(
 def fit_to_slices(
     experiment: Experiment, taken: int, booked: int, shards: int
 ) -> Experiment | None:
-    """Returns the experiment laid over so many of its booked slices; None if it cannot be.
+    """Returns the experiment for `taken` of its `booked` slices; None if it cannot run on these.
 
-    A micro-batch has as many rows on a device as on all slices, or fewer where that divides no
-    batch. `shards` is into how many parts a slice takes its rows.
+    A device's micro-batch has as many rows as on all slices, or fewer if that divides no batch.
+    Each slice splits its rows into `shards` parts.
     """
-    given, update = experiment.parallelism, experiment.optimizer
-    parts, uneven = divmod(given.slices * taken, booked) if given.slices > 1 else (1, 0)
+    placement, update = experiment.parallelism, experiment.optimizer
+    slices, uneven = divmod(placement.slices * taken, booked) if placement.slices > 1 else (1, 0)
     replicas = update.reference_replicas if update.clip == "per_replica" else 0
     uneven = uneven or replicas % (taken * shards)
     accumulation = []
     for number, phase in enumerate(experiment.phases):
-        before = given.accumulation_of(number)
+        booked_steps = placement.accumulation_of(number)
         rows = phase.batch_size // (taken * shards)
-        most = phase.batch_size // (booked * shards * before)
-        uneven = uneven or phase.batch_size % (taken * shards) or not most
-        fewest = (n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most)
-        accumulation.append(before if replicas or uneven else next(fewest))
+        most_rows = phase.batch_size // (booked * shards * booked_steps)
+        uneven = uneven or phase.batch_size % (taken * shards) or not most_rows
+        fewest = (n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most_rows)
+        accumulation.append(booked_steps if replicas or uneven else next(fewest))
     if taken == booked or uneven:
         return experiment if taken == booked else None
-    over = dataclasses.replace(given, slices=parts, accumulation=tuple(accumulation))
-    return dataclasses.replace(experiment, parallelism=over)
+    changed = dataclasses.replace(placement, slices=slices, accumulation=tuple(accumulation))
+    return dataclasses.replace(experiment, parallelism=changed)
 
 
 def missing_since(
     lines: Iterable[Mapping[str, Any]], taken: Iterable[int], booked: int, now: float
 ) -> dict[str, float]:
-    """Returns the slices that do not train from now on, and since which start, in s since 1970.
+    """Returns {slice: time of the first start without it}, in seconds since 1970.
 
-    `lines` are those of timings.jsonl; starts have `slices`.
+    `lines` are those of timings.jsonl; the lines of starts have `slices`.
     """
     since: dict[int, float] = {}
     starts = [(line["time"], line["slices"]["taken"]) for line in lines if "slices" in line]
-    for begun, there in [*starts, (now, [*taken])]:
-        away = {*range(booked)} - {*there}
-        since = {one: since.get(one, begun) for one in sorted(away)}
-    return {str(one): begun for one, begun in since.items()}
+    for start, present in [*starts, (now, [*taken])]:
+        missing = {*range(booked)} - {*present}
+        since = {slice_: since.get(slice_, start) for slice_ in sorted(missing)}
+    return {str(slice_): start for slice_, start in since.items()}
 
 
-def in_words(since: Mapping[str, float], booked: int) -> str:
-    """Returns who is missing for people."""
-    away = (
-        f"{one} is missing since {time.strftime('%Y-%m-%d %H:%M', time.localtime(begun))}"
-        for one, begun in since.items()
+def describe_missing(since: Mapping[str, float], booked: int) -> str:
+    """Returns a line for people about how many slices train and which are missing."""
+    missing = (
+        f"{slice_} is missing since {time.strftime('%Y-%m-%d %H:%M', time.localtime(start))}"
+        for slice_, start in since.items()
     )
-    return ", ".join([f"slices: {booked - len(since)} of {booked} train", *away])
+    return ", ".join([f"slices: {booked - len(since)} of {booked} train", *missing])
 
 
 def is_due(
@@ -142,19 +142,19 @@ def is_due(
     now: float,
     left: int,
 ) -> bool:
-    """Tells whether a run stops now for slices that wait, by what timings.jsonl says of it.
+    """Tells whether a run should stop now for waiting slices, by the lines of timings.jsonl.
 
-    That it stops anyway is expected after as long as it has gone on between two such stops so far;
-    an end that was asked for here has `for_slices`. A start costs what the last one did. `now` is
-    in seconds since 1970, `left` in steps.
+    The next stop for another reason is expected after the mean time between such stops; ends that
+    were stops for slices have `for_slices`. A start costs as much as the last one did. `now` is in
+    seconds since 1970; `left` steps are left.
     """
     starts = [number for number, line in enumerate(lines) if line["kind"] == "start"]
-    since = lines[starts[-1] :]  # of this start
-    compiled = sum(line.get("compilation_seconds", 0.0) for line in since)
-    trained = [line for line in since if line["kind"] == "train"]
-    steps = sum(line["steps"] for line in trained)
-    pace = (sum(line["seconds"] for line in trained) - compiled) / max(steps, 1)
-    asked = sum("for_slices" in line for line in lines)
-    between = max(now - lines[starts[0]]["time"], 0.0) / max(len(starts) - asked, 1)
-    cost = LAUNCH + since[0]["seconds"] + compiled
-    return restart_pays_off(policy, taken, waiting, min(between, pace * left), cost)
+    current = lines[starts[-1] :]  # since the last start
+    compilation = sum(line.get("compilation_seconds", 0.0) for line in current)
+    train_lines = [line for line in current if line["kind"] == "train"]
+    steps = sum(line["steps"] for line in train_lines)
+    seconds_per_step = (sum(line["seconds"] for line in train_lines) - compilation) / max(steps, 1)
+    stops_for_slices = sum("for_slices" in line for line in lines)
+    between = max(now - lines[starts[0]]["time"], 0.0) / max(len(starts) - stops_for_slices, 1)
+    cost = LAUNCH + current[0]["seconds"] + compilation
+    return restart_pays_off(policy, taken, waiting, min(between, seconds_per_step * left), cost)

@@ -1,4 +1,4 @@
-"""Requests to stop, which end the run after a step, with the state saved; and hangs."""
+"""Requests to stop, which end a run after a step with its state saved, and a watchdog for hangs."""
 
 import contextlib
 import faulthandler
@@ -18,18 +18,18 @@ from bert_jax.errors import INTERRUPTED, UNAVAILABLE
 from bert_jax.storage import retry
 
 _STDERR = 2
-# Seconds in which faulthandler shows the stacks; until a process whose interpreter's lock is held
-# is killed; and between two looks at the clock.
-_SHOW, _STUCK, _LOOK = 1.0, 30.0, 0.5
+# Seconds for faulthandler to print the stacks, until a process whose interpreter lock is held is
+# killed, and between two looks at the clock.
+_SHOW, _STUCK, _POLL = 1.0, 30.0, 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
 _STOPPING = b"stopping after a step or a few; Ctrl-C again leaves at once, unsaved\n"
 
 
 class StopRequest:
-    """A request to stop, set by SIGTERM and SIGINT while entered; a second SIGINT is the end.
+    """A request to stop, set by SIGTERM and SIGINT while entered; a second SIGINT exits at once.
 
-    Of several processes a signal to one stops all after the same step: jax hears SIGTERM and finds
-    one that none has done yet; SIGINT is turned into it.
+    A signal to one of several processes stops all of them after the same step: JAX handles SIGTERM
+    and finds a step that none has done yet. SIGINT is sent on as SIGTERM.
     """
 
     def __init__(self, peers: Peers):
@@ -47,11 +47,11 @@ class StopRequest:
         self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
         return self
 
-    def after_step(self, done: int) -> None:
-        """Takes note of a step that is done; called after each, on all processes alike."""
+    def on_step(self, done: int) -> None:
+        """Updates the request; called after each step, on all processes."""
         if self._is_shared:
-            # jax stops at one more than the most that a process gave. A roll-back sets `done` back:
-            # that step could be far off then, or the run over before.
+            # JAX stops one step after the highest number that a process gave. A roll-back lowers
+            # `done`; the run could end before it reaches that step, so the number only rises.
             self._reached = max(self._reached + 1, done)
             self.requested |= multihost_utils.reached_preemption_sync_point(self._reached)
 
@@ -70,7 +70,7 @@ class StopRequest:
                 os._exit(INTERRUPTED)
         if not self.requested:
             self.requested = not self._is_shared
-            with contextlib.suppress(OSError):  # of a terminal, or a reader, that is gone
+            with contextlib.suppress(OSError):  # the terminal or the reader may be gone
                 os.write(_STDERR, _STOPPING)
         if self._is_shared:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -79,47 +79,47 @@ class StopRequest:
 
 
 class Watchdog:
-    """Ends the process with the stacks of its threads when it was not reset for too long.
+    """Prints all stacks and ends the process if it is not reset in time.
 
-    Three, each for what the one before cannot do. faulthandler's thread, which needs no
-    interpreter's lock, shows the stacks, but could end with exit code 1 only. A thread of ours ends
-    with 74, so that the run is started again. SIGALRM kills the process (142 in a shell) where the
-    interpreter's lock is never given back and no thread of ours can run.
+    It has three parts, each for a case that the previous part cannot handle. The thread of
+    faulthandler needs no interpreter lock and prints the stacks, but could exit with code 1 only.
+    A Python thread exits with code 74, after which the run is started again. SIGALRM kills the
+    process (142 in a shell) if the interpreter lock is never released, so that no thread can run.
 
     Args:
-      seconds: that may pass between two resets; 0: any number. BERT_JAX_HANG_AFTER, if it is set,
-        says otherwise.
-      coordinates: whether jax ends other processes as soon as this one has ended, who are to show
-        their stacks, too.
+      seconds: may pass between two resets; 0 disables the watchdog. BERT_JAX_HANG_AFTER overrides
+        it.
+      coordinates: whether JAX ends the other processes when this one exits; it then waits until
+        they have printed their stacks.
     """
 
     def __init__(self, seconds: float, coordinates: bool = False):
         self._seconds = peers_lib.seconds("BERT_JAX_HANG_AFTER") or seconds
         self._show = 5 * _SHOW if coordinates else _SHOW
         self._deadline = float("inf")
-        # Of the two that are not ours: for a step that takes less than a millisecond it is too long
-        # to set them after each. They may come so much later, and are set when they would not.
-        self._set_for, self._late = float("-inf"), min(_LOOK, self._seconds / 10)
+        # Setting faulthandler and SIGALRM takes too long to do it after each fast step. Both may
+        # fire `_slack` seconds late, and are set again only when that would not be enough.
+        self._set_for, self._slack = float("-inf"), min(_POLL, self._seconds / 10)
         self._watch: threading.Thread | None = None
 
     def reset(self, times: int = 1) -> None:
-        """Starts the time again, `times` as long: something was done."""
+        """Restarts the timer, with `times` the usual number of seconds."""
         if not self._seconds:
             return
-        seconds = times * self._seconds + self._late
+        seconds = times * self._seconds + self._slack
         now = time.monotonic()
         self._deadline = now + seconds + self._show
-        if not 0 <= now + seconds - self._set_for <= self._late:
+        if not 0 <= now + seconds - self._set_for <= self._slack:
             self._set_for = now + seconds
             faulthandler.dump_traceback_later(seconds, file=_STDERR)
-            with contextlib.suppress(ValueError):  # longer than a timer can be
+            with contextlib.suppress(ValueError):  # too long for a timer
                 signal.setitimer(signal.ITIMER_REAL, seconds + self._show + _STUCK)
         if self._watch is None:
             self._watch = threading.Thread(target=self._end_when_late, name="watchdog", daemon=True)
             self._watch.start()
 
     def pause(self) -> None:
-        """Stops the time until the next reset: what comes now may take any."""
+        """Stops the timer until the next reset."""
         if self._seconds:
             self._deadline, self._set_for = float("inf"), float("-inf")
             signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -127,5 +127,5 @@ class Watchdog:
 
     def _end_when_late(self) -> None:
         while time.monotonic() < self._deadline:
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
         os._exit(UNAVAILABLE)

@@ -308,7 +308,7 @@ def _restored(
     is for the devices it had.
     """
     saved = Checkpoints(workdir.checkpoints)
-    of_newest = saved.experiment(saved.named("newest"))
+    of_newest = saved.experiment(saved.find_step("newest"))
     if changed := config.differences(of_newest, experiment, "identity"):
         raise InputError(f"{workdir.named}: was trained with other settings ({'; '.join(changed)})")
     learned = objective.of(experiment.model, experiment.data)

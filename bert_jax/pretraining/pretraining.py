@@ -12,7 +12,7 @@ from etils import epath
 from bert_jax import config, system
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.checkpoint import sha256_of
-from bert_jax.checkpoints.fork import Branch
+from bert_jax.checkpoints.fork import ForkPoint
 from bert_jax.config import Experiment, Model
 from bert_jax.data import batches, corpus, mixture
 from bert_jax.data.dataset import SPLITS
@@ -24,7 +24,7 @@ from bert_jax.errors import InputError, pluralize
 from bert_jax.model import flops
 from bert_jax.pretraining import evaluators
 from bert_jax.running import session
-from bert_jax.running.job import Evaluator, Job, PhaseBatches, every
+from bert_jax.running.job import Evaluator, Job, PhaseBatches, repeat_every
 from bert_jax.running.progress import Progress
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
@@ -149,13 +149,13 @@ def pretrain(
     progress: Progress,
     origin: dict[str, Any] | None = None,
     probes: Any = None,
-    branch: Branch | None = None,
+    branch: ForkPoint | None = None,
 ) -> session.Outcome:
     """Runs the experiment in its workdir to its end, or until asked to stop.
 
     For what it takes see `PretrainingJob` and `session.run`.
     """
-    job = PretrainingJob(experiment, workdir, progress.say, length, probes, branch)
+    job = PretrainingJob(experiment, workdir, progress.report, length, probes, branch)
     return session.run(job, progress, origin)
 
 
@@ -203,7 +203,7 @@ class PretrainingJob(Job):
       branch: what a run begins with that is not there yet; None: its step 0.
     """
 
-    how_to_go_on = "choose another --workdir, or run `bert-jax extend` for more steps"
+    restart_hint = "choose another --workdir, or run `bert-jax extend` for more steps"
     experiment: Experiment
 
     def __init__(
@@ -213,13 +213,13 @@ class PretrainingJob(Job):
         say: Callable[[str], None],
         length: Literal["keep", "extend"] = "keep",
         probes: Any = None,
-        branch: Branch | None = None,
+        branch: ForkPoint | None = None,
     ):
         super().__init__(experiment, workdir, say)
-        self.length, self.probes, self.branch = length, probes, branch
+        self.length, self.probes, self.fork_point = length, probes, branch
         self._notes: dict[str, Any] = {}  # what checkpoints keep for those who ask the model
 
-    def placed(self, taken: int, booked: int, hosts: int) -> Experiment | None:
+    def fit_to_slices(self, taken: int, booked: int, hosts: int) -> Experiment | None:
         """Returns the experiment laid over some of its slices; None: it cannot be."""
         # A tensor axis that is longer than a slice is for make_mesh to refuse.
         shards = max(hosts * system.devices_here() // self.experiment.parallelism.tensor, 1)
@@ -231,10 +231,10 @@ class PretrainingJob(Job):
 
     def require_start(self) -> None:
         """Raises InputError if the weights it begins with are not there, or do not fit."""
-        if self.branch is None:
+        if self.fork_point is None:
             base_lib.start_of(self.experiment)
         else:
-            self.branch.require(self.experiment)
+            self.fork_point.require(self.experiment)
 
     def differences(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
         """Returns how the experiment differs from a saved one that is to go on."""
@@ -248,7 +248,7 @@ class PretrainingJob(Job):
                     f"not {experiment.total_steps}"
                 )
             if any(line.startswith(last) for line in changed):
-                self.say("extend: the schedules now end later, and so change")
+                self.report("extend: the schedules now end later, and so change")
             changed = [line for line in changed if not line.startswith(last)]
         moved = [line for line in changed if line.startswith("corpus.sources:")]
         if moved and corpus.is_made_of(self.workdir.corpus, experiment.corpus):
@@ -256,7 +256,7 @@ class PretrainingJob(Job):
         if experiment.init_from and not changed:
             base = epath.Path(experiment.init_from)
             if not base_lib.is_base(base):
-                self.say(f"resume: {base} is gone; its weights are not compared again")
+                self.report(f"resume: {base} is gone; its weights are not compared again")
             elif base_lib.begins_with(base) != metadata["init_sha256"]:
                 raise InputError(
                     f"init_from={base}: holds other weights than those this run began with; put "
@@ -269,21 +269,21 @@ class PretrainingJob(Job):
         experiment, folder = self.experiment, self.workdir.corpus
 
         def make() -> None:
-            corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self.say)
-            if self.branch is not None:
-                self.branch.begin(self.workdir)
+            corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self.report)
+            if self.fork_point is not None:
+                self.fork_point.begin(self.workdir)
             for split in SPLITS if peers.count > 1 else ():  # which all would make at once
                 corpus.open_stream(corpus.local_corpus(folder), split)
 
-        peers.on_primary("made", make)
-        corpus.local_corpus(folder, self.say)
+        peers.run_on_primary("made", make)
+        corpus.local_corpus(folder, self.report)
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """Opens what was prepared."""
         experiment = self.experiment
         self.optimizer, self.total_steps = experiment.optimizer, experiment.total_steps
         self.objective = objective_lib.of(experiment.model, experiment.data)
-        self.measured = objective_lib.measured(experiment)
+        self.metric_names = objective_lib.measured(experiment)
         self._peers, self._prepared = peers, Prepared.open(self.workdir.corpus)
         corpus.require_rows(self._prepared.folder, experiment)
         self.data_sha256 = self._prepared.sha256
@@ -293,7 +293,7 @@ class PretrainingJob(Job):
             "give all of them the corpus that one of them prepared",
         )
         self.evaluators = tuple(self._evaluators(mesh))
-        self.say(_summary(experiment, self.objective, mesh))
+        self.report(_summary(experiment, self.objective, mesh))
 
     def batches(self, done: int) -> PhaseBatches:
         """Returns the phase of the step after so many."""
@@ -317,15 +317,15 @@ class PretrainingJob(Job):
         """Raises InputError if the corpus was changed since it was opened."""
         self._prepared.require_unchanged()
 
-    def operations(self, batch: Batch) -> int:
+    def count_flops(self, batch: Batch) -> int:
         """Returns those of a step with such a batch."""
         predictions = batch["masked_lm_positions"].shape[1]
         rows, length = batch["input_ids"].shape
         return flops.train_step_flops(self.experiment.model, rows, length, predictions)
 
-    def how_to_see(self, step: int) -> str:
+    def inspection_hint(self, step: int) -> str:
         """Returns where the text of a step is to be seen, in words."""
-        return f"{super().how_to_see(step)} shows its text"
+        return f"{super().inspection_hint(step)} shows its text"
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
         """Returns what checkpoints keep: how a model that gives vectors was asked for them."""
@@ -343,10 +343,10 @@ class PretrainingJob(Job):
         )
         random = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
         kept = "" if base.moments is None else f" and moments of step {base.moments.step}"
-        self.say(f"init_from: {where}, weights{kept} {base.sha256[:12]}{random}")
+        self.report(f"init_from: {where}, weights{kept} {base.sha256[:12]}{random}")
         if base.vectors is not None:
             self._notes = {"vectors": dataclasses.asdict(base.vectors)}
-            self.say(
+            self.report(
                 f"init_from: {where} gives vectors of texts, and what is learned now changes them; "
                 "a task of task.kind=similar in run.probes shows how much"
             )
@@ -361,7 +361,7 @@ class PretrainingJob(Job):
     def _evaluators(self, mesh: jax.sharding.Mesh) -> Iterator[Evaluator]:
         """Yields what is asked of the model, which in another phase may be another one."""
         experiment, run, prepared = self.experiment, self.experiment.run, self._prepared
-        often = every(run.eval_every, experiment.total_steps)
+        often = repeat_every(run.eval_every, experiment.total_steps)
         held_out = prepared.held_out(experiment, mesh)
         stream = corpus.open_stream(prepared.folder, "validation")
         scored, samplers = {}, {}
@@ -404,7 +404,7 @@ class PretrainingJob(Job):
             "give all of them the same files of run.probes",
         )
         seldom = self._when_probed(open_probes(experiment.model_of(0)))
-        self.say(f"probes: {self.probes.about}")
+        self.report(f"probes: {self.probes.about}")
         yield Evaluator("probes", seldom, probe, self._describe_probes, wait="probes")
 
     def _describe_probes(self, line: dict[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""The household of a run: how it starts, goes on, is kept, and is seen; the loop."""
+"""The life of a run: start, training loop, saving, resuming, logging and progress."""

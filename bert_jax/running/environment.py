@@ -1,4 +1,4 @@
-"""The code, machine and libraries that arithmetic depends on; compiled programs, kept for each."""
+"""The code, machine and libraries that arithmetic depends on, and a cache of compiled programs."""
 
 import functools
 import hashlib
@@ -21,19 +21,19 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that a step is made of."""
-    # The metadata of a checkout says what it was when it was installed.
-    of_others = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    return {"bert-jax": bert_jax.__version__, **of_others}
+    """Returns the versions of the packages that compute a step."""
+    # Not by the metadata of bert_jax: in a checkout they hold the version that was installed.
+    others = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"bert-jax": bert_jax.__version__, **others}
 
 
-# Of the package, what no run depends on: a launcher and experiments, which a wheel holds, too.
+# Folders of the package that no run depends on.
 _NOT_CODE = ("launch", "experiments")
 
 
 @functools.cache
-def code() -> str:
-    """Returns a hash of this package's sources, names and bytes."""
+def code_hash() -> str:
+    """Returns a hash of the names and bytes of this package's source files."""
     digest = hashlib.sha256()
     folder = pathlib.Path(bert_jax.__file__).parent
     for path in sorted(folder.rglob("*.py")):
@@ -44,10 +44,10 @@ def code() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Returns what arithmetic depends on except the run: equal environments give equal bits."""
+    """Returns what a run's arithmetic depends on: equal environments give equal bits."""
     settings = jax.config.values
     return {
-        "code": code(),
+        "code": code_hash(),
         "versions": versions(),
         "python": platform.python_version(),
         "devices": [jax.devices()[0].device_kind, jax.device_count()],
@@ -62,30 +62,30 @@ def environment() -> dict[str, Any]:
     }
 
 
-def changes(saved: dict[str, Any]) -> str:
-    """Returns in one line how the environment differs from a saved one; "" if it does not.
+def describe_changes(saved: dict[str, Any]) -> str:
+    """Returns one line about how the environment differs from a saved one; "" if it does not.
 
-    What an earlier version has not saved is passed over.
+    Ignores names that an earlier version did not save.
     """
-    now, then = _flat(environment()), _flat(saved)
-    changed = [name for name, value in now.items() if name in then and then[name] != value]
+    new, old = _flatten(environment()), _flatten(saved)
+    changed = [name for name, value in new.items() if name in old and old[name] != value]
     if not changed:
         return ""
-    words = (f"{name} {then[name] or 'none'} -> {now[name] or 'none'}" for name in changed)
+    descriptions = (f"{name} {old[name] or 'none'} -> {new[name] or 'none'}" for name in changed)
     effect = "batches exact, arithmetic to rounding"
     if "code" in changed:
         effect = "batches and arithmetic are those of the code that runs now"
-    return f"{', '.join(words)}: {effect}"
+    return f"{', '.join(descriptions)}: {effect}"
 
 
-def _flat(tree: dict[str, Any]) -> dict[str, str]:
-    """Returns the values of nested objects as text, by their own names."""
+def _flatten(tree: dict[str, Any]) -> dict[str, str]:
+    """Returns the leaves of nested dicts as text, by the innermost key."""
     values = traverse_util.flatten_dict(tree).items()
     return {k[-1]: " x ".join(map(str, v)) if isinstance(v, list) else str(v) for k, v in values}
 
 
 def _cpu_model() -> str:
-    """Returns the CPU's name and what it can do: on rented machines the name alone says little."""
+    """Returns the CPU's name and a hash of its features, which the name alone does not tell."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             fields = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines())
@@ -96,17 +96,17 @@ def _cpu_model() -> str:
         return platform.processor() or platform.machine()
 
 
-# Of all compiled programs that are kept; the ones not used for longest go first.
+# Largest size of the cache; programs that were not used for longest are removed first.
 _COMPILED_BYTES = 2**30
 
 
 class CompilationCache(foreign.compilation_cache_class()):
-    """Keeps compiled programs as jax does, but behind checksums: jax runs a damaged one."""
+    """JAX's cache of compiled programs, with checksums: JAX would run a damaged program."""
 
-    environment = ""  # a hash of what programs depend on that jax's keys leave out
+    environment = ""  # a hash of what programs depend on that JAX's keys leave out
 
     def get(self, key: str) -> bytes | None:
-        """Returns a program; None where there is none, and of a damaged one, which is removed."""
+        """Returns a program; None if it is missing, or damaged and removed."""
         entry = super().get(self._name(key))
         if entry is None:
             return None
@@ -114,34 +114,34 @@ class CompilationCache(foreign.compilation_cache_class()):
             return entry[32:]
         path = self.path / f"{self._name(key)}-cache"
         path.unlink(missing_ok=True)
-        logger.warning("%s: damaged, and removed; compiling again", path)
+        logger.warning("%s: damaged, removed; compiling the program again", path)
         return None
 
     def put(self, key: str, value: bytes) -> None:
-        """Keeps a program."""
+        """Saves a program."""
         super().put(self._name(key), hashlib.sha256(value).digest() + value)
 
     def _name(self, key: str) -> str:
         return f"{key}-{self.environment}-sha256"
 
 
-def keep_compiled_programs() -> None:
-    """Keeps what is compiled from now on, and finds what was compiled before, on this machine.
+def enable_compilation_cache() -> None:
+    """Saves compiled programs in the user's cache folder and loads them from there.
 
-    Those who can write a program can run code: none is read from a bucket or a workdir. Of several
-    processes jax lets the first alone write. JAX_COMPILATION_CACHE_DIR names another place than the
-    user's cache folder; empty: none.
+    Who can write a program there can run code, so the cache is never in a bucket or a workdir. With
+    several processes, JAX lets only the first one write. JAX_COMPILATION_CACHE_DIR names another
+    folder; an empty value disables the cache.
     """
     foreign.use_compilation_cache(CompilationCache)
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    # What a program is jax knows by itself, whichever code has built it.
-    of = {name: value for name, value in environment().items() if name != "code"}
+    # JAX's keys hash the program itself, so the code that built the program does not matter.
+    facts = {name: value for name, value in environment().items() if name != "code"}
     if jax.default_backend() == "cpu":
-        foreign.hash_devices_only()  # the environment says what of the machine matters
+        foreign.hash_devices_only()  # the facts describe this machine
     else:
-        # A CPU's programs use what that very CPU can do; hosts of other devices share theirs.
-        of = {name: value for name, value in of.items() if name not in ("cpu", "threads")}
-    CompilationCache.environment = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
+        # Programs of GPUs and TPUs do not depend on the CPU of their host.
+        facts = {name: value for name, value in facts.items() if name not in ("cpu", "threads")}
+    CompilationCache.environment = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     jax.config.update("jax_compilation_cache_max_size", _COMPILED_BYTES)

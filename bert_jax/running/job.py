@@ -1,4 +1,4 @@
-"""What the loop is given to do: pre-training, or a task."""
+"""The job that the training loop runs: pre-training or fine-tuning."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from bert_jax.checkpoints.fork import Branch
+from bert_jax.checkpoints.fork import ForkPoint
 from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Optimizer
 from bert_jax.distributed.peers import Peers
@@ -21,139 +21,138 @@ from bert_jax.training.objective import Batch, Objective
 
 
 class PhaseBatches(NamedTuple):
-    """The batches of one phase, whose steps are all alike."""
+    """The batches of one phase; all its steps have the same shapes."""
 
     number: int  # of the phase, from 0
-    first: int  # the step it begins with
-    steps: int  # how many
-    batch_size: int  # global rows a step
-    batch: MakeBatch  # (step of the phase, rows) to these rows of its batch, on the host
-    # Whether a step's batch can be made at once; if not, what it waits for is under way.
+    first: int  # step before which the phase begins
+    steps: int  # number of steps
+    batch_size: int  # global rows per step
+    batch: MakeBatch  # (step of the phase, row numbers) -> these rows of its batch, on the host
+    # Whether the batch of a step can be made now; if not, its epoch is still being planned.
     ready: Callable[[int], bool] = lambda step: True
-    close: Callable[[], None] = lambda: None  # ends what is under way
-    objective: Objective | None = None  # what is learned in this phase; None: the job's
-    # Whether the next phase learns something else, so that no line of metrics has steps of both.
+    close: Callable[[], None] = lambda: None  # stops the planning
+    objective: Objective | None = None  # objective of this phase; None: the job's
+    # Whether the next phase has another objective: a metrics line must not mix steps of both.
     ends_line: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """A question about the parameters; all processes ask it after the same steps."""
+    """An evaluation of the parameters; all processes run it after the same steps."""
 
     name: str  # the `kind` of its lines
-    # Whether it is asked after so many steps; 0: before the first. A function of the experiment
-    # alone.
+    # Whether the evaluation is due after this many steps (0: before the first). Depends on the
+    # experiment alone.
     is_due: Callable[[int], bool]
-    # (parameters, steps done) to what its line holds next to `step` and `kind`; empty: no line. A
-    # run whose `loss` is not finite has failed, and of checkpoints the one of the lowest is the
-    # best.
-    ask: Callable[[Any, int], dict[str, Any]]
-    describe: Callable[[dict[str, Any]], str]  # a line in words; "": nothing is shown
-    file: Literal["metrics", "predictions"] = "metrics"  # which of the run's files its lines go to
-    wait: Literal["evaluation", "probes"] = "evaluation"  # by what name its time is counted
+    # (parameters, steps done) -> fields of its line besides `step` and `kind`; empty: no line. A
+    # run fails if `loss` is not finite; the best checkpoint has the lowest `loss`.
+    evaluate: Callable[[Any, int], dict[str, Any]]
+    describe: Callable[[dict[str, Any]], str]  # text for people about a line; "": none
+    file: Literal["metrics", "predictions"] = "metrics"  # the file that its lines go to
+    wait: Literal["evaluation", "probes"] = "evaluation"  # name under which `Clock` counts its time
 
 
-def every(steps: int, total: int) -> Callable[[int], bool]:
-    """Returns an `is_due`: after each so many steps, and after the last."""
+def repeat_every(steps: int, total: int) -> Callable[[int], bool]:
+    """Returns an `is_due` that is true after every `steps` steps and after the last."""
     return lambda done: done > 0 and (done % steps == 0 or done == total)
 
 
 class Job:
-    """An experiment in its workdir, and what the loop does of it.
+    """An experiment in its workdir, with everything that the training loop needs to know about it.
 
-    A run calls `read`, `require_runnable`, `require_start`, `differences`, `prepare` and `open`,
-    in this order; the loop, which comes then, asks for the rest. `PretrainingJob` and
+    `session.run` calls `read`, `require_runnable`, `require_start`, `differences`, `prepare` and
+    `open`, in this order; then the loop calls the other methods. `PretrainingJob` and
     `FinetuningJob` implement the methods that raise NotImplementedError.
     """
 
-    how_to_go_on = "choose another --workdir"  # with a finished run, in words
+    restart_hint = "choose another --workdir"  # what to do after a finished run
     # `extend` allows more steps than the run was started with.
     length: Literal["keep", "extend"] = "keep"
-    # The checkpoint of another run that stands before the first of this one; None: none.
-    branch: Branch | None = None
-    # Arrays that the steps read and do not change, on the devices; None: there are none.
-    fixed: Any = None
-    patience = 0  # evaluations in a row without a lower `loss` that end the run; 0: it goes on
+    # The checkpoint of another run that this run starts from; None: it is no fork.
+    fork_point: ForkPoint | None = None
+    # Arrays on the devices that the steps read and do not change; None: there are none.
+    frozen: Any = None
+    patience = 0  # evaluations without a lower `loss` after which the run stops; 0: never
 
-    # Known once it is open, or before.
-    optimizer: Optimizer  # the update
-    total_steps: int  # of all phases; the schedule's length
-    objective: Objective  # what is learned
-    measured: tuple[str, ...]  # names of what any of its steps measures
-    evaluators: tuple[Evaluator, ...]  # in the order in which they are asked
-    data_sha256: str  # of what is learned from, which checkpoints keep as `corpus_sha256`
+    # Set by `open`, or before.
+    optimizer: Optimizer
+    total_steps: int  # of all phases; the length of the schedules
+    objective: Objective
+    metric_names: tuple[str, ...]  # of all metrics that any step has
+    evaluators: tuple[Evaluator, ...]  # in the order in which they run
+    data_sha256: str  # hash of the training data; checkpoints save it as `corpus_sha256`
 
-    def __init__(self, experiment: Any, workdir: Workdir, say: Callable[[str], None]):
-        self.experiment = experiment  # an `Experiment` or the like, kept with every checkpoint
-        self.workdir, self.say = workdir, say  # of the run; shows a line
+    def __init__(self, experiment: Any, workdir: Workdir, report: Callable[[str], None]):
+        self.experiment = experiment  # an `Experiment` or `Finetuning`; checkpoints save it
+        self.workdir, self.report = workdir, report  # `report` shows a line
 
-    # --- before it is open ----------------------------------------------------------------------
+    # --- before `open` --------------------------------------------------------------------------
 
-    def placed(self, taken: int, booked: int, hosts: int) -> Any | None:
-        """Returns the experiment laid over some of its slices, of so many processes each.
+    def fit_to_slices(self, taken: int, booked: int, hosts: int) -> Any | None:
+        """Returns the experiment for `taken` of its `booked` slices, each with `hosts` processes.
 
-        None: it cannot be, as a task's on less than all. It is asked before devices start.
+        Returns None if it cannot run on these; fine-tuning needs all. Called before JAX starts.
         """
         return self.experiment if taken == booked else None
 
     def read(self) -> None:
-        """Reads what is there already, once jax knows how many processes it has."""
+        """Reads inputs that exist already, such as a base; JAX knows the number of processes."""
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
-        """Raises InputError if the batches or the state cannot be laid over these devices."""
+        """Raises InputError if the batches or the state cannot be sharded over these devices."""
 
     def require_start(self) -> None:
-        """Raises InputError if the weights it begins with are not there, or do not fit."""
+        """Raises InputError if the initial weights are missing or do not fit."""
 
     def differences(self, saved: Any, metadata: dict[str, Any]) -> list[str]:
-        """Returns how the experiment differs from that of a checkpoint that is to go on, in words.
+        """Returns descriptions of how the experiment differs from `saved`, which is to be resumed.
 
-        `metadata` is the checkpoint's, its `notes` and its `init_sha256` among it.
+        `metadata` is that of the checkpoint, with its `notes` and `init_sha256`.
         """
         raise NotImplementedError
 
     def prepare(self, peers: Peers) -> None:
-        """Makes what is learned from, or finds it, by one process for all; lays it on each host."""
+        """Makes or finds the training data on process 0, then copies it to each host."""
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
         """Opens what was prepared."""
 
-    # --- once it is open ------------------------------------------------------------------------
+    # --- after `open` ---------------------------------------------------------------------------
 
     def batches(self, done: int) -> PhaseBatches:
-        """Returns the phase of the step after so many."""
+        """Returns the phase of the step that comes after `done` steps."""
         raise NotImplementedError
 
     def initial_state(self, fresh: step.State) -> tuple[step.State, str]:
-        """Returns the state before the first step, and a hash of weights that it was given."""
+        """Returns the state before the first step, and the hash of its base ("" without a base)."""
         raise NotImplementedError
 
     def require_same(self, metadata: dict[str, Any]) -> None:
-        """Raises InputError unless a checkpoint with this metadata learned from the same."""
+        """Raises InputError if a checkpoint with this metadata was trained on other data."""
 
     def require_unchanged(self) -> None:
-        """Raises InputError if what is learned from was changed since it was opened."""
+        """Raises InputError if the training data was changed since `open`."""
 
-    def operations(self, batch: Batch) -> int:
-        """Returns those of a step with such a batch: what utilisation is reckoned by."""
+    def count_flops(self, batch: Batch) -> int:
+        """Returns the useful operations of a step with this batch, for the utilisation."""
         raise NotImplementedError
 
-    def how_to_see(self, step: int) -> str:
-        """Returns where the text of a step is to be seen, in words."""
+    def inspection_hint(self, step: int) -> str:
+        """Returns which command shows the text of a step."""
         return f"`bert-jax show --workdir {self.workdir.named} --step {step}`"
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """Returns what checkpoints keep as `notes` for those who ask the model later, as JSON.
+        """Returns the `notes` of a checkpoint, as JSON, which later users of the model need.
 
-        `evaluation` is the newest line of the first evaluator; {}: it is not of this step.
+        `evaluation` is the line of the first evaluator for this step; {} if there is none.
         """
         raise NotImplementedError
 
-    def steps_of(self, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[Callable, ...]:
-        """Returns the step, that in which a TPU checks itself if there is one, and the replay."""
+    def make_steps(self, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[Callable, ...]:
+        """Returns the train step, the step in which TPUs check themselves, the recompute check."""
         parallelism, objective = self.experiment.parallelism, phase.objective or self.objective
-        parts = parallelism.accumulation_of(phase.number)
-        spec = step.StepSpec(objective, self.optimizer, parallelism, parts, mesh)
+        accumulation = parallelism.accumulation_of(phase.number)
+        spec = step.StepSpec(objective, self.optimizer, parallelism, accumulation, mesh)
         train_step = checked_step = step.make_train_step(spec, self.total_steps)
         if self.experiment.run.check_every:
             checks = step.self_checks(mesh_lib.device_kind(mesh))
@@ -163,20 +162,20 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The end of a run, after so many steps."""
+    """How a run ended."""
 
     outcome: Literal["finished", "stopped", "failed"]
     done: int  # steps
-    why: str = ""  # it failed; or its last steps are in no checkpoint: "" if they are
+    reason: str = ""  # why the run failed, or why no checkpoint has its last steps; "" if neither
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """A run that is about to begin: what it does, on which devices, and those who watch it."""
+    """Everything that the training loop works with."""
 
-    job: Job  # open
-    booked: Any  # its experiment on all slices, some of which may be missing
-    origin: dict[str, Any] | None  # where that comes from, see `session.run`
+    job: Job  # after `open`
+    booked: Any  # its experiment on all slices, even if some are missing now
+    origin: dict[str, Any] | None  # where the experiment comes from, see `session.run`
     mesh: jax.sharding.Mesh
     peers: Peers
     saves: Saves
@@ -185,4 +184,4 @@ class Context:
     clock: Clock
     watchdog: Watchdog
     stop: StopRequest  # entered
-    forget: Callable[[], None]  # is called if several processes end without unwinding
+    clean_up: Callable[[], None]  # called if several processes exit without unwinding

@@ -1,8 +1,8 @@
-"""Metrics from sums on devices to lines in a file.
+"""Metrics: from sums on devices to lines in a file.
 
-metrics.jsonl is a function of experiment (its logging intervals included), corpus and step: on the
-same machine two runs, one of them killed and resumed as often as you like, write the same bytes;
-other cores or devices round sums otherwise. What depends on the hour stands in timings.jsonl.
+metrics.jsonl is a function of experiment (with its logging intervals), corpus and step. On the same
+machine a run that is killed and resumed writes the same bytes as one without interruption; other
+cores or devices round sums differently. Everything that depends on time is in timings.jsonl.
 """
 
 import statistics
@@ -17,17 +17,17 @@ from bert_jax.storage.workdir import Workdir
 
 Sums = Mapping[str, np.ndarray]  # {name: [sum, count]}
 
-# Kinds of lines of an evaluation: of pre-training, and of a task.
+# The `kind` of lines with an evaluation, in pre-training and in fine-tuning.
 EVALUATIONS = ("evaluation", "scores")
-# A spike: a loss above the median + max(8 deviations, 10 %) of the last 20 lines, 5 at least.
-_WINDOW, _LEAST = 20, 5
-_TIMES, _SHARE = 8.0, 0.1
-# Standard deviations in the median distance of a normal distribution.
-_DEVIATION = 1.4826
+# A spike is a loss above median + max(8 deviations, 10 %) of the last 20 lines; 5 are required.
+_MOST_LINES, _FEWEST_LINES = 20, 5
+_DEVIATIONS, _SHARE = 8.0, 0.1
+# Standard deviation of a normal distribution, in units of its median absolute deviation.
+_MAD_TO_DEVIATION = 1.4826
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """Divides each sum by its count; what was never counted is left out."""
+    """Divides each sum by its count; omits sums with a count of 0."""
     return {name: float(s) / float(n) for name, (s, n) in sorted(sums.items()) if n}
 
 
@@ -57,9 +57,9 @@ def skipped_steps(lines: Iterable[Mapping[str, Any]], excluded: Iterable[int]) -
 
 
 def should_stop_early(held_out: Sequence[tuple[int, float]], patience: int) -> bool:
-    """Tells whether the last `patience` of all (step, loss) have no loss below those before them.
+    """Tells whether none of the last `patience` (step, loss) improved on the best before them.
 
-    With a patience of 0 it is never in vain.
+    A patience of 0 disables early stopping.
     """
     losses = [loss for _, loss in held_out]
     return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
@@ -69,40 +69,40 @@ class Spikes:
     """Finds training lines in which a step's loss jumps."""
 
     def __init__(self) -> None:
-        self._highest: list[float] = []
-        self._learned: list[str] = []  # the losses of the line before
+        self._highest: list[float] = []  # the highest loss of a step, of each recent line
+        self._loss_names: list[str] = []  # of the previous line
 
-    def of_line(self, line: Mapping[str, Any]) -> tuple[int, float, float] | None:
-        """Returns (step, its loss, the usual highest loss of a line) if the line has a jump.
+    def check(self, line: Mapping[str, Any]) -> tuple[int, float, float] | None:
+        """Returns (step, its loss, the usual highest loss of a line) if the line has a spike.
 
-        Each line of metrics.jsonl is looked at once, in their order.
+        Must be called once for each line of metrics.jsonl, in order.
         """
         loss = line.get("worst_step_loss")
         if line.get("kind") != "train" or not isinstance(loss, int | float):
             return None
-        learned = sorted(name for name in line if name.endswith("_loss"))
-        if learned != self._learned:  # another phase's objective, whose losses are others
-            self._highest, self._learned = [], learned
-        before, usual = self._highest[-_WINDOW:], 0.0
-        self._highest = [*before, float(loss)]
-        if len(before) < _LEAST:
+        loss_names = sorted(name for name in line if name.endswith("_loss"))
+        if loss_names != self._loss_names:  # a phase with another objective begins
+            self._highest, self._loss_names = [], loss_names
+        previous = self._highest[-_MOST_LINES:]
+        self._highest = [*previous, float(loss)]
+        if len(previous) < _FEWEST_LINES:
             return None
-        usual = statistics.median(before)
-        spread = _DEVIATION * statistics.median(abs(x - usual) for x in before)
-        if loss <= usual + max(_TIMES * spread, _SHARE * usual):
+        usual = statistics.median(previous)
+        deviation = _MAD_TO_DEVIATION * statistics.median(abs(x - usual) for x in previous)
+        if loss <= usual + max(_DEVIATIONS * deviation, _SHARE * usual):
             return None
         return int(line["worst_step"]), float(loss), usual
 
 
 class RunLines:
-    """The files of lines of a run; of several processes one `writes`, and the others keep none."""
+    """The JSON Lines files of a run; with several processes only one of them `writes`."""
 
     def __init__(self, workdir: Workdir, when_full: Literal["stop", "go_on"], writes: bool):
         self._writes = writes
         self.metrics = JsonLines(workdir.metrics, when_full)
         self.timings = JsonLines(workdir.timings, when_full)
-        # Whose lines up to a checkpoint never change again.
-        self._lasting = {
+        # Their lines up to a checkpoint never change again.
+        self._reproducible = {
             "metrics.jsonl": self.metrics,
             "predictions.jsonl": JsonLines(workdir.predictions, when_full),
         }
@@ -111,7 +111,7 @@ class RunLines:
     def append(self, line: dict[str, Any], file: Literal["metrics", "predictions"]) -> None:
         """Adds a line to a file."""
         if self._writes:
-            self._lasting[f"{file}.jsonl"].append(line)
+            self._reproducible[f"{file}.jsonl"].append(line)
 
     def time(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Adds a line to the timings."""
@@ -119,21 +119,24 @@ class RunLines:
             self.timings.append({"step": step, "kind": kind, "time": time.time(), **values})
 
     def flush(self) -> None:
-        """Writes what is not written yet."""
-        for lines in (*self._lasting.values(), self.timings):
+        """Writes buffered lines."""
+        for lines in (*self._reproducible.values(), self.timings):
             lines.flush()
 
-    def written(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps about its lines; see `JsonLines.written`."""
-        return {name: lines.written() for name, lines in self._lasting.items() if self._writes}
+    def tallies(self) -> dict[str, Any]:
+        """Returns what a checkpoint saves about each file; see `JsonLines.written`."""
+        return {name: lines.written() for name, lines in self._reproducible.items() if self._writes}
 
-    def go_on_from(self, step: int, written: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-        """Drops lines of later steps; yields each file that is not there, and its lines."""
+    def resume_from(self, step: int, tallies: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+        """Drops lines of later steps; yields each missing file with the number of its lost lines.
+
+        `tallies` are those of the checkpoint at this step.
+        """
         if not self._writes:
             return
-        for name, lines in self._lasting.items():
-            if gone := lines.forget_after(step or -1, written.get(name)):
-                yield name, gone
+        for name, lines in self._reproducible.items():
+            if lost := lines.forget_after(step or -1, tallies.get(name)):
+                yield name, lost
         self.spikes = Spikes()
         for line in self.metrics.read():
-            self.spikes.of_line(line)
+            self.spikes.check(line)

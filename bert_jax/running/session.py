@@ -1,4 +1,4 @@
-"""Starting, going on with and extending a run in its workdir."""
+"""Starts, resumes or extends a run in its workdir."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from bert_jax.distributed.peers import Peers
 from bert_jax.distributed.watchdog import StopRequest, Watchdog
 from bert_jax.errors import InputError, pluralize
 from bert_jax.running import trackers
-from bert_jax.running.environment import code, keep_compiled_programs, versions
+from bert_jax.running.environment import code_hash, enable_compilation_cache, versions
 from bert_jax.running.job import Context, Job, Result
 from bert_jax.running.lines import EVALUATIONS, skipped_steps
 from bert_jax.running.progress import Clock, Progress
@@ -36,30 +36,30 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
     """Runs an experiment in its workdir to its end, or until asked to stop.
 
     Args:
-      job: what is to be done; a run that is there already must be of the same.
-      progress: shows what happens.
-      origin: where the experiment comes from, by config.load_with_origin; kept for the report.
+      job: the training; a run that is already in the workdir must belong to the same experiment.
+      progress: shows lines and the progress bar.
+      origin: where the experiment comes from (config.load_with_origin); saved for `report`.
     """
     experiment, workdir = job.experiment, job.workdir
     with contextlib.ExitStack() as stack:
         booked, wait = experiment, experiment.run.wait_for_slices_seconds
-        peers = stack.enter_context(peers_lib.connected(wait, job.placed))
+        peers = stack.enter_context(peers_lib.connect_processes(wait, job.fit_to_slices))
         if peers.membership is not None:
             taken, policy = len(peers.membership.slices), peers.membership.policy
-            job.experiment = experiment = job.placed(taken, policy.booked, policy.hosts)
+            job.experiment = experiment = job.fit_to_slices(taken, policy.booked, policy.hosts)
         if not peers.is_primary:
-            progress.be_silent()
+            progress.silence()
         stack.callback(setattr, retry, "say", retry.say)
-        retry.say = progress.say if peers.is_primary else peers.say
+        retry.say = progress.report if peers.is_primary else peers.report
         job.read()
         facts = {name: repr(value) for name, value in config.flatten(experiment)} | versions()
-        facts |= {"python": platform.python_version(), "code of bert_jax": code()}
+        facts |= {"python": platform.python_version(), "code of bert_jax": code_hash()}
         facts |= {"length": job.length}
         peers.require_same("settings", facts, "start all of them with the same command")
         watchdog = Watchdog(
             experiment.run.hang_after_seconds, coordinates=peers.is_primary and peers.count > 1
         )
-        stack.callback(watchdog.pause)  # the caller may live on
+        stack.callback(watchdog.pause)  # the caller's process may continue
         watchdog.reset(times=2)
         mesh = mesh_lib.make_mesh(experiment.parallelism)
         job.require_runnable(mesh)
@@ -67,27 +67,27 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         trackers.require_installed(experiment.run.trackers)
         if process.is_prepared:
             system.keep_freed_memory()
-            keep_compiled_programs()
-        peers.connect(mesh)
+            enable_compilation_cache()
+        peers.connect_devices(mesh)
         clock = Clock()
-        with _held(job, peers) as (mirror, forget):
-            _require_one_place(workdir, mirror, peers)
+        with _lock_workdir(job, peers) as (mirror, clean_up):
+            _require_shared(workdir, mirror, peers)
             with Checkpoints(workdir.checkpoints).cached_lists():
-                _require_going_on(job)
-            # A signal ends this at once: a corpus half made is made again.
+                _require_resumable(job)
+            # A signal ends the process at once: the next start makes an unfinished corpus again.
             watchdog.pause()
             with clock.waiting("prepare"):
                 job.prepare(peers)
-                peers.meet("prepare")
+                peers.wait_at_barrier("prepare")
             watchdog.reset(times=2)
             with StopRequest(peers) as stop:
                 job.open(mesh, peers)
                 clock.peak_flops = hardware.peak_flops(job.objective.model.compute_dtype)
-                saves = Saves(workdir, experiment.run, peers, progress.say)
-                around = mesh, peers, saves, mirror, progress, clock, watchdog, stop, forget
-                trainer = Trainer(Context(job, booked, origin, *around))
+                saves = Saves(workdir, experiment.run, peers, progress.report)
+                tools = mesh, peers, saves, mirror, progress, clock, watchdog, stop, clean_up
+                trainer = Trainer(Context(job, booked, origin, *tools))
                 names = experiment.run.trackers if peers.is_primary else ()
-                with trackers.following(names, workdir, experiment, progress.say):
+                with trackers.run_trackers(names, workdir, experiment, progress.report):
                     result = trainer.run()
             watchdog.pause()
             mirror.flush()
@@ -96,31 +96,31 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
 
 
 def _show(result: Result, job: Job, lines: list[dict[str, Any]], excluded: tuple[int, ...]) -> None:
-    """Prints how a run ended and how to resume it.
+    """Reports how a run ended and how to resume it.
 
     `lines` are those of metrics.jsonl, `excluded` the steps that roll-backs excluded.
     """
     if result.outcome == "failed":
-        job.say(f"failed: {result.why}")
+        job.report(f"failed: {result.reason}")
     elif result.outcome == "stopped":
-        where = result.why or ("saved" if result.done else "nothing to save")
-        job.say(f"stopped at step {result.done}, {where}; run the same command again")
+        state = result.reason or ("saved" if result.done else "nothing to save")
+        job.report(f"stopped at step {result.done}, {state}; run the same command again")
     else:
         describe = {e.name: e.describe for e in job.evaluators}
         last = [line for line in lines if line["kind"] in EVALUATIONS][-1:]
-        words = [describe[line["kind"]](line) for line in last]
+        parts = [describe[line["kind"]](line) for line in last]
         if lines and [line["step"] for line in last] != [result.done]:
-            words = [f"step {line['step']}: {word}" for line, word in zip(last, words, strict=True)]
-            words.append(f"the newest checkpoint (step {result.done}) was not evaluated")
-        count, which = skipped_steps(lines, excluded)
-        words += [f"{pluralize(count, 'step')} skipped ({which})"] if count else []
-        job.say("; ".join([f"finished: step {result.done}", *words]))
-        place = job.workdir.named
-        job.say(f"{place} holds the finished run; to start again {job.how_to_go_on}")
+            parts = [f"step {line['step']}: {part}" for line, part in zip(last, parts, strict=True)]
+            parts.append(f"the newest checkpoint (step {result.done}) was not evaluated")
+        count, steps = skipped_steps(lines, excluded)
+        parts += [f"{pluralize(count, 'step')} skipped ({steps})"] if count else []
+        job.report("; ".join([f"finished: step {result.done}", *parts]))
+        path = job.workdir.named
+        job.report(f"{path} holds the finished run; to start again {job.restart_hint}")
 
 
 def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
-    """Raises InputError if devices are to check themselves, or each other, that cannot."""
+    """Raises InputError if the devices do not support the checks that the run asks for."""
     platform = mesh.devices.flat[0].platform
     if run.check_every and platform != "tpu":
         raise InputError(
@@ -129,15 +129,15 @@ def _require_checkable(run: Run, mesh: jax.sharding.Mesh) -> None:
         )
     if run.replay_every and mesh_lib.batch_shards(mesh) < 2:
         raise InputError(
-            f"run.replay_every={run.replay_every}: takes two devices; set run.replay_every=0"
+            f"run.replay_every={run.replay_every}: needs two devices; set run.replay_every=0"
         )
 
 
 @contextlib.contextmanager
-def _held(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]:
-    """Holds the workdir by process 0 for all; gives what makes it forget a run hardly begun.
+def _lock_workdir(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]:
+    """Locks the workdir on process 0; yields the mirror, and a function that cleans up.
 
-    A run that is refused before its first checkpoint leaves none of the files it began.
+    The function deletes the files of a run that was refused before its first checkpoint.
     """
     workdir = job.workdir
     mirror = Mirror(workdir, peers.number)
@@ -148,55 +148,55 @@ def _held(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[], None]]]
     workdir.require_ours()
     storage = storage_of(workdir.checkpoints)
     if not storage.names(workdir.checkpoints):
-        job.require_start()  # before a corpus is made for weights that do not fit
+        job.require_start()  # before `prepare` makes a corpus in vain
     with lock(workdir.root, workdir.named) as me:
         workdir.remove_unfinished()
         mirror.acquire(me)
-        begun = [name for name in RUN_FILES if not (workdir.root / name).exists()]
+        new_files = [name for name in RUN_FILES if not (workdir.root / name).exists()]
 
-        def forget() -> None:
+        def clean_up() -> None:
             if workdir.remote is None:
-                with contextlib.suppress(OSError, ValueError):  # epath's word for one not empty
+                with contextlib.suppress(OSError, ValueError):  # epath: ValueError if not empty
                     workdir.checkpoints.rmdir()
             if not storage.names(workdir.checkpoints):
-                for name in begun:
+                for name in new_files:
                     (workdir.root / name).unlink(missing_ok=True)
-                mirror.discard(begun)
+                mirror.discard(new_files)
 
         try:
             with mirror:
-                yield mirror, forget
+                yield mirror, clean_up
         except (InputError, DiskFull):
-            forget()
+            clean_up()
             raise
 
 
-def _require_one_place(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
-    """Raises InputError on all processes if one does not see who holds the workdir: process 0."""
+def _require_shared(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
+    """Raises InputError on all processes if one does not see that process 0 holds the workdir."""
     if peers.count == 1:
         return
 
-    def look() -> str:
-        if not peers.is_primary:  # which knows: another start may have come since
+    def read_token() -> str:
+        if not peers.is_primary:  # process 0 keeps its own: a later start may have replaced it
             holder = mirror_lib.read_holder(workdir)
             mirror.token = "" if holder is None else holder.token
         return mirror.token
 
-    peers.meet("lock")
-    mend = f"name a --workdir that all of them share, not {workdir.named}, and start them once"
-    peers.await_same("holder of the workdir", look, mend, InputError)
+    peers.wait_at_barrier("lock")
+    remedy = f"name a --workdir that all of them share, not {workdir.named}, and start them once"
+    peers.await_same("holder of the workdir", read_token, remedy, InputError)
 
 
-def _require_going_on(job: Job) -> None:
-    """Raises InputError if the newest checkpoint here belongs to another experiment."""
+def _require_resumable(job: Job) -> None:
+    """Raises InputError if the newest checkpoint belongs to another experiment."""
     workdir, experiment = job.workdir, job.experiment
     checkpoints = Checkpoints(workdir.checkpoints)
     if not checkpoints.steps:
         return
-    newest = checkpoints.named("newest")
+    newest = checkpoints.find_step("newest")
     metadata = checkpoints.metadata(newest)
-    where = f"{workdir.checkpoints / str(newest)}"
-    saved = config.from_json(json.dumps(metadata["experiment"]), where, type(experiment))
+    path = f"{workdir.checkpoints / str(newest)}"
+    saved = config.from_json(json.dumps(metadata["experiment"]), path, type(experiment))
     if changed := job.differences(saved, metadata):
         phases, hint = getattr(saved, "phases", ()), ""
         is_last = len(changed) == 1 and changed[0].startswith(f"phases.{len(phases) - 1}.steps:")
@@ -204,7 +204,7 @@ def _require_going_on(job: Job) -> None:
             hint = "; to train more steps in the last phase, run `bert-jax extend`"
         raise InputError(
             f"{workdir.named}: this run was started with other settings ({'; '.join(changed)}); "
-            f"give it the old ones, or choose another --workdir{hint}"
+            f"use the old settings, or choose another --workdir{hint}"
         )
     for line in config.differences(saved, experiment, "placement"):
-        job.say(f"resume: {line}")
+        job.report(f"resume: {line}")

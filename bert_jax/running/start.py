@@ -1,13 +1,13 @@
-"""Where a run starts. It goes on with the first of these that there is:
+"""The state from which a run starts or rolls back. It is the first of these that exists:
 
 1. its own newest checkpoint that is not damaged;
-2. the checkpoint of another run that it branches off (see checkpoints.fork);
+2. the checkpoint of another run that it forks (see checkpoints.fork);
 3. a fresh state with the weights of a base;
 4. a fresh state.
 
-A step without a finite loss and gradient changes nothing (see training.step). A few of them are bad
-luck; many in a row say that the parameters are broken, by the update before or by the hardware:
-then the run starts again from a checkpoint before them, and leaves these steps out.
+A step without a finite loss and gradient changes nothing (see training.step). A few such steps are
+harmless. Many in a row mean that the previous update or the hardware has broken the parameters:
+then the run rolls back to a checkpoint before these steps and skips them.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ import numpy as np
 
 from bert_jax import config
 from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
-from bert_jax.checkpoints.fork import Branch
+from bert_jax.checkpoints.fork import ForkPoint
 from bert_jax.config import SKIPPED_STEPS, code
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.running.environment import changes
+from bert_jax.running.environment import describe_changes
 from bert_jax.running.job import Context
 from bert_jax.storage import retry
 from bert_jax.storage.workdir import fork_of, read_json, write_atomic, write_json
@@ -33,15 +33,15 @@ from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.replay import SilentCorruption
 
 
-class Failed(Exception):
-    """A run cannot go on, for the reason that it says."""
+class RunFailure(Exception):
+    """A run cannot continue; the message gives the reason."""
 
-    def __init__(self, why: str, remedy: str = "a lower optimizer.peak_learning_rate"):
-        super().__init__(f"{why}; start again with {remedy}")
+    def __init__(self, reason: str, remedy: str = "a lower optimizer.peak_learning_rate"):
+        super().__init__(f"{reason}; start again with {remedy}")
 
 
-class Diverged(Exception):
-    """Many steps in a row had no finite loss or gradient; what comes after them changes nothing."""
+class Divergence(Exception):
+    """Many steps in a row had no finite loss or gradient."""
 
     def __init__(self, bad: range):
         super().__init__(f"steps {bad[0]} to {bad[-1]} have no finite loss or gradient")
@@ -49,59 +49,59 @@ class Diverged(Exception):
 
 
 def begin(context: Context) -> Restored:
-    """Returns where to start, the same on all processes; damaged checkpoints are put aside.
+    """Returns the state to start from, the same on all processes; renames damaged checkpoints.
 
     Raises:
       Unavailable: the storage does not answer, or the processes see different checkpoints.
     """
-    _agree_on_steps(context)
-    context.peers.on_primary("lost", lambda: _set_aside_if_lost(context))
+    _await_same_steps(context)
+    context.peers.run_on_primary("lost", lambda: _rename_lost_checkpoint(context))
     return _start(context, None)
 
 
 def roll_back(
-    error: Diverged | SilentCorruption, first: int, begun_at: int, context: Context
+    error: Divergence | SilentCorruption, first: int, start_step: int, context: Context
 ) -> Restored:
-    """Returns where to start again, a step up to `first`; newer checkpoints are removed.
+    """Returns the newest checkpoint at or before step `first`; deletes newer ones.
 
-    Where devices erred it is the oldest if none is as old, as in a run that branched off, and began
-    at step `begun_at` and not 0.
+    After silent data corruption, falls back to the oldest checkpoint: a fork has no state 0, since
+    its first state is that of `start_step`.
 
     Raises:
-      Failed: too much would be done again, see `can_go_back`; nothing was removed.
+      RunFailure: too many steps would be repeated, see `can_roll_back`; nothing was deleted.
     """
     peers, saved = context.peers, context.saves
     try:
         saved.wait()
-    except Unavailable:
+    except Unavailable:  # a single process does not need the checkpoint that was not saved
         if peers.count > 1:
-            raise  # the others wait for it, inside Orbax; one process goes back past it
-    _agree_on_steps(context)
+            raise  # the other processes wait for this save inside Orbax
+    _await_same_steps(context)
     every = context.job.experiment.run.checkpoint_every
-    if not can_go_back(saved.steps, first, every, begun_at):
-        if isinstance(error, Diverged):
-            raise Failed(
+    if not can_roll_back(saved.steps, first, every, start_step):
+        if isinstance(error, Divergence):
+            raise RunFailure(
                 f"{error}, and no checkpoint from shortly before step {first + 1} is kept to go "
-                "back to; those that are there stay",
+                "back to; no checkpoint was deleted",
                 "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
             )
         first = saved.steps[-1]
-    start = _start(context, first)
-    peers.meet("restored")  # until then one may still list what is removed
-    peers.on_primary("removed", lambda: saved.forget_after(first, context.mirror.flush))
-    saved.look_again()
-    return start
+    restored = _start(context, first)
+    peers.wait_at_barrier("restored")  # before, other processes may still list the checkpoints
+    peers.run_on_primary("removed", lambda: saved.delete_after(first, context.mirror.flush))
+    saved.refresh()
+    return restored
 
 
-def named(erred: SilentCorruption, peers: Peers) -> str:
-    """Returns which devices erred, their processes and hosts, in words; all processes ask."""
-    names = [f"device {device.id} of {peers.owner(device)}" for device in erred.devices]
-    either, link = ("", " and ") if erred.is_sure else ("either ", " or ")
+def describe_corruption(corruption: SilentCorruption, peers: Peers) -> str:
+    """Describes the wrong devices with their processes; all processes must call this together."""
+    names = [f"device {device.id} of {peers.owner(device)}" for device in corruption.devices]
+    either, link = ("", " and ") if corruption.is_sure else ("either ", " or ")
     return f"{either}{link.join(names)} came to another result of the same rows"
 
 
 def write_experiment(context: Context) -> None:
-    """Writes which experiment the run is of, and where it comes from; by one process for all."""
+    """Writes the run's experiment and its origin, on process 0."""
     workdir, experiment, origin = context.job.workdir, context.booked, context.origin
     if not context.peers.is_primary:
         return
@@ -109,80 +109,82 @@ def write_experiment(context: Context) -> None:
     for name, source in code.files(experiment).items():
         write_atomic(workdir.root / name, source)
     if origin is not None:
-        if (fork := fork_of(workdir)) and context.saves.steps:  # which other settings do not undo
+        if (fork := fork_of(workdir)) and context.saves.steps:  # the run stays a fork
             origin = {"fork": fork} | origin
         write_json(workdir.origin, origin)
 
 
 def _start(context: Context, at_most: int | None) -> Restored:
-    """Decides as above, with a checkpoint up to this step, once all processes see the same."""
+    """Returns the state to start from, see the module; uses checkpoints up to step `at_most`."""
     job = context.job
     spec = job.objective, job.optimizer, job.experiment.parallelism, context.mesh
     abstract = step.abstract_state(*spec)
 
-    def agreed(what: str, error: str) -> str:
-        # One may have tried to read until it gives up, and then all end with its line.
-        return context.peers.first_error(f"checkpoint {what}", error, patience=2 * retry.GIVE_UP)
+    def first_error(name: str, error: str) -> str:
+        # Waits long: a process repeats reads for a while before it gives up.
+        return context.peers.first_error(f"checkpoint {name}", error, patience=2 * retry.GIVE_UP)
 
     restored = None
     with context.saves.cached_lists(), contextlib.suppress(InputError):
-        restored = context.saves.newest(abstract, at_most, agreed)
+        restored = context.saves.newest(abstract, at_most, first_error)
     if restored is None or restored.damaged:  # read again: a cached listing may be stale
-        restored = context.saves.newest(abstract, at_most, agreed)
+        restored = context.saves.newest(abstract, at_most, first_error)
     if restored is not None:  # 1
         job.require_same(restored.metadata)
-    elif job.branch is not None:  # 2
-        restored = _of_branch(job.branch, context, abstract, agreed)
+    elif job.fork_point is not None:  # 2
+        restored = _load_fork_point(job.fork_point, context, abstract, first_error)
     else:  # 3, or 4 where the job has no base
         state, sha256 = job.initial_state(step.make_init(*spec)(job.experiment.seed))
         return Restored(0, state, {"init_sha256": sha256, "window": {}}, {})
-    _put_aside(context, restored)
-    if changed := changes(restored.metadata["environment"]):
-        job.say(f"resume: {changed}")
+    _rename_damaged_checkpoints(context, restored)
+    if changed := describe_changes(restored.metadata["environment"]):
+        job.report(f"resume: {changed}")
     return restored
 
 
-def _of_branch(
-    branch: Branch, context: Context, abstract: Any, agreed: Callable[[str, str], str]
+def _load_fork_point(
+    fork_point: ForkPoint, context: Context, abstract: Any, first_error: Callable[[str, str], str]
 ) -> Restored:
-    """Reads the checkpoint that a run branches off; another optimizer than its begins afresh."""
+    """Restores the checkpoint that a run forks; a fork's own kind of optimizer starts anew."""
     job = context.job
-    others = Checkpoints(branch.workdir.checkpoints)
-    theirs, ours = others.experiment(branch.step).optimizer, job.optimizer
-    there = step.abstract_state(job.objective, theirs, job.experiment.parallelism, context.mesh)
-    restored = others.newest(there, branch.step, agreed)
-    if restored is None or restored.step != branch.step:
-        raise InputError(f"{branch.command} {branch}: damaged, or not there any more")
-    is_other = "; it is not the run that its settings give from step 0" * (branch.command == "fork")
-    job.say(f"{branch.command}: from {branch} on{is_other}")
-    if theirs.name == ours.name:  # else than in parts without arrays, as of optimizer.layer_decay
+    checkpoints = Checkpoints(fork_point.workdir.checkpoints)
+    old, new = checkpoints.experiment(fork_point.step).optimizer, job.optimizer
+    saved = step.abstract_state(job.objective, old, job.experiment.parallelism, context.mesh)
+    restored = checkpoints.newest(saved, fork_point.step, first_error)
+    command = fork_point.command
+    if restored is None or restored.step != fork_point.step:
+        raise InputError(f"{command} {fork_point}: damaged or removed; choose another checkpoint")
+    note = "; it is not the run that its settings give from step 0" * (command == "fork")
+    job.report(f"{command}: from {fork_point} on{note}")
+    if old.name == new.name:  # only parts without arrays may differ, as by optimizer.layer_decay
         leaves, tree = jax.tree.leaves(restored.state["optimizer"]), abstract["optimizer"]
         restored.state["optimizer"] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
     else:
-        places = jax.tree.map(lambda leaf: leaf.sharding, abstract["optimizer"])
-        init = jax.jit(optimizer_lib.make(ours).init, out_shardings=places)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract["optimizer"])
+        init = jax.jit(optimizer_lib.make(new).init, out_shardings=shardings)
         restored.state["optimizer"] = init(restored.state["params"])
-        job.say(f"optimizer.name: {theirs.name} -> {ours.name}, whose moments begin at 0")
-    if branch.command == "decay":
+        job.report(f"optimizer.name: {old.name} -> {new.name}, whose moments begin at 0")
+    if command == "decay":
         job.require_same(restored.metadata)
-    restored.metadata["begun_at"] = branch.step
+    restored.metadata["begun_at"] = fork_point.step
     return restored
 
 
-def _agree_on_steps(context: Context) -> None:
+def _await_same_steps(context: Context) -> None:
     """Waits until all processes see the same checkpoints; raises Unavailable if they do not."""
     peers, saved = context.peers, context.saves
 
-    def look() -> str:
+    def list_steps() -> str:
         with saved.cached_lists():
-            saved.look_again()
+            saved.refresh()
             return ", ".join(map(str, saved.steps))
 
-    peers.agree("last save", "")  # until then the first process may be saving one
-    peers.await_same("checkpoints", look, "run again once all see the same files", Unavailable)
+    peers.agree("last save", "")  # before, process 0 may still be saving a checkpoint
+    remedy = "run again once all see the same files"
+    peers.await_same("checkpoints", list_steps, remedy, Unavailable)
 
 
-def _put_aside(context: Context, restored: Restored) -> None:
+def _rename_damaged_checkpoints(context: Context, restored: Restored) -> None:
     """Renames damaged checkpoints newer than the restored one, and unreadable older ones."""
     saved = context.saves
 
@@ -190,19 +192,19 @@ def _put_aside(context: Context, restored: Restored) -> None:
         with saved.cached_lists():
             unreadable = saved.unreadable()
         unreadable = saved.unreadable() if unreadable else {}
-        for number, why in (unreadable | restored.damaged).items():
-            aside = saved.set_aside(number)
-            context.job.say(f"{why}; now {aside}, going on from step {restored.step}")
+        for number, reason in (unreadable | restored.damaged).items():
+            new_name = saved.rename_damaged(number)
+            context.job.report(f"{reason}; now {new_name}, going on from step {restored.step}")
 
-    context.peers.on_primary("damaged", rename)
-    saved.look_again()
+    context.peers.run_on_primary("damaged", rename)
+    saved.refresh()
 
 
-def _set_aside_if_lost(context: Context) -> None:
-    """Puts the newest that was seen whole aside, and says so, if it is whole no more."""
+def _rename_lost_checkpoint(context: Context) -> None:
+    """Renames and reports the newest checkpoint that was saved completely, if it is damaged now."""
     job, saved = context.job, context.saves
-    path, mend = job.workdir.saved, "remove it to go on"
-    step = read_json(path, 1, mend, mend)["step"] if path.exists() else 0
+    path, remedy = job.workdir.saved, "remove it to go on"
+    step = read_json(path, 1, remedy, remedy)["step"] if path.exists() else 0
     with saved.cached_lists():
         newest = max(saved.steps, default=0)
     if step > newest:  # list again: the cached listing may be stale
@@ -215,40 +217,40 @@ def _set_aside_if_lost(context: Context) -> None:
             f"{lost}, and no other checkpoint is left to go on from; put the files back, or "
             "choose another --workdir to start again"
         )
-    aside = saved.set_aside(step)
-    job.say(f"{lost}{f'; now {aside}' * bool(aside)}, going on from step {newest}")
+    new_name = saved.rename_damaged(step)
+    job.report(f"{lost}{f'; now {new_name}' * bool(new_name)}, going on from step {newest}")
 
 
-# --- steps that are left out --------------------------------------------------------------------
+# --- excluded steps -----------------------------------------------------------------------------
 
 
 def with_skipped(state: step.State, steps: tuple[int, ...]) -> step.State:
-    """Returns the state with these steps as those that are left out."""
+    """Returns the state with these steps as the ones that it skips."""
     slots = np.full(SKIPPED_STEPS, -1, np.int32)
     slots[: len(steps)] = steps
     return state | {"skipped_steps": feed.put(slots, state["skipped_steps"].sharding)}
 
 
-def left_out(skipped: Iterable[int], bad: range) -> tuple[tuple[int, ...], int]:
-    """Returns the steps to leave out after these were bad, and from which one all is done again.
+def exclude_steps(skipped: Iterable[int], bad: range) -> tuple[tuple[int, ...], int]:
+    """Returns the steps to exclude after the steps `bad`, and the first step to repeat.
 
-    Next to the bad ones that is the last that was done before them: with its update the same would
-    come again. With it left out the run takes another way.
+    Excludes the last step before the bad ones as well: its update led to them, so that without it
+    the run takes another path.
     """
     known = set(skipped)
     first = next((step for step in range(bad[0] - 1, -1, -1) if step not in known), bad[0])
     return tuple(sorted(known.union(bad, [first]))), first
 
 
-def can_go_back(checkpoints: Iterable[int], first: int, every: int, begun_at: int = 0) -> bool:
+def can_roll_back(checkpoints: Iterable[int], first: int, every: int, start_step: int = 0) -> bool:
     """Returns whether the newest state before step `first` is near enough for a roll-back.
 
-    So it is where no checkpoint is newer (a run that is killed goes on from the newest as well), or
-    where at most two intervals, of `every` so many steps, are done again. A run that rolls back
-    again and again needs older and older checkpoints, while only the newest are kept. What is older
-    still may be thousands of steps away: to do them again is not for the run to decide.
+    It is if no checkpoint is newer, since a killed run would resume from it as well, or if at most
+    two intervals of `every` steps are repeated. A run that rolls back repeatedly needs ever older
+    checkpoints, while only the newest are kept. Older ones may be thousands of steps away; the run
+    does not decide on its own to repeat so many steps.
     """
     steps = list(checkpoints)
-    oldest = -math.inf if begun_at else 0  # only a run that began at step 0 can begin again there
-    before = max((step for step in steps if step <= first), default=oldest)
-    return max(steps, default=0) <= first or first - before < 2 * every
+    oldest = -math.inf if start_step else 0  # a fork cannot start again at step 0
+    target = max((step for step in steps if step <= first), default=oldest)
+    return max(steps, default=0) <= first or first - target < 2 * every

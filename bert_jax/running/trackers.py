@@ -1,11 +1,11 @@
-"""Trackers of experiments: a thread reads what a run writes, and sends it on (`run.trackers`).
+"""Experiment trackers: a thread reads the files that a run writes, and sends lines to trackers.
 
-The loop knows nothing of it: metrics.jsonl and timings.jsonl are read as anyone may read them. Each
-tracker is an extra, imported only where it is named, and stays on this machine unless its own
-variables say otherwise (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID). One that fails is one
-line; the run goes on.
+The training loop does not know about trackers: the thread reads metrics.jsonl and timings.jsonl as
+anyone may. `run.trackers` names the trackers. Each is an optional dependency, imported only if it
+is named, and writes to this machine unless its own variables say otherwise (WANDB_MODE,
+MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID). A tracker that fails is reported; the run continues.
 
-    W/trackers.json     which tracked run each goes on with, and up to which step it was sent what
+    W/trackers.json     for each tracker, the id of its run and the last step that was sent
     W/tensorboard/      event files: train, evaluation, probes, timings
     W/wandb/, W/trackio/, W/mlflow/
 """
@@ -28,27 +28,27 @@ from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, read_json, write_json
 
 _FORMAT_VERSION = 1
-# Seconds between two looks at the files, and for what is under way when the run ends.
-_SECONDS, _LAST = 10.0, 60.0
-# What a project is called where runs of several kinds lie together.
+# Seconds between two reads of the files, and to finish sending when the run ends.
+_INTERVAL, _END = 10.0, 60.0
+# Name of the project in trackers that group runs.
 _PROJECT = "bert_jax"
-# Where Trackio looks for its folder; no argument names it.
+# Variable that names Trackio's folder; it has no argument for it.
 _TRACKIO = "TRACKIO_DIR"
-# A tracked run: the id by which it is found again after a resume; what takes (group, step, numbers
-# of a line), a group being train, evaluation, probes or timings, say; what ends it.
+# A tracked run: its id, by which it is resumed; a function of (group, step, numbers of a line),
+# where a group is a kind of line, such as train or timings; a function that ends it.
 Tracker = tuple[str, Callable[[str, int, Mapping[str, float]], Any], Callable[[], Any]]
 
 
 class RunLocation(NamedTuple):
-    """A run as trackers are shown it."""
+    """What trackers are told about a run."""
 
-    folder: str  # of the run, on this machine
+    folder: str  # the workdir, on this machine
     name: str  # of the experiment
-    settings: dict[str, Any]  # all fields of it, by their paths
+    settings: dict[str, Any]  # {path: value} of all fields of the experiment
 
 
-def _tensorboard(location: RunLocation, known: str) -> Tracker:
-    """Writes event files in W/tensorboard, one folder a group, each line at once."""
+def _tensorboard(location: RunLocation, run_id: str) -> Tracker:
+    """Writes event files in W/tensorboard, one folder per group; flushes after each line."""
     from tensorboard.summary import Writer
 
     writers: dict[str, Any] = {}
@@ -60,46 +60,46 @@ def _tensorboard(location: RunLocation, known: str) -> Tracker:
             writers[group].add_scalar(name, value, step)
         writers[group].flush()
 
-    return known, log, lambda: [writer.close() for writer in writers.values()]
+    return run_id, log, lambda: [writer.close() for writer in writers.values()]
 
 
-def _trackio(location: RunLocation, known: str) -> Tracker:
+def _trackio(location: RunLocation, run_id: str) -> Tracker:
     os.environ.setdefault(_TRACKIO, os.path.join(location.folder, "trackio"))
     import trackio
 
-    name = known or f"{location.name}-{uuid.uuid4().hex[:8]}"
+    name = run_id or f"{location.name}-{uuid.uuid4().hex[:8]}"
     words = {"config": location.settings, "resume": "allow", "embed": False}
-    return _of_run(name, trackio.init(project=_PROJECT, name=name, **words))
+    return _make_tracker(name, trackio.init(project=_PROJECT, name=name, **words))
 
 
-def _wandb(location: RunLocation, known: str) -> Tracker:
-    """Opens a run of Weights & Biases, in W/wandb; `wandb sync` sends it."""
+def _wandb(location: RunLocation, run_id: str) -> Tracker:
+    """Opens a run of Weights & Biases in W/wandb; `wandb sync` uploads it."""
     import wandb
 
-    name = known or uuid.uuid4().hex
+    name = run_id or uuid.uuid4().hex
     words = {"config": location.settings, "resume": "allow", "dir": location.folder}
     words["settings"] = wandb.Settings(console="off", silent=True)
     if not os.environ.get("WANDB_MODE"):
         words["mode"] = "offline"
-    return _of_run(name, wandb.init(project=_PROJECT, name=location.name, id=name, **words))
+    return _make_tracker(name, wandb.init(project=_PROJECT, name=location.name, id=name, **words))
 
 
-def _of_run(name: str, run: Any) -> Tracker:
+def _make_tracker(name: str, run: Any) -> Tracker:
     def log(group: str, step: int, values: Mapping[str, float]) -> None:
         run.log({f"{group}/{name}": value for name, value in values.items()}, step=step)
 
     return name, log, run.finish
 
 
-def _mlflow(location: RunLocation, known: str) -> Tracker:
-    """Opens a run of MLflow, in W/mlflow: a file of SQLite, since it writes plain ones no more."""
+def _mlflow(location: RunLocation, run_id: str) -> Tracker:
+    """Opens a run of MLflow in W/mlflow, an SQLite file: MLflow no longer writes plain files."""
     from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
     folder = os.path.abspath(os.path.join(location.folder, "mlflow"))
     os.makedirs(folder, exist_ok=True)
-    here = f"sqlite:///{folder}/mlflow.db"
-    client, run = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or here), known
+    address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
+    client, run = MlflowClient(address), run_id
     if run:
         client.update_run(run, status="RUNNING")
     else:
@@ -121,7 +121,7 @@ def _mlflow(location: RunLocation, known: str) -> Tracker:
     return run, log, lambda: client.set_terminated(run)
 
 
-_OPENED: dict[str, Callable[[RunLocation, str], Tracker]] = {
+_OPENERS: dict[str, Callable[[RunLocation, str], Tracker]] = {
     "tensorboard": _tensorboard,
     "trackio": _trackio,
     "wandb": _wandb,
@@ -130,7 +130,7 @@ _OPENED: dict[str, Callable[[RunLocation, str], Tracker]] = {
 
 
 def require_installed(names: tuple[str, ...]) -> None:
-    """Raises InputError if a tracker that is named is not installed."""
+    """Raises InputError if one of these trackers is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise InputError(
@@ -139,66 +139,66 @@ def require_installed(names: tuple[str, ...]) -> None:
 
 
 @contextlib.contextmanager
-def following(
-    names: tuple[str, ...], workdir: Workdir, experiment: Any, say: Callable[[str], None]
+def run_trackers(
+    names: tuple[str, ...], workdir: Workdir, experiment: Any, report: Callable[[str], None]
 ) -> Iterator[None]:
-    """Sends each tracker the lines of a run while entered, and what is left at the end."""
+    """Sends the lines of a run to each tracker while entered, and the remaining ones at exit."""
     if not names:
         yield
         return
-    ends = threading.Event()
-    args = (names, workdir, experiment, say, ends)
-    thread = threading.Thread(target=_follow, args=args, name="trackers", daemon=True)
-    is_named = _TRACKIO in os.environ
+    has_ended = threading.Event()
+    args = (names, workdir, experiment, report, has_ended)
+    thread = threading.Thread(target=_send_lines, args=args, name="trackers", daemon=True)
+    is_set = _TRACKIO in os.environ
     thread.start()
     try:
         yield
     finally:
-        ends.set()
-        thread.join(_LAST)
+        has_ended.set()
+        thread.join(_END)
         if thread.is_alive():
-            say(f"trackers: not done after {_LAST:.0f} s more; lines not sent yet are left out")
-        if not is_named:
+            report(f"trackers: not done after {_END:.0f} s more; the remaining lines are not sent")
+        if not is_set:
             os.environ.pop(_TRACKIO, None)
 
 
-def _follow(
+def _send_lines(
     names: tuple[str, ...],
     workdir: Workdir,
     experiment: Any,
-    say: Callable[[str], None],
-    ends: threading.Event,
+    report: Callable[[str], None],
+    has_ended: threading.Event,
 ) -> None:
-    """Opens the trackers, sends each what it was not sent until the run ends, and closes them."""
-    state = workdir.root / "trackers.json"
-    known: dict[str, dict[str, Any]] = {}
-    opened: dict[str, Tracker] = {}
+    """Opens the trackers, sends them new lines until the run ends, and closes them."""
+    path = workdir.root / "trackers.json"
+    states: dict[str, dict[str, Any]] = {}  # the content of the file
+    trackers: dict[str, Tracker] = {}
 
     @contextlib.contextmanager
     def without_on_failure(name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            opened.pop(name, None)
-            why = f"{type(error).__name__}: {printable((str(error).splitlines() or [''])[0])}"
-            say(f"trackers: {name}: {why}; the run goes on without it")
+            trackers.pop(name, None)
+            reason = f"{type(error).__name__}: {printable((str(error).splitlines() or [''])[0])}"
+            report(f"trackers: {name}: {reason}; the run goes on without it")
 
     def send() -> None:
-        lines = _lines(workdir)
-        before = json.dumps(known)
-        for name, (_, log, _) in list(opened.items()):
+        lines = _read_lines(workdir)
+        before = json.dumps(states)
+        for name, (_, log, _) in list(trackers.items()):
             with without_on_failure(name):
-                sent = known[name]["sent"]
+                sent = states[name]["sent"]
                 for group, step, values in lines:
                     if step > sent.get(group, -1):
                         log(group, step, values)
                         sent[group] = step
-        if json.dumps(known) != before:
-            write_json(state, {"format_version": _FORMAT_VERSION, "trackers": known})
+        if json.dumps(states) != before:
+            write_json(path, {"format_version": _FORMAT_VERSION, "trackers": states})
 
     with without_on_failure("trackers.json"):
-        if state.exists():
-            known |= read_json(state, _FORMAT_VERSION)["trackers"]
+        if path.exists():
+            states |= read_json(path, _FORMAT_VERSION)["trackers"]
     settings = {
         path: value if isinstance(value, int | float | str) else str(value)
         for path, value in config.flatten(experiment)
@@ -206,30 +206,29 @@ def _follow(
     location = RunLocation(os.fspath(workdir.root), experiment.name, settings)
     for name in names:
         with without_on_failure(name):
-            of = known.setdefault(name, {"id": "", "sent": {}})
-            opened[name] = _OPENED[name](location, of["id"])
-            of["id"] = opened[name][0]
+            state = states.setdefault(name, {"id": "", "sent": {}})
+            trackers[name] = _OPENERS[name](location, state["id"])
+            state["id"] = trackers[name][0]
     with without_on_failure("lines"):
-        while opened and not ends.wait(_SECONDS):
+        while trackers and not has_ended.wait(_INTERVAL):
             send()
         send()
-    for name, (_, _, close) in list(opened.items()):
+    for name, (_, _, close) in list(trackers.items()):
         with without_on_failure(name):
             close()
 
 
-def _lines(workdir: Workdir) -> list[tuple[str, int, dict[str, float]]]:
+def _read_lines(workdir: Workdir) -> list[tuple[str, int, dict[str, float]]]:
     """Returns (group, step, numbers) of all lines of a run, in the order of their steps."""
-    # First the timings: no metrics of a later step are read before those of an earlier one.
-    lines = [
-        x | {"kind": "timings"} for x in JsonLines(workdir.timings).read() if x["kind"] == "train"
-    ]
+    # Timings first: a run writes metrics before timings, so a step's metrics are never later.
+    timings = [line for line in JsonLines(workdir.timings).read() if line["kind"] == "train"]
+    lines = [line | {"kind": "timings"} for line in timings]
     lines += JsonLines(workdir.metrics).read()
     parts = [(line.pop("kind"), line.pop("step"), _numbers(line)) for line in lines]
     return sorted(parts, key=lambda line: line[1])
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a line by their names, those of objects in it by their paths."""
+    """Returns the numbers of a line; the name of a nested number is its path."""
     values = traverse_util.flatten_dict(line, sep="/").items()
     return {k: float(v) for k, v in values if isinstance(v, int | float) and k != "time"}

@@ -18,7 +18,7 @@ from bert_jax.embeddings.pairs import CorpusPairs
 from bert_jax.errors import InputError, pluralize
 from bert_jax.model import flops
 from bert_jax.running import session
-from bert_jax.running.job import Evaluator, Job, PhaseBatches, every
+from bert_jax.running.job import Evaluator, Job, PhaseBatches, repeat_every
 from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import load_experiment
@@ -63,7 +63,7 @@ def finetune(
     if base is not None:
         experiment = dataclasses.replace(experiment, init_from=base)
     workdir = mirror.open_to_write(place)
-    return session.run(FinetuningJob(experiment, workdir, progress.say), progress, origin)
+    return session.run(FinetuningJob(experiment, workdir, progress.report), progress, origin)
 
 
 class FinetuningJob(Job):
@@ -181,8 +181,8 @@ class FinetuningJob(Job):
         size *= self._eval_rows.rows_per_example
         self.eval_batches = rows.eval_batches(self._eval_rows, pad_id, size)
         self._parts = self._kind.parts(self._held_out, self._tallies["validation"].examples)
-        self.measured, self.patience = self.objective.metrics, experiment.patience
-        self.fixed = self._base.fixed(self.objective, mesh)
+        self.metric_names, self.patience = self.objective.metrics, experiment.patience
+        self.frozen = self._base.fixed(self.objective, mesh)
         self._forward = forward_of(self.objective, experiment.parallelism, mesh)
         guess = scores.guess(experiment.task, self.labels, self._held_out)
         self._guessing = ""
@@ -194,7 +194,7 @@ class FinetuningJob(Job):
             if made is not None
         }
         for line in self._about(shares):
-            self.say(line)
+            self.report(line)
         about = {
             "total_steps": self.total_steps,
             "examples": {"train": self._count, "validation": len(self._held_out)},
@@ -228,7 +228,7 @@ class FinetuningJob(Job):
             once("task", 0, lambda: about),
             Evaluator(
                 "scores",
-                every(self.experiment.run.eval_every, self.total_steps),
+                repeat_every(self.experiment.run.eval_every, self.total_steps),
                 self._evaluate,
                 lambda line: summary(line) + self._guessing,
             ),
@@ -288,7 +288,7 @@ class FinetuningJob(Job):
         yield f"finetune: unknown pieces: {values}"
         yield from filter(None, (share.warning(name) for name, share in shares.items()))
 
-    def operations(self, batch: dict[str, jax.Array]) -> int:
+    def count_flops(self, batch: dict[str, jax.Array]) -> int:
         """Returns those of a step with such a batch."""
         # Of `full`, to which others come close, since gradients flow to the bottom.
         model, (rows_, width) = self.objective.model, batch["input_ids"].shape
@@ -339,7 +339,7 @@ class FinetuningJob(Job):
 
     def _evaluate(self, params: Any, done: int) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and as `score` the main one."""
-        outputs, loss = self._forward(params, self.fixed, self.eval_batches, self._eval_rows)
+        outputs, loss = self._forward(params, self.frozen, self.eval_batches, self._eval_rows)
         by_name = self.scores(outputs)
         self._newest = outputs, by_name.get("no_answer_threshold")
         by_name |= self._newest_kind().part_scores(outputs, self._parts)

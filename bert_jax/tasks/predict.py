@@ -61,7 +61,7 @@ class TaskModel:
         mesh = mesh_lib.make_mesh(parallelism)
         newest = load_experiment(workdir, Finetuning)
         saved = Checkpoints(workdir.checkpoints)
-        number = saved.named(which)
+        number = saved.find_step(which)
         metadata = saved.metadata(number)
         # Of the run.
         self.experiment = dataclasses.replace(

@@ -127,7 +127,7 @@ def choose_experiment(
       progress: is given the lines.
     """
     begun = time.monotonic()
-    if rendezvous.own_place():  # jax knows of one process before they are connected
+    if rendezvous.read_process_info():  # jax knows of one process before they are connected
         raise InputError("auto: times the steps of one process; run `bert-jax pretrain`")
     if any(setting.partition("=")[0].strip() == "phases.0.steps" for setting in settings):
         raise InputError("--set phases.0.steps: --hours decides how many; remove it")
@@ -141,16 +141,15 @@ def choose_experiment(
     experiment = _going_on(name, text, base) if base else _fresh(name, text, operations)
     experiment = config.override(experiment, settings)
     workdir = workdir.with_corpus(experiment.run.corpus_dir)
-    manifest = corpus.prepare(
-        experiment.corpus, experiment.model.vocab_size, workdir.corpus, progress.say, system.cores()
-    )
+    folder, size = workdir.corpus, experiment.model.vocab_size
+    manifest = corpus.prepare(experiment.corpus, size, folder, progress.report, system.cores())
     corpus.require_rows(workdir.corpus, experiment)
     seconds = _seconds_a_step(experiment, workdir, progress)
     left = hours * 3600 - (time.monotonic() - begun)
     experiment = _with_steps(experiment, seconds, left, f"--hours {hours:g}")
     experiment = config.override(experiment, settings)
     for line in _lines(experiment, text, manifest, operations, seconds, left):
-        progress.say(line)
+        progress.report(line)
     return experiment, config.origin_of("the command line", settings, experiment)
 
 
@@ -285,7 +284,7 @@ def _experiment(
 def _seconds_a_step(experiment: Experiment, workdir: Workdir, progress: Progress) -> float:
     """Returns the seconds that a step takes, evaluations, saves and compiling left out."""
     run = dataclasses.replace(experiment.run, corpus_dir=os.fspath(workdir.corpus))
-    progress.say(f"--hours: timing {_TIMED} steps of {_shape(experiment.model)}")
+    progress.report(f"--hours: timing {_TIMED} steps of {_shape(experiment.model)}")
     short = dataclasses.replace(experiment, run=run)
     quiet = Progress(LineConsole(quiet=True))
     (lap,) = budget.laps(short, workdir.root / "timing", quiet, _TIMED)

@@ -156,16 +156,16 @@ def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
         look(self)
 
     monkeypatch.setattr(Saves, "save", watched)
-    monkeypatch.setattr(Saves, "look", late)
+    monkeypatch.setattr(Saves, "poll", late)
     pretrain(pathlib.Path("small.py"), copy_of_run / "other", "run.checkpoint_every=10")
     assert seen == {10: 0, 20: 10, 22: 20}
 
 
 def test_of_two_damaged_ones_of_a_step_both_are_kept(run):
     with saves_in(run) as saved:
-        assert saved.set_aside(22) == "damaged-22"
+        assert saved.rename_damaged(22) == "damaged-22"
         (run / "checkpoints" / "22").mkdir()
-        assert saved.set_aside(22) == "damaged-22-1"
+        assert saved.rename_damaged(22) == "damaged-22-1"
     assert names(run) == {"16", "20", "damaged-22", "damaged-22-1"}
 
 
@@ -184,12 +184,12 @@ def test_a_kill_while_newer_ones_are_removed_leaves_no_half_one(run, monkeypatch
 
     calls = []
     with pytest.raises(KeyboardInterrupt), saves_in(run) as saved:
-        saved.forget_after(0, sent)
+        saved.delete_after(0, sent)
     monkeypatch.undo()
     assert calls == ["sent"]
     with saves_in(run) as saved:
         assert saved.steps == [20, 16] and not saved.unreadable()
-        saved.forget_after(0, lambda: None)
+        saved.delete_after(0, lambda: None)
         assert not saved.steps
     assert not list((run / "checkpoints").glob("*"))
 
@@ -421,7 +421,7 @@ def test_reading_leaves_a_save_under_way_alone(run):
 @pytest.mark.long
 def test_an_older_checkpoint_may_be_asked_for(run):
     saved = Checkpoints(epath.Path(run / "checkpoints"))
-    assert [saved.named(which) for which in ("20", "16", "best")] == [20, 16, 22]
+    assert [saved.find_step(which) for which in ("20", "16", "best")] == [20, 16, 22]
     for which in ("17", "x"):
         with pytest.raises(InputError, match="there are 22, 20, 16"):
-            saved.named(which)
+            saved.find_step(which)

@@ -78,8 +78,8 @@ def test_at_which_steps_a_branch_may_begin(command, step, fits, tmp_path, monkey
     """A run of four steps; a decay of its last one for a decay, none yet done for a fork."""
     decay = "optimizer.decay_steps=1"
     experiment = config.override(config.load(str(write_text(tmp_path))), [*STABLE, *FOUR, decay])
-    monkeypatch.setattr(fork_lib.Branch, "saved", lambda branch: (experiment, ""))
-    begun = fork_lib.Branch(Workdir(tmp_path), step, command)
+    monkeypatch.setattr(fork_lib.ForkPoint, "saved", lambda branch: (experiment, ""))
+    begun = fork_lib.ForkPoint(Workdir(tmp_path), step, command)
     if fits:
         begun.require(experiment)
     else:
@@ -99,7 +99,7 @@ def fork(folder, workdir, *settings, step=8, run="stable"):
 def forked(folder, run, step, *settings, file=None):
     """What a fork would compute, without computing it."""
     place = f"{folder}/{run}/checkpoints/{step}"
-    return fork_lib.forked(place, file, settings, Workdir(folder / "not there"))[0]
+    return fork_lib.plan_fork(place, file, settings, Workdir(folder / "not there"))[0]
 
 
 def rows_of(experiment, first, last):
@@ -147,7 +147,7 @@ def test_a_fork_of_a_fork_skips_the_rows_of_both(file, copy_of_run, monkeypatch)
     first = config.override(small, ["phases.1.batch_size=2", "phases.1.row_offset=4"])
     assert rows_of(first, 16, 20) == [(1, row) for row in range(8, 16)]
     (copy_of_run / "run" / "experiment.json").write_text(config.to_json(first))
-    monkeypatch.setattr(fork_lib.Branch, "saved", lambda branch: (first, ""))
+    monkeypatch.setattr(fork_lib.ForkPoint, "saved", lambda branch: (first, ""))
     second = forked(copy_of_run, "run", 20, "phases.1.batch_size=4", file=file)
     assert rows_of(second, 20, 22) == [(1, row) for row in range(16, 24)]
     other = forked(copy_of_run, "run", 20, "phases.1.batch_size=4", "seed=1", file=file)
@@ -160,7 +160,7 @@ def test_a_fork_that_is_resumed_keeps_its_rows(file, copy_of_run, monkeypatch):
     (copy_of_run / "run" / "experiment.json").write_text(config.to_json(first))
     place = f"{copy_of_run}/other/checkpoints/16"
     monkeypatch.setattr(fork_lib, "fork_of", lambda workdir: {"checkpoint": place})
-    resumed, *_ = fork_lib.forked(place, file, (), Workdir(copy_of_run / "run"))
+    resumed, *_ = fork_lib.plan_fork(place, file, (), Workdir(copy_of_run / "run"))
     assert [phase.row_offset for phase in resumed.phases] == [0, 4]
 
 
@@ -269,7 +269,7 @@ def test_lines_of_steps_that_a_fork_will_do_are_never_there(copy_of_run):
     """Trackers would send them, and then not its own, while the checkpoint is being read."""
     (copy_of_run / "w").mkdir()
     workdir = Workdir(copy_of_run / "w", f"{copy_of_run}/corpus")
-    fork_lib.forked("run/checkpoints/16", None, (), workdir)[2].begin(workdir)
+    fork_lib.plan_fork("run/checkpoints/16", None, (), workdir)[2].begin(workdir)
     own, theirs = (Path(w, "metrics.jsonl").read_text().splitlines(True) for w in ("w", "run"))
     assert own == [line for line in theirs if json.loads(line)["step"] <= 16] != theirs
 

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from bert_jax.distributed import peers, rendezvous
-from bert_jax.distributed.rendezvous import ProcessPlace
+from bert_jax.distributed.rendezvous import ProcessInfo
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import session, start
 from bert_jax.storage.mirror import Mirror
@@ -38,10 +38,10 @@ def no_kinds():
     kinds.clear()
 
 
-def call(*places: ProcessPlace, limit: float = 20.0) -> list[str]:
+def call(*places: ProcessInfo, limit: float = 20.0) -> list[str]:
     """What each process is told; "" to go on."""
 
-    def one(place: ProcessPlace) -> str:
+    def one(place: ProcessInfo) -> str:
         try:
             rendezvous.wait_for_all(place, limit)
         except (InputError, Unavailable) as error:
@@ -54,7 +54,7 @@ def call(*places: ProcessPlace, limit: float = 20.0) -> list[str]:
 
 
 def test_all_go_on_once_all_have_come(address):
-    assert call(*(ProcessPlace(address, number, 5) for number in range(5))) == [""] * 5
+    assert call(*(ProcessInfo(address, number, 5) for number in range(5))) == [""] * 5
 
 
 def test_the_missing_are_named_to_all_the_others(address):
@@ -62,7 +62,7 @@ def test_the_missing_are_named_to_all_the_others(address):
     me = json.dumps([1, 6, "gone"]).encode()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         left = pool.submit(knock, address, len(me).to_bytes(4) + me)
-        told = call(*(ProcessPlace(address, number, 6) for number in (0, 2, 5)), limit=2.0)
+        told = call(*(ProcessInfo(address, number, 6) for number in (0, 2, 5)), limit=2.0)
         left.result()
     assert len(set(told)) == 1 and told[0].startswith("process 1, 3, 4 of 6 did not arrive within")
     assert kinds == {Unavailable}
@@ -70,13 +70,13 @@ def test_the_missing_are_named_to_all_the_others(address):
 
 @pytest.mark.parametrize("places", [((0, 4), (1, 4), (1, 4)), ((0, 3), (1, 2))])
 def test_a_number_given_twice_and_another_count_are_named_to_all(places, address):
-    told = call(*(ProcessPlace(address, *place) for place in places))
+    told = call(*(ProcessInfo(address, *place) for place in places))
     assert len(set(told)) == 1 and told[0].startswith("process 1 of ")
     assert "JAX_PROCESS_ID" in told[0] and kinds == {InputError}
 
 
 def test_a_process_alone_says_where_it_looked(address):
-    told = call(ProcessPlace(address, 1, 2), limit=0.5)
+    told = call(ProcessInfo(address, 1, 2), limit=0.5)
     assert f"JAX_COORDINATOR_ADDRESS={address}: process 0 did not answer there" in told[0]
     assert kinds == {Unavailable}
 
@@ -96,13 +96,13 @@ def knock(address: str, said: bytes) -> None:
 def test_strangers_who_knock_are_sent_away_and_silent_ones_keep_nobody_waiting(address):
     host, port = address.split(":")
     with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
-        both = pool.submit(call, ProcessPlace(address, 0, 2), limit=20.0)
+        both = pool.submit(call, ProcessInfo(address, 0, 2), limit=20.0)
         for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b"\0\0\0\x0b[[1], 2, 3]"):
             knock(address, said)
         for _ in range(3):
             line = stack.enter_context(socket.create_connection((host, int(port)), timeout=1))
             line.sendall(b"{")
-        assert call(ProcessPlace(address, 1, 2)) == [""] == both.result()
+        assert call(ProcessInfo(address, 1, 2)) == [""] == both.result()
 
 
 # --- what processes tell each other -------------------------------------------------------------
@@ -179,8 +179,8 @@ def test_other_facts_on_one_end_all_with_the_same_line():
 
 @pytest.fixture
 def no_pauses(monkeypatch):
-    assert sum(peers._LOOKS) > 60
-    monkeypatch.setattr(peers, "_LOOKS", (0.0,) * 7)
+    assert sum(peers._PAUSES) > 60
+    monkeypatch.setattr(peers, "_PAUSES", (0.0,) * 7)
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path, no_pauses):
@@ -192,7 +192,7 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path, no_pauses):
         with contextlib.ExitStack() as stack:
             if us.is_primary:
                 one.acquire(stack.enter_context(lock(workdir.root)))
-            session._require_one_place(workdir, one, us)
+            session._require_shared(workdir, one, us)
 
     line = same_error(together(work, 2), InputError)
     assert line.startswith("process 1 (") and "holder of " in line and "share" in line
@@ -202,9 +202,7 @@ def test_all_who_share_a_folder_know_who_holds_it(tmp_path, no_pauses):
     mirrors = [Mirror(Workdir(tmp_path), number) for number in range(2)]
     with lock(tmp_path) as me:
         mirrors[0].acquire(me)
-        together(
-            lambda us: session._require_one_place(Workdir(tmp_path), mirrors[us.number], us), 2
-        )
+        together(lambda us: session._require_shared(Workdir(tmp_path), mirrors[us.number], us), 2)
     assert [mirror.token for mirror in mirrors] == [me.token, me.token]
 
 
@@ -215,7 +213,7 @@ def test_of_two_starts_at_once_one_does_not_take_the_other_s_name(tmp_path, no_p
         mirrors[0].acquire(dataclasses.replace(me, token="first"))
         line = same_error(
             together(
-                lambda us: session._require_one_place(Workdir(tmp_path), mirrors[us.number], us), 2
+                lambda us: session._require_shared(Workdir(tmp_path), mirrors[us.number], us), 2
             ),
             InputError,
         )
@@ -244,7 +242,7 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
 
     def work(us):
         saved = mock.MagicMock(steps=[8, 4])
-        saved.forget_after.side_effect = lambda *given: done.append(given)
+        saved.delete_after.side_effect = lambda *given: done.append(given)
         job = mock.Mock(**{"experiment.run.checkpoint_every": 4, "workdir.checkpoints": "c"})
         context = mock.Mock(job=job, peers=us, saves=saved, mirror=mirror)
         start.roll_back(SilentCorruption([], True, False), 5, 0, context)
@@ -269,8 +267,8 @@ def test_a_place_is_come_to_again():
 
     def work(us):
         for _ in range(3):
-            us.on_primary("work", lambda: done.append(us.number))
-            us.meet("here")
+            us.run_on_primary("work", lambda: done.append(us.number))
+            us.wait_at_barrier("here")
             assert us.first_error("look", "bad" if us.number == 1 else "") == "bad"
         return len(done)
 
@@ -292,8 +290,8 @@ def test_a_place_is_come_to_again():
     ],
 )
 def test_a_broken_device_is_tried_again_and_a_program_that_is_refused_is_not(error, passes):
-    assert (type(peers.named_fault(error)) is Unavailable) == passes
-    assert passes or peers.named_fault(error) is error
+    assert (type(peers.classify_fault(error)) is Unavailable) == passes
+    assert passes or peers.classify_fault(error) is error
 
 
 @pytest.mark.parametrize(
@@ -311,7 +309,7 @@ def test_variables_that_do_not_fit_are_named(variables, message, monkeypatch):
     for name, value in variables.items():
         name = "JAX_COORDINATOR_ADDRESS" if name == "ADDRESS" else name
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=message), peers.connected():
+    with pytest.raises(InputError, match=message), peers.connect_processes():
         pass
 
 
@@ -329,23 +327,23 @@ def test_a_tpu_host_without_others_is_alone_and_one_that_cannot_ask_says_so(
         raise refusal
 
     monkeypatch.delenv("JAX_NUM_PROCESSES", raising=False)
-    monkeypatch.setattr(peers, "_on_tpu_host", lambda: True)
+    monkeypatch.setattr(peers, "_is_tpu_host", lambda: True)
     monkeypatch.setattr(peers.jax.distributed, "initialize", initialize)
     if message is None:
-        with peers.connected() as alone:
+        with peers.connect_processes() as alone:
             assert alone.count == 1
     else:
-        with pytest.raises(InputError, match=message), peers.connected():
+        with pytest.raises(InputError, match=message), peers.connect_processes():
             pass
 
 
 def test_without_variables_a_run_is_one_process(monkeypatch):
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
-    with peers.connected() as alone:
+    with peers.connect_processes() as alone:
         assert (alone.number, alone.count, alone.is_primary) == (0, 1, True)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
-    with peers.connected() as alone:
+    with peers.connect_processes() as alone:
         assert alone.count == 1
 
 
@@ -356,12 +354,12 @@ def test_a_task_that_srun_started_has_its_place_unless_a_variable_says_otherwise
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "4321")
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
-    assert rendezvous.own_place() == ("gpu03:4321", 1, 2)
+    assert rendezvous.read_process_info() == ("gpu03:4321", 1, 2)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
-    assert rendezvous.own_place() is None
+    assert rendezvous.read_process_info() is None
     monkeypatch.delenv("JAX_NUM_PROCESSES")
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert rendezvous.own_place() is None
+    assert rendezvous.read_process_info() is None
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.delenv("SLURM_STEP_NODELIST")  # the script itself, outside of srun
-    assert rendezvous.own_place() is None
+    assert rendezvous.read_process_info() is None

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.month import Month
 from bert_jax import config
 from bert_jax.distributed import rendezvous, slices
-from bert_jax.distributed.rendezvous import ProcessPlace
-from bert_jax.distributed.slices import RollCall, SlicePolicy
+from bert_jax.distributed.rendezvous import ProcessInfo
+from bert_jax.distributed.slices import Arrivals, SlicePolicy
 from bert_jax.errors import Unavailable
 from bert_jax.pretraining.pretraining import PretrainingJob
 from bert_jax.storage.workdir import Workdir
@@ -40,31 +40,31 @@ HALVES = SlicePolicy(4, 2, 60.0, 300.0, lambda n: n in (1, 2, 4))  # of four sli
 def test_a_start_takes_what_is_whole_in_time_and_divides_the_batch(here, now, taken):
     verdicts = {}
     for me in range(4):
-        roll = RollCall(HALVES, me)
+        roll = Arrivals(HALVES, me)
         for host in map(int, here):
-            roll.came(host, 0.0)
-        verdicts[me] = "".join(map(str, roll.verdict(now)))
+            roll.add(host, 0.0)
+        verdicts[me] = "".join(map(str, roll.choose_slices(now)))
     # One alone decides: the first of the slices that are whole.
     assert sorted(verdicts.values()) == sorted([taken, "", "", ""])
     assert not taken or verdicts[int(taken[0])] == taken
 
 
 def test_a_slice_that_knows_of_a_run_decides_nothing():
-    roll = RollCall(HALVES, 0)
+    roll = Arrivals(HALVES, 0)
     for host in range(8):
-        roll.came(host, 0.0)
-    assert roll.verdict(1.0) == (0, 1, 2, 3)
-    roll.goes_on = True
-    assert roll.verdict(1.0) == ()
+        roll.add(host, 0.0)
+    assert roll.choose_slices(1.0) == (0, 1, 2, 3)
+    roll.is_decided = True
+    assert roll.choose_slices(1.0) == ()
 
 
 def test_time_is_counted_from_when_the_first_slice_was_whole_and_who_leaves_is_missing():
-    roll = RollCall(HALVES, 0)
+    roll = Arrivals(HALVES, 0)
     for host, since in ((0, 0.0), (1, 100.0), (2, 90.0), (3, 95.0)):
-        roll.came(host, since)
-    assert roll.verdict(154.0) == () and roll.verdict(155.0) == (0, 1)
-    roll.left(2)
-    assert roll.verdict(155.0) == () and roll.verdict(160.0) == (0,)
+        roll.add(host, since)
+    assert roll.choose_slices(154.0) == () and roll.choose_slices(155.0) == (0, 1)
+    roll.remove(2)
+    assert roll.choose_slices(155.0) == () and roll.choose_slices(160.0) == (0,)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_tensor_axis_longer_than_a_slice_is_left_to_the_mesh(tmp_path):
     settings = ["model.num_attention_heads=8", "parallelism.tensor=8"]
     experiment = config.override(given, settings)
     job = PretrainingJob(experiment, Workdir(tmp_path), print)
-    assert job.placed(2, 2, hosts=1) == experiment
+    assert job.fit_to_slices(2, 2, hosts=1) == experiment
 
 
 # --- who is there --------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def addresses(monkeypatch):
 def meet(addresses: str, number: int) -> rendezvous.Membership | str:
     try:
         return rendezvous.join_rendezvous(
-            ProcessPlace(addresses, number, 6), 2.0, 20.0, lambda *of: True
+            ProcessInfo(addresses, number, 6), 2.0, 20.0, lambda *of: True
         )
     except Unavailable as error:
         return str(error)
@@ -187,9 +187,9 @@ def test_a_run_begins_without_slice_0_which_waits_until_the_run_has_ended(addres
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         met = [*pool.map(meet, [addresses] * 4, (2, 3, 4, 5))]
-        names = {one.place.address for one in met}
+        names = {one.process.address for one in met}
         assert len(names) == 1 and not names & {*addresses.split(",")}
-        assert [one.place[1:] for one in met] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+        assert [one.process[1:] for one in met] == [(0, 4), (1, 4), (2, 4), (3, 4)]
         assert {one.slices for one in met} == {(1, 2)}
         assert [one.listener is not None for one in met] == [True, False, False, False]
         late = [pool.submit(meet, addresses, number) for number in (1, 0)]
@@ -206,12 +206,12 @@ def test_a_run_begins_without_slice_0_which_waits_until_the_run_has_ended(addres
 def test_of_two_that_decide_at_once_one_run_begins_or_none(addresses, monkeypatch):
     """Each process agrees to one of them alone."""
 
-    def verdict(roll: RollCall, now: float) -> tuple[int, ...]:
+    def verdict(roll: Arrivals, now: float) -> tuple[int, ...]:
         """Slices 0 and 1 each decide for themselves and for slice 2."""
-        here = tuple(one for one in roll.whole() if one in (roll.me, 2))
-        return here if len(here) == 2 and not roll.goes_on else ()
+        here = tuple(one for one in roll.complete_slices() if one in (roll.own_slice, 2))
+        return here if len(here) == 2 and not roll.is_decided else ()
 
-    monkeypatch.setattr(RollCall, "verdict", verdict)
+    monkeypatch.setattr(Arrivals, "choose_slices", verdict)
     monkeypatch.setattr(rendezvous, "_AGREE", 1.0)
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         calls = [pool.submit(meet, addresses, number) for number in range(6)]
@@ -227,7 +227,7 @@ def test_of_two_that_decide_at_once_one_run_begins_or_none(addresses, monkeypatc
 def test_too_few_slices_end_with_what_is_missing(addresses):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         met = pool.submit(
-            rendezvous.join_rendezvous, ProcessPlace(addresses, 2, 6), 0.2, 0.4, lambda *of: True
+            rendezvous.join_rendezvous, ProcessInfo(addresses, 2, 6), 0.2, 0.4, lambda *of: True
         )
         with pytest.raises(Unavailable, match=r"process 3 did not arrive"):
             met.result()

@@ -87,7 +87,7 @@ def test_processes_ask_about_each_step_once_and_stop_together(monkeypatch):
     monkeypatch.setattr(watchdog.multihost_utils, "reached_preemption_sync_point", reached)
     stop = watchdog.StopRequest(types.SimpleNamespace(count=2))
     for done in (5, 6, 3):
-        stop.after_step(done)
+        stop.on_step(done)
         assert not stop.requested
-    stop.after_step(4)
+    stop.on_step(4)
     assert stop.requested and asked == [5, 6, 7, 8]

@@ -122,7 +122,7 @@ def test_pods_find_each_other_where_jax_would_look_for_them(monkeypatch):
         with monkeypatch.context() as patch:
             for name, value in cluster.environment(manifest, index).items():
                 patch.setenv(name, value)
-            place = rendezvous.own_place()
+            place = rendezvous.read_process_info()
             assert place.number == GkeTpuCluster.get_process_id() == index
             assert place.count == GkeTpuCluster.get_process_count() == 4
             assert place.address == GkeTpuCluster.get_coordinator_address(1, None)
@@ -168,7 +168,7 @@ def test_one_host_is_one_process(monkeypatch):
     _, manifest = made(specified(slice_name="v5e:2x2"))
     for name, value in cluster.environment(manifest, 0).items():
         monkeypatch.setenv(name, value)
-    assert rendezvous.own_place() is None and not peers._on_tpu_host()
+    assert rendezvous.read_process_info() is None and not peers._is_tpu_host()
     assert not any("exclusive" in name for name in manifest["metadata"]["annotations"])
 
 

@@ -324,23 +324,24 @@ def test_a_run_whose_last_state_was_not_evaluated_says_so(file, tmp_path, monkey
 
 
 def test_which_steps_are_left_out():
-    assert start.left_out((), range(5, 8)) == ((4, 5, 6, 7), 4)
-    assert start.left_out((), range(0, 3)) == ((0, 1, 2), 0)
-    assert start.left_out((2, 3, 4), range(5, 7)) == ((1, 2, 3, 4, 5, 6), 1)
-    assert start.left_out((0,), range(1, 3)) == ((0, 1, 2), 1)
+    assert start.exclude_steps((), range(5, 8)) == ((4, 5, 6, 7), 4)
+    assert start.exclude_steps((), range(0, 3)) == ((0, 1, 2), 0)
+    assert start.exclude_steps((2, 3, 4), range(5, 7)) == ((1, 2, 3, 4, 5, 6), 1)
+    assert start.exclude_steps((0,), range(1, 3)) == ((0, 1, 2), 1)
 
 
 def test_how_far_a_roll_back_goes():
-    assert start.can_go_back([], 7, 5)  # nothing was saved yet
-    assert start.can_go_back([25, 30], 29, 5)
-    assert start.can_go_back([29, 35], 29, 5)  # a checkpoint just before the bad steps
-    assert start.can_go_back([20, 30], 29, 5)  # at 25 the state was bad, and was not saved
-    assert start.can_go_back([25, 20], 90, 5)  # a full disk: the newest, however old
-    assert start.can_go_back([5, 10], 4, 5)  # to step 0
-    assert not start.can_go_back([35, 40], 28, 5)
-    assert not start.can_go_back([5, 35, 40], 28, 5)  # the best so far
-    assert not start.can_go_back([8], 7, 5, begun_at=8)  # a fork has no step 0
-    assert start.can_go_back([8], 8, 5, begun_at=8) and start.can_go_back([], 7, 5, begun_at=8)
+    assert start.can_roll_back([], 7, 5)  # nothing was saved yet
+    assert start.can_roll_back([25, 30], 29, 5)
+    assert start.can_roll_back([29, 35], 29, 5)  # a checkpoint just before the bad steps
+    assert start.can_roll_back([20, 30], 29, 5)  # at 25 the state was bad, and was not saved
+    assert start.can_roll_back([25, 20], 90, 5)  # a full disk: the newest, however old
+    assert start.can_roll_back([5, 10], 4, 5)  # to step 0
+    assert not start.can_roll_back([35, 40], 28, 5)
+    assert not start.can_roll_back([5, 35, 40], 28, 5)  # the best so far
+    assert not start.can_roll_back([8], 7, 5, start_step=8)  # a fork has no step 0
+    assert start.can_roll_back([8], 8, 5, start_step=8)
+    assert start.can_roll_back([], 7, 5, start_step=8)
 
 
 def trained(*lines):
@@ -379,7 +380,7 @@ def test_the_last_line_tells_what_was_skipped_and_not_evaluated(
         lines.append({"kind": "scores", "step": evaluated})
     scores = Evaluator("scores", bool, dict, lambda line: f"loss at {line['step']}")
     job = types.SimpleNamespace(
-        evaluators=[scores], say=shown.append, workdir=Workdir("w"), how_to_go_on="w"
+        evaluators=[scores], report=shown.append, workdir=Workdir("w"), restart_hint="w"
     )
     session._show(Result("finished", step), job, lines, left_out)
     parts = shown[0].split("; ")
@@ -399,7 +400,7 @@ def test_a_jump_is_found_and_named():
     usual = 3 + 0.05 * rng.standard_normal(40)
     usual[30] = 4.2
     found = [
-        (i, spike) for i, spike in enumerate(map(lines_lib.Spikes().of_line, lines(usual))) if spike
+        (i, spike) for i, spike in enumerate(map(lines_lib.Spikes().check, lines(usual))) if spike
     ]
     assert [(i, spike[0]) for i, spike in found] == [(30, 303)]
 
@@ -409,7 +410,7 @@ def test_noise_and_learning_are_no_jumps():
         rng = np.random.default_rng(seed)
         falling = 6 * np.exp(-np.arange(300) / 60) + 2 + 0.05 * rng.standard_normal(300)
         spikes = lines_lib.Spikes()
-        assert not any(spikes.of_line(line) for line in lines(falling))
+        assert not any(spikes.check(line) for line in lines(falling))
 
 
 @pytest.mark.long

@@ -80,7 +80,7 @@ def test_a_notebook_shows_all_lines_as_one_text(monkeypatch, capsys):
     Console().print("zero")
     assert len(outputs) == 1
     progress = Progress(LineConsole())
-    progress.say("one")
+    progress.report("one")
     with progress.bar(0, 20):
         progress.train({"step": 10, "loss": 1.5}, {})
     assert len(outputs) == 1
@@ -101,15 +101,15 @@ def saying(words: str, **places) -> subprocess.Popen:
 def test_a_line_for_which_a_disk_has_no_room_is_left_out():
     """Of it nothing waits for the end, either, where it would be a run's failure."""
     with open("/dev/full", "wb") as full:
-        one = saying("progress.say('one')\nos.dup2(2, 1)\nprogress.say('two')", stdout=full)
+        one = saying("progress.report('one')\nos.dup2(2, 1)\nprogress.report('two')", stdout=full)
     assert one.communicate()[1] == b"two\n" and one.returncode == 0
 
 
 def test_a_terminal_that_is_gone_ends_nothing():
     """Also where a bar is shown on it."""
-    words = "with progress.bar(0, 2):\n    sys.stdin.readline()\n    progress.say('one')"
+    words = "with progress.bar(0, 2):\n    sys.stdin.readline()\n    progress.report('one')"
     reader, terminal = os.openpty()
-    one = saying(f"{words}\nprogress.say('two')", stdin=subprocess.PIPE, stdout=terminal)
+    one = saying(f"{words}\nprogress.report('two')", stdin=subprocess.PIPE, stdout=terminal)
     os.close(terminal)
     shown = b""
     while b"0/2" not in shown:

@@ -12,7 +12,7 @@ def jumps(losses, name="masked_lm_loss", spikes=None):
     spikes, lines = spikes or Spikes(), []
     for number, loss in enumerate(losses):
         lines.append({"kind": "train", "worst_step": number, "worst_step_loss": loss, name: loss})
-    return [found[0] for line in lines if (found := spikes.of_line(line))]
+    return [found[0] for line in lines if (found := spikes.check(line))]
 
 
 def test_a_jump_exceeds_a_tenth_and_the_usual_variation_of_the_loss():
@@ -47,20 +47,20 @@ def steps(lines):
 )
 def test_lines_of_steps_that_will_be_repeated_are_dropped(step, kept, lines):
     """A run that begins again also drops the lines of step 0."""
-    assert list(lines.go_on_from(step, {})) == []
+    assert list(lines.resume_from(step, {})) == []
     assert steps(lines) == kept
 
 
 def test_a_file_whose_lines_before_a_checkpoint_changed_is_refused(lines):
-    list(lines.go_on_from(4, {}))
-    written = lines.written()
+    list(lines.resume_from(4, {}))
+    written = lines.tallies()
     lines.append({"step": 6, "kind": "train"}, "metrics")
-    assert list(lines.go_on_from(4, written)) == [] and steps(lines) == [0, 3, 4]
+    assert list(lines.resume_from(4, written)) == [] and steps(lines) == [0, 3, 4]
     path = lines.metrics._path
     whole = path.read_text()
     path.unlink()
-    assert list(lines.go_on_from(4, written)) == [("metrics.jsonl", 3)]
+    assert list(lines.resume_from(4, written)) == [("metrics.jsonl", 3)]
     for other in (whole.replace("train", "TRAIN", 1), whole.split("\n", 1)[1], whole + whole):
         path.write_text(other)
         with pytest.raises(InputError, match=r"metrics\.jsonl"):
-            list(lines.go_on_from(4, written))
+            list(lines.resume_from(4, written))

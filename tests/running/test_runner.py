@@ -24,10 +24,11 @@ from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
 from bert_jax.pretraining import evaluators, pretraining
-from bert_jax.running import session, start
+from bert_jax.running import session
 from bert_jax.running.job import Evaluator, PhaseBatches
 from bert_jax.running.progress import Clock, Progress
 from bert_jax.running.runner import Trainer
+from bert_jax.running.start import Divergence, RunFailure
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.text import tokenizer
 from bert_jax.training import step
@@ -149,7 +150,7 @@ def test_a_corpus_that_changes_under_a_running_run_is_named(change, file, copy_o
 
 
 def test_text_in_brackets_is_shown_as_it_is(capsys):
-    Progress(Console(width=80)).say("[SEP] [bold]x[/bold]")
+    Progress(Console(width=80)).report("[SEP] [bold]x[/bold]")
     assert "[SEP] [bold]x[/bold]" in capsys.readouterr().out
 
 
@@ -311,7 +312,7 @@ def test_a_state_after_bad_steps_is_saved_at_the_end_alone(done, bad, is_saved):
     trainer.done, trainer.window, trainer.pending = done, {}, None
     trainer.held_out, trainer.evaluation = [], {"step": 18, "loss": 1.0}
     trainer.state = {"bad_in_a_row": np.int32(bad)}
-    trainer.init_sha256, trainer.begun_at, trainer.say = "", 0, mock.Mock()
+    trainer.init_sha256, trainer.start_step, trainer.report = "", 0, mock.Mock()
     trainer.saves, trainer.lines = mock.MagicMock(), mock.Mock()
     trainer.watchdog, trainer.context = mock.Mock(), mock.Mock()
     trainer.job.data_sha256, trainer.job.notes.return_value = "", {}
@@ -323,7 +324,7 @@ def test_a_state_after_bad_steps_is_saved_at_the_end_alone(done, bad, is_saved):
 
 @pytest.mark.parametrize(
     ("known", "after", "error"),
-    [(54, "roll_back", start.Diverged), (55, "roll_back", start.Failed), (0, "stop", start.Failed)],
+    [(54, "roll_back", Divergence), (55, "roll_back", RunFailure), (0, "stop", RunFailure)],
 )
 def test_a_run_fails_once_more_steps_are_bad_than_a_state_can_leave_out(known, after, error):
     """64 can be left out; next to nine bad ones it is the one before them."""
@@ -344,9 +345,9 @@ def test_a_state_that_stands_still_over_bad_steps_is_no_reason_to_end(bad, in_va
     trainer.lines = types.SimpleNamespace(append=lambda line, file: metrics.append(line))
     trainer.pending = None
     trainer.held_out, said = [(10, 1.0)], []
-    trainer.say = said.append
+    trainer.report = said.append
     asked = Evaluator("scores", lambda done: True, lambda *of: {"loss": 1.0}, lambda line: "")
     for trainer.done in (20, 30):
         trainer._evaluate([asked])
     assert len(metrics) == 2
-    assert bool(said) == trainer._is_whole == in_vain
+    assert bool(said) == trainer._is_finished == in_vain

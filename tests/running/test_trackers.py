@@ -110,7 +110,7 @@ def train(step, **more):
 def follow(names, run, *lines):
     """Writes lines while they are followed; returns what was said."""
     said = []
-    with trackers.following(names, *run, said.append):
+    with trackers.run_trackers(names, *run, said.append):
         write(run[0], *lines)
     return said
 
@@ -169,7 +169,7 @@ def test_one_that_fails_is_one_line_and_the_others_go_on(calls, run, tmp_path):
 def test_one_that_hangs_holds_up_nobody(calls, run, tmp_path, monkeypatch):
     slow = tmp_path / "modules" / "wandb.py"
     slow.write_text(slow.read_text() + "import time\nRun.log = lambda *a, **b: time.sleep(3)\n")
-    monkeypatch.setattr(trackers, "_LAST", 0.2)
+    monkeypatch.setattr(trackers, "_END", 0.2)
     begun = time.monotonic()
     (said,) = follow(("wandb",), run, train(1))
     assert time.monotonic() - begun < 2 and said.startswith("trackers: not done")

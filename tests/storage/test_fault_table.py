@@ -127,7 +127,7 @@ def restore(step: int) -> Any:
 
 def list_all() -> Any:
     checkpoints = Checkpoints(RUN / "checkpoints")
-    return checkpoints.steps, checkpoints.named("newest"), sorted(storage_of(RUN).names(RUN))
+    return checkpoints.steps, checkpoints.find_step("newest"), sorted(storage_of(RUN).names(RUN))
 
 
 def push() -> None:
@@ -141,8 +141,8 @@ def push() -> None:
 
 def set_aside_and_remove() -> None:
     with open_saves() as run:
-        run.set_aside(2)
-        run.forget_after(0, lambda: None)
+        run.rename_damaged(2)
+        run.delete_after(0, lambda: None)
 
 
 def prepare() -> None:

@@ -154,7 +154,7 @@ def test_a_run_whose_evaluations_are_in_vain_ends_and_so_does_one_that_goes_on()
     settings += ("run.keep_checkpoints=9", "class_weights=balanced")
     settings += ("optimizer.peak_learning_rate=1e-30",)
     out = broken.said(finetune("patient", *settings))
-    assert "step 15: ends here, since of 2 evaluations none is below the held-out loss" in out
+    assert "step 15: early stopping" in out
     assert "of step 5 (patience)" in out and "finished: step 15" in out
     assert "finetune: class weights bad 1, good 1" in out
     done = lines("patient")

@@ -87,7 +87,7 @@ def chosen(monkeypatch, *settings, text="text", workdir="w", base=None):
     made, said = {"splits": {"train": {"tokens": 5_000}}}, []
     monkeypatch.setattr(auto.corpus, "prepare", lambda *a: said.append(f"{a[2]}") or made)
     monkeypatch.setattr(auto.corpus, "require_rows", lambda *_: None)
-    progress = types.SimpleNamespace(say=said.append)
+    progress = types.SimpleNamespace(report=said.append)
     experiment, _ = auto.choose_experiment(text, 0.05, base, settings, Workdir(workdir), progress)
     return experiment, said
 

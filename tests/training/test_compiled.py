@@ -22,10 +22,10 @@ from bert_jax.training import mesh as mesh_lib
 counts = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-with peers.connected() as all_of_them:
+with peers.connect_processes() as all_of_them:
     mesh = mesh_lib.make_mesh(Parallelism())
-    environment_lib.keep_compiled_programs()
-    all_of_them.connect(mesh)
+    environment_lib.enable_compilation_cache()
+    all_of_them.connect_devices(mesh)
     rows = jax.make_array_from_callback(
         (2,), mesh_lib.batch_sharding(mesh), lambda index: np.ones(1, np.float32)
     )
@@ -47,7 +47,7 @@ def test_programs_are_kept_on_this_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(cache_key, "_hash_accelerator_config", None)
     kept = {}
     monkeypatch.setattr(environment_lib.jax.config, "update", kept.__setitem__)
-    environment_lib.keep_compiled_programs()
+    environment_lib.enable_compilation_cache()
     assert kept["jax_compilation_cache_dir"].startswith(f"{tmp_path}/")
     assert kept["jax_compilation_cache_max_size"] == 2**30
 
@@ -55,7 +55,7 @@ def test_programs_are_kept_on_this_machine(monkeypatch, tmp_path):
 @pytest.mark.parametrize("damage", [0, 300, "cut", "empty"])
 def test_a_damaged_program_is_named_removed_and_kept_anew(damage, tmp_path, capsys):
     """A bit of the checksum, of the program, and the last."""
-    environment_lib.keep_compiled_programs()
+    environment_lib.enable_compilation_cache()
     programs, _ = compilation_cache.get_file_cache(str(tmp_path))
     program = bytes(range(200))
     for _ in range(2):

@@ -223,10 +223,10 @@ def sicken(monkeypatch, sick, place=2):
 def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
     """The check before step 10 failed, that before step 5 did not."""
     trainer = Trainer.__new__(Trainer)  # as far as a roll-back needs it
-    trainer.done, trainer.begun_at, trainer.skipped, saves = 10, begun_at, (), mock.Mock()
+    trainer.done, trainer.start_step, trainer.skipped, saves = 10, begun_at, (), mock.Mock()
     run = Run(replay_every=5, checkpoint_every=4)
     trainer.job = trainer.experiment = mock.Mock(run=run, **{"workdir.checkpoints": "c"})
-    trainer.watchdog = trainer.say = trainer.lines = mock.Mock()
+    trainer.watchdog = trainer.report = trainer.lines = mock.Mock()
     trainer.clock, trainer.job.experiment = Clock(), trainer.experiment
     peers, saves.steps = Peers(0, 1, None, 1.0), steps
     trainer.context = mock.Mock(peers=peers, saves=saves, job=trainer.job)
@@ -235,16 +235,16 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
         del context
         return Restored(max((one for one in steps if one <= at_most), default=0), {}, {}, {})
 
-    def forget_after(last, send):
+    def delete_after(last, send):
         del send
         saves.steps = [one for one in steps if one <= last]
 
-    saves.forget_after = forget_after
+    saves.delete_after = delete_after
     with (
         mock.patch.object(start, "_start", newest),
-        mock.patch.object(Trainer, "_go_on_from") as go_on,
+        mock.patch.object(Trainer, "_resume_from") as go_on,
     ):
-        trainer._go_back(replay.SilentCorruption(jax.devices()[2:3], is_sure=True, is_last=False))
+        trainer._roll_back(replay.SilentCorruption(jax.devices()[2:3], is_sure=True, is_last=False))
     assert (go_on.call_args.args[0].step, saves.steps) == (step, left)
 
 
@@ -299,5 +299,5 @@ def test_rows_of_several_documents_are_compared_too(copy_of_run):
 
 
 def test_it_takes_two_devices():
-    with pytest.raises(InputError, match=r"run.replay_every=5: takes two devices"):
+    with pytest.raises(InputError, match=r"run.replay_every=5"):
         session._require_checkable(Run(replay_every=5), samples.mesh_of(1))

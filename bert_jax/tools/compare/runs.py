@@ -69,7 +69,7 @@ class Comparison:
         for number, member in enumerate(members, 1):
             if self._missing(member):
                 which = f"{number} of {len(members)}: {member.row}, seed {member.seed}"
-                self._progress.say(f"compare {which}")
+                self._progress.report(f"compare {which}")
                 ends.append(self._member(member))
                 page.write(self._results)
                 # Programs of rows that are done would be looked through for garbage for ever.
@@ -88,11 +88,11 @@ class Comparison:
             while made is None:
                 place, size = Workdir(self._root, folder).corpus, of.model.vocab_size
                 try:
-                    made = corpus.prepare(of.corpus, size, place, self._progress.say)
+                    made = corpus.prepare(of.corpus, size, place, self._progress.report)
                 except corpus.Changed as error:
                     if row.experiment.run.corpus_dir:
                         raise
-                    self._progress.say(f"compare: {str(error).partition(';')[0]}; runs begin again")
+                    self._progress.report(f"compare: {str(error).partition(';')[0]}; runs restart")
                     number += 1
                     folder = f"{of.run.corpus_dir}-{number}"
             files = [one for one in made["files"].items() if not one[0].startswith("dataset/")]
@@ -139,7 +139,7 @@ class Comparison:
         costs: dict[str, list[float]] = {}
         for number in range(_ROUNDS if missing else 0):
             for key, row in missing.items():
-                self._progress.say(f"compare: timing {row.name}, {number + 1} of {_ROUNDS}")
+                self._progress.report(f"compare: timing {row.name}, {number + 1} of {_ROUNDS}")
                 folder = self._root / "timing"
                 laps = budget.laps(self._experiment(row), folder, self._progress, _TIMED)
                 one = [max(lap["cpu_seconds"], 1e-9) / lap["steps"] for lap in laps]

@@ -96,7 +96,7 @@ def run(
     record = {"format_version": FORMAT_VERSION, "name": sweep[0].experiment.name, "score": score}
     for number, (member, one) in enumerate(zip(sweep, runs, strict=True), 1):
         place = folder / member.folder
-        progress.say(f"sweep {number} of {len(sweep)}: {member.folder}")
+        progress.report(f"sweep {number} of {len(sweep)}: {member.folder}")
         # A finished run ends at once, unless its base or its examples are others now.
         outcome = job.finetune(member.experiment, base, os.fspath(place), progress, member.origin)
         lines = JsonLines(mirror.open_workdir(place).metrics).read()
@@ -108,7 +108,7 @@ def run(
         if outcome == "stopped":
             return "stopped"
     for line in table(record):
-        progress.say(line)
+        progress.report(line)
     return "failed" if any(one["outcome"] == "failed" for one in runs) else "finished"
 
 

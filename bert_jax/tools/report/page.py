@@ -67,7 +67,7 @@ def _require_whole(record: Record) -> None:
     workdir, metadata = record.workdir, dict[str, Any]()
     with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
         saved = Checkpoints(workdir.checkpoints)
-        metadata = saved.metadata(saved.named("newest"))
+        metadata = saved.metadata(saved.find_step("newest"))
     for name, written in metadata.get("lines", {}).items():
         if damage := JsonLines(workdir.root / name).damage(metadata["step"], written):
             raise InputError(
