@@ -287,4 +287,4 @@ def test_sources_that_begin_with_a_dot_lie_where_the_experiment_s_file_does(tmp_
     "source", ["text:gs://bucket/./x", "gs://bucket/./x", "text:./x", "text:a/./x", "tfds:a/1.0.0"]
 )
 def test_other_sources_are_called_as_they_are_written(source):
-    assert config.named(source) == source
+    assert config.source_name(source) == source

@@ -37,7 +37,7 @@ USES["alibi"] = "model=replace(e.model, code=own(alibi))"
 def nothing_is_named(monkeypatch):
     """As in a process that has just begun."""
     monkeypatch.setenv("BERT_JAX_CODE", "")
-    monkeypatch.setattr(code_lib, "_named_files", [])
+    monkeypatch.setattr(code_lib, "_named_paths", [])
     monkeypatch.setattr(code_lib, "_loaded", {})
     for kept in (encoder._traced, step.abstract_state, step.make_eval_step, evaluators.logits_of):
         kept.cache_clear()

@@ -5,7 +5,6 @@ An experiment file returns an `Experiment` or a `Finetuning`; it is saved with t
 
 from bert_jax.config.code import own
 from bert_jax.config.comparison import Row, Table
-from bert_jax.config.corpus import Corpus, named, source_of_text
 from bert_jax.config.data import Data
 from bert_jax.config.fields import Section
 from bert_jax.config.files import (
@@ -46,3 +45,4 @@ from bert_jax.config.pretraining import (
     Phase,
     Run,
 )
+from bert_jax.config.text_corpus import Corpus, source_name, source_of_text

@@ -1,9 +1,8 @@
-"""Code of users: experiment files and tables are run here, and what objectives and encoders of
-their own they hold is found here.
+"""Users' code: runs experiment files and tables, and loads their custom objectives and encoders.
 
-A config names such a function as FILE:FUNCTION:SHA256, the hash being that of the file. A file runs
-if it is named, as EXPERIMENT or by `--code`, the latter only if its hash is the one that a config
-asks for; the copies that runs keep of it, and everything else that lies in a folder, never do.
+A config names such a function as FILE:FUNCTION:SHA256, where SHA256 is the hash of the file. A file
+is run only if the user names it: as EXPERIMENT, or by `--code` if its hash is the one in the
+config. Neither the copies in workdirs nor other files of a folder are ever run.
 """
 
 import contextlib
@@ -21,28 +20,27 @@ from typing import Any
 from bert_jax.config.fields import CODE, Section
 from bert_jax.errors import InputError
 
-# Files that `--code` named: those of the process that started this one, parted as in PATH, and its
-# own.
-_NAMED = "BERT_JAX_CODE"
-_named_files: list[str] = []
-# The copy that a run keeps of the file.
+# Paths given by `--code`: to the parent process, separated as in PATH, and to this process.
+_VARIABLE = "BERT_JAX_CODE"
+_named_paths: list[str] = []
+# The copy of the file in a workdir.
 COPY = "experiment_code.py"
-# The names of files that were run, and their texts, by their hashes.
+# From the hash of a file that was run to its module namespace and its text.
 _loaded: dict[str, tuple[dict[str, Any], str]] = {}
 
 
 def own(function: Callable[..., Any]) -> str:
-    """Returns what `data.code` or `model.code` is, for a function at the top of its file.
+    """Returns the value of `data.code` or `model.code` for a function at the top of its file.
 
-    An experiment file calls it with an objective or an encoder of its own.
+    An experiment file calls it with its custom objective or encoder.
     """
     names, name = getattr(function, "__globals__", {}), getattr(function, "__name__", "")
     path = pathlib.Path(names.get("__file__", ""))
     if path.suffix != ".py" or names.get(name) is not function:
         raise InputError(f"own({name or function!r}): give it a function at the top of a .py file")
     content, sha256 = _read(path)
-    if not content.endswith(b"\n"):  # scripts that write the file elsewhere would add it
-        raise InputError(f"{path}: must end with a newline")
+    if not content.endswith(b"\n"):  # scripts that copy the file would add the newline
+        raise InputError(f"{path}: must end with a newline; add one")
     reference = f"{path.name}:{name}:{sha256}"
     if not CODE.fullmatch(reference):
         raise InputError(f"{path}: rename it; only letters, digits, _ . and - may be in its name")
@@ -52,28 +50,28 @@ def own(function: Callable[..., Any]) -> str:
 
 
 def name_file(path: str) -> None:
-    """Notes that a file may be run if a config asks for it by its hash: `--code`."""
+    """Allows a file to be run if a config names its hash, as `--code` does."""
     _read(pathlib.Path(path))
-    _named_files.append(os.path.abspath(path))
+    _named_paths.append(os.path.abspath(path))
 
 
 def environment() -> dict[str, str]:
-    """Returns the variable that names the same files to a process that this one starts."""
-    return {_NAMED: os.pathsep.join(_named())}
+    """Returns the environment variable that allows the same files in a child process."""
+    return {_VARIABLE: os.pathsep.join(_allowed_paths())}
 
 
 def was_used(path: str) -> bool:
-    """Tells whether a config has asked for this file, as it is now."""
+    """Returns whether a config named this file by its current hash."""
     return _read(pathlib.Path(path))[1] in _loaded
 
 
-def _named() -> list[str]:
-    inherited = os.environ.get(_NAMED, "").split(os.pathsep)
-    return [*dict.fromkeys(path for path in (*inherited, *_named_files) if path)]
+def _allowed_paths() -> list[str]:
+    inherited = os.environ.get(_VARIABLE, "").split(os.pathsep)
+    return [*dict.fromkeys(path for path in (*inherited, *_named_paths) if path)]
 
 
 def _read(path: pathlib.Path) -> tuple[bytes, str]:
-    """Returns a file's content and the hash of it."""
+    """Returns a file's content and its hash."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -82,7 +80,7 @@ def _read(path: pathlib.Path) -> tuple[bytes, str]:
 
 
 def function(reference: str) -> Callable[..., Any]:
-    """Returns the function of a reference, whose file is run if it was named and is the one."""
+    """Returns the function of a reference; runs its file if the user named it."""
     file, name, _ = reference.split(":")
     names, _ = _load(reference)
     if not callable(names.get(name)):
@@ -91,41 +89,42 @@ def function(reference: str) -> Callable[..., Any]:
 
 
 def path_of(reference: str) -> pathlib.Path:
-    """Returns where the file of a reference lies."""
+    """Returns the path of a reference's file."""
     return pathlib.Path(_load(reference)[0]["__file__"])
 
 
 def files(section: Section) -> dict[str, str]:
-    """Returns the file that an experiment has code of, {`COPY`: its text}; of one without, {}."""
-    references = [text for _, text in codes(section) if text]
-    if len({text.rpartition(":")[2] for text in references}) > 1:
-        names = " and ".join(text.partition(":")[0] for text in references)
+    """Returns the file with an experiment's custom code as {`COPY`: its text}, {} without code."""
+    references = [reference for _, reference in codes(section) if reference]
+    if len({reference.rpartition(":")[2] for reference in references}) > 1:
+        names = " and ".join(reference.partition(":")[0] for reference in references)
         raise InputError(f"data.code: code of two files, {names}; write both into one")
     return {COPY: _load(references[0])[1]} if references else {}
 
 
 def codes(section: Any) -> list[tuple[str, str]]:
-    """Lists the fields of an experiment that name code, and what they say."""
-    parts = ((name, getattr(section, name, None)) for name in ("model", "data"))
-    return [(f"{name}.code", part.code) for name, part in parts if hasattr(part, "code")]
+    """Returns the fields of an experiment that name custom code, with their values."""
+    inner = ((name, getattr(section, name, None)) for name in ("model", "data"))
+    return [(f"{name}.code", value.code) for name, value in inner if hasattr(value, "code")]
 
 
 def _load(reference: str) -> tuple[dict[str, Any], str]:
     file, name, wanted = reference.split(":")
     if wanted not in _loaded:
-        there = {path: _read(path) for path in map(pathlib.Path, _named()) if path.exists()}
-        path = next((path for path, (_, sha256) in there.items() if sha256 == wanted), None)
+        paths = filter(pathlib.Path.exists, map(pathlib.Path, _allowed_paths()))
+        files_read = {path: _read(path) for path in paths}
+        path = next((path for path, (_, sha256) in files_read.items() if sha256 == wanted), None)
         if path is None:
-            others = "".join(f"; {path} has {sha256}" for path, (_, sha256) in there.items())
+            others = "".join(f"; {path} has {sha256}" for path, (_, sha256) in files_read.items())
             raise InputError(
                 f"{file}: {name}() is needed, of the file with sha256 {wanted}; name it with "
                 f"--code FILE (a run keeps a copy, {COPY}){others}"
             )
-        content = there[path][0]
+        content = files_read[path][0]
         module = types.ModuleType(f"{path.stem}_{wanted[:8]}")
         module.__file__ = str(path)
-        sys.modules[module.__name__] = module  # where dataclasses look for what annotations mean
-        with failures(path):  # runs the bytes that were compared, not the file, which may change
+        sys.modules[module.__name__] = module  # dataclasses resolve annotations there
+        with failures(path):  # runs the bytes that were hashed: the file may change
             exec(compile(content, path, "exec", dont_inherit=True), module.__dict__)
         _loaded[wanted] = module.__dict__, content.decode()
     return _loaded[wanted]
@@ -137,26 +136,26 @@ def _load(reference: str) -> tuple[dict[str, Any], str]:
 def run_file(
     path: pathlib.Path, function: str, *kinds: type[Section]
 ) -> tuple[Any, tuple[str, Section] | None]:
-    """Runs a file, and the function `experiment` or `table` that it is to define.
+    """Runs a file and its function `experiment` or `table`.
 
     Returns:
-      What the function gives; and the name and experiment of the file that it varies, if it does.
+      The function's value; the file name and experiment of the parent that it changes, or None.
     """
     with failures(path), _importing_from(path.parent.resolve()) as imported:
         names = runpy.run_path(str(path), run_name=path.stem)
         if function not in names:
             raise InputError(f"{path}: defines no {function}() -> {function.capitalize()}")
-        at_its_top = imported()
+        top_imports = imported()
         value = names[function]()
         if not isinstance(value, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise InputError(f"{path}: {function}() returned {type(value).__name__}, not {wanted}")
-        if at_its_top and any(text.startswith(f"{path.name}:") for _, text in codes(value)):
+        if top_imports and any(code.startswith(f"{path.name}:") for _, code in codes(value)):
             raise InputError(
                 f"{path}: a run keeps a copy of this file for its code, but not of "
-                f"{at_its_top[0].__name__}.py; import that within {function}()"
+                f"{top_imports[0].__name__}.py; import that within {function}()"
             )
-        # Other modules help an experiment file in ways of their own, and fail where it uses them.
+        # An imported module need not be an experiment file.
         for module in imported():
             with contextlib.suppress(Exception):
                 parent = module.experiment()
@@ -167,7 +166,7 @@ def run_file(
 
 @contextlib.contextmanager
 def failures(path: pathlib.Path) -> Iterator[None]:
-    """Has everything that code of a user raises be one line, which names its file and line."""
+    """Turns every exception of users' code into an InputError that names the file and line."""
     folder = path.parent.resolve()
     try:
         yield
@@ -175,35 +174,35 @@ def failures(path: pathlib.Path) -> Iterator[None]:
         text = str(error)
         raise InputError(text if text.startswith(str(path)) else f"{path}: {text}") from error
     except (Exception, SystemExit) as error:
-        places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+        frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
         if isinstance(error, SyntaxError) and error.filename:
-            places.append((error.filename, error.lineno))
-        ours = [p for p in places if pathlib.Path(p[0]).resolve().parent == folder]
-        name, line = ours[-1] if ours else (str(path), None)
+            frames.append((error.filename, error.lineno))
+        in_folder = [f for f in frames if pathlib.Path(f[0]).resolve().parent == folder]
+        name, line = in_folder[-1] if in_folder else (str(path), None)
         where = str(path.parent / pathlib.Path(name).name) + (f":{line}" if line else "")
-        why = (str(error).splitlines() or [""])[0]
-        raise InputError(f"{where}: {type(error).__name__}: {why}") from error
+        reason = (str(error).splitlines() or [""])[0]
+        raise InputError(f"{where}: {type(error).__name__}: {reason}") from error
 
 
 @contextlib.contextmanager
 def _importing_from(folder: pathlib.Path) -> Iterator[Callable[[], list[Any]]]:
-    """Lets `import` find the files of a folder first, afresh; yields what lists those imported.
+    """Lets `import` find the files of a folder first; yields a function that lists the imported.
 
-    `sys.path`, and `sys.modules` as far as it names files of the folder, are left as they
-    were: another folder may have a file of the same name.
+    `sys.path` and the files' entries in `sys.modules` are restored at the end, since another folder
+    may have a file of the same name.
     """
     names = {file.stem for file in folder.glob("*.py")} - sys.stdlib_module_names
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    path, quiet = list(sys.path), sys.dont_write_bytecode
-    # Compiled files are believed by time and size: too coarse for a file that was just edited.
+    path, no_bytecode = list(sys.path), sys.dont_write_bytecode
+    # Python checks bytecode by time and size: too coarse for a file that was just edited.
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
-        # In the order in which their imports began: the first is what the file itself names first.
+        # In the order in which their imports began: the first is the first import of the file.
         yield lambda: [module for name, module in sys.modules.items() if name in names]
     finally:
-        sys.path[:], sys.dont_write_bytecode = path, quiet
+        sys.path[:], sys.dont_write_bytecode = path, no_bytecode
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(before)

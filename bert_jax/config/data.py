@@ -1,4 +1,4 @@
-"""The section of a pre-training that says how ids become examples, and what is learned of them."""
+"""The section `data` of a pre-training: how token ids become rows, and what is predicted."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,88 +8,88 @@ from bert_jax.config.fields import (
     Code,
     Count,
     PositiveCount,
+    Problem,
     RowLength,
     Section,
     Share,
     WholeShare,
-    Wrong,
 )
 
 
-class Objective(NamedTuple):
-    """The rows and the encoder that go with a word of `data.objective`."""
+class ObjectiveTraits(NamedTuple):
+    """The form of the rows and the direction of the encoder that an objective needs."""
 
-    units: Literal["pairs", "swapped_pairs", "sentences"]  # what a row is made of
-    unpredicted: int  # places of a row that are never predicted; 0: a share of them is masked
-    direction: Literal["both", "left_to_right"]  # what they attend to
-    cuts: bool  # whether tokens may attend to their own documents alone
+    units: Literal["pairs", "swapped_pairs", "sentences"]  # what a row consists of
+    unpredicted: int  # positions of a row that are never predicted; 0: a share of them is masked
+    direction: Literal["both", "left_to_right"]  # what tokens attend to
+    cuts: bool  # whether data.attention=per_document is allowed
 
 
 OBJECTIVES = {
-    "mlm_nsp": Objective("pairs", 0, "both", False),
-    "mlm_sop": Objective("swapped_pairs", 0, "both", False),
-    "mlm": Objective("sentences", 0, "both", True),
-    "causal": Objective("sentences", 1, "left_to_right", True),
+    "mlm_nsp": ObjectiveTraits("pairs", 0, "both", False),
+    "mlm_sop": ObjectiveTraits("swapped_pairs", 0, "both", False),
+    "mlm": ObjectiveTraits("sentences", 0, "both", True),
+    "causal": ObjectiveTraits("sentences", 1, "left_to_right", True),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section, role="identity", label="data"):
-    """The way from ids to examples (Devlin et al. 2018, section 3.1 and appendix A.1)."""
+    """How token ids become rows (Devlin et al. 2018, section 3.1 and appendix A.1)."""
 
-    # What is learned. mlm_nsp: masked pieces of pairs, and whether B follows A; mlm_sop: masked
-    # pieces of pairs that follow each other, and whether they were swapped (ALBERT); mlm: masked
-    # pieces alone, of rows of full sentences that go on from one document to the next (RoBERTa);
-    # causal: of such rows the next piece at every place, from what is left of it (GPT).
+    # What is learned. mlm_nsp: masked tokens of pairs, and whether B follows A; mlm_sop: masked
+    # tokens of adjacent segments, and whether they were swapped (ALBERT); mlm: masked tokens only,
+    # in rows of full sentences that continue from one document to the next (RoBERTa); causal: the
+    # next token at every position of such rows (GPT).
     objective: Literal["mlm_nsp", "mlm_sop", "mlm", "causal"] = "mlm_nsp"
-    # Something else that is learned of the same rows: an objective of the experiment file's own,
-    # FILE:FUNCTION:SHA256, which bert_jax.config.own(FUNCTION) gives; empty: nothing else.
+    # A custom objective of the experiment file that replaces data.objective on the same rows:
+    # FILE:FUNCTION:SHA256, as bert_jax.config.own(FUNCTION) returns it; empty: none.
     code: Code = ""
-    # Of rows of full sentences: whether a token attends to all documents of its row, or to its own
-    # alone, in which positions begin at 0 again, as they do for a text by itself.
+    # In rows of full sentences: whether a token attends to all documents of its row, or only to its
+    # own, in which case positions start at 0 in each document.
     attention: Literal["whole_row", "per_document"] = "whole_row"
-    # Share of examples that are made of a random, shorter length; only of objectives with pairs.
+    # Share of rows that have a random shorter length; only for objectives with pairs.
     short_seq_prob: Share = 0.1
-    # Share of an example's tokens that are to be predicted.
+    # Share of a row's tokens that are to be predicted.
     masked_lm_prob: Share = 0.15
-    # data.masked_lm_prob moves in even steps to this share at the last step; 0: it stays. Held-out
-    # rows are masked alike whatever is set here: 15 % of the pieces, of which 80 % become [MASK].
+    # data.masked_lm_prob changes linearly to this share at the last step; 0: it is constant. It
+    # does not affect held-out rows: 15 % of their tokens are predicted, 80 % of these are [MASK].
     final_masked_lm_prob: Share = 0.0
-    # Of the tokens to be predicted, the share that becomes [MASK].
+    # Share of the tokens to be predicted that become [MASK].
     mask_share: WholeShare = 0.8
-    # Of the tokens to be predicted, the share that becomes a random piece; the rest stays as it is.
+    # Share of the tokens to be predicted that become a random token; the rest is unchanged.
     random_share: WholeShare = 0.1
-    # What is masked at once: single pieces, all pieces of a word, or up to ten words (SpanBERT's
+    # What is masked at once: single tokens, all tokens of a word, or up to ten words (SpanBERT's
     # spans: geometric with p 0.2, each replaced as a whole).
     masking: Literal["piece", "whole_word", "span"] = "piece"
-    # 0: new pairs and masks in every epoch; n: those of the first n epochs again and again.
+    # 0: new pairs and masks in every epoch; n: the first n epochs are repeated.
     dupe_factor: Count = 0
     # Length of the held-out rows.
     eval_sequence_length: RowLength = 128
-    # The most masked tokens that a held-out row may have.
+    # Maximum number of masked tokens in a held-out row.
     eval_max_predictions_per_seq: PositiveCount = 20
-    # Held-out rows that are scored, the same at every evaluation; fewer if there are fewer.
+    # Number of held-out rows to score, the same at every evaluation; fewer if there are fewer.
     eval_rows: PositiveCount = 10_000
-    # Seed that draws held-out rows and their masks, whatever the run's own, so that runs of several
-    # seeds are scored on the same.
+    # Seed of the held-out rows and their masks. It is independent of the run's seed, so runs with
+    # different seeds are scored on the same rows.
     eval_seed: Count = 0
 
-    def _wrong(self) -> Iterator[Wrong]:
+    def _problems(self) -> Iterator[Problem]:
         if self.mask_share + self.random_share > 1.0:
             yield "random_share", f"is over 1 together with data.mask_share={self.mask_share}"
         if self.attention != "whole_row" and not OBJECTIVES[self.objective].cuts:
-            yield "attention", f"data.objective={self.objective} reads rows whole; remove it"
+            yield "attention", f"data.objective={self.objective} needs whole rows; remove it"
         if self.dupe_factor and self.final_masked_lm_prob:
             yield "final_masked_lm_prob", "repeated masks cannot change; set data.dupe_factor=0"
 
     @property
     def units(self) -> Literal["pairs", "swapped_pairs", "sentences"]:
-        """Returns what a row is made of."""
+        """Returns what a row consists of."""
         return OBJECTIVES[self.objective].units
 
     @property
     def unpredicted(self) -> int:
-        """Returns how many places of a row are never predicted; 0: a share of them is masked."""
+        """Returns how many positions of a row are never predicted; 0: a share is masked."""
         return OBJECTIVES[self.objective].unpredicted
 
     @property

@@ -1,4 +1,4 @@
-"""Experiments from and to text: experiment files, `--set` strings, JSON, lists of differences."""
+"""Reads and writes experiments: experiment files, `--set` strings, JSON, lists of differences."""
 
 import dataclasses
 import difflib
@@ -11,17 +11,17 @@ from typing import Any, get_args, get_origin
 
 from bert_jax.config.code import run_file
 from bert_jax.config.comparison import Table
-from bert_jax.config.corpus import Corpus, named
 from bert_jax.config.explain import TYPES, suggestion
 from bert_jax.config.fields import RequiresValue, Section, fields_of
 from bert_jax.config.finetuning import SOURCES, Finetuning
 from bert_jax.config.pretraining import Experiment
+from bert_jax.config.text_corpus import Corpus, source_name
 from bert_jax.errors import InputError, json_object, prefix_errors
 
-# 2: the section `parallelism` was `mesh`, and a task's `kind` its `shape`.
+# In version 1 the section `parallelism` was called `mesh`, and a task's `kind` was `shape`.
 FORMAT_VERSION = 2
 
-# Experiment files that come with the package, which a bare name finds.
+# Experiment files that come with the package and can be given by their bare names.
 SHIPPED = pathlib.Path(__file__).parents[1] / "experiments"
 
 T = typing.TypeVar("T", bound=Section)
@@ -30,9 +30,9 @@ T = typing.TypeVar("T", bound=Section)
 def load(path: str, kind: type[T] = Experiment) -> T:
     """Reads EXPERIMENT: a .py file that defines `experiment()`, or a resolved config as JSON.
 
-    A bare name is that of a file that comes with the package. In a .py file sources that begin with
-    `./` or `../` lie where the file does, others in the current folder. It may `import` others in
-    its folder, to vary what their `experiment()` gives.
+    A bare name means a file that comes with the package. In a .py file sources that begin with `./`
+    or `../` are relative to the folder of the file, others to the current folder. The file may
+    `import` others of its folder and change what their `experiment()` returns.
     """
     return _load(path, kind)[0]
 
@@ -48,10 +48,10 @@ def load_table(path: str) -> Table:
 def load_with_origin(
     path: str, settings: Sequence[str], kind: type[T] = Experiment
 ) -> tuple[T, dict[str, Any]]:
-    """Reads EXPERIMENT, applies `--set` strings, and describes where the result comes from.
+    """Reads EXPERIMENT, applies `--set` strings, and describes the origin of the result.
 
-    The description is a JSON object: the file, the experiment file that it varies ("" if none), the
-    strings, and what differs from that parent, or from the defaults of the sections.
+    The description is a JSON object: the file, its parent (the experiment file that it changes; ""
+    if none), the strings, and the differences from the parent or, without one, from the defaults.
     """
     loaded, parent = _load(path, kind)
     experiment = override(loaded, settings)
@@ -61,53 +61,53 @@ def load_with_origin(
 def finetuning_of(
     task: Mapping[str, Any], workdir: str | None, settings: Sequence[str]
 ) -> tuple[Finetuning, dict[str, Any]]:
-    """Makes a fine-tuning of fields of its task, as `load_with_origin` does of a file.
+    """Builds a fine-tuning from fields of its task, and its origin as `load_with_origin` does.
 
-    Sources are given as files. The last part of `workdir` names it, or the first file to learn from
-    does. Fields and settings are checked together: some kinds need fields that only settings name.
+    Sources are given as files. Its name is the last part of `workdir` or of the first training
+    file. Fields and settings are checked together: some kinds need fields that only settings give.
     """
     if task.get("kind") == "minimal_pairs":
         raise InputError(
-            "--kind minimal_pairs: nothing is learned from them; score with `bert-jax evaluate "
+            "--kind minimal_pairs: no model trains on them; score one with `bert-jax evaluate "
             "--task FILE`"
         )
     for name in ("kind", "train", "validation"):
         if name not in task:
             raise InputError(f"--{name}: name a TASKFILE, or all of --kind, --train, --validation")
     kind, name = task["kind"], name_of(workdir or task["train"][0].rpartition(":")[2])
-    fields: dict[str, object] = {"max_sequence_length": 384} if kind == "span" else {}  # as usual
-    for part in ("train", "validation"):
-        fields[part] = tuple(source_of(f"--{part}", kind, file) for file in task[part])
-    sections = {f.name: f.default_factory for f in dataclasses.fields(Finetuning)}
-    usual = {n: dataclasses.asdict(f()) for n, f in sections.items() if callable(f)}
-    tree = json.loads(json.dumps(usual | {"name": name or "task", "task": {**task, **fields}}))
+    fields: dict[str, object] = {"max_sequence_length": 384} if kind == "span" else {}  # SQuAD's
+    for split in ("train", "validation"):
+        fields[split] = tuple(source_of(f"--{split}", kind, file) for file in task[split])
+    factories = {f.name: f.default_factory for f in dataclasses.fields(Finetuning)}
+    defaults = {n: dataclasses.asdict(f()) for n, f in factories.items() if callable(f)}
+    tree = json.loads(json.dumps(defaults | {"name": name or "task", "task": {**task, **fields}}))
     _apply(tree, settings, _hints(Finetuning))
     experiment = _build(Finetuning, tree, "")
     return experiment, origin_of("the command line", settings, experiment)
 
 
-def name_of(place: str) -> str:
-    """Returns a name for a run by the last part of a place; "" where that has no letters."""
-    return re.sub(r"[^\w.-]+", "-", pathlib.PurePath(place).name.partition(".")[0]).strip("-.")
+def name_of(path: str) -> str:
+    """Returns a run's name from the last part of a path; "" if the part has no letters."""
+    return re.sub(r"[^\w.-]+", "-", pathlib.PurePath(path).name.partition(".")[0]).strip("-.")
 
 
 # Endings of compressed files.
-_PACKED = re.compile(r"\.(gz|zst|bz2|xz)$", re.IGNORECASE)
+_COMPRESSED = re.compile(r"\.(gz|zst|bz2|xz)$", re.IGNORECASE)
 
 
 def source_of(flag: str, kind: str, file: str) -> str:
-    """Returns a source as `task.train` has it, by the end of the file's name."""
+    """Returns a source for `task.train`, with the format by the ending of the file's name."""
     if file.partition(":")[0] in SOURCES[kind]:
         return file
-    ending = pathlib.PurePath(_PACKED.sub("", file)).suffix.lower()
-    word = "squad" if ending == ".json" else ending.removeprefix(".")
-    if word not in SOURCES[kind]:
-        known = ", ".join(f"{word}:" for word in SOURCES[kind])
+    ending = pathlib.PurePath(_COMPRESSED.sub("", file)).suffix.lower()
+    file_format = "squad" if ending == ".json" else ending.removeprefix(".")
+    if file_format not in SOURCES[kind]:
+        known = ", ".join(f"{known}:" for known in SOURCES[kind])
         raise InputError(
             f"{flag} {file}: the name does not say which format it is; --kind {kind} reads {known} "
             f"so write {SOURCES[kind][0]}:{file}, for example"
         )
-    return f"{word}:{file}"
+    return f"{file_format}:{file}"
 
 
 def origin_of(
@@ -116,34 +116,34 @@ def origin_of(
     experiment: Section,
     parent: tuple[str, Section] | None = None,
 ) -> dict[str, Any]:
-    """Describes where an experiment comes from, as `load_with_origin` does."""
+    """Describes the origin of an experiment, as `load_with_origin` does."""
     if parent is None:
-        name, changed = "", _differences_from_defaults(experiment)
+        parent_name, changes = "", _differences_from_defaults(experiment)
     else:
-        name, changed = parent[0], differences(parent[1], experiment, "all")
+        parent_name, changes = parent[0], differences(parent[1], experiment, "all")
     return {
         "format_version": FORMAT_VERSION,
         "experiment": path,
-        "parent": name,
+        "parent": parent_name,
         "settings": list(settings),
-        "differences": changed,
+        "differences": changes,
     }
 
 
 def _load(path: str, kind: type[T]) -> tuple[T, tuple[str, Section] | None]:
-    """Reads EXPERIMENT, and the name and experiment of the file it varies, if it does."""
-    file = _found(path)
+    """Reads EXPERIMENT, and the name and experiment of its parent, or None."""
+    file = _find_file(path)
     if file.suffix == ".py":
         experiment, parent = run_file(file, "experiment", Experiment, Finetuning)
         _require_kind(type(experiment), kind, path)
-        return typing.cast(T, _placed(experiment, file.parent.resolve())), parent
+        return typing.cast(T, _resolve_sources(experiment, file.parent.resolve())), parent
     if file.suffix == ".json":
         return from_json(file.read_bytes(), path, kind), None
     raise InputError(f"{path}: an experiment is a .py file or a resolved config as .json")
 
 
-def _found(path: str) -> pathlib.Path:
-    """Returns the file of an experiment, which a bare name finds among those that are shipped."""
+def _find_file(path: str) -> pathlib.Path:
+    """Returns the file of an experiment, given by its path or by the bare name of a shipped one."""
     file, shipped = pathlib.Path(path), _shipped()
     if not file.is_file() and path not in shipped:
         near = difflib.get_close_matches(file.stem, shipped, n=1, cutoff=0.8)
@@ -162,32 +162,32 @@ def _shipped() -> dict[str, pathlib.Path]:
     return {file.stem: file for file in files}
 
 
-def _placed(experiment: Section, folder: pathlib.Path) -> Section:
-    """Returns an experiment whose sources that begin with `./` lie in a folder.
+def _resolve_sources(experiment: Section, folder: pathlib.Path) -> Section:
+    """Returns an experiment whose relative sources `./...` are in a folder.
 
-    What lies before `/./` is where this machine has it, and no part of what a source is called.
+    The part before `/./` differs between machines and does not belong to a source's name.
     """
 
-    def place(source: str) -> str:
-        word, colon, path = source.partition(":")
-        here = path.startswith(("./", "../"))
-        return f"{word}{colon}{folder}/./{path.removeprefix('./')}" if here else source
+    def resolve(source: str) -> str:
+        kind, colon, path = source.partition(":")
+        is_relative = path.startswith(("./", "../"))
+        return f"{kind}{colon}{folder}/./{path.removeprefix('./')}" if is_relative else source
 
-    part = "corpus" if isinstance(experiment, Experiment) else "task"
-    section = getattr(experiment, part)
+    section_name = "corpus" if isinstance(experiment, Experiment) else "task"
+    section = getattr(experiment, section_name)
     names = [name for name in _SOURCES if hasattr(section, name)]
-    sources = {name: tuple(map(place, getattr(section, name))) for name in names}
+    sources = {name: tuple(map(resolve, getattr(section, name))) for name in names}
     section = dataclasses.replace(section, **sources)
-    return dataclasses.replace(experiment, **{part: section})
+    return dataclasses.replace(experiment, **{section_name: section})
 
 
 # Fields that hold sources.
 _SOURCES = ("sources", "train", "validation")
 
 
-def _require_kind(kind: type, wanted: type, where: str) -> None:
-    if kind is not wanted:
-        what, commands = {
+def _require_kind(kind: type, expected: type, where: str) -> None:
+    if kind is not expected:
+        description, commands = {
             Experiment: ("a pre-training, not a fine-tuning", "`bert-jax pretrain` takes it"),
             Finetuning: (
                 "a fine-tuning, not a pre-training",
@@ -195,18 +195,18 @@ def _require_kind(kind: type, wanted: type, where: str) -> None:
                 "`checkpoints` take its run; to begin with it, `export` it and `import` the folder",
             ),
         }[kind]
-        raise InputError(f"{where}: is {what}; {commands}")
+        raise InputError(f"{where}: is {description}; {commands}")
 
 
 def _differences_from_defaults(experiment: Section) -> list[str]:
     """Lists differences section by section: phases, sources and tasks have no defaults."""
     factories = {f.name: f.default_factory for f in dataclasses.fields(experiment)}
-    plain = {name: make() for name, make in factories.items() if make is not dataclasses.MISSING}
+    defaults = {name: make() for name, make in factories.items() if make is not dataclasses.MISSING}
     if isinstance(experiment, Experiment):
-        plain["corpus"] = Corpus(sources=experiment.corpus.sources)
+        defaults["corpus"] = Corpus(sources=experiment.corpus.sources)
     return [
         f"{name}.{line}"
-        for name, section in plain.items()
+        for name, section in defaults.items()
         for line in differences(section, getattr(experiment, name), "all")
     ]
 
@@ -222,7 +222,7 @@ def override(experiment: T, settings: Sequence[str]) -> T:
 
 
 def _hints(kind: type[Section], path: str = "") -> dict[str, Any]:
-    """Returns the type of each field of a section without lists of sections, by its path."""
+    """Returns the types of a section's fields by their paths; it has no lists of sections."""
     hints = {}
     for name, (hint, _) in fields_of(kind).items():
         if dataclasses.is_dataclass(hint):
@@ -233,19 +233,19 @@ def _hints(kind: type[Section], path: str = "") -> dict[str, Any]:
 
 
 def _apply(tree: dict[str, Any], settings: Sequence[str], hints: Mapping[str, Any]) -> None:
-    """Writes `--set` strings into the JSON of an experiment, whose fields have these types."""
+    """Applies `--set` strings to the JSON of an experiment; `hints` has the types by path."""
     for setting in settings:
         path, equals, text = setting.partition("=")
         path = _RENAMED.get(path.strip(), path.strip())
         if not equals:
             raise InputError(
                 f"--set {setting}: write it as FIELD=VALUE, e.g. model.hidden_size=128; "
-                "`bert-jax config --explain` says what fields there are"
+                "`bert-jax config --explain` lists the fields"
             )
         if path not in hints:
-            below = next((other for other in hints if other.startswith(f"{path}.")), "")
-            near = f"set one of its fields, as {below}" if below else suggestion(path, hints)
-            raise InputError(f"--set {setting}: {path} is no field; {near}")
+            inner = next((known for known in hints if known.startswith(f"{path}.")), "")
+            hint = f"set one of its fields, e.g. {inner}" if inner else suggestion(path, hints)
+            raise InputError(f"--set {setting}: {path} is no field; {hint}")
         node: Any = tree
         *parents, key = path.split(".")
         for parent in parents:
@@ -257,18 +257,18 @@ def _parse(text: str, hint: Any, setting: str) -> object:
     try:
         if get_origin(hint) is not tuple:
             return _number(text, hint) if hint in (int, float) else text
-        if re.match(r'\[\s*["\]\d-]', text):  # and not [MASK]
+        if re.match(r'\[\s*["\]\d-]', text):  # a list, not a text such as [MASK]
             return json.loads(text)
-        item, parts = get_args(hint)[0], text.split(",") if text else []
-        return [part for part in parts if part] if item is str else [item(part) for part in parts]
+        kind, items = get_args(hint)[0], text.split(",") if text else []
+        return [item for item in items if item] if kind is str else [kind(item) for item in items]
     except (ValueError, RecursionError) as error:
         raise InputError(f"--set {setting}: {text!r}: write {TYPES[hint]}") from error
 
 
 def _number(text: str, kind: type[int] | type[float]) -> int | float:
-    """Parses a number; 1e3 is a whole one, as are any that a float holds exactly."""
-    whole = kind is int and "e" in text.lower() and float(text).is_integer()
-    return int(float(text)) if whole else kind(text)
+    """Parses a number; whole numbers may be written as 1e3."""
+    is_whole = kind is int and "e" in text.lower() and float(text).is_integer()
+    return int(float(text)) if is_whole else kind(text)
 
 
 def to_json(experiment: Section) -> str:
@@ -280,7 +280,7 @@ def to_json(experiment: Section) -> str:
 
 
 def from_json(text: str | bytes, where: str, kind: type[T] = Experiment) -> T:
-    """Reads what `to_json` wrote. `where` names the file in errors."""
+    """Reads the JSON that `to_json` wrote; `where` names the file in errors."""
     tree = json_object(text, where)
     version = tree.pop("format_version", None)
     if version != FORMAT_VERSION:
@@ -291,88 +291,88 @@ def from_json(text: str | bytes, where: str, kind: type[T] = Experiment) -> T:
     _require_kind(kind_of(tree), kind, where)
     built = section(kind, tree, where)
     if isinstance(built, Experiment) and "eval_seed" not in tree.get("data", {}):
-        # Before there was this field, the run's own seed drew held-out rows.
+        # Before this field existed, the seed of the run drew the held-out rows.
         data = dataclasses.replace(built.data, eval_seed=built.seed)
         return dataclasses.replace(built, data=data)
     return built
 
 
 def kind_of(tree: dict[str, Any]) -> type[Section]:
-    """Returns which experiment a JSON object describes."""
+    """Returns the class of the experiment that a JSON object describes."""
     return Finetuning if "task" in tree else Experiment
 
 
 def differences(old: Section, new: Section, role: str) -> list[str]:
-    """Lists fields of sections of this role ("all": any) that differ, as `path: old -> new`."""
-    olds, news = dict(flatten(old, role)), dict(flatten(new, role))
-    paths = sorted(olds.keys() | news.keys())
-    pairs = [(path, olds.get(path, "absent"), news.get(path, "absent")) for path in paths]
+    """Returns the fields with this role ("all": any) that differ, as `path: old -> new`."""
+    old_values, new_values = dict(flatten(old, role)), dict(flatten(new, role))
+    paths = sorted(old_values.keys() | new_values.keys())
+    pairs = [(p, old_values.get(p, "absent"), new_values.get(p, "absent")) for p in paths]
     return [f"{path}: {a!r} -> {b!r}" for path, a, b in pairs if a != b]
 
 
-# Settings that are no more, each with the value that runs of before have which did without; None:
-# with any, since it changed nothing without another of them.
-_GONE = {
+# Removed settings, each with the value in older runs that this version can read. None: any value,
+# since the setting had no effect without another removed one.
+_REMOVED = {
     "data.packing": "none",
     "phases.N.examples_per_row": None,
     "phases.N.predictions_per_row": None,
 }
-# Former names of settings, which saved runs and scripts have.
+# From former names of settings, in saved runs and scripts, to their current names.
 _RENAMED = {"task.blank_cells": "task.broken_rows"}
 
 
 def notes(experiment: Section) -> list[str]:
-    """Returns a line for each setting that was given and changes nothing."""
-    given, lines = dict(flatten(experiment)), []
+    """Returns a line for each setting that has no effect."""
+    values, lines = dict(flatten(experiment)), []
     for path, section, name in _leaves(experiment, ""):
         for rule in fields_of(type(section))[name][1]:
             is_noted = isinstance(rule, RequiresValue) and "." in rule.field
-            if is_noted and given[rule.field] not in rule.values and not section.is_default(name):
-                wanted = f"{rule.field}={' or '.join(rule.values)}"
-                lines.append(f"note: {path}={given[path]} has a meaning with {wanted} only")
+            if is_noted and values[rule.field] not in rule.values and not section.is_default(name):
+                required = f"{rule.field}={' or '.join(rule.values)}"
+                lines.append(f"note: {path}={values[path]} has an effect only with {required}")
     return lines
 
 
 def flatten(section: Section, role: str = "all") -> list[tuple[str, object]]:
-    """Lists (path, value) of every field, in order; `role` keeps identity or placement alone.
+    """Returns (path, value) of every field with this role ("all": any), in order.
 
-    Sources are as `named` has them.
+    Sources are given by their `source_name`.
     """
     rows = []
-    for path, of, name in _leaves(section, ""):
-        value = getattr(of, name)
-        if role in ("all", of.role):
-            rows.append((path, tuple(map(named, value)) if name in _SOURCES else value))
+    for path, owner, name in _leaves(section, ""):
+        value = getattr(owner, name)
+        if role in ("all", owner.role):
+            rows.append((path, tuple(map(source_name, value)) if name in _SOURCES else value))
     return rows
 
 
-def _leaves(section: Section, path: str) -> Iterator[tuple[str, Section, str]]:
-    """Yields path, section and name of each field that is no section itself, in order."""
+def _leaves(section: Section, prefix: str) -> Iterator[tuple[str, Section, str]]:
+    """Yields the path, section and name of each field that is not a section, in order."""
     for name in fields_of(type(section)):
-        value, where = getattr(section, name), f"{path}{name}"
+        value, path = getattr(section, name), f"{prefix}{name}"
         if isinstance(value, Section):
-            yield from _leaves(value, f"{where}.")
+            yield from _leaves(value, f"{path}.")
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
             for number, item in enumerate(value):
-                yield from _leaves(item, f"{where}.{number}.")
+                yield from _leaves(item, f"{path}.{number}.")
         else:
-            yield where, section, name
+            yield path, section, name
 
 
 def section(kind: type[T], value: Any, where: str) -> T:
-    """Builds a section from the object that JSON gives for it; `where` begins its errors."""
+    """Builds a section from its JSON object; error messages begin with `where`."""
     with prefix_errors(where):
         return _build(kind, value, "")
 
 
 def _build(hint: Any, value: Any, where: str) -> Any:
-    """Returns what JSON holds as the value of a field, checking as it goes."""
+    """Converts the JSON value of a field to its type `hint`, and checks it."""
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise InputError(f"{where or 'experiment'}: expected an object")
         known = {f.name: f for f in dataclasses.fields(hint)}
         prefix = f"{where}." if where else ""
-        value = {key: v for key, v in value.items() if not _is_gone(f"{prefix}{key}", v)}
+        value = {key: v for key, v in value.items() if not _is_removed(f"{prefix}{key}", v)}
         renamed = {key: _RENAMED.get(f"{prefix}{key}", key).removeprefix(prefix) for key in value}
         value = {renamed[key]: v for key, v in value.items()}
         for key in value:
@@ -387,7 +387,7 @@ def _build(hint: Any, value: Any, where: str) -> Any:
             hints = {key: fields_of(hint)[key][0] for key in value}
             return hint(**{key: _build(hints[key], v, prefix + key) for key, v in value.items()})
         except InputError as error:
-            # One of several sections, a phase, does not know its number.
+            # A phase does not know its number.
             name, dot, rest = str(error).partition(".")
             if not (dot and where.startswith(f"{name}.")):
                 raise
@@ -398,9 +398,9 @@ def _build(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def _is_gone(path: str, value: object) -> bool:
-    """Returns whether a setting is one that is no more; refuses it if it changed something."""
+def _is_removed(path: str, value: object) -> bool:
+    """Returns whether a setting was removed; raises InputError if its value had an effect."""
     field = re.sub(r"\.\d+\.", ".N.", path)
-    if field in _GONE and _GONE[field] not in (None, value):
+    if field in _REMOVED and _REMOVED[field] not in (None, value):
         raise InputError(f"{path}={value!r}: is no more; use the bert-jax that wrote it")
-    return field in _GONE
+    return field in _REMOVED

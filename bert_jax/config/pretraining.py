@@ -1,8 +1,8 @@
 """The sections of a pre-training: what is computed, and where and how.
 
 A section has one of two roles. *Identity*: `Model`, `Corpus`, `Data`, `Phase` and `Optimizer` say
-what is computed; they may not change when a run is resumed. *Placement*: `Parallelism` and `Run`
-say where and how; they may. Each module of the library is given its own section and sees no other.
+what is computed; they may not change when a run resumes. *Placement*: `Parallelism` and `Run` say
+where and how; they may change. Each module of the library takes only the section that it needs.
 """
 
 import bisect
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from bert_jax.config.corpus import Corpus
 from bert_jax.config.data import OBJECTIVES, Data
 from bert_jax.config.fields import (
     Count,
@@ -20,75 +19,76 @@ from bert_jax.config.fields import (
     Positive,
     PositiveCount,
     PositiveShare,
+    Problem,
     RequiresValue,
     RowLength,
     Section,
     Seed,
     Share,
-    Wrong,
-    among,
-    at_least,
+    minimum,
+    subset_of,
 )
 from bert_jax.config.model import Model
+from bert_jax.config.text_corpus import Corpus
 
-# Words of `run.trackers`: modules, and extras of the same name.
+# Values of `run.trackers`: modules, and extras of the same name.
 TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow")
-# How many steps of a run may be left out.
+# Maximum number of skipped steps of a run.
 SKIPPED_STEPS = 64
-# Of a row's tokens, those that are predicted (Devlin et al. 2018, section 3.1).
-_PAPERS_SHARE = 0.15
-# How many are traced at most: a trace is kept in memory.
+# Share of a row's tokens that are predicted (Devlin et al. 2018, section 3.1).
+_PAPER_SHARE = 0.15
+# Maximum number of traced steps: a trace is held in memory.
 _TRACED_STEPS = 100
 
 
-def _is_stretch(steps: tuple[int, ...]) -> bool:
+def _is_step_range(steps: tuple[int, ...]) -> bool:
     return len(steps) == 2 and 0 <= steps[0] < steps[1] <= steps[0] + _TRACED_STEPS
 
 
-_OwnBase = Annotated[float, FieldRule(lambda base: base == 0 or base > 1, "must be over 1, or 0")]
-_Parts = Annotated[
+_PhaseBase = Annotated[float, FieldRule(lambda base: base == 0 or base > 1, "must be over 1, or 0")]
+_Accumulation = Annotated[
     tuple[int, ...], FieldRule(lambda x: min(x, default=0) > 0, "must be at least 1")
 ]
 _FewSteps = Annotated[
     PositiveCount, FieldRule(lambda n: n < SKIPPED_STEPS, f"below {SKIPPED_STEPS}")
 ]
-_OF_WSD, _OF_MUON = (
+_WSD_ONLY, _MUON_ONLY = (
     RequiresValue("optimizer.schedule", ("wsd",)),
     RequiresValue("optimizer.name", ("muon",)),
 )
-_Stretch = Annotated[
+_StepRange = Annotated[
     tuple[int, ...],
     FieldRule(
-        lambda steps: not steps or _is_stretch(steps), f"10,20, {_TRACED_STEPS} steps at most"
+        lambda steps: not steps or _is_step_range(steps), f"10,20, {_TRACED_STEPS} steps at most"
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(Section, role="identity", label="phases"):
-    """A stretch of training at one sequence length, with a data plan of its own."""
+    """A stretch of training with one sequence length, batch size and objective."""
 
-    # Updates in this phase.
+    # Number of steps in this phase.
     steps: PositiveCount
     # Length of a row, in tokens.
     sequence_length: RowLength
-    # The most masked tokens that an example may have.
+    # Maximum number of masked tokens in a row.
     max_predictions_per_seq: PositiveCount
-    # Rows a step, over all devices.
+    # Rows per step, over all devices.
     batch_size: PositiveCount = 256
-    # What this phase learns instead of data.objective, which is the last phase's, and of which
-    # held-out rows are from the first step on; empty: the same.
+    # Objective of this phase instead of data.objective. The last phase and the held-out rows always
+    # use data.objective; empty: data.objective.
     objective: Literal["", "mlm_nsp", "mlm_sop", "mlm", "causal"] = ""
-    # In this phase, the share of an example's tokens that are to be predicted; 0: data's.
+    # Share of a row's tokens that are to be predicted in this phase; 0: data.masked_lm_prob.
     masked_lm_prob: Share = 0.0
-    # Of kind=modern: in this phase, the base of the rotary positions of layers that attend to whole
-    # rows; 0: model.global_rotary_base.
-    global_rotary_base: Annotated[_OwnBase, RequiresValue("model.kind", ("modern",))] = 0.0
-    # Added to the row numbers of the phase. `fork` sets it, so that another batch size continues at
-    # the first row that the other run did not train on.
+    # For kind=modern: base of the rotary positions of global layers in this phase; 0:
+    # model.global_rotary_base.
+    global_rotary_base: Annotated[_PhaseBase, RequiresValue("model.kind", ("modern",))] = 0.0
+    # Added to the row numbers of the phase. `fork` sets it, so that a run with another batch size
+    # continues at the first row that the original run did not train on.
     row_offset: int = 0
 
-    def _wrong(self) -> Iterator[Wrong]:
+    def _problems(self) -> Iterator[Problem]:
         if self.max_predictions_per_seq >= self.sequence_length:
             yield "max_predictions_per_seq", f"must be below sequence_length={self.sequence_length}"
 
@@ -97,54 +97,55 @@ class Phase(Section, role="identity", label="phases"):
 class Optimizer(Section, role="identity", label="optimizer"):
     """The update (Devlin et al. 2018, appendix A.2; You et al. 2019 for LAMB).
 
-    `bert_adam` is the reference's Adam: no bias correction, decay added to the update.
+    `bert_adam` is the reference's Adam: no bias correction, weight decay added to the update.
     """
 
-    # The rule of the update; bert_adam keeps its moments' bias (a first update 3.16 times adamw's);
-    # stable_adamw lowers the rate of a tensor whose gradients outgrow what their means remember;
-    # muon makes updates of layers' matrices orthogonal (Jordan et al. 2024), the rest is adamw.
+    # The update rule. bert_adam: Adam without bias correction (a first update 3.16 times adamw's);
+    # stable_adamw: AdamW with a lower rate for tensors whose gradients suddenly grow; muon:
+    # orthogonal updates of the layers' matrices (Jordan et al. 2024), adamw for the rest.
     name: Literal["bert_adam", "adamw", "lamb", "stable_adamw", "muon"] = "bert_adam"
     # The highest learning rate, at the end of the warm-up.
     peak_learning_rate: Positive = 1e-4
     # Steps in which the learning rate rises.
     warmup_steps: Count = 10_000
-    # paper: linear decay from step 0, replaced by a linear warm-up that leaves a jump at its end;
-    # wsd: warm-up, a stable stretch at the peak, and a decay in the last decay_steps.
+    # paper: linear decay from step 0, replaced by a linear warm-up at first, with a jump at the end
+    # of the warm-up; wsd: warm-up, constant peak rate, decay in the last decay_steps.
     schedule: Literal["paper", "linear", "cosine", "wsd"] = "paper"
-    # Of schedule=wsd, the last steps, in which the rate falls to 0; 0: it never does.
-    decay_steps: Annotated[Count, _OF_WSD] = 0
-    # Of schedule=wsd, how it falls: as 1 - sqrt of the share of them done, or in even steps.
-    decay_shape: Annotated[Literal["one_minus_sqrt", "linear"], _OF_WSD] = "one_minus_sqrt"
-    # Of name=muon, the highest rate of layers' matrices, by the same schedule.
-    matrix_learning_rate: Annotated[Positive, _OF_MUON] = 0.02
-    # Of name=muon, the decay of the running mean of matrices' gradients.
-    momentum: Annotated[Share, _OF_MUON] = 0.95
+    # For schedule=wsd: number of last steps in which the rate falls to 0; 0: it stays constant.
+    decay_steps: Annotated[Count, _WSD_ONLY] = 0
+    # For schedule=wsd: shape of the decay, 1 - sqrt(share of decay_steps done) or linear.
+    decay_shape: Annotated[Literal["one_minus_sqrt", "linear"], _WSD_ONLY] = "one_minus_sqrt"
+    # For name=muon: the highest learning rate of the layers' matrices, with the same schedule.
+    matrix_learning_rate: Annotated[Positive, _MUON_ONLY] = 0.02
+    # For name=muon: decay of the running mean of the matrices' gradients.
+    momentum: Annotated[Share, _MUON_ONLY] = 0.95
     # Adam's beta 1: decay of the running mean of gradients.
     b1: Share = 0.9
     # Adam's beta 2: decay of the running mean of squared gradients.
     b2: Share = 0.999
     # Adam's epsilon: added to the root of the mean of squared gradients.
     eps: Positive = 1e-6
-    # Decay of kernels and embeddings; biases and layer norms have none.
-    weight_decay: Annotated[float, at_least(0)] = 0.01
-    # Which norm is limited: the whole gradient's after the mean, that of each of reference_replicas
-    # groups of rows before the sum (as the reference), or none.
+    # Weight decay of kernels and embeddings; biases and layer norms have none.
+    weight_decay: Annotated[float, minimum(0)] = 0.01
+    # Which gradient is clipped by its norm: the mean gradient of the batch (global), the gradient
+    # of each of reference_replicas groups of rows before they are summed (as the reference), none.
     clip: Literal["global", "per_replica", "none"] = "global"
-    # A gradient with a larger norm is scaled down to this one.
+    # A gradient with a larger norm is scaled down to this norm.
     clip_norm: Annotated[Positive, RequiresValue("optimizer.clip", ("global", "per_replica"))] = 1.0
-    # With clip=per_replica: groups of rows in a batch, each of whose gradients is clipped by
-    # itself.
+    # For clip=per_replica: number of groups of rows, each clipped by its own norm.
     reference_replicas: Annotated[
         PositiveCount, RequiresValue("optimizer.clip", ("per_replica",))
     ] = 1
-    # Type in which devices add up their gradients.
+    # Type in which devices sum their gradients.
     gradient_reduction: Literal["float32", "bfloat16"] = "float32"
-    # Each layer learns by so much slower than the one above it, the embeddings slowest of all.
+    # Learning rate of each layer as a factor of the rate of the layer above it; the embeddings have
+    # the lowest rate.
     layer_decay: PositiveShare = 1.0
-    # A step whose loss or gradient is not finite changes nothing. After so many in a row the run
-    # goes back to the checkpoint before them and leaves them out, or ends.
+    # A step whose loss or gradient is not finite is skipped. After this many in a row the run does
+    # what after_bad_steps says.
     bad_steps_in_a_row: _FewSteps = 10
-    # What the run does after bad_steps_in_a_row: goes back to the checkpoint before them, or ends.
+    # roll_back: the run returns to the checkpoint before the bad steps and skips them. stop: the
+    # run ends.
     after_bad_steps: Literal["roll_back", "stop"] = "roll_back"
 
 
@@ -152,92 +153,91 @@ class Optimizer(Section, role="identity", label="optimizer"):
 class Parallelism(Section, role="placement", label="parallelism"):
     """The layout of the step over devices. May change on resume."""
 
-    # The state whole on every device, or cut over them: zero1 gathers the parameters once a step,
-    # zero3 each layer's where it is used, TPUs smaller ones of all layers before the first.
+    # How optimizer state and parameters are sharded: not at all; zero1: all parameters are gathered
+    # once a step; zero3: each layer's when it is used (on TPUs, small ones before the first layer).
     state: Literal["replicated", "zero1", "zero3"] = "replicated"
-    # Parts of the devices, each of which holds all of the state and takes its share of a batch's
-    # rows; between them gradients alone travel, once a step. TPU slices that a network joins are as
-    # many parts at least; of one torus, or of other devices, parts are neighbours.
+    # Number of replica groups: state is sharded within a group, and only gradients cross groups,
+    # once a step. Each TPU slice needs at least one group; devices of a group are neighbours.
     slices: PositiveCount = 1
-    # Devices that share a row: heads, feed-forward and vocabulary are cut over them.
+    # Number of devices that share a row: heads, feed-forward blocks and vocabulary are split.
     tensor: PositiveCount = 1
-    # Micro-batches a step: one number for all phases, or one a phase.
-    accumulation: _Parts = (1,)
-    # What is kept of each layer for the backward pass: everything (none), the results of matrix
-    # products but no attention scores (dots), or nothing (full); the rest is computed again.
+    # Micro-batches per step: one number for all phases, or one for each phase.
+    accumulation: _Accumulation = (1,)
+    # What each layer stores for the backward pass: everything (none), the results of matrix
+    # products except attention scores (dots), or nothing (full); the rest is recomputed.
     remat: Literal["none", "dots", "full"] = "none"
-    # Layers as one compiled loop (compiles fast), or one after the other (runs faster on a CPU).
+    # Layers as one compiled loop (compiles faster) or unrolled (runs faster on a CPU).
     layer_loop: Literal["scan", "unroll"] = "scan"
 
     def accumulation_of(self, phase: int) -> int:
-        """Returns the micro-batches of a step of this phase."""
+        """Returns the number of micro-batches in a step of a phase."""
         return self.accumulation[phase if len(self.accumulation) > 1 else 0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Section, role="placement", label="run"):
-    """Everything that happens next to the steps, every so many of them. May change on resume."""
+    """Everything that happens besides the steps. May change on resume."""
 
     # Steps between lines of metrics.jsonl.
     log_every: PositiveCount = 100
     # Steps between evaluations on held-out text.
     eval_every: PositiveCount = 10_000
-    # Rows scored at a time.
+    # Rows per batch of an evaluation.
     eval_batch_size: PositiveCount = 256
     # Steps between checkpoints.
     checkpoint_every: PositiveCount = 1_000
-    # How many of the newest checkpoints are kept.
-    keep_checkpoints: Annotated[int, at_least(2)] = 3  # the newest may be damaged
-    # How many checkpoints of the lowest held-out loss are kept, too.
+    # Number of newest checkpoints that are kept.
+    keep_checkpoints: Annotated[int, minimum(2)] = 3  # the newest may be damaged
+    # Number of checkpoints with the lowest held-out loss that are also kept.
     keep_best: Count = 1
-    # Checkpoints of steps divisible by this are kept, too; 0: none.
+    # Checkpoints of steps divisible by this are also kept; 0: none.
     keep_every: Count = 0
-    # A checkpoint that does not fit on the disk ends the run, or is left out and tried again; of
-    # several processes it ends the run.
+    # If a checkpoint does not fit on the disk: the run ends (stop), or trains on and tries again
+    # later (go_on). A run in several processes always ends.
     when_disk_is_full: Literal["stop", "go_on"] = "stop"
-    # The process prints its stacks and ends when no step was done for so many seconds; 0: never. An
-    # evaluation counts as a step; what compiles may take twice as long.
+    # The process prints its stacks and ends if no step or evaluation finished for this many
+    # seconds, or twice as many while compiling; 0: never.
     hang_after_seconds: Count = 1_800
-    # Of a run on several slices: seconds that a start waits for those that are missing. Then it
-    # takes the slices that are here, as many as the batches divide by.
+    # For several slices: seconds that a start waits for missing slices. Then the run starts with as
+    # many of the present slices as divide its batches.
     wait_for_slices_seconds: PositiveCount = 300
-    # Steps between those that TPU chips compute several times to check their arithmetic; 0: none.
-    # On TPUs only. A chip that fails its check ends the run; run it again on another machine.
+    # Steps between steps that TPU chips compute several times to check their arithmetic; 0: none.
+    # Only on TPUs. A chip that fails the check ends the run; run again on another machine.
     check_every: Count = 0
-    # Steps between replays, in which two devices each do the same rows, and must agree to the bit;
-    # 0: none. Where they differ, the run names the one that erred and goes back before the last
-    # replay that was clean; a device that errs again ends the run.
+    # Steps between recompute checks, in which two devices compute the same rows and must agree to
+    # the bit; 0: none. If they differ, the run names the faulty device and rolls back to before the
+    # last clean check; a device that fails again ends the run.
     replay_every: Count = 0
-    # Batches made ahead of the step that needs them.
+    # Number of batches that are prepared in advance.
     prefetch_batches: PositiveCount = 4
-    # Processes that make batches; 0: a thread.
+    # Processes that prepare batches; 0: a thread.
     data_workers: Count = 0
-    # 10,20 traces the steps after the 10th up to the 20th, for a profiler; empty: no trace.
-    profile_steps: _Stretch = ()
-    # Texts whose [MASK] is filled in at every evaluation; empty: sentences of held-out documents.
+    # 10,20 traces steps 11 to 20 for a profiler; empty: no trace.
+    profile_steps: _StepRange = ()
+    # Texts for sample predictions of [MASK] at every evaluation; empty: held-out sentences.
     watch: tuple[str, ...] = ()
-    # Task files to score the encoder on during the run: a linear layer is trained on its vectors,
-    # or of minimal pairs the likelier text is chosen; before the first step, after the last, and at
-    # evaluations as often as run.probe_share allows.
+    # Task files to score the encoder on during the run, with a linear layer trained on its vectors,
+    # or by choosing the likelier text of minimal pairs: before the first step, after the last, and
+    # at evaluations as often as run.probe_share allows.
     probes: tuple[str, ...] = ()
     # Share of the run's operations that run.probes may take.
     probe_share: PositiveShare = 0.05
-    # Where metrics are sent while the run goes on: tensorboard, trackio, wandb, mlflow, each an
-    # extra to install; they stay in the workdir unless the tracker's own variables name a server.
-    trackers: Annotated[tuple[str, ...], among(TRACKERS)] = ()
-    # Where the prepared corpus lies; empty: in the workdir. Runs that share text may share it.
+    # Services that receive the metrics during the run: tensorboard, trackio, wandb, mlflow, each an
+    # extra to install. They write to the workdir unless the tracker's own variables name a server.
+    trackers: Annotated[tuple[str, ...], subset_of(TRACKERS)] = ()
+    # Folder of the prepared corpus; empty: in the workdir. Runs on the same text may share it.
     corpus_dir: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Section, role="identity", label="experiment"):
-    """One pre-training: all a run needs to know."""
+    """All settings of a pre-training."""
 
-    # Names the run, and its folder runs/NAME.
+    # Name of the run and of its folder runs/NAME.
     name: FolderName
     # Seed of every random draw in training: weights, order, pairs, masks and dropout.
     seed: Seed = 0
-    # A folder that `bert-jax import` made, whose weights the run begins with; empty: fresh ones.
+    # A base, as `bert-jax import` writes it, whose weights the run starts from; empty: new weights.
     init_from: str = ""
     model: Model = field(default_factory=Model)
     corpus: Corpus
@@ -249,12 +249,12 @@ class Experiment(Section, role="identity", label="experiment"):
 
     @property
     def ends(self) -> list[int]:
-        """Steps after which each phase ends, those of the phases before it among them."""
+        """The total number of steps at the end of each phase."""
         return list(itertools.accumulate(phase.steps for phase in self.phases))
 
     @property
     def total_steps(self) -> int:
-        """Steps of all phases together; the learning-rate schedule runs over their sum."""
+        """The steps of all phases, which the learning-rate schedule spans."""
         return self.ends[-1]
 
     def phase_at(self, done: int) -> tuple[int, int]:
@@ -263,7 +263,7 @@ class Experiment(Section, role="identity", label="experiment"):
         return number, self.ends[number] - self.phases[number].steps
 
     def rows_after(self, done: int) -> list[int]:
-        """Returns of each phase the first row that `done` steps have not come to."""
+        """Returns the first row of each phase that `done` steps have not trained on."""
         rows = []
         for phase in self.phases:
             rows.append(phase.row_offset + min(done, phase.steps) * phase.batch_size)
@@ -271,128 +271,128 @@ class Experiment(Section, role="identity", label="experiment"):
         return rows
 
     def data_of(self, phase: int) -> Data:
-        """Returns the way to a phase's examples, with the phase's own objective and masks."""
-        own, data = self.phases[phase], self.data
-        if own.masked_lm_prob:
-            data = replace(data, masked_lm_prob=own.masked_lm_prob, final_masked_lm_prob=0.0)
-        return replace(data, objective=own.objective) if own.objective else data
+        """Returns the data section with a phase's own objective and share of masked tokens."""
+        overrides, data = self.phases[phase], self.data
+        if overrides.masked_lm_prob:
+            data = replace(data, masked_lm_prob=overrides.masked_lm_prob, final_masked_lm_prob=0.0)
+        return replace(data, objective=overrides.objective) if overrides.objective else data
 
     def model_of(self, phase: int) -> Model:
-        """Returns the model as a phase trains it, with its own rotary base and direction."""
+        """Returns the model section with a phase's own rotary base and direction."""
         base = self.phases[phase].global_rotary_base or self.model.global_rotary_base
         direction = OBJECTIVES[self.data_of(phase).objective].direction
         return replace(self.model, global_rotary_base=base, direction=direction)
 
     def model_after(self, done: int) -> Model:
-        """Returns the model as the last of `done` steps computed it; of none: as the first will."""
+        """Returns the model section of step `done`, the last one; after 0 steps, of step 1."""
         return self.model_of(self.phase_at(max(done - 1, 0))[0])
 
     def model_scored(self, done: int) -> Model:
-        """Returns the model after `done` steps as it is scored by data.objective."""
+        """Returns the model section after `done` steps for scoring by data.objective."""
         return replace(self.model_after(done), direction=self.model.direction)
 
-    def _wrong(self) -> Iterator[Wrong]:
+    def _problems(self) -> Iterator[Problem]:
         if not self.phases:
             yield "phases", "name at least one phase"
-        yield from self._wrong_rows("data.eval_", self.data, self.data.eval_sequence_length)
-        yield from self._wrong_objective()
-        yield from self._wrong_parallelism()
-        yield from self._wrong_schedule()
+        yield from self._row_problems("data.eval_", self.data, self.data.eval_sequence_length)
+        yield from self._objective_problems()
+        yield from self._parallelism_problems()
+        yield from self._schedule_problems()
         for number, phase in enumerate(self.phases):
-            for name, why in self._wrong_phase(number, phase):
+            for name, why in self._phase_problems(number, phase):
                 yield f"phases.{number}.{name}", why
             data = self.data_of(number)
-            yield from self._wrong_rows(f"phases.{number}.", data, phase.sequence_length)
+            yield from self._row_problems(f"phases.{number}.", data, phase.sequence_length)
         longest = max(phase.sequence_length for phase in self.phases)
         windowed = self.model.kind == "modern" and self.model.global_every > 1
-        # Weights that were there before bring their window along.
+        # Imported weights come with their window.
         if windowed and self.model.local_window > longest and not self.init_from:
-            why = f"is over the longest row, of {longest}; set it lower, or model.global_every=1"
+            why = f"is over the longest row of {longest}; set it lower, or model.global_every=1"
             yield "model.local_window", why
 
-    def _wrong_rows(self, prefix: str, data: Data, length: int) -> Iterator[Wrong]:
-        """Yields what cannot be of held-out rows, or of a phase's, whose fields have a prefix."""
+    def _row_problems(self, prefix: str, data: Data, length: int) -> Iterator[Problem]:
+        """Checks the row fields of a phase or of held-out rows; the fields begin with `prefix`."""
         table = self.model.max_position_embeddings
         if length > table:
             why = f"longer than the position table, model.max_position_embeddings={table}"
             yield f"{prefix}sequence_length", why
-        most, whole = f"{prefix}max_predictions_per_seq", length - data.unpredicted
-        if data.unpredicted and self._value_of(most) != whole:
-            yield most, f"objective={data.objective} predicts all pieces; set it to {whole}"
+        name, count = f"{prefix}max_predictions_per_seq", length - data.unpredicted
+        if data.unpredicted and self._value_of(name) != count:
+            yield name, f"objective={data.objective} predicts all tokens; set it to {count}"
 
-    def _wrong_phase(self, number: int, phase: Phase) -> Iterator[Wrong]:
-        yield from self._wrong_objective_of(number)
+    def _phase_problems(self, number: int, phase: Phase) -> Iterator[Problem]:
+        yield from self._phase_objective_problems(number)
         share, length = self.data_of(number).largest_masked_share, phase.sequence_length
-        # The paper's share is cut off by a narrow table, as in the reference.
-        if share > _PAPERS_SHARE and round(share * length) > phase.max_predictions_per_seq:
-            asks = "data.masked_lm_prob and data.final_masked_lm_prob ask"
+        # As in the reference, max_predictions_per_seq may truncate the paper's share.
+        if share > _PAPER_SHARE and round(share * length) > phase.max_predictions_per_seq:
+            settings = "data.masked_lm_prob and data.final_masked_lm_prob ask"
             if phase.masked_lm_prob:
-                asks = f"phases.{number}.masked_lm_prob asks"
-            why = f"{asks} for {share:g} of {length}"
+                settings = f"phases.{number}.masked_lm_prob asks"
+            why = f"{settings} for {share:g} of {length}"
             yield "max_predictions_per_seq", f"{why}; set it to {round(share * length)}"
-        parts = {"parallelism.accumulation": self.parallelism.accumulation_of(number)}
+        divisors = {"parallelism.accumulation": self.parallelism.accumulation_of(number)}
         if self.optimizer.clip == "per_replica":
-            parts["optimizer.reference_replicas"] = self.optimizer.reference_replicas
-        for name, divisor in parts.items():
+            divisors["optimizer.reference_replicas"] = self.optimizer.reference_replicas
+        for name, divisor in divisors.items():
             if phase.batch_size % divisor:
                 yield "batch_size", f"not a multiple of {name}={divisor}"
         if phase.steps * phase.batch_size + phase.row_offset >= 2**32:
             yield "steps", "over 2**32 rows in one phase"
 
-    def _wrong_objective(self) -> Iterator[Wrong]:
+    def _objective_problems(self) -> Iterator[Problem]:
         data, model, run = self.data, self.model, self.run
-        wanted, given = OBJECTIVES[data.objective], f"data.objective={data.objective}"
-        if model.direction != wanted.direction:
-            yield "model.direction", f"{given}: set model.direction={wanted.direction}"
-        learned = {phase.objective or data.objective for phase in self.phases}
-        for objective in sorted(learned):
-            named = f"objective={objective}"
+        traits, setting = OBJECTIVES[data.objective], f"data.objective={data.objective}"
+        if model.direction != traits.direction:
+            yield "model.direction", f"{setting}: set model.direction={traits.direction}"
+        objectives = {phase.objective or data.objective for phase in self.phases}
+        for objective in sorted(objectives):
+            why = f"objective={objective}"
             if OBJECTIVES[objective].units != "sentences" and model.type_vocab_size < 2:
-                yield "model.type_vocab_size", f"{named} has pairs, of two segments; set it to 2"
+                yield "model.type_vocab_size", f"{why} has pairs of two segments; set it to 2"
             if objective == "causal" and model.code:
-                yield "model.code", f"attends as it likes, which {named} cannot use"
-        draws = model.hidden_dropout_prob or model.attention_probs_dropout_prob
-        if run.replay_every and model.dropout_rng != "threefry8" and (draws or data.code):
-            why = f"model.dropout_rng={model.dropout_rng} gives a row another noise on each device"
+                yield "model.code", f"{why} needs causal attention; remove the custom encoder"
+        has_dropout = model.hidden_dropout_prob or model.attention_probs_dropout_prob
+        if run.replay_every and model.dropout_rng != "threefry8" and (has_dropout or data.code):
+            why = f"model.dropout_rng={model.dropout_rng} gives a row other dropout on each device"
             yield "run.replay_every", f"{why}; set it to threefry8, or run.replay_every=0"
-        if wanted.unpredicted and run.watch:
-            yield "run.watch", f"{given} fills no [MASK]; remove it, --set run.watch="
+        if traits.unpredicted and run.watch:
+            yield "run.watch", f"{setting} fills no [MASK]; remove it, --set run.watch="
         if self.data.code and run.probes:
-            why = "know no objective of data.code; ask later with `bert-jax evaluate --task`"
+            why = "cannot be used with data.code; score the run with `bert-jax evaluate --task`"
             yield "run.probes", why
 
-    def _wrong_objective_of(self, number: int) -> Iterator[Wrong]:
-        own, data = self.phases[number].objective, self.data
-        if own in ("", data.objective):
+    def _phase_objective_problems(self, number: int) -> Iterator[Problem]:
+        objective, data = self.phases[number].objective, self.data
+        if objective in ("", data.objective):
             return
         if number == len(self.phases) - 1:
             yield "objective", f"data.objective={data.objective} is the last phase's; remove it"
         if data.code:
-            yield "objective", "data.code says what is learned; remove it"
-        if data.attention != "whole_row" and not OBJECTIVES[own].cuts:
-            yield "objective", f"its rows are read whole; remove data.attention={data.attention}"
+            yield "objective", "data.code is the objective of all phases; remove it"
+        if data.attention != "whole_row" and not OBJECTIVES[objective].cuts:
+            yield "objective", f"needs whole rows; remove data.attention={data.attention}"
 
-    def _wrong_parallelism(self) -> Iterator[Wrong]:
-        given, heads = self.parallelism, self.model.num_attention_heads
-        if len(given.accumulation) not in (1, len(self.phases)):
+    def _parallelism_problems(self) -> Iterator[Problem]:
+        parallelism, heads = self.parallelism, self.model.num_attention_heads
+        if len(parallelism.accumulation) not in (1, len(self.phases)):
             why = f"give one number, or one for each of the {len(self.phases)} phases"
             yield "parallelism.accumulation", why
-        if heads % given.tensor:
+        if heads % parallelism.tensor:
             yield "parallelism.tensor", f"does not divide model.num_attention_heads={heads}"
         if self.optimizer.clip == "per_replica":
-            if max(given.accumulation) != 1:
-                why = "optimizer.clip=per_replica takes the batch in parts already; set it to 1"
+            if max(parallelism.accumulation) != 1:
+                why = "optimizer.clip=per_replica divides the batch already; set it to 1"
                 yield "parallelism.accumulation", why
-            if given.state == "zero3":
-                why = "sums gradients, so that optimizer.clip=per_replica has none to clip"
-                yield "parallelism.state", why
+            if parallelism.state == "zero3":
+                why = "sums gradients before optimizer.clip=per_replica could clip them"
+                yield "parallelism.state", f"{why}; use zero1 or replicated"
 
-    def _wrong_schedule(self) -> Iterator[Wrong]:
-        total, update = self.total_steps, self.optimizer
-        steps = {"optimizer.warmup_steps": update.warmup_steps}
-        if update.schedule == "wsd":
-            steps["optimizer.decay_steps"] = update.decay_steps
-        if update.warmup_steps >= total or sum(steps.values()) > total:
-            short = " ".join(f"--set {name}={total // 10}" for name in steps)
-            why = f"too many for the {total} steps of all phases; for a short trial {short}"
+    def _schedule_problems(self) -> Iterator[Problem]:
+        total, optimizer = self.total_steps, self.optimizer
+        steps = {"optimizer.warmup_steps": optimizer.warmup_steps}
+        if optimizer.schedule == "wsd":
+            steps["optimizer.decay_steps"] = optimizer.decay_steps
+        if optimizer.warmup_steps >= total or sum(steps.values()) > total:
+            flags = " ".join(f"--set {name}={total // 10}" for name in steps)
+            why = f"too many for the {total} steps of all phases; for a short trial use {flags}"
             yield max(steps, key=steps.__getitem__), why

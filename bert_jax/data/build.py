@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from bert_jax.config import Corpus, named
+from bert_jax.config import Corpus, source_name
 from bert_jax.data import beam, dataset, parts, stream, workers
 from bert_jax.data.dataset import SPLITS
 from bert_jax.data.workers import Progress, Task
@@ -188,7 +188,7 @@ def build(
     hashes = {path: sha for record in records for path, sha in record["sources"].items()}
     for row in sources:
         row["sha256"] = hashes.get(row["file"]) or text_sources.sha256(row["file"])
-        row["file"] = named(row["file"])
+        row["file"] = source_name(row["file"])
     return {
         "settings": {**settings_of(corpus), "vocab_size": vocab_size},
         "sources": sources,
@@ -225,7 +225,7 @@ def _mixed(corpus: Corpus, written: list[int], parts_of_sources: list[int]) -> d
 
 def settings_of(corpus: Corpus) -> dict[str, Any]:
     """Returns the settings of a corpus as JSON holds them, sources as any machine calls them."""
-    settings = dataclasses.asdict(corpus) | {"sources": [named(one) for one in corpus.sources]}
+    settings = dataclasses.asdict(corpus) | {"sources": [*map(source_name, corpus.sources)]}
     return json.loads(json.dumps(settings))
 
 

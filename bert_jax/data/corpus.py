@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from etils import epath
 
-from bert_jax.config import Corpus, Experiment, named
+from bert_jax.config import Corpus, Experiment, source_name
 from bert_jax.data import build, dataset, mixture, pairs, plans, sentences, stream
 from bert_jax.errors import InputError, Unavailable, printable
 from bert_jax.storage import buckets, copies, mirror
@@ -299,7 +299,7 @@ def _require_same(
         say(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
     old_files = {row["file"]: row for row in manifest["sources"]}
-    new_files = {named(row["file"]): row for row in sources}
+    new_files = {source_name(row["file"]): row for row in sources}
     for file in sorted(old_files.keys() | new_files.keys()):
         if not _is_same_file(old_files.get(file), new_files.get(file)):
             change = "is new" if file not in old_files else "is gone"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.config.corpus import MIXED_ROWS as BLOCK
+from bert_jax.config.text_corpus import MIXED_ROWS as BLOCK
 from bert_jax.data import draws
 from bert_jax.data.batches import Batch, TrainBatches
 from bert_jax.data.plans import Units

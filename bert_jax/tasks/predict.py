@@ -70,7 +70,7 @@ class TaskModel:
         loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
         # What is asked of it.
         task = validation_task(self.experiment.task)
-        self.task = task.for_files(**reading)
+        self.task = task.with_fields(**reading)
         if beams is not None and task.kind != "generate":
             raise InputError(
                 f"--beam: {folder} has learned task.kind={task.kind}, which writes no texts; "
@@ -80,7 +80,7 @@ class TaskModel:
         self.labels = tuple(metadata["notes"]["labels"])
         self._vectors = base_lib.vectors_of(metadata["notes"]) or loaded.vectors
         led = inherit_prompts(task, self._vectors) if task.kind == "similar" else task
-        self.kind = kind_of(led.for_files(**reading), self.labels, loaded.tokenizer)
+        self.kind = kind_of(led.with_fields(**reading), self.labels, loaded.tokenizer)
         # Runs of the time before there were any have none.
         weights = metadata["notes"].get("class_weights", ())
         if task.kind == "similar":
@@ -245,7 +245,7 @@ def predict(
     task = model.task
     scores, tally = None, examples_lib.Tally()
     if what == "score":
-        known = task.for_files(labels=model.labels)
+        known = task.with_fields(labels=model.labels)
         examples = examples_lib.read(known, sources or task.validation, "labelled", tally)
         scores, answers = model.score(examples, tally.examples)
     elif sources:

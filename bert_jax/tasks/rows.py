@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from bert_jax.config import Task, named
+from bert_jax.config import Task, source_name
 from bert_jax.data import draws
 from bert_jax.errors import prefix_errors
 from bert_jax.text.tokenizer import Tokenizer
@@ -157,7 +157,7 @@ class TaskKind:
         """
         names = [re.split("[/:]", source)[-1].partition(".")[0] for source in counts]
         if len({*names, ""}) <= len(names):  # equal or empty: name the whole sources
-            names = list(map(named, counts))
+            names = list(map(source_name, counts))
         parts, start, first = list[Part](), 0, 0
         for name, count in zip(names, counts.values(), strict=True):
             of_source = examples[start : start + count]

@@ -52,7 +52,7 @@ def test_own_code_of_a_resolved_experiment_is_named(cache, tmp_path, monkeypatch
     file = pathlib.Path("experiments/electra.py")
     (tmp_path / "it.json").write_text(config.to_json(config.load(str(file))))
     monkeypatch.setattr(code, "_loaded", {})
-    monkeypatch.setattr(code, "_named_files", [])
+    monkeypatch.setattr(code, "_named_paths", [])
     words = ["local", str(tmp_path / "it.json"), "--dry-run"]
     assert __main__.main(words) == errors.BAD_INPUT and "--code FILE" in capfd.readouterr().err
     assert __main__.main([*words, "--code", str(file)]) == errors.FINISHED

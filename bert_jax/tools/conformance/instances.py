@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.config import Data
-from bert_jax.config.fields import PositiveCount, Section, Share, at_least
+from bert_jax.config.fields import PositiveCount, Section, Share, minimum
 from bert_jax.data import batches, draws, masking, pairs, stream
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import require_plain, translate_os_errors, write_atomic
@@ -32,7 +32,7 @@ _SHORTEST = 5
 class Settings(Section, role="identity", label="instances"):
     """The reference's flags, under the names that its golden files carry."""
 
-    max_seq_length: Annotated[int, at_least(_SHORTEST)] = 128
+    max_seq_length: Annotated[int, minimum(_SHORTEST)] = 128
     max_predictions_per_seq: PositiveCount = 20
     dupe_factor: PositiveCount = 10
     whole_word_mask: bool = False

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from bert_jax import config
 from bert_jax.config import Corpus, Experiment
-from bert_jax.config.corpus import TEXT_FILES
+from bert_jax.config.text_corpus import TEXT_FILES
 from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.storage import mirror
 from bert_jax.storage.storage import storage_of

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.config import Experiment, Finetuning, named
-from bert_jax.config.comparison import of_held_out
+from bert_jax.config import Experiment, Finetuning, source_name
+from bert_jax.config.comparison import held_out_fields
 from bert_jax.model import flops, losses
 from bert_jax.tools.report import figures, times
 from bert_jax.tools.report.records import Line, Record
@@ -80,7 +80,7 @@ def no_nats(records: Sequence[Record]) -> str:
     trained = [r.experiment for r in records if isinstance(r.experiment, Experiment)]
     newest = [record.evaluation[-1] for record in records if record.evaluation]
     lines = [line["unigram_loss"] for line in newest if "unigram_loss" in line]
-    why = ", ".join(_differing(map(of_held_out, trained)))
+    why = ", ".join(_differing(map(held_out_fields, trained)))
     if not why and lines and max(lines) > (1 + _SAME_LINE) * min(lines):
         why = "the text, whose unigram lines are not the same"
     if not why:
@@ -97,7 +97,7 @@ def no_scores(records: Sequence[Record]) -> str:
     names = ("kind", "label_column", "main_score")
     differing = _differing(
         {name: getattr(task, name) for name in names}
-        | {"validation": [*map(named, task.validation)]}
+        | {"validation": [*map(source_name, task.validation)]}
         for task in tasks
     )
     why = ", ".join(f"task.{name.removeprefix('main_')}" for name in differing)

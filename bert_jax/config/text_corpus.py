@@ -1,0 +1,160 @@
+"""The section `corpus` of a pre-training: which text is read, and how it becomes token ids."""
+
+import itertools
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from bert_jax.config.fields import Count, FieldRule, Problem, Section
+
+# Kinds of sources that are files.
+TEXT_FILES = ("text", "jsonl", "csv", "tsv", "parquet")
+# Codes of `corpus.language`: ISO 639-1, and the ISO 639-3 codes of other languages for which
+# sentencex has rules or a fallback.
+_LANGUAGES = """
+aa ab ae af ak am an ar as av ay az ba be bg bh bi bm bn bo br bs ca ce ch co cr cs cu cv cy da
+de dv dz ee el en eo es et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho hr ht hu hy hz
+ia id ie ig ii ik io is it iu ja jv ka kg ki kj kk kl km kn ko kr ks ku kv kw ky la lb lg li ln
+lo lt lu lv mg mh mi mk ml mn mr ms mt my na nb nd ne ng nl nn no nr nv ny oc oj om or os pa pi
+pl ps pt qu rm rn ro ru rw sa sc sd se sg si sk sl sm sn so sq sr ss st su sv sw ta te tg th ti
+tk tl tn to tr ts tt tw ty ug uk ur uz ve vi vo wa wo xh yi yo za zh zu ace als arc arz ast awa
+bar bcl bjn bpy bug bxr cdo ceb ckb crh csb diq dsb dty eml ext fon frp frr fur gag gan gcr glk
+gom gor hak haw hif hsb hyw ilo inh jam kaa kab kbd kbp koi krc krl ksh lad lbe lez lij liv lld
+lmo lrc ltg lzh mad mag mai mdf mhr min mnw mrj mwl myv mzn nah nan nap nds new nia nso olo pag
+pam pap pcd pfl pms pnb pnt rmy rue rup sah sat scn sco sgs shi shn skr smn srn stq szl tay tcy
+tet tpi trv tum tyv udm vec vep vls vro war wuu xal xmf yue zea zgh
+"""
+
+
+def _accepts(function: Callable[[str], object], text: str) -> bool:
+    try:
+        function(text)
+    except (LookupError, ValueError, re.error):
+        return False
+    return True
+
+
+_OpenShare = Annotated[float, FieldRule(lambda share: 0 < share < 1, "must be in (0, 1)")]
+_Encoding = Annotated[str, FieldRule(lambda name: _accepts("".encode, name), "not known to Python")]
+_Pattern = Annotated[str, FieldRule(lambda s: _accepts(re.compile, s), "no regular expression")]
+
+# The folder of an experiment file, which is put before the relative paths of the file.
+_FOLDER = re.compile(r"(?:(?<=\w:)|^)/(?!/).*/\./")
+
+
+def source_name(source: str) -> str:
+    """Returns the name of a source, or of one of its files, which is the same on every machine.
+
+    `text:/home/me/experiments/./shelf` was written `text:./shelf` in a file of that folder, and
+    becomes `text:./shelf` again.
+    """
+    return _FOLDER.sub("./", source, count=1)
+
+
+def source_of_text(path: str) -> str:
+    """Returns the source of a path, with its kind by the path's ending; a source is unchanged."""
+    kind = pathlib.PurePath(re.sub(r"(?i)\.(gz|zst|bz2|xz)$", "", path)).suffix[1:].lower()
+    if re.match(r"\w+:(?!//)", path):
+        return path
+    return f"{kind if kind in TEXT_FILES else 'text'}:{re.sub(r'(?<=[^:/])/+$', '', path)}"
+
+
+# In each block of this many rows every source of a mixture has exactly its share.
+MIXED_ROWS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus(Section, role="identity", label="corpus"):
+    """The text, and how it becomes token ids."""
+
+    # Sources of text: text:, jsonl:, csv:, tsv: or parquet:FOLDER_OR_GLOB, a path relative to the
+    # current directory or an address that fsspec knows (gs://, hf://); tfds:NAME or tfds_dir:PATH.
+    # In an experiment's .py file, ./ and ../ are relative to the folder of the file.
+    sources: tuple[str, ...]
+    # One weight for each source: its share of the training rows, whatever its size; 3,1 gives the
+    # first source three of four rows. Held-out rows are drawn from all documents alike. Empty:
+    # every document is read once an epoch.
+    mixture: tuple[float, ...] = ()
+    # How a file is divided into documents and paragraphs; per_file: by its longest line.
+    layout: Literal["sentences_by_line", "wrapped", "paragraphs_by_line", "per_file"] = "per_file"
+    # A regular expression for the first line of each document in a file with several, such as
+    # CHAPTER, matched at the beginning of a line; headings: those of wikis, Markdown and books.
+    document_starts: _Pattern = ""
+    # Documents with more sentences than this are cut into parts of about this many; 0: none is cut.
+    cut_documents: Count = 0
+    # The field of a JSON line or a TFDS example that holds the text (data.text: the field text
+    # within data), or the column of a table. Several sources may have one each, in their order:
+    # text,body.
+    text_field: str = "text"
+    # Encoding of text files, by its name in Python, such as latin-1.
+    encoding: _Encoding = "utf-8"
+    # What to do about bytes that are invalid in this encoding; replace: they become U+FFFD, which
+    # tokenizers drop, and are counted.
+    encoding_errors: Literal["stop", "replace"] = "stop"
+    # The placeholder for omitted words in the text, such as <unk>; it becomes [UNK].
+    unknown_word: str = ""
+    # Language of the text, whose rules split it into sentences: an ISO 639 code such as en, de or
+    # pt-br.
+    language: str = "en"
+    # What to do about a document whose whole text occurred before.
+    repeated_documents: Literal["keep", "drop"] = "keep"
+    # train: trains one on the text. Or the path of a vocab.txt, a SentencePiece .model, a
+    # tokenizer.json (next to files that name its special tokens) or a run's tokenizer folder.
+    tokenizer: str = "train"
+    # Algorithm of a trained tokenizer: as BERT's, ModernBERT's, XLM-R's, or SentencePiece's BPE.
+    tokenizer_kind: Literal["wordpiece", "byte_bpe", "unigram", "bpe"] = "wordpiece"
+    # Number of [unused] tokens at the end of a trained vocabulary, reserved for later words.
+    unused_pieces: Count = 0
+    # uncased: lower-cased, without accents.
+    case: Literal["uncased", "cased"] = "uncased"
+    # Share of all documents that is held out for evaluation; at least 8 documents.
+    validation_share: _OpenShare = 0.005
+
+    def _problems(self) -> Iterator[Problem]:
+        # A path alone is a folder of text.
+        sources = (source if ":" in source else f"text:{source}" for source in self.sources)
+        object.__setattr__(self, "sources", tuple(sources))
+        if not self.sources:
+            yield "sources", "name at least one source of text"
+        for source in self.sources:
+            kind, _, rest = source.partition(":")
+            if not rest or kind not in (*TEXT_FILES, "tfds", "tfds_dir"):
+                kinds = " ".join(f"{kind}:" for kind in TEXT_FILES)
+                why = f"write {kinds} before FOLDER_OR_GLOB, tfds: before NAME, tfds_dir: before a"
+                yield "sources", f"{source!r} is no source; {why} folder"
+        yield from self._mixture_problems()
+        fields, sources = len(self._fields()), len(self.sources)
+        if fields not in (1, sources):
+            why = f"{fields} fields for {sources} corpus.sources; give one for all, or one each"
+            yield "text_field", why
+        codes, near = _LANGUAGES.split(), self.language[:2].lower()
+        if self.language.partition("-")[0] not in codes:
+            hint = f"did you mean {near}? T" if near in codes else "t"
+            yield "language", f"no language code; {hint}here are {' '.join(codes)}"
+        if self.document_starts and self.layout == "sentences_by_line":
+            why = "with corpus.layout=sentences_by_line a blank line ends a document; remove it"
+            yield "document_starts", why
+
+    def _fields(self) -> list[str]:
+        # The column of a single source may have a comma in its name.
+        return self.text_field.split(",") if len(self.sources) > 1 else [self.text_field]
+
+    def alone(self) -> "tuple[Corpus, ...]":
+        """Returns one corpus for each source, with its text field."""
+        fields = itertools.cycle(self._fields())
+        return tuple(
+            replace(self, sources=(source,), text_field=field, mixture=())
+            for source, field in zip(self.sources, fields, strict=False)
+        )
+
+    def _mixture_problems(self) -> Iterator[Problem]:
+        if len(self.mixture) not in (0, len(self.sources)):
+            yield "mixture", f"give {len(self.sources)} weights, one for each source"
+        largest = max(self.mixture, default=0)
+        total = sum(weight / largest for weight in self.mixture if largest)
+        for weight, source in zip(self.mixture, self.sources, strict=False):
+            if weight <= 0.0 or weight / largest * MIXED_ROWS < total:
+                why = f"{source} has less than one row in {MIXED_ROWS:,}; give it a larger weight"
+                yield "mixture", f"{why}, or remove it from corpus.sources"
