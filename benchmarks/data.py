@@ -64,7 +64,7 @@ def makers(split: list[list[str]], vocab: list[str]) -> dict[str, Callable[[], f
     tokenizer = WordPiece(vocab, "uncased")
     # As `prepare` would store them.
     encoded = ([ids for ids in map(tokenizer.encode, lines) if ids] for lines in split)
-    ids = stream.from_documents([document for document in encoded if document])
+    ids = stream.make_stream([document for document in encoded if document])
     turns = {}
     for length, predictions in WIDTHS:
         for masking in ("piece", "whole_word"):

@@ -95,7 +95,7 @@ def write_corpus(folder: pathlib.Path, size: float) -> None:
         counts = int(DOCUMENTS * size * share), int(IDS * size * share)
         manifest["splits"][split] |= write_split(made / "stream" / split, seed, *counts)
     manifest["sources"] = text_sources.fingerprint(scaled.corpus)
-    manifest["files"] = build.listed(made)
+    manifest["files"] = build.hash_files(made)
     manifest.pop("checksum")
     (made / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
     (made / COMPLETE).touch()
@@ -178,7 +178,7 @@ def plan(folder: pathlib.Path, phase: int) -> dict[str, float]:
     # Of this process and of those it waited for.
     before, held = sum(os.times()[:4]), 0.0
     while (found := source.find(99)) is None:
-        if maker := source._maker:
+        if maker := source._worker:
             held = max(held, measure.resident(maker.process.pid)[0])
         time.sleep(0.02)
     source.close()
@@ -196,7 +196,7 @@ def plan(folder: pathlib.Path, phase: int) -> dict[str, float]:
 def batches(folder: pathlib.Path) -> dict[str, float]:
     """Batches on a device, in turns with the maker of a plan halted and at work."""
     train, other = batches_of(folder, 0), batches_of(folder, 0)
-    while not train.ready(0):
+    while not train.is_ready(0):
         time.sleep(0.05)
     sharding = mesh_lib.batch_sharding(mesh_lib.make_mesh(Parallelism()))
     windows: dict[str, list[tuple[float, float]]] = {"alone": [], "planning": []}
@@ -213,7 +213,7 @@ def batches(folder: pathlib.Path) -> dict[str, float]:
                 if maker is None or maker.poll() is not None:
                     epoch += 1
                     other.plans.find(epoch)
-                    maker = other.plans._maker.process
+                    maker = other.plans._worker.process
                     time.sleep(2)  # until it is past its imports
                 for kind, number in (("alone", signal.SIGSTOP), ("planning", signal.SIGCONT)):
                     maker.send_signal(number)

@@ -135,7 +135,7 @@ def _places(
 ) -> tuple[list[str], list[str]]:
     """Returns where rows of a phase, int64 [B], come from, and lines about all of them."""
     if isinstance(train, MixedBatches):
-        of, numbers = train.order.of(rows)
+        of, numbers = train.order.locate(rows)
         counts = np.bincount(of, minlength=len(sources)).tolist()
         notes = [f"{s}: {c} of {len(rows)} rows" for s, c in zip(sources, counts, strict=True)]
         return [f"{sources[s]}, its row {n}" for s, n in zip(of, numbers, strict=True)], notes

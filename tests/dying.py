@@ -1,4 +1,4 @@
-"""A task of `prepare` that ends its process; a worker imports it by its name."""
+"""A work item of `prepare` that ends its process; a worker imports it by its name."""
 
 import dataclasses
 import os
@@ -6,10 +6,10 @@ import signal
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-    """See `bert_jax.data.workers.Task`."""
+class Item:
+    """See `bert_jax.data.workers.WorkItem`."""
 
-    place: str
+    location: str
     name: str
     bytes: int = 1
 

@@ -45,7 +45,7 @@ def small_stream(documents: int = 12, seed: int = 0) -> stream.Stream:
         first = int(rng.integers(5, 95))
         return [5 + (first + i) % 95 for i in range(int(rng.integers(2, 9)))]
 
-    return stream.from_documents(
+    return stream.make_stream(
         [[sentence() for _ in range(int(rng.integers(3, 12)))] for _ in range(documents)]
     )
 

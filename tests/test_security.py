@@ -109,7 +109,7 @@ def names_a_module(folder: pathlib.Path) -> None:
     path.write_text(json.dumps({"pythonClassName": "planted.Feature", "text": {}}))
     manifest = json.loads((folder / "manifest.json").read_text())
     name = path.relative_to(folder).as_posix()
-    manifest["files"] = build.listed(epath.Path(folder))
+    manifest["files"] = build.hash_files(epath.Path(folder))
     assert name in manifest["files"]
     (folder / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
 

@@ -1,16 +1,16 @@
 """`prepare`: documents to a TFDS dataset of ids, made once and recognised afterwards.
 
-    corpus/manifest.json    what went in (sources with hashes), what came out (counts, files with
-                            hashes), versions
+    corpus/manifest.json    inputs (sources with hashes), outputs (counts, files with hashes),
+                            versions
     corpus/tokenizer/       the tokenizer, trained here or copied
     corpus/dataset/         the TFDS dataset (see data.dataset)
     corpus/stream/          its splits as flat memory-mapped ids (see data.stream)
-    corpus/plans.json       how many rows first plans have (see data.plans)
-    corpus/parts/           while it is made: what is whole of it (see data.parts)
+    corpus/plans.json       the numbers of rows of first plans (see data.plans)
+    corpus/parts/           finished parts, until the corpus is complete (see data.parts)
     corpus/COMPLETE         written last
 
-How it is made: see data.build. A corpus in a bucket is made on this machine and sent there;
-each host that reads it keeps a copy (see storage.copies).
+The stages are in data.build. A corpus in a bucket is made on this machine and sent there; each host
+that reads it keeps a copy (see storage.copies).
 """
 
 import contextlib
@@ -45,81 +45,80 @@ from bert_jax.text import tokenizer
 FORMAT_VERSION = 3
 COUNTS = "plans.json"
 
-# Whole parts from which on bad input was met after long work, which is kept: of a small text
-# there is one that was read, and one that was written.
+# Bad input deletes the finished parts if they are fewer: a small text has two, one read and one
+# written, and more parts have cost much work.
 _LONG_WORK = 3
 
-# Up to this many bytes a file is read in full at every opening: a few hundredths of a second.
+# A file of at most this many bytes is read in full at every opening: some hundredths of a second.
 _SMALL = 1 << 25
-# Seconds for which a bucket may be out of reach where its text is compared, and not read.
+# Seconds for which a bucket may be out of reach when its text is only compared.
 _SECONDS = 10.0
 # The field by which users choose the folder.
 _SETTING = "run.corpus_dir"
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Changed(InputError):
-    """A corpus was prepared, of the same settings, from text or a tokenizer that changed since."""
+    """The text or the tokenizer of a corpus has changed since, while its settings are the same."""
 
 
 def prepare(
     corpus: Corpus,
     vocab_size: int,
     folder: epath.Path,
-    say: Say,
+    report: Report,
     workers: int = 1,
     beam: str | None = None,
 ) -> dict[str, Any]:
-    """Makes the corpus folder, or finds that it is there; returns its manifest.
+    """Makes the corpus folder, or checks one that exists; returns its manifest.
 
-    The same bytes are made, no matter which processes do the work. What is whole of an earlier
-    `prepare` that was killed or failed is used.
+    The result has the same bytes whichever processes do the work. Finished parts of an earlier
+    `prepare` that was killed or failed are reused.
 
-    The tokenizer must have `vocab_size` ids. `beam` is a runner of Apache Beam and its options, in
-    place of so many processes, `workers`, of this machine.
+    The tokenizer must have `vocab_size` ids. `beam` is a runner of Apache Beam with its options; it
+    replaces the `workers` processes of this machine.
 
     Raises:
-      Unavailable: a bucket or a worker failed; run again to go on.
+      Unavailable: a bucket or a worker failed; run again to resume.
     """
     run = build.PartRunner(workers, beam)
     storage = storage_of(folder)
     if storage.is_bucket:
-        return _prepare_there(corpus, vocab_size, folder, run, say)
+        return _prepare_in_bucket(corpus, vocab_size, folder, run, report)
     with translate_os_errors(folder):
-        _require_ours(folder, storage.names(folder))
+        _reject_other_files(folder, storage.names(folder))
         if is_complete(folder):  # without its lock: runs may share a folder they cannot write
-            return _found(corpus, vocab_size, folder, say)
+            return _reuse(corpus, vocab_size, folder, report)
         with lock(folder, setting=_SETTING):
-            if is_complete(folder):  # by now
-                return _found(corpus, vocab_size, folder, say)
+            if is_complete(folder):  # completed while this process waited for the lock
+                return _reuse(corpus, vocab_size, folder, report)
             _remove_leftovers(folder)
             try:
-                return _build(corpus, vocab_size, folder, run, say)
+                return _build(corpus, vocab_size, folder, run, report)
             except BaseException as error:
                 if not is_complete(folder):
-                    # Of bad input nothing stays, unless it was met after long work.
                     least = _LONG_WORK if isinstance(error, InputError) else 1
                     _remove_leftovers(folder, least)
                 raise
 
 
 def verify(folder: epath.Path) -> None:
-    """Reads all files of a corpus; of one in a bucket, those of this host's copy."""
+    """Reads all files of a corpus; for a corpus in a bucket, the files of this host's copy."""
     folder = local_corpus(folder)
     manifest = open_manifest(folder)
     # A copy has no dataset.
-    for below in ("tokenizer/", "stream/", *["dataset/"] * (folder / "dataset").exists()):
-        _require(folder, manifest["files"], below, "full")
+    for prefix in ("tokenizer/", "stream/", *["dataset/"] * (folder / "dataset").exists()):
+        _require_intact(folder, manifest["files"], prefix, "full")
 
 
-def local_corpus(folder: epath.Path, say: Say | None = None) -> epath.Path:
-    """Returns a corpus folder that can be read: itself, or this host's copy of one in a bucket.
+def local_corpus(folder: epath.Path, report: Report | None = None) -> epath.Path:
+    """Returns a readable corpus folder: the folder itself, or this host's copy of a bucket's.
 
-    Of a copy, what is missing or damaged is copied again; other processes of this host wait.
+    Copies missing and damaged files of a copy again; other processes of this host wait.
 
     Raises:
-      Unavailable: the bucket is out of reach, or the disk full; what was copied stays.
+      Unavailable: the bucket is out of reach, or the disk full; files already copied stay.
     """
     if not storage_of(folder).is_bucket:
         return folder
@@ -128,35 +127,36 @@ def local_corpus(folder: epath.Path, say: Say | None = None) -> epath.Path:
     with copies.copy_of(folder) as copy:
         path = copy / "manifest.json"
         if not path.exists() or path.read_bytes() != text.encode():
-            copy.rmtree(missing_ok=True)  # of another corpus
+            copy.rmtree(missing_ok=True)  # a copy of another corpus
             copy.mkdir(parents=True)
             write_atomic(path, text)
         files = {n: entry for n, entry in listed.items() if not n.startswith("dataset/")}
-        wanted = [n for n, entry in files.items() if _damage(copy / n, entry, "cheap")]
+        damaged = [n for n, entry in files.items() if _damage(copy / n, entry, "cheap")]
         copies.fetch_all(
             folder,
             copy,
-            wanted,
+            damaged,
             lambda name, file: _damage(file, listed[name], "full"),
             "put the whole object back, or remove the corpus to prepare it again",
-            say,
+            report,
         )
-        with contextlib.suppress(Unavailable):  # else they are counted here
+        with contextlib.suppress(Unavailable):  # otherwise this host counts rows itself
             plans.add_counts(copy / COUNTS, plans.read_counts(folder / COUNTS))
         mark_complete(copy)
         return copy
 
 
-def _found(corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say) -> dict[str, Any]:
+def _reuse(corpus: Corpus, vocab_size: int, folder: epath.Path, report: Report) -> dict[str, Any]:
+    """Returns the manifest of a complete corpus; raises InputError if the corpus does not fit."""
     manifest = open_manifest(folder)
-    _require_same(manifest, corpus, vocab_size, folder, say)
+    _require_same(manifest, corpus, vocab_size, folder, report)
     if not storage_of(folder).is_bucket:
-        shutil.rmtree(folder / build.PARTS, ignore_errors=True)  # of one killed at its very end
+        shutil.rmtree(folder / build.PARTS, ignore_errors=True)  # a kill after COMPLETE leaves it
     return manifest
 
 
 def open_manifest(folder: epath.Path) -> dict[str, Any]:
-    """Returns the manifest of a complete corpus, here or in a bucket."""
+    """Returns the manifest of a complete corpus, local or in a bucket."""
     path = folder / "manifest.json"
     content, storage = None, storage_of(folder)
     with contextlib.suppress(FileNotFoundError):
@@ -167,7 +167,7 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
         content,
         path,
         FORMAT_VERSION,
-        f"go on with the bert-jax that wrote it; for new runs choose another {_SETTING}, or remove "
+        f"use the bert-jax that wrote it; for new runs choose another {_SETTING}, or remove "
         f"{folder} to prepare it again",
         "put the whole file back",
         seal="required",
@@ -179,35 +179,35 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
 
 
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:
-    """Returns the tokenizer the corpus was made with."""
-    # First: what is wrong with a damaged vocabulary is no fault of its author.
-    _require(folder, manifest["files"], "tokenizer/", "cheap")
+    """Returns the tokenizer that the corpus was made with."""
+    # Checked before loading, which would blame the vocabulary's author for the damage.
+    _require_intact(folder, manifest["files"], "tokenizer/", "cheap")
     loaded = tokenizer.load(folder / "tokenizer")
     if loaded.sha256 != manifest["tokenizer"].get("sha256"):
-        raise InputError(f"{folder / 'tokenizer'}: {_mend(folder, 'tokenizer')}")
+        raise InputError(f"{folder / 'tokenizer'}: {_remedy(folder, 'tokenizer')}")
     return loaded
 
 
 def open_stream(folder: epath.Path, split: str) -> stream.Stream:
-    """Returns a split as flat ids, made from the dataset if it was removed."""
+    """Returns a split as flat ids; writes them again from the dataset if they were removed."""
     manifest, target = open_manifest(folder), folder / "stream" / split
     depth = "cheap"
     if not is_complete(target):
         with lock(folder, setting=_SETTING):
             if not is_complete(target):
-                for place in (target.parent, target):
-                    if os.path.islink(place):  # what lies where it leads would be removed
-                        raise InputError(f"{place}: is a link; remove it, it is made again")
+                for path in (target.parent, target):
+                    if os.path.islink(path):  # `stream.write` would delete the link's target
+                        raise InputError(f"{path}: is a link; remove it, and it is made again")
                 depth = "full"
-                _require(folder, manifest["files"], "dataset/", depth)
+                _require_intact(folder, manifest["files"], "dataset/", depth)
                 vocab_size = manifest["settings"]["vocab_size"]
                 stream.write(dataset.folder_of(folder), split, target, vocab_size)
-    _require(folder, manifest["files"], f"stream/{split}/", depth)
+    _require_intact(folder, manifest["files"], f"stream/{split}/", depth)
     return stream.Stream.open(target)
 
 
 def require_rows(folder: epath.Path, experiment: Experiment) -> None:
-    """Raises InputError if a split of a corpus gives no row, as a run of the experiment would."""
+    """Raises InputError if a split of a corpus gives no row for a phase of the experiment."""
     data, key, folder = experiment.data, (0, 0), local_corpus(folder)
     validation, length = open_stream(folder, "validation"), data.eval_sequence_length
     if data.units != "sentences":
@@ -215,7 +215,7 @@ def require_rows(folder: epath.Path, experiment: Experiment) -> None:
     else:
         sentences.plan(validation, length, key, 1)
     train, manifest = open_stream(folder, "train"), open_manifest(folder)
-    parts = mixture.of_sources(manifest, train) if experiment.corpus.mixture else []
+    parts = mixture.split_sources(manifest, train) if experiment.corpus.mixture else []
     for number, phase in enumerate(experiment.phases):
         units, length = experiment.data_of(number).units, phase.sequence_length
         for name, part in zip(experiment.corpus.sources, parts, strict=False):
@@ -226,25 +226,25 @@ def require_rows(folder: epath.Path, experiment: Experiment) -> None:
             mixture.require_row("the text", train, 0, units)
 
 
-def _require(
-    folder: epath.Path, files: dict[str, list[Any]], below: str, depth: Literal["cheap", "full"]
+def _require_intact(
+    folder: epath.Path, files: dict[str, list[Any]], prefix: str, depth: Literal["cheap", "full"]
 ) -> None:
-    """Raises InputError for a file of the manifest that is not as it was made.
+    """Raises InputError for a missing or damaged file whose path begins with `prefix`.
 
-    Large files are looked at twice: at every opening for their size, and in full once they are
-    made, copied, or asked for (`prepare --verify`), at about a gigabyte a second. All that is
-    smaller is read in full at every opening. `below` is how the paths that are looked at begin.
+    The size of a large file is checked at every opening. Its content is checked once it is made or
+    copied, and by `prepare --verify`, at about a gigabyte a second. The content of smaller files is
+    checked at every opening.
     """
     for name, entry in files.items():
-        wrong = _damage(folder / name, entry, depth) if name.startswith(below) else ""
-        if wrong:
+        damage = _damage(folder / name, entry, depth) if name.startswith(prefix) else ""
+        if damage:
             raise InputError(
-                f"{folder / name}: missing or damaged ({wrong}); {_mend(folder, name)}"
+                f"{folder / name}: missing or damaged ({damage}); {_remedy(folder, name)}"
             )
 
 
 def _damage(path: epath.PathLike, entry: list[Any], depth: Literal["cheap", "full"]) -> str:
-    """Returns what is wrong with a local file, in words; "" if nothing is. See `_require`."""
+    """Describes the damage of a local file; "" if there is none. See `_require_intact`."""
     size, sha256 = entry
     if not os.path.isfile(path):
         return "is missing"
@@ -255,48 +255,48 @@ def _damage(path: epath.PathLike, entry: list[Any], depth: Literal["cheap", "ful
     return ""
 
 
-def _mend(folder: epath.Path, name: str) -> str:
-    """Returns what to do where a file of a corpus is damaged."""
+def _remedy(folder: epath.Path, name: str) -> str:
+    """Tells what to do about a damaged file of a corpus."""
     if copies.is_copy(folder):
-        return f"remove {folder} and run again, it is copied again"
+        return f"remove {folder} and run again to copy it again"
     return {
         "tokenizer": "not the tokenizer this corpus was made with; put that one back, or remove "
         f"{folder} to prepare it again",
         "dataset": f"put the whole file back, or remove {folder} to prepare it again",
-        "stream": f"remove {folder / 'stream'} and run again, it is made again from the dataset",
+        "stream": f"remove {folder / 'stream'} and run again to make it again from the dataset",
     }[name.partition("/")[0]]
 
 
 def _require_same(
-    manifest: dict[str, Any], corpus: Corpus, vocab_size: int, folder: epath.Path, say: Say
+    manifest: dict[str, Any], corpus: Corpus, vocab_size: int, folder: epath.Path, report: Report
 ) -> None:
     """Raises InputError if the folder was made from other text, settings or another tokenizer."""
-    mend = f"choose another {_SETTING}, or remove {folder} to prepare it again"
+    remedy = f"choose another {_SETTING}, or remove {folder} to prepare it again"
     settings = build.settings_of(corpus)
-    # What a corpus made by an earlier version has no word of was as it is by default.
+    # A setting that an earlier version did not have had its default value.
     earlier = dataclasses.asdict(Corpus(sources=corpus.sources)) | manifest["settings"]
-    elsewhere = earlier["sources"] != settings["sources"] and _holds(manifest, corpus)
+    is_moved = earlier["sources"] != settings["sources"] and _has_same_text(manifest, corpus)
     for name, value in {**settings, "vocab_size": vocab_size}.items():
         old = earlier.get(name)
         if name == "mixture" and (old or not value):
-            continue  # whatever the weights are, the manifest says whose documents are whose
-        if old != value and not (name == "sources" and elsewhere):
-            raise InputError(f"{folder}: prepared with {name}={old!r}, now {value!r}; {mend}")
-    # A corpus may be carried to a machine that has neither its text nor its vocabulary file.
+            continue  # weights do not matter: the manifest has each source's documents
+        if old != value and not (name == "sources" and is_moved):
+            raise InputError(f"{folder}: prepared with {name}={old!r}, now {value!r}; {remedy}")
+    # A corpus may be moved to a machine that has neither its text nor its vocabulary file.
     given = corpus.tokenizer
     if given != "train" and not epath.Path(given).exists():
-        say(f"corpus: used as prepared; there is no {given} to compare with")
+        report(f"corpus: used as prepared; there is no {given} to compare with")
     elif given != "train" and (
         tokenizer.load(given, corpus.case).sha256 != manifest["tokenizer"].get("sha256")
     ):
-        raise Changed(f"{folder}: {given} has changed since; {mend}")
-    if elsewhere:
+        raise Changed(f"{folder}: {given} has changed since; {remedy}")
+    if is_moved:
         return
     try:
         sources = text_sources.fingerprint(corpus, _SECONDS)
-        unread = text_sources.left_out(corpus, _SECONDS)
+        skipped = text_sources.left_out(corpus, _SECONDS)
     except (InputError, Unavailable) as error:
-        say(f"corpus: used as prepared; its text cannot be compared ({error})")
+        report(f"corpus: used as prepared; its text cannot be compared ({error})")
         return
     old_files = {row["file"]: row for row in manifest["sources"]}
     new_files = {source_name(row["file"]): row for row in sources}
@@ -304,19 +304,21 @@ def _require_same(
         if not _is_same_file(old_files.get(file), new_files.get(file)):
             change = "is new" if file not in old_files else "is gone"
             change = "has changed" if file in old_files.keys() & new_files.keys() else change
-            raise Changed(f"{folder}: {file} {change} since this corpus was prepared; {mend}")
-    for line in unread:
-        say(f"corpus: {printable(line)}")
+            raise Changed(f"{folder}: {file} {change} since this corpus was prepared; {remedy}")
+    for line in skipped:
+        report(f"corpus: {printable(line)}")
 
 
 def is_made_of(folder: epath.Path, corpus: Corpus) -> bool:
-    """Returns whether a corpus was made of what sources hold, file by file, wherever it lay."""
-    return storage_of(folder).exists(folder / COMPLETE) and _holds(open_manifest(folder), corpus)
+    """Returns whether a corpus was made of the same files as the sources have, at any path."""
+    return storage_of(folder).exists(folder / COMPLETE) and _has_same_text(
+        open_manifest(folder), corpus
+    )
 
 
-def _holds(manifest: dict[str, Any], corpus: Corpus) -> bool:
-    old, words = manifest["sources"], [source.partition(":")[0] for source in corpus.sources]
-    if words != [source.partition(":")[0] for source in manifest["settings"]["sources"]]:
+def _has_same_text(manifest: dict[str, Any], corpus: Corpus) -> bool:
+    old, kinds = manifest["sources"], [source.partition(":")[0] for source in corpus.sources]
+    if kinds != [source.partition(":")[0] for source in manifest["settings"]["sources"]]:
         return False
     try:
         new = text_sources.fingerprint(corpus, _SECONDS)
@@ -326,7 +328,7 @@ def _holds(manifest: dict[str, Any], corpus: Corpus) -> bool:
 
 
 def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> bool:
-    """Returns whether a source is what it was; it is read only where its date is another one."""
+    """Returns whether a file of a source is unchanged; hashes it only if its date differs."""
     if old is None or new is None or old.get("bytes") != new["bytes"]:
         return False
     return old.get("mtime_ns") == new["mtime_ns"] or old.get("sha256") == text_sources.sha256(
@@ -334,25 +336,25 @@ def _is_same_file(old: dict[str, Any] | None, new: dict[str, Any] | None) -> boo
     )
 
 
-# What `prepare` writes, or wrote once.
-_OURS = {"manifest.json", "tokenizer", "dataset", "stream", COUNTS, build.PARTS, "lock"}
-_OURS |= {COMPLETE, "croissant.json"}
+# Names that `prepare` writes, or that earlier versions wrote.
+_WRITTEN = {"manifest.json", "tokenizer", "dataset", "stream", COUNTS, build.PARTS, "lock"}
+_WRITTEN |= {COMPLETE, "croissant.json"}
 
 
-def _is_ours(name: str) -> bool:
+def _is_from_prepare(name: str) -> bool:
     """Returns whether `prepare` makes files of this name; a kill leaves `.NAME.PID.tmp`."""
-    return name in _OURS or (
+    return name in _WRITTEN or (
         name[0] == "." and name.split(".")[1] in ("manifest", "plans", COMPLETE)
     )
 
 
-def _require_ours(folder: epath.Path, names: set[str]) -> None:
-    """Raises InputError if something lies in a folder that `prepare` did not make.
+def _reject_other_files(folder: epath.Path, names: set[str]) -> None:
+    """Raises InputError if the folder holds something that `prepare` did not make.
 
     Every `prepare` leaves its lock, so without one even a `dataset` is somebody else's.
     """
-    began = bool(names & {"lock", COMPLETE})
-    strange = {name for name in names if not (began and _is_ours(name))}
+    was_prepared = bool(names & {"lock", COMPLETE})
+    strange = {name for name in names if not (was_prepared and _is_from_prepare(name))}
     if strange and COMPLETE not in names:
         raise InputError(
             f"{folder}: holds {min(strange)}, which `prepare` did not make; move it away"
@@ -360,7 +362,7 @@ def _require_ours(folder: epath.Path, names: set[str]) -> None:
 
 
 def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
-    """Clears what a `prepare` left that was killed or failed; `least` whole parts or more stay."""
+    """Removes the files of a failed `prepare`; keeps finished parts if there are `least`."""
     parts, kept = folder / build.PARTS, {"lock"}
     if parts.exists():
         for path in parts.glob(".*"):
@@ -368,17 +370,17 @@ def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
         if len(list(parts.iterdir())) >= least:
             kept.add(parts.name)
     for path in folder.iterdir():
-        if path.name not in kept and _is_ours(path.name):
+        if path.name not in kept and _is_from_prepare(path.name):
             path.rmtree() if path.is_dir() else path.unlink()
 
 
 def _build(
-    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.PartRunner, say: Say
+    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.PartRunner, report: Report
 ) -> dict[str, Any]:
-    # Before the text is read, which may take hours.
-    given = None if corpus.tokenizer == "train" else _given_tokenizer(corpus, vocab_size)
-    made = build.build(corpus, vocab_size, folder, given, run, say)
-    manifest = with_checksum({"format_version": FORMAT_VERSION, **made})
+    # Loaded first: to read the text may take hours.
+    given = None if corpus.tokenizer == "train" else _load_tokenizer(corpus, vocab_size)
+    content = build.build(corpus, vocab_size, folder, given, run, report)
+    manifest = with_checksum({"format_version": FORMAT_VERSION, **content})
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     mark_complete(folder)
     (folder / build.PARTS).rmtree()
@@ -387,67 +389,67 @@ def _build(
         numbers = ", ".join(
             f"{counts[name]} {name}" for name in ("documents", "sentences", "tokens")
         )
-        say(f"prepare: {split}: {numbers}, {share:.1%} of them unknown")
+        report(f"prepare: {split}: {numbers}, {share:.1%} of them unknown")
         if share > tokenizer.MOST_UNKNOWN and not corpus.unknown_word:
-            say(
+            report(
                 f"prepare: warning: {share:.0%} of {split} is [UNK], and is lost: the vocabulary "
-                "is of other text or another script, or too small for its letters "
-                "(`bert-jax doctor` names some); corpus.tokenizer=train makes one of this text"
+                "is made for other text or another script, or too small for its letters (`bert-jax "
+                "doctor` names some); corpus.tokenizer=train trains one on this text"
             )
     return manifest
 
 
-def _prepare_there(
-    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.PartRunner, say: Say
+def _prepare_in_bucket(
+    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.PartRunner, report: Report
 ) -> dict[str, Any]:
-    """Makes the corpus of a bucket on this machine, and sends it; or finds that it is there.
+    """Makes a bucket's corpus on this machine and sends it; or checks one that exists.
 
-    What was made or sent before a break is neither made nor sent again.
+    After an interruption, finished and sent files are neither made nor sent again.
     """
     storage = storage_of(folder)
     names = storage.names(folder)
     if mirror.OWNER not in names:
-        _require_ours(folder, names)
+        _reject_other_files(folder, names)
     if COMPLETE in names:
-        return _found(corpus, vocab_size, folder, say)
-    buckets.require_writable(folder)  # before the text is read, which may take hours
+        return _reuse(corpus, vocab_size, folder, report)
+    buckets.require_writable(folder)  # checked first: to read the text may take hours
     with copies.copy_of(folder) as copy:
-        if storage.exists(folder / COMPLETE):  # by now
-            return _found(corpus, vocab_size, folder, say)
-        made = copy.parent / f"{copy.name}.made"
-        if is_complete(made):  # as a `prepare` that ended while sending leaves it
+        if storage.exists(folder / COMPLETE):  # completed while this process waited for the copy
+            return _reuse(corpus, vocab_size, folder, report)
+        local = copy.parent / f"{copy.name}.made"
+        if is_complete(local):  # left by a `prepare` that ended while sending
             try:
-                manifest = _found(corpus, vocab_size, made, say)
-                _require(made, manifest["files"], "", "full")
+                manifest = _reuse(corpus, vocab_size, local, report)
+                _require_intact(local, manifest["files"], "", "full")
             except InputError:
-                made.rmtree()
-        manifest = prepare(corpus, vocab_size, made, say, run.workers, run.beam)
-        say(f"prepare: sending the corpus to {folder}")
+                local.rmtree()
+        manifest = prepare(corpus, vocab_size, local, report, run.workers, run.beam)
+        report(f"prepare: sending the corpus to {folder}")
         storage.write(folder / mirror.OWNER, Holder.me().text())
-        copies.send_all(made, folder, manifest["files"], say)
+        copies.send_all(local, folder, manifest["files"], report)
         buckets.remove(
-            folder / name  # of another `prepare`, which did not end
+            folder / name  # left by another `prepare` that failed
             for name in buckets.listing(folder)
             if name.split("/")[0] in ("tokenizer", "dataset", "stream", COUNTS)
             and name not in manifest["files"]
         )
-        storage.write(folder / "manifest.json", (made / "manifest.json").read_text())
+        storage.write(folder / "manifest.json", (local / "manifest.json").read_text())
         storage.write(folder / COMPLETE, "")
-        (made / "dataset").rmtree()  # only now that there is another
+        (local / "dataset").rmtree()  # the bucket has it now
         copy.rmtree(missing_ok=True)
-        made.rename(copy)
+        local.rename(copy)
         return manifest
 
 
-def _given_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
-    chosen = tokenizer.load(corpus.tokenizer, corpus.case)
-    if chosen.size != vocab_size:
+def _load_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
+    loaded = tokenizer.load(corpus.tokenizer, corpus.case)
+    if loaded.size != vocab_size:
         raise InputError(
-            f"corpus.tokenizer={corpus.tokenizer}: has {chosen.size} ids and "
-            f"model.vocab_size={vocab_size}; set model.vocab_size={chosen.size}"
+            f"corpus.tokenizer={corpus.tokenizer}: has {loaded.size} ids and "
+            f"model.vocab_size={vocab_size}; set model.vocab_size={loaded.size}"
         )
-    if chosen.case != corpus.case and chosen.kind != "library":
+    if loaded.case != corpus.case and loaded.kind != "library":
         raise InputError(
-            f"corpus.tokenizer={corpus.tokenizer}: is {chosen.case}; set corpus.case={chosen.case}"
+            f"corpus.tokenizer={corpus.tokenizer}: is {loaded.case}; set corpus.case={loaded.case}"
         )
-    return chosen
+    return loaded

@@ -16,16 +16,15 @@ from etils import epath
 SPLITS = ("train", "validation")
 
 _NAME, _VERSION = "bert_corpus", "1.0.0"
-# Numbers written at once.
+# Numbers encoded at once.
 _MANY = 1 << 18
 
-
-# What is counted of a split.
+# The counts of a split.
 COUNTED = ("documents", "sentences", "tokens", "unknown_tokens")
 
 
 def folder_of(corpus: epath.Path) -> epath.Path:
-    """Returns where the dataset lies in a corpus folder."""
+    """Returns the folder of the dataset in a corpus folder."""
     return corpus / "dataset" / _NAME / _VERSION
 
 
@@ -33,29 +32,29 @@ class ShardWriter:
     """Writes documents to an ArrayRecord file, and counts them."""
 
     def __init__(self, path: pathlib.Path, unk_id: int):
-        # Of what was written; `num_bytes` of the examples.
+        # Counts of the documents so far; `num_bytes` is the size of their records.
         self.counts = dict.fromkeys((*COUNTED, "num_bytes"), 0)
         self._unk_id = unk_id
-        # Random access to each document; as TFDS writes it.
+        # Groups of 1 give random access to each document, as in TFDS.
         self._writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
 
     def add(self, ids: np.ndarray, sentence_lengths: np.ndarray) -> None:
-        """Writes a document: its ids, and how many each sentence has, none of them 0."""
+        """Writes a document: its ids, and the number of ids of each sentence, all above 0."""
         record = example(ids, sentence_lengths)
         self._writer.write(record)
         unknown = int(np.count_nonzero(ids == self._unk_id))
-        more = 1, len(sentence_lengths), len(ids), unknown, len(record)
-        for name, count in zip(self.counts, more, strict=True):
+        counts = 1, len(sentence_lengths), len(ids), unknown, len(record)
+        for name, count in zip(self.counts, counts, strict=True):
             self.counts[name] += count
 
     def close(self) -> None:
-        """Ends the file; it is not whole before."""
+        """Completes and closes the file."""
         self._writer.close()
 
 
 def example(ids: np.ndarray, sentence_lengths: np.ndarray) -> bytes:
-    """Returns a document as a tf.train.Example; equal ones as equal bytes."""
-    # Not by protobuf's library, which takes 20 bytes a number meanwhile.
+    """Returns a document as a serialized tf.train.Example; equal documents give equal bytes."""
+    # Not by protobuf's library, which needs 20 bytes of memory for a number.
     features = (
         _field(1, _field(1, name) + _field(2, _field(3, _field(1, _varints(values)))))
         for name, values in ((b"ids", ids), (b"sentence_lengths", sentence_lengths))
@@ -64,17 +63,17 @@ def example(ids: np.ndarray, sentence_lengths: np.ndarray) -> bytes:
 
 
 def _field(number: int, value: bytes) -> bytes:
-    """Returns a field of a message that has a length, as protobuf encodes it."""
+    """Returns a length-delimited field of a message, as protobuf encodes it."""
     return _varints(np.array([number << 3 | 2, len(value)])) + value
 
 
 def _varints(values: np.ndarray) -> bytes:
-    """Returns numbers below 2^35 as protobuf encodes them: 7 bits a byte, the lowest first."""
+    """Returns numbers below 2^35 as protobuf encodes them: 7 bits a byte, lowest bits first."""
     chunks = []
     for start in range(0, len(values), _MANY):
-        rest = values[start : start + _MANY, None].astype(np.int64) >> np.arange(0, 35, 7)
-        encoded = (rest & 127 | (rest > 127) << 7).astype(np.uint8)
-        chunks.append(encoded[(rest > 0) | (np.arange(5) == 0)].tobytes())
+        shifted = values[start : start + _MANY, None].astype(np.int64) >> np.arange(0, 35, 7)
+        encoded = (shifted & 127 | (shifted > 127) << 7).astype(np.uint8)
+        chunks.append(encoded[(shifted > 0) | (np.arange(5) == 0)].tobytes())
     return b"".join(chunks)
 
 
@@ -83,10 +82,10 @@ def assemble(
     shards: Mapping[str, Sequence[tuple[pathlib.Path, dict[str, int]]]],
     id_dtype: str,
 ) -> None:
-    """Makes a dataset of finished files, which stay where they are, too, and TFDS's metadata.
+    """Makes a dataset from finished files, which it links, and TFDS's metadata.
 
-    Shards are those of each split, in order, with what `ShardWriter` counted in them; `id_dtype` is
-    uint16 or uint32.
+    `shards` lists the files of each split, in order, with the counts of `ShardWriter`; `id_dtype`
+    is uint16 or uint32.
     """
     import tensorflow_datasets as tfds  # not above: it takes a third of a second
 
@@ -100,7 +99,7 @@ def assemble(
     features = tfds.features.FeaturesDict(
         {
             "ids": tfds.features.Tensor(shape=(None,), dtype=np.dtype(id_dtype)),
-            # 32 bits: a text without line ends may be one sentence of over 65,535 pieces.
+            # 32 bits: a text without line ends may be one sentence of over 65,535 tokens.
             "sentence_lengths": tfds.features.Tensor(shape=(None,), dtype=np.uint32),
         }
     )
@@ -130,7 +129,7 @@ def assemble(
 
 
 def _link(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Gives a file a second name, or copies it where the file system knows no such."""
+    """Gives a file a second name, or copies it if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:

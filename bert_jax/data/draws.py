@@ -1,9 +1,8 @@
-"""Where random choices come from. The rules that use them stand once, in pairs and masking.
+"""The sources of random choices; the rules that use them are in data.pairs and data.masking.
 
-Two kinds of answer: `Sequential` consumes one `random.Random` in the order of calls of
-google-research/bert (create_pretraining_data.py), for conformance; `Counter` computes every draw
-from (key, row, column, purpose), so that a batch depends on which rows it holds and on nothing
-else, and an epoch may be planned in any order.
+`SequentialDraws` consumes one `random.Random` in the order of calls of google-research/bert
+(create_pretraining_data.py), for conformance. `Counter` computes every draw from (key, row, column,
+purpose), so that a batch depends only on its rows, and an epoch may be planned in any order.
 
 Shape letters: B rows, N candidates, P predictions.
 """
@@ -18,21 +17,21 @@ import numpy as np
 # What a replaced token becomes (Devlin et al. 2018, section 3.1).
 MASK, KEEP, RANDOM = 0, 1, 2
 
-# Purposes: the last word of the counter.
+# The purposes of draws: the last word of the counter.
 _FRONT_CUTS_A, _FRONT_CUTS_B, _CANDIDATES, _REPLACEMENTS, _PERMUTATION = range(5)
 _TARGET, _CHUNK, _RANDOM_NEXT = range(5, 8)
 _SPANS, _FIRST_LENGTH = range(8, 10)
 
-# Words of a span: geometric with this p, no longer than the longest (Joshi et al. 2020, SpanBERT).
+# Words in a span: geometric with this p, at most the longest (Joshi et al. 2020, SpanBERT).
 LONGEST_SPAN = 10
 _SPAN_P = 0.2
 _SPAN_LAW = (1 - _SPAN_P) ** np.arange(LONGEST_SPAN) * _SPAN_P
 _SPAN_LAW /= _SPAN_LAW.sum()
 
-# Draws after which a random document may be the same one (`create_instances_from_document`).
+# Draws until a random document may be the same document (`create_instances_from_document`).
 _TRIES = 10
 
-# Counters handled at once: enough to hide NumPy's overhead, few enough for the cache.
+# Counters processed at once: enough to hide NumPy's overhead, few enough for the cache.
 _BLOCK = 1 << 13
 
 
@@ -40,8 +39,8 @@ _BLOCK = 1 << 13
 class Removals:
     """The sides that lose a token, in order, when pairs are truncated (`truncate_seq_pair`).
 
-    The longer side loses `lead` tokens, then B and A in turn lose `rest`, B first, since a tie
-    takes from B.
+    The longer side loses `lead` tokens. Then B and A alternately lose `rest` tokens, B first, since
+    a tie takes from B.
     """
 
     a_leads: np.ndarray  # bool [B], A is the longer side
@@ -49,81 +48,81 @@ class Removals:
     rest: np.ndarray  # int64 [B]
 
     @property
-    def from_a(self) -> np.ndarray:
+    def a_total(self) -> np.ndarray:
         """Tokens that A loses, int64 [B]."""
         return np.where(self.a_leads, self.lead, 0) + self.rest // 2
 
     @property
-    def from_b(self) -> np.ndarray:
+    def b_total(self) -> np.ndarray:
         """Tokens that B loses, int64 [B]."""
         return np.where(self.a_leads, 0, self.lead) + (self.rest + 1) // 2
 
 
-class Sequential:
+class SequentialDraws:
     """All draws from one generator in the reference's order, for one row at a time (B = 1).
 
-    `Counter` says what is drawn; the reference knows no spans.
+    `Counter` documents the draws; the reference has no spans.
     """
 
     def __init__(self, rng: random.Random):
         self._rng = rng
 
-    def shuffled(self, count: int) -> list[int]:
-        """Draws an order, of all documents or of all instances."""
+    def shuffled_order(self, count: int) -> list[int]:
+        """Draws an order of all documents or of all instances."""
         order = list(range(count))
         self._rng.shuffle(order)
         return order
 
     def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
-        """Draws by `random`, then `randint` if it is needed."""
+        """Draws by `random`, then by `randint` if the target is short."""
         if self._rng.random() < short_seq_prob:
             return np.array([self._rng.randint(2, max_num_tokens)])
         return np.array([max_num_tokens])
 
     def split_point(self, sentences: np.ndarray) -> np.ndarray:
-        """Draws by `randint`, where there is a choice."""
+        """Draws by `randint` if there is a choice."""
         return np.array([self._rng.randint(1, sentences[0] - 1) if sentences[0] >= 2 else 1])
 
-    def is_random(self, asked: np.ndarray) -> np.ndarray:
+    def is_random(self, needed: np.ndarray) -> np.ndarray:
         """Draws by `random`."""
-        return np.array([bool(asked[0]) and self._rng.random() < 0.5])
+        return np.array([bool(needed[0]) and self._rng.random() < 0.5])
 
-    def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """Draws by `randint` until it is another."""
+    def other_document(self, documents: int, this: np.ndarray, needed: np.ndarray) -> np.ndarray:
+        """Draws by `randint` until the document is another."""
         other = int(this[0])
-        for _ in range(_TRIES * asked[0]):
+        for _ in range(_TRIES * needed[0]):
             other = self._rng.randint(0, documents - 1)
             if other != this[0]:
                 break
         return np.array([other])
 
-    def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    def start(self, sentences: np.ndarray, needed: np.ndarray) -> np.ndarray:
         """Draws by `randint`."""
-        return np.array([self._rng.randint(0, sentences[0] - 1) if asked[0] else 0])
+        return np.array([self._rng.randint(0, sentences[0] - 1) if needed[0] else 0])
 
     def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
-        """Draws one `random()` a token that goes, in the order in which they go."""
+        """Draws one `random()` for each lost token, in the order of their removal."""
         lead, rest = int(removals.lead[0]), int(removals.rest[0])
         sides = [bool(removals.a_leads[0])] * lead + [bool(i % 2) for i in range(rest)]
         cuts = {True: 0, False: 0}
-        for from_a in sides:
-            cuts[from_a] += self._rng.random() < 0.5
+        for is_a in sides:
+            cuts[is_a] += self._rng.random() < 0.5
         return np.array([cuts[True]]), np.array([cuts[False]])
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:
         """Draws by `shuffle`."""
-        return np.array([self.shuffled(int(counts[0]))])
+        return np.array([self.shuffled_order(int(counts[0]))])
 
     def replacements(
         self, counts: np.ndarray, vocab_size: int, mask_share: float, random_share: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws by `random`, `random`, `randint`, as far as each is needed."""
+        """Draws by `random`, `random`, `randint`, each only if it is needed."""
         kinds, ids = [], []
         for _ in range(int(counts[0])):
             kind, token = MASK, 0
             if self._rng.random() >= mask_share:
-                kept = (1.0 - random_share - mask_share) / (1.0 - mask_share)
-                kind = KEEP if self._rng.random() < kept else RANDOM
+                keep_share = (1.0 - random_share - mask_share) / (1.0 - mask_share)
+                kind = KEEP if self._rng.random() < keep_share else RANDOM
                 if kind == RANDOM:
                     token = self._rng.randint(0, vocab_size - 1)
             kinds.append(kind)
@@ -134,13 +133,13 @@ class Sequential:
 class Counter:
     """Draws as a function of (key, row, column, purpose), for any rows in any order.
 
-    Of a plan B are its chunks (`create_instances_from_document`), and `asked`, bool [B], says which
-    answers are used; the others have no meaning.
+    In a plan B counts its chunks (`create_instances_from_document`); `needed`, bool [B], marks the
+    draws that are used, and the others have no meaning.
 
     Args:
-      key: as made by `key_of`.
-      rows: int64 or uint64 [B]: of a batch, the rows' numbers in their phase; of a plan, the
-        documents' numbers, or the sentences that chunks begin with.
+      key: the result of `key_of`.
+      rows: int64 or uint64 [B]. For a batch the numbers of the rows in their phase; for a plan the
+        numbers of documents, or of the first sentences of chunks.
     """
 
     def __init__(self, key: tuple[int, int], rows: np.ndarray):
@@ -148,90 +147,92 @@ class Counter:
         self._rows = np.asarray(rows, np.uint64)
 
     def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
-        """Draws tokens to aim at: the most, or with `short_seq_prob` anything from 2; int64 [B].
+        """Draws target lengths: the maximum, or with `short_seq_prob` any from 2; int64 [B].
 
-        A word for whether, a word for how short.
+        One random word decides whether a target is short, another its length.
         """
         words = self._words(_TARGET, 2)
         short = words[:, 0] < short_seq_prob * 2**32
-        return np.where(short, 2 + below(words[:, 1], max_num_tokens - 1), max_num_tokens)
+        return np.where(
+            short, 2 + bounded_integers(words[:, 1], max_num_tokens - 1), max_num_tokens
+        )
 
     def split_point(self, sentences: np.ndarray) -> np.ndarray:
-        """Returns how many sentences of a chunk make A, from 1, int64 [B]: of 31 bits of a word."""
+        """Returns how many sentences of a chunk make A, from 1, int64 [B]: by 31 bits of a word."""
         return 1 + ((self._chunk_words >> 1) * (sentences - 1) >> 31)
 
-    def is_random(self, asked: np.ndarray) -> np.ndarray:
-        """Returns whether B comes from another document, bool [B]: the word's other bit."""
+    def is_random(self, needed: np.ndarray) -> np.ndarray:
+        """Returns whether B comes from another document, bool [B]: the last bit of the word."""
         return (self._chunk_words & 1).astype(bool)
 
-    def other_document(self, documents: int, this: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """Draws another document than `this`, or after ten vain draws this one; int64 [B]."""
-        other = below(self._next_words[:, 1], documents)
+    def other_document(self, documents: int, this: np.ndarray, needed: np.ndarray) -> np.ndarray:
+        """Draws another document than `this`, or `this` after ten equal draws; int64 [B]."""
+        other = bounded_integers(self._next_words[:, 1], documents)
         again = np.flatnonzero(other == this)
         if len(again):
             words = Counter(self._key, self._rows[again])._words(_RANDOM_NEXT, 1 + _TRIES)
-            tries = below(words[:, 1:], documents)
+            tries = bounded_integers(words[:, 1:], documents)
             column = np.argmax(tries != this[again, None], axis=1)
             other[again] = tries[np.arange(len(again)), column]
         return other
 
-    def start(self, sentences: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """Returns the sentence at which a random B starts; int64 [B]."""
-        return below(self._next_words[:, 0], sentences)
+    def start(self, sentences: np.ndarray, needed: np.ndarray) -> np.ndarray:
+        """Returns the sentence in its document at which a random B starts; int64 [B]."""
+        return bounded_integers(self._next_words[:, 0], sentences)
 
     def first_length(self, most: int) -> np.ndarray:
-        """Draws a word for how many tokens the first row of an epoch holds, from 1; int64 [B]."""
-        return 1 + below(self._words(_FIRST_LENGTH, 1)[:, 0], most)
+        """Draws the number of tokens in the first row of an epoch, from 1; int64 [B]."""
+        return 1 + bounded_integers(self._words(_FIRST_LENGTH, 1)[:, 0], most)
 
     @functools.cached_property
     def _chunk_words(self) -> np.ndarray:
-        """Returns a word a row, int64 [B]; four rows that follow one another share a block."""
+        """Returns a word for each row, int64 [B]; four consecutive rows share a Philox block."""
         rows = self._rows
         if not len(rows):
             return np.empty(0, np.int64)
         first = rows.min() >> np.uint64(2)
         span = int((rows.max() >> np.uint64(2)) - first) + 1
-        if span <= len(rows):  # neighbours
-            block, place = first + np.arange(span, dtype=np.uint64), rows - (first << np.uint64(2))
+        if span <= len(rows):  # consecutive rows
+            block, index = first + np.arange(span, dtype=np.uint64), rows - (first << np.uint64(2))
         else:
-            block, place = rows >> np.uint64(2), rows & np.uint64(3)
-            place += np.arange(0, 4 * len(rows), 4, dtype=np.uint64)
+            block, index = rows >> np.uint64(2), rows & np.uint64(3)
+            index += np.arange(0, 4 * len(rows), 4, dtype=np.uint64)
         words = philox(0, block & _LOW, block >> np.uint64(32), _CHUNK, self._key)
-        return words.ravel()[place.view(np.int64)].astype(np.int64)
+        return words.ravel()[index.view(np.int64)].astype(np.int64)
 
     @functools.cached_property
     def _next_words(self) -> np.ndarray:
-        """Words for the start of a random B and for the first tries of its document."""
+        """Returns words for the start of a random B and for the first tries of its document."""
         return self._words(_RANDOM_NEXT, 4)
 
     def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
-        """Returns how many of the tokens lost by A and by B go from the front; int64 [B] each.
+        """Returns how many of the tokens that A and B lose are at the front; int64 [B] each.
 
-        The set bits among one a token: exactly binomial.
+        Counts the set bits among one random bit for each token: exactly binomial.
         """
         purposes = np.array([[_FRONT_CUTS_A], [_FRONT_CUTS_B]])
-        front_a, front_b = self._binomial(purposes, np.stack([removals.from_a, removals.from_b]))
+        front_a, front_b = self._binomial(purposes, np.stack([removals.a_total, removals.b_total]))
         return front_a, front_b
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:
         """Returns a random order of each row's candidates, uint32 [B, max(counts)].
 
-        That of a random word each. Entries of row r from counts[r] on have no meaning.
+        Sorts a random word for each candidate. Entries of row r from counts[r] on mean nothing.
         """
         columns = int(counts.max())
         keys = self._words(_CANDIDATES, columns).astype(np.uint64) << np.uint64(32)
         column = np.arange(columns, dtype=np.uint64)
         keys |= column
-        none = column >= counts[:, None].astype(np.uint64)
-        np.copyto(keys, np.iinfo(np.uint64).max, where=none)
+        is_unused = column >= counts[:, None].astype(np.uint64)
+        np.copyto(keys, np.iinfo(np.uint64).max, where=is_unused)
         # Sorting words that carry their column is several times faster than argsort, and stable.
         keys.sort(axis=1)
         return keys.astype(np.uint32)  # the lower half
 
     def span_lengths(self, counts: np.ndarray) -> np.ndarray:
-        """Returns how many words a span has that begins with each word, int64 [B, max(counts)].
+        """Returns the length in words of a span from each word, int64 [B, max(counts)].
 
-        From 1 to LONGEST_SPAN, geometric; 3.8 on average.
+        Lengths are geometric, from 1 to LONGEST_SPAN; 3.8 on average.
         """
         words = self._words(_SPANS, int(counts.max()))
         return 1 + np.searchsorted(np.cumsum(_SPAN_LAW)[:-1] * 2**32, words, "right")
@@ -239,15 +240,15 @@ class Counter:
     def replacements(
         self, counts: np.ndarray, vocab_size: int, mask_share: float, random_share: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what each row's chosen tokens become: kind uint8 [B, P], a random id [B, P]."""
+        """Draws the replacements of predicted tokens: kind uint8 [B, P], a random id [B, P]."""
         columns = int(counts.max())
         words = self._words(_REPLACEMENTS, 2 * columns)
-        # In turn: a word's place must not depend on how many tokens other rows have.
+        # Interleaved: the words of a row must not depend on the number of tokens in other rows.
         kind, token = words[:, ::2], words[:, 1::2]
         kinds = np.full(kind.shape, MASK, np.uint8)
         kinds[kind >= int(mask_share * 2**32)] = KEEP
         kinds[kind >= int((1.0 - random_share) * 2**32)] = RANDOM
-        return kinds, below(token, vocab_size)
+        return kinds, bounded_integers(token, vocab_size)
 
     def _words(self, purpose: int, columns: int) -> np.ndarray:
         """Returns random words, uint32 [B, columns]."""
@@ -262,12 +263,11 @@ class Counter:
         return out.reshape(len(self._rows), 4 * blocks)[:, :columns]
 
     def _binomial(self, purposes: np.ndarray, trials: np.ndarray) -> np.ndarray:
-        """Binomial(trials, 1/2), int64 [N, B]: the set bits among the first `trials` of the row's.
+        """Draws Binomial(trials, 1/2), int64 [N, B]: set bits among `trials` bits of the row.
 
         Purposes are int64 [N, 1], trials int64 [N, B].
         """
-        # A flat list of (entry, block of 128 bits): sentences of any length, without padding to
-        # the longest.
+        # A flat list of (entry, block of 128 bits): trials differ, and none is padded.
         flat = trials.ravel()
         blocks = -(-flat // 128)
         entry = np.repeat(np.arange(len(flat)), blocks)
@@ -276,23 +276,23 @@ class Counter:
         purpose = np.broadcast_to(purposes, trials.shape).ravel()[entry]
         low, high = number & _LOW, number >> np.uint64(32)
         bits = philox(block, low, high, purpose, self._key)
-        wanted = flat[entry, None] - 32 * (4 * block[:, None] + np.arange(4))
-        wanted = np.clip(wanted, 0, 32).astype(np.uint64)
-        bits = bits.astype(np.uint64) & ((np.uint64(1) << wanted) - np.uint64(1))
+        widths = flat[entry, None] - 32 * (4 * block[:, None] + np.arange(4))
+        widths = np.clip(widths, 0, 32).astype(np.uint64)
+        bits = bits.astype(np.uint64) & ((np.uint64(1) << widths) - np.uint64(1))
         counts = np.bitwise_count(bits).sum(axis=1, dtype=np.int64)
         return np.bincount(entry, counts, len(flat)).astype(np.int64).reshape(trials.shape)
 
 
-Draws = Counter | Sequential
+Draws = Counter | SequentialDraws
 
 
-def below(words: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
-    """Maps words to numbers from 0 to `bound` - 1, int64; of 2**32, one gets at most one more."""
+def bounded_integers(words: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
+    """Maps words to numbers from 0 to `bound` - 1, int64, uniform to one word in 2**32."""
     return (words.astype(np.uint64) * np.asarray(bound, np.uint64) >> np.uint64(32)).view(np.int64)
 
 
 def permutation(key: tuple[int, int], epoch: int, count: int) -> np.ndarray:
-    """Returns a random order of `count` rows, int64: the stable argsort of one Philox word each."""
+    """Returns a random order of `count` rows, int64: the stable argsort of their Philox words."""
     order = np.empty(count, np.uint64)
     for start in range(0, count, 4 * _BLOCK):
         part = order[start : start + 4 * _BLOCK]
@@ -300,30 +300,30 @@ def permutation(key: tuple[int, int], epoch: int, count: int) -> np.ndarray:
         words = philox(blocks, np.uint64(epoch), 0, _PERMUTATION, key).ravel()[: len(part)]
         np.left_shift(words, np.uint64(32), out=part, dtype=np.uint64)
         part |= np.arange(start, start + len(part), dtype=np.uint64)
-    # Words that carry their place: sorted several times faster than argsort does it.
+    # Words carry their index in the lower half: sort is several times faster than argsort.
     order.sort()
     order &= _LOW
     return order.view(np.int64)
 
 
-class Shuffled:
-    """Numbers below `total`, epoch after epoch, each in a random order of its own."""
+class ShuffledEpochs:
+    """The numbers below `total`, epoch after epoch, each epoch in its own random order."""
 
     def __init__(self, key: tuple[int, int], total: int):
         self._key, self._total = key, total
-        self._orders: dict[int, np.ndarray] = {}  # of the epochs asked for last
+        self._orders: dict[int, np.ndarray] = {}  # of the two latest epochs
 
-    def __getitem__(self, places: np.ndarray) -> np.ndarray:
-        """Returns what stands at places counted from the first epoch's first, int64."""
-        epochs, slots = np.divmod(places, self._total)
-        numbers = np.empty(len(places), np.int64)
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the numbers at indices, counted from the start of the first epoch, int64."""
+        epochs, slots = np.divmod(indices, self._total)
+        numbers = np.empty(len(indices), np.int64)
         for epoch in np.unique(epochs).tolist():
             if epoch not in self._orders:
                 if len(self._orders) > 1:
                     del self._orders[min(self._orders)]
                 self._orders[epoch] = permutation(self._key, epoch, self._total)
-            here = epochs == epoch
-            numbers[here] = self._orders[epoch][slots[here]]
+            in_epoch = epochs == epoch
+            numbers[in_epoch] = self._orders[epoch][slots[in_epoch]]
         return numbers
 
 
@@ -347,14 +347,14 @@ def philox(
 ) -> np.ndarray:
     """Computes Philox4x32-10 (Salmon et al. 2011) of counters that broadcast against each other.
 
-    The four words are uint64 below 2**32, as the key's two are; returns uint32 [..., 4].
+    The words of counters and key are uint64 below 2**32; returns uint32 [..., 4].
     """
-    # Not broadcast beforehand: the first two rounds then work on rows or columns alone.
+    # Broadcast late, so that the first two rounds work on rows or columns alone.
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in (c0, c1, c2, c3))
     k0, k1 = key
     shift = np.uint64(32)
     for _ in range(10):
-        # The product of two 32-bit words fits 64 bits: its halves are the new words.
+        # The product of two 32-bit words fits in 64 bits, and its halves are the new words.
         p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         c0, c2 = (p1 >> shift) ^ c1, (p0 >> shift) ^ c3
         c0 ^= np.uint64(k0)

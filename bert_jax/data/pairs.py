@@ -1,21 +1,19 @@
-"""Next-sentence pairs, decided on sentence lengths alone, and their truncation.
+"""Next-sentence pairs, planned from sentence lengths alone, and their truncation.
 
 The algorithm is that of google-research/bert, create_pretraining_data.py
-(`create_instances_from_document`, `truncate_seq_pair`), put-back of unused sentences included:
-one example is a piece of text A and, half of the time, what follows it (Devlin et al. 2018,
-section 3.1, task 2). Its random choices are those of `draws`; it never looks at an id.
+(`create_instances_from_document`, `truncate_seq_pair`), put-back of unused sentences included: a
+row is a text A with a text B, which follows A in half of the rows (Devlin et al. 2018, section 3.1,
+task 2). The random choices are in data.draws; no choice depends on an id.
 
-With swapped pairs (Lan et al. 2019, ALBERT, section 3.1) B is what follows A always, and in half of
-the pairs the two change places. Nothing else is drawn: a chunk has two sentences at least, one that
-would be left alone at the end of its document joins the chunk before it, and a document of one
-sentence gives no pair. ALBERT's code gives a chunk of one sentence a random B, as if it were
-swapped.
+With swapped pairs (Lan et al. 2019, ALBERT, section 3.1) B always follows A, and half of the pairs
+exchange A and B. Nothing else is random: a chunk has at least two sentences, a single sentence at
+the end of its document joins the chunk before it, and a document of one sentence gives no pair.
+ALBERT's code gives a chunk of one sentence a random B, labelled as if it were swapped.
 
-A chunk is the sentences from which one pair is made. All its draws hang on the sentence it begins
-with, and therefore so does the sentence that the next chunk begins with. That one is computed for
-all sentences of a block at once, and a plan is the chunks that are met on the way from the first
-sentence to the last. Which random B a chunk gets changes none of it, and is decided when its pair
-is asked for.
+A chunk is the sentences from which one pair is made. All its draws depend only on its first
+sentence, and so does the first sentence of the next chunk. `plan` computes that next sentence for
+all sentences of a block at once; the plan is the chain of chunks followed from the first sentence.
+The random B of a chunk does not change the chain; it is drawn when the row is made.
 """
 
 import itertools
@@ -24,17 +22,17 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from bert_jax.data.draws import Counter, Draws, Removals, Sequential, permutation
+from bert_jax.data.draws import Counter, Draws, Removals, SequentialDraws, permutation
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 
 # [CLS] A [SEP] B [SEP]
 SPECIAL_TOKENS = 3
 
-# What becomes of half of the pairs: B is of another document, or A and B change places.
+# The change to half of the pairs: B is from another document, or A and B are swapped.
 Units = Literal["pairs", "swapped_pairs"]
 
-# `is_random_next` is the label: of swapped pairs, that they were swapped.
+# `is_random_next` is the label; for swapped pairs it tells that A and B were swapped.
 ROW_DTYPE = np.dtype(
     [
         ("a_offset", np.uint64),
@@ -45,14 +43,14 @@ ROW_DTYPE = np.dtype(
     ]
 )
 
-# Sentences looked at at once: few enough for the cache.
+# Sentences processed at once: few enough for the cache.
 _BLOCK = 1 << 15
 # Documents sampled at once.
 _SAMPLED = 256
 
 
 class Pairs(NamedTuple):
-    """Pairs after truncation, int64 [B] each: where A and B start, how long they are."""
+    """Pairs after truncation, int64 [B] each: the starts and lengths of A and B."""
 
     a_start: np.ndarray
     a_length: np.ndarray
@@ -63,8 +61,8 @@ class Pairs(NamedTuple):
 def chunk_dtype(stream: Stream) -> np.dtype:
     """Returns the type of a plan's chunks, 10 bytes each up to 2**32 sentences, else 14.
 
-    `sentence` is the one it begins with, `of_a` how many of its sentences make A, `of_b` how many
-    make B: 0 where B is of another document. `target` is how many tokens the pair aims at.
+    `sentence` is a chunk's first sentence, `of_a` the number of sentences in A, `of_b` the number
+    in B, 0 if B is from another document. `target` is the target length of the pair in tokens.
     """
     sentence = np.uint32 if len(stream.sentence_offsets) <= 2**32 else np.uint64
     names, counts = ("of_a", "of_b", "target"), (np.uint16, np.uint16, np.uint16)
@@ -80,7 +78,7 @@ def plan(
 ) -> np.ndarray:
     """Plans one pass over the documents, in their order; `chunk_dtype` [chunks].
 
-    The length of the examples counts specials; `short_seq_prob` is the share of documents cut into
+    `sequence_length` counts specials; `short_seq_prob` is the share of documents that are cut into
     shorter pairs.
     """
     most = sequence_length - SPECIAL_TOKENS
@@ -88,7 +86,7 @@ def plan(
     result, begin = [], 0
     for start in range(0, total, _BLOCK):
         stop = min(start + _BLOCK, total)
-        # A sentence has a token at least, so that a chunk ends in what is seen.
+        # A sentence has at least one token, so that every chunk of the block ends in this range.
         offsets = stream.sentence_offsets[start : stop + most].astype(np.int64)
         document = int(np.searchsorted(document_offsets, np.uint64(start), "right")) - 1
         after = int(np.searchsorted(document_offsets, np.uint64(stop)))
@@ -104,7 +102,8 @@ def plan(
     chunks = np.concatenate(result)
     if not len(chunks):
         raise InputError(
-            "data.objective=mlm_sop: no document has two sentences; give longer ones, or take mlm"
+            "data.objective=mlm_sop: no document has two sentences; give longer ones, or set "
+            "data.objective=mlm"
         )
     return chunks
 
@@ -117,9 +116,9 @@ def sample(
     most: int,
     units: Units = "pairs",
 ) -> np.ndarray:
-    """Draws pairs of whole documents at random, at most so many; ROW_DTYPE [rows].
+    """Returns at most `most` pairs of documents in a random order; ROW_DTYPE [rows].
 
-    The arguments are those of `plan`, of which these are rows in another order.
+    The other arguments are those of `plan`, which gives the same rows in another order.
     """
     order = permutation(key, 0, len(stream.document_offsets) - 1)
     result, count = [np.empty(0, chunk_dtype(stream))], 0
@@ -131,10 +130,10 @@ def sample(
         sentence = np.arange(ends[-1]) + np.repeat(first - (ends - size), size)
         lengths = stream.sentence_offsets[sentence + 1] - stream.sentence_offsets[sentence]
         offsets = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))])
-        wanted = Counter(key, documents).target_length(
+        targets = Counter(key, documents).target_length(
             sequence_length - SPECIAL_TOKENS, short_seq_prob
         )
-        end, target = np.repeat(ends, size), np.repeat(wanted, size)
+        end, target = np.repeat(ends, size), np.repeat(targets, size)
         chunks, _ = _chunks(stream, sentence, offsets, end, target, key, 0, units)
         result.append(chunks)
         count += len(chunks)
@@ -142,7 +141,7 @@ def sample(
     if not len(chunks):
         raise InputError(
             "data.objective=mlm_sop: no held-out document has two sentences; give longer ones, or "
-            "take mlm"
+            "set data.objective=mlm"
         )
     return rows(stream, chunks, Counter(key, chunks["sentence"]), units)
 
@@ -157,34 +156,34 @@ def _chunks(
     begin: int,
     units: Units,
 ) -> tuple[np.ndarray, int]:
-    """Returns the chunks that are met from a sentence on, and the sentence after them.
+    """Returns the chain of chunks from sentence `begin`, and the sentence after the last chunk.
 
-    Sentences are int64 [N], numbers in the split; `offsets`, int64 [at least N], where these start
-    and those that follow them; `document_end`, int64 [N], one past the last of its document, and
-    `begin`, the first chunk's first, are counted from here.
+    `sentence`, int64 [N], has the sentences' numbers in the split; `offsets`, int64 [at least N],
+    their first tokens and those of the following sentences. `begin` and `document_end`, int64 [N],
+    one past the last sentence of each document, are indices into `sentence`.
     """
-    here = np.arange(len(sentence))
-    of_a, of_b = _cut(offsets, here, document_end, target, Counter(key, sentence), units)
-    # The sentences that a random B displaces are put back.
-    met, begin = follow_chain((here + of_a + of_b).tolist(), begin)
-    chunks = np.empty(len(met), chunk_dtype(stream))
-    chunks["sentence"], chunks["target"] = sentence[met], target[met]
-    chunks["of_a"], chunks["of_b"] = of_a[met], of_b[met]
+    index = np.arange(len(sentence))
+    of_a, of_b = _split_chunks(offsets, index, document_end, target, Counter(key, sentence), units)
+    # A chunk with a random B puts its unused sentences back: the next chunk starts after A.
+    chain, begin = follow_chain((index + of_a + of_b).tolist(), begin)
+    chunks = np.empty(len(chain), chunk_dtype(stream))
+    chunks["sentence"], chunks["target"] = sentence[chain], target[chain]
+    chunks["of_a"], chunks["of_b"] = of_a[chain], of_b[chain]
     if units == "swapped_pairs":
         chunks = chunks[chunks["of_b"] > 0]
     return chunks, begin
 
 
 def follow_chain(following: list[int], begin: int) -> tuple[list[int], int]:
-    """Returns what is met on the way from `begin`, and what follows behind the last."""
-    met = []
+    """Returns the chain begin, following[begin], ..., and its first index beyond the list."""
+    chain = []
     while begin < len(following):
-        met.append(begin)
+        chain.append(begin)
         begin = following[begin]
-    return met, begin
+    return chain, begin
 
 
-def _cut(
+def _split_chunks(
     offsets: np.ndarray,
     first: np.ndarray,
     document_end: np.ndarray,
@@ -192,11 +191,11 @@ def _cut(
     draws: Draws,
     units: Units = "pairs",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how many sentences of each chunk make A and B.
+    """Returns the numbers of sentences in A and B for each chunk.
 
-    B has 0 where it is of another document; of swapped pairs, where the document has one alone.
-    Sentences start at `offsets`, int64 [N]; the other arrays are int64 [B]: each chunk's first
-    sentence, one past the last of its document, and its target.
+    B has 0 if it comes from another document or, for swapped pairs, if the document has only one
+    sentence. Sentences start at `offsets`, int64 [N]; the other arrays are int64 [B]: each chunk's
+    first sentence, one past the last of its document, and its target.
     """
     # A chunk closes with the sentence that brings it to the target, or with the document's last.
     end = np.minimum(np.searchsorted(offsets, offsets[first] + target), document_end)
@@ -207,14 +206,14 @@ def _cut(
         return of_a, end - first - of_a
     sentences = end - first
     of_a = draws.split_point(sentences)
-    alone = sentences == 1
-    return of_a, np.where(alone | draws.is_random(~alone), 0, sentences - of_a)
+    is_single = sentences == 1
+    return of_a, np.where(is_single | draws.is_random(~is_single), 0, sentences - of_a)
 
 
 def rows(stream: Stream, chunks: np.ndarray, draws: Draws, units: Units = "pairs") -> np.ndarray:
-    """Returns the pairs of chunks, before truncation: two runs of ids in the stream each.
+    """Returns the pairs of chunks before truncation, each two ranges of ids in the stream.
 
-    From `chunk_dtype` [B], and draws of the sentences with which they begin, to ROW_DTYPE [B].
+    Takes `chunk_dtype` [B] and draws by the chunks' first sentences; returns ROW_DTYPE [B].
     """
     sentence = chunks["sentence"].astype(np.int64)
     b_first = sentence + chunks["of_a"]
@@ -229,45 +228,45 @@ def rows(stream: Stream, chunks: np.ndarray, draws: Draws, units: Units = "pairs
         result["b_length"] = offsets[b_last] - result["b_offset"]
         swapped = draws.is_random(np.ones(len(chunks), bool))
         for a, b in (("a_offset", "b_offset"), ("a_length", "b_length")):
-            one, other = result[a].copy(), result[b].copy()
-            result[a], result[b] = np.where(swapped, other, one), np.where(swapped, one, other)
+            of_a, of_b = result[a].copy(), result[b].copy()
+            result[a], result[b] = np.where(swapped, of_b, of_a), np.where(swapped, of_a, of_b)
         result["is_random_next"] = swapped
         return result
-    wanted = np.maximum(chunks["target"] - result["a_length"].astype(np.int64), 1)
-    first, last = _random_runs(stream, sentence, wanted, is_random, draws)
+    target = np.maximum(chunks["target"] - result["a_length"].astype(np.int64), 1)
+    first, last = _random_runs(stream, sentence, target, is_random, draws)
     result["b_offset"] = offsets[np.where(is_random, first, b_first)]
     result["b_length"] = offsets[np.where(is_random, last, b_last)] - result["b_offset"]
     return result
 
 
 def _random_runs(
-    stream: Stream, sentence: np.ndarray, wanted: np.ndarray, asked: np.ndarray, draws: Draws
+    stream: Stream, sentence: np.ndarray, target: np.ndarray, needed: np.ndarray, draws: Draws
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws whole sentences of other documents from a random start: the first, one past the last.
+    """Draws ranges of sentences in other documents: the first sentence, one past the last.
 
-    `sentence` is of this document, `wanted` the ids to reach where the other has as many, int64 [B]
-    each; `asked`, bool [B], says where a run is needed.
+    `sentence` is one of this document's, and a range has at least `target` ids unless the other
+    document ends before; int64 [B] each. `needed`, bool [B], marks the draws that are used.
     """
     bounds, offsets = np.asarray(stream.document_offsets), np.asarray(stream.sentence_offsets)
-    other = draws.other_document(len(bounds) - 1, stream.documents_of(sentence), asked)
+    other = draws.other_document(len(bounds) - 1, stream.documents_of(sentence), needed)
     first, last = bounds[other].astype(np.int64), bounds[other + 1].astype(np.int64)
-    first += draws.start(last - first, asked)
-    # The last sentence that begins before the reach, by halves: a sentence has a token at least.
-    reach, result = offsets[first] + wanted.astype(np.uint64), first
-    step = 1 << int(wanted.max()).bit_length() - 1
+    first += draws.start(last - first, needed)
+    # Binary search for the last sentence that begins before `limit`: each has at least one token.
+    limit, result = offsets[first] + target.astype(np.uint64), first
+    step = 1 << int(target.max()).bit_length() - 1
     while step:
         probe = np.minimum(result + step, last - 1)
-        result = np.where(offsets[probe] < reach, probe, result)
+        result = np.where(offsets[probe] < limit, probe, result)
         step >>= 1
     return first, result + 1
 
 
 def one_by_one(
-    stream: Stream, sequence_length: int, short_seq_prob: float, draws: Sequential
+    stream: Stream, sequence_length: int, short_seq_prob: float, draws: SequentialDraws
 ) -> Iterator[np.ndarray]:
     """Yields the pairs of one pass over the documents, ROW_DTYPE [1] each.
 
-    Draws are made in the reference's order, as far as pairs are pulled.
+    Draws are made lazily, in the order of the reference.
     """
     offsets = stream.sentence_offsets.astype(np.int64)
     bounds = stream.document_offsets.astype(np.int64)
@@ -276,24 +275,24 @@ def one_by_one(
         target = draws.target_length(sequence_length - SPECIAL_TOKENS, short_seq_prob)
         sentence = np.array([first])
         while sentence[0] < last:
-            of_a, of_b = _cut(offsets, sentence, np.array([last]), target, draws)
+            of_a, of_b = _split_chunks(offsets, sentence, np.array([last]), target, draws)
             chunk["sentence"], chunk["target"] = sentence, target
             chunk["of_a"], chunk["of_b"] = of_a, of_b
             yield rows(stream, chunk, draws)
-            # The sentences that a random B displaces are put back.
+            # A chunk with a random B puts its unused sentences back.
             sentence += of_a + of_b
 
 
 def truncated_lengths(rows: np.ndarray, sequence_length: int) -> np.ndarray:
-    """Returns how long `truncate` leaves them, specials included: ROW_DTYPE [B] -> int64 [B]."""
+    """Returns the lengths after `truncate`, specials included: ROW_DTYPE [B] -> int64 [B]."""
     length = rows["a_length"].astype(np.int64) + rows["b_length"] + SPECIAL_TOKENS
     return np.minimum(length, sequence_length)
 
 
 def truncate(rows: np.ndarray, sequence_length: int, draws: Draws) -> Pairs:
-    """Cuts pairs, ROW_DTYPE [B], down to the sequence length, which counts specials.
+    """Truncates pairs, ROW_DTYPE [B], to the sequence length, which counts specials.
 
-    Token by token from the longer side (a tie: B); draws say how many go from the front.
+    Each token is removed from the longer side (B in a tie), at the front or the end by a draw.
     """
     a_length, b_length = rows["a_length"].astype(np.int64), rows["b_length"].astype(np.int64)
     excess = np.maximum(a_length + b_length - (sequence_length - SPECIAL_TOKENS), 0)
@@ -302,7 +301,7 @@ def truncate(rows: np.ndarray, sequence_length: int, draws: Draws) -> Pairs:
     a_front, b_front = draws.front_cuts(removals)
     return Pairs(
         rows["a_offset"].astype(np.int64) + a_front,
-        a_length - removals.from_a,
+        a_length - removals.a_total,
         rows["b_offset"].astype(np.int64) + b_front,
-        b_length - removals.from_b,
+        b_length - removals.b_total,
     )

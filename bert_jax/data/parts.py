@@ -1,10 +1,10 @@
-"""The units of work of `prepare`: ranges of documents, each worked on by itself, anywhere.
+"""The parts of a corpus, each a range of documents, and the work items of `prepare` on them.
 
-A part becomes a folder (see data.workers), named by a hash of its text, settings and tokenizer.
+Each item writes a folder (see data.workers), named by a hash of its text, settings and tokenizer.
 
-    PLACE/read-HASH/      documents of a part, as numbers of words (see text.words) or as ids
-    PLACE/counts-HASH/    counted words of a part, for SentencePiece
-    PLACE/shards-HASH/    train, validation: ArrayRecord files of a part
+    LOCATION/read-HASH/      documents of a part, as word numbers (see text.words) or as ids
+    LOCATION/counts-HASH/    word counts of a part, for SentencePiece
+    LOCATION/shards-HASH/    train, validation: ArrayRecord files of a part
 """
 
 import contextlib
@@ -33,35 +33,35 @@ from bert_jax.text import lines as text_lines
 from bert_jax.text import sources as text_sources
 from bert_jax.text.documents import ByteRange, Document
 
-# Bytes of text in a part, roughly: seconds of work, and a shard of some 30 MB at most.
+# Bytes of text in a part, approximately: seconds of work, and a shard of at most about 30 MB.
 PART_BYTES = 1 << 25
-# Of compressed files and of TFDS's, bytes of text in a byte.
-_PACKED = 3
+# Estimated bytes of text in a byte of a compressed file or a TFDS dataset.
+_COMPRESSION = 3
 
-# Kinds of files that are of `Corpus.encoding`.
+# Kinds of files that have `Corpus.encoding`.
 _ENCODED = ("text", "jsonl", "csv", "tsv")
 
-# Characters whose sentences are made into words together, sentences whose documents are written
-# together, and tokens that are written together.
-_BATCH, _SENTENCES, _TOKENS = 1 << 18, 1 << 12, 1 << 18
+# Batch sizes: characters per call of the tokenizer, sentences per write of the documents' table,
+# tokens per write of a shard.
+_CHARACTERS, _SENTENCES, _TOKENS = 1 << 18, 1 << 12, 1 << 18
 
-# Rises with every change of what parts are made into.
+# Increases with every change of the content of the folders.
 _VERSION = 3
 
-# A document: the hash of its text, and how many sentences it has.
+# A document: the hash of its text, and its number of sentences.
 DOCUMENT = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A stretch of text, in order."""
+    """A stretch of the corpus."""
 
-    extents: tuple[ByteRange, ...]  # what is read
-    # Path, bytes and date of the files it comes from; of a TFDS dataset its metadata.
+    extents: tuple[ByteRange, ...]  # in the order of the text
+    # Path, bytes and date of the files that hold the extents; a TFDS dataset's metadata file.
     files: tuple[tuple[str, int, int], ...]
-    bytes: int  # of text, roughly
+    bytes: int  # of text, approximately
 
-    def held(self) -> contextlib.AbstractContextManager[None]:
+    def local_objects(self) -> contextlib.AbstractContextManager[None]:
         """Makes this thread read the objects of this part from local copies inside the context."""
         objects = {e.path: e.listed for e in self.extents if e.listed}
         if any(e.kind == "parquet" for e in self.extents):  # several parts read ranges of one file
@@ -69,7 +69,7 @@ class Part:
         return copies.held(objects)
 
     def documents(self, corpus: Corpus, tick: Tick = lambda characters: None) -> Iterator[Document]:
-        """Yields the documents of this part; each piece of text that is taken calls `tick`."""
+        """Yields the documents of this part; calls `tick` for each piece of text that is read."""
         self._require_unchanged()
         try:
             for extent in self.extents:
@@ -81,14 +81,14 @@ class Part:
 
     def _require_unchanged(self) -> None:
         for path, size, date in self.files:
-            if path in buckets.held_copies.get():  # copied as it was listed
+            if path in buckets.held_copies.get():  # the copy was verified
                 continue
             with contextlib.suppress(InputError):
                 if text_sources.state(path) == {"bytes": size, "mtime_ns": date}:
                     continue
             raise InputError(
-                f"corpus.sources: {path}: changed while it was read; run again once nothing "
-                "writes there"
+                f"corpus.sources: {path}: changed while it was read; stop whatever writes it and "
+                "run again"
             )
 
 
@@ -96,51 +96,51 @@ def plan(corpus: Corpus) -> list[Part]:
     """Returns the parts of a corpus, in order."""
     parts: list[list[ByteRange]] = []
     sizes: list[int] = []
-    for one in corpus.alone():
-        for extent in documents.extents(one, PART_BYTES):
-            is_packed = extent.kind == "tfds" or text_lines.compression(extent.path) != ""
-            more = extent.bytes * (_PACKED if is_packed else 1)
-            if not parts or sizes[-1] + more > PART_BYTES:
+    for source in corpus.alone():
+        for extent in documents.extents(source, PART_BYTES):
+            is_compressed = extent.kind == "tfds" or text_lines.compression(extent.path) != ""
+            size = extent.bytes * (_COMPRESSION if is_compressed else 1)
+            if not parts or sizes[-1] + size > PART_BYTES:
                 parts.append([])
                 sizes.append(0)
             parts[-1].append(extent)
-            sizes[-1] += more
+            sizes[-1] += size
 
     @functools.cache
-    def state(path: str, listed: buckets.Listed | None) -> tuple[str, int, int]:
-        saved = text_sources.state(path, listed=listed)
-        return path, saved["bytes"], saved["mtime_ns"]
+    def read_state(path: str, listed: buckets.Listed | None) -> tuple[str, int, int]:
+        state = text_sources.state(path, listed=listed)
+        return path, state["bytes"], state["mtime_ns"]
 
-    def files(part: list[ByteRange]) -> tuple[tuple[str, int, int], ...]:
-        # A TFDS dataset is recognised by its metadata.
+    def find_files(part: list[ByteRange]) -> tuple[tuple[str, int, int], ...]:
+        # The metadata identifies a TFDS dataset.
         paths = {f"{e.folder}/dataset_info.json" if e.folder else e.path: e.listed for e in part}
-        return tuple(itertools.starmap(state, paths.items()))
+        return tuple(itertools.starmap(read_state, paths.items()))
 
-    return [Part(tuple(p), files(p), size) for p, size in zip(parts, sizes, strict=True)]
+    return [Part(tuple(p), find_files(p), size) for p, size in zip(parts, sizes, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfPart:
-    place: str
+class _PartItem:
+    location: str
     corpus: Corpus
     part: Part
 
     @property
     def bytes(self) -> int:
-        """The bytes of its text, roughly."""
+        """The bytes of the part's text, approximately."""
         return self.part.bytes
 
 
-class CountStretches(_OfPart):
-    """Counts what stands between blanks in a part, to train SentencePiece."""
+class CountStretches(_PartItem):
+    """Counts the stretches between blanks in a part, to train SentencePiece."""
 
     @property
     def name(self) -> str:
-        """The name of the folder that it is made into."""
-        return "counts-" + _hash(_reading(self.corpus), self.corpus.case, self.part)
+        """The name of the item's folder."""
+        return "counts-" + _hash(_read_settings(self.corpus), self.corpus.case, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Writes the counts of stretches between blanks; returns its record."""
+        """Writes the counts of stretches between blanks; returns their record."""
         record = {"documents": 0}
 
         def pieces() -> Iterator[str]:
@@ -151,28 +151,28 @@ class CountStretches(_OfPart):
         texts = pieces()
         if unknown := self.corpus.unknown_word:
             texts = (text.replace(unknown, " ") for text in texts)
-        with self.part.held():
+        with self.part.local_objects():
             offsets = words.write_stretches(texts, self.corpus.case, folder / "counts.json")
         return {"offsets": offsets, **record}
 
 
 @dataclasses.dataclass(frozen=True)
-class Read(_OfPart):
-    """Makes the documents of a part into words or, by SentencePiece, into ids."""
+class Read(_PartItem):
+    """Splits the documents of a part into words or, with a tokenizer, into ids."""
 
-    tokenizer: str = ""  # a folder; empty: words
+    tokenizer: str = ""  # a folder; "": words
     sha256: str = ""  # of the tokenizer
 
     @property
     def name(self) -> str:
-        """The name of the folder that it is made into."""
+        """The name of the item's folder."""
         splitter = importlib.metadata.version("sentencex")
-        how = [_reading(self.corpus), self.corpus.language, splitter]
-        return "read-" + _hash(how, self.sha256 or self.corpus.case, self.part)
+        settings = [_read_settings(self.corpus), self.corpus.language, splitter]
+        return "read-" + _hash(settings, self.sha256 or self.corpus.case, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Writes the documents of the part as words or ids; returns its record."""
-        with self.part.held():
+        """Writes the documents of the part as words or ids; returns their record."""
+        with self.part.local_objects():
             return self._make(folder, tick)
 
     def _make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
@@ -181,18 +181,18 @@ class Read(_OfPart):
             self.corpus.encoding,
         )
         record: dict[str, Any] = {"layouts": {}, "replaced": 0, "empty": 0}
-        # Of files that are shared by several parts the first one's.
+        # The part that holds a file's first byte hashes it.
         record["sources"] = {
             extent.path: text_sources.sha256(extent.path)
             for extent in self.part.extents
             if extent.kind != "tfds" and extent.start == 0
         }
         writer: words.NumberWriter | _IdWriter = (
-            _IdWriter(folder, self, _tokenizer(self.tokenizer, self.sha256))
+            _IdWriter(folder, self, _load_tokenizer(self.tokenizer, self.sha256))
             if self.tokenizer
             else words.NumberWriter(folder, self.corpus.case, self.corpus.unknown_word)
         )
-        made, layouts = _DocumentWriter(folder, writer, self.corpus), record["layouts"]
+        output, layouts = _DocumentWriter(folder, writer, self.corpus), record["layouts"]
         for document in self.part.documents(self.corpus, tick):
             if not document.pieces:
                 record["empty"] += 1
@@ -201,16 +201,16 @@ class Read(_OfPart):
             for piece in document.pieces:
                 if self.corpus.encoding_errors == "replace":
                     record["replaced"] += piece.count("\ufffd")
-                one = dataclasses.replace(document, pieces=(piece,))
-                made.add(piece, sentences.split(one, self.corpus.language))
-            made.end()
-        made.close()
+                single = dataclasses.replace(document, pieces=(piece,))
+                output.add(piece, sentences.split(single, self.corpus.language))
+            output.end()
+        output.close()
         writer.close()
         return {**record, "offsets": writer.offsets, "long_words": writer.long_words}
 
 
 class _DocumentWriter:
-    """Writes FOLDER/documents.bin and, of lengths of sentences, FOLDER/sentences.bin."""
+    """Writes FOLDER/documents.bin and the sentences' lengths, FOLDER/sentences.bin."""
 
     def __init__(
         self, folder: pathlib.Path, writer: "words.NumberWriter | _IdWriter", corpus: Corpus
@@ -218,60 +218,61 @@ class _DocumentWriter:
         self._writer, self._corpus = writer, corpus
         names = ("sentences.bin", "documents.bin")
         self._sentences, self._documents = (open(folder / name, "wb") for name in names)  # noqa: SIM115
-        # Of the present document: its hash, and if it may be cut its sentences and their places.
+        # The current document's hash and, if it may be cut, its sentences with their offsets.
         self._digest, self._bounds = hashlib.sha256(), [0]
         self._text = tempfile.TemporaryFile()  # noqa: SIM115
-        self._waiting: list[str] = []  # sentences, of so many characters of text
-        self._size = 0
-        # Since documents were last written: which sentences are kept, where documents end, hashes.
-        self._kept: list[np.ndarray] = []
-        self._met, self._ends, self._hashes = 0, [0], list[int]()
+        self._waiting: list[str] = []  # sentences that the writer has not yet
+        self._size = 0  # characters of the text of these sentences
+        # Since the table was last written: masks of sentences with tokens, the number of
+        # sentences, where documents end, their hashes.
+        self._nonempty: list[np.ndarray] = []
+        self._count, self._ends, self._hashes = 0, [0], list[int]()
 
-    def add(self, piece: str, split: list[str]) -> None:
+    def add(self, piece: str, piece_sentences: list[str]) -> None:
         """Adds a piece of a document, and its sentences."""
-        self._digest.update(_bytes(piece))
-        for sentence in split if self._corpus.cut_documents else ():
-            self._bounds.append(self._bounds[-1] + self._text.write(_bytes(f"{sentence}\n")))
-        self._waiting += split
-        self._met += len(split)
+        self._digest.update(_encode_utf8(piece))
+        for sentence in piece_sentences if self._corpus.cut_documents else ():
+            self._bounds.append(self._bounds[-1] + self._text.write(_encode_utf8(f"{sentence}\n")))
+        self._waiting += piece_sentences
+        self._count += len(piece_sentences)
         self._size += len(piece)
-        if self._size > _BATCH:
+        if self._size > _CHARACTERS:
             self._write_sentences()
 
     def end(self) -> None:
-        """Ends a document, or several where it is to be cut."""
+        """Ends a document, or several if the document is cut."""
         first = self._ends[-1]
-        ends = sentences.ends_of(self._met - first, self._corpus)
+        ends = sentences.ends_of(self._count - first, self._corpus)
         if len(ends) < 2:
-            self._hashes.append(_number(self._digest))
+            self._hashes.append(_truncate_digest(self._digest))
         else:
-            for a, b in itertools.pairwise([0, *ends]):
-                self._text.seek(self._bounds[a])
-                text = self._text.read(self._bounds[b] - self._bounds[a] - 1)
-                self._hashes.append(_number(hashlib.sha256(text)))
+            for start, end in itertools.pairwise([0, *ends]):
+                self._text.seek(self._bounds[start])
+                text = self._text.read(self._bounds[end] - self._bounds[start] - 1)
+                self._hashes.append(_truncate_digest(hashlib.sha256(text)))
         self._ends += [first + end for end in ends]
         self._digest, self._bounds = hashlib.sha256(), [0]
         self._text.seek(0)
-        if self._met > _SENTENCES:
+        if self._count > _SENTENCES:
             self._write_documents()
 
     def _write_sentences(self) -> None:
         lengths = self._writer.add(self._waiting)
-        self._kept.append(lengths > 0)
+        self._nonempty.append(lengths > 0)
         self._sentences.write(lengths[lengths > 0].astype(np.uint32).tobytes())
         self._waiting, self._size = [], 0
 
     def _write_documents(self) -> None:
         self._write_sentences()
-        before = np.concatenate([[0], np.cumsum(np.concatenate(self._kept))])
+        before = np.concatenate([[0], np.cumsum(np.concatenate(self._nonempty))])
         table = np.empty(len(self._hashes), DOCUMENT)
         table["hash"] = self._hashes
         table["sentences"] = np.diff(before[self._ends])
         self._documents.write(table.tobytes())
-        self._kept, self._met, self._ends, self._hashes = [], 0, [0], []
+        self._nonempty, self._count, self._ends, self._hashes = [], 0, [0], []
 
     def close(self) -> None:
-        """Ends the files."""
+        """Closes the files."""
         self._write_documents()
         for file in (self._sentences, self._documents, self._text):
             file.close()
@@ -280,59 +281,59 @@ class _DocumentWriter:
 class _IdWriter:
     """Writes sentences as ids: uint32 in FOLDER/tokens.bin."""
 
-    def __init__(self, folder: pathlib.Path, task: "Read", tokenizer: tokenizer.Tokenizer):
-        self._tokenizer, self._unknown_word = tokenizer, task.corpus.unknown_word
+    def __init__(self, folder: pathlib.Path, item: "Read", tokenizer: tokenizer.Tokenizer):
+        self._tokenizer, self._unknown_word = tokenizer, item.corpus.unknown_word
         # Sentences of several documents are tokenized together: errors name first and last file.
-        files = dict.fromkeys(extent.path for extent in task.part.extents)
-        self._where = " to ".join([*files][:: max(len(files) - 1, 1)])
+        files = dict.fromkeys(extent.path for extent in item.part.extents)
+        self._files = " to ".join([*files][:: max(len(files) - 1, 1)])
         self._file = open(folder / "tokens.bin", "wb")  # noqa: SIM115
-        self.offsets: list[list[int]] = []  # of no counts
-        self.long_words = 0  # SentencePiece has pieces for any
+        self.offsets: list[list[int]] = []  # there are no word counts
+        self.long_words = 0  # SentencePiece has tokens for words of any length
 
-    def add(self, pieces: Iterable[str]) -> np.ndarray:
-        """Writes sentences; returns how many ids each has, int64."""
-        with prefix_errors(self._where):
-            ids = [self._encode(sentence) for sentence in pieces]
+    def add(self, sentences: Iterable[str]) -> np.ndarray:
+        """Writes sentences; returns the number of ids of each, int64."""
+        with prefix_errors(self._files):
+            ids = [self._encode(sentence) for sentence in sentences]
         self._file.write(np.fromiter(itertools.chain.from_iterable(ids), np.uint32).tobytes())
         return np.fromiter(map(len, ids), np.int64, len(ids))
 
     def _encode(self, sentence: str) -> list[int]:
         parts = [sentence]
-        if self._unknown_word:  # the blank before it would be a piece of some vocabularies
+        if self._unknown_word:  # in some vocabularies the blank before it would be a token
             parts = [part.rstrip() for part in sentence.split(self._unknown_word)]
-        # As it is cut behind other sentences, wherever a row puts it.
+        # Encoded as after another sentence, since a row may place it anywhere.
         ids = self._tokenizer.encode_within(parts[0]) if parts[0] else []
         for part in parts[1:]:
             ids += [self._tokenizer.unk_id, *self._tokenizer.encode(part)]
         return ids
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         self._file.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class WriteShards:
-    """Puts the documents of a part as ids into the files of their splits."""
+    """Writes the documents of a part as ids into the files of their splits."""
 
-    place: str
-    read: str  # the name of the folder that `Read` made
+    location: str
+    read: str  # the name of the folder of `Read`
     tokenizer: str  # a folder
     sha256: str  # of the tokenizer
-    splits: bytes  # uint8 a document: 0 train, 1 validation, 2 nowhere
+    splits: bytes  # a uint8 for each document: 0 train, 1 validation, 2 dropped
     bytes: int
 
     @property
     def name(self) -> str:
-        """The name of the folder that it is made into."""
+        """The name of the item's folder."""
         return "shards-" + _hash(self.read, self.sha256, hashlib.sha256(self.splits).hexdigest())
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Writes the files of each split; returns its record."""
-        tok = _tokenizer(self.tokenizer, self.sha256)
+        """Writes the files of each split; returns their record."""
+        tok = _load_tokenizer(self.tokenizer, self.sha256)
         writers: dict[int, dataset.ShardWriter] = {}
         with tempfile.TemporaryDirectory() as scratch:
-            encoded = self._documents(tok, pathlib.Path(scratch))
+            encoded = self._read_documents(tok, pathlib.Path(scratch))
             for split, (ids, lengths) in zip(self.splits, encoded, strict=True):
                 if split < len(dataset.SPLITS) and len(ids):
                     if split not in writers:
@@ -346,63 +347,61 @@ class WriteShards:
             record[dataset.SPLITS[split]] = writer.counts
         return record
 
-    def _documents(
+    def _read_documents(
         self, tok: tokenizer.Tokenizer, scratch: pathlib.Path
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields ids and lengths of sentences of each document."""
-        kinds = {"tokens.bin": np.uint32, "sentences.bin": np.uint32, "documents.bin": DOCUMENT}
-        files = (local_part(self.place, self.read, name, scratch) for name in kinds)
-        tokens, lengths, documents_ = map(_mapped, files, kinds.values())
+        """Yields the ids and the sentence lengths of each document."""
+        dtypes = {"tokens.bin": np.uint32, "sentences.bin": np.uint32, "documents.bin": DOCUMENT}
+        files = (local_part(self.location, self.read, name, scratch) for name in dtypes)
+        tokens, lengths, documents_ = map(_map_file, files, dtypes.values())
         table = None
         if isinstance(tok, tokenizer.WordPiece):
-            words_of_part = words.read_words(
-                local_part(self.place, self.read, "words.txt", scratch)
-            )
-            table = words.WordTable(words_of_part, tok)
+            path = local_part(self.location, self.read, "words.txt", scratch)
+            table = words.WordTable(words.read_words(path), tok)
         counts = documents_["sentences"].astype(np.int64)
         sentence = token = first = 0
         while first < len(counts):
-            # As many documents as make some hundred thousand tokens.
-            some = np.asarray(lengths[sentence : sentence + _TOKENS])
-            fit = int(np.searchsorted(np.cumsum(some, dtype=np.int64), _TOKENS))
+            # Documents up to `last` have about _TOKENS tokens.
+            next_lengths = np.asarray(lengths[sentence : sentence + _TOKENS])
+            fit = int(np.searchsorted(np.cumsum(next_lengths, dtype=np.int64), _TOKENS))
             last = first + int(np.searchsorted(np.cumsum(counts[first:]), fit, "right"))
             last = max(last, first + 1)
-            own = np.asarray(lengths[sentence : sentence + int(counts[first:last].sum())])
-            size = int(own.sum(dtype=np.int64))
-            ids = np.asarray(tokens[token : token + size])
-            sentence, token = sentence + len(own), token + size
-            if table is not None and len(own):
-                ends = np.cumsum(own, dtype=np.int64)
-                # A long document is made in several goes.
-                cuts = np.unique(np.searchsorted(ends, np.arange(_TOKENS, size, _TOKENS))) + 1
-                goes = zip(np.split(ids, ends[cuts - 1]), np.split(own, cuts), strict=True)
-                made = [table.ids(*go) for go in goes if len(go[1])]
-                ids, own = map(np.concatenate, zip(*made, strict=True))
-            ends = np.concatenate([[0], np.cumsum(own, dtype=np.int64)])
+            sizes = np.asarray(lengths[sentence : sentence + int(counts[first:last].sum())])
+            total = int(sizes.sum(dtype=np.int64))
+            ids = np.asarray(tokens[token : token + total])
+            sentence, token = sentence + len(sizes), token + total
+            if table is not None and len(sizes):
+                ends = np.cumsum(sizes, dtype=np.int64)
+                # A long document is converted in several chunks.
+                cuts = np.unique(np.searchsorted(ends, np.arange(_TOKENS, total, _TOKENS))) + 1
+                chunks = zip(np.split(ids, ends[cuts - 1]), np.split(sizes, cuts), strict=True)
+                converted = [table.ids(*chunk) for chunk in chunks if len(chunk[1])]
+                ids, sizes = map(np.concatenate, zip(*converted, strict=True))
+            ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
             bounds = np.cumsum([0, *counts[first:last].tolist()])
             for begin, end in itertools.pairwise(bounds.tolist()):
-                yield ids[ends[begin] : ends[end]], own[begin:end]
+                yield ids[ends[begin] : ends[end]], sizes[begin:end]
             first = last
 
 
-def _mapped(path: pathlib.Path, dtype: Any) -> np.ndarray:
-    """Returns a file as an array, which is not read into memory; an empty one cannot be mapped."""
+def _map_file(path: pathlib.Path, dtype: Any) -> np.ndarray:
+    """Maps a file as an array without reading it; an empty file cannot be mapped."""
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
-def local_part(place: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Path:
-    """Returns a file of a finished folder, on this machine; a copy of an object is in `scratch`."""
-    with copies.local_copy(epath.Path(place) / name / file, folder=scratch / name) as (path,):
+def local_part(location: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Path:
+    """Returns the local path of a file of an item's folder; copies an object to `scratch`."""
+    with copies.local_copy(epath.Path(location) / name / file, folder=scratch / name) as (path,):
         return pathlib.Path(path)
 
 
 def _read_with_ticks(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[Document]:
-    """Yields the documents of an extent; each piece of text that is taken calls `tick`.
+    """Yields the documents of an extent; calls `tick` for each piece of text that is read.
 
-    The text of a compressed file has an unknown length, so `tick` is given bytes of the file,
+    The text of a compressed file has an unknown length, so `tick` receives bytes of the file,
     counted as `plan` counts them.
     """
-    is_packed = text_lines.compression(extent.path) != ""
+    is_compressed = text_lines.compression(extent.path) != ""
     position = reported = 0
 
     def on_read(new_position: int) -> None:
@@ -414,7 +413,7 @@ def _read_with_ticks(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[
         nonlocal reported
         for piece in pieces:
             yield piece
-            size = max(_PACKED * position - reported, 0) if is_packed else len(piece)
+            size = max(_COMPRESSION * position - reported, 0) if is_compressed else len(piece)
             reported += size
             tick(size)
 
@@ -424,29 +423,28 @@ def _read_with_ticks(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
+def _load_tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
     """Loads the tokenizer in a folder, once in a process."""
-    names = storage_of(folder).names(folder)
-    files = [epath.Path(folder) / name for name in sorted(names)]
-    with copies.local_copy(*files) as here:
-        return tokenizer.load(here[0].parent)
+    files = [epath.Path(folder) / name for name in sorted(storage_of(folder).names(folder))]
+    with copies.local_copy(*files) as paths:
+        return tokenizer.load(paths[0].parent)
 
 
-def _reading(corpus: Corpus) -> list[Any]:
-    """Returns the settings that decide which documents there are, and of what words."""
+def _read_settings(corpus: Corpus) -> list[Any]:
+    """Returns the settings that decide where documents begin and which words they have."""
     names = ("layout", "text_field", "encoding", "document_starts", "cut_documents")
     return [getattr(corpus, name) for name in (*names, "encoding_errors", "unknown_word")]
 
 
-def _bytes(text: str) -> bytes:
+def _encode_utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _number(digest: Any) -> int:
+def _truncate_digest(digest: Any) -> int:
     """Returns the first 64 bits of a SHA-256."""
     return int.from_bytes(digest.digest()[:8], "big")
 
 
-def _hash(*what: Any) -> str:
-    values = [_VERSION, *(dataclasses.asdict(w) if isinstance(w, Part) else w for w in what)]
+def _hash(*inputs: Any) -> str:
+    values = [_VERSION, *(dataclasses.asdict(i) if isinstance(i, Part) else i for i in inputs)]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:20]

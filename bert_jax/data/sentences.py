@@ -1,12 +1,12 @@
 """Rows of full sentences, one document after another (Liu et al. 2019, RoBERTa, FULL-SENTENCES).
 
-A row is `[CLS] text [SEP] text ... [SEP]`: as many sentences as fit, in their order, from as many
-documents as they come from, with a [SEP] where a document ends. The next row begins with the
-sentence after it. An epoch's first row is cut short at a random length, so that every epoch cuts
-the text elsewhere. Of a sentence longer than a row what fits is kept.
+A row is `[CLS] text [SEP] text ... [SEP]`: as many sentences as fit, in their order, across
+documents, with a [SEP] at the end of each document. The next row begins with the next sentence. An
+epoch's first row is cut at a random length, so that every epoch cuts the text elsewhere. A sentence
+longer than a row is truncated.
 
-Rows are planned like pairs: from the sentence that a row begins with follows the one that the next
-begins with, which is computed for all sentences of a block at once.
+Rows are planned like pairs: a row's first sentence determines the first sentence of the next row,
+which is computed for all sentences of a block at once.
 
 Shape letters: B rows, S sequence.
 """
@@ -19,10 +19,10 @@ from bert_jax.data import draws, pairs
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 
-# [CLS] and the last [SEP]; those between documents take the place of text.
+# [CLS] and the last [SEP]; each [SEP] between documents takes the position of a token of text.
 SPECIAL_TOKENS = 2
 
-# Sentences looked at at once: few enough for the cache.
+# Sentences processed at once: few enough for the cache.
 _BLOCK = 1 << 15
 
 
@@ -32,10 +32,10 @@ class Rows(NamedTuple):
     input_ids: np.ndarray  # int32 [B, S]
     text: np.ndarray  # bool [B, S], neither specials nor padding
     length: np.ndarray  # int64 [B], specials counted
-    # int32 [B, S], which of the row's documents, from 1; 0 of padding. [CLS] is of the first, a
-    # [SEP] of the one that it ends.
+    # int32 [B, S], the number of the document in its row, from 1; 0 for padding. [CLS] belongs to
+    # the first document, a [SEP] to the document that it ends.
     document: np.ndarray
-    positions: np.ndarray  # int32 [B, S], counted from 0 within each document; 0 of padding
+    positions: np.ndarray  # int32 [B, S], counted from 0 within each document; 0 for padding
 
 
 def plan(
@@ -43,12 +43,12 @@ def plan(
 ) -> np.ndarray:
     """Plans one pass over the documents, or its first rows; `pairs.chunk_dtype` [rows].
 
-    `of_a` is how many sentences a row has; `of_b` and `target` are 0. Lengths count specials.
+    `of_a` is the number of sentences of a row; `of_b` and `target` are 0. Lengths count specials.
     """
     if stream.tokens < sequence_length - SPECIAL_TOKENS:
         raise InputError(
             f"corpus: the {stream.tokens} tokens of a split do not fill a row of "
-            f"{sequence_length}; give more text, another corpus.validation_share, or shorter rows "
+            f"{sequence_length}; give more text, change corpus.validation_share, or shorten rows "
             "(phases.N.sequence_length, data.eval_sequence_length)"
         )
     most = sequence_length - SPECIAL_TOKENS
@@ -57,20 +57,20 @@ def plan(
     result, begin = [], 0
     for start in range(0, total, _BLOCK):
         stop = min(start + _BLOCK, total)
-        # A sentence has a token at least, so that a row ends in what is seen.
+        # A sentence has at least one token, so that every row of the block ends in this range.
         offsets = stream.sentence_offsets[start : stop + most + 1].astype(np.int64)
         document = stream.documents_of(np.arange(start, start + len(offsets) - 1))
-        # The tokens from here to a sentence's end, with a [SEP] for every document that ended
-        # before it; and the same to its start.
+        # Tokens up to the end and the start of each sentence, with a [SEP] for every document that
+        # ended before.
         ends, starts = offsets[1:] + document, offsets[:-1] + document
-        here = np.arange(stop - start)
-        room = np.where(here + start == 0, row_first, most)
-        following = np.searchsorted(ends, starts[here] + room, "right")
-        following = np.minimum(np.maximum(following, here + 1), len(ends)).tolist()
-        met, begin = pairs.follow_chain(following, begin)
-        chunks = np.zeros(len(met), pairs.chunk_dtype(stream))
-        chunks["sentence"] = np.array(met) + start
-        chunks["of_a"] = np.array(following)[met] - met
+        index = np.arange(stop - start)
+        capacity = np.where(index + start == 0, row_first, most)
+        following = np.searchsorted(ends, starts[index] + capacity, "right")
+        following = np.minimum(np.maximum(following, index + 1), len(ends)).tolist()
+        chain, begin = pairs.follow_chain(following, begin)
+        chunks = np.zeros(len(chain), pairs.chunk_dtype(stream))
+        chunks["sentence"] = np.array(chain) + start
+        chunks["of_a"] = np.array(following)[chain] - chain
         begin -= stop - start
         result.append(chunks)
         if most_rows is not None and sum(map(len, result)) >= most_rows:
@@ -81,20 +81,20 @@ def plan(
 def sizes(
     stream: Stream, chunks: np.ndarray, sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how many tokens of planned rows are kept, [SEP]s between documents among them, and
-    how many there are; int64 [B] each."""
+    """Returns the number of tokens of planned rows after and before truncation, int64 [B] each;
+    [SEP]s between documents count."""
     first = chunks["sentence"].astype(np.int64)
     after = first + chunks["of_a"]
     tokens = np.asarray(stream.sentence_offsets).astype(np.int64)
     borders = stream.documents_of(after - 1) - stream.documents_of(first)
-    wanted = tokens[after] - tokens[first] + borders
-    return np.minimum(wanted, sequence_length - SPECIAL_TOKENS), wanted
+    total = tokens[after] - tokens[first] + borders
+    return np.minimum(total, sequence_length - SPECIAL_TOKENS), total
 
 
 def rows(
     stream: Stream, chunks: np.ndarray, sequence_length: int, pad: int, cls: int, sep: int
 ) -> Rows:
-    """Returns rows of `plan`, [B], of S tokens; `pad`, `cls` and `sep` are ids."""
+    """Builds rows of `plan`, [B], of S tokens; `pad`, `cls` and `sep` are ids."""
     most = sequence_length - SPECIAL_TOKENS
     offsets, bounds = np.asarray(stream.sentence_offsets), np.asarray(stream.document_offsets)
     first = chunks["sentence"].astype(np.int64)
@@ -103,7 +103,7 @@ def rows(
     document = stream.documents_of(first)
     borders = stream.documents_of(after - 1) - document
     length = np.minimum(end - start + borders, most)
-    # A [SEP] for each document that ends within the row: (row, which of its borders).
+    # A [SEP] for each document that ends within the row: (row, number of the border).
     row = np.repeat(np.arange(len(chunks)), borders)
     number = np.arange(len(row)) - np.repeat(np.cumsum(borders) - borders, borders)
     ends = offsets[bounds[document[row] + number + 1].astype(np.int64)].astype(np.int64)
@@ -111,11 +111,11 @@ def rows(
     is_border[row, 1 + ends - start[row] + number] = True
 
     column = np.arange(sequence_length)
-    last = 1 + length[:, None]  # where the last [SEP] stands
+    last = 1 + length[:, None]  # the column of the last [SEP]
     real = column <= last
     before = np.cumsum(is_border, axis=1) - is_border
     source = start[:, None] + column - 1 - before
-    # Clipped: specials and padding, which are put over what is read there, may lie outside.
+    # Clipped: the columns of specials and padding, overwritten below, may lie outside.
     input_ids = np.take(np.asarray(stream.ids), source, mode="clip").astype(np.int32)
     np.copyto(input_ids, pad, where=~real)
     np.copyto(input_ids, sep, where=is_border | (column == last))

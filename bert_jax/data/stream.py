@@ -1,8 +1,8 @@
 """A split of the corpus as flat arrays on disk, mapped into memory.
 
-Reading one row straight from ArrayRecord costs ten times what a memory map does, and a row needs
-two places; so the dataset is unrolled once. 2 bytes a token (4 from 65,537 ids on), 8 bytes a
-sentence, a document and a piece of the vocabulary.
+Reading a row from ArrayRecord takes ten times as long as from a memory map, and a row needs two
+reads; so the dataset is unrolled once. A token takes 2 bytes (4 from 65,537 ids on), a sentence, a
+document and an entry of the vocabulary 8 each.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from bert_jax.text import tfds_files
 
 FORMAT_VERSION = 2
 
-# Entries looked at in one go.
+# Ids counted at once.
 _CHUNK = 1 << 20
 
 
@@ -32,20 +32,20 @@ _CHUNK = 1 << 20
 class Stream:
     """One split."""
 
-    ids: np.ndarray  # uint16 or uint32 [tokens], all documents after one another
-    sentence_offsets: np.ndarray  # uint64 [sentences + 1], where each sentence starts in `ids`
-    # uint64 [documents + 1], where each document starts in `sentence_offsets`.
+    ids: np.ndarray  # uint16 or uint32 [tokens], the documents one after another
+    sentence_offsets: np.ndarray  # uint64 [sentences + 1], the start of each sentence in `ids`
+    # uint64 [documents + 1], the start of each document in `sentence_offsets`.
     document_offsets: np.ndarray
-    unigrams: np.ndarray  # int64 [vocabulary], how often each id stands in `ids`
-    folder: str = ""  # where `write` wrote them; "" in memory
-    # Of those in the folder the first and one past the last; None: all of them.
+    unigrams: np.ndarray  # int64 [vocabulary], the number of occurrences of each id in `ids`
+    folder: str = ""  # the folder that `write` wrote; "" in memory
+    # The first document in the folder and one past the last; None: all of them.
     documents: tuple[int, int] | None = None
 
     @classmethod
     def open(cls, folder: epath.PathLike, documents: tuple[int, int] | None = None) -> "Stream":
-        """Maps what `write` wrote. Nothing is read yet.
+        """Maps the files that `write` wrote, without reading them.
 
-        Of some documents alone if they are given: see `part`.
+        With `documents`, returns only a `part`.
         """
         folder = epath.Path(folder)
         path, maps = folder / "stream.json", {}
@@ -58,11 +58,11 @@ class Stream:
                         f"{path}: missing or damaged ({expected} bytes expected); {_remedy(folder)}"
                     )
                 maps[name] = np.memmap(path, np.dtype(dtype), "r", shape=(count,))
-            whole = cls(**maps, folder=str(folder))
-            return whole if documents is None else whole.part(*documents)
+            stream = cls(**maps, folder=str(folder))
+            return stream if documents is None else stream.part(*documents)
 
     def part(self, first: int, last: int) -> "Stream":
-        """Returns the documents from `first` up to `last`, and of `ids` and `unigrams` all."""
+        """Returns the documents from `first` up to `last`; `ids` and `unigrams` stay complete."""
         bounds = self.document_offsets[first : last + 1]
         sentences = self.sentence_offsets[int(bounds[0]) : int(bounds[-1]) + 1]
         return dataclasses.replace(
@@ -74,33 +74,33 @@ class Stream:
 
     @property
     def tokens(self) -> int:
-        """Returns how many ids its documents have."""
+        """Returns the number of ids in the stream's documents."""
         return int(self.sentence_offsets[-1]) - int(self.sentence_offsets[0])
 
     def documents_of(self, sentence: np.ndarray) -> np.ndarray:
-        """Returns the documents of sentences, int64; both are counted from the first."""
+        """Returns the numbers of the documents that hold sentences, int64."""
         bounds = np.asarray(self.document_offsets)
         return np.searchsorted(bounds, sentence.astype(bounds.dtype), "right") - 1
 
     def damaged(self, name: str) -> InputError:
-        """Returns what to raise when an array holds what `write` cannot have written."""
+        """Returns the error to raise if an array holds values that `write` cannot have written."""
         return InputError(f"{self.folder}/{name}.bin: damaged; {_remedy(self.folder)}")
 
     def __reduce__(self) -> Any:
-        """Workers map the files themselves; a mapping would be pickled as its content."""
+        """Pickles the folder alone, since a memory map would be pickled as its content."""
         if not self.folder:
             return super().__reduce__()
         return (Stream.open, (self.folder, self.documents))
 
 
 def _remedy(folder: epath.PathLike) -> str:
-    return f"remove {folder} and run again, it is made again from the dataset"
+    return f"remove {folder} and run again to make it again from the dataset"
 
 
 def write(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: int) -> None:
-    """Writes a split of the dataset as a stream into `folder`, which is made again.
+    """Writes a split of the dataset as a stream into `folder`, which it replaces.
 
-    The dataset is of `ids`, below `vocab_size`, and `sentence_lengths`, none of which is 0.
+    Records have `ids`, below `vocab_size`, and `sentence_lengths`, all above 0.
     """
     with translate_os_errors(folder):
         if folder.exists():
@@ -132,7 +132,7 @@ def _unroll(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size:
             counts["sentence_offsets"] += len(lengths)
             documents_file.write(np.uint64(counts["sentence_offsets"] - 1).tobytes())
             counts["document_offsets"] += 1
-    # The file is read again: counting each document by itself costs its whole vocabulary.
+    # The file is read again: counting each document alone would add a vector of the vocabulary.
     ids = np.memmap(folder / "ids.bin", dtypes["ids"], "r")
     (folder / "unigrams.bin").write_bytes(count(ids, vocab_size).tobytes())
     arrays = {name: [dtypes[name], counts[name]] for name in counts}
@@ -143,17 +143,17 @@ def _unroll(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size:
 
 
 def count(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Returns how often each id stands in `ids`, int64 [vocab_size]; all must be below it."""
+    """Counts the occurrences of each id, int64 [vocab_size]; all must be below `vocab_size`."""
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, len(ids), _CHUNK):
         counts += np.bincount(ids[start : start + _CHUNK], minlength=vocab_size)
     return counts
 
 
-def from_documents(documents: list[list[list[int]]], dtype: Any = np.uint16) -> Stream:
-    """Returns a stream in memory, from documents of sentences of ids; none may be empty.
+def make_stream(documents: list[list[list[int]]], dtype: Any = np.uint16) -> Stream:
+    """Makes a stream in memory from documents of sentences of ids; none may be empty.
 
-    Its vocabulary ends with the largest id.
+    The vocabulary ends with the largest id.
     """
     sentences = [sentence for document in documents for sentence in document]
     lengths = [len(sentence) for sentence in sentences]

@@ -1,9 +1,9 @@
-"""Tasks of `prepare` in this process or in several, the same folders made; and how far they are.
+"""Work items of `prepare`, run in this process or in several with the same results; progress.
 
-What a task makes is a folder of a place that all workers see. It appears as a whole, so a `prepare`
-that was killed goes on from those that are there.
+Each item writes a folder at a location that all workers see. The folder appears when it is
+complete, so a `prepare` that was killed resumes with the folders that exist.
 
-    PLACE/NAME/record.json    what was counted in it, written last
+    LOCATION/NAME/record.json    counts of the folder's content, written last
 """
 
 import contextlib
@@ -27,24 +27,23 @@ from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import translate_os_errors
 from bert_jax.system import die_with_parent
 
-# Seconds between two lines.
-_EVERY = 30.0
-# Seconds after which the time left is computed again, also while no task ends.
-_TICK = 1.0
-
+# Seconds between two progress lines.
+_LINE_SECONDS = 30.0
+# Seconds after which the remaining time is computed again, even if no item ends.
+_TICK_SECONDS = 1.0
 
 _RECORD = "record.json"
 
-# Takes how many of the task's `bytes` were done since the last call.
+# Takes how many of the item's `bytes` were processed since the last call.
 Tick = Callable[[float], None]
 
 
-class Task(Protocol):
-    """A task: what is to be made of a part."""
+class WorkItem(Protocol):
+    """The work on one part of the text."""
 
     @property
-    def place(self) -> str:
-        """The folder of the parts."""
+    def location(self) -> str:
+        """The folder that holds the folders of all items."""
 
     @property
     def bytes(self) -> int:
@@ -52,52 +51,52 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of the folder that it is made into."""
+        """The name of the item's folder."""
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Fills the folder; returns its record, as JSON can hold it."""
+        """Fills the folder; returns its record, a dict that JSON can represent."""
 
 
-def do(task: Task, tick: Tick = lambda characters: None) -> dict[str, Any]:
-    """Runs a task unless it is done; returns the record of its folder."""
-    record = record_of(task)
+def run_item(item: WorkItem, tick: Tick = lambda characters: None) -> dict[str, Any]:
+    """Runs an item unless it is done; returns the record of its folder."""
+    record = read_record(item)
     if record is not None:
         return record
-    target = epath.Path(task.place) / task.name
+    target = epath.Path(item.location) / item.name
     with translate_os_errors(target.parent), copies.new_part(target, _RECORD) as folder:
-        record = task.make(folder, tick)
+        record = item.make(folder, tick)
         (folder / _RECORD).write_text(json.dumps(record))
     return record
 
 
-def record_of(task: Task) -> dict[str, Any] | None:
-    """Returns the record of a task's folder; None if it is not done."""
-    path = epath.Path(task.place) / task.name / _RECORD
+def read_record(item: WorkItem) -> dict[str, Any] | None:
+    """Returns the record of an item's folder; None if the item is not done."""
+    path = epath.Path(item.location) / item.name / _RECORD
     with contextlib.suppress(FileNotFoundError):
         return json.loads(storage_of(path).read(path))
     return None
 
 
-class Progress:
-    """Shows how much text is done, how fast, and how long the rest will take.
+class StageProgress:
+    """Shows how much text is processed, how fast, and the remaining time.
 
-    A bar on a terminal, elsewhere a line every 30 seconds, which `say` is given.
+    Draws a bar on a terminal; elsewhere passes a line to `report` every 30 seconds.
     """
 
-    def __init__(self, what: str, say: Callable[[str], None]):
-        self._what, self._say = what, say
+    def __init__(self, stage: str, report: Callable[[str], None]):
+        self._stage, self._report = stage, report
         self._bar: rich_progress.Progress | None = None
         self._total = self._left = self._done = 0
         self._part = self._start = self._next = 0.0
 
     @contextlib.contextmanager
-    def of(self, total: int, left: int) -> Iterator[None]:
-        """Shows the progress while entered, of `total` bytes of which `left` are not done yet."""
+    def track(self, total: int, left: int) -> Iterator[None]:
+        """Shows the progress inside the context; `left` of `total` bytes are not done yet."""
         self._total, self._left, self._done, self._part = total, left, 0, 0
         self._start = time.monotonic()
-        self._next = self._start + _EVERY
+        self._next = self._start + _LINE_SECONDS
         if left < total:
-            self._say(f"{self._what}: {_mb(total - left)} of {_mb(total)} were done before")
+            self._report(f"{self._stage}: {_mb(total - left)} of {_mb(total)} were done before")
         if not (left and process_lib.is_prepared and sys.stdout.isatty()):
             yield
             return
@@ -109,18 +108,18 @@ class Progress:
             rich_progress.TimeRemainingColumn(),
         )
         with rich_progress.Progress(*columns, transient=True) as self._bar:
-            self._bar.add_task(self._what, total=left)
+            self._bar.add_task(self._stage, total=left)
             self._next = self._start
             yield
         self._bar = None
 
     def tick(self, size: float) -> None:
-        """Adds a rough number of bytes that are done to the progress of the present task."""
+        """Adds an approximate number of bytes to the progress of the current item."""
         self._part += size
         self._show()
 
     def end(self, size: int) -> None:
-        """Counts a task of so many bytes as done."""
+        """Counts an item of `size` bytes as done."""
         self._done += size
         self._part = 0
         self._show()
@@ -134,12 +133,12 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], completed=done)
             self._next = now + 0.2
             return
-        self._next = now + _EVERY
+        self._next = now + _LINE_SECONDS
         rate = done / (now - self._start)
         rest = duration((self._left - done) / rate) if done else "unknown time"
         before = self._total - self._left
-        self._say(
-            f"{self._what}: {_mb(before + done)} of {_mb(self._total)}, {rate / 1e6:.1f} MB/s, "
+        self._report(
+            f"{self._stage}: {_mb(before + done)} of {_mb(self._total)}, {rate / 1e6:.1f} MB/s, "
             f"{rest} left"
         )
 
@@ -148,47 +147,47 @@ def _mb(size: float) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-def run(tasks: Sequence[Task], workers: int, progress: Progress) -> list[dict[str, Any]]:
-    """Runs the tasks that are not done yet, here or in processes; returns what all left on record.
+def run(items: Sequence[WorkItem], workers: int, progress: StageProgress) -> list[dict[str, Any]]:
+    """Runs the items that are not done yet, here or in processes; returns the records of all.
 
     Raises:
       Unavailable: a process was killed.
     """
-    records = {number: record_of(task) for number, task in enumerate(tasks)}
+    records = {number: read_record(item) for number, item in enumerate(items)}
     left = [number for number, record in records.items() if record is None]
-    with progress.of(sum(t.bytes for t in tasks), sum(tasks[n].bytes for n in left)):
+    with progress.track(sum(i.bytes for i in items), sum(items[n].bytes for n in left)):
         if min(workers, len(left)) <= 1:
             for number in left:
-                records[number] = do(tasks[number], progress.tick)
-                progress.end(tasks[number].bytes)
+                records[number] = run_item(items[number], progress.tick)
+                progress.end(items[number].bytes)
         else:
-            _run_in_processes(tasks, left, min(workers, len(left)), records, progress)
+            _run_in_processes(items, left, min(workers, len(left)), records, progress)
     return [record for record in records.values() if record is not None]
 
 
 def _run_in_processes(
-    tasks: Sequence[Task],
+    items: Sequence[WorkItem],
     left: Sequence[int],
     count: int,
     records: dict[int, Any],
-    progress: Progress,
+    progress: StageProgress,
 ) -> None:
     waiting = list(reversed(left))
     processes: list[subprocess.Popen] = []
     busy: dict[Connection, tuple[subprocess.Popen, int]] = {}
 
-    def give(process: subprocess.Popen, connection: Connection) -> None:
+    def send_item(process: subprocess.Popen, connection: Connection) -> None:
         busy[connection] = process, waiting.pop()
-        with contextlib.suppress(BrokenPipeError):  # of a dead one nothing is received, too
-            connection.send(tasks[busy[connection][1]])
+        with contextlib.suppress(BrokenPipeError):  # `recv` fails, too, if the process is dead
+            connection.send(items[busy[connection][1]])
 
     try:
         for _ in range(count):
-            process, connection = _start()
+            process, connection = _start_worker()
             processes.append(process)
-            give(process, connection)
+            send_item(process, connection)
         while busy:
-            for connection in wait(list(busy), _TICK):
+            for connection in wait(list(busy), _TICK_SECONDS):
                 assert isinstance(connection, Connection)
                 process, number = busy.pop(connection)
                 try:
@@ -196,14 +195,14 @@ def _run_in_processes(
                 except (EOFError, ConnectionResetError):
                     raise Unavailable(
                         f"prepare: a worker process died with code {process.wait()} (out of "
-                        "memory?); run again to go on, with fewer --workers if need be"
+                        "memory?); run again to resume, with fewer --workers if it is"
                     ) from None
                 if isinstance(answer, BaseException):
                     raise answer
                 records[number] = answer
-                progress.end(tasks[number].bytes)
+                progress.end(items[number].bytes)
                 if waiting:
-                    give(process, connection)
+                    send_item(process, connection)
             progress.tick(0)
     finally:
         for process in processes:
@@ -211,38 +210,38 @@ def _run_in_processes(
             process.wait()
 
 
-def _start() -> tuple[subprocess.Popen, Connection]:
-    """Starts a worker; not by multiprocessing, which would import the command and jax with it."""
-    ours, theirs = Pipe()
+def _start_worker() -> tuple[subprocess.Popen, Connection]:
+    """Starts a worker; multiprocessing would import the command and jax with it."""
+    parent_end, worker_end = Pipe()
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from bert_jax.data import workers; "
-        f"workers.serve({theirs.fileno()})"
+        f"workers.serve({worker_end.fileno()})"
     )
-    with theirs:
-        # Whatever a library prints goes to standard error.
+    with worker_end:
+        # Output that a library prints goes to standard error.
         process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
             stdout=2,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(worker_end.fileno(),),
         )
-    return process, ours
+    return process, parent_end
 
 
 def serve(file: int) -> None:
-    """Runs tasks that come over a connection, until it ends; the work of a worker."""
+    """Runs the items that arrive over a connection until it closes; the main loop of a worker."""
     die_with_parent()
     process_lib.prepare_process()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills its workers
     connection = Connection(file)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            task = connection.recv()
+            item = connection.recv()
             try:
-                answer: Any = do(task)
+                answer: Any = run_item(item)
             except BaseException as error:  # a Rust panic is no Exception
                 answer = error
             try:
                 connection.send(answer)
-            except Exception:  # an error of a library that cannot be sent
+            except Exception:  # a library's error that cannot be pickled
                 connection.send(RuntimeError(f"{type(answer).__name__}: {answer}"))

@@ -77,7 +77,7 @@ class CorpusPairs:
             raise InputError(
                 f"task.train: corpus: has no document of two sentences to make {how} of; take crops"
             )
-        self._shuffled = draws.Shuffled(self._key, self.total)
+        self._shuffled = draws.ShuffledEpochs(self._key, self.total)
         # Where the document of each of them ends, and begins, in sentences.
         document = np.searchsorted(ends, self._places, side="right")
         self._document = np.stack([np.append(0, ends[:-1])[document], ends[document]], axis=1)
@@ -157,7 +157,7 @@ class CorpusPairs:
         starts, lengths = [], []
         for side in (0, 1):
             length = self._drawn(words[:, side], np.minimum(passage, self._room))
-            start = begin + draws.below(words[:, 2 + side], passage - length + 1)
+            start = begin + draws.bounded_integers(words[:, 2 + side], passage - length + 1)
             for _ in range(_WORD):
                 inside = self._ids.continues[self._stream.ids[start]] & (length > 1)
                 start, length = start + inside, length - inside
@@ -173,4 +173,4 @@ class CorpusPairs:
     def _drawn(self, words: np.ndarray, most: np.ndarray | int) -> np.ndarray:
         """Returns lengths from `_SHORTEST` to `most`; `most` where it is less."""
         least = np.minimum(_SHORTEST, most)
-        return least + draws.below(words, most - least + 1)
+        return least + draws.bounded_integers(words, most - least + 1)

@@ -130,7 +130,7 @@ class Prepared:
         weights = experiment.corpus.mixture
         if not weights:
             return of(stream)
-        parts = mixture.of_sources(self.manifest, stream)
+        parts = mixture.split_sources(self.manifest, stream)
         each = [of(part, "source", number) for number, part in enumerate(parts)]
         return mixture.MixedBatches(each, mixture.Order(weights, names))
 
@@ -303,7 +303,7 @@ class PretrainingJob(Job):
         phase = experiment.phases[number]
         of = self._prepared.train_batches(experiment, number, self._peers.is_primary)
         return PhaseBatches(
-            *(number, first, phase.steps, phase.batch_size, of.batch, of.ready, of.close),
+            *(number, first, phase.steps, phase.batch_size, of.batch, of.is_ready, of.close),
             objective=objective_lib.make_objective(experiment, number),
             ends_line=len({experiment.data_of(n).objective for n in both}) > 1,
         )

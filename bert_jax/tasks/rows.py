@@ -190,7 +190,7 @@ class TrainBatches:
     def __init__(self, rows: Rows, pad_id: int, examples: int, seed: int):
         self._rows, self._pad_id, self._examples = rows, pad_id, examples
         total = len(rows.ids) // rows.rows_per_example
-        self._shuffled = draws.Shuffled(draws.key_of(seed, "finetune"), total)
+        self._shuffled = draws.ShuffledEpochs(draws.key_of(seed, "finetune"), total)
 
     def batch(self, step: int, indices: np.ndarray) -> Batch:
         """Returns rows of a step, from 0, any subset in any order: `indices`, int [B].

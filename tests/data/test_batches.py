@@ -28,7 +28,7 @@ DTYPES = {
 
 def make_stream(documents=30, seed=0):
     rng = np.random.default_rng(seed)
-    return stream.from_documents(
+    return stream.make_stream(
         [
             [rng.integers(5, 100, rng.integers(1, 25)).tolist() for _ in range(rng.integers(2, 12))]
             for _ in range(documents)
@@ -46,7 +46,7 @@ def make(batch_size=8, seed=0, phase=0, data=None, small=SMALL, rows=None, lengt
     source = plans.Plans(small, names, length, data.short_seq_prob, units=data.units)
     most = length - data.unpredicted if data.unpredicted else PREDICTIONS
     shape = batches.BatchShape(length, most, batch_size)
-    source._counted = rows
+    source._row_count = rows
     return batches.TrainBatches(source, IDS, data, shape, **how)
 
 

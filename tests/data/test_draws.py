@@ -127,7 +127,7 @@ def test_replacements_have_the_shares_they_are_given_within_4_sigma(shares):
     rows, columns, vocab_size = 5000, 20, 50
     n = rows * columns
     many, _ = counter(np.arange(rows)).replacements(np.full(rows, columns), vocab_size, *shares)
-    one_by_one = draws.Sequential(random.Random(0)).replacements([n], vocab_size, *shares)[0]
+    one_by_one = draws.SequentialDraws(random.Random(0)).replacements([n], vocab_size, *shares)[0]
     for kinds in (many, one_by_one):
         for kind, share in zip((draws.MASK, draws.RANDOM), shares, strict=True):
             assert abs((kinds == kind).mean() - share) <= 4 * np.sqrt(share * (1 - share) / n)

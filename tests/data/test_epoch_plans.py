@@ -74,7 +74,7 @@ def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, expec
     source, second = of(on_disk), of(on_disk)
     with contextlib.closing(source):
         assert source.find(3) is second.find(3) is None
-        assert source._maker is not None and second._maker is None
+        assert source._worker is not None and second._worker is None
         np.testing.assert_array_equal(source.wait(3), expected[1])
     (name,) = names(cache)
     size = 10 * len(expected[1])
@@ -94,11 +94,11 @@ def test_rows_of_a_first_plan_are_counted_once(on_disk, cache, expected, tmp_pat
     counts = epath.Path(tmp_path) / "plans.json"
     with contextlib.closing(of(on_disk, counts=counts)) as source:
         source.wait(0)
-        assert source.counted() == len(expected[0])
+        assert source.count_rows() == len(expected[0])
     monkeypatch.setattr(plans.subprocess, "Popen", None)
     for path in cache.iterdir():
         path.unlink()
-    assert of(on_disk, counts=counts).counted() == len(expected[0])
+    assert of(on_disk, counts=counts).count_rows() == len(expected[0])
     whole = counts.read_text()
     for text in ("{}", "", whole.replace("checksum", "check"), whole.replace("length", "s")):
         counts.write_text(text)
@@ -152,20 +152,20 @@ def test_a_maker_that_is_killed_is_followed_by_another(on_disk, cache, monkeypat
         source = of(on_disk)
         with pytest.raises(Unavailable, match=r"killed 3 times, by signal 9"):
             while source.find(0) is None:
-                source._maker.process.kill()
-                source._maker.process.wait()
+                source._worker.process.kill()
+                source._worker.process.wait()
         # Closing ends one, and whoever waits for it.
         source = of(on_disk)
         assert source.find(0) is None
-        maker = source._maker.process
+        maker = source._worker.process
         source.close()
         assert maker.returncode == -9
         with pytest.raises(RuntimeError):
             source.wait(0)
     with contextlib.closing(of(on_disk)) as source:
         assert source.find(0) is None
-        source._maker.process.kill()
-        source._maker.process.wait()
+        source._worker.process.kill()
+        source._worker.process.wait()
         source.wait(0)
 
 
@@ -179,7 +179,7 @@ plans.subprocess.Popen = lambda command, **named: popen([sys.executable, "-c",
     "import pickle, sys, time; from bert_jax.data import plans; "
     "plans.write = lambda *_: time.sleep(100); plans.main()"], **named)
 source.find(0)
-print(source._maker.process.pid, flush=True)
+print(source._worker.process.pid, flush=True)
 if sys.argv[2] == "wait":
     time.sleep(100)
 """
@@ -205,7 +205,7 @@ def test_a_maker_ends_with_the_process_that_began_it(end, on_disk, cache):
     wait_until(ended)
     # Its lock is free: whoever needs the plan makes it.
     with contextlib.closing(of(on_disk)) as source:
-        assert source.find(0) is None and source._maker is not None
+        assert source.find(0) is None and source._worker is not None
 
 
 def test_an_error_of_the_maker_is_told_in_its_line(on_disk, cache, tmp_path):

@@ -18,7 +18,7 @@ def made(lengths):
     """A stream of such documents, and their sentences; every token is another."""
     numbers = iter(range(5, 100_000))
     text = [[[next(numbers) for _ in range(n)] for n in document] for document in lengths]
-    return stream.from_documents(text), text
+    return stream.make_stream(text), text
 
 
 def by_hand(text, width, first):

@@ -35,7 +35,7 @@ def three(documents=(20, 30, 4)):
         for low, count in zip((5, 36, 67), documents, strict=True)
         for _ in range(count)
     ]
-    return stream.from_documents(text), np.cumsum([0, *documents]).tolist()
+    return stream.make_stream(text), np.cumsum([0, *documents]).tolist()
 
 
 def make(data=None, weights=WEIGHTS):
@@ -71,11 +71,11 @@ def test_sources_have_their_shares_within_a_draws_error(data):
 
 def test_of_a_block_of_rows_shares_are_exact_and_numbers_follow_each_other():
     order = mixture.Order(WEIGHTS, NAMES)
-    sources, numbers = order.of(np.arange(3 * mixture.BLOCK))
+    sources, numbers = order.locate(np.arange(3 * mixture.BLOCK))
     for source, share in enumerate(np.array(WEIGHTS) / 10):
         assert abs(order.counts[source] - share * mixture.BLOCK) < 1
         assert numbers[sources == source].tolist() == list(range(3 * order.counts[source]))
-    other, _ = mixture.Order(WEIGHTS, (6, "train", 0)).of(np.arange(mixture.BLOCK))
+    other, _ = mixture.Order(WEIGHTS, (6, "train", 0)).locate(np.arange(mixture.BLOCK))
     assert (other != sources[: mixture.BLOCK]).any()
 
 
@@ -87,7 +87,7 @@ def test_a_row_is_that_of_its_source_by_itself():
     shape = batches.BatchShape(alone.LENGTH, alone.PREDICTIONS, 1)
     single = batches.TrainBatches(source, alone.IDS, Data(), shape)
     batch = alone.whole(train, 7, SIZE_OF_BATCH)
-    of, numbers = train.order.of(batch["rows"].astype(np.int64))
+    of, numbers = train.order.locate(batch["rows"].astype(np.int64))
     assert (of == 1).any()
     assert batch["rows"].tolist() == list(range(7 * SIZE_OF_BATCH, 8 * SIZE_OF_BATCH))
     for row in np.flatnonzero(of == 1):
@@ -230,10 +230,10 @@ def test_a_run_is_given_the_mixture_and_too_small_a_source_is_named(mixed):
 def test_sources_of_equal_size_have_draws_of_their_own(mixed, monkeypatch):
     """Even of the same documents: else the rows of one would be cut and masked as the other's."""
     settings, folder, _ = mixed
-    monkeypatch.setattr(mixture, "of_sources", lambda manifest, train: [train, train])
+    monkeypatch.setattr(mixture, "split_sources", lambda manifest, train: [train, train])
     train = Prepared.open(folder).train_batches(experiment_of(settings), 0)
     rows = np.arange(64)
-    sources, numbers = train.order.of(rows)
+    sources, numbers = train.order.locate(rows)
     batch = train.batch(0, rows)
     train.close()
     one, other = (dict(zip(numbers[sources == n], rows[sources == n], strict=True)) for n in (0, 1))
@@ -274,13 +274,13 @@ def test_a_source_that_gives_no_row_of_a_later_phase_is_refused_at_once(mixed):
     settings, folder, manifest = mixed
     experiment = dataclasses.replace(config.load("bert_base"), corpus=settings)
     train = corpus.open_stream(folder, "train")
-    fits, small = mixture.of_sources(manifest, train)[1].tokens, "text:.*b has .* tokens"
+    fits, small = mixture.split_sources(manifest, train)[1].tokens, "text:.*b has .* tokens"
     lengths = ["model.max_position_embeddings=9999", "phases.0.sequence_length=128"]
     for length, refused in ((fits, False), (fits + 1, True)):
         phases = config.override(experiment, [*lengths, f"phases.1.sequence_length={length}"])
         with pytest.raises(InputError, match=small) if refused else contextlib.nullcontext():
             corpus.require_rows(folder, phases)
-    single = stream.from_documents([[[5, 6, 7]], [[8, 9]]])
+    single = stream.make_stream([[[5, 6, 7]], [[8, 9]]])
     with pytest.raises(InputError, match=r"mlm_sop: no document of text:b has two sentences"):
         mixture.require_row("text:b", single, 2, "swapped_pairs")
 

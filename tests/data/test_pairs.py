@@ -23,7 +23,7 @@ corpora = st.lists(
 def of_lengths(corpus):
     """A stream whose ids are their own places."""
     numbers = iter(range(10**6))
-    return stream.from_documents(
+    return stream.make_stream(
         [[[next(numbers) for _ in range(n)] for n in document] for document in corpus], np.uint32
     )
 
@@ -73,7 +73,7 @@ def test_a_sample_is_of_whole_documents_of_the_plan(units):
     assert max(documents) > 400  # from all over
 
 
-class Answers(draws.Sequential):
+class Answers(draws.SequentialDraws):
     """What a Counter says of the chunk that is asked for, one at a time, with `one_by_one`."""
 
     def __init__(self, small, key):

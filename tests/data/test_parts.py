@@ -136,7 +136,7 @@ def test_parts_of_another_size_make_the_same_ids(kind, size, text, tmp_path, mon
     claim = settings(text, tokenizer_kind=kind)
     cut = prepare(claim, tmp_path / "cut", size)
     monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
-    monkeypatch.setattr(parts, "_BATCH", 1)
+    monkeypatch.setattr(parts, "_CHARACTERS", 1)
     monkeypatch.setattr(parts, "_TOKENS", 1)
     monkeypatch.setattr("bert_jax.text.words._HELD", 50)
     uncut = prepare(claim, tmp_path / "uncut", size)
@@ -203,21 +203,21 @@ def test_beam_that_is_not_installed_is_named(text, tmp_path, monkeypatch):
 def done(monkeypatch):
     """Names of tasks that were done, in order."""
     names = []
-    do = workers.do
+    do = workers.run_item
 
     def noting(task, *tick):
         record = do(task, *tick)
         names.append(task.name)
         return record
 
-    monkeypatch.setattr(workers, "do", noting)
+    monkeypatch.setattr(workers, "run_item", noting)
     return names
 
 
 def test_what_is_whole_is_not_made_again(whole, tmp_path, done, monkeypatch):
     claim, _, files = whole
     planned = parts.plan(claim)
-    noting = workers.do
+    noting = workers.run_item
 
     def failing(*task):
         if len(done) == 7:
@@ -225,7 +225,7 @@ def test_what_is_whole_is_not_made_again(whole, tmp_path, done, monkeypatch):
         return noting(*task)
 
     with monkeypatch.context() as context:
-        context.setattr(workers, "do", failing)
+        context.setattr(workers, "run_item", failing)
         with pytest.raises(KeyboardInterrupt):
             prepare(claim, tmp_path / "made")
     lines = []
@@ -319,9 +319,9 @@ def test_bad_text_in_a_worker_is_the_error_of_one_process(text, tmp_path):
 
 
 def test_a_worker_that_is_killed_can_be_tried_again(tmp_path):
-    tasks = [dying.Task(str(tmp_path), f"{number}") for number in range(2)]
+    tasks = [dying.Item(str(tmp_path), f"{number}") for number in range(2)]
     with pytest.raises(Unavailable, match=r"a worker process died with code -9"):
-        workers.run(tasks, 2, workers.Progress("prepare", lambda line: None))
+        workers.run(tasks, 2, workers.StageProgress("prepare", lambda line: None))
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
 
 
@@ -332,8 +332,8 @@ def test_lines_tell_how_far_it_is_and_how_long_it_takes(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(workers, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     lines = []
-    shown = workers.Progress("prepare: reading", lines.append)
-    with shown.of(300_000_000, 200_000_000):
+    shown = workers.StageProgress("prepare: reading", lines.append)
+    with shown.track(300_000_000, 200_000_000):
         for _ in range(10):
             now[0] += 10
             shown.tick(5_000_000)
@@ -348,7 +348,7 @@ def test_lines_tell_how_far_it_is_and_how_long_it_takes(monkeypatch):
         "prepare: reading: 200 MB of 300 MB, 0.8 MB/s, 2 min left",
     ]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    with shown.of(300, 200):
+    with shown.track(300, 200):
         shown.tick(50)
         assert shown._bar.tasks[0].completed == 50
 

@@ -58,7 +58,7 @@ def test_every_stage_reports_all_of_each_part(tmp_path, monkeypatch, kind):
         def __init__(self, what, say):
             self.what, self.part = what, 0
 
-        def of(self, total, left):
+        def track(self, total, left):
             return contextlib.nullcontext()
 
         def tick(self, size):
@@ -68,7 +68,7 @@ def test_every_stage_reports_all_of_each_part(tmp_path, monkeypatch, kind):
             shares.setdefault(self.what, []).append(self.part / size)
             self.part = 0
 
-    monkeypatch.setattr(build, "Progress", Recorder)
+    monkeypatch.setattr(build, "StageProgress", Recorder)
     (tmp_path / "text").mkdir()
     for number in range(20):
         (tmp_path / "text" / f"{number}.txt").write_text("".join(LINES[number::20]))

@@ -24,7 +24,7 @@ def documents(count=20):
 
 
 def pairs_of(how, prefixes=((), ()), examples=16, length=40, seed=0):
-    made = stream.from_documents(documents())
+    made = stream.make_stream(documents())
     continues = np.zeros(8000, bool)
     ids = Ids(0, CLS, SEP, 4, 8000, continues)
     return CorpusPairs(made, ids, how, tuple(map(list, prefixes)), examples, length, seed)
@@ -85,7 +85,7 @@ def test_prefixes_stand_before_the_texts_and_keys_are_of_the_texts():
 def test_keys_are_equal_if_and_only_if_whole_texts_are_equal():
     """The documents differ only in their last token."""
     beginning = list(range(100, 109))
-    documents = stream.from_documents([[[*beginning, 200 + d // 2]] for d in range(16)])
+    documents = stream.make_stream([[[*beginning, 200 + d // 2]] for d in range(16)])
     ids = Ids(0, CLS, SEP, 4, 8000, np.zeros(8000, bool))
     batch = CorpusPairs(documents, ids, "twice", ([], []), 16, 40, 0).batch(0, np.arange(32))
     texts, keys = list(map(tuple, texts_of(batch))), batch["keys"].tolist()
@@ -99,7 +99,7 @@ def test_rows_without_room_are_refused():
 
 
 def test_documents_of_one_sentence_have_no_neighbours():
-    alone = stream.from_documents([[[5, 6, 7]], [[8, 9]]])
+    alone = stream.make_stream([[[5, 6, 7]], [[8, 9]]])
     ids = Ids(0, CLS, SEP, 4, 16, np.zeros(16, bool))
     with pytest.raises(InputError, match="neighbours"):
         CorpusPairs(alone, ids, "neighbours", ([], []), 2, 40, 0)
@@ -108,7 +108,7 @@ def test_documents_of_one_sentence_have_no_neighbours():
 
 def test_the_start_of_a_crop_does_not_depend_on_its_length():
     """The start is drawn uniformly from all positions where a crop of its length fits."""
-    long = stream.from_documents([[list(range(100, 400))]] * 16)
+    long = stream.make_stream([[list(range(100, 400))]] * 16)
     ids = Ids(0, CLS, SEP, 4, 8000, np.zeros(8000, bool))
     pairs = CorpusPairs(long, ids, "crops", ([], []), 16, 102, 0)
     texts = [text for step in range(40) for text in texts_of(pairs.batch(step, np.arange(32)))]

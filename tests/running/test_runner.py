@@ -215,7 +215,7 @@ def test_watched_sentences_fit_the_model():
     """None is longer than the position table, [CLS] and [SEP] counted."""
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word", "##s"]
     sentences = [[5] * n for n in (8, 9, 12, 20)]
-    held_out = stream.from_documents([sentences] * 6)
+    held_out = stream.make_stream([sentences] * 6)
     tok = tokenizer.WordPiece(vocab, "uncased")
     lengths = {
         most: {len(s.ids) for s in evaluators.held_out_sentences(held_out, tok, most)}

@@ -267,7 +267,7 @@ def test_a_text_read_in_pieces_is_the_same_text(tmp_path, monkeypatch, layout, s
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_memory_does_not_grow_with_a_text(tmp_path, monkeypatch, kind, layout):
     monkeypatch.setattr(documents, "_PIECE", 1 << 12)
-    monkeypatch.setattr(parts, "_BATCH", 1 << 12)
+    monkeypatch.setattr(parts, "_CHARACTERS", 1 << 12)
     text = "".join(f"Sentence {n} stands here.\n{chr(10) * (n % 9 == 0)}" for n in range(8_000))
     if layout == "sentences_by_line":
         text = text.replace("\n\n", "\n")

@@ -112,7 +112,7 @@ def _unmasked(instance: dict[str, Any]) -> list[int]:
 # --- laws that no sample shows whole ------------------------------------------------------------
 
 
-class _Recorded(draws.Sequential):
+class _Recorded(draws.SequentialDraws):
     """Counts the targets drawn."""
 
     targets = 0
@@ -131,8 +131,8 @@ def _pairs() -> Iterator[ReferenceRule]:
         for _ in range(60)
     ]
     recorded = _Recorded(random.Random(0))
-    order = recorded.shuffled(len(documents))
-    flat = stream.from_documents([documents[i] for i in order], np.uint32)
+    order = recorded.shuffled_order(len(documents))
+    flat = stream.make_stream([documents[i] for i in order], np.uint32)
     rows = np.concatenate([*pairs.one_by_one(flat, 64, 0.5, recorded)])
     off = abs(recorded.targets - len(documents))
     yield _rule("a short target is drawn once a document", "targets drawn with 60 documents", off)

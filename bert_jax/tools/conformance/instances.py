@@ -74,20 +74,20 @@ def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Doc
 
 def create(documents: Documents, ids: batches.Ids, settings: Settings) -> Iterator[str]:
     """Yields the instances as lines of JSON, in the order in which the reference writes them."""
-    draw = draws.Sequential(random.Random(settings.random_seed))
-    order = draw.shuffled(len(documents))
-    flat = stream.from_documents([documents[i] for i in order], np.uint32)
+    draw = draws.SequentialDraws(random.Random(settings.random_seed))
+    order = draw.shuffled_order(len(documents))
+    flat = stream.make_stream([documents[i] for i in order], np.uint32)
     policy, length = masking.Policy.of(settings.data, 0, 1), settings.max_seq_length
     # No row has more: the table is as narrow as it can be.
     predictions = min(settings.max_predictions_per_seq, length)
-    examples = batches.Examples(flat, ids, settings.data, length, predictions)
+    examples = batches.BatchBuilder(flat, ids, settings.data, length, predictions)
     made = []
     for _ in range(settings.dupe_factor):
         # One row is planned, executed, and only then the next: they share one generator.
         for row in pairs.one_by_one(flat, length, settings.short_seq_prob, draw):
             batch = examples.make(row, draw, policy)
             made.append(json.dumps(_as_written(batch)))
-    for number in draw.shuffled(len(made)):
+    for number in draw.shuffled_order(len(made)):
         yield made[number]
 
 

@@ -207,7 +207,7 @@ def _mixture(
         phase.steps * phase.batch_size * phase.sequence_length * plan["filled"]
         for phase, plan in zip(experiment.phases, planned, strict=True)
     )
-    parts = mixture.of_sources(prepared.manifest, stream) if weights else []
+    parts = mixture.split_sources(prepared.manifest, stream) if weights else []
     return [
         {
             "name": printable(name),
@@ -267,7 +267,7 @@ def _examples(
     key = draws.key_of(experiment.seed, "train", number)
     words = LABELS.get(data.units)
     widths = phase.sequence_length, phase.max_predictions_per_seq
-    batch = batches.Examples(stream, prepared.ids, data, *widths).make(
+    batch = batches.BatchBuilder(stream, prepared.ids, data, *widths).make(
         chosen,
         draws.Counter(key, np.arange(len(chosen))),
         masking.Policy.of(data, first, experiment.total_steps),

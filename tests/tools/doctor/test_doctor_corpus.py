@@ -147,7 +147,7 @@ def test_a_tokenizer_that_lowers_by_itself_is_not_asked_for_another_case():
     counted = vocabulary.Counted.of(dict.fromkeys(WORDS, 1))
     kind = Corpus(sources=("text:x",), tokenizer_kind="unigram")
     tok = trained.train(counted, 200, kind)
-    train = stream.from_documents([[[*tok.encode("aab "), tok.unk_id]]])
+    train = stream.make_stream([[[*tok.encode("aab "), tok.unk_id]]])
     (found,) = examined._vocabulary(train, tok)
     assert found.rule is examined.UNKNOWN
 
@@ -192,8 +192,8 @@ def test_shared_sentences_are_found_wherever_they_stand():
         doc[7:12] = train[11][3:8]
         doc[0] = [5, *train[5][0][:-1]]  # the same pieces, one place on
     (found,) = examined.near_duplicates(
-        stream.from_documents(train),
-        stream.from_documents(held_out),
+        stream.make_stream(train),
+        stream.make_stream(held_out),
         lambda at: str(at),
     )
     assert found.severity == "problem"
