@@ -142,7 +142,7 @@ class Checkpoints:
         metadata = self.metadata(step)
 
         def read(folder: epath.Path) -> Any:
-            with mesh_lib.named_memory():
+            with mesh_lib.translate_memory_errors():
                 state = ocp.load(folder, abstract_state)
             for path, leaf in jax.tree.leaves_with_path(state):
                 if not isinstance(leaf, jax.Array):
@@ -157,7 +157,7 @@ class Checkpoints:
         All processes that hold a part of the state compute its checksums together.
         """
         saved = restored.metadata["checksums"]
-        with mesh_lib.named_memory():
+        with mesh_lib.translate_memory_errors():
             now = checksums(restored.state)
         names = [name for name, checksum in now.items() if saved.get(name) != checksum]
         return self._damage(restored.step, f"{names[0]} is not what was saved") if names else ""

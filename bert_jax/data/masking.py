@@ -158,7 +158,7 @@ def _words(
     input_ids: np.ndarray, text: np.ndarray, count: np.ndarray, continues: np.ndarray
 ) -> _Words:
     starts = ~np.take(continues, input_ids) & text
-    np.put_along_axis(starts, np.argmax(text, axis=1)[:, None], True, 1)  # the first starts one
+    np.put_along_axis(starts, np.argmax(text, axis=1)[:, None], True, 1)  # the first starts a word
     groups = np.count_nonzero(starts, axis=1)
     most = int(groups.max())
     is_word = np.arange(most + 1) < groups[:, None]

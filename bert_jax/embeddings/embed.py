@@ -239,7 +239,7 @@ class Embedder:
                 packing.pack([texts[i] for i in row], row_tokens, slots, places) for row in rows
             ]
             arrays = {name: np.stack([row[name] for row in packed]) for name in packed[0]}
-            with mesh_lib.named_memory("take a smaller --batch-tokens or --max-length"):
+            with mesh_lib.translate_memory_errors("take a smaller --batch-tokens or --max-length"):
                 outputs = np.asarray(self._run(self._params, jax.device_put(arrays, sharding)))
             for row, output in zip(rows, outputs, strict=True):
                 start = 0

@@ -283,7 +283,7 @@ class PretrainingJob(Job):
         experiment = self.experiment
         self.optimizer, self.total_steps = experiment.optimizer, experiment.total_steps
         self.objective = objective_lib.of(experiment.model, experiment.data)
-        self.metric_names = objective_lib.measured(experiment)
+        self.metric_names = objective_lib.metric_names(experiment)
         self._peers, self._prepared = peers, Prepared.open(self.workdir.corpus)
         corpus.require_rows(self._prepared.folder, experiment)
         self.data_sha256 = self._prepared.sha256

@@ -157,7 +157,7 @@ class Job:
         if self.experiment.run.check_every:
             checks = step.self_checks(mesh_lib.device_kind(mesh))
             checked_step = step.make_train_step(spec, self.total_steps, checks)
-        return train_step, checked_step, step.make_replay(spec)
+        return train_step, checked_step, step.make_fingerprints(spec)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from bert_jax.running.start import Divergence, RunFailure
 from bert_jax.training import feed as feed_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
-from bert_jax.training.replay import Replay, SilentCorruption
+from bert_jax.training.replay import RecomputeCheck, SilentCorruption
 
 # Maximum number of dispatched steps: a longer queue delays stopping and hides hangs.
 _MOST_DISPATCHED = 4
@@ -57,7 +57,7 @@ class Trainer:
         self.experiment, self.report, self.stop = self.job.experiment, self.job.report, context.stop
         run, workdir, peers = self.experiment.run, self.job.workdir, context.peers
         self.lines = RunLines(workdir, run.when_disk_is_full, writes=peers.is_primary)
-        self.replay = Replay(self.mesh)
+        self.replay = RecomputeCheck(self.mesh)
         self.empty_window = step.make_empty_window(self.job.metric_names, self.mesh)
         self.profile = Profile(run.profile_steps, workdir, peers.number, self.report, self.clock)
         self.state: step.State = {}
@@ -82,7 +82,7 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.saves)
             stack.enter_context(self.context.peers.abort_together(self.context.clean_up))
-            stack.enter_context(mesh_lib.named_memory())
+            stack.enter_context(mesh_lib.translate_memory_errors())
             # Keeps the timings of lost steps; drops a last line that a kill has cut off.
             if self.context.peers.is_primary:
                 self.lines.timings.forget_after(total)
@@ -152,7 +152,7 @@ class Trainer:
     def _train_phase(self, phase: PhaseBatches) -> None:
         """Trains the current phase until its end or a request to stop."""
         train_step, checked_step, program = self.job.make_steps(phase, self.mesh)
-        replayed_step = self.replay.before(checked_step, program)
+        replayed_step = self.replay.wrap_step(checked_step, program)
         self.losses = (phase.objective or self.job.objective).losses
         key = step.phase_key(self.job.objective.model, self.experiment.seed, phase.number)
         run, last = self.experiment.run, phase.first + phase.steps

@@ -120,7 +120,7 @@ class TaskObjective:
         """Returns where the parameters that learn are cut."""
         of_features = tagger.rules(self.adapt.features)
         part = below_head(self.model, self.reads, self.adapt.features)
-        of_part = sharding.below_rules(self.model)[part] if part else ()
+        of_part = sharding.optional_rules(self.model)[part] if part else ()
         if self.adapt.how == "full":
             encoder = sharding.encoder_rules(self.model)
             return [*encoder, *of_part, HEAD_RULE, *of_features]

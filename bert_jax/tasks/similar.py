@@ -199,7 +199,7 @@ class SimilarObjective(TaskObjective):
     ) -> losses_lib.Metrics:
         """Computes the metrics of rows by their vectors, float32 [B, D]."""
         del fixed, noise, loop
-        how, head, axes = self.how, params.get("head", {}), mesh_lib.axes_here()
+        how, head, axes = self.how, params.get("head", {}), mesh_lib.manual_axes()
         if how.loss == "distil":
             if "kernel" in head:
                 vectors = similarity.unit(vectors @ head["kernel"] + head["bias"])

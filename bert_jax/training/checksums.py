@@ -1,9 +1,9 @@
-"""Checksums of arrays wherever they lie: the same on any mesh, computed on its devices.
+"""Checksums of arrays, computed on their devices: the same on any mesh.
 
-Each element's bits are mixed with its place and added up modulo 2**32, twice with other mixtures:
-64 bits in all. What is added can be added in any order, so that a shard needs to know nothing of
-the others; and since the mixture is no linear one, changes do not cancel out as in a weighted sum,
-where two flipped signs would. The mixture is the finalizer of MurmurHash3 (Appleby 2011).
+Each element's bits are hashed with the element's index, and the hashes are added up modulo 2**32;
+two different hashes give 64 bits. A sum has no order, so shards are summed independently. The hash
+is not linear, so changes do not cancel out; in a weighted sum two flipped signs would. The hash is
+the finalizer of MurmurHash3 (Appleby 2011).
 """
 
 import math
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Odd, so that no bit is lost: from the golden ratio and the square root of 3.
-_PLACE, _SECOND = 0x9E3779B9, 0xBB67AE85
+# Odd multipliers, which lose no bit: from the golden ratio and the square root of 3.
+_INDEX, _SECOND = 0x9E3779B9, 0xBB67AE85
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -22,10 +22,10 @@ def checksums(tree: Any) -> dict[str, str]:
     """Returns the checksum of each array of a tree: {path: 16 hexadecimal digits}.
 
     Args:
-      tree: of arrays whose elements have at most 32 bits; every process has the same.
+      tree: arrays with elements of at most 32 bits; the same tree on every process.
 
     Returns:
-      Paths are joined by "/"; shapes and types are no part of a checksum.
+      Paths are joined by "/"; a checksum does not depend on shape and dtype.
     """
     leaves = jax.tree.leaves_with_path(tree)
     sums = jax.device_get(_sums([leaf for _, leaf in leaves]))
@@ -36,7 +36,7 @@ def checksums(tree: Any) -> dict[str, str]:
 
 
 def path_of(path: tuple[Any, ...]) -> str:
-    """Returns a path of a tree as checksums name it."""
+    """Returns a path of a tree as a key of `checksums`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -48,17 +48,17 @@ def _sums(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
 def sum_of(array: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the two halves of an array's checksum, uint32 []."""
     bits = lax.bitcast_convert_type(array, _WORDS[array.dtype.itemsize]).astype(jnp.uint32)
-    place = jnp.zeros(array.shape, jnp.uint32)
+    index = jnp.zeros(array.shape, jnp.uint32)
     for axis in range(array.ndim):
         stride = math.prod(array.shape[axis + 1 :]) % 2**32
-        place += lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride)
-    first = _mixed(bits ^ (place * jnp.uint32(_PLACE)))
+        index += lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride)
+    first = _hash(bits ^ (index * jnp.uint32(_INDEX)))
     second = (first ^ (first >> 15)) * jnp.uint32(_SECOND)
     second ^= second >> 13
     return first.sum(dtype=jnp.uint32), second.sum(dtype=jnp.uint32)
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def _hash(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,7 +1,7 @@
-"""Batches to devices. Grain carries them; it holds no state of ours.
+"""The feed of batches to devices, by Grain, which holds no state of the run.
 
-A batch is a function of its step (data.batches), so the feed starts at any step, a checkpoint need
-not know of it, and a process that makes batches may be killed: another one makes them again.
+A batch is a function of its step (data.batches). So the feed starts at any step, a checkpoint does
+not include it, and if a process that makes batches is killed, another makes them again.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from bert_jax.data.batches import Batch
 
 MakeBatch = Callable[[int, np.ndarray], Batch]
 
-# Of what Grain raises when a process of its own ends by itself.
+# Words in the error that Grain raises when one of its processes dies.
 _WORKER_DIED = "Worker process was terminated unexpectedly"
-# How often that may happen in one phase.
+# After this many deaths in a phase batches are made without worker processes.
 _DEATHS = 3
 
 
 class Feed:
-    """Iterates over the global batches of steps [first, last), each cut over the devices.
+    """Iterates over the global batches of steps [first, last), sharded over the devices.
 
-    `make_batch` makes some rows of a step on the host. `prefetch` batches are made ahead, by so
-    many `workers`, which are processes, or for 0 in a thread; `say` shows that some have died.
+    `make_batch` makes some rows of a step on the host. `prefetch` batches are made ahead, by
+    `workers` processes or, if 0, by a thread; `report` receives a line if workers die.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class Feed:
         sharding: NamedSharding,
         prefetch: int,
         workers: int,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ):
         self._make_batch, self._next, self._last = make_batch, first, last
         self._sharding = sharding
         self._batch_size = batch_size
         self._rows = local_rows(sharding, batch_size)
-        self._prefetch, self._workers, self._say = prefetch, workers, say
+        self._prefetch, self._workers, self._report = prefetch, workers, report
         self._deaths = 0
-        self._flags = contextlib.ExitStack()  # until the end: new processes may be started
+        self._flags = contextlib.ExitStack()  # open until the end: workers may be replaced
         self._iterator = self._host_batches()
 
     def _host_batches(self) -> grain.DatasetIterator:
-        """Batches from the next step on."""
+        """Returns an iterator over host batches from the next step on."""
         make_batch, rows = self._make_batch, self._rows
 
         def host_batch(step: int) -> Batch:
@@ -86,15 +86,15 @@ class Feed:
         return place(batch, self._rows, self._batch_size, self._sharding)
 
     def _replace_workers(self) -> None:
-        """Goes on with new processes or, where they die again and again, without any."""
+        """Starts new workers; after several deaths, makes batches without workers."""
         self._iterator.close()
         self._deaths += 1
         if self._deaths < _DEATHS:
-            self._say(f"data: a worker process was killed; {self._workers} new ones go on")
+            self._report(f"data: a worker process was killed; {self._workers} new ones replace it")
         else:
-            self._say(
+            self._report(
                 f"data: worker processes were killed {_DEATHS} times; batches are made without "
-                "them from here on. Has the machine too little memory for "
+                "them from now on. Has the machine too little memory for "
                 f"run.data_workers={self._workers}?"
             )
             self._workers = 0
@@ -109,7 +109,7 @@ class Feed:
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
-    """Returns the rows that this process's devices hold, rising; they need not be one range."""
+    """Returns the rows on this process's devices, ascending; they may not be one range."""
     slices = sharding.addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([np.arange(batch_size)[s] for s in slices]))
 
@@ -119,16 +119,16 @@ def place(
 ) -> dict[str, jax.Array]:
     """Places this process's rows of a batch as parts of global arrays of `batch_size` rows.
 
-    `host` holds arrays [len(rows), ...]; `rows` says which of the global batch they are.
+    `host` holds arrays [len(rows), ...]; `rows` are their numbers in the global batch.
     """
     if sharding.num_devices == 1:
         return _on_one_device(sharding)(host)
     devices = sharding.addressable_devices_indices_map((batch_size,))
-    # All of a device's arrays in one call: for small batches calls are what costs.
+    # One call for all arrays of a device: calls dominate the cost of small batches.
     parts = []
     for device, index in devices.items():
-        here = np.searchsorted(rows, np.arange(batch_size)[index])
-        parts.append(jax.device_put({name: values[here] for name, values in host.items()}, device))
+        own = np.searchsorted(rows, np.arange(batch_size)[index])
+        parts.append(jax.device_put({name: values[own] for name, values in host.items()}, device))
     return {
         name: jax.make_array_from_single_device_arrays(
             (batch_size, *values.shape[1:]), sharding, [part[name] for part in parts]
@@ -139,12 +139,12 @@ def place(
 
 @functools.lru_cache
 def _on_one_device(sharding: NamedSharding) -> Callable[[Batch], dict[str, jax.Array]]:
-    """Returns a program that does nothing: its call takes arrays in an eighth of the time."""
+    """Returns the identity as a program, which takes an eighth of the time of `device_put`."""
     return jax.jit(lambda batch: batch, out_shardings=sharding)
 
 
 def place_all(batches: Sequence[Batch], sharding: NamedSharding) -> Iterator[dict[str, jax.Array]]:
-    """Places whole host batches, each process its rows."""
+    """Places host batches, of which each process has all rows."""
     for batch in batches:
         size = len(batch["row_weights"])
         rows = local_rows(sharding, size)
@@ -154,18 +154,18 @@ def place_all(batches: Sequence[Batch], sharding: NamedSharding) -> Iterator[dic
 def put(tree: Any, shardings: Any) -> Any:
     """Places host arrays, the same on all processes, as global arrays.
 
-    `shardings` is a tree like that of the arrays, or one sharding for all.
+    `shardings` is a tree with the structure of the arrays, or one sharding for all.
     """
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
 
-    def place_one(value: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    def put_leaf(value: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
-    return jax.tree.map(place_one, tree, shardings)
+    return jax.tree.map(put_leaf, tree, shardings)
 
 
 def _die_with_parent(index: int, count: int) -> None:
-    """Calls `die_with_parent`, as grain calls what a worker does first."""
+    """Calls `die_with_parent` with the arguments of a `worker_init_fn`."""
     del index, count
     system.die_with_parent()

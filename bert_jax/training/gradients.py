@@ -1,7 +1,7 @@
-"""The gradient of a step inside its `shard_map`: one shard's part of the batch, then reduced.
+"""The gradient of a step inside its `shard_map`: of one shard's rows, then reduced over shards.
 
-Each shard goes through its micro-batches, and one reduction adds up the gradients of all; what the
-compiler would have to guess is written down.
+Each shard goes through its micro-batches, and one reduction adds up the gradients of all shards.
+Collectives are explicit, so the compiler need not infer them.
 """
 
 import functools
@@ -31,7 +31,7 @@ class StepSpec(NamedTuple):
     objective: Objective
     optimizer: Optimizer
     parallelism: Parallelism
-    accumulation: int  # micro-batches, `parallelism.accumulation_of` the phase
+    accumulation: int  # micro-batches, see `parallelism.accumulation_of`
     mesh: jax.sharding.Mesh
 
 
@@ -45,50 +45,50 @@ def gradients(
     key: jax.Array,
     other: Batch | None = None,
 ) -> Any:
-    """Returns the gradient of the whole batch and its metrics: this shard's rows, then reduced.
+    """Returns the gradient of the whole batch and its metrics, reduced over all shards.
 
-    With the rows of another shard, `other`, it returns what `replay.fingerprints` finds instead.
+    With `other`, the rows of another shard, it returns `replay.fingerprints` instead.
 
-    `clip="per_replica"` computes what the reference computes on `reference_replicas` TPU cores:
-    each has its own denominators and its own clip, and the optimizer's wrapper adds the cores'
-    gradients without dividing by their number. Otherwise the denominators are global: they are
-    known from the data, so that micro-batches and shards only add.
+    `clip="per_replica"` reproduces the reference on `reference_replicas` TPU cores: each core has
+    its own denominators and its own clip, and the optimizer's wrapper adds the cores' gradients
+    without dividing by their number. Otherwise the denominators are global and known from the data,
+    so that micro-batches and shards only add.
     """
     objective, optimizer, parallelism = spec.objective, spec.optimizer, spec.parallelism
     axes = mesh_lib.batch_axes(spec.mesh)
-    between = tuple(axis for axis in axes if axis == mesh_lib.SLICE)
+    slice_axes = tuple(axis for axis in axes if axis == mesh_lib.SLICE)
     method = method_of(mesh_lib.device_kind(spec.mesh))
-    # Of several micro-batches a sum in the end sends less.
+    # With several micro-batches one sum after all of them sends less.
     early = parallelism.state == "zero3" and spec.accumulation == 1 and method.sums == "by_layer"
     collectives = Collectives(
         mesh_lib.data_axes(spec.mesh),
         objective.model.compute_dtype,
         optimizer.gradient_reduction,
         method,
-        between if early else (),
+        slice_axes if early else (),
     )
     per_replica = optimizer.clip == "per_replica"
     total = None if per_replica else lax.psum(objective.counts(batch), axes)
     if parallelism.state == "zero1":
-        params = sharding.gathered(params, partition, collectives)
-    # A fingerprint is taken within, where no device has added anything, and is a gradient itself.
+        params = sharding.gather_params(params, partition, collectives)
+    # The fingerprint is the gradient by `mark`, computed before devices add up their gradients.
     params = params, None if other is None else jnp.zeros(4)
 
     def run(params: Any, function: Callable[..., Any], micro: Batch, number: jax.Array) -> Any:
-        """Gives a function of the objective what it takes, over parameters as they are kept."""
+        """Calls a function of the objective with its arguments; `params` are sharded."""
         params, mark = params
         kernels = _kernels(objective.model, parallelism, spec.mesh)
         loop = Loop(parallelism.remat, parallelism.layer_loop, kernels)
         if parallelism.state == "zero3":
-            params, loop = gathered_but_layers(params, partition, collectives, loop, mark)
+            params, loop = gather_outside_layers(params, partition, collectives, loop, mark)
         else:
-            params = replay.watched(params, mark)
+            params = replay.fingerprint_gradient(params, mark)
         noise: layers.Noise
         if objective.model.dropout_rng == "threefry8":
             noise = row_noise(micro, key)
         else:
-            places = step, number, lax.axis_index(axes)
-            noise = layers.ShardNoise(functools.reduce(jax.random.fold_in, places, key))
+            numbers = step, number, lax.axis_index(axes)
+            noise = layers.ShardNoise(functools.reduce(jax.random.fold_in, numbers, key))
         return function(params, fixed, micro, noise, loop)
 
     def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
@@ -96,67 +96,68 @@ def gradients(
 
         def loss(params: Any) -> tuple[jax.Array, Metrics]:
             metrics = run(params, objective.forward, micro, number)
-            return objective.loss(metrics, counts), metrics | {"filled": _filled(micro)}
+            return objective.loss(metrics, counts), metrics | {"filled": _count_filled(micro)}
 
-        (gradient, seen), metrics = jax.grad(loss, has_aux=True)(params)
+        (gradient, fingerprint), metrics = jax.grad(loss, has_aux=True)(params)
         if per_replica:
             gradient, _ = optimizer_lib.clip(gradient, optimizer.clip_norm)
-        return (gradient, seen), metrics
+        return (gradient, fingerprint), metrics
 
     accumulation = spec.accumulation
     if per_replica:
         accumulation = optimizer.reference_replicas // mesh_lib.batch_shards(spec.mesh)
 
-    def summed(batch: Batch) -> tuple[Any, Metrics]:
+    def sum_gradients(batch: Batch) -> tuple[Any, Metrics]:
         if accumulation > 1 and hasattr(objective, "compare"):
-            assert total is not None  # no such objective is clipped per replica
+            assert total is not None  # an objective with `compare` has clip=global
             comparing = cast(ComparingObjective, objective)
-            return _cached(comparing, run, params, batch, accumulation, total)
+            return _accumulate_compared(comparing, run, params, batch, accumulation, total)
         return _accumulate(gradient, batch, accumulation)
 
     if other is not None:
-        return replay.fingerprints(summed, other, batch, axes)
-    (sums, _), metrics = summed(batch)
+        return replay.fingerprints(sum_gradients, other, batch, axes)
+    (sums, _), metrics = sum_gradients(batch)
     if parallelism.state == "replicated":
-        sums = sharding.all_reduce(sums, collectives.along(axes))
+        sums = sharding.all_reduce(sums, collectives.with_axes(axes))
     else:
         if parallelism.state == "zero1":
             sums = sharding.reduce_scatter(sums, partition, collectives)
-        sums = sharding.all_reduce_fused(sums, partition, collectives, between)
+        sums = sharding.all_reduce_fused(sums, partition, collectives, slice_axes)
     return sums, lax.psum(metrics, axes)
 
 
-def gathered_but_layers(
+def gather_outside_layers(
     params: Any, partition: Any, collectives: Collectives, loop: Loop, mark: jax.Array | None = None
 ) -> tuple[Any, Loop]:
-    """Returns parameters gathered except for the layers', and a loop that gathers each in turn.
+    """Gathers the parameters outside of layers; returns them and a loop that gathers each layer.
 
-    With a mark they are `replay.watched`.
+    With a mark all of them go through `replay.fingerprint_gradient`.
     """
 
     def split(tree: Any) -> tuple[Any, Any]:
         encoder = dict(tree["encoder"])
         return encoder.pop("layers"), tree | {"encoder": encoder}
 
-    (layers, outside), (layer_partitions, outside_partitions) = split(params), split(partition)
-    outside = replay.watched(sharding.gathered(outside, outside_partitions, collectives), mark)
+    (layers, outside), (layer_cuts, outside_cuts) = split(params), split(partition)
+    outside = sharding.gather_params(outside, outside_cuts, collectives)
+    outside = replay.fingerprint_gradient(outside, mark)
     outside["encoder"]["layers"] = layers
 
     def gather(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
-        def whole(scanned: Any) -> Any:
+        def gather_layer(scanned: Any) -> Any:
             layer, copies = scanned
-            layer = sharding.all_gather_layer(layer, copies, layer_partitions, collectives)
-            return replay.watched(layer, mark)
+            layer = sharding.all_gather_layer(layer, copies, layer_cuts, collectives)
+            return replay.fingerprint_gradient(layer, mark)
 
-        return (stacked, sharding.gathered_ahead(stacked, layer_partitions, collectives)), whole
+        return (stacked, sharding.prefetch_layers(stacked, layer_cuts, collectives)), gather_layer
 
     return outside, loop._replace(gather=gather)
 
 
 def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
-    """Returns the noise of `dropout_rng=threefry8`, a function of the rows' numbers."""
+    """Returns the dropout keys of `dropout_rng=threefry8`, a function of the rows' numbers."""
     noise = layers.RowNoise.of(key, micro["rows"])
-    if "tokens" in micro:  # of texts that share rows, see `embeddings.packing`
+    if "tokens" in micro:  # texts share rows, see `embeddings.packing`
         numbers = micro["places"] // micro["tokens"].shape[1]
         return layers.TextNoise(noise.keys, numbers, micro["positions"])
     return noise
@@ -165,17 +166,17 @@ def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
 def _kernels(
     model: Model, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> kernels_lib.Kernels | None:
-    """Returns how kernels are made for the devices; None where XLA does it all.
+    """Returns the kernels for the devices; None if only XLA is used.
 
-    The compiler cuts no kernel over the devices that share a row.
+    The compiler cannot partition a kernel over the devices that share a row.
     """
     if model.dropout_rng != "in_kernel" or parallelism.tensor > 1:
         return None
     return kernels_lib.BY_DEVICE.get(mesh_lib.device_kind(mesh))
 
 
-def _filled(micro: Batch) -> jax.Array:
-    """Returns how much of a batch is no padding, as (pieces, places)."""
+def _count_filled(micro: Batch) -> jax.Array:
+    """Returns (tokens without padding, positions) of a batch, float32 [2]."""
     real = micro["input_mask"].astype(jnp.float32)
     return jnp.stack([real.sum(), jnp.float32(real.size)])
 
@@ -186,7 +187,7 @@ def _accumulate(
     """Sums gradients and metrics over consecutive parts of the shard's rows."""
     if parts == 1:
         return gradient(batch, jnp.zeros([], jnp.int32))
-    micro = _parted(batch, parts)
+    micro = _split_rows(batch, parts)
     shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], micro), jnp.int32(0))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
@@ -196,7 +197,7 @@ def _accumulate(
     return lax.scan(body, zeros, (micro, jnp.arange(parts)))[0]
 
 
-def _cached(
+def _accumulate_compared(
     objective: ComparingObjective,
     run: Callable[..., Any],
     params: Any,
@@ -206,29 +207,29 @@ def _cached(
 ) -> tuple[Any, Metrics]:
     """Sums gradients over parts of rows that are compared with each other (Gao et al. 2021).
 
-    Vectors of all parts are made and kept without what a gradient needs. The gradient of the loss
-    by the vectors is taken of all at once, and then that of the vectors by the parameters part by
-    part, with the same noise: so much memory as one part takes.
+    The vectors of all parts are computed first, without saving activations. The gradient of the
+    loss by the vectors is computed for all parts at once; then the gradient of the vectors by the
+    parameters, part by part, with the same noise. So activations take the memory of one part.
     """
-    micro, numbers = _parted(batch, parts), jnp.arange(parts)
-    of_part = functools.partial(run, params, objective.vectors)
-    vectors = lax.map(lambda part: of_part(*part), (micro, numbers))
+    micro, numbers = _split_rows(batch, parts), jnp.arange(parts)
+    compute_vectors = functools.partial(run, params, objective.vectors)
+    vectors = lax.map(lambda part: compute_vectors(*part), (micro, numbers))
 
     def loss(vectors: jax.Array, params: Any) -> tuple[jax.Array, Metrics]:
-        together = vectors.reshape(-1, *vectors.shape[2:])
-        metrics = run(params, functools.partial(objective.compare, together), batch, numbers[0])
-        return objective.loss(metrics, total), metrics | {"filled": _filled(batch)}
+        flat = vectors.reshape(-1, *vectors.shape[2:])
+        metrics = run(params, functools.partial(objective.compare, flat), batch, numbers[0])
+        return objective.loss(metrics, total), metrics | {"filled": _count_filled(batch)}
 
     (by_vectors, by_params), metrics = jax.grad(loss, argnums=(0, 1), has_aux=True)(vectors, params)
 
     def body(sums: Any, part: tuple[Batch, jax.Array, jax.Array]) -> tuple[Any, None]:
         rows, number, cotangent = part
-        _, back = jax.vjp(lambda params: run(params, objective.vectors, rows, number), params)
-        return jax.tree.map(jnp.add, sums, *back(cotangent)), None
+        _, pull_back = jax.vjp(lambda params: run(params, objective.vectors, rows, number), params)
+        return jax.tree.map(jnp.add, sums, *pull_back(cotangent)), None
 
     return lax.scan(body, by_params, (micro, numbers, by_vectors))[0], metrics
 
 
-def _parted(batch: Batch, parts: int) -> Batch:
+def _split_rows(batch: Batch, parts: int) -> Batch:
     """Returns consecutive parts of a shard's rows: [B, ...] -> [parts, B / parts, ...]."""
     return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)

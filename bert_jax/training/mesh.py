@@ -1,9 +1,9 @@
-"""The devices as a mesh, and the batch over it.
+"""The mesh of devices, and the sharding of batches over it.
 
 Axes `data_0`, `data_1`, ... are the dimensions of the devices' torus; together they are DATA, over
-which state may be cut. `slice`, outermost and there only if it is more than 1, holds tori, or parts
-of one, that all have the same state. The batch is cut along `slice` and DATA. `tensor`, innermost
-and there only if it is more than 1, holds devices that share their rows.
+which state may be cut. The outermost axis `slice` has tori, or parts of one, with equal state. The
+batch is cut along `slice` and DATA. The innermost axis `tensor` has devices that share their rows.
+`slice` and `tensor` exist only if they are larger than 1.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SLICE, TENSOR = "slice", "tensor"
 def make_mesh(
     parallelism: Parallelism, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """Returns a mesh of these devices; of all devices of all processes if none are named."""
+    """Returns a mesh of `devices`; None: of all devices of all processes."""
     slices = _slices(_all_devices() if devices is None else devices, parallelism.slices)
     count, grid = len(slices), slices[0]
     if grid.shape[-1] % parallelism.tensor:
@@ -36,10 +36,10 @@ def make_mesh(
         )
     if parallelism.tensor > 1:
         data = [n for n in (*grid.shape[:-1], grid.shape[-1] // parallelism.tensor) if n > 1]
-        if not data:  # XLA cannot add up over no devices next to a tensor axis
+        if not data:  # XLA cannot reduce over one device next to a tensor axis
             raise InputError(
-                f"parallelism.tensor={parallelism.tensor}: the batch must be cut over 2 devices at "
-                f"least; there are {grid.size} in all"
+                f"parallelism.tensor={parallelism.tensor}: the batch must be cut over at least 2 "
+                f"devices, but there are {grid.size} in all; take a smaller number"
             )
         slices = slices.reshape(count, *data, parallelism.tensor)
     names = [SLICE, *(f"data_{i}" for i in range(slices.ndim - 1))]
@@ -52,35 +52,35 @@ def make_mesh(
 
 def one_device() -> jax.sharding.Mesh:
     """Returns a mesh of this process's first device."""
-    ours = [d for d in _all_devices() if d.process_index == jax.process_index()]
-    return make_mesh(Parallelism(), ours[:1])
+    local = [d for d in _all_devices() if d.process_index == jax.process_index()]
+    return make_mesh(Parallelism(), local[:1])
 
 
 def _all_devices() -> Sequence[jax.Device]:
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # jax starts its backends here
-        asked = os.environ.get("JAX_PLATFORMS", "")
+        platforms = os.environ.get("JAX_PLATFORMS", "")
         if re.search(r"\b(UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED)\b", str(error)) or (
-            "INTERNAL" in str(error) and "libtpu.so" not in str(error)  # which is not installed
+            "INTERNAL" in str(error) and "libtpu.so" not in str(error)  # named if not installed
         ):
             raise Unavailable(
-                f"JAX_PLATFORMS={asked}: the devices do not start ({error})"
+                f"JAX_PLATFORMS={platforms}: the devices do not start ({error})"
             ) from error
         reason = str(error).split("\n")[0][:200]
         raise InputError(
-            f"JAX_PLATFORMS={asked}: no such device can be used here"
+            f"JAX_PLATFORMS={platforms}: no such device can be used here"
             f"{f' ({reason})' if reason else ''}; install the extra [tpu] "
             "or [gpu] for it, or set JAX_PLATFORMS=cpu to run without one"
         ) from error
 
 
 def _slices(devices: Sequence[jax.Device], count: int) -> np.ndarray:
-    """Returns the devices as so many slices, at least as many as there are tori: [N, *a slice]."""
+    """Returns the devices as `count` slices, at least one for each torus: [N, *slice shape]."""
     tori: dict[int, list[jax.Device]] = {}
     for device in devices:
-        on_torus = hasattr(device, "coords")  # one host's GPUs may be numbered as slices, too
-        tori.setdefault(getattr(device, "slice_index", 0) if on_torus else 0, []).append(device)
+        is_on_torus = hasattr(device, "coords")  # GPUs of one host may have a slice_index, too
+        tori.setdefault(getattr(device, "slice_index", 0) if is_on_torus else 0, []).append(device)
     grids = np.stack([_torus(tori[index]) for index in sorted(tori)])
     parts, uneven = divmod(count, len(grids)) if count > 1 else (1, 0)
     shape = []
@@ -91,7 +91,7 @@ def _slices(devices: Sequence[jax.Device], count: int) -> np.ndarray:
     if uneven or parts != 1:
         raise InputError(
             f"parallelism.slices={count}: {len(grids)} x {' x '.join(map(str, grids.shape[1:]))} "
-            f"devices cannot be cut so; take {len(grids)}, or a multiple of it that divides them"
+            f"devices cannot be cut so; take {len(grids)}, or a multiple that divides the devices"
         )
     cuts = grids.reshape(len(grids), *shape)
     order = [0, *range(1, cuts.ndim, 2), *range(2, cuts.ndim, 2)]
@@ -100,53 +100,53 @@ def _slices(devices: Sequence[jax.Device], count: int) -> np.ndarray:
 
 
 def _torus(devices: Sequence[jax.Device]) -> np.ndarray:
-    """Returns the devices in their physical order, an axis a dimension; one axis without a torus.
+    """Returns the devices in their physical order, one axis for each dimension of the torus.
 
-    Collectives along a line of the torus are what its compiler knows: over a flat axis of all
-    devices a reduce-scatter becomes an all-reduce. Two cores of a chip count into the last
-    dimension.
+    Devices without a torus have one axis. The compiler supports collectives along a line of the
+    torus: over a flat axis of all devices a reduce-scatter becomes an all-reduce. The cores of a
+    chip belong to the last dimension.
     """
     flat = np.array(devices)
     if not hasattr(devices[0], "coords"):
         return flat
-    places = np.array([(*d.coords, d.core_on_chip) for d in devices])
-    _, places = zip(*(np.unique(column, return_inverse=True) for column in places.T), strict=True)
-    shape = [int(column.max()) + 1 for column in places]
-    if math.prod(shape) != len(devices):  # not all of a torus: a test on a few of its chips
+    coords = np.array([(*d.coords, d.core_on_chip) for d in devices])
+    _, indices = zip(*(np.unique(column, return_inverse=True) for column in coords.T), strict=True)
+    shape = [int(column.max()) + 1 for column in indices]
+    if math.prod(shape) != len(devices):  # only some chips of a torus, as in a test
         return flat
     grid = np.empty(shape, object)
-    grid[places] = flat
+    grid[indices] = flat
     cores = shape.pop()
     *outer, last = [size for size in shape if size > 1] or [1]
     return grid.reshape(*outer, last * cores)
 
 
 @contextlib.contextmanager
-def named_memory(
+def translate_memory_errors(
     remedy: str = "take a smaller model or phases.N.batch_size, or set parallelism.accumulation, "
     "parallelism.remat or parallelism.state",
 ) -> Iterator[None]:
-    """Raises InputError where the devices have too little memory for what is done meanwhile."""
+    """Raises InputError with a remedy if the devices run out of memory inside the context."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text and "Out of memory" not in text:
             raise
-        wanted = re.search(r"allocat\w+ ([\d.]+ ?\w+)", text)
+        size = re.search(r"allocat\w+ ([\d.]+ ?\w+)", text)
         raise InputError(
             "the devices have too little memory for this model and batch"
-            f"{f' ({wanted[1]} more wanted)' if wanted else ''}: {remedy}"
+            f"{f' ({size[1]} more wanted)' if size else ''}: {remedy}"
         ) from error
 
 
 def batch_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """Returns the names of all axes the batch is cut along: `slice`, if there is one, and DATA."""
+    """Returns the names of the axes of the batch: `slice`, if there is one, and DATA."""
     return tuple(name for name in mesh.axis_names if name != TENSOR)
 
 
 def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """Returns DATA: the names of the axes that state may be cut along, within a slice."""
+    """Returns DATA: the names of the axes over which state may be cut within a slice."""
     return tuple(name for name in batch_axes(mesh) if name != SLICE)
 
 
@@ -156,12 +156,12 @@ def device_kind(mesh: jax.sharding.Mesh) -> str:
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
-    """Returns into how many parts the batch is cut."""
+    """Returns the number of shards of the batch."""
     return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 def data_shards(mesh: jax.sharding.Mesh) -> int:
-    """Returns into how many parts state may be cut: the shards of the batch in a slice."""
+    """Returns the number of shards of the batch in a slice, over which state may be cut."""
     return math.prod(mesh.shape[axis] for axis in data_axes(mesh))
 
 
@@ -175,25 +175,25 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, batch_spec(mesh))
 
 
-def over_shards(function: Callable, mesh: jax.sharding.Mesh, given: Any, out: Any) -> Callable:
-    """Returns a function over all shards of the batch, with these specs; `tensor` is XLA's."""
-    axes, specs = set(batch_axes(mesh)), {"in_specs": given, "out_specs": out}
+def map_shards(function: Callable, mesh: jax.sharding.Mesh, args: Any, out: Any) -> Callable:
+    """Maps a function over all shards of the batch with these specs; XLA partitions `tensor`."""
+    axes, specs = set(batch_axes(mesh)), {"in_specs": args, "out_specs": out}
     return jax.shard_map(function, mesh=mesh, **specs, axis_names=axes, check_vma=False)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Returns the sharding of what is whole on every device."""
+    """Returns the sharding of arrays that are whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def require_divisible(batch_size: int, where: str, mesh: jax.sharding.Mesh, parts: int = 1) -> None:
-    """Raises InputError unless the batch can be cut over a mesh, each shard into `parts`."""
+    """Raises InputError unless the batch splits over the mesh, and each shard into `parts`."""
     shards = batch_shards(mesh)
     if batch_size % (shards * parts):
         cuts = f"{shards} devices" + (f" x parallelism.accumulation={parts}" if parts > 1 else "")
         raise InputError(f"{where}={batch_size}: not a multiple of {cuts}")
 
 
-def axes_here() -> tuple[str, ...]:
-    """Returns the axes of the batch that a `shard_map` around this is manual over; () outside."""
+def manual_axes() -> tuple[str, ...]:
+    """Returns the manual axes of the enclosing `shard_map`; () outside of any."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)

@@ -1,4 +1,4 @@
-"""What is learned: which parameters, and what a batch says of them."""
+"""Objectives: the parameters that a step trains, and its metrics and loss on a batch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,12 +17,11 @@ Batch = dict[str, jax.Array]
 
 
 class Objective(Protocol):
-    """The mathematics of a step: it knows no devices, no optimizer and no files.
+    """The mathematics of a step, independent of devices, optimizer and files.
 
-    Two that compute the same are equal and hashable, as frozen dataclasses are: compiled steps are
-    found by them. An experiment's own (`data.code`) is what a function of (model, data) returns.
-    One that has `idle` names there what of its parameters learns nothing: that stays as it is.
-
+    Objectives that compute the same are equal and hashable, as frozen dataclasses are, since they
+    key the cache of compiled steps. With custom code (`data.code`) a function of (model, data)
+    makes it. An optional `idle` names parameters that get no gradient and stay unchanged.
     """
 
     @property
@@ -35,18 +34,18 @@ class Objective(Protocol):
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """Those of the metrics whose means are added up to the loss."""
+        """Names of the metrics whose means add up to the loss."""
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
         """Sharding rules: exactly one for each parameter, by its path."""
 
     def init_params(self, key: jax.Array) -> Any:
-        """Returns fresh parameters, those that learn alone: nested dicts of float32 arrays.
+        """Returns new trainable parameters: nested dicts of float32 arrays.
 
-        In pre-training `encoder` is as `model.heads.init_params` has it. Those under `pooler`,
-        `masked_lm` and `next_sentence` are taken for the heads of `model.heads`; what has other
-        names stays the objective's own.
+        In pre-training `encoder` has the structure of `model.heads.init_params`, and `pooler`,
+        `masked_lm` and `next_sentence` are the heads of `model.heads`. Parameters with other names
+        are private to the objective.
         """
 
     def forward(
@@ -55,24 +54,24 @@ class Objective(Protocol):
         """Computes the metrics of some rows: {name: float32 [2], a sum and a count}.
 
         Args:
-          params: those that learn, whole except for what `loop` gathers.
-          fixed: a tree of arrays that do not learn.
+          params: the trainable parameters, whole except for those that `loop` gathers.
+          fixed: the frozen parameters, a tree of arrays.
           batch: the rows.
-          noise: of dropout; None drops nothing.
-          loop: how the layers are run.
+          noise: the dropout keys; None: no dropout.
+          loop: how layers are iterated.
         """
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """Returns what the sum of each of the `losses` is divided by; known from the data alone."""
+        """Returns the denominator of each of the `losses`, which depends on the data alone."""
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
-        """Returns what is differentiated: the sums of some rows over the counts of all."""
+        """Returns the function to differentiate: the sums of some rows over the counts of all."""
 
 
 class ComparingObjective(Objective, Protocol):
     """An objective that compares the rows of all micro-batches with each other.
 
-    Its `forward` is `compare` of `vectors`.
+    `forward` must equal `compare` on `vectors`.
     """
 
     def vectors(
@@ -89,14 +88,14 @@ class ComparingObjective(Objective, Protocol):
         noise: layers.Noise | None,
         loop: Loop,
     ) -> losses_lib.Metrics:
-        """Computes the metrics of the rows from their vectors; they depend on no noise."""
+        """Computes the metrics of the rows from their vectors, without dropout."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretraining:
-    """Pieces and pairs (Devlin et al. 2018, section 3.1), or the first alone: `losses.LEARNED`.
+    """Masked tokens, and sentence pairs (Devlin et al. 2018, section 3.1): see `losses.LEARNED`.
 
-    Of the first alone the head of the second has parameters too, which are `idle`.
+    Without pairs the parameters of the pairs' head exist, but are `idle`.
     """
 
     model: Model
@@ -109,71 +108,71 @@ class Pretraining:
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """Returns those whose means are added up to the loss."""
+        """Returns the names of the metrics whose means add up to the loss."""
         return self.metrics[::2]
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Returns the names of parameters that learn nothing of it, and stay as they are."""
+        """Returns the names of parameters that get no gradient and stay as they are."""
         return () if len(self.losses) > 1 else ("pooler", "next_sentence")
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
-        """Returns where the parameters are cut."""
+        """Returns the sharding rules of the parameters."""
         return sharding.pretraining_rules(self.model)
 
     def init_params(self, key: jax.Array) -> heads.Params:
-        """Returns fresh parameters."""
+        """Returns new parameters."""
         return heads.init_params(self.model, key)
 
     def forward(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> losses_lib.Metrics:
-        """Computes the metrics of some rows; nothing is fixed."""
+        """Computes the metrics of some rows; there are no frozen parameters."""
         del fixed
         logits = heads.pretraining_logits(self.model, params, batch, noise, loop)
         return losses_lib.pretraining(*logits, batch, self.learns)
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """Counts predicted pieces and pairs, by which the two losses are divided."""
+        """Counts predicted tokens and pairs, the denominators of the two losses."""
         sums = batch["masked_lm_weights"].sum(), batch["row_weights"].sum()
         return sums[: len(self.losses)]
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
-        """Returns the two losses' sums of some rows over the counts of all."""
-        of_pieces, *of_pairs = self.losses
-        loss = metrics[of_pieces][0] / (counts[0] + losses_lib.MASKED_LM_EPS)
-        for name in of_pairs:
+        """Returns the sums of the losses of some rows over the counts of all."""
+        token_loss, *pair_losses = self.losses
+        loss = metrics[token_loss][0] / (counts[0] + losses_lib.MASKED_LM_EPS)
+        for name in pair_losses:
             loss = loss + metrics[name][0] / counts[1]
         return loss
 
 
 def of(model: Model, data: Data) -> Objective:
-    """Returns what is learned in pre-training: what `data.objective` names, or own code."""
+    """Returns the objective of pre-training: by `data.objective`, or of custom code."""
     if data.code:
         return code.function(data.code)(model, data)
     return Pretraining(model, data.objective)
 
 
 def make_objective(experiment: Experiment, number: int) -> Objective:
-    """Returns what a phase learns; all of a run have the same parameters."""
+    """Returns the objective of a phase; all phases of a run have the same parameters."""
     return of(experiment.model_of(number), experiment.data_of(number))
 
 
-def measured(experiment: Experiment) -> tuple[str, ...]:
-    """Returns the names of what any phase of a run measures."""
+def metric_names(experiment: Experiment) -> tuple[str, ...]:
+    """Returns the names of the metrics of all phases of a run."""
     objectives = (make_objective(experiment, number) for number in range(len(experiment.phases)))
     return tuple(dict.fromkeys(name for objective in objectives for name in objective.metrics))
 
 
 def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes of what `data.batches` gives for a step of the phase."""
+    """Returns the shapes and dtypes of a batch of `data.batches` for a step of the phase."""
     rows, length = phase.batch_size, phase.sequence_length
     masked = phase.max_predictions_per_seq
     shapes: dict[str, tuple[tuple[int, ...], type]] = {"rows": ((rows,), np.uint32)}
     if data.attention == "per_document":
-        of_tokens = (rows, length), np.int32
-        shapes |= {"example_numbers": of_tokens, "positions": of_tokens}
+        tokens = (rows, length), np.int32
+        shapes |= {"example_numbers": tokens, "positions": tokens}
     shapes |= {
         "row_weights": ((rows,), np.float32),
         "input_ids": ((rows, length), np.int32),

@@ -1,10 +1,10 @@
 """Updates and learning-rate schedules.
 
 `bert_adam` is google-research/bert's AdamWeightDecayOptimizer (optimization.py): no bias
-correction, decay next to the update. `adamw` is Loshchilov and Hutter 2019, `lamb` You et al. 2019;
-both as optax has them, except for LAMB's trust ratio, which here knows that layers are stacked.
-`stable_adamw` is adamw with a rate that each tensor lowers by itself (Wortsman et al. 2023), `muon`
-has orthogonal updates for the matrices of layers and adamw for the rest (Jordan et al. 2024).
+correction, weight decay added to the update. `adamw` is Loshchilov and Hutter 2019, `lamb` You et
+al. 2019; both are optax's, except for LAMB's trust ratio, which here treats layers separately.
+`stable_adamw` is adamw with a rate lowered for each tensor (Wortsman et al. 2023), `muon` has
+orthogonal updates for the matrices of layers and adamw for the rest (Jordan et al. 2024).
 """
 
 import functools
@@ -20,22 +20,22 @@ from bert_jax.training import muon as muon_lib
 
 Tree = Any
 
-# Neither biases nor layer norms decay, as in the reference.
+# Biases and layer norms do not decay, as in the reference.
 _NO_DECAY = ("bias", "scale", "output_bias")
-# Leaves below these paths carry a first dimension of layers, each a tensor of its own.
+# The first dimension of leaves below these keys is layers, each of which is one tensor.
 _STACKED = {"layers", "lora"}
 _EMBEDDINGS = ["encoder", "embeddings"]
 
 
 def make(
-    cfg: Optimizer, orthogonalized: muon_lib.Orthogonalized = muon_lib.alone
+    cfg: Optimizer, orthogonalize: muon_lib.Orthogonalize = muon_lib.orthogonalize_local
 ) -> optax.GradientTransformation:
-    """Makes the update for a learning rate of 1, a descent direction: p <- p - lr * update.
+    """Makes the update for a learning rate of 1: p <- p - lr * update.
 
-    `orthogonalized` is how `muon` treats matrices that lie on several devices.
+    `orthogonalize` is the function that `muon` applies to the matrices, sharded or local.
     """
     if cfg.name == "muon":
-        chain = _muon(cfg, orthogonalized)
+        chain = _muon(cfg, orthogonalize)
     elif cfg.name == "stable_adamw":
         chain = [stable_adamw(cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay)]
     else:
@@ -47,17 +47,17 @@ def make(
 
 
 def _muon(
-    cfg: Optimizer, orthogonalized: muon_lib.Orthogonalized
+    cfg: Optimizer, orthogonalize: muon_lib.Orthogonalize
 ) -> list[optax.GradientTransformation]:
     def matrices(params: Tree) -> Tree:
         return jax.tree.map_with_path(muon_lib.is_matrix, params)
 
-    def others(params: Tree) -> Tree:
+    def non_matrices(params: Tree) -> Tree:
         return jax.tree.map(lambda is_matrix: not is_matrix, matrices(params))
 
     return [
-        optax.masked(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps), others),
-        optax.masked(scale_by_muon(cfg.momentum, orthogonalized), matrices),
+        optax.masked(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps), non_matrices),
+        optax.masked(scale_by_muon(cfg.momentum, orthogonalize), matrices),
         optax.add_decayed_weights(cfg.weight_decay, mask=decays),
         optax.masked(optax.scale(cfg.matrix_learning_rate / cfg.peak_learning_rate), matrices),
     ]
@@ -66,18 +66,18 @@ def _muon(
 def schedule(cfg: Optimizer, total_steps: int, step: jax.Array) -> jax.Array:
     """Computes the learning rate of a step.
 
-    `paper`: linear decay from step 0 to the end, replaced by a linear rise from 0 during warm-up:
-    at its end the rate falls from near the peak to peak * (1 - warm-up / total), as in the
+    `paper`: linear decay from step 0 to the end, replaced by a linear rise from 0 during warm-up.
+    When warm-up ends, the rate drops from near the peak to peak * (1 - warm-up / total), as in the
     reference (optimization.py, create_optimizer). `linear` and `cosine` decay from the peak. `wsd`
-    stays at the peak and decays in the last `decay_steps`: linearly, or as 1 - sqrt of their share
-    that is done (Hägele et al. 2024).
+    stays at the peak and decays in the last `decay_steps`: linearly, or by 1 - sqrt(done / all) of
+    these steps (Hägele et al. 2024).
     """
     step = step.astype(jnp.float32)
     peak, warmup = cfg.peak_learning_rate, cfg.warmup_steps
     rise = peak * step / max(warmup, 1)
     if cfg.schedule == "wsd":
-        # One expression with and without a decay, so that a compiler makes the same bits of the
-        # steps before it: a decay may branch off a run that has none (`checkpoints.fork`).
+        # One expression with and without a decay, so that the compiled steps before it give the
+        # same bits: a run without a decay may be forked to decay (`checkpoints.fork`).
         done = (step - (total_steps - cfg.decay_steps)) * (1.0 / (cfg.decay_steps or total_steps))
         share = jnp.clip(done, 0.0, 1.0)
         share = jnp.sqrt(share) if cfg.decay_shape == "one_minus_sqrt" else share
@@ -92,28 +92,28 @@ def schedule(cfg: Optimizer, total_steps: int, step: jax.Array) -> jax.Array:
 
 
 def clip(gradient: Tree, max_norm: float) -> tuple[Tree, jax.Array]:
-    """Scales a gradient down to `max_norm` at most; returns it and the norm it had."""
+    """Scales a gradient down to at most `max_norm`; returns it and its norm before."""
     norm = optax.global_norm(gradient)
-    # A norm that is not finite spoils the whole gradient, so that the step will be skipped.
+    # If the norm is not finite, the whole gradient becomes NaN, and the step is skipped.
     factor = jnp.where(jnp.isfinite(norm), max_norm / jnp.maximum(norm, max_norm), jnp.nan)
     return jax.tree.map(lambda g: g * factor, gradient), norm
 
 
 def moments(state: tuple[Any, ...]) -> optax.ScaleByAdamState:
-    """Returns `mu` and `nu` of a state of `make`: means of gradients and of their squares."""
+    """Returns the moments `mu` and `nu` in a state of `make`: means of gradients and squares."""
     return state[0]
 
 
 def with_moments(state: tuple[Any, ...], mean: Tree, square: Tree) -> tuple[Any, ...]:
     """Returns a state of `make` with other moments.
 
-    Their count stays, which bert_adam never looks at.
+    Their count does not change; bert_adam does not use it.
     """
     return (state[0]._replace(mu=mean, nu=square), *state[1:])
 
 
 def decays(params: Tree) -> Tree:
-    """Returns which leaves weight decay applies to: all but biases and layer norms."""
+    """Returns the mask of leaves with weight decay: all but biases and layer norms."""
     return jax.tree.map_with_path(lambda path, _: path[-1].key not in _NO_DECAY, params)
 
 
@@ -138,10 +138,10 @@ def stable_adamw(
 ) -> optax.GradientTransformation:
     """Returns AdamW whose update, decay included, is divided by max(1, RMS) of each tensor.
 
-    RMS is the root of the mean of g^2 / max(v, eps^2), v the corrected mean of squares: above 1
-    where gradients have outgrown what v remembers (Wortsman et al. 2023, algorithm 2, which
-    corrects the means in their betas). Each layer of a stack is a tensor; rows that pad the
-    vocabulary count as zeros.
+    RMS is the root of the mean of g^2 / max(v, eps^2), where v is the corrected mean of squares. It
+    is above 1 if gradients grow faster than v (Wortsman et al. 2023, algorithm 2, which corrects
+    the means in their betas). Each layer of a stack is a tensor; rows that pad the vocabulary count
+    as zeros.
     """
     adam = optax.scale_by_adam(b1, b2, eps)
 
@@ -168,12 +168,12 @@ def stable_adamw(
 
 
 def scale_by_muon(
-    momentum: float, orthogonalized: muon_lib.Orthogonalized
+    momentum: float, orthogonalize: muon_lib.Orthogonalize
 ) -> optax.GradientTransformation:
-    """Returns orthogonal updates of stacked matrices [L, in, out], Nesterov's momentum below them.
+    """Returns orthogonal updates from Nesterov momentum, for stacked matrices [L, in, out].
 
-    Those with more outputs than inputs are larger by the root of their ratio, as in the author's
-    code and in PyTorch's.
+    If there are more outputs than inputs, updates are multiplied by the root of the ratio, as in
+    the author's code and in PyTorch's.
     """
 
     def update(
@@ -181,12 +181,12 @@ def scale_by_muon(
     ) -> tuple[Tree, optax.OptState]:
         del params
         trace = optax.incremental_update(updates, cast(optax.TraceState, state).trace, 1 - momentum)
-        ahead = optax.incremental_update(trace, updates, momentum)
-        leaves, tree = jax.tree.flatten_with_path(ahead)
-        named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-        made = orthogonalized(named)
+        nesterov = optax.incremental_update(trace, updates, momentum)
+        leaves, tree = jax.tree.flatten_with_path(nesterov)
+        stacks = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+        new = orthogonalize(stacks)
         scaled = [
-            made[path] * math.sqrt(max(1.0, x.shape[2] / x.shape[1])) for path, x in named.items()
+            new[path] * math.sqrt(max(1.0, x.shape[2] / x.shape[1])) for path, x in stacks.items()
         ]
         return jax.tree.unflatten(tree, scaled), optax.TraceState(trace)
 
@@ -194,20 +194,20 @@ def scale_by_muon(
 
 
 def _axes(path: tuple[Any, ...], leaf: jax.Array) -> tuple[int, ...]:
-    """Returns the dimensions of a tensor: all, or of stacked layers all but the first."""
+    """Returns the dimensions of a tensor: all, or for stacked layers all but the first."""
     return tuple(range(1 if any(key.key in _STACKED for key in path) else 0, leaf.ndim))
 
 
 def scale_by_layer(decay: float) -> optax.GradientTransformation:
-    """Multiplies updates by `decay` for each layer above, heads counting as one.
+    """Multiplies updates by `decay` once for each layer above; the heads count as one layer.
 
-    Of L layers the top one's come to decay times what they were, the embeddings' to decay^(L+1)
-    (Howard and Ruder 2018).
+    With L layers, updates of the top layer are multiplied by decay, updates of the embeddings by
+    decay^(L+1) (Howard and Ruder 2018).
     """
 
     def scale(path: tuple[Any, ...], update: jax.Array, above: jax.Array) -> jax.Array:
         names = [key.key for key in path]
-        if names[:2] == ["encoder", "layers"]:  # a decoder's stand above them
+        if names[:2] == ["encoder", "layers"]:  # not a decoder's layers, which are above them
             return update * above.reshape(-1, *[1] * (update.ndim - 1))
         return update * (decay * above[0]) if names[:2] == _EMBEDDINGS else update
 
@@ -220,9 +220,9 @@ def scale_by_layer(decay: float) -> optax.GradientTransformation:
 
 
 def scale_by_stacked_trust_ratio() -> optax.GradientTransformation:
-    """Scales by LAMB's |p| / |update|, for every tensor of every layer; 1 for what does not decay.
+    """Scales by LAMB's |p| / |update| for every tensor of every layer; 1 for tensors without decay.
 
-    optax's own takes one norm a leaf, which for stacked layers would be one for all of them.
+    optax takes one norm for a leaf, which would be one norm for all stacked layers.
     """
 
     def scale(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:

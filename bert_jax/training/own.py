@@ -1,7 +1,7 @@
-"""Code of an experiment's own, traced before anything runs: with shapes and types alone.
+"""Checks of an experiment's custom code, traced with shapes and types before anything runs.
 
-What is asked of an objective is `training.objective.Objective`, of an encoder
-`model.kinds.OwnEncoder`. Every error is one line, which names the file and what is at fault.
+An objective must follow `training.objective.Objective`, an encoder `model.kinds.OwnEncoder`. Every
+error is one line, which names the file and the function or value at fault.
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ from bert_jax.training.objective import Batch, Objective
 
 
 def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
-    """Raises InputError unless an experiment's own objective and encoder keep to their protocols.
+    """Raises InputError if a custom objective or encoder does not follow its protocol.
 
-    Of an experiment without any nothing is looked at.
+    Checks nothing for an experiment without custom code.
     """
     model, data = experiment.model, experiment.data
     if model.code:
@@ -41,57 +41,57 @@ def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
                 _trace_step(objective, params, objective_lib.abstract_batch(phase, data))
 
 
-def _require(holds: bool, what: str, why: str) -> None:
-    if not holds:
-        raise InputError(f"{what}: {why}")
+def _require(condition: bool, name: str, message: str) -> None:
+    if not condition:
+        raise InputError(f"{name}: {message}")
 
 
 def _require_comparable(experiment: Experiment) -> None:
     """Raises InputError if settings do not suit an objective that compares rows of a batch."""
-    why = "needs the whole batch; set optimizer.clip=global, since per_replica splits batches"
-    _require(experiment.optimizer.clip != "per_replica", "compare", why)
-    # A replay moves rows to other devices, which changes the order of sums over all rows.
-    why = "sums over the rows of all devices, whose order a replay changes; set run.replay_every=0"
-    _require(not experiment.run.replay_every, "compare", why)
+    message = "needs the whole batch; set optimizer.clip=global, since per_replica splits batches"
+    _require(experiment.optimizer.clip != "per_replica", "compare", message)
+    message = "sums over all rows, whose order a recompute check changes; set run.replay_every=0"
+    _require(not experiment.run.replay_every, "compare", message)
 
 
-def _require_array(given: Any, what: str, shape: tuple[int, ...], dtype: str = "float32") -> None:
-    is_it = getattr(given, "shape", None) == shape and given.dtype == dtype
-    is_now = f"{given.dtype} {list(given.shape)}" if hasattr(given, "shape") else repr(given)
-    _require(is_it, what, f"must be {dtype} {list(shape)}, not {is_now}")
+def _require_array(value: Any, name: str, shape: tuple[int, ...], dtype: str = "float32") -> None:
+    fits = getattr(value, "shape", None) == shape and value.dtype == dtype
+    actual = f"{value.dtype} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
+    _require(fits, name, f"must be {dtype} {list(shape)}, not {actual}")
 
 
 def _trace_encoder(model: Model) -> None:
-    own = encoder_of(model)
-    _require(isinstance(own, OwnEncoder), model.code.split(":")[1], "must return an OwnEncoder")
+    custom = encoder_of(model)
+    _require(isinstance(custom, OwnEncoder), model.code.split(":")[1], "must return an OwnEncoder")
     params = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0)))
     b, s, d, count = 2, 8, model.hidden_size, model.num_hidden_layers
 
     def run(params: Any, ids: jax.Array) -> list[jax.Array]:
         encoder = heads.merge(model, params).encoder
-        how = (encoder, model, ids, ids, ids, None, Loop())
-        return [encode(*how, "last"), encode(*how, "all")]
+        args = (encoder, model, ids, ids, ids, None, Loop())
+        return [encode(*args, "last"), encode(*args, "all")]
 
-    def maps(params: Any, hidden: jax.Array) -> jax.Array:
+    def compute_maps(params: Any, hidden: jax.Array) -> jax.Array:
         return attention_probabilities(heads.merge(model, params).encoder, model, hidden)
 
     last, every = jax.eval_shape(run, params, jax.ShapeDtypeStruct((b, s), jnp.int32))
     _require_array(last, "encode", (b, s, d), model.compute_dtype)
     _require_array(every, "encode(outputs='all')", (count + 1, b, s, d), model.compute_dtype)
-    if own.attention_probabilities is not None:
-        given = jax.eval_shape(maps, params, jax.ShapeDtypeStruct((count, s, d), jnp.float32))
-        _require_array(given, "attention_probabilities", (count, model.num_attention_heads, s, s))
+    if custom.attention_probabilities is not None:
+        hidden = jax.ShapeDtypeStruct((count, s, d), jnp.float32)
+        maps = jax.eval_shape(compute_maps, params, hidden)
+        _require_array(maps, "attention_probabilities", (count, model.num_attention_heads, s, s))
 
 
 def _init_params(objective: Objective) -> Any:
-    """Returns the shapes of an objective's parameters: float32, the model's own as it has them."""
-    hash(objective)  # programs are kept by it: a frozen dataclass has one
+    """Returns the shapes of an objective's parameters, after checks of encoder and heads."""
+    hash(objective)  # raises TypeError if it cannot key a cache, as a frozen dataclass can
     _require(set(objective.losses) <= set(objective.metrics), "losses", "must be of the metrics")
     params = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
-    ours = jax.eval_shape(lambda: heads.init_params(objective.model, jax.random.key(0)))
-    for name in ours.keys() & {"encoder", *params}:
-        same = jax.tree.map(jnp.shape, params.get(name)) == jax.tree.map(jnp.shape, ours[name])
-        _require(same, f"init_params[{name!r}]", "must be as heads.init_params has it")
+    usual = jax.eval_shape(lambda: heads.init_params(objective.model, jax.random.key(0)))
+    for name in usual.keys() & {"encoder", *params}:
+        same = jax.tree.map(jnp.shape, params.get(name)) == jax.tree.map(jnp.shape, usual[name])
+        _require(same, f"init_params[{name!r}]", "must have the shapes of heads.init_params")
     return params
 
 

@@ -1,12 +1,12 @@
-"""Corruption that computes on: before one step of so many, each device's rows are done twice.
+"""Recompute checks: detect silent data corruption by computing each device's rows twice.
 
-A replay is a program of its own, which changes nothing: every device goes through two batches of
-the step to come, the rows of another device and its own. Of each it takes a fingerprint, of the
-metrics and of the gradient before devices add theirs up; two that did the same rows must agree to
-the bit. So nothing of it may depend on where a row is computed: `model.dropout_rng=threefry8`.
+A check is a separate program before one of N steps, and changes nothing. Every device computes the
+step's gradient for its own rows and for the rows of another device, and a fingerprint of metrics
+and gradient, before gradients are added up over devices. Two devices with the same rows must agree
+to the bit, so no result may depend on the device: `model.dropout_rng=threefry8`.
 
-Where two differ, the rows are turned further and all is done once more: a third device says which
-of the two erred. Where devices share rows, all of them together are what is called a device here.
+If two devices differ, the rows are rotated further and computed once more: a third device tells
+which of the two erred. Devices that share rows count as one device here.
 """
 
 import collections
@@ -29,50 +29,50 @@ from bert_jax.training.objective import Batch
 def fingerprint(tree: Any) -> jax.Array:
     """Returns a checksum of all arrays of a tree: whole numbers, float32 [4].
 
-    It is the sum of theirs, byte by byte. So those of layers and micro-batches add up as gradients
-    do, without loss up to 65,536 of them: wherever one bit differs the sum does.
+    It sums the arrays' checksums, byte by byte. So fingerprints of layers and micro-batches add up
+    like gradients, exactly for up to 65,536 arrays, and one changed bit changes the sum.
     """
     words = jnp.stack([checksums.sum_of(leaf)[0] for leaf in jax.tree.leaves(tree)])
     return lax.bitcast_convert_type(words, jnp.uint8).astype(jnp.float32).sum(axis=0)
 
 
-def watched(tree: Any, mark: jax.Array | None) -> Any:
-    """Returns the tree; the gradient by `mark`, float32 [4], is the fingerprint of that by it."""
-    return tree if mark is None else _watched(tree, mark)
+def fingerprint_gradient(tree: Any, mark: jax.Array | None) -> Any:
+    """Returns the tree; the gradient by `mark`, float32 [4], is the fingerprint of the tree's."""
+    return tree if mark is None else _fingerprint_gradient(tree, mark)
 
 
 @jax.custom_vjp
-def _watched(tree: Any, mark: jax.Array) -> Any:
+def _fingerprint_gradient(tree: Any, mark: jax.Array) -> Any:
     del mark
     return tree
 
 
-_watched.defvjp(
-    lambda tree, mark: (tree, None), lambda kept, gradient: (gradient, fingerprint(gradient))
+_fingerprint_gradient.defvjp(
+    lambda tree, mark: (tree, None), lambda residuals, gradient: (gradient, fingerprint(gradient))
 )
 
 
 def fingerprints(
-    summed: Callable[[Batch], Any], other: Batch, batch: Batch, axes: tuple[str, ...]
+    sum_gradients: Callable[[Batch], Any], other: Batch, batch: Batch, axes: tuple[str, ...]
 ) -> jax.Array:
     """Returns fingerprints of all shards: float32 [shard, 2, 4], of its batch and of the other.
 
-    `summed` of a batch is ((gradient, fingerprint of those added up), metrics); `axes` are those
-    that it is cut along.
+    `sum_gradients` returns ((gradient, sum of gradients' fingerprints), metrics) of a batch; `axes`
+    are the axes of the batch.
     """
 
-    def of(rows: Batch) -> jax.Array:
-        (_, seen), metrics = summed(rows)
-        return seen + fingerprint(metrics)
+    def compute(rows: Batch) -> jax.Array:
+        (_, gradient_fingerprint), metrics = sum_gradients(rows)
+        return gradient_fingerprint + fingerprint(metrics)
 
-    # A loop: both are done by the same instructions.
-    both = lax.map(of, jax.tree.map(lambda *x: jnp.stack(x), batch, other))
+    # A loop, so that the same instructions compute both.
+    both = lax.map(compute, jax.tree.map(lambda *x: jnp.stack(x), batch, other))
     return lax.all_gather(both, axes)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def rotate_batch(batch: Batch, shift: int, mesh: jax.sharding.Mesh) -> Batch:
-    """Returns the batch with each device's rows on that so many shards further."""
+    """Moves each device's rows `shift` shards further."""
     rows = shift * (len(batch["rows"]) // mesh_lib.batch_shards(mesh))
     batch = jax.tree.map(lambda x: jnp.roll(x, rows, axis=0), batch)
     return lax.with_sharding_constraint(batch, mesh_lib.batch_sharding(mesh))
@@ -82,56 +82,56 @@ def rotate_batch(batch: Batch, shift: int, mesh: jax.sharding.Mesh) -> Batch:
 
 
 class SilentCorruption(Exception):
-    """Devices came to another result of the same rows than others did."""
+    """Devices computed a result that differs from other devices' result for the same rows."""
 
     def __init__(self, devices: Sequence[jax.Device], is_sure: bool, is_last: bool):
         self.devices = devices
-        self.is_sure = is_sure  # else it is one of them
-        self.is_last = is_last  # they err again and again: to go on is of no use
+        self.is_sure = is_sure  # False: at least one of the devices erred
+        self.is_last = is_last  # the devices err repeatedly, so the run should not resume
 
 
-def erring(replays: Sequence[tuple[int, np.ndarray]]) -> tuple[list[set[int]], bool]:
-    """Returns who erred in each replay of one step, and whether that is sure; else one of them did.
+def find_erring(checks: Sequence[tuple[int, np.ndarray]]) -> tuple[list[set[int]], bool]:
+    """Returns the devices that erred in each check of one step, and whether all of them did.
 
-    A replay is (by how many devices the rows were turned, `fingerprints`). What two devices come to
-    is right.
+    A check is (the number of shards by which rows were rotated, `fingerprints`). A result that two
+    devices agree on is right. If not all of the devices erred for sure, at least one did.
     """
-    erred, is_sure = [set() for _ in replays], True
-    for rows in range(len(replays[0][1])):
+    erred, is_sure = [set() for _ in checks], True
+    for rows in range(len(checks[0][1])):
         results = collections.defaultdict(list)
-        for number, (shift, seen) in enumerate(replays):
-            other = (rows + shift) % len(seen)
-            results[seen[rows, 0].tobytes()].append((rows, number))
-            results[seen[other, 1].tobytes()].append((other, number))
-        right = [r for r, done in results.items() if len({device for device, _ in done}) > 1]
+        for number, (shift, prints) in enumerate(checks):
+            other = (rows + shift) % len(prints)
+            results[prints[rows, 0].tobytes()].append((rows, number))
+            results[prints[other, 1].tobytes()].append((other, number))
+        right = [r for r, runs in results.items() if len({device for device, _ in runs}) > 1]
         is_sure &= len(right) == 1
-        for result, done in results.items():
-            for device, number in done if right != [result] else ():
+        for result, runs in results.items():
+            for device, number in runs if right != [result] else ():
                 erred[number].add(device)
     return erred, is_sure
 
 
-class Replay:
-    """The replays of a run on these devices, and which of them erred so far."""
+class RecomputeCheck:
+    """The recompute checks of a run on these devices, and the devices that erred so far."""
 
     def __init__(self, mesh: jax.sharding.Mesh):
         self._mesh = mesh
         self._devices = mesh.devices.reshape(mesh_lib.batch_shards(mesh), -1)
-        self._named: set[int] = set()  # in this process's life
+        self._reported: set[int] = set()  # in this process's life
         self._was_clean = True
 
-    def before(self, train_step: Callable, program: Callable) -> Callable:
-        """Returns a step with a replay before it, of `step.make_replay`, which it waits for.
+    def wrap_step(self, train_step: Callable, program: Callable) -> Callable:
+        """Returns a step after a check by `program`, the result of `step.make_fingerprints`.
 
-        It raises Erred where devices differ.
+        The step raises SilentCorruption if devices differ.
         """
 
         def step(state: Any, window: Any, batch: Batch, key: jax.Array, fixed: Any) -> Any:
-            given, replays = (state["params"], fixed, state["step"], batch, key), []
+            args, checks = (state["params"], fixed, state["step"], batch, key), []
             for shift in (1, 1 if len(self._devices) == 2 else 2):
                 other = rotate_batch(batch, shift, self._mesh)
-                replays.append((shift, jax.device_get(program(*given, other))))
-                erred, is_sure = erring(replays)
+                checks.append((shift, jax.device_get(program(*args, other))))
+                erred, is_sure = find_erring(checks)
                 if not any(erred):
                     self._was_clean = True
                     return train_step(state, window, batch, key, fixed)
@@ -140,8 +140,8 @@ class Replay:
         return step
 
     def _corruption(self, erred: list[set[int]], is_sure: bool) -> SilentCorruption:
-        places = set().union(*erred)
+        indices = set().union(*erred)
         always = is_sure and bool(set.intersection(*erred))
-        is_last = always or not self._was_clean or bool(places & self._named)
-        self._named, self._was_clean = self._named | places, False
-        return SilentCorruption(self._devices[sorted(places)].flatten().tolist(), is_sure, is_last)
+        is_last = always or not self._was_clean or bool(indices & self._reported)
+        self._reported, self._was_clean = self._reported | indices, False
+        return SilentCorruption(self._devices[sorted(indices)].flatten().tolist(), is_sure, is_last)

@@ -1,11 +1,11 @@
-"""Which dimension of each parameter is cut over which devices; how a cut one becomes whole.
+"""The sharding of each parameter over devices, and collectives over trees of parameters.
 
-`zero1` and `zero3` cut parameters and the optimizer's moments over DATA, in each slice alike;
+`zero1` and `zero3` cut parameters and the optimizer's moments over DATA, each slice alike;
 `parallelism.tensor` cuts heads, feed-forward and vocabulary over the devices that share rows. One
-table says where.
+table of rules lists the dimensions.
 
 Inside the step's `shard_map`, which is manual over slices and DATA, `collectives.gather` makes a
-cut parameter whole.
+parameter whole.
 """
 
 import collections
@@ -26,7 +26,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.collectives import (
     Collectives,
     gather,
-    gathered_copy,
+    gather_copy,
     method_of,
     reduce_across_slices,
     scatter,
@@ -37,11 +37,11 @@ Module = TypeVar("Module")
 
 
 class Rule(NamedTuple):
-    """The dimensions in which the parameters of these paths are cut."""
+    """The dimensions in which the parameters with these paths are cut."""
 
-    path: str  # regular expression of whole paths
-    # Dimensions that DATA may cut, the first that `tensor` leaves free; none: never cut, for what
-    # is so small that all of it travels in one vector.
+    path: str  # regular expression that matches the whole path
+    # Candidates for the dimension that DATA cuts: the first that `tensor` does not cut. None: never
+    # cut, for parameters so small that all of them travel in one vector.
     data: tuple[int, ...] = ()
     # The dimension that `tensor` cuts; None: whole on all devices that share rows.
     tensor: int | None = None
@@ -51,7 +51,7 @@ _LAYER = "encoder/layers/"
 
 _SEGMENTS = Rule("encoder/embeddings/segment/embedding")
 
-# Stacked layers have their first dimension for the layers.
+# The first dimension of stacked layers is the layers.
 _BERT = (
     Rule("encoder/embeddings/word/embedding", data=(0, 1), tensor=0),
     Rule("encoder/embeddings/position/embedding", data=(1,)),
@@ -88,24 +88,24 @@ _MASKED_LM = {
 }
 _OUTPUT_BIAS = Rule("masked_lm/output_bias", tensor=0)
 _OUTPUT_TABLE = Rule("masked_lm/output/embedding", data=(0, 1), tensor=0)
-# Of pre-training's heads, by `model.kind`.
+# The heads of pre-training, by `model.kind`.
 HEADS = {
     kind: (*POOLER, *masked_lm, _OUTPUT_BIAS, Rule("next_sentence/(kernel|bias)"))
     for kind, masked_lm in _MASKED_LM.items()
 }
 
 
-def below_rules(model: Model) -> dict[str, Sequence[Rule]]:
-    """Returns the rules of what may stand below a task's head, by the part's name."""
+def optional_rules(model: Model) -> dict[str, Sequence[Rule]]:
+    """Returns the rules of the parts that a task's head may have below it, by the part's name."""
     return {"pooler": POOLER, "masked_lm": _MASKED_LM[model.kind]}
 
 
 def encoder_rules(model: Model) -> Sequence[Rule]:
-    """Returns the rules of an encoder's parameters: the kind's, or those of code of its own."""
+    """Returns the rules of an encoder's parameters: by its kind, or those of custom code."""
     if model.code:
         return encoder_of(model).rules
-    without = () if model.type_vocab_size else (_SEGMENTS,)  # DistilBERT's
-    return [rule for rule in ENCODERS[model.kind] if rule not in without]
+    missing = () if model.type_vocab_size else (_SEGMENTS,)  # DistilBERT has no segments
+    return [rule for rule in ENCODERS[model.kind] if rule not in missing]
 
 
 def pretraining_rules(model: Model) -> Sequence[Rule]:
@@ -115,16 +115,16 @@ def pretraining_rules(model: Model) -> Sequence[Rule]:
 
 
 def generator_rules(model: Model) -> Sequence[Rule]:
-    """Returns the rules of an encoder of kind `bert`, its decoder, and the head of pieces."""
+    """Returns the rules of an encoder of kind `bert`, its decoder, and the masked-token head."""
     return (*encoder_rules(model), *_DECODER, *_MASKED_LM["bert"], _OUTPUT_BIAS)
 
 
 class Partition(NamedTuple):
-    """The dimensions in which a parameter is cut, for DATA and for `tensor`; None: it is not."""
+    """The dimensions in which a parameter is cut; None: it is not cut."""
 
     data: int | None  # cut by DATA
     tensor: int | None  # cut by `tensor`
-    # Of DATA, in the order in which they cut it, the coarsest first; () if they do not.
+    # The axes of DATA in the order in which they cut `data`, the coarsest first; () without `data`.
     axes: tuple[str, ...] = ()
 
 
@@ -135,28 +135,28 @@ def partitions(
 
     Args:
       shapes: nested dict of arrays or ShapeDtypeStructs.
-      parallelism: how the state is laid over devices.
+      parallelism: how the state is cut over devices.
       mesh: the devices.
-      rules: the table; each parameter has exactly one rule, each rule a parameter.
+      rules: the table; each parameter has exactly one rule, each rule at least one parameter.
 
     Raises:
       ValueError: the table does not fit the parameters.
     """
     used = set()
 
-    def of_leaf(path: tuple[Any, ...], leaf: Any) -> Partition:
+    def partition_leaf(path: tuple[Any, ...], leaf: Any) -> Partition:
         name = "/".join(key.key for key in path)
         matching = [rule for rule in rules if re.fullmatch(rule.path, name)]
         if len(matching) != 1:
-            which = ", ".join(rule.path for rule in matching) or "none"
-            raise ValueError(f"{name}: one sharding rule is wanted, there is {which}")
+            names = ", ".join(rule.path for rule in matching) or "none"
+            raise ValueError(f"{name}: needs exactly one sharding rule, but there is {names}")
         used.add(matching[0])
         return _partition(name, leaf.shape, matching[0], parallelism, mesh)
 
-    tree = jax.tree.map_with_path(of_leaf, shapes)
+    tree = jax.tree.map_with_path(partition_leaf, shapes)
     unused = [rule.path for rule in rules if rule not in used]
     if unused:
-        raise ValueError(f"sharding rules that no parameter has: {', '.join(unused)}")
+        raise ValueError(f"sharding rules without a parameter: {', '.join(unused)}; remove them")
     return _with_axes(tree, shapes, mesh)
 
 
@@ -176,17 +176,17 @@ def _partition(
     ):
         if dimension is not None and shape[dimension] % parts:
             raise InputError(
-                f"{field}: {name} has {shape[dimension]} in dimension {dimension}, which "
-                f"{parts} devices do not divide; take another number, or leave this setting out"
+                f"{field}: {name} has size {shape[dimension]} in dimension {dimension}, which "
+                f"{parts} devices do not divide; take another number, or remove this setting"
             )
     return Partition(data, tensor)
 
 
 def _with_axes(partition: Tree, shapes: Tree, mesh: jax.sharding.Mesh) -> Tree:
-    """Returns the partitions with the axes of those that DATA cuts.
+    """Returns the partitions with the axes of the parameters that DATA cuts.
 
-    Where the load is to be balanced, the largest choose first, each the axis that has least to
-    carry; stacked layers, which travel by themselves, and the others each among themselves.
+    To balance the load, parameters choose in order of size, the largest first, each the axis with
+    the least load so far. Stacked layers, which travel separately, have loads of their own.
     """
     axes = mesh_lib.data_axes(mesh)
     orders = {
@@ -202,37 +202,39 @@ def _with_axes(partition: Tree, shapes: Tree, mesh: jax.sharding.Mesh) -> Tree:
         if leaves[i].data is None:
             continue
         stacked = any(key.key == "layers" for key in paths[i])
-        chosen = min(orders, key=lambda order: load[stacked, order])
-        load[stacked, chosen] += sizes[i]
-        leaves[i] = leaves[i]._replace(axes=chosen)
+        lightest = min(orders, key=lambda order: load[stacked, order])
+        load[stacked, lightest] += sizes[i]
+        leaves[i] = leaves[i]._replace(axes=lightest)
     return jax.tree.unflatten(tree, leaves)
 
 
 def specs(partition: Tree) -> Tree:
-    """Returns the specs of the parameters for `shard_map`, to which `tensor` is no axis."""
-    return _map(lambda c: _spec({c.data: c.axes}), partition)
+    """Returns the specs of the parameters for `shard_map`, which is not manual over `tensor`."""
+    return _map_partitions(lambda c: _spec({c.data: c.axes}), partition)
 
 
 def shardings(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
     """Returns the sharding of each parameter."""
 
-    tensor = mesh_lib.TENSOR
-    return _map(lambda c: NamedSharding(mesh, _spec({c.data: c.axes, c.tensor: tensor})), partition)
+    def shard(cut: Partition) -> NamedSharding:
+        return NamedSharding(mesh, _spec({cut.data: cut.axes, cut.tensor: mesh_lib.TENSOR}))
+
+    return _map_partitions(shard, partition)
 
 
-def like_params(tree: Tree, of_params: Tree, other: Any) -> Tree:
-    """Returns, for a tree that holds trees like the parameters, their values; else `other`."""
-    leaves = jax.tree.leaves_with_path(of_params)
+def like_params(tree: Tree, values: Tree, default: Any) -> Tree:
+    """Fills a tree with `values` in each subtree that has the parameters' paths, else `default`."""
+    leaves = jax.tree.leaves_with_path(values)
     flat = {tuple(key.key for key in path): value for path, value in leaves}
 
     def find(path: tuple[Any, ...], _: Any) -> Any:
         names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-        return flat.get(names, other)
+        return flat.get(names, default)
 
     return jax.tree.map_with_path(find, tree)
 
 
-def _map(function: Callable[[Partition], Any], partition: Tree) -> Tree:
+def _map_partitions(function: Callable[[Partition], Any], partition: Tree) -> Tree:
     return jax.tree.map(function, partition, is_leaf=lambda x: isinstance(x, Partition))
 
 
@@ -244,53 +246,55 @@ def _spec(dimensions: dict[int | None, Any]) -> PartitionSpec:
 # --- inside shard_map --------------------------------------------------------------------------
 
 
-def gathered(params: Tree, partition: Tree, collectives: Collectives) -> Tree:
-    """Returns parameters as devices compute with them; their gradient arrives partitioned."""
+def gather_params(params: Tree, partition: Tree, collectives: Collectives) -> Tree:
+    """Returns whole parameters; their gradient arrives partitioned."""
 
-    def one(shard: jax.Array, c: Partition) -> jax.Array:
-        return shard if c.data is None else gather(shard, c.data, collectives.along(c.axes))
+    def gather_leaf(shard: jax.Array, cut: Partition) -> jax.Array:
+        if cut.data is None:
+            return shard
+        return gather(shard, cut.data, collectives.with_axes(cut.axes))
 
-    return jax.tree.map(one, params, partition)
+    return jax.tree.map(gather_leaf, params, partition)
 
 
-def gathered_ahead(
+def prefetch_layers(
     stacked: Module, partition: Tree, collectives: Collectives
 ) -> list[jax.Array | None]:
-    """Returns copies of those parameters that are gathered of all layers before the first."""
+    """Returns copies of the parameters that are gathered for all layers before the first."""
 
-    def one(shard: jax.Array, c: Partition) -> jax.Array | None:
-        if c.data is None or not collectives.goes_ahead(shard[0]):
+    def prefetch(shard: jax.Array, cut: Partition) -> jax.Array | None:
+        if cut.data is None or not collectives.is_prefetched(shard[0]):
             return None
-        return gathered_copy(shard, c.data, collectives.along(c.axes))
+        return gather_copy(shard, cut.data, collectives.with_axes(cut.axes))
 
-    return [one(*leaf) for leaf in _leaves(stacked, partition)]
+    return [prefetch(*leaf) for leaf in _leaves(stacked, partition)]
 
 
 def all_gather_layer(
     layer: Module, copies: Sequence[jax.Array | None], partition: Tree, collectives: Collectives
 ) -> Module:
-    """Returns one layer of stacked ones, whose partition it is, as `gathered`.
+    """Returns one whole layer; `partition` is of the stacked layers.
 
-    `copies` are the layer's of those that were gathered ahead.
+    `copies` are the layer's parameters from `prefetch_layers`.
     """
 
-    def one(shard: jax.Array, c: Partition, copy: jax.Array | None) -> jax.Array:
-        if c.data is None:
+    def gather_leaf(shard: jax.Array, cut: Partition, copy: jax.Array | None) -> jax.Array:
+        if cut.data is None:
             return shard
-        return gather(shard, c.data - 1, collectives.along(c.axes), copy)
+        return gather(shard, cut.data - 1, collectives.with_axes(cut.axes), copy)
 
-    each = zip(_leaves(layer, partition), copies, strict=True)
-    return jax.tree.unflatten(jax.tree.structure(layer), [one(*leaf, copy) for leaf, copy in each])
+    leaves = zip(_leaves(layer, partition), copies, strict=True)
+    return jax.tree.structure(layer).unflatten([gather_leaf(*leaf, copy) for leaf, copy in leaves])
 
 
 def _leaves(layer: Module, partition: Tree) -> list[tuple[jax.Array, Partition]]:
-    """Returns the parameters of a layer, or of stacked ones, each with how it is cut."""
+    """Returns the parameters of a layer or of stacked layers, each with its partition."""
     pairs = []
     for path, leaf in jax.tree.leaves_with_path(layer):
-        c = partition
-        for key in path[:-1]:  # the last names what a parameter holds
-            c = c[key.name]
-        pairs.append((leaf, c))
+        cut = partition
+        for key in path[:-1]:  # the last key is inside of a parameter
+            cut = cut[key.name]
+        pairs.append((leaf, cut))
     return pairs
 
 
@@ -303,52 +307,48 @@ def all_reduce(gradients: Tree, collectives: Collectives) -> Tree:
 
 
 def reduce_scatter(gradients: Tree, partition: Tree, collectives: Collectives) -> Tree:
-    """Sums gradients of partitioned parameters over devices, each keeping its shard.
+    """Sums gradients of partitioned parameters over devices; each device keeps its shard.
 
-    Stacked layers go one after the other: the TPU compiler makes a reduce-scatter of all of them,
-    hundreds of megabytes, an all-reduce of all of them.
+    Stacked layers are reduced one after the other: the TPU compiler turns a reduce-scatter of all
+    layers, hundreds of megabytes, into an all-reduce.
     """
 
     def scatter_all(tree: Tree, partition: Tree, stacked: int) -> Tree:
-        def one(gradient: jax.Array, c: Partition) -> jax.Array:
-            if c.data is None:
+        def scatter_leaf(gradient: jax.Array, cut: Partition) -> jax.Array:
+            if cut.data is None:
                 return gradient
-            return scatter(gradient, c.data - stacked, collectives.along(c.axes))
+            return scatter(gradient, cut.data - stacked, collectives.with_axes(cut.axes))
 
-        return jax.tree.map(one, tree, partition)
+        return jax.tree.map(scatter_leaf, tree, partition)
 
-    encoder, encoder_partitions = dict(gradients["encoder"]), dict(partition["encoder"])
-    layers, layer_partitions = encoder.pop("layers"), encoder_partitions.pop("layers")
-    rest = scatter_all(
-        gradients | {"encoder": encoder}, partition | {"encoder": encoder_partitions}, 0
-    )
-    rest["encoder"]["layers"] = lax.map(
-        lambda layer: scatter_all(layer, layer_partitions, 1), layers
-    )
+    encoder, encoder_cuts = dict(gradients["encoder"]), dict(partition["encoder"])
+    layers, layer_cuts = encoder.pop("layers"), encoder_cuts.pop("layers")
+    rest = scatter_all(gradients | {"encoder": encoder}, partition | {"encoder": encoder_cuts}, 0)
+    rest["encoder"]["layers"] = lax.map(lambda layer: scatter_all(layer, layer_cuts, 1), layers)
     return rest
 
 
 def all_reduce_fused(
-    gradients: Tree, partition: Tree, collectives: Collectives, between: tuple[str, ...] = ()
+    gradients: Tree, partition: Tree, collectives: Collectives, slice_axes: tuple[str, ...] = ()
 ) -> Tree:
     """Sums the gradients of parameters that are not cut over devices, in one float32 vector.
 
-    Alone, each would be a collective of its own, and the compiler merges them as it likes. Sums of
-    slices are added up along the axis `between` them, each byte of them by one device of a slice:
-    those of cut parameters, unless their scatter has, and of the vector a part each.
+    Otherwise each would be a collective, and the compiler would merge them unpredictably. Along
+    `slice_axes` the sums of slices are added up, each byte by one device of a slice: those of cut
+    parameters, unless their scatter has done so, and a part of the vector on each device.
     """
     leaves, tree = jax.tree.flatten(gradients)
-    dims = jax.tree.leaves(_map(lambda c: -1 if c.data is None else c.data, partition))
+    dims = jax.tree.leaves(_map_partitions(lambda c: -1 if c.data is None else c.data, partition))
     small = [i for i, dim in enumerate(dims) if dim < 0]
     vector = jnp.concatenate([leaves[i].reshape(-1) for i in small])
     vector, start = lax.psum(vector, collectives.axes), 0
-    if between:
+    if slice_axes:
         size, parts = len(vector), math.prod(map(lax.axis_size, collectives.axes))
-        each = jnp.pad(vector, (0, -size % parts)).reshape(parts, -1)
-        mine = lax.psum(each[lax.axis_index(collectives.axes)], between)
-        vector = gather(mine, 0, collectives._replace(copy="float32"))[:size]
-    if between and not collectives.between:
-        late = collectives._replace(between=between)
+        padded = jnp.pad(vector, (0, -size % parts)).reshape(parts, -1)
+        own = lax.psum(padded[lax.axis_index(collectives.axes)], slice_axes)
+        vector = gather(own, 0, collectives._replace(copy="float32"))[:size]
+    if slice_axes and not collectives.slice_axes:
+        late = collectives._replace(slice_axes=slice_axes)
         leaves = [
             g if dim < 0 else reduce_across_slices(g, late)
             for g, dim in zip(leaves, dims, strict=True)

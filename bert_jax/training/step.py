@@ -1,16 +1,16 @@
 """One training step and one evaluation step, over the devices of a mesh.
 
-The gradient part is a `shard_map`, manual over the axes of the batch: see `training.gradients`.
+The gradient is a `shard_map`, manual over the axes of the batch: see `training.gradients`.
 
-State, the whole of what a run remembers:
+The state is everything that a run remembers:
     step            int32 [], steps done
     params          nested dict, float32
     optimizer       optax state
-    skipped_steps   int32 [64], steps that only count; -1 where unused
-    bad_in_a_row    int32 [], steps since the last one whose loss and gradient were finite
+    skipped_steps   int32 [64], steps that change nothing but `step`; unused entries are -1
+    bad_in_a_row    int32 [], steps since the last step with finite loss and gradient
 
-Once `bad_in_a_row` has reached `optimizer.bad_steps_in_a_row` the state is latched: steps change
-nothing at all, `step` included, until the host has read it and decided what to do.
+When `bad_in_a_row` reaches `optimizer.bad_steps_in_a_row`, the state is latched: steps change
+nothing, not even `step`, until the host reads the state and decides what to do.
 """
 
 import functools
@@ -40,14 +40,14 @@ Metrics = losses.Metrics
 _DROPOUT = 0x64726F70
 _KEPT_STEPS = 8
 
-# What a step reports next to the objective's metrics, each as (sum, count).
+# Metrics of a step in addition to the objective's, each as (sum, count).
 OWN_METRICS = ("gradient_norm", "learning_rate", "filled", "bad_steps")
-# In the window next to them: (loss, step) of the step whose loss was highest.
+# An entry of the window: (loss, step) of the step with the highest loss.
 WORST_STEP = "worst_step"
 
 
 def init_state(objective: Objective, optimizer: Optimizer, seed: int) -> State:
-    """Returns the state before the first step, a function of the seed alone."""
+    """Returns the state before the first step, which depends only on the seed."""
     params = objective.init_params(jax.random.key(seed, impl="threefry2x32"))
     return {
         "step": jnp.zeros([], jnp.int32),
@@ -62,24 +62,23 @@ def init_state(objective: Objective, optimizer: Optimizer, seed: int) -> State:
 def abstract_state(
     objective: Objective, optimizer: Optimizer, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> State:
-    """Returns shapes, types and shardings of the state; nothing is computed."""
+    """Returns shapes, dtypes and shardings of the state without computing it."""
     shapes = jax.eval_shape(lambda: init_state(objective, optimizer, 0))
-    everywhere = mesh_lib.replicated(mesh)
+    replicated = mesh_lib.replicated(mesh)
     partition = sharding.partitions(shapes["params"], parallelism, mesh, objective.rules)
     params = sharding.shardings(partition, mesh)
-    places = jax.tree.map(lambda _: everywhere, shapes) | {
+    shardings = jax.tree.map(lambda _: replicated, shapes) | {
         "params": params,
-        "optimizer": sharding.like_params(shapes["optimizer"], params, everywhere),
+        "optimizer": sharding.like_params(shapes["optimizer"], params, replicated),
     }
     return jax.tree.map(
-        lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings
     )
 
 
-def empty_window(measured: tuple[str, ...]) -> Metrics:
-    """Returns the sums of a window without steps, of what any step of the run measures."""
-    names = (*measured, *OWN_METRICS, WORST_STEP)
-    return {name: jnp.zeros(2, jnp.float32) for name in names}
+def empty_window(metrics: tuple[str, ...]) -> Metrics:
+    """Returns zero sums of the run's metrics, the window before any steps."""
+    return {name: jnp.zeros(2, jnp.float32) for name in (*metrics, *OWN_METRICS, WORST_STEP)}
 
 
 @functools.lru_cache(maxsize=_KEPT_STEPS)
@@ -95,26 +94,26 @@ def make_init(
     )
 
 
-# Not in one program with the state: of one that does not fit, it would be waited for without end.
+# Not in one program with the state: if the state does not fit, the process would wait forever.
 @functools.lru_cache(maxsize=_KEPT_STEPS)
-def make_empty_window(measured: tuple[str, ...], mesh: jax.sharding.Mesh) -> Callable[[], Metrics]:
-    """Compiles what returns the sums of a window without steps, whole on all devices."""
-    return jax.jit(lambda: empty_window(measured), out_shardings=mesh_lib.replicated(mesh))
+def make_empty_window(metrics: tuple[str, ...], mesh: jax.sharding.Mesh) -> Callable[[], Metrics]:
+    """Compiles `empty_window`, whole on all devices."""
+    return jax.jit(lambda: empty_window(metrics), out_shardings=mesh_lib.replicated(mesh))
 
 
 def phase_key(model: Model, seed: int, phase: int) -> jax.Array:
     """Returns the key from which a phase draws dropout."""
     impl = "threefry2x32" if model.dropout_rng == "threefry8" else "rbg"
-    # The parameters' keys are folded from the bare seed by small numbers.
+    # _DROPOUT is a large number: the parameters' keys fold small numbers into the same seed.
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl=impl), _DROPOUT), phase)
 
 
 def self_checks(device_kind: str) -> CompilerOptions:
     """Returns the compiler's options for a step in which a TPU checks its own arithmetic.
 
-    Each operation is done several times and its results are compared; one that differs halts the
-    program with an error. The values are those of axlearn (`infer_xsc_compiler_options`), without
-    its test of the links between chips, which takes minutes to compile.
+    Each operation is repeated and its results are compared; a difference halts the program with an
+    error. The values are those of axlearn (`infer_xsc_compiler_options`), without its test of the
+    links between chips, which takes minutes to compile.
     """
     one_core = device_kind in ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
     return (
@@ -127,24 +126,23 @@ def self_checks(device_kind: str) -> CompilerOptions:
     )
 
 
-# Those made before are kept: a run that goes on or back, or the next of a sweep, need not trace the
-# same again.
+# Cached: a run that resumes or rolls back, or the next run of a sweep, need not trace again.
 @functools.lru_cache(maxsize=_KEPT_STEPS)
 def make_train_step(
     spec: StepSpec, total_steps: int, compiler_options: CompilerOptions = ()
 ) -> Callable[..., tuple[State, Metrics]]:
     """Compiles `(state, window, batch, phase key, fixed) -> (state, window)`.
 
-    The state and the window are donated. The window is the running sum of the metrics since it
-    was last emptied. What is fixed does not learn, and lies whole on all devices; it may
-    be left out. `total_steps`, of all phases, are the schedule's length; `compiler_options` come on
-    top of those of the devices' `collectives.Method`, see `self_checks`.
+    The state and the window are donated. The window has the sums of metrics since it was last
+    emptied. `fixed` has the frozen parameters, whole on all devices; it is optional. `total_steps`,
+    of all phases, is the schedule's length; `compiler_options` are added to those of the devices'
+    `collectives.Method`, see `self_checks`.
     """
     objective, optimizer, parallelism, _, mesh = spec
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
-    tx = optimizer_lib.make(optimizer, muon.over(partition, mesh))
-    gradients = _over_shards(spec, partition, (sharding.specs(partition), PartitionSpec()))
+    tx = optimizer_lib.make(optimizer, muon.make_orthogonalize(partition, mesh))
+    gradients = _map_gradients(spec, partition, (sharding.specs(partition), PartitionSpec()))
 
     def train_step(
         state: State, window: Metrics, batch: Batch, key: jax.Array, fixed: Any = None
@@ -159,54 +157,54 @@ def make_train_step(
         params = jax.tree.map(lambda p, u: p - rate * u, state["params"], update)
 
         new = {"params": params, "optimizer": opt_state}
-        new = _but_idle(new, state, getattr(objective, "idle", ()))
-        return _guarded(spec, state, new, window, metrics, norm, rate)
+        new = _restore_idle(new, state, getattr(objective, "idle", ()))
+        return _apply_good(spec, state, new, window, metrics, norm, rate)
 
-    places = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
-    usual = method_of(mesh_lib.device_kind(mesh), mesh.shape.get(mesh_lib.SLICE, 1))
-    options = dict(usual.compiler_options) | dict(compiler_options)
+    out = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
+    method = method_of(mesh_lib.device_kind(mesh), mesh.shape.get(mesh_lib.SLICE, 1))
+    options = dict(method.compiler_options) | dict(compiler_options)
     return jax.jit(
-        train_step, donate_argnums=(0, 1), out_shardings=places, compiler_options=options or None
+        train_step, donate_argnums=(0, 1), out_shardings=out, compiler_options=options or None
     )
 
 
 @functools.lru_cache(maxsize=_KEPT_STEPS)
-def make_replay(spec: StepSpec) -> Callable[..., jax.Array]:
+def make_fingerprints(spec: StepSpec) -> Callable[..., jax.Array]:
     """Compiles `(params, fixed, step, batch, phase key, other) -> replay.fingerprints`.
 
-    The fingerprints are of the results of `make_train_step`. `other` is the batch that
-    `replay.rotate_batch` returns.
+    The fingerprints are those of the gradients of `make_train_step`. `other` is the result of
+    `replay.rotate_batch`.
     """
     objective, optimizer, parallelism, _, mesh = spec
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
-    replay = _over_shards(spec, partition, PartitionSpec(), mesh_lib.batch_spec(mesh))
+    fingerprints = _map_gradients(spec, partition, PartitionSpec(), mesh_lib.batch_spec(mesh))
     method = method_of(mesh_lib.device_kind(mesh), mesh.shape.get(mesh_lib.SLICE, 1))
-    return jax.jit(replay, compiler_options=dict(method.compiler_options) or None)
+    return jax.jit(fingerprints, compiler_options=dict(method.compiler_options) or None)
 
 
-def _over_shards(
+def _map_gradients(
     spec: StepSpec, partition: Any, out: Any, *other: PartitionSpec
 ) -> Callable[..., Any]:
-    """Returns `gradients` of (params, fixed, step, batch, phase key, other) over all shards."""
+    """Maps `gradients` of (params, fixed, step, batch, phase key, other) over all shards."""
     whole, rows = PartitionSpec(), mesh_lib.batch_spec(spec.mesh)
-    given = (sharding.specs(partition), whole, whole, rows, whole, *other)
+    args = (sharding.specs(partition), whole, whole, rows, whole, *other)
     function = functools.partial(gradients_lib.gradients, spec, partition)
-    return mesh_lib.over_shards(function, spec.mesh, given, out)
+    return mesh_lib.map_shards(function, spec.mesh, args, out)
 
 
-def _but_idle(new: State, old: State, idle: tuple[str, ...]) -> State:
-    """Returns new parameters and moments with those of idle heads as they were, undecayed."""
+def _restore_idle(new: State, old: State, idle: tuple[str, ...]) -> State:
+    """Returns new parameters and moments with the old, undecayed ones of idle heads."""
 
-    def one(path: tuple[Any, ...], leaf: jax.Array, before: jax.Array) -> jax.Array:
-        # "params", or "optimizer" and a place in it, and then the parameter's path.
+    def restore(path: tuple[Any, ...], new_leaf: jax.Array, old_leaf: jax.Array) -> jax.Array:
+        # The names are "params" or "optimizer", and then the parameter's path.
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return before if names[1:2] and names[1] in idle else leaf
+        return old_leaf if names[1:2] and names[1] in idle else new_leaf
 
-    return jax.tree.map_with_path(one, new, {name: old[name] for name in new})
+    return jax.tree.map_with_path(restore, new, {name: old[name] for name in new})
 
 
-def _guarded(
+def _apply_good(
     spec: StepSpec,
     state: State,
     new: State,
@@ -215,33 +213,33 @@ def _guarded(
     norm: jax.Array,
     rate: jax.Array,
 ) -> tuple[State, Metrics]:
-    """Returns the new state where the step is good, else the old; and the window with its metrics.
+    """Returns the new state if the step is good, else the old; and the window with its metrics.
 
-    A step that is not finite, or is to be skipped, is counted and does nothing else.
+    A step that is not finite, or that is listed as skipped, is only counted.
     """
     loss = sum(metrics[n][0] / jnp.maximum(metrics[n][1], 1.0) for n in spec.objective.losses)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    wanted = jnp.all(state["skipped_steps"] != state["step"])
+    included = jnp.all(state["skipped_steps"] != state["step"])
     latched = state["bad_in_a_row"] >= spec.optimizer.bad_steps_in_a_row
-    good = finite & wanted & ~latched
-    keep = functools.partial(jnp.where, good)
-    bad_in_a_row = jnp.where(finite | ~wanted, 0, state["bad_in_a_row"] + 1)
-    after = {
+    good = finite & included & ~latched
+    select = functools.partial(jnp.where, good)
+    bad_in_a_row = jnp.where(finite | ~included, 0, state["bad_in_a_row"] + 1)
+    next_state = {
         "step": state["step"] + jnp.where(latched, 0, 1),
-        "params": jax.tree.map(keep, new["params"], state["params"]),
-        "optimizer": jax.tree.map(keep, new["optimizer"], state["optimizer"]),
+        "params": jax.tree.map(select, new["params"], state["params"]),
+        "optimizer": jax.tree.map(select, new["optimizer"], state["optimizer"]),
         "skipped_steps": state["skipped_steps"],
         "bad_in_a_row": jnp.where(latched, state["bad_in_a_row"], bad_in_a_row),
     }
     one, counted = jnp.ones([]), jnp.where(latched, 0.0, 1.0)
     metrics |= {"gradient_norm": jnp.stack([norm, one]), "learning_rate": jnp.stack([rate, one])}
-    # Kept out of the means of the others.
-    seen = {name: jnp.where(good, pair, 0.0) for name, pair in metrics.items()}
-    seen["bad_steps"] = jnp.stack([jnp.where(good, 0.0, counted), counted])
+    # Bad steps do not enter the means.
+    added = {name: jnp.where(good, pair, 0.0) for name, pair in metrics.items()}
+    added["bad_steps"] = jnp.stack([jnp.where(good, 0.0, counted), counted])
     worst = window[WORST_STEP]
-    sums = window | {name: window[name] + pair for name, pair in seen.items()}
-    this = jnp.stack([loss, state["step"].astype(jnp.float32)])
-    return after, sums | {WORST_STEP: jnp.where(good & (loss > worst[0]), this, worst)}
+    sums = window | {name: window[name] + pair for name, pair in added.items()}
+    current = jnp.stack([loss, state["step"].astype(jnp.float32)])
+    return next_state, sums | {WORST_STEP: jnp.where(good & (loss > worst[0]), current, worst)}
 
 
 @functools.lru_cache(maxsize=_KEPT_STEPS)
@@ -253,7 +251,7 @@ def make_eval_step(
     def metrics(*args: Any) -> Metrics:
         return lax.psum(objective.forward(*args), mesh_lib.batch_axes(mesh))
 
-    sharded = _without_noise(objective, metrics, parallelism, mesh, PartitionSpec())
+    sharded = _map_without_dropout(objective, metrics, parallelism, mesh, PartitionSpec())
 
     def eval_step(params: Any, sums: Metrics, batch: Batch) -> Metrics:
         return jax.tree.map(jnp.add, sums, sharded(params, None, batch))
@@ -269,20 +267,20 @@ def make_rows_step(
 ) -> Callable[[Any, Any, Batch], jax.Array]:
     """Compiles `(params, fixed, batch) -> [B, ...]`, whole on all devices.
 
-    `function` takes what `Objective.forward` takes, and gives something of each row.
+    `function` takes the arguments of `Objective.forward` and returns an array for each row.
     """
-    rows = _without_noise(objective, function, parallelism, mesh, mesh_lib.batch_spec(mesh))
+    rows = _map_without_dropout(objective, function, parallelism, mesh, mesh_lib.batch_spec(mesh))
     return jax.jit(rows, out_shardings=mesh_lib.replicated(mesh))
 
 
-def _without_noise(
+def _map_without_dropout(
     objective: Objective,
     function: Callable[..., Any],
     parallelism: Parallelism,
     mesh: jax.sharding.Mesh,
     out: PartitionSpec,
 ) -> Callable[[Any, Any, Batch], Any]:
-    """Returns `f(params, fixed, batch)`: each shard has its rows and whole parameters."""
+    """Maps `function` over shards: each computes its rows with whole parameters, no dropout."""
     shapes = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
     partition = sharding.partitions(shapes, parallelism, mesh, objective.rules)
 
@@ -291,8 +289,8 @@ def _without_noise(
         if parallelism.state != "replicated":
             copy, method = objective.model.compute_dtype, method_of(mesh_lib.device_kind(mesh))
             collectives = Collectives(mesh_lib.data_axes(mesh), copy, "float32", method)
-            params, loop = gradients_lib.gathered_but_layers(params, partition, collectives, loop)
+            params, loop = gradients_lib.gather_outside_layers(params, partition, collectives, loop)
         return function(params, fixed, batch, None, loop)
 
-    given = sharding.specs(partition), PartitionSpec(), mesh_lib.batch_spec(mesh)
-    return mesh_lib.over_shards(shard, mesh, given, out)
+    args = sharding.specs(partition), PartitionSpec(), mesh_lib.batch_spec(mesh)
+    return mesh_lib.map_shards(shard, mesh, args, out)

@@ -153,7 +153,7 @@ def test_a_step_is_compiled_with_its_devices_options(torus, monkeypatch):
     layout = Parallelism(state="zero3", slices=2)
     spec = spec._replace(parallelism=layout, mesh=samples.mesh_of(4, layout))
     step.make_train_step(spec, 100)
-    assert dict(collectives._BETWEEN_SLICES).items() < seen.pop()["compiler_options"].items()
+    assert dict(collectives._SLICE_OPTIONS).items() < seen.pop()["compiler_options"].items()
 
 
 @pytest.mark.long

@@ -64,7 +64,7 @@ def test_a_killed_worker_is_replaced(times):
                 worker.kill()
                 worker.join()  # else it may be found, and killed, again
     assert digest(found) == digest(global_batches(1, 0, 40))
-    assert [("new ones go on" in line, "without them" in line) for line in said] == [
+    assert [("new ones" in line, "without them" in line) for line in said] == [
         (number < 3, number == 3) for number in range(1, times + 1)
     ]
 
@@ -104,7 +104,7 @@ def test_an_error_in_a_batch_reaches_the_loop():
 def test_after_a_third_death_no_more_workers_are_started():
     started = []
     killed = feed.Feed.__new__(feed.Feed)
-    killed._deaths, killed._workers, killed._say = 0, 2, lambda line: None
+    killed._deaths, killed._workers, killed._report = 0, 2, lambda line: None
     killed._iterator = mock.Mock()
     with mock.patch.object(
         feed.Feed, "_host_batches", lambda self: started.append(self._workers) or mock.Mock()

@@ -37,7 +37,7 @@ class Faulty(Pretraining):
     """Has `fixed` for a FAULT, before devices add anything up."""
 
     def forward(self, params, fixed, batch, noise, loop):
-        errs = lax.axis_index(mesh_lib.axes_here()) == fixed["device"]
+        errs = lax.axis_index(mesh_lib.manual_axes()) == fixed["device"]
         errs &= (fixed["rows"] < 0) | (fixed["rows"] == batch["rows"][0].astype(jnp.int32))
 
         def gather(stacked):
@@ -97,7 +97,7 @@ def finder(devices, layout):
     mesh, rows = samples.mesh_of(devices, spec[-1]), np.arange(ROWS)
     places = jax.tree.map(lambda leaf: leaf.sharding, step.abstract_state(*spec, mesh))
     state = jax.device_put(step.init_state(*spec[:2], 0), places)
-    program = step.make_replay(step.StepSpec(*spec, spec[-1].accumulation_of(0), mesh))
+    program = step.make_fingerprints(step.StepSpec(*spec, spec[-1].accumulation_of(0), mesh))
     batch = samples.train_batches(SHAPE).batch(0, rows)
     batch = feed.place(batch, rows, ROWS, mesh_lib.batch_sharding(mesh))
     given = state, None, batch, step.phase_key(samples.MODEL, 0, 0), None
@@ -109,7 +109,7 @@ def finder(devices, layout):
             return program(params, left.pop(0), *rest)
 
         try:
-            return replay.Replay(mesh).before(lambda *args: "done", one)(*given)
+            return replay.RecomputeCheck(mesh).wrap_step(lambda *args: "done", one)(*given)
         except replay.SilentCorruption as erred:
             return [device.id for device in erred.devices], erred.is_sure, erred.is_last
 
@@ -164,17 +164,17 @@ def seen(devices, *wrong):
 
 def test_who_errs_is_decided_by_a_third_device():
     once, twice = seen(4, (2, 0)), seen(4, (0, 1), (2, 0))
-    assert replay.erring([(1, once), (2, seen(4))]) == ([{2}, set()], True)
-    assert replay.erring([(1, twice), (2, once)]) == ([{0, 2}, {2}], True)
+    assert replay.find_erring([(1, once), (2, seen(4))]) == ([{2}, set()], True)
+    assert replay.find_erring([(1, twice), (2, once)]) == ([{0, 2}, {2}], True)
     # Of two devices one that erred once is found by the other; one that keeps erring is not.
     one = seen(2, (1, 0))
-    assert replay.erring([(1, one), (1, seen(2))]) == ([{1}, set()], True)
-    assert replay.erring([(1, one), (1, one)]) == ([{0, 1}, {0, 1}], False)
+    assert replay.find_erring([(1, one), (1, seen(2))]) == ([{1}, set()], True)
+    assert replay.find_erring([(1, one), (1, one)]) == ([{0, 1}, {0, 1}], False)
 
 
 def test_a_device_named_twice_is_the_last():
     """So is any that is named before a replay was clean again."""
-    replays, last = replay.Replay(samples.mesh_of(4)), []
+    replays, last = replay.RecomputeCheck(samples.mesh_of(4)), []
     for place, was_clean in ((1, True), (2, True), (3, False), (2, True)):
         replays._was_clean = was_clean
         last.append(replays._corruption([{place}, set()], is_sure=True).is_last)
@@ -186,7 +186,7 @@ def test_a_device_named_twice_is_the_last():
 
 def sicken(monkeypatch, sick, place=2):
     """A device errs in replays before these steps, the steps too; `sick` may change meanwhile."""
-    make_train_step, make_replay = step.make_train_step, step.make_replay
+    make_train_step, make_fingerprints = step.make_train_step, step.make_fingerprints
 
     def train_step(*args):
         def one(state, *rest):
@@ -202,13 +202,13 @@ def sicken(monkeypatch, sick, place=2):
             if isinstance(sick, set) and errs["device"] == place:
                 sick.clear()
             faulty = Faulty(spec.objective.model, spec.objective.learns)
-            program = make_replay(spec._replace(objective=faulty))
+            program = make_fingerprints(spec._replace(objective=faulty))
             return program(params, FAULT | errs, number, *rest)
 
         return one
 
     monkeypatch.setattr(step, "make_train_step", train_step)
-    monkeypatch.setattr(step, "make_replay", replays)
+    monkeypatch.setattr(step, "make_fingerprints", replays)
 
 
 @pytest.mark.parametrize(

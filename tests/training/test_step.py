@@ -70,7 +70,7 @@ def test_a_layout_does_not_change_the_run(devices, parallelism, reference):
 
 def test_what_is_gathered_ahead_of_the_layers_gets_the_gradient_of_its_own(reference, monkeypatch):
     """Attention's matrices at once for all layers, those between them layer by layer."""
-    monkeypatch.setitem(METHODS, "cpu", Method(ahead=32 * 32 * 4))
+    monkeypatch.setitem(METHODS, "cpu", Method(prefetch_bytes=32 * 32 * 4))
     step.make_train_step.cache_clear()
     layout = Parallelism(state="zero3", remat="dots")
     assert_same_run(samples.run(STEPS, devices=2, parallelism=layout), reference)
@@ -205,7 +205,7 @@ def test_what_a_step_changes(loss, norm, is_skipped, bad_in_a_row, changes, coun
     window = step.empty_window(spec.objective.metrics)
     window |= {"filled": jnp.array([2.0, 4.0])}
     metrics |= {"filled": jnp.array([1.0, 1.0])}
-    after, window = step._guarded(
+    after, window = step._apply_good(
         spec, state, new, window, metrics, jnp.float32(norm), jnp.float32(0.1)
     )
     assert (after["step"], after["bad_in_a_row"]) == (7 + counts, bad_after)
@@ -227,7 +227,7 @@ def test_heads_that_learn_nothing_neither_decay_nor_forget(name):
         {part: jax.tree.map(lambda x, v=value: np.full(x.shape, v), shapes[part]) for part in parts}
         for value, parts in ((1, ("params", "optimizer")), (0, shapes))
     )
-    after = step._but_idle(updated, before, objective.idle)
+    after = step._restore_idle(updated, before, objective.idle)
     assert after.keys() == updated.keys()
     for path, leaf in jax.tree.leaves_with_path(after):
         is_idle = bool({getattr(key, "key", None) for key in path} & {"pooler", "next_sentence"})

@@ -344,7 +344,7 @@ def lower_step(
     """Traces the training step of a phase for a mesh and an abstract state."""
     spec = _spec(experiment, number, mesh)
     train_step = step.make_train_step(spec, experiment.total_steps, compiler_options)
-    window = jax.eval_shape(lambda: step.empty_window(objective_lib.measured(experiment)))
+    window = jax.eval_shape(lambda: step.empty_window(objective_lib.metric_names(experiment)))
     window = _placed(window, mesh_lib.replicated(mesh))
     # What jax compiles has `lower`, too; its type for that does not say what a call returns.
     lowerable = cast(jax.stages.Wrapped, train_step)
@@ -369,7 +369,7 @@ def _others(
         options = step.self_checks(mesh_lib.device_kind(mesh))
         yield lower_step(experiment, number, mesh, state, options), 0
     if run.replay_every:
-        replay = cast(jax.stages.Wrapped, step.make_replay(_spec(experiment, number, mesh)))
+        replay = cast(jax.stages.Wrapped, step.make_fingerprints(_spec(experiment, number, mesh)))
         batch, key = _batch_and_key(experiment, number, mesh)
         given = state["params"], None, state["step"], batch, key, batch
         others = jax.tree.leaves({name: state[name] for name in state if name != "params"})
