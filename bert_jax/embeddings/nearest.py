@@ -32,8 +32,8 @@ def nearest(
       count: results wanted for each query; K is the smaller of `count` and N.
 
     Returns:
-      Indices of vectors, int64 [Q, K], and their products, float32 [Q, K], in descending order. Of
-      vectors with equal products the first one comes first.
+      Indices of vectors, int64 [Q, K], and their products, float32 [Q, K], in descending order.
+      Vectors with equal products keep their order.
     """
     indices = [np.empty(0, np.int64)] * len(queries)
     products = [np.empty(0, np.float32)] * len(queries)
@@ -42,11 +42,11 @@ def nearest(
         for first in range(0, len(queries), _BLOCK_QUERIES):
             block_products = queries[first : first + _BLOCK_QUERIES] @ block.T
             for query, row in enumerate(block_products, first):
-                nearest_here = _largest_indices(row, count)
-                candidates = np.concatenate([products[query], row[nearest_here]])
-                kept = _largest_indices(candidates, count)
-                indices[query] = np.concatenate([indices[query], start + nearest_here])[kept]
-                products[query] = candidates[kept]
+                nearest_in_block = _largest_indices(row, count)
+                candidates = np.concatenate([products[query], row[nearest_in_block]])
+                best = _largest_indices(candidates, count)
+                indices[query] = np.concatenate([indices[query], start + nearest_in_block])[best]
+                products[query] = candidates[best]
         start += len(block)
     return np.stack(indices), np.stack(products)
 

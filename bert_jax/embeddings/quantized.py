@@ -1,8 +1,8 @@
-"""Vectors in a quarter and in a thirty-second of the bytes, as stores of vectors take them.
+"""Quantization of vectors for vector databases, to a quarter or a thirty-second of the bytes.
 
-`int8`: 127 is the largest number of each vector, so that cosines stay to about a hundredth.
-`binary`: a bit a number, 1 where it is above 0, eight to a byte, the first the highest; of two
-vectors the fewer bits differ, the nearer they are (Shakir et al. 2024).
+`int8`: each vector is scaled so that its largest number is 127; cosines change by about 0.01.
+`binary`: one bit for each number, 1 if it is above 0, eight bits in a byte, the first bit highest;
+the fewer bits of two vectors differ, the nearer the vectors are (Shakir et al. 2024).
 
 Shape letters: N vectors, W width.
 """
@@ -13,45 +13,45 @@ import numpy as np
 
 Quantize = Literal["none", "int8", "binary"]
 
-# Of so many vectors the neighbours are looked for, and so many neighbours.
+# Vectors in the sample for `recall`, and how many neighbours of each vector are compared.
 SAMPLE, _NEAREST = 2_000, 10
-# By which nothing is divided that is less.
+# The smallest divisor, for vectors of zeros.
 _TINY = np.finfo(np.float32).tiny
 
 
-def dtype_and_width(how: Quantize, width: int) -> tuple[np.dtype, int]:
-    """Returns of which numbers vectors of a width are made, and of how many."""
-    if how == "binary":
+def dtype_and_width(method: Quantize, width: int) -> tuple[np.dtype, int]:
+    """Returns the type and the number of the elements of a quantized vector."""
+    if method == "binary":
         return np.dtype("u1"), -(-width // 8)
-    return np.dtype("i1" if how == "int8" else "<f4"), width
+    return np.dtype("i1" if method == "int8" else "<f4"), width
 
 
-def quantized(vectors: np.ndarray, how: Quantize) -> np.ndarray:
-    """Returns vectors, float32 [N, W], as int8 [N, W] or uint8 [N, W / 8], see above."""
-    if how == "binary":
+def quantize_vectors(vectors: np.ndarray, method: Quantize) -> np.ndarray:
+    """Returns vectors, float32 [N, W], as int8 [N, W] or uint8 [N, W / 8]."""
+    if method == "binary":
         return np.packbits(vectors > 0, axis=1)
-    if how == "int8":
+    if method == "int8":
         largest = np.abs(vectors).max(axis=1, keepdims=True, initial=_TINY)
         return np.rint(vectors / largest * 127).astype(np.int8)
     return vectors
 
 
-def recall(vectors: np.ndarray, how: Quantize) -> float:
-    """Returns how many of the ten nearest to each vector are found by what stands for them.
+def recall(vectors: np.ndarray, method: Quantize) -> float:
+    """Returns the share of the ten nearest neighbours that quantized vectors have, too.
 
     Args:
       vectors: float32 [N, W], at least two.
-      how: what stands for them.
-
-    Near is by the cosine; bits are ones and minus ones, so that the nearer differ in fewer.
+      method: how the vectors are quantized. Bits count as 1 and -1: a larger cosine means fewer
+        different bits.
     """
-    stand_in = np.where(vectors > 0, 1.0, -1.0) if how == "binary" else quantized(vectors, how)
-    near = [_nearest(each.astype(np.float32)) for each in (vectors, stand_in)]
-    return float((near[0][:, :, None] == near[1][:, None, :]).any(axis=2).mean())
+    signs = np.where(vectors > 0, 1.0, -1.0)
+    approximate = signs if method == "binary" else quantize_vectors(vectors, method)
+    exact, near = (_nearest(array.astype(np.float32)) for array in (vectors, approximate))
+    return float((exact[:, :, None] == near[:, None, :]).any(axis=2).mean())
 
 
 def _nearest(vectors: np.ndarray) -> np.ndarray:
-    """Returns which others are nearest to each vector, int [N, 10 or N - 1], in any order."""
+    """Returns the indices of each vector's nearest, int [N, 10 or N - 1], in any order."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors = vectors / np.maximum(lengths, _TINY)
     cosines = vectors @ vectors.T

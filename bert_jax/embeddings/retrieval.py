@@ -1,8 +1,7 @@
-"""Texts that are looked for among many: BEIR's files, and how well a ranking does.
+"""Retrieval tasks: reading of BEIR's files, and scores of a ranking.
 
-A folder as BEIR has it (Thakur et al. 2021): corpus.jsonl with `_id`, `title` and `text`,
-queries.jsonl with `_id` and `text`, qrels/NAME.tsv with a line of names, then query, text and how
-relevant it is.
+A folder of BEIR (Thakur et al. 2021) holds corpus.jsonl with `_id`, `title` and `text`,
+queries.jsonl with `_id` and `text`, and qrels/NAME.tsv with query id, text id and relevance.
 """
 
 import csv
@@ -18,29 +17,29 @@ from bert_jax.embeddings import nearest as nearest_lib
 from bert_jax.errors import InputError, reading
 from bert_jax.text.records import encodable
 
-# How far a ranking is looked at.
+# Scores depend on the first texts of a ranking only.
 _DEPTH = 10
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A text to be found, or a query, which knows what it should find."""
+    """A text of the corpus, or a query with its relevant texts."""
 
     place: str  # FILE:LINE, for messages
     id: str
     text: str
-    # For a query, the grades above 0 of texts, by their ids; None for a text.
+    # For a query, the grades above 0 of texts by text id; None for a text.
     relevant: Mapping[str, int] | None = None
 
 
-def read(place: str, split: str) -> list[Passage]:
+def read(path: str, split: str) -> list[Passage]:
     """Returns the queries that have judgements, then all texts, in the order of the files.
 
     Args:
-      place: the folder, see above.
-      split: the file of qrels/.
+      path: a folder of BEIR.
+      split: the name of a file of qrels/.
     """
-    folder = epath.Path(place)
+    folder = epath.Path(path)
     texts = [
         Passage(place, record["_id"], " ".join(filter(None, (record["title"], record["text"]))))
         for place, record in _records(folder / "corpus.jsonl")
@@ -53,8 +52,7 @@ def read(place: str, split: str) -> list[Passage]:
     ]
     if judged:
         raise InputError(
-            f"{folder / 'queries.jsonl'}: has no query {next(iter(judged))!r}, of which "
-            f"qrels/{split}.tsv speaks"
+            f"{folder / 'queries.jsonl'}: no query {next(iter(judged))!r} of qrels/{split}.tsv"
         )
     return [*queries, *texts]
 
@@ -70,10 +68,10 @@ def _records(path: epath.Path) -> Iterator[tuple[str, dict[str, str]]]:
                 texts = {"text": record["text"] or "", "title": record.get("title") or ""}
                 for name, text in texts.items():
                     if not isinstance(text, str):
-                        raise InputError(f"{place}: {name}={text!r}: is no text; make it one")
+                        raise InputError(f"{place}: {name}={text!r}: must be a string")
                     texts[name] = encodable(text)
                 if not "".join(texts.values()).strip():
-                    raise InputError(f"{place}: the text is blank; fill it in, or remove it")
+                    raise InputError(f"{place}: the text is blank; add text or remove the line")
                 record_id = str(record["_id"])
                 if record_id in seen:
                     raise InputError(f"{place}: _id {record_id!r} occurs twice; make ids unique")
@@ -84,11 +82,11 @@ def _records(path: epath.Path) -> Iterator[tuple[str, dict[str, str]]]:
 def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:
     """Returns the grades above 0 of texts for each query; the last judgement of a text counts."""
     judged: dict[str, dict[str, int]] = {}
-    with reading(path, "each line must be query, text and relevance between tabs"):
+    with reading(path, "each line must be query id, text id and relevance, separated by tabs"):
         rows = csv.reader(path.read_text().splitlines()[1:], delimiter="\t")
         for number, (query, text, relevance) in enumerate(rows, start=2):
             if text not in known:
-                raise InputError(f"{path}:{number}: {text!r}: corpus.jsonl has no such text")
+                raise InputError(f"{path}:{number}: {text!r}: not in corpus.jsonl")
             judged.setdefault(query, {})[text] = int(relevance)
     relevant = {
         query: {text: grade for text, grade in grades.items() if grade > 0}
@@ -102,8 +100,8 @@ def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:
 def scores(vectors: Sequence[np.ndarray], passages: Sequence[Passage]) -> dict[str, float]:
     """Returns the mean scores over all queries, as BEIR's evaluator and trec_eval compute them.
 
-    All texts except one with the query's own id are ranked by their cosine with the query. Of texts
-    with equal cosines the text with the larger id, by code points, comes first. The scores of a
+    All texts except one with the query's own id are ranked by their cosine with the query. If
+    cosines are equal, the text with the larger id, by code points, comes first. The scores of a
     query without relevant texts are 0.
 
     Args:
@@ -111,8 +109,8 @@ def scores(vectors: Sequence[np.ndarray], passages: Sequence[Passage]) -> dict[s
       passages: queries and texts in any order.
 
     Returns:
-      `recall@1` and `recall@10`, the shares of the relevant texts that come so early; `mrr@10`, one
-      over the place of the first of them; `ndcg@10` (Järvelin and Kekäläinen 2002).
+      `recall@1` and `recall@10`, the shares of relevant texts among the first 1 and 10, `mrr@10`
+      (1 / rank of the first relevant text) and `ndcg@10` (Järvelin and Kekäläinen 2002).
     """
     queries = [i for i, passage in enumerate(passages) if passage.relevant is not None]
     texts = [i for i, passage in enumerate(passages) if passage.relevant is None]
@@ -133,9 +131,9 @@ def scores(vectors: Sequence[np.ndarray], passages: Sequence[Passage]) -> dict[s
         sums["recall@10"] += len(hits) / len(relevant)
         sums["mrr@10"] += 1 / (1 + hits[0]) if hits else 0.0
         best = sorted(relevant.values(), reverse=True)[:_DEPTH]
-        sums["ndcg@10"] += _discounted(gains) / _discounted(best)
+        sums["ndcg@10"] += _discounted_gain(gains) / _discounted_gain(best)
     return {name: value / len(queries) for name, value in sums.items()}
 
 
-def _discounted(gains: Sequence[int]) -> float:
-    return sum(gain / math.log2(place) for place, gain in enumerate(gains, start=2))
+def _discounted_gain(gains: Sequence[int]) -> float:
+    return sum(gain / math.log2(rank) for rank, gain in enumerate(gains, start=2))

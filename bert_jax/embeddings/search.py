@@ -1,11 +1,11 @@
-"""A search over one's own texts: the nearest to a question, by the cosine of all vectors.
+"""Semantic search: the texts of a file whose vectors have the largest cosine with a query's.
 
-Vectors are kept in a folder, so that of texts that grow or change the new ones alone are embedded,
-and a search that was killed goes on:
+A folder keeps the vectors. So only new or changed texts are embedded, and an interrupted search
+resumes:
 
-made.json  by which encoder, and how
+made.json  the encoder, and how it makes vectors
 vectors    float32 [texts, W], of length 1, in the order in which they were embedded
-keys       16 bytes a text, of its SHA-256; written after its vector
+keys       the first 16 bytes of the SHA-256 of each text, written after its vector
 """
 
 import dataclasses
@@ -38,31 +38,31 @@ from bert_jax.text import lines as lines_lib
 
 _VERSION = 1
 _KEY = 16  # bytes
-_QUESTIONS = 256  # answered together
-_SAVED = 1_024  # texts that are embedded at a time: what a kill costs
+_QUERIES = 256  # answered in one pass over the vectors
+_SAVED = 1_024  # texts embedded between two writes: the work that a kill loses
 _SECONDS_BETWEEN_LINES = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """A text that is near to a question."""
+class SearchHit:
+    """A text that is near to a query."""
 
-    line: int  # where it stands, from 1
+    line: int  # line number, from 1
     score: float  # the cosine
-    text: str  # of the line, or the passage of it
+    text: str  # the whole line, or one passage of it
 
 
 class Index:
-    """The vectors of the texts of a file, made where they are missing.
+    """The vectors of the texts of a file. Embeds the texts that have no vector yet.
 
     Args:
-      path: a file with a text on each line; empty lines are no texts.
-      folder: where the vectors are kept.
-      model: whose encoder.
-      embedder: makes its vectors, of length 1.
-      say: takes a line of progress.
-      cut: what is done with a text that is longer than the encoder reads: its beginning stands for
-        it, or it falls into passages, each of which is a text.
+      path: a file with one text on each line; blank lines are skipped.
+      folder: folder of the vectors.
+      model: a model with an encoder.
+      embedder: computes the vectors, of length 1.
+      report: prints a line of progress.
+      cut: how a text longer than `embedder.max_length` is searched: by its beginning only, or split
+        into passages, each of which is a text.
     """
 
     def __init__(
@@ -71,42 +71,41 @@ class Index:
         folder: epath.Path,
         model: Base,
         embedder: Embedder,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         cut: Literal["beginning", "passages"] = "beginning",
     ):
         self._path, self._folder, self._embedder = path, folder, embedder
-        self._parts = embedder.passages if cut == "passages" else lambda text: [text]
+        self._split = embedder.passages if cut == "passages" else lambda text: [text]
         self._cut = cut
-        # Where each different text comes first, by the text's key.
-        self._first: dict[bytes, int] = {}
-        for place, (_, text) in enumerate(self._texts()):
-            self._first.setdefault(_key(text), place)
+        self._first: dict[bytes, int] = {}  # number of the first of equal texts, by key
+        for number, (_, text) in enumerate(self._texts()):
+            self._first.setdefault(_key(text), number)
         if not self._first:
-            raise InputError(f"{path}: no text in it; put one on each line")
+            raise InputError(f"{path}: contains no text; put one text on each line")
         with lock(folder, setting="--vectors"):
             self._require_same(_fingerprint(model, embedder))
-            row_of = self._embedded(say)
-        self._places = np.array(list(self._first.values()))
-        self._rows = np.array([row_of[key] for key in self._first])
+            row_by_key = self._embed_missing(report)
+        self._numbers = np.array(list(self._first.values()))
+        self._rows = np.array([row_by_key[key] for key in self._first])
 
-    def nearest(self, questions: Sequence[str], top: int) -> list[list[Answer]]:
-        """Returns the `top` nearest texts to each question, best first; of equals the earlier."""
-        queries = np.concatenate([p.vectors for p in self._embedder.embed(questions, "query")])
+    def nearest(self, queries: Sequence[str], top: int) -> list[list[SearchHit]]:
+        """Returns the `top` nearest texts to each query, best first; equal ones in file order."""
+        encoded = np.concatenate([p.vectors for p in self._embedder.embed(queries, "query")])
         vectors = np.memmap(self._folder / "vectors", np.float32, "r")
         vectors = vectors.reshape(-1, self._embedder.width)
         blocks = (vectors[rows] for rows in nearest_lib.parts(self._rows))
-        neighbours, scores = nearest_lib.nearest(blocks, queries, top)
-        numbers = self._places[neighbours]
+        neighbours, scores = nearest_lib.nearest(blocks, encoded, top)
+        numbers = self._numbers[neighbours]
         wanted = set(numbers.flat)
-        there = {place: text for place, text in enumerate(self._texts()) if place in wanted}
-        if any(self._first.get(_key(there.get(place, (0, ""))[1])) != place for place in wanted):
-            raise InputError(f"{self._path}: it changed while it was searched; run again")
+        texts = {number: text for number, text in enumerate(self._texts()) if number in wanted}
+        if any(self._first.get(_key(texts.get(i, (0, ""))[1])) != i for i in wanted):
+            raise InputError(f"{self._path}: changed during the search; run again")
         return [
             [
-                Answer(there[place][0], float(score), there[place][1])
-                for place, score in zip(*of_one, strict=True)
+                SearchHit(texts[number][0], float(score), texts[number][1])
+                for number, score in zip(*ranking, strict=True)
             ]
-            for of_one in zip(numbers, scores, strict=True)
+            for ranking in zip(numbers, scores, strict=True)
         ]
 
     def answer_file(self, queries: str, out: epath.Path, top: int) -> None:
@@ -116,50 +115,50 @@ class Index:
         """
         path = absolute(out)
         with create_folder(path.parent), new_file(path) as unfinished, unfinished.open("w") as file:
-            asked = (text for _, text in lines_lib.read([queries]))
-            while some := list(itertools.islice(asked, _QUESTIONS)):
-                for query, answers in zip(some, self.nearest(some, top), strict=True):
-                    near = [dataclasses.asdict(answer) for answer in answers]
-                    file.write(json.dumps({"query": query, "nearest": near}) + "\n")
+            texts = (text for _, text in lines_lib.read([queries]))
+            while batch := list(itertools.islice(texts, _QUERIES)):
+                for query, hits in zip(batch, self.nearest(batch, top), strict=True):
+                    nearest = [dataclasses.asdict(hit) for hit in hits]
+                    file.write(json.dumps({"query": query, "nearest": nearest}) + "\n")
 
     def _texts(self) -> Iterator[tuple[int, str]]:
         for line, (_, text) in enumerate(lines_lib.read([self._path]), 1):
             if text.strip():
-                yield from ((line, part) for part in self._parts(text))
+                yield from ((line, part) for part in self._split(text))
 
     def _require_same(self, encoder: str) -> None:
         path = self._folder / "made.json"
-        now = {"format_version": _VERSION, "encoder": encoder, "width": self._embedder.width}
+        current = {"format_version": _VERSION, "encoder": encoder, "width": self._embedder.width}
         if not path.exists() and not (self._folder / "vectors").exists():
-            write_atomic(path, json.dumps(now) + "\n")
-        elif read_json(path, _VERSION) != now:
+            write_atomic(path, json.dumps(current) + "\n")
+        elif read_json(path, _VERSION) != current:
             raise InputError(
-                f"{path}: these vectors were made by another encoder, or in another way; name "
-                "another folder with --vectors, or remove this one"
+                f"{path}: these vectors were made by another encoder or with other flags; name "
+                "another folder with --vectors, or delete this one"
             )
 
-    def _embedded(self, say: Callable[[str], None]) -> dict[bytes, int]:
-        """Returns in which row each text has its vector, after those without one have theirs."""
+    def _embed_missing(self, report: Callable[[str], None]) -> dict[bytes, int]:
+        """Embeds the texts without a vector. Returns the row of each text's vector, by key."""
         row = 4 * self._embedder.width
         with (
             translate_os_errors(self._folder),
             open(os.fspath(self._folder / "vectors"), "a+b") as vectors,
             open(os.fspath(self._folder / "keys"), "a+b") as keys,
         ):
-            # What was being written when a search was killed is cut off.
-            known = min(vectors.tell() // row, keys.tell() // _KEY)
-            vectors.truncate(known * row)
-            keys.truncate(known * _KEY)
+            # A killed search may have left an incomplete write at the end.
+            complete = min(vectors.tell() // row, keys.tell() // _KEY)
+            vectors.truncate(complete * row)
+            keys.truncate(complete * _KEY)
             keys.seek(0)
-            held = keys.read()
-            rows = {held[i * _KEY : (i + 1) * _KEY]: i for i in range(known)}
+            content = keys.read()
+            rows = {content[i * _KEY : (i + 1) * _KEY]: i for i in range(complete)}
             missing = self._first.keys() - rows.keys()
             if missing:
-                say(
+                report(
                     f"{self._folder}: embedding {len(missing):,} of "
                     f"{pluralize(len(self._first), 'text')}, which have no vector yet"
                 )
-            shown = time.monotonic()
+            reported = time.monotonic()
             texts = self._take_missing(missing)
             while batch := list(itertools.islice(texts, _SAVED)):
                 lines = [(line, text) for _, line, text in batch]
@@ -171,21 +170,20 @@ class Index:
                     file.write(content)
                     file.flush()
                 rows |= {key: len(rows) + i for i, (key, *_) in enumerate(batch)}
-                if time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
-                    shown = time.monotonic()
-                    say(f"{self._folder}: {len(rows) - known:,} are done")
+                if time.monotonic() - reported > _SECONDS_BETWEEN_LINES:
+                    reported = time.monotonic()
+                    report(f"{self._folder}: {len(rows) - complete:,} embedded")
         if self._embedder.cut and self._cut == "beginning":
-            say(
-                f"{self._folder}: {pluralize(self._embedder.cut, 'text')} of over "
-                f"{self._embedder.max_length} tokens; the beginning alone is searched, without "
-                "--long passages"
+            report(
+                f"{self._folder}: only the first {self._embedder.max_length} tokens of "
+                f"{pluralize(self._embedder.cut, 'text')} are searched; add --long passages"
             )
         if missing:
-            raise InputError(f"{self._path}: it changed while it was read; run again")
+            raise InputError(f"{self._path}: changed while it was read; run again")
         return rows
 
     def _embed_lines(self, lines: Sequence[tuple[int, str]]) -> Iterator[Embedded]:
-        """Yields vectors of (line number, text); an error names the line."""
+        """Yields the vectors of (line number, text); an error names the line."""
         texts = [text for _, text in lines]
         return self._embedder.embed(
             texts, "text", lambda number: f"{self._path}:{lines[number - 1][0]}"
@@ -200,10 +198,10 @@ class Index:
 
 
 def _fingerprint(model: Base, embedder: Embedder) -> str:
-    """Returns a hash of an encoder's weights and tokenizer, and of how it makes vectors."""
-    how = f"{model.model}/{model.tokenizer.sha256}/{embedder.features}/{embedder.max_length}"
-    how += model.vectors.text_prefix if model.vectors else ""
-    digest = hashlib.sha256(how.encode())
+    """Returns a hash of an encoder's weights, its tokenizer, and the embedder's settings."""
+    settings = f"{model.model}/{model.tokenizer.sha256}/{embedder.features}/{embedder.max_length}"
+    settings += model.vectors.text_prefix if model.vectors else ""
+    digest = hashlib.sha256(settings.encode())
     for name, values in sorted(flat(jax.device_get(model.params)).items()):
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(values).data)

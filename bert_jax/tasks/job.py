@@ -14,7 +14,7 @@ from bert_jax import config
 from bert_jax.config import SCORES, Finetuning
 from bert_jax.distributed.peers import Peers
 from bert_jax.embeddings import packing
-from bert_jax.embeddings.pairs import CorpusPairs
+from bert_jax.embeddings.text_pairs import CorpusPairs
 from bert_jax.errors import InputError, pluralize
 from bert_jax.model import flops
 from bert_jax.running import session
@@ -373,8 +373,8 @@ def _laid_over(fresh: Any, tree: Any) -> Any:
 def _sharing(
     batches: rows.TrainBatches | CorpusPairs, together: int, step: int, indices: np.ndarray
 ) -> Batch:
-    """Returns rows of a step that their texts share, see `packing.shared`."""
-    return packing.shared(batches.batch(step, indices), batches.lengths(step), together)
+    """Returns rows of a step that their texts share, see `packing.share_rows`."""
+    return packing.share_rows(batches.batch(step, indices), batches.lengths(step), together)
 
 
 def _cut(made: rows.Rows | None) -> float:

@@ -19,8 +19,8 @@ from bert_jax.config import Finetuning, Model, Parallelism, Task, Vectors
 from bert_jax.data import corpus
 from bert_jax.embeddings import retrieval
 from bert_jax.embeddings.embed import Embedder, Features, Role
-from bert_jax.embeddings.pairs import CorpusPairs, How
 from bert_jax.embeddings.retrieval import Passage
+from bert_jax.embeddings.text_pairs import CorpusPairs, PairMethod
 from bert_jax.errors import InputError, reading
 from bert_jax.model import layers, similarity
 from bert_jax.model import losses as losses_lib
@@ -303,8 +303,8 @@ def _read_corpus(
     experiment: Finetuning, tokenizer: Tokenizer, place: str, how: str
 ) -> PairTrainingSet:
     task, folder = experiment.task, epath.Path(place)
-    if how not in get_args(How):
-        raise InputError(f"task.train: corpus:{place}:{how}: end it in {', '.join(get_args(How))}")
+    if how not in get_args(PairMethod):
+        raise InputError(f"task.train: corpus:{place}:{how}: use {', '.join(get_args(PairMethod))}")
     prepared = Prepared.open(folder / "corpus" if (folder / "corpus").exists() else folder)
     if prepared.tokenizer.sha256 != tokenizer.sha256:
         raise InputError(
@@ -316,7 +316,7 @@ def _read_corpus(
     pairs = CorpusPairs(
         corpus.open_stream(prepared.folder, "train"),
         prepared.ids,
-        cast(How, how),
+        cast(PairMethod, how),
         (asks, other),
         experiment.batch_size,
         task.max_sequence_length,

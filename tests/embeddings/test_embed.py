@@ -15,7 +15,7 @@ from etils import epath
 from pyarrow import parquet
 
 from bert_jax.checkpoints.base import TextVectors
-from bert_jax.embeddings import embed, files
+from bert_jax.embeddings import embed, vector_files
 from bert_jax.errors import InputError
 from bert_jax.interop import importing
 from bert_jax.pretraining.loaded import Loaded
@@ -158,7 +158,7 @@ def test_what_is_not_finite_is_not_written(trained, texts, tmp_path):
     params = jax.tree.map(lambda leaf: leaf * np.nan, trained.params)
     broken = dataclasses.replace(trained, params=params)
     embedder = embed.Embedder(broken, embed.Features(), samples.mesh_of(1))
-    with pytest.raises(InputError, match="texts 1 to 16: the model gives numbers that are not"):
+    with pytest.raises(InputError, match="texts 1 to 16: the model computes numbers that are not"):
         embed.write(embedder, texts, epath.Path(tmp_path / "v.npz"), print)
     assert not list(tmp_path.iterdir())
 
@@ -166,8 +166,8 @@ def test_what_is_not_finite_is_not_written(trained, texts, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        ({"layers": (4,)}, "--layers 4: the model has layers 1 to 3, and 0, the embeddings"),
-        ({"layers": (-1, -5)}, "--layers -5: the model has layers 1 to 3"),
+        ({"layers": (4,)}, "--layers 4: must be 0 (the embeddings), from 1 to 3"),
+        ({"layers": (-1, -5)}, "--layers -5: must be 0 (the embeddings), from 1 to 3"),
         ({"max_length": 129}, "--max-length 129: must be from 3 to the model's 128"),
         ({"batch_tokens": 2**20 + 1}, "--batch-tokens 1048577: must be from 0 to 1048576"),
     ],
@@ -200,8 +200,8 @@ def test_the_number_of_texts_that_were_cut_is_shown(trained, tmp_path):
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1), max_length=5)
     path = epath.Path(tmp_path / "v.npz")
     embed.write(embedder, ["w9 w9 w9", "w9 w9 w9 w9", "", "w7 " * 99], path, shown.append)
-    assert shown[0].startswith(f"{path}: 4 texts, 64 numbers a vector; ")
-    assert shown[1:] == ["cut to 5 tokens: 2 of 4 texts"]
+    assert shown[0].startswith(f"{path}: 4 texts, 64 numbers per vector; ")
+    assert shown[1:] == ["truncated to 5 tokens: 2 of 4 texts"]
 
 
 @pytest.mark.long
@@ -210,7 +210,7 @@ def test_smaller_vectors_are_those_of_the_whole_ones(quantize, trained, texts, t
     shown, read = [], {}
     for how in ("none", quantize):
         embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
-        for suffix in files._WRITERS:
+        for suffix in vector_files._WRITERS:
             path = epath.Path(tmp_path / f"{how}{suffix}")
             embed.write(embedder, texts, path, shown.append, quantize=how)
         read[how] = np.load(tmp_path / f"{how}.npz")["vectors"]
@@ -226,7 +226,7 @@ def test_smaller_vectors_are_those_of_the_whole_ones(quantize, trained, texts, t
     assert [json.loads(line)["vector"] for line in lines] == small.tolist()
     rows = parquet.read_table(tmp_path / f"{quantize}.parquet").to_pylist()
     assert [row["vector"] for row in rows] == small.tolist()
-    assert sum(f"--quantize {quantize}: " in line for line in shown) == len(files._WRITERS)
+    assert sum(f"--quantize {quantize}: " in line for line in shown) == len(vector_files._WRITERS)
 
 
 @pytest.mark.parametrize("most", [3, 5, 9, 64])

@@ -28,7 +28,7 @@ def test_each_text_stands_in_one_row_and_fits(lengths, row_tokens, shards):
 def test_a_row_says_where_its_texts_stand(lengths):
     rng = np.random.default_rng(len(lengths))
     texts = [rng.integers(5, 1000, n).astype(np.int32) for n in lengths]
-    row = packing.pack(texts, 100, slots=9, places=13)
+    row = packing.pack(texts, 100, slots=9, slot_tokens=13)
     whole = np.append(row["input_ids"], -1)  # at 100, where there is none
     for text, tokens in zip(texts, row["tokens"], strict=False):
         np.testing.assert_array_equal(

@@ -10,7 +10,7 @@ from bert_jax.embeddings import quantized
 def test_recall_is_the_share_of_neighbours_that_stay(count):
     vectors = np.random.default_rng(count).standard_normal((count, 16)).astype(np.float32)
     unit = vectors.astype(np.float64) / np.linalg.norm(vectors, axis=1, keepdims=True)
-    bits = np.unpackbits(quantized.quantized(vectors, "binary"), axis=1).astype(int)
+    bits = np.unpackbits(quantized.quantize_vectors(vectors, "binary"), axis=1).astype(int)
     kept, depth = [], min(10, count - 1)
     for i in range(count):
         others = [j for j in range(count) if j != i]
@@ -29,12 +29,12 @@ def test_recall_is_the_share_of_neighbours_that_stay(count):
 
 def test_zeros_stay_zeros():
     zeros = np.zeros((2, 8), np.float32)
-    assert not quantized.quantized(zeros, "int8").any()
-    assert not quantized.quantized(zeros, "binary").any()
+    assert not quantized.quantize_vectors(zeros, "int8").any()
+    assert not quantized.quantize_vectors(zeros, "binary").any()
 
 
 def test_bits_equal_those_of_sentence_transformers():
     """The expected bits are from `quantize_embeddings(vectors, precision="ubinary")` of 6.2.0."""
     mixed = [0.5, -0.1, 0, 1e-9, -0.0, 2, -3, 0.1, -1, 1]
     vectors = np.array([mixed, [-1] * 9 + [0.1]], np.float32)
-    assert quantized.quantized(vectors, "binary").tolist() == [[149, 64], [0, 64]]
+    assert quantized.quantize_vectors(vectors, "binary").tolist() == [[149, 64], [0, 64]]

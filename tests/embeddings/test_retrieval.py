@@ -68,7 +68,7 @@ def test_read_takes_files_in_beir_format(folder):
     ("file", "text", "named"),
     [
         ("qrels/test.tsv", "q\tc\ts\n1\tz\t1\n", "test.tsv:2: 'z'"),
-        ("qrels/test.tsv", "q\tc\ts\n9\ta\t1\n", "queries.jsonl: has no query '9'"),
+        ("qrels/test.tsv", "q\tc\ts\n9\ta\t1\n", "queries.jsonl: no query '9'"),
         ("qrels/test.tsv", "q\tc\ts\n1\ta\n", "test.tsv"),
         ("qrels/test.tsv", "q\tc\ts\n1\ta\t0\n", "test.tsv"),
         ("corpus.jsonl", '{"_id": "a", "text": " "}\n', "corpus.jsonl:1"),

@@ -119,4 +119,4 @@ def test_text_that_the_vocabulary_cannot_read_and_guessing_are_said(tmp_path, mo
     code, err = broken.call("predict --workdir run 很好")
     assert code == 0 and "100% of the text is [UNK]" in err
     embedded = broken.said("embed --workdir base train --out v.npz")
-    assert "% of their pieces are unknown" in embedded
+    assert "% of the tokens are unknown" in embedded

@@ -1,10 +1,10 @@
-"""Files of vectors, written as they come, whole or not at all: .npz, .parquet and .jsonl.
+"""Files of vectors: .npz, .parquet and .jsonl. A file appears only when all vectors are written.
 
-.npz      vectors float32 [rows, W], or smaller ones (`quantized`). Of pieces: all texts' one
-          behind the other, with pieces (text) [rows] and offsets int64 [texts + 1]: text i has rows
-          offsets[i] to offsets[i+1]
-.parquet  a row a text: vector, or pieces and vectors
-.jsonl    an object a text: {"vector": [...]}, or {"pieces": [...], "vectors": [[...], ...]}
+.npz      vectors: float32 [rows, W], or a smaller type (`quantized`), a row for each text. Vectors
+          of tokens: a row for each token, with pieces (text) [rows] and offsets int64 [texts + 1]:
+          text i has the rows offsets[i] to offsets[i+1]
+.parquet  one row for each text: vector, or pieces and vectors
+.jsonl    one object for each text: {"vector": [...]}, or {"pieces": [...], "vectors": [[...], ...]}
 """
 
 import contextlib
@@ -22,27 +22,27 @@ from etils import epath
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import absolute, create_folder, new_file, require_local
 
-# Takes vectors [rows, W], and if they are of pieces the pieces of each text.
-Add = Callable[[np.ndarray, list[list[str]] | None], None]
+# Writes vectors [rows, W], and the tokens of each text if the vectors are of tokens.
+Sink = Callable[[np.ndarray, list[list[str]] | None], None]
 
-# Nine digits tell any float32 from its neighbours; with a point always, as -0 would lose its sign.
-_NUMBERS = {"f": "%#.9g", "i": "%d", "u": "%d"}
+# Nine digits distinguish all float32 values. "#" always writes a point: "-0" would lose its sign.
+_FORMATS = {"f": "%#.9g", "i": "%d", "u": "%d"}
 
 
 @contextlib.contextmanager
-def writing(
+def open_writer(
     path: epath.Path,
     width: int,
-    longest_piece: int,
+    longest_token: int,
     dtype: np.dtype = np.dtype("<f4"),  # noqa: B008
-) -> Iterator[Add]:
-    """Yields a function that adds texts to the file, which is there once all are added.
+) -> Iterator[Sink]:
+    """Yields a function that adds texts to a file; the file appears when the context ends.
 
     Args:
-      path: of the file; its suffix says which kind. What is there is replaced.
-      width: numbers of a vector.
-      longest_piece: characters; 0: vectors are of whole texts.
-      dtype: of the numbers.
+      path: the file, whose suffix selects the format. An existing file is replaced.
+      width: numbers in a vector.
+      longest_token: characters of the longest token; 0 if each text has one vector.
+      dtype: type of the numbers.
     """
     if path.suffix not in _WRITERS:
         raise InputError(f"{path}: the name must end in {', '.join(_WRITERS)}")
@@ -52,17 +52,17 @@ def writing(
         create_folder(path.parent),
         new_file(path) as unfinished,
         open(os.fspath(unfinished), "wb") as file,
-        _WRITERS[path.suffix](file, width, longest_piece, dtype) as add,
+        _WRITERS[path.suffix](file, width, longest_token, dtype) as add,
     ):
         yield add
 
 
 @contextlib.contextmanager
-def _npz(file: IO[bytes], width: int, longest_piece: int, dtype: np.dtype) -> Iterator[Add]:
-    """Headers say how many rows there are: until that is known, they lie in files without names."""
+def _npz(file: IO[bytes], width: int, longest_token: int, dtype: np.dtype) -> Iterator[Sink]:
+    """Collects the rows in temporary files, because a header needs the number of rows."""
     members: dict[str, tuple[np.dtype, tuple[int, ...]]] = {"vectors": (dtype, (width,))}
-    if longest_piece:
-        members["pieces"] = np.dtype(f"<U{longest_piece}"), ()
+    if longest_token:
+        members["pieces"] = np.dtype(f"<U{longest_token}"), ()
         members["offsets"] = np.dtype("<i8"), ()
     rows = dict.fromkeys(members, 0)
     with contextlib.ExitStack() as stack:
@@ -75,18 +75,18 @@ def _npz(file: IO[bytes], width: int, longest_piece: int, dtype: np.dtype) -> It
             rows[name] += len(array)
 
         def add(vectors: np.ndarray, pieces: list[list[str]] | None) -> None:
-            first = rows["vectors"]
+            first_row = rows["vectors"]
             spool("vectors", vectors)
             if pieces is not None:
-                spool("pieces", [piece for of_text in pieces for piece in of_text])
-                spool("offsets", first + np.cumsum([len(of_text) for of_text in pieces]))
+                spool("pieces", [token for tokens in pieces for token in tokens])
+                spool("offsets", first_row + np.cumsum([len(tokens) for tokens in pieces]))
 
-        if longest_piece:
+        if longest_token:
             spool("offsets", [0])
         yield add
         with zipfile.ZipFile(file, "w") as archive:
             for name, (dtype, shape) in members.items():
-                # Without the hour: the same texts give the same bytes.
+                # Without a time stamp: the same texts give the same bytes.
                 entry = zipfile.ZipInfo(f"{name}.npy")
                 with archive.open(entry, "w", force_zip64=True) as member:
                     header = {
@@ -100,20 +100,20 @@ def _npz(file: IO[bytes], width: int, longest_piece: int, dtype: np.dtype) -> It
 
 
 @contextlib.contextmanager
-def _json_lines(file: IO[bytes], width: int, longest_piece: int, dtype: np.dtype) -> Iterator[Add]:
-    form = f"[{', '.join([_NUMBERS[dtype.kind]] * width)}]"
+def _json_lines(file: IO[bytes], width: int, longest_token: int, dtype: np.dtype) -> Iterator[Sink]:
+    row_format = f"[{', '.join([_FORMATS[dtype.kind]] * width)}]"
 
     def add(vectors: np.ndarray, pieces: list[list[str]] | None) -> None:
-        # Nine digits before the point leave none behind it, which JSON wants.
-        texts = (form % tuple(row.tolist()) for row in vectors)
+        # A number with nine digits before the point has none after it, but JSON requires one.
+        texts = (row_format % tuple(row.tolist()) for row in vectors)
         rows = (text.replace(".,", ".0,").replace(".]", ".0]") for text in texts)
         if pieces is None:
             lines = (f'{{"vector": {row}}}\n' for row in rows)
         else:
             lines = (
-                f'{{"pieces": {json.dumps(of_text)}, '
-                f'"vectors": [{", ".join(next(rows) for _ in of_text)}]}}\n'
-                for of_text in pieces
+                f'{{"pieces": {json.dumps(tokens)}, '
+                f'"vectors": [{", ".join(next(rows) for _ in tokens)}]}}\n'
+                for tokens in pieces
             )
         file.writelines(line.encode() for line in lines)
 
@@ -121,23 +121,21 @@ def _json_lines(file: IO[bytes], width: int, longest_piece: int, dtype: np.dtype
 
 
 @contextlib.contextmanager
-def _parquet(file: IO[bytes], width: int, longest_piece: int, dtype: np.dtype) -> Iterator[Add]:
+def _parquet(file: IO[bytes], width: int, longest_token: int, dtype: np.dtype) -> Iterator[Sink]:
     import pyarrow as pa
     from pyarrow import parquet
 
     vector = pa.list_(pa.from_numpy_dtype(dtype), width)
-    if longest_piece:
+    if longest_token:
         schema = pa.schema([("pieces", pa.list_(pa.string())), ("vectors", pa.list_(vector))])
     else:
         schema = pa.schema([("vector", vector)])
 
-    def of(vectors: np.ndarray) -> Any:
-        return pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), width)
-
     with parquet.ParquetWriter(file, schema) as writer:
 
         def add(vectors: np.ndarray, pieces: list[list[str]] | None) -> None:
-            columns = [of(vectors)]
+            numbers = pa.array(vectors.reshape(-1))
+            columns = [pa.FixedSizeListArray.from_arrays(numbers, width)]
             if pieces is not None:
                 offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int32)
                 columns = [

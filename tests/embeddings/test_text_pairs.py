@@ -5,7 +5,7 @@ import pytest
 
 from bert_jax.data import stream
 from bert_jax.data.batches import Ids
-from bert_jax.embeddings.pairs import CorpusPairs
+from bert_jax.embeddings.text_pairs import CorpusPairs
 from bert_jax.errors import InputError
 
 CLS, SEP = 2, 3

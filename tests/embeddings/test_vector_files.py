@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 from pyarrow import parquet
 
-from bert_jax.embeddings import files
+from bert_jax.embeddings import vector_files
 from bert_jax.errors import InputError
 
 WIDTH = 3
@@ -20,7 +20,7 @@ PARTS = [np.concatenate([EXTREME, rng.standard_normal((1, WIDTH), np.float32)]),
 
 
 def write(path, pieces):
-    with files.writing(epath.Path(path), WIDTH, 4 if pieces else 0) as add:
+    with vector_files.open_writer(epath.Path(path), WIDTH, 4 if pieces else 0) as add:
         for number, part in enumerate(PARTS):
             add(part, PIECES[number] if pieces else None)
     return path
@@ -48,7 +48,7 @@ def read(path):
     return np.array(every, np.float32), [row["pieces"] for row in rows]
 
 
-@pytest.mark.parametrize("suffix", files._WRITERS)
+@pytest.mark.parametrize("suffix", vector_files._WRITERS)
 @pytest.mark.parametrize("pieces", [False, True])
 def test_every_form_holds_every_bit(suffix, pieces, tmp_path):
     found, texts = read(write(tmp_path / f"v{suffix}", pieces))
@@ -64,10 +64,10 @@ def test_the_same_vectors_give_the_same_bytes(suffix, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("suffix", files._WRITERS)
+@pytest.mark.parametrize("suffix", vector_files._WRITERS)
 def test_no_texts_are_a_file_of_none(suffix, tmp_path):
     path = epath.Path(tmp_path / f"v{suffix}")
-    with files.writing(path, WIDTH, 0):
+    with vector_files.open_writer(path, WIDTH, 0):
         pass
     if suffix == ".npz":
         assert np.load(path)["vectors"].shape == (0, WIDTH)
@@ -77,13 +77,13 @@ def test_no_texts_are_a_file_of_none(suffix, tmp_path):
         assert path.read_bytes() == b""
 
 
-@pytest.mark.parametrize("suffix", files._WRITERS)
+@pytest.mark.parametrize("suffix", vector_files._WRITERS)
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, ValueError])
 def test_a_writing_that_ends_early_leaves_what_was_there(suffix, stop, tmp_path):
     path = tmp_path / f"v{suffix}"
     path.write_text("before")
     for target in (path, tmp_path / "new" / f"v{suffix}"):
-        with pytest.raises(stop), files.writing(epath.Path(target), WIDTH, 0) as add:
+        with pytest.raises(stop), vector_files.open_writer(epath.Path(target), WIDTH, 0) as add:
             add(PARTS[0], None)
             raise stop
     assert path.read_text() == "before"
@@ -95,7 +95,7 @@ def test_other_forms_are_refused_by_name(name, tmp_path):
     path = f"{tmp_path}/{name}"
     if name.endswith("/"):
         (tmp_path / "v.npz").mkdir()
-    with pytest.raises(InputError) as caught, files.writing(epath.Path(path), WIDTH, 0):
+    with pytest.raises(InputError) as caught, vector_files.open_writer(epath.Path(path), WIDTH, 0):
         pass
     assert path.rstrip("/") in str(caught.value)
     if not name.endswith("/"):
