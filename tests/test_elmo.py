@@ -17,7 +17,7 @@ from bert_jax.errors import InputError
 from bert_jax.model import heads
 from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
-from bert_jax.model.kinds import attention_probabilities, encode, of_text
+from bert_jax.model.kinds import attention_probabilities, encode, text_vector
 from bert_jax.tools.conformance.rule import difference
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
@@ -158,7 +158,7 @@ def test_a_text_is_what_each_direction_comes_to_and_has_no_attention(elmo, param
     hidden = np.asarray(hidden_of(elmo, params, whole, batch["input_mask"], "last"))
     ends = hidden[np.arange(3), np.array(LENGTHS) - 1, :HALF]
     wanted = np.concatenate([ends, hidden[:, 0, HALF:]], axis=1)
-    found = of_text(elmo.model, jnp.asarray(hidden), batch["input_mask"])
+    found = text_vector(elmo.model, jnp.asarray(hidden), batch["input_mask"])
     np.testing.assert_array_equal(found, wanted)
     with pytest.raises(InputError, match=r"model\.code=.*has no attention"):
         attention_probabilities(heads.merge(elmo.model, params).encoder, elmo.model, found)

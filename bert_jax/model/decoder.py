@@ -1,11 +1,11 @@
-"""A decoder over an encoder of kind `bert`, and the text that both write: teacher forcing, search.
+"""Text generation with an encoder of kind `bert` and a decoder: teacher forcing and beam search.
 
-Its layers are the encoder's with a causal mask, and each attends to what the encoder gives (Rothe
-et al. 2020, section 2): both may begin with the weights of one pre-trained encoder, of which only
-that cross-attention has none. Embeddings are shared, and are the output's weights too.
+The decoder's layers are the encoder's, with a causal mask and with cross-attention to the encoder's
+output (Rothe et al. 2020, section 2). So encoder and decoder can be initialized from the same
+pre-trained encoder, except the cross-attention. Both share the embeddings with the output.
 
 Shape letters: B batch, S source, T target, D width, H heads, L layers, V vocabulary rows; N texts
-that are searched for, K beams.
+of a search, K beams.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from bert_jax.model.encoder import Loop, fill_params, params_of, run_layers
 from bert_jax.model.kinds import encode
 
 Batch = dict[str, jax.Array]
-# Of the penalty for short texts (Wu et al. 2016, equation 14; Rothe et al. take the same).
+# Exponent of the length penalty (Wu et al. 2016, equation 14; also used by Rothe et al.).
 _ALPHA = 0.6
 
 
 class DecoderLayer(transformer.Layer):
-    """A layer of the encoder that attends to a source between its two halves."""
+    """A layer of the encoder with cross-attention between self-attention and feed-forward."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
@@ -42,7 +42,7 @@ class DecoderLayer(transformer.Layer):
 
 
 class Decoder(nnx.Module):
-    """L layers: one `DecoderLayer` whose parameters carry a first dimension L."""
+    """L layers: one `DecoderLayer` whose parameters have a first dimension L."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         keys = jax.random.split(rngs.params(), cfg.num_hidden_layers)
@@ -50,7 +50,7 @@ class Decoder(nnx.Module):
 
 
 class Generator(nnx.Module):
-    """An encoder, a decoder, and what scores pieces."""
+    """An encoder, a decoder, and the output layer that scores tokens."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         self.encoder = transformer.Encoder(cfg, rngs=rngs)
@@ -64,7 +64,7 @@ def init_params(cfg: Model, key: jax.Array) -> dict[str, Any]:
 
 
 def merge_params(cfg: Model, params: dict[str, Any]) -> Generator:
-    """Returns the module that holds these parameters."""
+    """Returns the module with these parameters."""
     return fill_params(params, Generator, cfg)
 
 
@@ -78,40 +78,40 @@ def _run_layer(
 ) -> jax.Array:
     """Runs one layer: [B, T, D] in the compute type -> the same.
 
-    `attend` and `attend_to_source` take queries [B, T, H, D / H] to what they find in the target,
-    and in the source, of the same shape; sites 0 and 3 of the noise are theirs.
+    `attend` and `attend_to_source` compute self- and cross-attention with sites 0 and 3 of the
+    noise: queries [B, T, H, D / H] -> the same shape.
     """
     at = (lambda site: None) if noise is None else noise.at
     own = layer.query, layer.attention_output, layer.attention_layer_norm, attend, 1
     cross = layer.cross_query, layer.cross_output, layer.cross_layer_norm, attend_to_source, 4
-    for query, output, norm, look, site in (own, cross):
-        context = look(_by_heads(cfg, query, x)).reshape(x.shape)
+    for query, output, norm, compute_context, site in (own, cross):
+        context = compute_context(_project_heads(cfg, query, x)).reshape(x.shape)
         added = transformer.product(output, context, x.shape).astype(jnp.float32)
         x = norm(x + layers.dropout(added, at(site), cfg.hidden_dropout_prob)).astype(x.dtype)
     return transformer.feed_forward(layer, cfg, x, noise)
 
 
-def _by_heads(cfg: Model, dense: layers.Linear, x: jax.Array) -> jax.Array:
+def _project_heads(cfg: Model, dense: layers.Linear, x: jax.Array) -> jax.Array:
     """Returns queries, keys or values: [B, S, D] -> [B, S, H, D / H]."""
-    number = cfg.num_attention_heads
-    return transformer.product(dense, x, (*x.shape[:2], number, x.shape[2] // number))
+    count = cfg.num_attention_heads
+    return transformer.product(dense, x, (*x.shape[:2], count, x.shape[2] // count))
 
 
 def target_logits(
     generator: Generator, cfg: Model, batch: Batch, noise: layers.Noise | None, loop: Loop
 ) -> jax.Array:
-    """Scores the piece behind each of a text that is given: float32 [B, T, V].
+    """Scores the next token at each position of a target (teacher forcing): float32 [B, T, V].
 
     `batch` has `input_ids`, `segment_ids` and `input_mask` of the source, int32 [B, S], and
-    `decoder_ids` int32 [B, T], beginning with [CLS], anything behind the text.
+    `decoder_ids` of the target, int32 [B, T], which begin with [CLS] and end with any padding.
     """
-    source, mask = _read(generator, cfg, batch, noise, loop), batch["input_mask"]
-    # Places below are the encoder's and those of heads.
+    source, mask = _encode_source(generator, cfg, batch, noise, loop), batch["input_mask"]
+    # The encoder and the heads use the sites with smaller numbers.
     noise = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
     ids, dtype = batch["decoder_ids"], source.dtype
     x = generator.encoder.embeddings(ids, jnp.zeros_like(ids), dtype)
-    of_embeddings = None if noise is None else noise.at(cfg.num_hidden_layers)
-    x = layers.dropout(x, of_embeddings, cfg.hidden_dropout_prob).astype(dtype)
+    embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
+    x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
     rate, ones = cfg.attention_probs_dropout_prob, jnp.ones_like(ids)
 
     def run(
@@ -124,10 +124,10 @@ def target_logits(
         del number
         at = (lambda site: None) if noise is None else noise.at
         attend = attention.attend
-        key, value = (_by_heads(cfg, dense, x) for dense in (layer.key, layer.value))
+        key, value = (_project_heads(cfg, dense, x) for dense in (layer.key, layer.value))
         cross = (layer.cross_key, layer.cross_value)
-        source_key, source_value = (_by_heads(cfg, dense, source) for dense in cross)
-        # Padding stands to the right of what is scored.
+        source_key, source_value = (_project_heads(cfg, dense, source) for dense in cross)
+        # The causal mask hides padding, too: padding comes after all scored tokens.
         window = attention.causal_mask(x.shape[1])
         return _run_layer(
             layer,
@@ -138,16 +138,16 @@ def target_logits(
             noise,
         )
 
-    # A decoder's layers are gathered before, kernels attend to both sides.
+    # The decoder's layers are gathered already, and kernels have no causal mask.
     loop = Loop(loop.remat, loop.layers)
     x, _ = run_layers(run, generator.decoder.layers, x, noise, loop, "last")
-    return heads.piece_logits(generator, cfg, x)
+    return heads.token_logits(generator, cfg, x)
 
 
-def _read(
+def _encode_source(
     generator: Generator, cfg: Model, batch: Batch, noise: layers.Noise | None, loop: Loop
 ) -> jax.Array:
-    """Returns what the encoder gives of the source, [B, S, D]."""
+    """Returns the encoder's output for the source, [B, S, D]."""
     ids = batch["input_ids"], batch["segment_ids"]
     return encode(generator.encoder, cfg, *ids, batch["input_mask"], noise, loop)
 
@@ -156,9 +156,9 @@ def _read(
 
 
 class DecoderCache(NamedTuple):
-    """The keys and values that need not be computed again for the next piece."""
+    """The keys and values of earlier tokens and of the source."""
 
-    keys: jax.Array  # of the pieces so far, [L, N, K, T, H, D / H]
+    keys: jax.Array  # of the tokens so far, [L, N, K, T, H, D / H]
     values: jax.Array
     source_keys: jax.Array  # [L, N, S, H, D / H]
     source_values: jax.Array
@@ -168,65 +168,62 @@ class DecoderCache(NamedTuple):
 def begin(
     generator: Generator, cfg: Model, batch: Batch, loop: Loop, beams: int, length: int
 ) -> DecoderCache:
-    """Reads the source, and returns a cache with room for K = `beams` texts of `length` pieces."""
-    source = _read(generator, cfg, batch, None, loop)
-    stacked = generator.decoder.layers
-    source_keys, source_values = lax.map(
-        lambda layer: [_by_heads(cfg, d, source) for d in (layer.cross_key, layer.cross_value)],
-        stacked,
-    )
-    count, number = cfg.num_hidden_layers, cfg.num_attention_heads
-    shape = (count, len(source), beams, length, number, source.shape[2] // number)
+    """Encodes the source and returns a cache for K = `beams` texts of `length` tokens."""
+    source = _encode_source(generator, cfg, batch, None, loop)
+
+    def project(layer: DecoderLayer) -> list[jax.Array]:
+        return [_project_heads(cfg, d, source) for d in (layer.cross_key, layer.cross_value)]
+
+    source_keys, source_values = lax.map(project, generator.decoder.layers)
+    count, head_count = cfg.num_hidden_layers, cfg.num_attention_heads
+    shape = (count, len(source), beams, length, head_count, source.shape[2] // head_count)
     empty = jnp.zeros(shape, source.dtype)
     return DecoderCache(empty, empty, source_keys, source_values, batch["input_mask"])
 
 
 def next_logits(
-    generator: Generator, cfg: Model, cache: DecoderCache, ids: jax.Array, place: jax.Array
+    generator: Generator, cfg: Model, cache: DecoderCache, ids: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, DecoderCache]:
-    """Scores the next piece of each beam: float32 [N, K, V], and the cache with this one.
+    """Scores the next token of each beam: float32 [N, K, V]. Also returns the updated cache.
 
-    `cache` has all pieces before this one; `ids` int32 [N, K] are the newest, at first [CLS], and
-    stand at `place`, int32, from 0.
+    `ids` int32 [N, K] are the newest tokens, at first [CLS], and `position` is their position,
+    int32, from 0. `cache` has all tokens before them.
     """
     dtype, length = cache.keys.dtype, cache.keys.shape[3]
-    positions = jnp.full_like(ids, place)
+    positions = jnp.full_like(ids, position)
     x = generator.encoder.embeddings(ids, jnp.zeros_like(ids), dtype, positions).astype(dtype)
     ones = jnp.ones((ids.size, length), jnp.int32)
-    window = (jnp.arange(length) <= place)[None]
+    window = (jnp.arange(length) <= position)[None]
 
-    def run(x: jax.Array, of_layer: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
-        layer, keys, values, source_key, source_value = of_layer
-        key, value = (_by_heads(cfg, dense, x) for dense in (layer.key, layer.value))
-        keys = lax.dynamic_update_index_in_dim(keys, key, place, axis=2)
-        values = lax.dynamic_update_index_in_dim(values, value, place, axis=2)
+    def run(x: jax.Array, arrays: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
+        layer, keys, values, source_key, source_value = arrays
+        key, value = (_project_heads(cfg, dense, x) for dense in (layer.key, layer.value))
+        keys = lax.dynamic_update_index_in_dim(keys, key, position, axis=2)
+        values = lax.dynamic_update_index_in_dim(values, value, position, axis=2)
 
         def attend(query: jax.Array) -> jax.Array:
-            alone = query.reshape(ids.size, 1, *query.shape[2:])
-            each_key, each_value = (
-                array.reshape(ids.size, *array.shape[2:]) for array in (keys, values)
-            )
-            return attention.attend(alone, each_key, each_value, ones, None, 0.0, window)
+            flat_query = query.reshape(ids.size, 1, *query.shape[2:])
+            flat_keys, flat_values = (x.reshape(ids.size, *x.shape[2:]) for x in (keys, values))
+            return attention.attend(flat_query, flat_keys, flat_values, ones, None, 0.0, window)
 
         def attend_to_source(query: jax.Array) -> jax.Array:
             return attention.attend(query, source_key, source_value, cache.source_mask, None, 0.0)
 
         return _run_layer(layer, cfg, x, attend, attend_to_source, None), (keys, values)
 
-    of_layers = generator.decoder.layers, *cache[:4]
-    x, (keys, values) = lax.scan(run, x, of_layers)
-    return heads.piece_logits(generator, cfg, x), cache._replace(keys=keys, values=values)
+    x, (keys, values) = lax.scan(run, x, (generator.decoder.layers, *cache[:4]))
+    return heads.token_logits(generator, cfg, x), cache._replace(keys=keys, values=values)
 
 
-class _Best(NamedTuple):
-    """The best beginnings so far of N texts, the best of each first."""
+class _Beams(NamedTuple):
+    """The K best beams of N texts, the best beam first."""
 
-    place: jax.Array  # int32, pieces that were looked for
-    ids: jax.Array  # int32 [N, K, T]; behind the last piece all are the last
+    position: jax.Array  # int32, the number of steps done
+    ids: jax.Array  # int32 [N, K, T]; the end token and all positions after it have its id
     total: jax.Array  # float32 [N, K], logarithm of the probability
-    length: jax.Array  # int32 [N, K], in pieces
-    done: jax.Array  # bool [N, K], whether the last piece stands there
-    cache: DecoderCache  # of all but the newest pieces
+    length: jax.Array  # int32 [N, K], in tokens
+    done: jax.Array  # bool [N, K], whether the text has ended
+    cache: DecoderCache  # of all tokens except the newest
 
 
 def search(
@@ -239,27 +236,27 @@ def search(
     first: int,
     last: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Looks for the likeliest texts by beam search; with one beam it takes the likeliest piece.
+    """Generates the most probable texts by beam search; one beam is greedy decoding.
 
-    Beginnings are ranked by their log probability over ((5 + pieces) / 6)^0.6 (Wu et al. 2016);
-    one that has ended keeps its rank, and its place among the K until better ones take it.
+    Beams are ranked by log probability / ((5 + tokens) / 6)^0.6 (Wu et al. 2016). A finished text
+    keeps its rank, and stays among the K beams until better ones replace it.
 
     Args:
-      batch: the source, as of `target_logits`.
+      batch: the source, as for `target_logits`.
       beams: K.
-      length: T, of the text at most.
-      first: the piece that texts begin with; it is not of the result.
-      last: the piece that ends them.
+      length: T, maximum number of tokens of a text.
+      first: the start token, which is not part of the result.
+      last: the end token.
 
     Returns:
-      int32 [N, T], `last` from the end on, and the ranks of these, float32 [N].
+      int32 [N, T], padded with `last`, and the ranking scores of these texts, float32 [N].
     """
     count = len(batch["input_ids"])
     cache = begin(generator, cfg, batch, loop, beams, length)
-    best = _Best(
+    best = _Beams(
         jnp.int32(0),
         jnp.full((count, beams, length), last, jnp.int32),
-        # All but one are copies at first.
+        # At first all beams are equal, so all except one are excluded.
         jnp.broadcast_to(jnp.where(jnp.arange(beams) > 0, -jnp.inf, 0.0), (count, beams)),
         jnp.zeros((count, beams), jnp.int32),
         jnp.zeros((count, beams), bool),
@@ -269,40 +266,40 @@ def search(
     def ranks(total: jax.Array, length: jax.Array) -> jax.Array:
         return total / ((5.0 + length) / 6.0) ** _ALPHA
 
-    def goes_on(best: _Best) -> jax.Array:
-        return (best.place < length) & ~best.done.all()
+    def is_unfinished(best: _Beams) -> jax.Array:
+        return (best.position < length) & ~best.done.all()
 
-    def step(best: _Best) -> _Best:
-        before = lax.dynamic_index_in_dim(
-            best.ids, jnp.maximum(best.place - 1, 0), axis=2, keepdims=False
+    def step(best: _Beams) -> _Beams:
+        previous = lax.dynamic_index_in_dim(
+            best.ids, jnp.maximum(best.position - 1, 0), axis=2, keepdims=False
         )
-        newest = jnp.where(best.place > 0, before, first)
-        logits, cache = next_logits(generator, cfg, best.cache, newest, best.place)
-        pieces = logits.shape[-1]
-        ended = jnp.where(jnp.arange(pieces) == last, 0.0, -jnp.inf)
-        more = jnp.where(best.done[..., None], ended, jax.nn.log_softmax(logits))
-        total = best.total[..., None] + more
+        newest = jnp.where(best.position > 0, previous, first)
+        logits, cache = next_logits(generator, cfg, best.cache, newest, best.position)
+        size = logits.shape[-1]
+        ended = jnp.where(jnp.arange(size) == last, 0.0, -jnp.inf)
+        added = jnp.where(best.done[..., None], ended, jax.nn.log_softmax(logits))
+        total = best.total[..., None] + added
         lengths = best.length + ~best.done
-        _, which = lax.top_k(ranks(total, lengths[..., None]).reshape(count, beams * pieces), beams)
-        parent, piece = which // pieces, which % pieces
+        _, indices = lax.top_k(ranks(total, lengths[..., None]).reshape(count, beams * size), beams)
+        parent, token = indices // size, indices % size
 
-        def of_parent(array: jax.Array, axis: int = 1) -> jax.Array:
+        def take_parent(array: jax.Array, axis: int = 1) -> jax.Array:
             if beams == 1:
                 return array
             shape = [1] * array.ndim
             shape[axis - 1 : axis + 1] = parent.shape
             return jnp.take_along_axis(array, parent.reshape(shape), axis=axis)
 
-        ids = lax.dynamic_update_index_in_dim(of_parent(best.ids), piece, best.place, axis=2)
-        keys, values = of_parent(cache.keys, 2), of_parent(cache.values, 2)
-        return _Best(
-            best.place + 1,
+        ids = lax.dynamic_update_index_in_dim(take_parent(best.ids), token, best.position, axis=2)
+        keys, values = take_parent(cache.keys, 2), take_parent(cache.values, 2)
+        return _Beams(
+            best.position + 1,
             ids,
-            jnp.take_along_axis(total.reshape(count, -1), which, axis=1),
-            of_parent(lengths),
-            of_parent(best.done) | (piece == last),
+            jnp.take_along_axis(total.reshape(count, -1), indices, axis=1),
+            take_parent(lengths),
+            take_parent(best.done) | (token == last),
             cache._replace(keys=keys, values=values),
         )
 
-    best = lax.while_loop(goes_on, step, best)
+    best = lax.while_loop(is_unfinished, step, best)
     return best.ids[:, 0], ranks(best.total, best.length)[:, 0]

@@ -1,6 +1,6 @@
-"""What every kind of encoder is made of: tables of vectors, turned positions, stacked layers.
+"""Parts of all encoders: embedding tables, rotary positions, and the scan over layers.
 
-The layers' parameters are stacked along a first dimension L and scanned.
+The parameters of the layers are stacked along a first dimension L and scanned.
 
 Shape letters: B batch, S sequence, D width, H heads, L layers, V vocabulary.
 """
@@ -20,23 +20,22 @@ from bert_jax.model import attention, layers
 from bert_jax.model.attention import Scores
 from bert_jax.model.kernels import Kernels
 
-# Rows of the vocabulary's tables are a multiple of this on every mesh, so that they can be
-# sharded anywhere and a checkpoint fits everywhere.
+# The vocabulary's tables have a multiple of this number of rows on every mesh, so that they can be
+# sharded on any number of devices and a checkpoint fits every mesh.
 VOCAB_MULTIPLE = 1_024
-# Under this name `remat="dots"` finds what it keeps, already rounded to the compute type.
+# Name of the products that `remat="dots"` saves, already rounded to the compute type.
 PRODUCT = "product"
 
 
 class Loop(NamedTuple):
-    """The way in which the layers are run."""
+    """Settings of the loop over layers."""
 
-    remat: Literal["none", "dots", "full"] = "none"  # what is kept for the backward pass
-    layers: Literal["scan", "unroll"] = "scan"  # scanned or unrolled
-    # How kernels for the devices are made; None: there are none, and XLA does it all.
-    kernels: Kernels | None = None
-    # Of stacked layers that lie cut over devices: what is scanned, and what makes of a round's part
-    # of it a whole layer. That is called within what the backward pass computes again, so that no
-    # more than one layer is whole at a time of what it gathers.
+    remat: Literal["none", "dots", "full"] = "none"  # what is recomputed in the backward pass
+    layers: Literal["scan", "unroll"] = "scan"
+    kernels: Kernels | None = None  # settings of kernels; None: XLA computes all
+    # Splits sharded layers into the arrays to scan, and a function from this device's shard of a
+    # layer to the whole layer. The function is called inside the rematerialized block, so that
+    # only one layer is whole at a time.
     gather: Callable[[nnx.Module], tuple[Any, Callable[[Any], nnx.Module]]] = lambda stacked: (
         stacked,
         lambda layer: layer,
@@ -44,14 +43,14 @@ class Loop(NamedTuple):
 
 
 def padded_vocab_size(cfg: Model) -> int:
-    """Returns how many rows the word embeddings and the output bias have."""
+    """Returns the number of rows of the word embeddings and of the output bias."""
     return -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def initializer(cfg: Model) -> nnx.Initializer:
-    """Returns a normal distribution, cut off at two deviations and not widened for it.
+    """Returns a normal distribution truncated at two standard deviations, as in the reference.
 
-    The reference draws its weights so; a deviation is `initializer_range`.
+    The standard deviation before truncation is `initializer_range`.
     """
     return jax.nn.initializers.truncated_normal(cfg.initializer_range)
 
@@ -62,19 +61,19 @@ def params_of(module: nnx.Module) -> dict[str, Any]:
 
 
 def fill_params(params: dict[str, Any], make: Callable[..., nnx.Module], *args: Any) -> Any:
-    """Returns the module that `make` makes of `args` and `rngs`, with these parameters in it.
+    """Returns the module `make(*args, rngs=...)` with these parameters.
 
-    Those that it has no place for are left out; a part that they do not have cannot be used.
+    Parameters that the module lacks are ignored. A part without parameters cannot be used.
     """
-    graph, shapes = _traced(make, *args)
+    graph, shapes = _trace(make, *args)
     state = jax.tree.map(lambda shape: shape, shapes)
     nnx.replace_by_pure_dict(state, {name: params[name] for name in params if name in state})
     return nnx.merge(graph, state)
 
 
 @functools.lru_cache
-def _traced(make: Callable[..., nnx.Module], *args: Any) -> tuple[nnx.GraphDef, nnx.State]:
-    """Returns a module and the shapes of its parameters; to trace it takes half a second."""
+def _trace(make: Callable[..., nnx.Module], *args: Any) -> tuple[nnx.GraphDef, nnx.State]:
+    """Returns a module and the shapes of its parameters; tracing takes half a second."""
     module = nnx.eval_shape(lambda: make(*args, rngs=nnx.Rngs(params=jax.random.key(0))))
     return nnx.split(module, nnx.Param)
 
@@ -91,14 +90,14 @@ class Embedding(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def look_up(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Reads rows of a table, rounded to a type beforehand; the gradient adds up in float32.
+    """Reads rows of a table rounded to a type; the gradient is summed in float32.
 
-    The output's product reads the rounded table too, so that no other need exist.
+    The product of the output reads the same rounded table, so that memory holds only one.
 
     Args:
       table: float32 [V, D].
       ids: int32 [...].
-      dtype: to round to.
+      dtype: the type to which the table is rounded.
 
     Returns:
       float32 [..., D].
@@ -113,10 +112,10 @@ def _look_up_forward(
 
 
 def _look_up_backward(
-    dtype: jnp.dtype, kept: tuple[jax.Array, int], gradient: jax.Array
+    dtype: jnp.dtype, saved: tuple[jax.Array, int], gradient: jax.Array
 ) -> tuple[jax.Array, None]:
     del dtype
-    ids, rows = kept
+    ids, rows = saved
     zeros = jnp.zeros((rows, gradient.shape[-1]), jnp.float32)
     return zeros.at[ids].add(gradient), None
 
@@ -125,63 +124,63 @@ look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
 def rope_angles(cfg: Model, positions: jax.Array) -> jax.Array:
-    """Returns cosines and sines of the angles by which pairs are turned (Su et al. 2021).
+    """Returns cosines and sines of the angles of rotary positions (Su et al. 2021).
 
     Args:
-      cfg: whose bases they are of.
+      cfg: the model.
       positions: int32 [..., S].
 
     Returns:
-      float32 [2, 2, ..., S, 1, D / H / 2]: of layers that attend to whole rows, and of the others,
-      cosines and sines.
+      float32 [2, 2, ..., S, 1, D / H / 2]: for global and for local layers, cosines and sines.
     """
-    width, after = cfg.hidden_size // cfg.num_attention_heads, [1] * (positions.ndim + 1)
+    width, axes = cfg.hidden_size // cfg.num_attention_heads, [1] * (positions.ndim + 1)
     settings = (
         (cfg.global_rotary_base, cfg.global_rotary_scaling),
         (cfg.local_rotary_base, cfg.local_rotary_scaling),
     )
-    steps, factors = zip(*(_steps(*setting, width) for setting in settings), strict=True)
-    steps = jnp.asarray(steps, jnp.float32).reshape(2, *after, -1)
+    steps, factors = zip(*(_rope_steps(*setting, width) for setting in settings), strict=True)
+    steps = jnp.asarray(steps, jnp.float32).reshape(2, *axes, -1)
     angles = positions.astype(jnp.float32)[..., None, None] * steps
-    turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)
+    rotation = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)
     if factors == (1.0, 1.0):
-        return turns
-    return turns * jnp.asarray(factors, jnp.float32).reshape(2, 1, *after, 1)
+        return rotation
+    return rotation * jnp.asarray(factors, jnp.float32).reshape(2, 1, *axes, 1)
 
 
-def _steps(base: float, scaling: str, width: int) -> tuple[np.ndarray, float]:
-    """Returns the angle of each pair from one position to the next, and what turned ones grow by.
+def _rope_steps(base: float, scaling: str, width: int) -> tuple[np.ndarray, float]:
+    """Returns the angle between two adjacent positions for each pair, and a scale.
 
     Args:
-      base: of the rotary positions.
-      scaling: empty, `linear:FACTOR`, or `yarn:POSITIONS:FACTOR`, by Peng et al. 2023 (section 3):
-        pairs that turn over 32 times in so many positions stay as they are, those that turn less
-        than once are slowed down by the factor, and those between in part.
+      base: the base of the rotary positions.
+      scaling: empty, `linear:FACTOR`, or `yarn:POSITIONS:FACTOR` (Peng et al. 2023, section 3):
+        pairs that rotate more than 32 times in POSITIONS keep their angle, pairs that rotate less
+        than once have it divided by FACTOR, pairs in between by an interpolated factor.
       width: D / H.
 
     Returns:
-      float64 [D / H / 2], and a factor of cosines and sines.
+      Angles, float64 [D / H / 2], and a factor for cosines and sines.
     """
     steps = base ** -(np.arange(0, width, 2) / width)
     if not scaling:
         return steps, 1.0
     kind, *positions, factor = scaling.split(":")
-    slowed = steps / float(factor)
+    scaled = steps / float(factor)
     if kind == "linear":
-        return slowed, 1.0
+        return scaled, 1.0
 
-    def pair(turns: int) -> float:
-        """Returns which pair turns so often."""
-        return width * math.log(int(positions[0]) / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def pair(rotations: int) -> float:
+        """Returns the index of the pair with this number of rotations."""
+        length = int(positions[0]) / (rotations * 2 * math.pi)
+        return width * math.log(length) / (2 * math.log(base))
 
     first, last = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), width - 1)
     share = np.clip((np.arange(width // 2) - first) / (last - first or 0.001), 0, 1)
-    return steps * (1 - share) + slowed * share, 0.1 * math.log(float(factor)) + 1
+    return steps * (1 - share) + scaled * share, 0.1 * math.log(float(factor)) + 1
 
 
 @jax.custom_vjp
 def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
-    """Turns pairs of x, each half a head apart; they are turned in float32.
+    """Rotates the pairs of x in float32; the elements of a pair are half a head apart.
 
     Args:
       x: [B, S, H, D / H], any float type.
@@ -192,8 +191,8 @@ def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosine, sine = rotation
-    turned = (first * cosine - second * sine, second * cosine + first * sine)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = (first * cosine - second * sine, second * cosine + first * sine)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def _rotate_forward(x: jax.Array, rotation: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -219,35 +218,35 @@ def run_layers(
     """Runs stacked layers, one after the other.
 
     Args:
-      run: takes a layer, its number, [B, S, D], the layer's noise, and what becomes of scores.
-      stacked: a layer whose parameters carry a first dimension L.
-      x: [B, S, D], what the first one reads.
-      noise: of dropout; None drops nothing.
-      loop: how they are run.
-      outputs: what is kept.
+      run: takes a layer, its number, its input [B, S, D], its noise, and a policy for attention.
+      stacked: a layer whose parameters have a first dimension L.
+      x: [B, S, D], the input of the first layer.
+      noise: dropout noise; None drops nothing.
+      loop: settings of the loop.
+      outputs: the outputs to return.
 
     Returns:
-      What the last one gives, [B, S, D]; with `all`, x and what every one gives, [L + 1, B, S, D].
+      The last output, [B, S, D]; and with `all`, x and all outputs, [L + 1, B, S, D], else None.
     """
     scores: Scores = "recomputed" if loop.remat == "dots" else "kept"
-    scanned, whole = loop.gather(stacked)
+    scanned, gather_layer = loop.gather(stacked)
 
     def body(
         x: jax.Array, layer_and_number: tuple[Any, jax.Array]
     ) -> tuple[jax.Array, jax.Array | None]:
         layer, number = layer_and_number
         layer_noise = None if noise is None else noise.at(number)
-        x = run(whole(layer), number, x, layer_noise, scores)
+        x = run(gather_layer(layer), number, x, layer_noise, scores)
         return x, x if outputs == "all" else None
 
     if loop.remat != "none":
         policies = jax.checkpoint_policies
         policy = {
-            "dots": policies.save_only_these_names(PRODUCT, *attention.KEPT),
+            "dots": policies.save_only_these_names(PRODUCT, *attention.SAVED_NAMES),
             "full": policies.nothing_saveable,
         }[loop.remat]
         body = jax.checkpoint(body, policy=policy, prevent_cse=loop.layers == "unroll")
     count = len(jax.tree.leaves(stacked)[0])
     unroll = count if loop.layers == "unroll" else 1
-    last, every = jax.lax.scan(body, x, (scanned, jnp.arange(count)), unroll=unroll)
-    return last, None if every is None else jnp.concatenate([x[None], every])
+    last, states = jax.lax.scan(body, x, (scanned, jnp.arange(count)), unroll=unroll)
+    return last, None if states is None else jnp.concatenate([x[None], states])

@@ -1,8 +1,8 @@
-"""How many floating-point operations a training step needs: the numerator of utilisation.
+"""Floating-point operations of a training step: the numerator of utilisation.
 
-Matrix products alone are counted, two operations a multiply-add, and only those that the loss
-depends on: predictions at the masked positions, no padding rows of the vocabulary, no
-recomputation. Look-ups, normalisation and activations are left out, as is usual.
+Only matrix products that the loss depends on are counted, with two operations for a multiply-add:
+predictions at the masked positions, no padding rows of the vocabulary, no recomputation. Look-ups,
+normalisation and activations are not counted, as is usual.
 """
 
 from bert_jax.config import Model, Phase
@@ -29,8 +29,8 @@ def forward_flops(model: Model, batch_size: int, sequence_length: int, predictio
     Args:
       model: the shape.
       batch_size: rows.
-      sequence_length: of each row, padding included.
-      predictions: masked positions of each row, unused ones included.
+      sequence_length: tokens of a row, including padding.
+      predictions: masked positions of a row, including unused ones.
     """
     width = model.hidden_size
     prediction = 2 * (width * width + width * model.vocab_size)

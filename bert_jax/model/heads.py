@@ -1,4 +1,4 @@
-"""The two heads of pre-training, over the encoder they share it with.
+"""The two heads of pre-training, and the encoder below them.
 
 Shape letters: B batch, S sequence, P predictions, D width, V vocabulary rows (padded).
 """
@@ -15,8 +15,8 @@ from bert_jax.model.attention import Shared
 from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_of
 
-# Of rows of the vocabulary that stand for no piece.
-_NO_PIECE = -1e9
+# Logit of vocabulary rows that stand for no token.
+_PADDING_LOGIT = -1e9
 
 Params = dict[str, Any]
 
@@ -37,22 +37,22 @@ def init_params(cfg: Model, key: jax.Array) -> Params:
 
 
 def merge(cfg: Model, params: Params) -> Pretrainer:
-    """Returns the module that holds these parameters, see `fill_params`."""
+    """Returns the module with these parameters, see `fill_params`."""
     return fill_params(params, Pretrainer, cfg)
 
 
-def completed(cfg: Model, params: Params) -> tuple[Params, tuple[str, ...]]:
-    """Returns an encoder with all heads, and which of them are fresh, since `params` lack them.
+def add_missing_heads(cfg: Model, params: Params) -> tuple[Params, tuple[str, ...]]:
+    """Returns an encoder with all heads, and the names of those newly initialized.
 
-    What an objective of its own has next to them is left out.
+    Other parameters, which custom objectives have, are left out.
     """
     shapes = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
-    fresh = tuple(sorted(shapes.keys() - params.keys()))
-    drawn = init_params(cfg, jax.random.key(0)) if fresh else {}
-    return {name: (drawn if name in fresh else params)[name] for name in shapes}, fresh
+    missing = tuple(sorted(shapes.keys() - params.keys()))
+    fresh = init_params(cfg, jax.random.key(0)) if missing else {}
+    return {name: (fresh if name in missing else params)[name] for name in shapes}, missing
 
 
-class PieceModel(Protocol):
+class TokenModel(Protocol):
     """A model that scores tokens with the word embeddings or with a table of its own."""
 
     encoder: Any  # also custom code: a module with `embeddings.word`
@@ -62,34 +62,33 @@ class PieceModel(Protocol):
 def masked_lm_logits(
     model: Pretrainer, cfg: Model, hidden: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Computes scores of all pieces at the positions of which one is predicted, nowhere else.
+    """Computes the scores of all tokens, at the predicted positions only.
 
     The last layer's [B, S, D], positions int32 [B, P] -> float32 [B, P, V].
     """
-    return piece_logits(model, cfg, jnp.take_along_axis(hidden, positions[:, :, None], axis=1))
+    return token_logits(model, cfg, jnp.take_along_axis(hidden, positions[:, :, None], axis=1))
 
 
-def piece_logits(model: PieceModel, cfg: Model, hidden: jax.Array) -> jax.Array:
-    """Computes scores of all pieces: [..., D] of a layer -> float32 [..., V].
+def token_logits(model: TokenModel, cfg: Model, hidden: jax.Array) -> jax.Array:
+    """Computes the scores of all tokens: hidden states [..., D] -> float32 [..., V].
 
-    `model` has `masked_lm` and an `encoder`, whose word embeddings are the output's weights if
-    `masked_lm` has no `output` of its own.
+    The output's weights are `model.masked_lm.output`, or the word embeddings without it.
     """
     table = getattr(model.masked_lm, "output", model.encoder.embeddings.word).embedding[...]
-    below = transformed(model.masked_lm, cfg, hidden)
+    inputs = apply_transform(model.masked_lm, cfg, hidden)
     bias = model.masked_lm.output_bias[...]
-    # Rows that stand for no piece get no probability.
-    bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _NO_PIECE)
-    return layers.linear(below, table, bias, "outputs_inputs")
+    # Padding rows of the vocabulary have no probability.
+    bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _PADDING_LOGIT)
+    return layers.linear(inputs, table, bias, "outputs_inputs")
 
 
-def transformed(head: transformer.Transform, cfg: Model, hidden: jax.Array) -> jax.Array:
-    """Runs what masked LM has below its output, which ModernBERT's other heads have, too.
+def apply_transform(head: transformer.Transform, cfg: Model, hidden: jax.Array) -> jax.Array:
+    """Applies the layers below the output of masked LM, which ModernBERT's other heads have, too.
 
-    `head` has `transform` and `layer_norm`; [..., D] of a layer -> the same, in the same type.
+    [..., D] -> the same, in the same type.
     """
-    below = layers.activation(cfg.hidden_act, head.transform(hidden))
-    return head.layer_norm(below).astype(hidden.dtype)
+    inner = layers.activation(cfg.hidden_act, head.transform(hidden))
+    return head.layer_norm(inner).astype(hidden.dtype)
 
 
 def pretraining_logits(
@@ -107,6 +106,6 @@ def pretraining_logits(
     ids = batch["input_ids"], batch["segment_ids"]
     hidden = encode(model.encoder, cfg, *ids, input_mask, noise, loop)
     masked_lm = masked_lm_logits(model, cfg, hidden, batch["masked_lm_positions"])
-    # "B follows A" and "B is random", or "they were swapped", from [CLS].
+    # Classes "B follows A" and "B is random", or "the sentences are swapped", from [CLS].
     pooled = jnp.tanh(model.pooler(hidden[:, 0])).astype(hidden.dtype)
     return masked_lm, model.next_sentence(pooled)

@@ -1,11 +1,11 @@
-"""Kernels for TPUs: what all share, the layer norm of a residual, and a ring's additions.
+"""Kernels for TPUs: shared functions, the layer norm of a residual, and the additions of a ring.
 
-Dropout's bits are drawn inside, and do not leave a core: the backward pass draws again what the
-forward pass drew, from the same two words. They compute what `layers` computes, in the same types:
-products in the type of their input with sums in float32, everything else float32.
+Kernels draw the bits of dropout themselves, and the bits do not leave a core: the backward pass
+draws the same bits again from the same two words. Kernels compute what `layers` computes, in the
+same types: products in the type of their input with sums in float32, everything else float32.
 
-Bits come from the generator of the core, whose numbers are those of one kind of chip. Tests hand
-them in, since the generator does nothing where kernels are interpreted.
+The bits come from the core's generator and differ between kinds of chips. Tests pass bits as an
+argument, because the generator does nothing in the interpreter.
 
 Shape letters: W width, R rows of tokens.
 """
@@ -25,31 +25,31 @@ from bert_jax import hardware
 
 # Lanes of a register, and columns of the matrix unit.
 LANES = 128
-# Rows that go through attention in one piece; scores of longer ones do not fit next to each other.
+# Longest sequence for attention; the scores of longer ones do not fit into a core's memory.
 LONGEST = 512
-# Of one operand of `add_part` at a time: six of them, since the next block of each arrives while
-# one is worked on, are little of the 16 MiB of VMEM that a kernel has on any generation.
+# Bytes of an operand's block in `add_part`. A core holds two blocks of each of the three operands,
+# far less than the 16 MiB of VMEM that every generation has.
 _ADDED_BYTES = 2**20
-# Rows of a block are a multiple of this, which no type's tile exceeds.
+# The rows of a block are a multiple of this; no type has a larger tile.
 _TILE_ROWS = 32
-# Numbers of an array that a norm holds at a time: float32, and some eight arrays of them.
-_AT_ONCE = 256 * 1_024
-# Rates are multiples of one over it, as where bits are drawn outside (`layers.ShardNoise`).
+# Elements of a block of a norm, which holds about eight float32 arrays of this size.
+_BLOCK_ELEMENTS = 256 * 1_024
+# Dropout rates are multiples of 1 / this, as in `layers.ShardNoise`.
 _STEPS = 65_536
-# Tokens that a program normalises at a time, as many as divide the rows.
+# Possible numbers of tokens in a block of a norm; a block's tokens divide the rows.
 _TOKENS = (256, 128, 64, 32, 16)
 
 
 class Kernels(NamedTuple):
-    """The way in which kernels are made for a kind of TPU."""
+    """The settings of kernels for a kind of TPU."""
 
-    # Of the matrix unit: as they come, or `float32`, which v2 and v3 want of a kernel.
+    # Types of the matrix unit's operands: unchanged, or `float32`, which v2 and v3 require.
     operands: Literal["as_they_come", "float32"] = "as_they_come"
-    memory: int = 64 * 2**20  # bytes that a kernel may use of the core's own memory
+    memory: int = 64 * 2**20  # bytes of a core's VMEM that a kernel may use
 
 
 _ONE_CORE_OF_TWO = Kernels(operands="float32", memory=14 * 2**20)
-# By `device_kind`.
+# Settings by `device_kind`.
 BY_DEVICE = {
     hardware.TPUS["v2"].kind: _ONE_CORE_OF_TWO,
     hardware.TPUS["v3"].kind: _ONE_CORE_OF_TWO,
@@ -61,7 +61,7 @@ BY_DEVICE = {
 
 
 def fits(heads: int, batch: int, length: int, width: int) -> bool:
-    """Returns whether kernels can be used for these shapes."""
+    """Returns whether kernels support these shapes."""
     size = width // heads
     lanes = LANES % size == 0 or size % LANES == 0
     rows = length % LANES == 0 and length <= LONGEST
@@ -69,9 +69,9 @@ def fits(heads: int, batch: int, length: int, width: int) -> bool:
 
 
 def program_seed(words: Sequence[Any], program: Any) -> tuple[Any, Any]:
-    """Returns the two words with which a program of a kernel seeds the generator.
+    """Returns the two words that seed the generator of a kernel's program.
 
-    Two programs of a site never have the same, whatever the site's words are.
+    Any two programs of a site have different seeds, for all `words` of the site.
     """
     return words[0], words[1] ^ program
 
@@ -80,9 +80,9 @@ def program_seed(words: Sequence[Any], program: Any) -> tuple[Any, Any]:
 
 
 class Norm(NamedTuple):
-    """The part of a norm that is known before it runs."""
+    """The static arguments of `residual_norm`."""
 
-    kernels: Kernels  # how they are made
+    kernels: Kernels  # settings of the kernels
     rate: float  # of dropout
     eps: float  # added to the variance
 
@@ -100,7 +100,7 @@ def residual_norm(
 ) -> jax.Array:
     """Computes the layer norm of x + dropout(y + bias), biased variance.
 
-    The backward pass finds x and y, and nothing else.
+    The forward pass saves x and y only.
 
     Args:
       static: see `Norm`.
@@ -109,8 +109,8 @@ def residual_norm(
       bias: float32 [W], of that product.
       scale: float32 [W], of the norm.
       shift: float32 [W], of the norm.
-      seed: int32 [2], of the step, micro-batch, shard, layer and site.
-      bits: uint32 [R, W] instead of drawn ones; None: they are drawn.
+      seed: int32 [2], depends on step, micro-batch, shard, layer and site.
+      bits: uint32 [R, W], replaces drawn bits; None: bits are drawn.
 
     Returns:
       [R, W], in the type of x.
@@ -126,15 +126,15 @@ def _norm_forward(static: Norm, *arrays: Any) -> tuple[jax.Array, tuple[Any, ...
 
 
 def _norm_backward(
-    static: Norm, kept: tuple[Any, ...], gradient: jax.Array
+    static: Norm, saved: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    x = kept[0]
+    x = saved[0]
     rows, _ = _row_blocks(x)
     sums = jax.ShapeDtypeStruct((len(x) // _block_height(x), 1, x.shape[1]), jnp.float32)
-    of_columns = pl.BlockSpec((1, 1, x.shape[1]), lambda i: (i, 0, 0))
-    outputs = [*[(rows, x)] * 2, *[(of_columns, sums)] * 3]
+    sums_block = pl.BlockSpec((1, 1, x.shape[1]), lambda i: (i, 0, 0))
+    outputs = [*[(rows, x)] * 2, *[(sums_block, sums)] * 3]
     d_x, d_y, *d_columns = _run_norm(
-        static, _norm_backward_kernel, "norm_backward", kept, (gradient,), outputs
+        static, _norm_backward_kernel, "norm_backward", saved, (gradient,), outputs
     )
     return d_x, d_y, *(d.sum(axis=(0, 1)) for d in d_columns), None, None
 
@@ -143,7 +143,7 @@ residual_norm.defvjp(_norm_forward, _norm_backward)
 
 
 def _row_blocks(x: jax.Array) -> tuple[pl.BlockSpec, pl.BlockSpec]:
-    """Returns the blocks of rows of tokens, and that of a row of columns."""
+    """Returns the block of some rows [R, W], and the block of a vector [1, W]."""
     width = x.shape[1]
     columns = pl.BlockSpec((1, width), lambda i: (0, 0))
     return pl.BlockSpec((_block_height(x), width), lambda i: (i, 0)), columns
@@ -152,8 +152,8 @@ def _row_blocks(x: jax.Array) -> tuple[pl.BlockSpec, pl.BlockSpec]:
 def _block_height(x: jax.Array) -> int:
     """Returns the number of tokens in a block of rows."""
     rows, width = x.shape
-    fit = (h for h in _TOKENS if rows % h == 0 and h * width <= _AT_ONCE)
-    return next(fit, _TOKENS[-1])
+    heights = (h for h in _TOKENS if rows % h == 0 and h * width <= _BLOCK_ELEMENTS)
+    return next(heights, _TOKENS[-1])
 
 
 def _run_norm(
@@ -174,44 +174,46 @@ def _run_norm(
     return launch(static.kernels, run, name, grid, inputs, outputs, 0, len(x))
 
 
-def _sum_of(
+def _residual_sum(
     rate: float, seed: Any, x_ref: Any, y_ref: Any, bias_ref: Any, bits: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns x + dropout(y + bias), float32, and what is kept of y; None if all of it."""
+    """Returns x + dropout(y + bias), float32, and the mask of the dropout; None if rate is 0."""
     x = x_ref[...].astype(jnp.float32)
     y = y_ref[...].astype(jnp.float32) + bias_ref[...]
     if not rate:
         return x + y, None
-    given, program = (bits[0][...], 0) if bits else (None, pl.program_id(0))
-    keep = keep_some(rate, seed, given, program, y.shape)
-    return x + jnp.where(keep, y * kept_scale(rate), 0.0), keep
+    block_bits, program = (bits[0][...], 0) if bits else (None, pl.program_id(0))
+    keep = draw_keep(rate, seed, block_bits, program, y.shape)
+    return x + jnp.where(keep, y * dropout_scale(rate), 0.0), keep
 
 
-def _normed(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    """Returns x with mean 0 and variance 1 along lanes, and one over its deviation."""
+def _normalize(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    """Returns x with mean 0 and variance 1 along lanes, and the factor 1 / deviation."""
     centred = x - x.mean(axis=-1, keepdims=True)
-    deviation = lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + eps)
-    return centred * deviation, deviation
+    factor = lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + eps)
+    return centred * factor, factor
 
 
 def _norm_kernel(static: Norm, *refs: Any) -> None:
     seed, x, y, bias, scale, shift, *bits, out = refs
-    total, _ = _sum_of(static.rate, seed, x, y, bias, bits)
-    normed, _ = _normed(total, static.eps)
+    total, _ = _residual_sum(static.rate, seed, x, y, bias, bits)
+    normed, _ = _normalize(total, static.eps)
     out[...] = (normed * scale[...] + shift[...]).astype(out.dtype)
 
 
 def _norm_backward_kernel(static: Norm, *refs: Any) -> None:
     *inputs, d_x, d_y, d_bias, d_scale, d_shift = refs
     seed, x, y, bias, scale, _, gradient_ref, *bits = inputs
-    total, keep = _sum_of(static.rate, seed, x, y, bias, bits)
-    normed, deviation = _normed(total, static.eps)
+    total, keep = _residual_sum(static.rate, seed, x, y, bias, bits)
+    normed, factor = _normalize(total, static.eps)
     gradient = gradient_ref[...].astype(jnp.float32)
-    upper = gradient * scale[...]
-    along = (upper * normed).mean(axis=-1, keepdims=True)
-    d_total = deviation * (upper - upper.mean(axis=-1, keepdims=True) - normed * along)
+    d_normed = gradient * scale[...]
+    along = (d_normed * normed).mean(axis=-1, keepdims=True)
+    d_total = factor * (d_normed - d_normed.mean(axis=-1, keepdims=True) - normed * along)
     d_x[...] = d_total.astype(d_x.dtype)
-    d_dropped = d_total if keep is None else jnp.where(keep, d_total * kept_scale(static.rate), 0.0)
+    d_dropped = d_total
+    if keep is not None:
+        d_dropped = jnp.where(keep, d_total * dropout_scale(static.rate), 0.0)
     d_y[...] = d_dropped.astype(d_y.dtype)
     sums = ((d_bias, d_dropped), (d_scale, gradient * normed), (d_shift, gradient))
     for ref, values in sums:
@@ -222,15 +224,15 @@ def _norm_backward_kernel(static: Norm, *refs: Any) -> None:
 
 
 def add_part(parts: jax.Array, received: jax.Array, index: jax.Array) -> jax.Array:
-    """Adds one of several parts to what was received, in one pass over memory.
+    """Adds `parts[index]` to `received` in one pass over memory.
 
-    The part is read where it lies; XLA would copy it out first. Sums are float32, rounded once: the
-    bits of `received + parts[index]`.
+    The kernel reads the part in place, which XLA would copy first. Sums are float32, rounded once:
+    the result equals `received + parts[index]` bit for bit.
 
     Args:
       parts: [N, ..., C], any float type.
-      received: [..., C], as one part; may be overwritten.
-      index: int32 [], which part.
+      received: [..., C], like one part; may be overwritten.
+      index: int32 [].
 
     Returns:
       [..., C], in the type of received.
@@ -238,10 +240,10 @@ def add_part(parts: jax.Array, received: jax.Array, index: jax.Array) -> jax.Arr
     columns = received.shape[-1]
     flat = received.reshape(-1, columns)
     rows = len(flat)
-    most = _ADDED_BYTES // (columns * received.dtype.itemsize)
-    block = min(rows, max(most // _TILE_ROWS, 1) * _TILE_ROWS)
-    here = pl.BlockSpec((block, columns), lambda i, index: (i, 0))
-    there = pl.BlockSpec((1, block, columns), lambda i, index: (index[0], i, 0))
+    limit = _ADDED_BYTES // (columns * received.dtype.itemsize)
+    block = min(rows, max(limit // _TILE_ROWS, 1) * _TILE_ROWS)
+    received_block = pl.BlockSpec((block, columns), lambda i, index: (i, 0))
+    part_block = pl.BlockSpec((1, block, columns), lambda i, index: (index[0], i, 0))
     total = _call(
         _add_part_kernel,
         "ring_add",
@@ -249,8 +251,8 @@ def add_part(parts: jax.Array, received: jax.Array, index: jax.Array) -> jax.Arr
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(rows, block),),
-            in_specs=[there, here],
-            out_specs=here,
+            in_specs=[part_block, received_block],
+            out_specs=received_block,
         ),
         out_shape=jax.ShapeDtypeStruct(flat.shape, received.dtype),
         input_output_aliases={2: 0},
@@ -267,7 +269,7 @@ def _add_part_kernel(index_ref: Any, parts_ref: Any, received_ref: Any, total_re
     total_ref[...] = total.astype(total_ref.dtype)
 
 
-# --- what all share -------------------------------------------------------------------------------
+# --- shared functions -----------------------------------------------------------------------------
 
 SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
 
@@ -283,9 +285,10 @@ def launch(
     exponentials: int,
     scratch: Sequence[Any] = (),
 ) -> list[jax.Array]:
-    """Runs a kernel over a grid; of `outputs` the shapes and types are read alone.
+    """Runs a kernel over a grid.
 
-    `scratch` is memory of each core's own, which no other program sees.
+    `inputs` and `outputs` are blocks and arrays; only the shapes and types of `outputs` count.
+    `scratch` is memory of a program.
     """
     arrays = [array for _, array in inputs + outputs]
     moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
@@ -301,22 +304,22 @@ def launch(
         cost_estimate=pl.CostEstimate(
             flops=operations, bytes_accessed=moved, transcendentals=exponentials
         ),
-        # In any order: on v4 and v5p two cores share the programs.
+        # Programs run in any order: on v4 and v5p two cores share them.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * len(grid), vmem_limit_bytes=kernels.memory
         ),
     )
 
 
-def kept_scale(rate: float) -> float:
-    """Returns one over the probability with which something is kept."""
+def dropout_scale(rate: float) -> float:
+    """Returns 1 / the probability that dropout keeps an element."""
     return _STEPS / (_STEPS - round(rate * _STEPS))
 
 
-def keep_some(
+def draw_keep(
     rate: float, seed: Any, bits: jax.Array | None, program: Any, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Returns bool `shape`, False for `rate` of it: of these bits, or of some that are drawn."""
+    """Returns bool `shape`, False for a share `rate` of it, from `bits` or drawn if None."""
     if bits is None:
         pltpu.prng_seed(*program_seed((seed[0], seed[1]), program))
         bits = pltpu.bitcast(pltpu.prng_random_bits(shape), jnp.uint32)
@@ -329,14 +332,14 @@ def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     return lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
 
 
-def _call(kernel: Callable[..., None], name: str, operands: Sequence[Any], **how: Any) -> Any:
-    """Runs a kernel on a TPU, or on a CPU in the interpreter; `how` is for `pallas_call`.
+def _call(kernel: Callable[..., None], name: str, operands: Sequence[Any], **options: Any) -> Any:
+    """Runs a kernel on a TPU, or on a CPU in the interpreter; `options` are for `pallas_call`.
 
-    A plan names the operation by `name`.
+    `plan` shows the operation as `name`.
     """
 
     def call(*operands: jax.Array, **more: Any) -> Any:
-        return pl.pallas_call(kernel, name=name, **how, **more)(*operands)
+        return pl.pallas_call(kernel, name=name, **options, **more)(*operands)
 
     interpreted = functools.partial(call, interpret=True)
     return lax.platform_dependent(*operands, cpu=interpreted, default=call)

@@ -1,4 +1,4 @@
-"""The encoder of a model: the transformer, or one that an experiment brings (`model.code`)."""
+"""The encoder of a model: the transformer, or the custom code of an experiment (`model.code`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,35 +15,35 @@ from bert_jax.model.encoder import Loop
 
 
 class OwnEncoder(NamedTuple):
-    """An encoder of an experiment's own: what the function that `model.code` names returns.
+    """A custom encoder: the result of the function that `model.code` names.
 
-    It takes no arguments. Heads, and how operations are counted, stay those of `model.kind`.
+    The function has no arguments. Heads and the count of operations are those of `model.kind`.
     """
 
-    # A module with its parameters, made from a `Model` and `rngs`: `embeddings` with a
-    # `word.embedding` [V, D], V padded, and stacked `layers`, whose parameters carry a first
+    # Builds the module from a `Model` and `rngs`. The module has `embeddings` with a
+    # `word.embedding` [V, D], V padded, and stacked `layers`, whose parameters have a first
     # dimension L.
     encoder: Callable[..., nnx.Module]
-    # See the function of this name; the layers are run by `model.encoder.run_layers`.
+    # See the function `encode`; use `model.encoder.run_layers` to run the layers.
     encode: Callable[..., jax.Array]
-    # See the function of this name; None: there is no attention.
+    # See the function of this name; None: the encoder has no attention.
     attention_probabilities: Callable[..., jax.Array] | None
-    # Where its parameters are cut (`training.sharding.Rule`), one for each path, which begins with
-    # `encoder/`.
+    # How its parameters are sharded (`training.sharding.Rule`): a rule for each path, which begins
+    # with `encoder/`.
     rules: Sequence[Any]
-    # Takes hidden states and `input_mask` to the vector that has seen a whole text, [B, S, D] and
-    # [B, S] -> [B, D]; None: that of the first piece.
+    # Computes the vector of a text from hidden states and `input_mask`, [B, S, D] and [B, S] ->
+    # [B, D]; None: the vector of the first token.
     of_text: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
-# Its rules are a table by `model.kind`, in `training.sharding`.
+# `training.sharding` has the rules of each `model.kind`.
 _TRANSFORMER = OwnEncoder(
     transformer.Encoder, transformer.encode, transformer.attention_probabilities, ()
 )
 
 
 def encoder_of(cfg: Model) -> OwnEncoder:
-    """Returns the encoder's functions: the transformer's, or those of the experiment's own code."""
+    """Returns the functions of the encoder: the transformer's, or those of custom code."""
     return code.function(cfg.code)() if cfg.code else _TRANSFORMER
 
 
@@ -60,14 +60,14 @@ def encode(
     """Runs an encoder.
 
     Args:
-      encoder: its parameters; the upper layers may be left out.
+      encoder: the module; the upper layers may be left out.
       cfg: its shape.
       input_ids: int32 [B, S].
       segment_ids: int32 [B, S].
       input_mask: int32 [B, S], 0 for padding; `Shared` if several examples share a row, `Packing`
-        if nothing is dropped and each text is to be by itself.
-      noise: of dropout; None drops nothing.
-      loop: how the layers are run.
+        if texts share rows and are encoded separately.
+      noise: dropout noise; None drops nothing.
+      loop: settings of the loop over layers.
       outputs: `last`, or `all`: the embeddings and every layer.
 
     Returns:
@@ -77,18 +77,18 @@ def encode(
     return run(encoder, cfg, input_ids, segment_ids, input_mask, noise, loop, outputs)
 
 
-def of_text(cfg: Model, hidden: jax.Array, input_mask: jax.Array) -> jax.Array:
-    """Returns the vector that has seen a whole text: [B, S, D] -> [B, D].
+def text_vector(cfg: Model, hidden: jax.Array, input_mask: jax.Array) -> jax.Array:
+    """Returns the vector of a token that has attended to the whole text: [B, S, D] -> [B, D].
 
-    It is that of [CLS]; read from left to right, that of the last [SEP] (Radford et al. 2018).
+    The token is [CLS], or with a causal mask the last [SEP] (Radford et al. 2018).
 
     Args:
-      cfg: of the encoder.
-      hidden: what it gives.
+      cfg: configuration of the encoder.
+      hidden: output of the encoder.
       input_mask: int32 [B, S], 0 for padding, which comes last.
     """
-    if own := encoder_of(cfg).of_text:
-        return own(hidden, input_mask)
+    if custom := encoder_of(cfg).of_text:
+        return custom(hidden, input_mask)
     if cfg.direction == "both":
         return hidden[:, 0]
     last = jnp.maximum(input_mask.sum(axis=1) - 1, 0)
@@ -96,18 +96,18 @@ def of_text(cfg: Model, hidden: jax.Array, input_mask: jax.Array) -> jax.Array:
 
 
 def attention_probabilities(encoder: nnx.Module, cfg: Model, hidden: jax.Array) -> jax.Array:
-    """Computes where the pieces of a text look in each layer, without dropout.
+    """Computes the attention probabilities of a text in each layer, without dropout.
 
     Args:
-      encoder: its parameters.
+      encoder: the module.
       cfg: its shape.
-      hidden: float32 [L, S, D], what each layer is given of one text without padding: `encode`
-        with `outputs="all"`, except for the last layer's.
+      hidden: float32 [L, S, D], the inputs of the layers for one text without padding: `encode`
+        with `outputs="all"`, without the last output.
 
     Returns:
-      float32 [L, H, S, S], of each piece over all pieces; rows add up to 1.
+      float32 [L, H, S, S], of each token over all tokens; rows sum to 1.
     """
     run = encoder_of(cfg).attention_probabilities
     if run is None:
-        raise InputError(f"model.code={cfg.code}: has no attention to show; ask another encoder")
+        raise InputError(f"model.code={cfg.code}: has no attention to show; use another encoder")
     return run(encoder, cfg, hidden)

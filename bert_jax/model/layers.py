@@ -1,4 +1,4 @@
-"""The few primitives of the encoder, with their numerics, and its noise.
+"""Primitives of the encoder with their numerics, and the noise of dropout.
 
 Matrix products run in the type of their input and add up in float32; biases, normalisation,
 softmax and activations are float32. A layer returns float32 and its caller rounds.
@@ -20,8 +20,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.random import threefry2x32_p
 
 _LAYER_NORM_EPS = 1e-12
-# Of norms without biases, as ModernBERT has them.
-_SCALE_NORM_EPS = 1e-5
+_SCALE_NORM_EPS = 1e-5  # for norms without biases, as in ModernBERT
 
 
 class Linear(nnx.Module):
@@ -76,11 +75,11 @@ def _linear_forward(
 
 
 def _linear_backward(
-    kernel_is: str, kept: tuple[Any, ...], gradient: jax.Array
+    kernel_is: str, saved: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns gradients of x, kernel and bias as differentiation does, laid out for CPUs too."""
-    x, kernel, biased = kept
-    d_bias = None if biased is None else _column_sums(gradient, x.dtype)
+    """Returns gradients of x, kernel and bias, computed by products that are fast on CPUs, too."""
+    x, kernel, bias_flag = saved
+    d_bias = None if bias_flag is None else _column_sums(gradient, x.dtype)
     gradient = gradient.astype(x.dtype)
     if kernel_is == "inputs_outputs":
         dx, d_kernel = _times(gradient, kernel, 1), _outer(x, gradient)
@@ -91,8 +90,8 @@ def _linear_backward(
 
 linear.defvjp(_linear_forward, _linear_backward)
 
-# CPUs get one tall matrix, whose products their compiler takes; a TPU's compiler lays out batch and
-# sequence as attention wants them, if they stay dimensions of their own.
+# On CPUs a product has one tall matrix, for which XLA has fast code. On TPUs batch and sequence
+# stay separate dimensions, so that the compiler can choose the layout that attention needs.
 
 
 def _product(a: jax.Array, b: jax.Array, a_axes: Sequence[int], b_axes: Sequence[int]) -> jax.Array:
@@ -106,8 +105,8 @@ def _rows(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _by_rows(x: jax.Array) -> jax.Array:
-    """Has a matrix lie row by row, whatever the compiler would choose."""
+def _force_row_major(x: jax.Array) -> jax.Array:
+    """Stores a matrix in row-major order, whatever layout the compiler would choose."""
     return with_layout_constraint(x, Layout((0, 1)))
 
 
@@ -127,7 +126,7 @@ def _column_sums(x: jax.Array, compute_dtype: jnp.dtype) -> jax.Array:
     """Sums columns: float32 [..., M] -> float32 [M]."""
 
     def on_cpu(x: jax.Array) -> jax.Array:
-        # As a product, since XLA adds up columns slowly; its numbers are rounded, their sum is not.
+        # A product with ones, since XLA sums columns slowly; only its operands are rounded.
         rows = _rows(x).astype(compute_dtype)
         return _product(jnp.ones((1, len(rows)), compute_dtype), rows, [1], [0])[0]
 
@@ -142,15 +141,16 @@ def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
 
     def on_cpu(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = _rows(a), _rows(b)
-        # XLA multiplies at its full rate only if the first operand lies row by row. In float32 it
-        # is cheaper to turn the narrower one, and the product back.
+        # XLA multiplies at full speed only if the first operand is row-major. In float32 it is
+        # cheaper to transpose the narrower operand, and then the product.
         if a.dtype == jnp.bfloat16 or a.shape[1] <= b.shape[1]:
-            return _product(_by_rows(a.T), b, [1], [0])
-        return _by_rows(_by_rows(_product(_by_rows(b.T), a, [1], [0])).T)
+            return _product(_force_row_major(a.T), b, [1], [0])
+        product = _product(_force_row_major(b.T), a, [1], [0])
+        return _force_row_major(_force_row_major(product).T)
 
     def elsewhere(a: jax.Array, b: jax.Array) -> jax.Array:
-        summed = range(a.ndim - 1)
-        return _product(a, b, summed, summed)
+        axes = range(a.ndim - 1)
+        return _product(a, b, axes, axes)
 
     return lax.platform_dependent(a, b, cpu=on_cpu, default=elsewhere)
 
@@ -185,17 +185,17 @@ class LayerNorm(ScaleNorm):
 
 
 def activation(name: str, x: jax.Array) -> jax.Array:
-    """Computes GELU: `gelu` by erf (the paper's checkpoints), `gelu_tanh` by its approximation."""
+    """Computes GELU: `gelu` with erf (the paper's checkpoints), `gelu_tanh` approximately."""
     if name == "gelu_tanh":
         return jax.nn.gelu(x, approximate=True)
-    # As the reference writes it (modeling.py, gelu): jax.nn's erfc costs twice as much on a CPU.
+    # The formula of the reference (modeling.py, gelu): jax.nn's erfc takes twice as long on a CPU.
     return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
 
 
 def dropout(x: jax.Array, noise: "Noise | None", rate: float) -> jax.Array:
-    """Zeroes a share of x and scales the rest up; with `noise` None nothing happens.
+    """Zeroes a share of x and scales up the rest; without noise returns x.
 
-    Any float type -> float32: in bfloat16 the scale itself would be rounded.
+    Any float type -> float32: in bfloat16 the scale would be rounded.
     """
     x = x.astype(jnp.float32)
     if noise is None or not rate:
@@ -207,24 +207,24 @@ def dropout(x: jax.Array, noise: "Noise | None", rate: float) -> jax.Array:
 
 
 class Noise(Protocol):
-    """Random bits for dropout. Each place that uses them folds in numbers of its own."""
+    """Random bits for dropout. Each layer and each site in a layer folds its number into a key."""
 
     def at(self, place: int | jax.Array) -> "Noise":
-        """Returns noise of its own for a layer, or for a site within it."""
+        """Returns the noise of a layer, or of a site within a layer."""
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, ...], False for about `rate` of it."""
+        """Draws bool `shape` = [B, ...], False for a share of about `rate`."""
 
     def scale(self, rate: float) -> float:
-        """Returns one over the probability with which `keep` is really True."""
+        """Returns 1 / the exact probability that `keep` draws True."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowNoise(Noise):
-    """The `threefry8` noise: 8 bits an element, from a key a row.
+    """The `threefry8` noise: 8 bits for each element, from a key for each row.
 
-    It is the same on any mesh and micro-batch.
+    The bits are the same on any mesh and for any micro-batch size.
     """
 
     keys: jax.Array  # threefry keys [B]
@@ -235,60 +235,60 @@ class RowNoise(Noise):
         return cls(jax.vmap(lambda row: jax.random.fold_in(key, row))(rows))
 
     def at(self, place: int | jax.Array) -> Self:
-        """Returns noise of its own for a layer, or for a site within it."""
+        """Returns the noise of a layer, or of a site within a layer."""
         fold = jax.vmap(functools.partial(jax.random.fold_in, data=place))
         return dataclasses.replace(self, keys=fold(self.keys))
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape` = [B, ..., D]."""
-        # Whole words, taken apart: asking for 8-bit draws is ten times slower.
-        words = (*shape[1:-1], _words_of(shape[-1]))
+        # Words of 32 bits are drawn and split: drawing 8 bits at a time is ten times slower.
+        words = (*shape[1:-1], _count_words(shape[-1]))
         bits = jax.vmap(lambda key: jax.random.bits(key, words, jnp.uint32))(self.keys)
-        return _kept(bits, shape, rate)
+        return _keep_mask(bits, shape, rate)
 
     def scale(self, rate: float) -> float:
-        """Returns one over the probability with which `keep` is really True."""
+        """Returns 1 / the exact probability that `keep` draws True."""
         return 256 / (256 - round(rate * 256))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TextNoise(RowNoise):
-    """The `threefry8` noise of an `attention.Packing`: each text has the bits of a row of its own.
+    """The `threefry8` noise of an `attention.Packing`: each text has the bits of its unpacked row.
 
-    A threefry word is a function of a key and of the word's number, and so can be had for any
-    token: the text's key, and the number that the word has where the text is alone in a row.
-    `RowNoise` draws as many; here `keys` are [N], of all texts.
+    A threefry word depends on a key and on the number of the word. So any token's word can be
+    computed from the text's key and the number of the word in the unpacked row. `keys` are [N], one
+    for each text.
     """
 
-    numbers: jax.Array  # int32 [B, S], of the text that each token is of, from 0
+    numbers: jax.Array  # int32 [B, S], the number of each token's text, from 0
     positions: jax.Array  # int32 [B, S], of each token in its text
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape` = [B, S, D], or for scores [N, H, K, Q]."""
         if len(shape) == 4:
             return RowNoise.keep(self, shape, rate)
-        words = _words_of(shape[-1])
+        words = _count_words(shape[-1])
         word = self.positions[:, :, None] * words + jnp.arange(words)
         keys = jax.random.key_data(self.keys)[self.numbers]
-        return _kept(_words(keys[:, :, None], word), shape, rate)
+        return _keep_mask(_draw_words(keys[:, :, None], word), shape, rate)
 
 
-def _words_of(draws: int) -> int:
-    """Returns how many words hold so many draws of 8 bits; what is left of the last is not used."""
+def _count_words(draws: int) -> int:
+    """Returns the number of 32-bit words for a number of 8-bit draws."""
     return (draws + 3) // 4
 
 
-def _kept(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
-    """Takes words apart: uint32 [..., W] -> bool `shape` = [..., D]."""
-    bits = lax.bitcast_convert_type(words, jnp.uint8).reshape(*shape[:-1], -1)
-    return bits[..., : shape[-1]] >= jnp.uint8(round(rate * 256))
+def _keep_mask(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
+    """Compares the bytes of words with a rate: uint32 [..., W] -> bool `shape` = [..., D]."""
+    draws = lax.bitcast_convert_type(words, jnp.uint8).reshape(*shape[:-1], -1)
+    return draws[..., : shape[-1]] >= jnp.uint8(round(rate * 256))
 
 
-def _words(keys: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Computes the words of `jax.random.bits` with these numbers, below 2**32, of its array.
+def _draw_words(keys: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Computes single words of the arrays that `jax.random.bits` draws.
 
-    Keys uint32 [..., 2], which broadcast against numbers int32 [...] -> uint32, of their shape.
+    Keys uint32 [..., 2], and indices into the flat array, int32 [...] -> uint32 [...].
     """
     low = numbers.astype(jnp.uint32)
     first, second = (jnp.broadcast_to(keys[..., i], low.shape) for i in (0, 1))
@@ -299,26 +299,26 @@ def _words(keys: jax.Array, numbers: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShardNoise(Noise):
-    """The `rbg16` noise: 16 bits an element from one generator a shard.
+    """The `rbg16` noise: 16 bits for each element, from one generator for each shard.
 
-    It is fast on TPU and depends on the mesh. It is that of `in_kernel` too, whose kernels draw
-    their own bits, beginning with two words of the key.
+    It is fast on TPUs, and depends on the mesh. `in_kernel` uses it, too: kernels draw their own
+    bits, seeded with two words of the key.
     """
 
-    key: jax.Array  # an rbg key, the shard's own
+    key: jax.Array  # the shard's rbg key
 
     def at(self, place: int | jax.Array) -> "ShardNoise":
-        """Returns noise of its own for a layer, or for a site within it."""
+        """Returns the noise of a layer, or of a site within a layer."""
         return ShardNoise(jax.random.fold_in(self.key, place))
 
     def words(self) -> jax.Array:
-        """Returns int32 [2], from which a kernel draws the bits of a site."""
+        """Returns int32 [2], the seed of a site for kernels."""
         return lax.bitcast_convert_type(jax.random.key_data(self.key)[:2], jnp.int32)
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape`, False for about `rate` of it."""
+        """Draws bool `shape`, False for a share of about `rate`."""
         return jax.random.bits(self.key, shape, jnp.uint16) >= jnp.uint16(round(rate * 65_536))
 
     def scale(self, rate: float) -> float:
-        """Returns one over the probability with which `keep` is really True."""
+        """Returns 1 / the exact probability that `keep` draws True."""
         return 65_536 / (65_536 - round(rate * 65_536))

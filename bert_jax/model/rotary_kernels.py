@@ -1,11 +1,11 @@
-"""Kernels for TPUs: attention with rotary positions, to whole rows or to a window.
+"""Kernels for TPUs: attention with rotary positions, in global layers and in local ones.
 
-They compute what `encoder.rotate` and `attention.attend` compute, in the same types. A
-program holds a row's keys and values of as many heads as fill its lanes, and goes through its
-queries block by block: of a layer with a window it looks at the keys near the block alone, of
-another at all, of long rows part by part (Dao et al. 2022, FlashAttention, section 3.1).
+They compute what `encoder.rotate` and `attention.attend` compute, in the same types. A program
+holds the keys and values of one row, for the heads that fill a register's lanes, and loops over
+blocks of queries. In a local layer a block attends to the keys near the block; in a global layer to
+all keys, in parts if the row is long (Dao et al. 2022, FlashAttention, section 3.1).
 
-Shape letters: B batch, S sequence, W width, H heads; of one block K keys and Q queries. Scores lie
+Shape letters: B batch, S sequence, W width, H heads; K keys and Q queries of a block. Scores are
 [K, Q], as in `attention_kernels`.
 """
 
@@ -24,60 +24,61 @@ from bert_jax.model.attention import MASKED_SCORE
 from bert_jax.model.attention_kernels import Blocks, Heads, with_gradient
 from bert_jax.model.kernels import LANES, Kernels
 
-# Rows that a program holds whole, with their gradients.
+# Longest row; a program holds the whole row and its gradients.
 LONGEST = 8_192
-# Keys whose scores with a block are there at a time, of all or a part of a longer row's.
-_AT_ONCE, _PART = 2_048, 1_024
-# A core's own memory that such a program is given at least; v2 to v4 have less.
+# Maximum number of keys scored at a time, and the keys of a part of a longer row.
+_MAX_KEYS, _PART = 2_048, 1_024
+# Bytes of VMEM that a program needs; v2 to v4 have less.
 _MEMORY = 64 * 2**20
-# Queries of a block: of layers that attend to whole rows, and of those with a window.
-_QUERIES, _NEAR_QUERIES = 256, 128
-# Places of the first key near a block are a multiple of this, which no type's tile exceeds.
+# Queries of a block in global layers and in local layers.
+_GLOBAL_QUERIES, _LOCAL_QUERIES = 256, 128
+# The first key near a block is at a multiple of this; no type has a larger tile.
 _STEP = 64
 
 
 class RotaryAttentionShape(NamedTuple):
-    """The part of `attention` that is known before it runs."""
+    """The static arguments of `attention`."""
 
-    kernels: Kernels  # how they are made
+    kernels: Kernels  # settings of the kernels
     size: int  # W / H
-    rows: Literal["alone", "shared"]  # as of `attention_kernels.RotaryAttentionShape`
-    half: int  # of the window, places on each side; 0: every layer attends to whole rows
-    wholes: int  # layers that attend to whole rows, of so many `layers`
+    rows: Literal["alone", "shared"]  # see `attention_kernels.AttentionShape`
+    half_window: int  # positions on each side of a query; 0: every layer is global
+    global_layers: int  # number of global layers among all `layers`
     layers: int
 
 
-def fits(kernels: Kernels, heads: int, length: int, width: int, half: int) -> bool:
-    """Returns whether kernels can be used for such rows; `half` of a window, 0 if there is none."""
+def fits(kernels: Kernels, heads: int, length: int, width: int, half_window: int) -> bool:
+    """Returns whether kernels support these rows; `half_window` is 0 if every layer is global."""
     size = width // heads
     lanes = (LANES % size == 0 or size % LANES == 0) and width % LANES == 0
-    rows = length % _QUERIES == 0 and _near(half) <= min(length, _AT_ONCE) and length <= LONGEST
-    rows &= length <= _AT_ONCE or length % _PART == 0
+    keys = _local_keys(half_window)
+    rows = length % _GLOBAL_QUERIES == 0 and keys <= min(length, _MAX_KEYS) and length <= LONGEST
+    rows &= length <= _MAX_KEYS or length % _PART == 0
     return lanes and rows and size % 2 == 0 and kernels.memory >= _MEMORY
 
 
-def _near(half: int) -> int:
-    """Returns how many keys a block of queries with a window looks at."""
-    return _NEAR_QUERIES + 2 * -(-half // _STEP) * _STEP if half else 0
+def _local_keys(half_window: int) -> int:
+    """Returns the number of keys that a block of queries attends to in a local layer."""
+    return _LOCAL_QUERIES + 2 * -(-half_window // _STEP) * _STEP if half_window else 0
 
 
-def turns(rotations: jax.Array, size: int) -> jax.Array:
-    """Lays cosines and sines out as kernels read them: for each lane of the heads that share them.
+def lay_out_angles(angles: jax.Array, size: int) -> jax.Array:
+    """Lays out cosines and sines for kernels: a column for each lane.
 
     Args:
-      rotations: float32 [2, 2, ..., S, 1, W / H / 2], of `encoder.rope_angles`.
+      angles: float32 [2, 2, ..., S, 1, W / H / 2], from `encoder.rope_angles`.
       size: W / H.
 
     Returns:
-      float32 [2, 2, B or 1, S, lanes]: of layers that attend to whole rows, and of the others,
-      cosines, and sines with the sign that a lane's other half is added with.
+      float32 [2, 2, B or 1, S, lanes]: for global and local layers, the cosines, and the sines with
+      the sign for the other half of the head.
     """
-    cosine, sine = rotations[:, 0], rotations[:, 1]
-    laid = jnp.stack(
+    cosine, sine = angles[:, 0], angles[:, 1]
+    columns = jnp.stack(
         [jnp.concatenate([cosine, cosine], -1), jnp.concatenate([-sine, sine], -1)], axis=1
     )[..., 0, :]
-    laid = laid if laid.ndim == 5 else laid[:, :, None]
-    return jnp.tile(laid, max(LANES, size) // size)
+    columns = columns if columns.ndim == 5 else columns[:, :, None]
+    return jnp.tile(columns, max(LANES, size) // size)
 
 
 def _forward(static: RotaryAttentionShape, *arrays: jax.Array) -> list[jax.Array]:
@@ -90,10 +91,10 @@ def _backward(
     static: RotaryAttentionShape, arrays: tuple[jax.Array, ...], *more: jax.Array
 ) -> tuple[jax.Array | None, ...]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
-    read = [*zip((blocks.row, blocks.sums, blocks.row), more, strict=True)]
+    inputs = [*zip((blocks.row, blocks.sums, blocks.row), more, strict=True)]
     outputs, scratch = [(blocks.row, query)] * 3, [query.dtype, jnp.float32, jnp.float32]
-    made = _run(static, blocks, _backward_kernel, arrays, read, outputs, 5, scratch)
-    return *made, None, None, None
+    gradients = _run(static, blocks, _backward_kernel, arrays, inputs, outputs, 5, scratch)
+    return *gradients, None, None, None
 
 
 def _run(
@@ -106,70 +107,73 @@ def _run(
     products: int,
     scratch: Sequence[Any],
 ) -> list[jax.Array]:
-    """Runs a pass over whole rows or near each query, as the layer is.
+    """Runs a pass for a global or a local layer.
 
-    `scratch`: arrays [S, lanes] of its own.
+    `scratch`: types of scratch arrays [S, lanes].
     """
-    *read, turns, numbers, is_global = arrays
-    # Once, not once more for the next program: they are large, and change with the row at most.
-    once = {"pipeline_mode": pl.Buffered(1)}
-    own, shape = turns.shape[2] > 1, (2, 1, blocks.length, blocks.lanes)
-    laid = pl.BlockSpec(shape, lambda b, p: (0, b if own else 0, 0, 0), **once)
+    *vectors, angles, numbers, is_global = arrays
+    # One buffer, not two: the blocks are large, and do not change within a row.
+    single_buffer = {"pipeline_mode": pl.Buffered(1)}
+    by_row, shape = angles.shape[2] > 1, (2, 1, blocks.length, blocks.lanes)
+    angles_block = pl.BlockSpec(shape, lambda b, p: (0, b if by_row else 0, 0, 0), **single_buffer)
     memory = [pltpu.VMEM((blocks.length, blocks.lanes), dtype) for dtype in scratch]
 
-    def run(half: int, turns: jax.Array) -> list[jax.Array]:
-        # In the order of `_Row`.
-        inputs = [*((blocks.row, array) for array in read), (laid, turns)]
-        inputs += [*blocks.numbers(numbers, **once), *more]
-        name = f"rotary{kernel.__name__.removesuffix('_kernel')}_{'window' if half else 'rows'}"
-        of_half = functools.partial(kernel, static._replace(half=half))
-        return blocks.call(of_half, name, inputs, outputs, products, _near(half), memory)
+    def run(half_window: int, angles: jax.Array) -> list[jax.Array]:
+        # In the order of `_Inputs`.
+        inputs = [*((blocks.row, array) for array in vectors), (angles_block, angles)]
+        inputs += [*blocks.numbers(numbers, **single_buffer), *more]
+        kind = "window" if half_window else "rows"
+        name = f"rotary{kernel.__name__.removesuffix('_kernel')}_{kind}"
+        body = functools.partial(kernel, static._replace(half_window=half_window))
+        keys = _local_keys(half_window)
+        return blocks.call(body, name, inputs, outputs, products, keys, memory)
 
-    if not static.half:
-        return run(0, turns[0])
-    # A plan reads there how often which is run.
-    with jax.named_scope(f"held_{static.wholes}_of_{static.layers}"):
-        return lax.cond(is_global, lambda: run(0, turns[0]), lambda: run(static.half, turns[1]))
+    if not static.half_window:
+        return run(0, angles[0])
+    local = functools.partial(run, static.half_window)
+    # `plan` reads from this name how often the condition holds.
+    with jax.named_scope(f"held_{static.global_layers}_of_{static.layers}"):
+        return lax.cond(is_global, lambda: run(0, angles[0]), lambda: local(angles[1]))
 
 
-# Takes an `RotaryAttentionShape` and
-#   query, key, value: [B, S, W], all heads, one behind the other,
-#   turns: see the function of this name,
+# Scaled dot-product attention of rotated queries and keys. Arguments are a `RotaryAttentionShape`,
+#   query, key, value: [B, S, W], concatenated heads,
+#   angles: see `lay_out_angles`,
 #   numbers: int32 [B, S], see `RotaryAttentionShape.rows`,
-#   is_global: bool [], whether the layer attends to whole rows,
-# to [B, S, W], in the type of value: scaled dot-product attention of what is turned first.
+#   is_global: bool [], whether the layer is global.
+# Returns [B, S, W], in the type of value.
 attention = with_gradient(_forward, _backward)
 
 
-class _Row(Heads):
-    """What both passes read, and how they go through it."""
+class _Inputs(Heads):
+    """The inputs of both passes, and the loop over their blocks."""
 
     def __init__(self, static: RotaryAttentionShape, refs: Sequence[Any], key_ref: Any):
-        self._query, key, self.value_ref, self._turns, self._keys, self._queries = refs
+        self._query, key, self.value_ref, self._angles, self._keys, self._queries = refs
         super().__init__(static.size, key.shape[2])
-        self._static, self.key_ref = static, key_ref  # where the turned keys are kept, [S, lanes]
+        self._static, self.key_ref = static, key_ref  # scratch for the rotated keys, [S, lanes]
         self.dtype, self.length = key.dtype, key.shape[1]
-        every = pl.ds(0, self.length)
-        key_ref[...] = self.turned(key[0], every, 1.0).astype(self.dtype)
-        self.queries = _NEAR_QUERIES if static.half else _QUERIES
-        self.keys = _near(static.half) or self.length
+        key_ref[...] = self.rotate(key[0], pl.ds(0, self.length), 1.0).astype(self.dtype)
+        self.queries = _LOCAL_QUERIES if static.half_window else _GLOBAL_QUERIES
+        self.keys = _local_keys(static.half_window) or self.length
 
-    def turned(self, x: jax.Array, places: Any, sign: float) -> jax.Array:
-        """Turns x, [n, lanes] of so many places, back if the sign is -1; float32."""
+    def rotate(self, x: jax.Array, positions: Any, sign: float) -> jax.Array:
+        """Rotates x, [n, lanes] at n positions, or rotates back if the sign is -1; float32."""
         x = x.astype(jnp.float32)
         half = self.size // 2
         lane = lax.broadcasted_iota(jnp.int32, x.shape, 1) % self.size
         from_right = pltpu.roll(x, self.lanes - half, 1)
         other = jnp.where(lane < half, from_right, pltpu.roll(x, half, 1))
-        return x * self._turns[0, 0, places, :] + other * (sign * self._turns[1, 0, places, :])
+        cosine, sine = self._angles[0, 0, positions, :], self._angles[1, 0, positions, :]
+        return x * cosine + other * (sign * sine)
 
-    def each(self, run: Callable[[Any, Any], None]) -> None:
-        """Runs something for each block: it is given the block's queries and their keys."""
+    def run_blocks(self, run: Callable[[Any, Any], None]) -> None:
+        """Calls `run` for each block with the slices of its queries and keys."""
 
         def body(number: jax.Array, nothing: None) -> None:
             first = pl.multiple_of(number * self.queries, self.queries)
             start = 0
-            if self._static.half:
+            if self._static.half_window:
                 reach = (self.keys - self.queries) // 2
                 start = jnp.clip(first - reach, 0, self.length - self.keys)
                 start = pl.multiple_of(start, _STEP)
@@ -177,12 +181,12 @@ class _Row(Heads):
 
         lax.fori_loop(0, self.length // self.queries, body, None)
 
-    def parts(self, keys: Any, run: Callable[[Any, Any], Any], start: Any) -> Any:
-        """Runs something for the keys of a block: at once, after None; or for each part of them.
+    def run_parts(self, keys: Any, run: Callable[[Any, Any], Any], start: Any) -> Any:
+        """Calls `run(keys, None)` for all keys of a block, or `run(part, state)` for each part.
 
-        It is given the keys and what it returned for the part before, `start` at the first.
+        The state is the result for the previous part, `start` at the first.
         """
-        if self.keys <= _AT_ONCE:
+        if self.keys <= _MAX_KEYS:
             return run(keys, None)
 
         def body(number: jax.Array, state: Any) -> Any:
@@ -191,67 +195,68 @@ class _Row(Heads):
         return lax.fori_loop(0, self.keys // _PART, body, start)
 
     def query(self, queries: Any) -> jax.Array:
-        """Returns a block's queries, turned and scaled, [Q, lanes]."""
-        turned = self.turned(self._query[0, queries, :], queries, 1.0).astype(self.dtype)
-        return turned * jnp.asarray(self.before, self.dtype)
+        """Returns the rotated and scaled queries of a block, [Q, lanes]."""
+        rotated = self.rotate(self._query[0, queries, :], queries, 1.0).astype(self.dtype)
+        return rotated * jnp.asarray(self.query_scale, self.dtype)
 
-    def lowered(self, queries: Any, keys: Any) -> jax.Array:
-        """Returns what is added to the scores of a block, [K, Q] or [K, 1]."""
+    def score_bias(self, queries: Any, keys: Any) -> jax.Array:
+        """Returns the bias of a block's scores, which masks keys, [K, Q] or [K, 1]."""
         numbers = self._keys[0, keys, :]
-        seen = numbers != 0
+        visible = numbers != 0
         if self._static.rows == "shared":
-            seen = numbers == self._queries[0, :, queries]
-        if self._static.half:
+            visible = numbers == self._queries[0, :, queries]
+        if self._static.half_window:
             shape = keys.size, self.queries
-            place = lax.broadcasted_iota(jnp.int32, shape, 0) + keys.start
-            place -= lax.broadcasted_iota(jnp.int32, shape, 1) + queries.start
-            seen &= jnp.abs(place) <= self._static.half
-        return jnp.where(seen, 0.0, MASKED_SCORE)
+            distance = lax.broadcasted_iota(jnp.int32, shape, 0) + keys.start
+            distance -= lax.broadcasted_iota(jnp.int32, shape, 1) + queries.start
+            visible &= jnp.abs(distance) <= self._static.half_window
+        return jnp.where(visible, 0.0, MASKED_SCORE)
 
 
 def _forward_kernel(static: RotaryAttentionShape, *refs: Any) -> None:
-    *read, context_ref, sums_ref, key_ref = refs
-    row = _Row(static, read, key_ref)
+    *inputs, context_ref, sums_ref, key_ref = refs
+    row = _Inputs(static, inputs, key_ref)
 
     def block(queries: Any, keys: Any) -> None:
         query = row.query(queries)
 
-        def part(keys: Any, before: Any) -> Any:
-            key, lowered = key_ref[keys, :], row.lowered(queries, keys)
+        def part(keys: Any, previous: Any) -> Any:
+            key, bias = key_ref[keys, :], row.score_bias(queries, keys)
             value = row.value_ref[0, keys, :].T
-            after = []
+            state = []
             for head in row.heads:
-                scores = row.scores(key, row.own(head, query, 1), lowered)
+                scores = row.scores(key, row.select(head, query, 1), bias)
                 highest = scores.max(axis=0, keepdims=True)
-                if before is not None:
-                    highest = jnp.maximum(highest, before[head][0])
+                if previous is not None:
+                    highest = jnp.maximum(highest, previous[head][0])
                 weights = jnp.exp(scores - highest)
                 sums = weights.sum(axis=0, keepdims=True)  # [1, Q]
-                product = kernels_lib.dot(row.own(head, value, 0), weights.astype(row.dtype), 1, 0)
-                if before is not None:
-                    factor = jnp.exp(before[head][0] - highest)
-                    sums += factor * before[head][1]
-                    product += factor * before[head][2]
-                after.append((highest, sums, product))
-            return after
+                own_value = row.select(head, value, 0)
+                product = kernels_lib.dot(own_value, weights.astype(row.dtype), 1, 0)
+                if previous is not None:
+                    factor = jnp.exp(previous[head][0] - highest)
+                    sums += factor * previous[head][1]
+                    product += factor * previous[head][2]
+                state.append((highest, sums, product))
+            return state
 
-        line, whole = (1, row.queries), (row.lanes, row.queries)
-        start = jnp.full(line, 2 * MASKED_SCORE), jnp.zeros(line), jnp.zeros(whole)
-        context = jnp.zeros(whole, jnp.float32)
+        line, shape = (1, row.queries), (row.lanes, row.queries)
+        start = jnp.full(line, 2 * MASKED_SCORE), jnp.zeros(line), jnp.zeros(shape)
+        context = jnp.zeros(shape, jnp.float32)
         for head, (highest, sums, product) in enumerate(
-            row.parts(keys, part, [start] * len(row.heads))
+            row.run_parts(keys, part, [start] * len(row.heads))
         ):
             sums_ref[0, 0, head : head + 1, queries] = highest + jnp.log(sums)
             context += product / sums
         context_ref[0, queries, :] = context.T.astype(context_ref.dtype)
 
-    row.each(block)
+    row.run_blocks(block)
 
 
 def _backward_kernel(static: RotaryAttentionShape, *refs: Any) -> None:
-    *read, context_ref, sums_ref, gradient_ref = refs[:-6]
+    *inputs, context_ref, sums_ref, gradient_ref = refs[:-6]
     d_query_ref, d_key_ref, d_value_ref, key_ref, d_key, d_value = refs[-6:]
-    row = _Row(static, read, key_ref)
+    row = _Inputs(static, inputs, key_ref)
     d_key[...], d_value[...] = jnp.zeros_like(d_key), jnp.zeros_like(d_value)
 
     def block(queries: Any, keys: Any) -> None:
@@ -259,31 +264,31 @@ def _backward_kernel(static: RotaryAttentionShape, *refs: Any) -> None:
         # The softmax's gradient subtracts sum(p * dp) over keys: sum(context * gradient).
         products = gradient.astype(jnp.float32) * context_ref[0, queries, :].astype(jnp.float32)
         products = products.T  # [lanes, Q]
-        nothing = jnp.zeros((row.lanes, row.queries), jnp.float32)
+        zeros = jnp.zeros((row.lanes, row.queries), jnp.float32)
 
-        def part(keys: Any, of_query: Any) -> jax.Array:
-            key, lowered = key_ref[keys, :], row.lowered(queries, keys)
-            value, turned_key = row.value_ref[0, keys, :], key.T
-            of_query = nothing if of_query is None else of_query
-            of_key, of_value = (jnp.zeros((keys.size, row.lanes), jnp.float32) for _ in range(2))
+        def part(keys: Any, d_query: Any) -> jax.Array:
+            key, bias = key_ref[keys, :], row.score_bias(queries, keys)
+            value, key_columns = row.value_ref[0, keys, :], key.T
+            d_query = zeros if d_query is None else d_query
+            part_key, part_value = (jnp.zeros((keys.size, row.lanes), jnp.float32) for _ in (0, 1))
             for head in row.heads:
-                own_query, upper = row.own(head, query, 1), row.own(head, gradient, 1)
+                own_query, upstream = row.select(head, query, 1), row.select(head, gradient, 1)
                 sums = sums_ref[0, 0, head : head + 1, queries]
-                probs = jnp.exp(row.scores(key, own_query, lowered) - sums)
-                inner = row.own(head, products, 0).sum(axis=0, keepdims=True)
-                d_probs = kernels_lib.dot(value, upper, 1, 1)
+                probs = jnp.exp(row.scores(key, own_query, bias) - sums)
+                inner = row.select(head, products, 0).sum(axis=0, keepdims=True)
+                d_probs = kernels_lib.dot(value, upstream, 1, 1)
                 d_scores = (probs * (d_probs - inner)).astype(row.dtype)
-                of_value += kernels_lib.dot(probs.astype(row.dtype), upper, 1, 0)
-                of_key += kernels_lib.dot(d_scores, own_query, 1, 0)
-                of_query += kernels_lib.dot(row.own(head, turned_key, 0), d_scores, 1, 0)
-            d_key[keys, :] += of_key
-            d_value[keys, :] += of_value
-            return of_query
+                part_value += kernels_lib.dot(probs.astype(row.dtype), upstream, 1, 0)
+                part_key += kernels_lib.dot(d_scores, own_query, 1, 0)
+                d_query += kernels_lib.dot(row.select(head, key_columns, 0), d_scores, 1, 0)
+            d_key[keys, :] += part_key
+            d_value[keys, :] += part_value
+            return d_query
 
-        of_query = row.parts(keys, part, nothing).T * (row.before * row.after)
-        d_query_ref[0, queries, :] = row.turned(of_query, queries, -1.0).astype(row.dtype)
+        d_query = row.run_parts(keys, part, zeros).T * (row.query_scale * row.score_scale)
+        d_query_ref[0, queries, :] = row.rotate(d_query, queries, -1.0).astype(row.dtype)
 
-    row.each(block)
-    every = pl.ds(0, row.length)
-    d_key_ref[0] = row.turned(d_key[...] * row.after, every, -1.0).astype(row.dtype)
+    row.run_blocks(block)
+    positions = pl.ds(0, row.length)
+    d_key_ref[0] = row.rotate(d_key[...] * row.score_scale, positions, -1.0).astype(row.dtype)
     d_value_ref[0] = d_value[...].astype(row.dtype)

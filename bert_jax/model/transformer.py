@@ -1,14 +1,14 @@
-"""The transformer's encoder, as BERT and as ModernBERT have it: `model.kind` says which.
+"""The transformer encoder of BERT and of ModernBERT, selected by `model.kind`.
 
-`bert` (Devlin et al. 2018, section 3), numerics and layout as google-research/bert, modeling.py: a
-layer norm follows the embeddings and what each part of a layer adds. Positions and segments are
-vectors, added to the tokens'.
+`bert` (Devlin et al. 2018, section 3), with numerics and layout of google-research/bert,
+modeling.py: a layer norm follows the embeddings and each residual addition. Vectors of positions
+and segments are added to the token embeddings.
 
-`modern` (Warner et al. 2024), as transformers' ModernBertModel: a layer norm comes after the
-embeddings, before each part of a layer (not before the first attention) and at the end; none has a
-bias, and no product. Queries and keys are turned by their positions, the feed-forward part has a
-gate. Layers 0, n, 2n, ... attend to whole rows, n being `model.global_every`, the others to a
-window around each token. No token knows which segment it is of.
+`modern` (Warner et al. 2024), as transformers' ModernBertModel: a layer norm follows the
+embeddings, precedes each part of a layer (except the first attention) and ends the encoder. Norms
+and products have no bias. Positions are rotary, the feed-forward part has a gate. Layers 0, n, 2n,
+... with n = `model.global_every` are global: they attend to whole rows. The other layers are local:
+they attend to a window around each token. There are no segments.
 
 Shape letters: B batch, S sequence, D width, F feed-forward, H heads, L layers, V vocabulary.
 """
@@ -52,20 +52,20 @@ def _norm(cfg: Model) -> layers.LayerNorm | layers.ScaleNorm:
 
 
 def _dense(cfg: Model) -> type[layers.Dense | layers.Linear]:
-    """Returns what makes a product: with a bias, or without."""
+    """Returns the class of products: with or without a bias."""
     return layers.Linear if _is_modern(cfg) else layers.Dense
 
 
 def _output_initializer(cfg: Model) -> nnx.Initializer:
-    """Returns the reference's distribution of what adds to the residual, 2 L times in all."""
+    """Returns the reference's distribution for kernels that add to the residual stream."""
     if not _is_modern(cfg):
         return initializer(cfg)
-    deviation = cfg.initializer_range / (2 * cfg.num_hidden_layers) ** 0.5
+    deviation = cfg.initializer_range / (2 * cfg.num_hidden_layers) ** 0.5  # for 2 L additions
     return jax.nn.initializers.truncated_normal(deviation)
 
 
 def layer_initializers(cfg: Model) -> tuple[nnx.Initializer, nnx.Initializer]:
-    """Returns how the kernels of a layer are drawn: those that read x, and those that add to it."""
+    """Returns the initializers of kernels that read x, and of kernels that add to x."""
     if cfg.initialization == "reference":
         return initializer(cfg), _output_initializer(cfg)
     scaled = jax.nn.initializers.truncated_normal(cfg.hidden_size**-0.5)
@@ -73,7 +73,7 @@ def layer_initializers(cfg: Model) -> tuple[nnx.Initializer, nnx.Initializer]:
 
 
 class Embeddings(nnx.Module):
-    """Token embeddings, normalised; of `bert` with segment and position embeddings added."""
+    """Normalised token embeddings; `bert` adds segment and position embeddings."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         init, width = initializer(cfg), cfg.hidden_size
@@ -93,9 +93,9 @@ class Embeddings(nnx.Module):
         dtype: jnp.dtype,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """int32 [B, S] each -> float32 [B, S, D]; words as they are in the compute type.
+        """int32 [B, S] each -> float32 [B, S, D]; word embeddings are rounded to `dtype`.
 
-        Positions rise from 0 in each row if none are given.
+        Without `positions` they count from 0 in each row.
         """
         word = look_up(self.word.embedding[...], input_ids, dtype)
         if not hasattr(self, "position"):
@@ -108,7 +108,7 @@ class Embeddings(nnx.Module):
         if not hasattr(self, "segment"):
             return self.layer_norm(word + position)
         table = self.segment.embedding[...]
-        if len(table) == 1:  # which is that of a second text, too
+        if len(table) == 1:  # both segments share it
             return self.layer_norm(word + position + table[0])
         # A product with one-hot rows: its gradient is a product too, not a scatter into two rows.
         one_hot = jax.nn.one_hot(segment_ids.reshape(-1), len(table), dtype=jnp.float32)
@@ -117,10 +117,9 @@ class Embeddings(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward, each with a layer norm: after it, or of `modern` before it.
+    """Attention and feed-forward, each followed by a layer norm, or in `modern` preceded by one.
 
-    The first layer of `modern` has no norm before its attention: that scale is not used, and
-    stays 1.
+    The first layer of `modern` has no norm before its attention: the scale is unused and stays 1.
     """
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
@@ -139,19 +138,19 @@ class Layer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Embeddings and L layers; of `modern` a norm."""
+    """Embeddings, L layers, and in `modern` a final norm."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         self.embeddings = Embeddings(cfg, rngs=rngs)
         keys = jax.random.split(rngs.params(), cfg.num_hidden_layers)
-        # One `Layer` whose parameters carry a first dimension L.
+        # One `Layer` whose parameters have a first dimension L.
         self.layers = jax.vmap(lambda key: Layer(cfg, rngs=nnx.Rngs(params=key)))(keys)
         if _is_modern(cfg):
             self.final_layer_norm = _norm(cfg)
 
 
 class Transform(nnx.Module):
-    """The layers before the output's product; `model.heads.transformed` runs it."""
+    """The layers before the output's product; `model.heads.apply_transform` runs it."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         width = cfg.hidden_size
@@ -175,41 +174,41 @@ class MaskedLM(Transform):
 
 
 def _global_every(cfg: Model) -> int:
-    """Returns n, of which layers 0, n, 2n, ... attend to whole rows."""
+    """Returns n; the layers 0, n, 2n, ... are global."""
     return cfg.global_every if _is_modern(cfg) else 1
 
 
-def _wholes(cfg: Model) -> int:
-    """Returns how many layers attend to whole rows."""
+def _global_layers(cfg: Model) -> int:
+    """Returns the number of global layers."""
     return -(-cfg.num_hidden_layers // _global_every(cfg))
 
 
-def _half(cfg: Model) -> int:
-    """Returns how far a window reaches on each side; 0 if every layer attends to whole rows."""
+def _half_window(cfg: Model) -> int:
+    """Returns the positions of a window on each side; 0 if every layer is global."""
     return 0 if _global_every(cfg) == 1 else cfg.local_window // 2
 
 
 def _window(cfg: Model, is_global: jax.Array | None, length: int) -> jax.Array | None:
-    """Returns which keys a query attends to, bool [S, S]; None if every layer attends to all."""
-    half = _half(cfg)
-    left = attention.causal_mask(length) if cfg.direction == "left_to_right" else None
-    if not half or is_global is None or length <= half + 1:
-        return left
-    place = jnp.arange(length)
-    near = is_global | (jnp.abs(place[:, None] - place) <= half)
-    return near if left is None else near & left
+    """Returns the keys that a query attends to, bool [S, S]; None: every layer attends to all."""
+    half_window = _half_window(cfg)
+    causal = attention.causal_mask(length) if cfg.direction == "left_to_right" else None
+    if not half_window or is_global is None or length <= half_window + 1:
+        return causal
+    position = jnp.arange(length)
+    near = is_global | (jnp.abs(position[:, None] - position) <= half_window)
+    return near if causal is None else near & causal
 
 
 # --- layers -----------------------------------------------------------------------------------
 
 
 def product(dense: layers.Linear, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns W x + b of this shape, in the type of x, which `remat="dots"` keeps."""
+    """Returns W x + b of this shape, in the type of x. `remat="dots"` saves the product."""
     return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), PRODUCT)
 
 
-def _attention_reads(layer: Layer, cfg: Model, number: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns what attention of the `number`-th layer reads, in the type of x."""
+def _attention_input(layer: Layer, cfg: Model, number: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the input of attention in the `number`-th layer, in the type of x."""
     if not _is_modern(cfg):
         return x
     return jnp.where(number == 0, x, layer.attention_layer_norm(x).astype(x.dtype))
@@ -220,12 +219,12 @@ def _queries_and_keys(
     x: jax.Array,
     heads: tuple[int, ...],
     is_global: jax.Array | None,
-    turns: jax.Array | None,
+    angles: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns them of shape `heads`, turned by `rope_angles` if there are any."""
-    if turns is None or is_global is None:
+    """Returns queries and keys of shape `heads`, rotated by `angles` unless None."""
+    if angles is None or is_global is None:
         return product(layer.query, x, heads), product(layer.key, x, heads)
-    rotation = jnp.where(is_global, turns[0], turns[1])
+    rotation = jnp.where(is_global, angles[0], angles[1])
     query = rotate(product(layer.query, x, heads), rotation)
     return query, rotate(product(layer.key, x, heads), rotation)
 
@@ -236,42 +235,43 @@ def run_layer(
     number: jax.Array,
     x: jax.Array,
     input_mask: jax.Array | Shared | Packing,
-    turns: jax.Array | None,
+    angles: jax.Array | None,
     noise: layers.Noise | None,
     scores: Scores,
     kernels: Kernels | None = None,
 ) -> jax.Array:
     """Runs one layer, the `number`-th from 0: [B, S, D] in the compute type -> the same.
 
-    `turns` are `rope_angles`, of `modern`. With `kernels` its attention runs in them, and `turns`
-    are laid out for them.
+    `angles` are `rope_angles`, for `modern`; with `kernels`, which then compute attention, they
+    are laid out by `rotary_kernels.lay_out_angles`.
     """
     at = (lambda site: None) if noise is None else noise.at
     b, s, d = x.shape
     heads = (b, s, cfg.num_attention_heads, d // cfg.num_attention_heads)
-    is_global = None if turns is None else number % _global_every(cfg) == 0
-    read = _attention_reads(layer, cfg, number, x)
+    is_global = None if angles is None else number % _global_every(cfg) == 0
+    inputs = _attention_input(layer, cfg, number, x)
     if kernels is not None:
-        assert not isinstance(input_mask, Packing)  # `_kernels` gives None for it
-        rows, numbers = _rows_of(input_mask)
-        static = rotary_kernels.RotaryAttentionShape(
-            kernels, heads[-1], rows, _half(cfg), _wholes(cfg), cfg.num_hidden_layers
-        )
-        vectors = (product(dense, read, x.shape) for dense in (layer.query, layer.key, layer.value))
-        context = rotary_kernels.attention(static, *vectors, turns, numbers, is_global)
+        assert not isinstance(input_mask, Packing)  # `_kernels` returns None for it
+        rows, numbers = _rows_and_numbers(input_mask)
+        windows = _half_window(cfg), _global_layers(cfg), cfg.num_hidden_layers
+        static = rotary_kernels.RotaryAttentionShape(kernels, heads[-1], rows, *windows)
+        projections = (layer.query, layer.key, layer.value)
+        vectors = (product(dense, inputs, x.shape) for dense in projections)
+        context = rotary_kernels.attention(static, *vectors, angles, numbers, is_global)
     else:
-        query, key = _queries_and_keys(layer, read, heads, is_global, turns)
-        value = product(layer.value, read, heads)
+        query, key = _queries_and_keys(layer, inputs, heads, is_global, angles)
+        value = product(layer.value, inputs, heads)
         longest = input_mask.tokens.shape[1] if isinstance(input_mask, Packing) else s
         window = _window(cfg, is_global, longest)
-        how = at(0), cfg.attention_probs_dropout_prob, window, scores
+        options = at(0), cfg.attention_probs_dropout_prob, window, scores
         if not isinstance(input_mask, Packing):
-            context = attention.attend(query, key, value, input_mask, *how)
+            context = attention.attend(query, key, value, input_mask, *options)
         elif noise is None:
             context = attention.attend_packed(query, key, value, input_mask, window)
         else:
             query, key, value = map(input_mask.unpack, (query, key, value))
-            context = input_mask.pack(attention.attend(query, key, value, input_mask.mask, *how))
+            mask = input_mask.mask
+            context = input_mask.pack(attention.attend(query, key, value, mask, *options))
     attended = product(layer.attention_output, context.reshape(b, s, d), x.shape)
     attended = layers.dropout(attended.astype(jnp.float32), at(1), cfg.hidden_dropout_prob)
     added = x + attended
@@ -280,14 +280,14 @@ def run_layer(
 
 
 def feed_forward(layer: Layer, cfg: Model, x: jax.Array, noise: layers.Noise | None) -> jax.Array:
-    """Runs the second half of a layer: [B, S, D] in the compute type -> the same.
+    """Runs the second part of a layer: [B, S, D] in the compute type -> the same.
 
-    Of the layer's noise it takes site 2.
+    Dropout uses site 2 of the layer's noise.
     """
     at = (lambda site: None) if noise is None else noise.at
-    read = layer.output_layer_norm(x).astype(x.dtype) if _is_modern(cfg) else x
-    inner = product(layer.intermediate, read, (*x.shape[:2], -1)).astype(jnp.float32)
-    gate = product(layer.gate, read, inner.shape).astype(jnp.float32) if _is_modern(cfg) else None
+    inputs = layer.output_layer_norm(x).astype(x.dtype) if _is_modern(cfg) else x
+    inner = product(layer.intermediate, inputs, (*x.shape[:2], -1)).astype(jnp.float32)
+    gate = product(layer.gate, inputs, inner.shape).astype(jnp.float32) if _is_modern(cfg) else None
     inner = layers.activation(cfg.hidden_act, inner)
     inner = inner if gate is None else inner * gate
     outer = product(layer.output, inner.astype(x.dtype), x.shape).astype(jnp.float32)
@@ -303,18 +303,18 @@ def run_layer_in_kernels(
     noise: layers.ShardNoise,
     kernels: Kernels,
 ) -> jax.Array:
-    """Runs one layer of `bert` as `run_layer` does, with all but its products in kernels.
+    """Runs one layer of `bert` as `run_layer` does, with kernels for all except its products.
 
-    The biases of products that kernels read are added there.
+    Kernels that read a product add its bias.
     """
 
     def product(dense: layers.Linear, x: jax.Array) -> jax.Array:
         kernel = dense.kernel[...]
-        nothing = jnp.zeros(kernel.shape[1], jnp.float32)
-        return checkpoint_name(layers.linear(x, kernel, nothing).astype(x.dtype), PRODUCT)
+        no_bias = jnp.zeros(kernel.shape[1], jnp.float32)
+        return checkpoint_name(layers.linear(x, kernel, no_bias).astype(x.dtype), PRODUCT)
 
-    def normed(dense: layers.Linear, inner: jax.Array, norm: layers.ScaleNorm, site: int):
-        """The layer norm of x and what `dense` makes of `inner`."""
+    def residual_norm(dense: layers.Linear, inner: jax.Array, norm: layers.ScaleNorm, site: int):
+        """The layer norm of x + dropout(dense(inner))."""
         flat = (array.reshape(-1, x.shape[-1]) for array in (x, product(dense, inner)))
         vectors = dense.bias[...], norm.scale[...], norm.bias[...]
         seed = noise.at(site).words()
@@ -322,7 +322,7 @@ def run_layer_in_kernels(
         return kernels_lib.residual_norm(static, *flat, *vectors, seed, None).reshape(x.shape)
 
     projections = (layer.query, layer.key, layer.value)
-    size, (rows, numbers) = x.shape[-1] // cfg.num_attention_heads, _rows_of(input_mask)
+    size, (rows, numbers) = x.shape[-1] // cfg.num_attention_heads, _rows_and_numbers(input_mask)
     context = attention_kernels.attention(
         attention_kernels.AttentionShape(kernels, size, cfg.attention_probs_dropout_prob, rows),
         *(product(dense, x) for dense in projections),
@@ -331,19 +331,19 @@ def run_layer_in_kernels(
         noise.at(0).words(),
         None,
     )
-    x = normed(layer.attention_output, context, layer.attention_layer_norm, 1)
+    x = residual_norm(layer.attention_output, context, layer.attention_layer_norm, 1)
     inner = checkpoint_name(layer.intermediate(x).astype(x.dtype), PRODUCT)
     inner = layers.activation(cfg.hidden_act, inner.astype(jnp.float32)).astype(x.dtype)
-    return normed(layer.output, inner, layer.output_layer_norm, 2)
+    return residual_norm(layer.output, inner, layer.output_layer_norm, 2)
 
 
-def _rows_of(
+def _rows_and_numbers(
     input_mask: jax.Array | Shared,
 ) -> tuple[Literal["alone", "shared"], jax.Array]:
-    """Returns what kernels take of a mask: `Attention.rows`, and the numbers."""
-    return (
-        ("shared", input_mask.numbers) if isinstance(input_mask, Shared) else ("alone", input_mask)
-    )
+    """Returns a mask as kernels read it: `AttentionShape.rows`, and the numbers."""
+    if isinstance(input_mask, Shared):
+        return "shared", input_mask.numbers
+    return "alone", input_mask
 
 
 def encode(
@@ -356,10 +356,7 @@ def encode(
     loop: Loop,
     outputs: Literal["last", "all"] = "last",
 ) -> jax.Array:
-    """Runs the encoder: see `model.kinds`.
-
-    Without its upper layers `modern` is not normalised at the end either.
-    """
+    """Runs the encoder: see `model.kinds`. Truncated encoders of `modern` have no final norm."""
     dtype = jnp.dtype(cfg.compute_dtype)
     positions = input_mask.positions if isinstance(input_mask, Shared | Packing) else None
     if _is_modern(cfg) and positions is None:
@@ -367,25 +364,25 @@ def encode(
     x = encoder.embeddings(input_ids, segment_ids, dtype, positions)
     embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
-    turns = None if positions is None or not _is_modern(cfg) else rope_angles(cfg, positions)
+    angles = None if positions is None or not _is_modern(cfg) else rope_angles(cfg, positions)
     kernels = _kernels(cfg, x.shape, input_mask, noise, loop)
-    if kernels is not None and turns is not None:
-        turns = rotary_kernels.turns(turns, x.shape[-1] // cfg.num_attention_heads)
+    if kernels is not None and angles is not None:
+        angles = rotary_kernels.lay_out_angles(angles, x.shape[-1] // cfg.num_attention_heads)
 
     def run(
         layer: Layer, number: jax.Array, x: jax.Array, noise: layers.Noise | None, scores: Scores
     ) -> jax.Array:
         if kernels is not None and not _is_modern(cfg):
-            # `_kernels` gives None for `Packing`; kernels draw their bits from the shard's key.
+            # `_kernels` returns None for `Packing`; kernels seed their bits from the shard's key.
             assert isinstance(noise, layers.ShardNoise) and not isinstance(input_mask, Packing)
             return run_layer_in_kernels(layer, cfg, x, input_mask, noise, kernels)
-        return run_layer(layer, cfg, number, x, input_mask, turns, noise, scores, kernels)
+        return run_layer(layer, cfg, number, x, input_mask, angles, noise, scores, kernels)
 
-    last, every = run_layers(run, encoder.layers, x, noise, loop, outputs)
+    last, states = run_layers(run, encoder.layers, x, noise, loop, outputs)
     if _is_modern(cfg) and len(jax.tree.leaves(encoder.layers)[0]) == cfg.num_hidden_layers:
         last = encoder.final_layer_norm(last).astype(dtype)
-        every = None if every is None else every.at[-1].set(last)
-    return last if every is None else every
+        states = None if states is None else states.at[-1].set(last)
+    return last if states is None else states
 
 
 def _kernels(
@@ -395,17 +392,17 @@ def _kernels(
     noise: layers.Noise | None,
     loop: Loop,
 ) -> Kernels | None:
-    """Returns how kernels are made; None if XLA's form is to compute it.
+    """Returns the settings of kernels; None if XLA computes the layers.
 
-    They attend to both sides, and those that turn drop no probabilities. Without noise nothing is
-    gained, and texts that are by themselves are no rows.
+    Kernels have no causal mask, and rotary ones no dropout of probabilities. They are not faster
+    without noise, and do not support `Packing`.
     """
     if loop.kernels is None or noise is None or isinstance(input_mask, Packing):
         return None
     if cfg.direction == "left_to_right":
         return None
     if _is_modern(cfg):
-        sizes = cfg.num_attention_heads, *shape[1:], _half(cfg)
+        sizes = cfg.num_attention_heads, *shape[1:], _half_window(cfg)
         fits = not cfg.attention_probs_dropout_prob and rotary_kernels.fits(loop.kernels, *sizes)
     else:
         fits = kernels_lib.fits(cfg.num_attention_heads, *shape)
@@ -413,31 +410,31 @@ def _kernels(
 
 
 def attention_probabilities(encoder: Encoder, cfg: Model, hidden: jax.Array) -> jax.Array:
-    """Computes where the pieces of a text look in each layer: see `model.kinds`."""
+    """Computes the attention probabilities of a text in each layer: see `model.kinds`."""
     count, length, width = hidden.shape
     heads = (length, cfg.num_attention_heads, width // cfg.num_attention_heads)
-    turns = rope_angles(cfg, jnp.arange(length)) if _is_modern(cfg) else None
+    angles = rope_angles(cfg, jnp.arange(length)) if _is_modern(cfg) else None
 
-    def of_layer(layer: Layer, number: jax.Array, x: jax.Array) -> jax.Array:
+    def layer_probabilities(layer: Layer, number: jax.Array, x: jax.Array) -> jax.Array:
         is_global = number % _global_every(cfg) == 0
-        read = _attention_reads(layer, cfg, number, x)
-        query, key = _queries_and_keys(layer, read, heads, is_global, turns)
+        inputs = _attention_input(layer, cfg, number, x)
+        query, key = _queries_and_keys(layer, inputs, heads, is_global, angles)
         scores = jnp.einsum("qhd,khd->hqk", query, key) / heads[-1] ** 0.5
         window = _window(cfg, is_global, length)
-        seen = scores if window is None else jnp.where(window, scores, -jnp.inf)
-        return jax.nn.softmax(seen, axis=-1)
+        scores = scores if window is None else jnp.where(window, scores, -jnp.inf)
+        return jax.nn.softmax(scores, axis=-1)
 
-    return jax.vmap(of_layer)(encoder.layers, jnp.arange(count), hidden)
+    return jax.vmap(layer_probabilities)(encoder.layers, jnp.arange(count), hidden)
 
 
 def token_flops(cfg: Model, sequence_length: int) -> int:
-    """Counts the operations of a forward pass through all layers, a token of so long a row."""
+    """Counts the operations for one token of a row in a forward pass through all layers."""
     width, count = cfg.hidden_size, cfg.num_hidden_layers
-    wholes = _wholes(cfg)
-    half = min(_half(cfg), sequence_length - 1)
-    # A window is cut off at both ends of a row: half (half + 1) keys are missing in all.
+    global_layers = _global_layers(cfg)
+    half = min(_half_window(cfg), sequence_length - 1)
+    # The windows at both ends of a row lack half (half + 1) keys in all.
     near = 2 * half + 1 - half * (half + 1) / sequence_length
-    keys = wholes * sequence_length + (count - wholes) * near
+    keys = global_layers * sequence_length + (count - global_layers) * near
     # Query, key, value, output; feed-forward and gate; scores and their product with the values.
     inner = (3 if _is_modern(cfg) else 2) * cfg.intermediate_size
     return round(count * 2 * (4 * width + inner) * width + 4 * keys * width)

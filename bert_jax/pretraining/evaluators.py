@@ -81,11 +81,11 @@ def evaluate(
         sums = eval_step(params, sums, batch)
     scores = lines_lib.means(jax.device_get(sums))
     line = {**scores, "loss": sum(scores[name] for name in objective.losses)}
-    if losses.learned(scores, losses.PIECES):
+    if losses.find_task(scores, losses.TOKENS):
         line["unigram_loss"] = held_out.unigram_loss
     if "next_piece_loss" in scores:
         line["perplexity"] = math.exp(min(scores["next_piece_loss"], _HIGHEST_LOSS))
-    pairs = losses.learned(scores, losses.PAIRS)
+    pairs = losses.find_task(scores, losses.PAIRS)
     if pairs and held_out.majority is not None:
         accuracy = scores[f"{pairs}_accuracy"]
         line[f"{pairs}_majority"] = held_out.majority
@@ -96,18 +96,18 @@ def evaluate(
 def summary(line: dict[str, Any]) -> str:
     """Returns an evaluation in words."""
     words = []
-    if pieces := losses.learned(line, losses.PIECES):
-        (loss, right), unigram = losses.of_pieces(line), line["unigram_loss"]
+    if pieces := losses.find_task(line, losses.TOKENS):
+        (loss, right), unigram = losses.token_metrics(line), line["unigram_loss"]
         where = "below" if unigram >= loss else "above"
         words = [
-            f"held-out {losses.PIECES[pieces]} {loss:.3f} nat, {abs(unigram - loss):.3f} {where} "
+            f"held-out {losses.TOKENS[pieces]} {loss:.3f} nat, {abs(unigram - loss):.3f} {where} "
             f"the unigram line {unigram:.3f}"
         ]
         words += [f"perplexity {line['perplexity']:.1f}"] if "perplexity" in line else []
         words.append(f"accuracy {right:.3f}")
     else:
         words.append(f"held-out loss {line['loss']:.3f}")
-    if of := losses.learned(line, losses.PAIRS):
+    if of := losses.find_task(line, losses.PAIRS):
         right, error, majority = (line[f"{of}_{x}"] for x in ("accuracy", "error", "majority"))
         words.append(f"{losses.PAIRS[of]} {right:.3f} +- {error:.3f}, majority {majority:.3f}")
     known = ("loss", "unigram_loss", "perplexity", "rows", "step", "kind")

@@ -92,7 +92,7 @@ class Loaded(Base):
         if what == "with_moments":
             kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, kept.mu, kept.nu)
-        params, fresh = heads.completed(experiment.model, state["params"])
+        params, fresh = heads.add_missing_heads(experiment.model, state["params"])
         begun = range(experiment.phase_at(max(done - 1, 0))[0] + 1)
         learned = (objective.make_objective(experiment, number) for number in begun)
         return cls(

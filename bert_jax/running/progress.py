@@ -43,7 +43,7 @@ from bert_jax.storage.workdir import Workdir, create_folder, new_file, translate
 _STEP = "train"
 # (label, field) of the values that are shown of a training line.
 _PRETRAINING = tuple(
-    (label, f"{task}_loss") for task, label in (losses.PIECES | losses.PAIRS).items()
+    (label, f"{task}_loss") for task, label in (losses.TOKENS | losses.PAIRS).items()
 )
 _TASK = (("loss", "loss"), ("accuracy", "accuracy"))
 
@@ -121,7 +121,7 @@ class Progress:
     def train(self, line: dict[str, float], seconds: dict[str, float]) -> None:
         """Shows a training line of metrics.jsonl and its timings."""
         bad = line.get("bad_steps", 0.0)
-        fields = _PRETRAINING if losses.learned(line, losses.PIECES) else _TASK
+        fields = _PRETRAINING if losses.find_task(line, losses.TOKENS) else _TASK
         parts = [f"{label} {line[name]:.3f}" for label, name in fields if name in line]
         if "padding" in seconds:
             parts.append(

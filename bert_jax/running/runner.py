@@ -444,6 +444,6 @@ class Trainer:
             self.watchdog.reset(times=2)
             metadata["lines"] = self.lines.tallies()
             # Not the loss of pairs: few documents make it, so it is noisy.
-            token_task = losses.learned(evaluated, losses.PIECES)
+            token_task = losses.find_task(evaluated, losses.TOKENS)
             loss = evaluated.get(f"{token_task}_loss", evaluated.get("loss"))
             self.saves.save(self.done, self.state, metadata, loss)

@@ -19,7 +19,7 @@ from bert_jax.config import Adapt, Features, Model
 from bert_jax.model import heads, layers, similarity, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
-from bert_jax.model.kinds import encode, encoder_of, of_text
+from bert_jax.model.kinds import encode, encoder_of, text_vector
 from bert_jax.tasks import tagger
 from bert_jax.tasks.rows import Learns, Reads
 from bert_jax.training import sharding
@@ -167,16 +167,16 @@ class TaskObjective:
             mask = batch["input_mask"]
             hidden = tagger.run(tuned.tagger, features, hidden, mask, below, rate)
         if self.reads == "pooled" and self.adapt.pooling == "mean":
-            hidden = similarity.pooled(hidden, batch["input_mask"], "mean").astype(hidden.dtype)
+            hidden = similarity.pool(hidden, batch["input_mask"], "mean").astype(hidden.dtype)
         elif self.reads == "pooled":
-            hidden = of_text(cfg, hidden, batch["input_mask"])
+            hidden = text_vector(cfg, hidden, batch["input_mask"])
         part = below_head(cfg, self.reads, features)
         if part == "pooler":
             # DistilBERT, which has no segments, has no pooler either, but at its heads this.
             act = jnp.tanh if cfg.type_vocab_size else jax.nn.relu
             hidden = act(tuned.pooler(hidden)).astype(hidden.dtype)
         elif part == "masked_lm":
-            hidden = heads.transformed(tuned.masked_lm, cfg, hidden)
+            hidden = heads.apply_transform(tuned.masked_lm, cfg, hidden)
         # The layers have the numbers before, the embeddings the next.
         site = None if noise is None else noise.at(cfg.num_hidden_layers + 1)
         return tuned.head(layers.dropout(hidden, site, rate).astype(hidden.dtype))

@@ -108,7 +108,7 @@ class TaskModel:
     def encoder(self) -> Loaded:
         """Returns the encoder as it was adapted, to be asked for vectors, or exported."""
         learned = merged_params(self.experiment.adapt, self.params, self.fixed)
-        params, fresh = heads.completed(self.model, {"encoder": learned["encoder"]})
+        params, fresh = heads.add_missing_heads(self.model, {"encoder": learned["encoder"]})
         return self.stated(params, fresh)
 
     def stated(self, params: dict[str, Any], fresh: tuple[str, ...] = ()) -> Loaded:

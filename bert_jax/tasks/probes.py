@@ -27,7 +27,7 @@ from bert_jax.data import draws
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
-from bert_jax.model.kinds import encode, of_text
+from bert_jax.model.kinds import encode, text_vector
 from bert_jax.pretraining.loaded import Loaded
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
@@ -113,7 +113,7 @@ def features_of(reader: MeshEncoder, reads: Reads, outputs: Outputs) -> Callable
         hidden = hidden if outputs == "all" else hidden[None]
         hidden = hidden.astype(jnp.float32)  # [layers, B, S, D]
         if reads == "pooled":
-            whole = jax.vmap(lambda layer: of_text(model, layer, batch["input_mask"]))
+            whole = jax.vmap(lambda layer: text_vector(model, layer, batch["input_mask"]))
             mask = batch["input_mask"].astype(jnp.float32)[..., None]
             mean = (hidden * mask).sum(axis=2) / mask.sum(axis=1)
             hidden = jnp.concatenate([whole(hidden), mean], axis=-1)

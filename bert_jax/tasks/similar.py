@@ -183,7 +183,7 @@ class SimilarObjective(TaskObjective):
             mask = packed.mask
         else:
             hidden = encode(encoder, self.model, *ids, mask, noise, loop)
-        return similarity.unit(similarity.pooled(hidden, mask, self.pooling))
+        return similarity.normalize(similarity.pool(hidden, mask, self.pooling))
 
     # What is asked of a model is what its rows are compared by.
     logits = vectors
@@ -202,9 +202,9 @@ class SimilarObjective(TaskObjective):
         how, head, axes = self.how, params.get("head", {}), mesh_lib.manual_axes()
         if how.loss == "distil":
             if "kernel" in head:
-                vectors = similarity.unit(vectors @ head["kernel"] + head["bias"])
+                vectors = similarity.normalize(vectors @ head["kernel"] + head["bias"])
             wanted, weights = batch["wanted"], batch["row_weights"]
-            sums = similarity.distilled(vectors, wanted, weights, how.geometry, axes)
+            sums = similarity.distillation_loss(vectors, wanted, weights, how.geometry, axes)
             return {"loss": sums}
         scale = jnp.exp(head["scale"][0]) if "scale" in head else 1 / how.temperature
         together = self.rows_per_example
@@ -214,9 +214,9 @@ class SimilarObjective(TaskObjective):
             cut = vectors[:, :size].reshape(-1, together, size)
             texts = Texts(cut, keys, weights)
             if how.loss == "cosine":
-                of_size = similarity.scored(texts, batch["scores"][::together])
+                of_size = similarity.cosine_loss(texts, batch["scores"][::together])
             else:
-                of_size, hits = similarity.contrastive(texts, scale, axes)
+                of_size, hits = similarity.contrastive_loss(texts, scale, axes)
             loss = jnp.stack([loss[0] + of_size[0], of_size[1]])
         return {"loss": loss} if how.loss == "cosine" else {"loss": loss, "accuracy": hits}
 

@@ -93,7 +93,7 @@ class ComparingObjective(Objective, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Pretraining:
-    """Masked tokens, and sentence pairs (Devlin et al. 2018, section 3.1): see `losses.LEARNED`.
+    """Masked tokens, and sentence pairs (Devlin et al. 2018, section 3.1): see `losses.TASKS`.
 
     Without pairs the parameters of the pairs' head exist, but are `idle`.
     """

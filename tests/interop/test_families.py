@@ -50,7 +50,7 @@ def test_ids_hidden_states_and_scores_are_those_of_transformers(imported):
     run = jax.jit(lambda *x: encode(model.encoder, loaded.model, *x, None, Loop(), "all"))
     every = run(ids, 0 * ids, mask)
     np.testing.assert_allclose(np.asarray(every)[:, there], golden["hidden"][:, there], atol=1e-5)
-    scores = heads.piece_logits(model, loaded.model, every[-1][:, :3])
+    scores = heads.token_logits(model, loaded.model, every[-1][:, :3])
     size = loaded.model.vocab_size
     np.testing.assert_allclose(scores[..., :size], golden["logits"][..., :size], atol=1e-5)
 
@@ -101,7 +101,7 @@ def test_a_cut_vocabulary_keeps_rows_and_scores_and_leaves_as_it_is(imported, tm
         ids, _ = joined(one.tokenizer, one.tokenizer.encode(TEXTS[1]), None)
         model, ids = heads.merge(one.model, one.params), jnp.asarray(ids, jnp.int32)[None]
         last = encode(model.encoder, one.model, ids, 0 * ids, 0 * ids + 1, None, Loop())
-        scores.append(heads.piece_logits(model, one.model, last)[..., np.array(columns)])
+        scores.append(heads.token_logits(model, one.model, last)[..., np.array(columns)])
     np.testing.assert_allclose(*scores, atol=1e-6)
     broken.said(f"export --workdir {tmp_path}/cut --as masked_lm --out {tmp_path}/out")
     again = library.read(epath.Path(tmp_path / "out" / "tokenizer.json"))

@@ -11,7 +11,7 @@ from compare import assert_close
 from bert_jax.model import attention, layers
 
 SHAPE = (3, 16, 2, 8)
-attend_recomputed = functools.partial(attention.attend, kept="recomputed")
+attend_recomputed = functools.partial(attention.attend, policy="recomputed")
 
 
 def inputs(dtype, shape=SHAPE):
@@ -51,7 +51,7 @@ def test_nothing_kept_gives_the_same_context_and_gradients(noise):
 @pytest.mark.parametrize("kept", ["kept", "recomputed"])
 def test_only_what_is_kept_has_a_place_for_each_two_pieces(kept):
     qkv, mask, _ = inputs(jnp.float32)
-    attend = functools.partial(attention.attend, kept=kept)
+    attend = functools.partial(attention.attend, policy=kept)
     _, backward = jax.vjp(lambda *qkv: attend(*qkv, mask, None, 0.0), *qkv)
     shapes = {leaf.shape[-2:] for leaf in jax.tree.leaves(backward)}
     assert ((16, 16) in shapes) == (kept == "kept")

@@ -15,7 +15,7 @@ from bert_jax.interop import names, weights
 from bert_jax.model import heads, losses
 from bert_jax.model.attention import Packing, Shared
 from bert_jax.model.encoder import Loop
-from bert_jax.model.kinds import attention_probabilities, encode, of_text
+from bert_jax.model.kinds import attention_probabilities, encode, text_vector
 
 LENGTH = make_causal.LENGTH
 KEPT = Loop()
@@ -166,4 +166,4 @@ def test_a_text_is_what_its_last_piece_comes_to(model, batch):
     hidden = encode(module.encoder, cfg, *inputs, None, Loop())
     lengths = np.asarray(batch["input_mask"]).sum(axis=1)
     wanted = np.asarray(hidden)[np.arange(len(lengths)), lengths - 1]
-    np.testing.assert_array_equal(of_text(cfg, hidden, batch["input_mask"]), wanted)
+    np.testing.assert_array_equal(text_vector(cfg, hidden, batch["input_mask"]), wanted)

@@ -92,7 +92,7 @@ def test_forward_and_backward_kernels_draw_for_the_same_programs(monkeypatch):
         jax.debug.callback(lambda number: asked[-1].append((int(number), shape)), program)
         return jnp.ones(shape, bool)
 
-    monkeypatch.setattr(kernels, "keep_some", keep)
+    monkeypatch.setattr(kernels, "draw_keep", keep)
     how, x, vector = HOW["float32"], jnp.ones((2, 128, 256)), jnp.ones(256)
 
     def attend(x):

@@ -60,7 +60,7 @@ def test_attention_and_its_gradients(dtype, layer, part, monkeypatch):
     With `part` keys are taken in so many at a time, as those of long rows are.
     """
     if part is not None:
-        monkeypatch.setattr(rotary_kernels, "_AT_ONCE", part)
+        monkeypatch.setattr(rotary_kernels, "_MAX_KEYS", part)
         monkeypatch.setattr(rotary_kernels, "_PART", part)
     rng = np.random.default_rng(3)
     arrays = [jnp.asarray(rng.standard_normal((2, LENGTH, WIDTH)), dtype) for _ in range(4)]
@@ -70,7 +70,7 @@ def test_attention_and_its_gradients(dtype, layer, part, monkeypatch):
     place = np.arange(LENGTH)
     firsts = np.array([np.flatnonzero(row == n)[0] for row in numbers for n in row])
     positions = place - firsts.reshape(2, LENGTH)
-    turns = rotary_kernels.turns(rope_angles(CFG, jnp.asarray(positions)), WIDTH // HEADS)
+    turns = rotary_kernels.lay_out_angles(rope_angles(CFG, jnp.asarray(positions)), WIDTH // HEADS)
     static = rotary_kernels.RotaryAttentionShape(HOW, WIDTH // HEADS, "shared", HALF, 2, 4)
     known = turns, jnp.asarray(numbers), jnp.asarray(layer == "global")
     context, pullback = jax.vjp(lambda *x: rotary_kernels.attention(static, *x, *known), *inputs)

@@ -63,14 +63,16 @@ def reference(vectors, keys, weights):
 @pytest.mark.parametrize("behind", [1, 2])
 def test_contrastive_equals_the_loop_over_candidates(behind):
     arrays = vectors, keys, weights = made(behind=behind)
-    loss, hits = jax.jit(lambda *arrays: similarity.contrastive(Texts(*arrays), SCALE))(*arrays)
+    loss, hits = jax.jit(lambda *arrays: similarity.contrastive_loss(Texts(*arrays), SCALE))(
+        *arrays
+    )
     wanted = reference(vectors, keys, weights)
     assert loss[0] / loss[1] == pytest.approx(wanted[0], rel=1e-6)
     assert hits[0] / hits[1] == pytest.approx(wanted[1])
 
 
 def total(vectors, keys, weights, axes=()):
-    sums, _ = similarity.contrastive(Texts(vectors, keys, weights), SCALE, axes)
+    sums, _ = similarity.contrastive_loss(Texts(vectors, keys, weights), SCALE, axes)
     return sums[0]
 
 
@@ -112,7 +114,7 @@ def test_scored_and_distilled_equal_numpy():
     rng = np.random.default_rng(1)
     scores = rng.uniform(-1, 1, len(vectors)).astype(np.float32)
     v = unit(vectors.astype(np.float64))
-    sums = similarity.scored(Texts(vectors, keys, weights), scores)
+    sums = similarity.cosine_loss(Texts(vectors, keys, weights), scores)
     errors = ((v[:, 0] * v[:, 1]).sum(1) - scores) ** 2
     assert sums[0] / sums[1] == pytest.approx((errors * weights).sum() / weights.sum(), rel=1e-5)
 
@@ -122,7 +124,7 @@ def test_scored_and_distilled_equal_numpy():
     apart = (mine @ mine.T - wanted @ wanted.T)[there][:, there] ** 2
     arrays = (mine.astype(np.float32), wanted.astype(np.float32), weights)
     for geometry in (0.0, 5.0):
-        sums = similarity.distilled(*arrays, geometry=geometry)
+        sums = similarity.distillation_loss(*arrays, geometry=geometry)
         expected = mean + geometry / mine.shape[1] * apart.mean()
         assert sums[0] / sums[1] == pytest.approx(expected, rel=1e-5)
 
@@ -136,5 +138,5 @@ def test_pooling_reads_no_padding():
         "last": [hidden[0, 2], hidden[1, 4]],
     }
     for pooling, vectors in wanted.items():
-        found = similarity.pooled(jnp.asarray(hidden), jnp.asarray(mask), pooling)
+        found = similarity.pool(jnp.asarray(hidden), jnp.asarray(mask), pooling)
         np.testing.assert_allclose(found, vectors, rtol=1e-5, atol=1e-6)

@@ -212,15 +212,15 @@ def _measured(name: str, record: Record) -> float | None:
     if reach:
         return _reached(float(reach[1]), record)
     if name == "below_unigrams":
-        return last["unigram_loss"] - losses.of_pieces(last)[0]
+        return last["unigram_loss"] - losses.token_metrics(last)[0]
     tasks, what = _OF_LINE[name]
-    return last.get(f"{losses.learned(last, tasks)}_{what}")
+    return last.get(f"{losses.find_task(last, tasks)}_{what}")
 
 
 # Of what is learned, and what of it.
 _OF_LINE = {
-    "loss": (losses.PIECES, "loss"),
-    "accuracy": (losses.PIECES, "accuracy"),
+    "loss": (losses.TOKENS, "loss"),
+    "accuracy": (losses.TOKENS, "accuracy"),
     "next_sentence": ({"next_sentence": ""}, "accuracy"),
 }
 
@@ -233,7 +233,7 @@ def _reached(nat: float, record: Record) -> float | None:
     spent = times.totals(record.laps, lambda lap: lap["cpu_seconds"] / max(lap["steps"], 1))
     before = (0, 0.0)
     for line in record.evaluation:
-        below = line["unigram_loss"] - losses.of_pieces(line)[0]
+        below = line["unigram_loss"] - losses.token_metrics(line)[0]
         if line["step"] and below >= nat:
             steps = np.interp(nat, (before[1], below), (before[0], line["step"]))
             return float(np.interp(steps, *spent))

@@ -148,13 +148,13 @@ def said_by(record: Record, line: Line) -> dict[str, str]:
             "held-out loss": f"{line['loss']:.4f}",
             "examples": f"{line['examples']:,}",
         }
-    pieces, pairs = losses.learned(line, losses.PIECES), losses.learned(line, losses.PAIRS)
+    pieces, pairs = losses.find_task(line, losses.TOKENS), losses.find_task(line, losses.PAIRS)
     if not pieces:  # of an objective of the experiment's own
         names = [name for name in line if name not in ("step", "kind")]
         return {f"held-out {name.replace('_', ' ')}": f"{line[name]:,.4g}" for name in names}
-    nats, right = losses.of_pieces(line)
+    nats, right = losses.token_metrics(line)
     texts = {
-        f"{losses.PIECES[pieces]}, nat": f"{nats:.3f}",
+        f"{losses.TOKENS[pieces]}, nat": f"{nats:.3f}",
         "below unigrams": f"{line['unigram_loss'] - nats:.3f}",
         "pieces right": percent(right),
     }

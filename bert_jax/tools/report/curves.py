@@ -83,7 +83,7 @@ def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot]:
     if why:
         plots.append(plot("Nats below its own unigram line", "below", _OTHER_ROWS))
         plots.append(plot("Piece accuracy", "right", scale="percent"))
-    for task, words in (losses.PAIRS if why else losses.PIECES | losses.PAIRS).items():
+    for task, words in (losses.PAIRS if why else losses.TOKENS | losses.PAIRS).items():
         is_pair, title = task in losses.PAIRS, words[0].upper() + words[1:]
         title = title.replace(" ", "-") if is_pair else title
         loss, accuracy = f"{task}_loss", f"{task}_accuracy"
@@ -152,8 +152,8 @@ def _held_out(record: Record) -> list[Line]:
     lines = []
     for line in record.evaluation:
         more = {}
-        if losses.learned(line, losses.PIECES):
-            nats, right = losses.of_pieces(line)
+        if losses.find_task(line, losses.TOKENS):
+            nats, right = losses.token_metrics(line)
             more = {"below": line["unigram_loss"] - nats, "right": right}
         lines.append(line | more)
     return lines + probes
