@@ -105,7 +105,7 @@ def workdir_is_writable(spec: Spec) -> None:
 def corpus_is_healthy(spec: Spec) -> None:
     """Raises InputError if there is no prepared corpus, or `doctor` has found a problem in it."""
     from bert_jax.tools import doctor
-    from bert_jax.tools.doctor import corpus as corpus_lib
+    from bert_jax.tools.doctor import prepared_corpus
 
     corpus = mirror.open_to_write(spec.workdir, spec.experiment.run.corpus_dir).corpus
     if not storage_of(corpus).exists(corpus / COMPLETE):
@@ -114,7 +114,7 @@ def corpus_is_healthy(spec: Spec) -> None:
             f"run `bert-jax prepare` with --workdir {spec.workdir} on another machine"
         )
     lengths = tuple(sorted({phase.sequence_length for phase in spec.experiment.phases}))
-    if doctor.print_findings(corpus_lib.examine(corpus, lengths)):
+    if doctor.print_findings(prepared_corpus.examine(corpus, lengths)):
         raise InputError(f"{corpus}: `doctor` finds problems, see above")
 
 

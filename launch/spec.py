@@ -201,7 +201,7 @@ class SliceNames:
 
 def slice_names(topology: "Topology") -> SliceNames:
     """Returns what Cloud TPU and GKE call a slice, of several each, and what it is made of."""
-    word, _, shape = topology.one.partition(":")
+    word, _, shape = topology.slice_name.partition(":")
     generation, chips = _GENERATIONS[word], topology.chips // topology.slices
     is_single = chips in generation.whole_hosts
     chips_per_host = chips if is_single else _CHIPS_A_HOST

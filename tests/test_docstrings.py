@@ -7,7 +7,7 @@ import re
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted(path for room in ("bert_jax", "launch") for path in (ROOT / room).rglob("*.py"))
 # Where docstrings are a command's help: "Train ...".
-COMMANDS = ("bert_jax/tools/conformance/command.py",)
+COMMANDS = ("bert_jax/tools/conformance/checklist.py",)
 # End as verbs do.
 NO_VERBS = {
     *("As", "Bytes", "Documents", "Examples", "Features", "Files", "Hosts", "Ids", "Is", "Its"),

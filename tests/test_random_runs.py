@@ -20,7 +20,7 @@ from bert_jax.storage.workdir import load_experiment, with_checksum
 from bert_jax.tools.plan import estimate
 from bert_jax.tools.plan import report as plan_report
 from bert_jax.tools.report import figures, page
-from bert_jax.tools.report.records import Record
+from bert_jax.tools.report.run_record import Record
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
 from bert_jax.training.step import abstract_state

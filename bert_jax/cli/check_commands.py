@@ -103,10 +103,10 @@ def _add_verify_arguments(parser: Parser) -> None:
 def verify_resume(args: argparse.Namespace) -> int:
     """Kills a run at random moments and compares it with a run that was not killed."""
     experiment = config.override(config.load(args.experiment), args.set)
-    from bert_jax.tools.verify import command
+    from bert_jax.tools.verify import verify_resume
 
     root = epath.Path(args.workdir or f"runs/{experiment.name}-verify")
-    differences = command.verify(experiment, root, args.rounds, args.seed, print_now)
+    differences = verify_resume.verify(experiment, root, args.rounds, args.seed, print_now)
     return FAILED if differences else FINISHED
 
 
@@ -116,9 +116,9 @@ def conformance(args: argparse.Namespace) -> int:
     experiment = None
     if has_experiment:
         experiment = resolve_experiment(args.experiment, args.set, args.workdir)
-    from bert_jax.tools.conformance import command
+    from bert_jax.tools.conformance import checklist
 
-    return FINISHED if command.print_rules(experiment) else FAILED
+    return FINISHED if checklist.print_rules(experiment) else FAILED
 
 
 def _add_instances_arguments(parser: Parser) -> None:
@@ -172,7 +172,7 @@ def write_instances(args: argparse.Namespace) -> int:
     """Writes the instances that google-research/bert would write."""
     from bert_jax.tools.conformance import instances
 
-    settings = instances.Settings(
+    settings = instances.InstanceSettings(
         max_seq_length=args.max_seq_length,
         max_predictions_per_seq=args.max_predictions,
         dupe_factor=args.dupe_factor,

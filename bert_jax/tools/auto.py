@@ -30,7 +30,7 @@ from bert_jax.storage.workdir import Workdir
 from bert_jax.text import documents
 from bert_jax.tools.compare import budget
 
-# Of texts in other scripts than the Latin, by the first word of their letters' names.
+# Languages of scripts other than Latin, by the first word of a letter's Unicode name.
 _SCRIPTS = {"CYRILLIC": "ru", "GREEK": "el", "ARABIC": "ar", "HEBREW": "he", "DEVANAGARI": "hi"}
 _SCRIPTS |= {"HANGUL": "ko", "HIRAGANA": "ja", "KATAKANA": "ja", "CJK": "zh", "THAI": "th"}
 _SCRIPTS |= {"ARMENIAN": "hy", "GEORGIAN": "ka", "BENGALI": "bn", "TAMIL": "ta"}
@@ -138,7 +138,9 @@ def choose_experiment(
         raise InputError(f"auto: the speed of a {kind} is not known; run `bert-jax pretrain`")
     operations = speed * hours * 3600
     name = config.name_of(os.fspath(workdir.named)) or "text"
-    experiment = _going_on(name, text, base) if base else _fresh(name, text, operations)
+    experiment = (
+        _base_experiment(name, text, base) if base else _fresh_experiment(name, text, operations)
+    )
     experiment = config.override(experiment, settings)
     workdir = workdir.with_corpus(experiment.run.corpus_dir)
     folder, size = workdir.corpus, experiment.model.vocab_size
@@ -195,7 +197,7 @@ def _compute_type() -> Literal["float32", "bfloat16"]:
     return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
 
 
-def _fresh(name: str, text: Text, operations: float) -> Experiment:
+def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
     """Returns the experiment of a fresh encoder, by the recipe of tiny.py.
 
     Its rate, of all but matrices, falls with the width; its steps are still to be set.
@@ -222,7 +224,7 @@ def _fresh(name: str, text: Text, operations: float) -> Experiment:
     return _experiment(name, "", model, read, size.rows, optimizer)
 
 
-def _going_on(name: str, text: Text, base: str) -> Experiment:
+def _base_experiment(name: str, text: Text, base: str) -> Experiment:
     """Returns the experiment of a base that goes on; its steps are still to be set."""
     given = base_lib.read(epath.Path(base))
     model = dataclasses.replace(given.model, compute_dtype=_compute_type())

@@ -20,7 +20,7 @@ from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, corpus, draws, mixture, plans, stream
 from bert_jax.errors import InputError
 from bert_jax.pretraining.pretraining import Prepared
-from bert_jax.tools.report.records import corpus_statistics
+from bert_jax.tools.report.run_record import corpus_statistics
 
 WEIGHTS = (6.0, 3.0, 1.0)
 NAMES = (5, "train", 0)

@@ -13,7 +13,7 @@ from kinds import question, sentence, tagged
 
 from bert_jax.tasks import examples, scores
 from bert_jax.tools.report import page
-from bert_jax.tools.report.records import Record
+from bert_jax.tools.report.run_record import Record
 
 # For each kind: an example, the same text with another label, and another text.
 EXAMPLES = {
@@ -82,7 +82,7 @@ def test_a_run_prints_its_warnings_and_shows_them_on_its_page(tmp_path, monkeypa
     pathlib.Path("train").write_text("".join(json.dumps(row) + "\n" for row in rows))
     printed = tuned.finetune()
     record = Record.read("run")
-    recorded = record.written("task")["warnings"]
+    recorded = record.newest_line("task")["warnings"]
     good = {row["sentence"] for row in rows if row["label"] == "good"}
     assert [line.split()[0] for line in recorded] == ["11", str(len(good)), "the"]
     html = page.render([record])

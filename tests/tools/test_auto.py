@@ -148,7 +148,7 @@ def test_a_request_to_stop_while_steps_are_timed_stops_the_run(here, monkeypatch
 
 def test_more_operations_want_a_larger_encoder(here):
     text = auto.look("text")
-    small, larger = auto._fresh("w", text, 9e12), auto._fresh("w", text, 1e13)
+    small, larger = auto._fresh_experiment("w", text, 9e12), auto._fresh("w", text, 1e13)
     assert small.model.hidden_size == 64
     assert larger.model.num_hidden_layers == 2 and larger.model.num_attention_heads == 2
     assert larger.optimizer.peak_learning_rate == 4e-3
@@ -173,7 +173,7 @@ def test_the_page_has_the_rule():
 
 def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypatch):
     broken.said("import run --workdir base")
-    experiment = auto._going_on("w", auto.look("text"), "base")
+    experiment = auto._base_experiment("w", auto.look("text"), "base")
     assert experiment.init_from == "base" and experiment.corpus.tokenizer == "base/tokenizer"
     assert experiment.model.vocab_size == 45 and experiment.optimizer.schedule == "wsd"
     read = auto.base_lib.read

@@ -148,7 +148,7 @@ class Results:
                 "seed": member.seed,
                 "read": member.read,
                 "steps": member.experiment.total_steps,
-                "values": {c.name: (self.measured(member, c) or [None])[0] for c in self.columns},
+                "values": {c.name: (self.find(member, c) or [None])[0] for c in self.columns},
             }
             for member in self.members
         ]
@@ -161,7 +161,7 @@ class Results:
         }
         write_json(self.root / "table.json", record)
 
-    def measured(self, member: TableRun, column: Column) -> list[Any]:
+    def find(self, member: TableRun, column: Column) -> list[Any]:
         """Returns what was measured of a run, as `values` has it; [] if it is not yet."""
         of_settings = self.values.get(hash_of(column, member.experiment), {})
         return of_settings.get(f"{member.read}{column.examples}", [])
@@ -172,14 +172,14 @@ class Results:
         known[f"{member.read}{column.examples}"] = [value, bert_jax.__version__, bool(known)]
         self.write()
 
-    def of_row(self, row: str, column: Column) -> list[list[Any]]:
+    def row_values(self, row: str, column: Column) -> list[list[Any]]:
         """Returns what was measured of a row's runs."""
-        runs = (self.measured(member, column) for member in self.members if member.row == row)
+        runs = (self.find(member, column) for member in self.members if member.row == row)
         return [measured for measured in runs if measured]
 
     def mean(self, row: str, column: Column) -> tuple[int, float, float]:
         """Returns over how many runs of a row, their mean, and its standard error; nan without."""
-        there = [value for value, *_ in self.of_row(row, column) if value is not None]
+        there = [value for value, *_ in self.row_values(row, column) if value is not None]
         mean = statistics.fmean(there) if there else math.nan
         error = statistics.stdev(there) / len(there) ** 0.5 if len(there) > 1 else math.nan
         return len(there), mean, error
@@ -189,10 +189,10 @@ class Results:
         _, mean, error = self.mean(row, column)
         if math.isnan(mean):
             return "-"
-        mark = "*" * any(again for *_, again in self.of_row(row, column))
+        mark = "*" * any(again for *_, again in self.row_values(row, column))
         return column.text(mean) + ("" if math.isnan(error) else f" +- {column.text(error)}") + mark
 
-    def shown(self, headings: Sequence[str]) -> render.PageTable:
+    def page_table(self, headings: Sequence[str]) -> render.PageTable:
         """Returns a line a row: its name, its runs, and what was measured of them."""
         rows = []
         for row in self.table.rows:
@@ -205,13 +205,13 @@ class Results:
     def again(self) -> str:
         """Returns what the marks in cells mean; "" where there are none."""
         measured = (
-            m for row in self.table.rows for c in self.columns for m in self.of_row(row.name, c)
+            m for row in self.table.rows for c in self.columns for m in self.row_values(row.name, c)
         )
         return AGAIN if any(again for _, _, again in measured) else ""
 
     def lines(self) -> Iterator[str]:
         """Yields the table as text."""
-        yield from self.shown([column.heading for column in self.columns]).lines()
+        yield from self.page_table([column.heading for column in self.columns]).lines()
         if self.again:
             yield self.again
 
@@ -221,16 +221,16 @@ def hash_of(column: Column, experiment: Experiment) -> str:
     """Returns a hash of the settings that a value is a function of."""
     sections = [experiment] if column.task is None else [experiment, column.task]
     name = column.name if REACH.fullmatch(column.name) else column.name.partition(":")[0]
-    return sha256([name, *map(_given, sections)])
+    return sha256([name, *map(_nondefault_fields, sections)])
 
 
 def sha256(value: Any) -> str:
     """Returns the first 16 digits of a hash of a section's identity, or of what JSON holds."""
-    value = _given(value) if isinstance(value, Section) else value
+    value = _nondefault_fields(value) if isinstance(value, Section) else value
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def _given(section: Any) -> list[Any]:
+def _nondefault_fields(section: Any) -> list[Any]:
     """Lists fields of identity that have no default, or another value; but not what it is called.
 
     A field that a later version adds changes nothing.
@@ -245,9 +245,9 @@ def _given(section: Any) -> list[Any]:
         if value == default or role != "identity" or is_label:
             continue
         if isinstance(value, Section):
-            given.append([f.name, _given(value)])
+            given.append([f.name, _nondefault_fields(value)])
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
-            given.append([f.name, [_given(item) for item in value]])
+            given.append([f.name, [_nondefault_fields(item) for item in value]])
         else:
             given.append([f.name, value])
     return given

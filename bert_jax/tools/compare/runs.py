@@ -29,10 +29,10 @@ from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import job
 from bert_jax.tasks.probes import Probes, of_trained
-from bert_jax.tools.compare import budget, page
+from bert_jax.tools.compare import budget, table_files
 from bert_jax.tools.compare.results import PAIRS, Column, Results, TableRun, sha256
 from bert_jax.tools.report import times
-from bert_jax.tools.report.records import Record
+from bert_jax.tools.report.run_record import Record
 
 # Rounds in which rows take turns in having their steps timed; the fastest counts.
 _ROUNDS = 2
@@ -71,7 +71,7 @@ class Comparison:
                 which = f"{number} of {len(members)}: {member.row}, seed {member.seed}"
                 self._progress.report(f"compare {which}")
                 ends.append(self._member(member))
-                page.write(self._results)
+                table_files.write(self._results)
                 # Programs of rows that are done would be looked through for garbage for ever.
                 jax.clear_caches()
                 if ends[-1] == "stopped":
@@ -188,11 +188,11 @@ class Comparison:
 
     def _missing(self, member: TableRun) -> list[Column]:
         columns = self._results.columns
-        return [column for column in columns if not self._results.measured(member, column)]
+        return [column for column in columns if not self._results.find(member, column)]
 
     def _write(self) -> None:
         self._results.write()
-        page.write(self._results)
+        table_files.write(self._results)
 
 
 def _measured(name: str, record: Record) -> float | None:
@@ -213,12 +213,12 @@ def _measured(name: str, record: Record) -> float | None:
         return _reached(float(reach[1]), record)
     if name == "below_unigrams":
         return last["unigram_loss"] - losses.token_metrics(last)[0]
-    tasks, what = _OF_LINE[name]
+    tasks, what = _METRICS[name]
     return last.get(f"{losses.find_task(last, tasks)}_{what}")
 
 
-# Of what is learned, and what of it.
-_OF_LINE = {
+# {column: (names of the objectives, the metric)}, to find the column in a line of metrics.jsonl.
+_METRICS = {
     "loss": (losses.TOKENS, "loss"),
     "accuracy": (losses.TOKENS, "accuracy"),
     "next_sentence": ({"next_sentence": ""}, "accuracy"),

@@ -88,8 +88,8 @@ def run(
             f"{folder}: holds a run or other files and no sweep; choose another folder with "
             "--workdir"
         )
-    # Of each how it ended, "" if it did not yet, and lines of metrics.jsonl: of its last evaluation
-    # and of that with the highest score; None before there is one.
+    # Each run's outcome ("" until it ends), and its lines of metrics.jsonl for the last evaluation
+    # and for the one with the highest score (None before there is one).
     ends: dict[str, Any] = {"outcome": "", "last": None, "best": None}
     runs = [{"folder": one.folder, "settings": one.settings, **ends} for one in sweep]
     score = ", ".join(sorted({member.experiment.task.main_score for member in sweep}))

@@ -63,7 +63,7 @@ def _instances() -> Iterator[ReferenceRule]:
     for name in golden.INSTANCES:
         head, theirs = golden.instances(name)
         del head["instances"]
-        settings = instances.Settings(**head)
+        settings = instances.InstanceSettings(**head)
         ours = [json.loads(line) for line in instances.create(documents, ids, settings)]
         made.append((settings.whole_word_mask, ours, theirs))
 

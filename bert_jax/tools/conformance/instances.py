@@ -29,7 +29,7 @@ _SHORTEST = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Section, role="identity", label="instances"):
+class InstanceSettings(Section, role="identity", label="instances"):
     """The reference's flags, under the names that its golden files carry."""
 
     max_seq_length: Annotated[int, minimum(_SHORTEST)] = 128
@@ -72,7 +72,7 @@ def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Doc
     return [document for document in documents if document]
 
 
-def create(documents: Documents, ids: batches.Ids, settings: Settings) -> Iterator[str]:
+def create(documents: Documents, ids: batches.Ids, settings: InstanceSettings) -> Iterator[str]:
     """Yields the instances as lines of JSON, in the order in which the reference writes them."""
     draw = draws.SequentialDraws(random.Random(settings.random_seed))
     order = draw.shuffled_order(len(documents))
@@ -86,12 +86,12 @@ def create(documents: Documents, ids: batches.Ids, settings: Settings) -> Iterat
         # One row is planned, executed, and only then the next: they share one generator.
         for row in pairs.one_by_one(flat, length, settings.short_seq_prob, draw):
             batch = examples.make(row, draw, policy)
-            made.append(json.dumps(_as_written(batch)))
+            made.append(json.dumps(_unpadded_row(batch)))
     for number in draw.shuffled_order(len(made)):
         yield made[number]
 
 
-def _as_written(batch: batches.Batch) -> dict[str, Any]:
+def _unpadded_row(batch: batches.Batch) -> dict[str, Any]:
     """Returns the one row of a batch without its padding."""
     length, predicted = int(batch["input_mask"].sum()), int(batch["masked_lm_weights"].sum())
     return {
@@ -104,7 +104,10 @@ def _as_written(batch: batches.Batch) -> dict[str, Any]:
 
 
 def write(
-    texts: Sequence[epath.PathLike], vocab: epath.PathLike, settings: Settings, out: epath.PathLike
+    texts: Sequence[epath.PathLike],
+    vocab: epath.PathLike,
+    settings: InstanceSettings,
+    out: epath.PathLike,
 ) -> int:
     """Writes a line with the settings, then a line an instance; returns how many instances."""
     target = epath.Path(out)

@@ -85,7 +85,7 @@ def _constants() -> Iterator[ReferenceRule]:
     for name, expected in (("gelu", by_erf), ("gelu_tanh", by_tanh)):
         off = relative(layers.activation(name, jnp.asarray(x, jnp.float32)), expected)
         yield _rule(f"hidden_act={name}", "1,201 numbers with float64", off, 1e-6)
-    # Of so little variance that 1e-12 shows.
+    # The variance is so small that the 1e-12 shows.
     small = np.random.default_rng(0).normal(size=(4, 64)) * 1e-6
     centred = small - small.mean(axis=1, keepdims=True)
     expected = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-12)

@@ -16,7 +16,7 @@ from bert_jax.storage import mirror
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import COMPLETE, Workdir, holds_finetuning, load_experiment
 from bert_jax.text import sources as text_sources
-from bert_jax.tools.doctor import corpus, text
+from bert_jax.tools.doctor import prepared_corpus, text
 from bert_jax.tools.doctor.finding import ONE_SENTENCE, Finding
 
 __all__ = ["Finding", "examine", "print_findings"]
@@ -46,16 +46,16 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
         raise InputError(f"--set {settings[0]}: {path} is no experiment, so nothing can be set")
     workdir = mirror.open_workdir(path)
     if workdir.experiment.exists():
-        return _of_run(workdir)
+        return _examine_run(workdir)
     for folder in (workdir.named, workdir.corpus):
         if storage_of(folder).exists(folder / COMPLETE):
-            return corpus.examine(folder)
+            return prepared_corpus.examine(folder)
     sources = _sources(path)
     # `prepare` would read only the first kind of file from this path.
     return text.examine(Corpus(sources=sources), prepared_as=Corpus(sources=sources[:1]))
 
 
-def _of_run(workdir: Workdir) -> list[Finding]:
+def _examine_run(workdir: Workdir) -> list[Finding]:
     """Examines the corpus of a run for the pairs of its phases."""
     if holds_finetuning(workdir):
         raise InputError(
@@ -66,7 +66,7 @@ def _of_run(workdir: Workdir) -> list[Finding]:
     folder = workdir.with_corpus(experiment.run.corpus_dir).corpus
     if not storage_of(folder).exists(folder / COMPLETE):
         raise InputError(f"{folder}: no prepared corpus of this run; name another PATH")
-    return corpus.examine(folder, _lengths_of_pairs(experiment))
+    return prepared_corpus.examine(folder, _lengths_of_pairs(experiment))
 
 
 def _lengths_of_pairs(experiment: Experiment) -> tuple[int, ...]:

@@ -110,7 +110,7 @@ def dominant_document(largest: int, sentences: int, example: str, scope: str = "
     return DOMINANT.check(largest / sentences, example, **counts, scope=scope)
 
 
-def of_documents(rule: FindingRule, count: int, documents: int, example: str) -> list[Finding]:
+def check_documents(rule: FindingRule, count: int, documents: int, example: str) -> list[Finding]:
     """Reports that so many of the documents are what the rule says."""
     return rule.check(count / documents, example, count=count, documents=documents)
 

@@ -1,7 +1,7 @@
 """Plain text that is not prepared yet, as `prepare` would read it.
 
-Files that `prepare` would refuse, such as those with bytes that do not decode, are named. Of very
-much text a sample of the files is read, and the findings say so.
+Findings name files that `prepare` would refuse, such as files with bytes that do not decode. If
+there is very much text, only a sample of the files is read, and the findings say so.
 """
 
 import collections
@@ -24,10 +24,10 @@ from bert_jax.tools.doctor import finding
 from bert_jax.tools.doctor.characters import Characters
 from bert_jax.tools.doctor.finding import Finding, FindingRule, example
 
-# Characters read as documents at most: a minute. Of one file less, if there are several.
+# The most characters read as documents, in all (this takes a minute) and of one file of several.
 _MOST = 300_000_000
 _MOST_OF_A_FILE = 30_000_000
-# Some 500 pieces: the longest example. Of a longer sentence the rest is never seen.
+# Characters of some 500 tokens, the longest row. The rest of a longer sentence is never seen.
 _LONG = 2_000
 # The most refused files named for a reason, and the most reasons with a finding of their own.
 _NAMED, _REASONS = 8, 5
@@ -236,13 +236,15 @@ class _Survey:
             return findings
         sample = f" (in a sample of {self._read / 1e6:,.3g} million characters)"
         scope = sample if self._is_sample else ""
-        findings += finding.of_documents(finding.ONE_SENTENCE, self._ones, self._count, self._one)
+        findings += finding.check_documents(
+            finding.ONE_SENTENCE, self._ones, self._count, self._one
+        )
         if len(self._seen) >= 2 * LEAST_VALIDATION_DOCUMENTS:
             largest, where = self._largest
             findings += finding.dominant_document(largest, self._sentences, where, scope)
         if self._corpus.repeated_documents == "keep":
             number = self._repeats, self._count, self._repeated
-            findings += finding.of_documents(finding.REPEATED, *number)
+            findings += finding.check_documents(finding.REPEATED, *number)
         long = self._long, self._read, f"{_LONG:,} characters{scope}", self._longest[1]
         findings += finding.long_sentences(*long)
         for looks, examples in self._layouts.items():

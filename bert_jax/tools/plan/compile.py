@@ -56,7 +56,7 @@ _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # else it asks, for half a minute, which machine of a pod this is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Of each operation, the bundles that it becomes: twice the compiler's time, 80 MB of files.
+# Writes the bundles of each operation: takes twice the compiler's time, and 80 MB of files.
 DUMP = (
     "--xla_jf_dump_to={} --xla_jf_dump_llo_text --xla_jf_dump_llo_pass_label_regex=.*final_bundles"
 )
@@ -102,7 +102,7 @@ class Outcome:
     # Bytes of a device: peak, arguments, temporaries, code, donated. Empty unless compiled.
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     program: schedule.Program | None = None  # what it does; None unless compiled
-    # Of the devices, in the order of the mesh: chip coordinates, number on the chip.
+    # For each device, in the order of the mesh: chip coordinates, number on the chip.
     places: tuple[tuple[int, ...], ...] = ()
     parameters: tuple[str, ...] = ()  # a line for each, see `parameter_table`
     whole_batch: tuple[str, ...] | None = None  # see `hlo.whole_batch_arrays`
@@ -150,7 +150,9 @@ def compile_all(
     """Compiles jobs, two at a time; those done before are looked up."""
     versions()
     width = min(_AT_ONCE, system.cores())  # `taskset` holds it to one
-    outcomes = {number: outcome for number, job in enumerate(jobs) if (outcome := _kept(job))}
+    outcomes = {
+        number: outcome for number, job in enumerate(jobs) if (outcome := _cached_outcome(job))
+    }
     waiting = [number for number in range(len(jobs)) if number not in outcomes]
     running: dict[int, subprocess.Popen] = {}
     with tempfile.TemporaryDirectory(prefix="bert_jax_plan") as folder:
@@ -173,7 +175,7 @@ def compile_all(
     return [outcomes[number] for number in range(len(jobs))]
 
 
-def _kept(job: CompileJob) -> Outcome | None:
+def _cached_outcome(job: CompileJob) -> Outcome | None:
     """Returns what a compilation of before came to, if it is known."""
     with contextlib.suppress(FileNotFoundError, LookupError, TypeError, ValueError):
         return Outcome.from_json(_place(job).read_text())
@@ -282,7 +284,7 @@ def main(job_file: str, outcome_file: str, dump: str) -> None:
     experiment = config.from_json(json.dumps(job["experiment"]), job_file)
     topology = topology_lib.parse(job["topology"])
     described = topologies.get_topology_desc(
-        platform="tpu", topology_name=topology.one, **topology.compiler_options
+        platform="tpu", topology_name=topology.slice_name, **topology.compiler_options
     )
     try:
         outcome = compile_step(experiment, job["phase"], described.devices, dump)
@@ -312,7 +314,7 @@ def compile_step(
     program = schedule.read(module, bundles.reader(dump))
     peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
     # Further programs are loaded with it, and one of them runs.
-    for other, held in _others(experiment, number, mesh, state):
+    for other, held in _other_programs(experiment, number, mesh, state):
         needed = other.compile().memory_analysis()
         assert needed is not None
         peak = max(peak, needed.peak_memory_in_bytes + held)
@@ -345,7 +347,7 @@ def lower_step(
     spec = _spec(experiment, number, mesh)
     train_step = step.make_train_step(spec, experiment.total_steps, compiler_options)
     window = jax.eval_shape(lambda: step.empty_window(objective_lib.metric_names(experiment)))
-    window = _placed(window, mesh_lib.replicated(mesh))
+    window = _with_sharding(window, mesh_lib.replicated(mesh))
     # What jax compiles has `lower`, too; its type for that does not say what a call returns.
     lowerable = cast(jax.stages.Wrapped, train_step)
     return lowerable.lower(state, window, *_batch_and_key(experiment, number, mesh))
@@ -360,7 +362,7 @@ def _spec(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> step.
     return step.StepSpec(objective, experiment.optimizer, parallelism, micro_batches, mesh)
 
 
-def _others(
+def _other_programs(
     experiment: Experiment, number: int, mesh: jax.sharding.Mesh, state: step.State
 ) -> Iterator[tuple[jax.stages.Lowered, int]]:
     """Yields what runs in place of a step or before it, and bytes of a device held meanwhile."""
@@ -383,8 +385,8 @@ def _batch_and_key(experiment: Experiment, number: int, mesh: jax.sharding.Mesh)
     batch = objective_lib.abstract_batch(experiment.phases[number], experiment.data_of(number))
     key = jax.eval_shape(lambda: step.phase_key(experiment.model, experiment.seed, number))
     return (
-        _placed(batch, mesh_lib.batch_sharding(mesh)),
-        _placed(key, mesh_lib.replicated(mesh)),
+        _with_sharding(batch, mesh_lib.batch_sharding(mesh)),
+        _with_sharding(key, mesh_lib.replicated(mesh)),
     )
 
 
@@ -397,7 +399,7 @@ def parameter_table(params: Any) -> list[str]:
     ]
 
 
-def _placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+def _with_sharding(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
     )

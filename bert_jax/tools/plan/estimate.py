@@ -43,7 +43,7 @@ RANDOM_BYTES_PER_CYCLE = 1950
 HOP_SECONDS = 1e-6
 # A copy begins with a round to memory. The compiler charges 1.2 us for the smallest.
 COPY_SECONDS = 1e-6
-# Of a permutation a core begins the transfer, and later sees that it has come. No listing has it.
+# Time in which a core starts the transfer of a permutation and checks its end. Not published.
 ISSUE_SECONDS = 0.25e-6
 # From a chip over its host to one of another slice; nobody publishes it.
 NETWORK_SECONDS = 50e-6
@@ -213,7 +213,7 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Place]) ->
     if collective.kind == SEND:
         rate = topology.tpu.network_bandwidth
         assert rate is not None  # a topology of several slices has one
-        seconds = _sent(collective, topology) / rate
+        seconds = _network_bytes(collective, topology) / rate
         return Cost(seconds, 2 * NETWORK_SECONDS, frozenset({NETWORK}))
     link = topology.tpu.link_bandwidth
     if collective.pairs:
@@ -235,7 +235,7 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Place]) ->
         directions += (2 if ring else 1) / apart
         hops += math.ceil(spanned / 2) if ring else apart * (spanned - 1)
         axes.add(axis)
-    # One ring through all, both ways round. Of asynchronous gathers the compiler names no emitter.
+    # One ring through all, both ways round. The compiler names no emitter of asynchronous gathers.
     in_a_ring = collective.emitter.startswith("1D") or collective.asynchronous
     if collective.kind == "all-gather" and len(axes) > 1 and in_a_ring:
         directions, hops = 2, len(members) // 2
@@ -251,7 +251,7 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Place]) ->
     return Cost(transfer, rounds * hops * HOP_SECONDS, frozenset(axes))
 
 
-def _sent(collective: Collective, topology: Topology) -> float:
+def _network_bytes(collective: Collective, topology: Topology) -> float:
     """Returns the bytes that a device gives to the network in one sum over slices.
 
     Each slice adds up a part for all, and gives it to all.
@@ -263,7 +263,7 @@ def network(program: Program, topology: Topology) -> dict[str, float | None]:
     """Returns bytes that a device gives to the network in a step, and its seconds and rate."""
     rate = topology.tpu.network_bandwidth
     sends = [one for one in program.collectives if one.kind == SEND]
-    size = sum(one.count * _sent(one, topology) for one in sends)
+    size = sum(one.count * _network_bytes(one, topology) for one in sends)
     return {"bytes": size, "bandwidth": rate, "busy": size / rate if rate else 0.0}
 
 

@@ -45,7 +45,7 @@ class Instruction:
         """Bytes of the result, without the padding of its layout."""
         return type_bytes(self.type)
 
-    def called(self, attribute: str) -> str | None:
+    def callee(self, attribute: str) -> str | None:
         """Returns the computation that an attribute names, such as `body` of a loop."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return match[1] if match else None
@@ -71,7 +71,7 @@ class Computation:
         self.root: Instruction | None = None
 
     @functools.cached_property
-    def by_name(self) -> dict[str, Instruction]:
+    def lookup(self) -> dict[str, Instruction]:
         """The instructions by name."""
         return {instruction.name: instruction for instruction in self.instructions}
 

@@ -27,7 +27,7 @@ FORMAT_VERSION = 3
 # From what keeps most on a device to what keeps least.
 STATES = ("replicated", "zero1", "zero3")
 REMATS = ("none", "dots", "full")
-# Of the layouts that a search compiled, how many are shown.
+# Number of layouts shown after a search.
 BEST = 3
 # With fewer positions at once the matrix units are half empty; with so many, what a layer works on
 # stays in a chip's fast memory.

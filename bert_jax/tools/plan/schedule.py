@@ -77,8 +77,8 @@ class Kernel:
     name: str  # of its operation
     count: int  # runs in a step
     cycles: int | None  # of one run, as the compiler schedules it; None where that is not known
-    # Of the arrays in the device's memory (HBM) that one run reads and writes; at most what its
-    # author states, since it may read a part of an array.
+    # Bytes that one run reads from and writes to the device's memory (HBM); at most what its author
+    # states, since it may read only a part of an array.
     bytes: int
 
 
@@ -149,7 +149,7 @@ class _Walk:
 
     def __init__(self, module: Module, cycles: Callable[[str], int | None]):
         self.module = module
-        # Of kernels and products, by identity: the compiler schedules equal ones but once.
+        # Cycles of kernels and products, by identity: the compiler schedules equal ones only once.
         self.scheduled: dict[Any, int] = {}
         for computation in module.computations.values():
             for one in computation.instructions:
@@ -172,7 +172,7 @@ class _Walk:
         for instruction in computation.instructions:
             self.operations[instruction.opcode] += times
             holds = {"fusion": "calls", "call-start": "to_apply"}.get(instruction.opcode)
-            inside = self.module.computations[instruction.called(holds) or ""] if holds else None
+            inside = self.module.computations[instruction.callee(holds) or ""] if holds else None
             begins, ends = _asynchronous(instruction, inside)
             if begins is not None:
                 start = _collective(begins, inside or computation, where)
@@ -180,7 +180,7 @@ class _Walk:
                 steps.append(("start", _count(self.collectives, start, times), instruction.name))
                 begun[instruction.name] = None
             elif instruction.opcode in _FETCHES:
-                steps.append(("fetch", work.fetched(instruction), instruction.name))
+                steps.append(("fetch", work.fetch_bytes(instruction), instruction.name))
             elif instruction.opcode in _FETCHED:
                 steps.append(("done", instruction.operands[0]))
             elif ends and begun and (began := _origin(instruction, computation, begun)) is not None:
@@ -201,15 +201,15 @@ class _Walk:
                 rounds = _rounds(self.module, instruction, computation)
                 self.endless += rounds is None
                 rounds = 1 if rounds is None else rounds
-                body = self.run(instruction.called("body"), times * rounds, "loop")
+                body = self.run(instruction.callee("body"), times * rounds, "loop")
                 return [("loop", rounds, tuple(body))]
             case "call":
-                return self.run(instruction.called("to_apply"), times, where)
+                return self.run(instruction.callee("to_apply"), times, where)
             case "async-start":
-                return self.run(instruction.called("calls"), times, where)
+                return self.run(instruction.callee("calls"), times, where)
             case "conditional":
                 branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
-                names = [instruction.called(f"{word}_computation") for word in ("false", "true")]
+                names = [instruction.callee(f"{word}_computation") for word in ("false", "true")]
                 names = re.findall(r"[\w.\-]+", branches[1]) if branches else names
                 held = _HELD.search(instruction.attributes)
                 if not held or len(names) != 2:
@@ -262,12 +262,12 @@ class _Walk:
             scheduled = self.scheduled.get(work.identity(self.module, instruction, inside))
             self.unscheduled += times * cycles * (scheduled is None)
             return "work", PRODUCTS, max(cycles, scheduled or 0), 0
-        size = work.moved(instruction, inside) if work.is_copy(self.module, instruction) else 0
+        size = work.copy_bytes(instruction, inside) if work.is_copy(self.module, instruction) else 0
         return "work", COPIES if size else OTHER, cycles, size
 
     def _kernel(self, instruction: Instruction, computation: Computation) -> Kernel:
         identity = work.identity(self.module, instruction, computation)
-        types = (computation.by_name[name].type for name in instruction.operands)
+        types = (computation.lookup[name].type for name in instruction.operands)
         size = sum(map(work.memory_bytes, (instruction.type, *types)))
         stated = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
         return Kernel(
@@ -314,14 +314,14 @@ def _origin(
     """Returns the name of the start of an end, through what hands its first part on."""
     name = instruction.operands[0] if instruction.operands else None
     while name is not None and name not in begun:
-        before = computation.by_name.get(name)
+        before = computation.lookup.get(name)
         name = before.operands[0] if before is not None and before.operands else None
     return name
 
 
 def _collective(instruction: Instruction, computation: Computation, where: str) -> Collective:
     kind = instruction.opcode.removesuffix("-start")
-    held = sum(computation.by_name[name].bytes for name in instruction.operands)
+    held = sum(computation.lookup[name].bytes for name in instruction.operands)
     group: tuple[int, ...] = ()
     pairs: tuple[tuple[int, int], ...] = ()
     if kind == "collective-permute":
@@ -387,26 +387,26 @@ def _counted_through(dimensions: str, permutation: str | None) -> list[int]:
 
 def _rounds(module: Module, loop: Instruction, computation: Computation) -> int | None:
     """Returns the rounds of a loop `while counter < limit`, from a constant on, by ones."""
-    condition = module.computations[loop.called("condition") or ""]
+    condition = module.computations[loop.callee("condition") or ""]
     compare = condition.root
     if compare is None or compare.opcode != "compare" or "direction=LT" not in compare.attributes:
         return None
-    counter, limit = (condition.by_name[name] for name in compare.operands)
+    counter, limit = (condition.lookup[name] for name in compare.operands)
     last = _constant(limit, condition)
     place = re.search(r"\bindex=(\d+)", counter.attributes)
     if last is None or counter.opcode != "get-tuple-element" or place is None:
         return None
-    values = computation.by_name[loop.operands[0]]
+    values = computation.lookup[loop.operands[0]]
     if values.opcode != "tuple":
         return None
-    first = _constant(computation.by_name[values.operands[int(place[1])]], computation)
+    first = _constant(computation.lookup[values.operands[int(place[1])]], computation)
     return None if first is None else last - first
 
 
 def _constant(instruction: Instruction, computation: Computation) -> int | None:
     """Returns the whole number that an instruction stands for, if it is a constant."""
     while instruction.opcode in ("copy", "bitcast", "convert"):
-        instruction = computation.by_name[instruction.operands[0]]
+        instruction = computation.lookup[instruction.operands[0]]
     if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.argument):
         return int(instruction.argument)
     return None

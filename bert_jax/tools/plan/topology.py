@@ -19,7 +19,7 @@ class Topology:
     slices: int = 1
 
     @property
-    def one(self) -> str:
+    def slice_name(self) -> str:
         """Returns the name of one of the slices."""
         return self.name.rpartition("*")[2]
 

@@ -44,7 +44,7 @@ def _performed(module: Module, instruction: Instruction) -> Iterator[Instruction
     """Yields an instruction, and what it holds if it is a fusion."""
     yield instruction
     if instruction.opcode == "fusion":
-        for one in module.computations[instruction.called("calls") or ""].instructions:
+        for one in module.computations[instruction.callee("calls") or ""].instructions:
             yield from _performed(module, one)
 
 
@@ -53,37 +53,37 @@ def memory_bytes(type_: str) -> int:
     return type_bytes(_ON_CHIP.sub("", type_))
 
 
-def moved(copy: Instruction, inside: Computation) -> int:
+def copy_bytes(copy: Instruction, inside: Computation) -> int:
     """Returns the bytes of the device's memory that a copy reads and writes.
 
-    Of an array that it cuts, or writes a part of, those of the part. `inside` is what a fusion
-    holds, or where a copy stands that is none.
+    If it reads or writes only a part of an array, only that part counts. `inside` is the fusion's
+    computation, or the computation in which a plain copy stands.
     """
     if copy.opcode != "fusion" or inside.root is None:
-        read = (memory_bytes(inside.by_name[name].type) for name in copy.operands[:1])
+        read = (memory_bytes(inside.lookup[name].type) for name in copy.operands[:1])
         return memory_bytes(copy.type) + min(*read, copy.bytes if copy.opcode in _PARTS else 2**63)
     root = inside.root
-    made = [inside.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    made = [inside.lookup[name] for name in root.operands] if root.opcode == "tuple" else [root]
     written = 0
     for one, type_ in zip(made, _ARRAY.findall(copy.type), strict=True):
         while one.opcode == "bitcast":
-            one = inside.by_name[one.operands[0]]
+            one = inside.lookup[one.operands[0]]
         if one.opcode == _INTO and memory_bytes(type_):
-            written += inside.by_name[one.operands[1]].bytes
+            written += inside.lookup[one.operands[1]].bytes
         else:
             written += memory_bytes(type_)
     given = (one for one in inside.instructions if one.opcode == "parameter")
-    return written + sum(min(memory_bytes(one.type), _used(one, inside)) for one in given)
+    return written + sum(min(memory_bytes(one.type), _bytes_read(one, inside)) for one in given)
 
 
-def _used(array: Instruction, inside: Computation) -> int:
+def _bytes_read(array: Instruction, inside: Computation) -> int:
     """Returns how many bytes of an array are read, those of whole arrays or of their parts."""
     size = 0
     for user in inside.instructions:
         if array.name not in user.operands:
             continue
         if user.opcode == "bitcast":
-            size += _used(user, inside)
+            size += _bytes_read(user, inside)
         elif user.operands[0] != array.name or user.opcode not in (*_PARTS, _INTO):
             size += array.bytes
         elif user.opcode != _INTO:
@@ -91,7 +91,7 @@ def _used(array: Instruction, inside: Computation) -> int:
     return size
 
 
-def fetched(start: Instruction) -> int:
+def fetch_bytes(start: Instruction) -> int:
     """Returns the bytes that go from or to the device's memory while other work goes on.
 
     `start` is a copy-start or a slice-start, whose result holds both arrays; the smaller one is
@@ -107,9 +107,9 @@ def identity(module: Module, instruction: Instruction, computation: Computation)
     What it does, then the types of its result and its operands.
     """
     if instruction.opcode == "fusion":
-        return _contents(module, instruction.called("calls") or ""), instruction.type
+        return _contents(module, instruction.callee("calls") or ""), instruction.type
     body = re.search(r'"body":"([^"]*)"', instruction.attributes)
-    types = (computation.by_name[name].type for name in instruction.operands)
+    types = (computation.lookup[name].type for name in instruction.operands)
     return body[1] if body else instruction.name, instruction.type, *types
 
 
@@ -123,7 +123,7 @@ def _contents(module: Module, name: str) -> Hashable:
             one.type,
             tuple(places[operand] for operand in one.operands) or one.argument,
             _INCIDENTAL.sub("", one.attributes),
-            *(_contents(module, called) for called in map(one.called, _CALLS) if called),
+            *(_contents(module, callee) for callee in map(one.callee, _CALLS) if callee),
         )
         for one in instructions
     )

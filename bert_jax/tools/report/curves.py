@@ -1,6 +1,6 @@
 """Which curves a report draws: what runs have learned, and how their steps went.
 
-What cannot be compared is not drawn as if it could; see `comparison`.
+What cannot be compared is not drawn as if it could; see `run_comparison`.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ import numpy as np
 
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.model import losses
-from bert_jax.tools.report import comparison, figures
-from bert_jax.tools.report.comparison import AXES, Axis
+from bert_jax.tools.report import figures, run_comparison
 from bert_jax.tools.report.figures import Curve, Figure, Plot
-from bert_jax.tools.report.records import Line, Record
+from bert_jax.tools.report.run_comparison import AXES, Axis
+from bert_jax.tools.report.run_record import Line, Record
 
-# Of two labels that are as common, guessing has this loss.
+# The loss of guessing between two equally common labels.
 _COIN = [(math.log(2), "ln 2")]
 _GUESSING = (
     "At ln 2 = 0.693, dashed, a model says no more than that both answers are as likely; it stays "
@@ -44,15 +44,15 @@ _LAYERS = (
 )
 
 
-def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot]:
+def learning_plots(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot]:
     """Returns what runs have learned, over an axis that all of them have; some plots may be empty.
 
     Lines are of training, points of what is held out; of several runs each has a colour.
     """
     # Runs of one label are of one colour.
     colours = {label: i for i, label in enumerate(dict.fromkeys(r.label for r in records))}
-    why = comparison.no_nats(records)
-    trains = not why and not comparison.other_masks(records)
+    why = run_comparison.no_nats(records)
+    trains = not why and not run_comparison.other_masks(records)
     held_out, spent = map(_held_out, records), [axis.of(record) for record in records]
     read = [*zip(records, held_out, spent, strict=True)]
 
@@ -97,17 +97,17 @@ def of_learning(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot]:
         title = f"{title} accuracy"
         plots.append(plot(title, accuracy, note, error, levels=levels, scale="percent"))
     plots += [plot(name.replace("_", " "), name) for name in _own(newest)]
-    return plots + _of_tuning(records, plot) + _of_probes(records, plot)
+    return plots + _finetuning_plots(records, plot) + _probe_plots(records, plot)
 
 
-def _of_tuning(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plot]:
+def _finetuning_plots(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plot]:
     """Returns the plots of fine-tunings, which `plot` draws."""
     tuned = [record for record in records if isinstance(record.experiment, Finetuning)]
     tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
     main = ", ".join(dict.fromkeys(task.main_score for task in tasks))
-    guesses = [record.written("task").get("guess") for record in tuned]
+    guesses = [record.newest_line("task").get("guess") for record in tuned]
     levels = [(guess[1], "guessing") for guess in guesses[:1] if guess]
-    note = comparison.no_scores(records)
+    note = run_comparison.no_scores(records)
     if levels and not note:
         note = "Dashed, the score of the best answer that reads no text."
     plots = [
@@ -123,7 +123,7 @@ def _of_tuning(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plo
     return plots
 
 
-def _of_probes(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plot]:
+def _probe_plots(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plot]:
     """Returns the plots of probes, which `plot` draws, and of a run alone those of its layers."""
     newest = [record.probes[-1] for record in records if record.probes]
     plots = []
@@ -132,7 +132,7 @@ def _of_probes(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plo
         plots.append(plot(f"Probe {name}", f"probe {name}", _READ_OFF, levels=levels))
     if len(records) == 1:
         plots += _minimal_pairs(records[0])
-        plots.append(of_layers(records[0].layers))
+        plots.append(layer_plot(records[0].layers))
     return plots
 
 
@@ -185,7 +185,7 @@ def _minimal_pairs(record: Record) -> list[Plot]:
     return plots
 
 
-def of_layers(record: dict[str, Any]) -> Plot:
+def layer_plot(record: dict[str, Any]) -> Plot:
     """Returns a plot of what layers know; see `tasks.layers.score_layers`."""
     curves = []
     for number, task in enumerate(record.get("tasks", ())):
@@ -197,7 +197,7 @@ def of_layers(record: dict[str, Any]) -> Plot:
     return Plot(title, curves, scale="percent", x_label="layer", note=_LAYERS)
 
 
-def of_steps(*records: Record) -> list[Plot]:
+def step_plots(*records: Record) -> list[Plot]:
     """Returns plots of how steps went: of what is learned nothing.
 
     A run by itself shows how much of it is padding, too.
@@ -205,7 +205,7 @@ def of_steps(*records: Record) -> list[Plot]:
     alone, clip = len(records) == 1, records[0].experiment.optimizer
     clipped = [(clip.clip_norm, "clip")] if alone and clip.clip == "global" else []
 
-    def each(lines: Literal["train", "laps"], name: str, padded: str = "") -> list[Curve]:
+    def make_curves(lines: Literal["train", "laps"], name: str, padded: str = "") -> list[Curve]:
         names = {name: "without padding", padded: "with padding"} if padded else {name: ""}
         return [
             curve(getattr(record, lines), one, label if alone else record.label, i + j)
@@ -213,18 +213,21 @@ def of_steps(*records: Record) -> list[Plot]:
             for j, (one, label) in enumerate(names.items() if alone else [(name, "")])
         ]
 
-    tokens = each("laps", "real_tokens_per_second", "tokens_per_second")
-    used = each("laps", "real_utilisation", "utilisation")
-    norms, before = each("train", "gradient_norm"), "Mean of the steps' norms before the clip."
+    tokens = make_curves("laps", "real_tokens_per_second", "tokens_per_second")
+    used = make_curves("laps", "real_utilisation", "utilisation")
+    norms, before = (
+        make_curves("train", "gradient_norm"),
+        "Mean of the steps' norms before the clip.",
+    )
     return [
-        Plot("Learning rate", each("train", "learning_rate")),
+        Plot("Learning rate", make_curves("train", "learning_rate")),
         Plot("Gradient norm", norms, clipped, scale="log", note=before),
         Plot("Tokens a second", tokens, note="Over training steps and their waits for data."),
         Plot("Utilisation", used, scale="percent", note=_USEFUL),
     ]
 
 
-def of_corpus(statistics: dict[str, Any]) -> list[Figure]:
+def corpus_figures(statistics: dict[str, Any]) -> list[Figure]:
     """Returns the pictures of a corpus: how long sentences and documents are."""
     pictures = []
     for what in ("sentence", "document"):

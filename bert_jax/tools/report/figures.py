@@ -243,7 +243,9 @@ class Figure:
     svg: str
 
 
-def drawn(plots: Sequence[Plot], marks: Sequence[int] = (), name: str = "plot") -> list[Figure]:
+def draw_figures(
+    plots: Sequence[Plot], marks: Sequence[int] = (), name: str = "plot"
+) -> list[Figure]:
     """Draws those plots that are not empty; see `draw`."""
     return [
         Figure(plot.title, plot.note, draw(plot, f"{name}-{number}", marks))

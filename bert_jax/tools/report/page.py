@@ -20,10 +20,10 @@ from bert_jax.pretraining.pretraining import Prepared
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Workdir, write_atomic
-from bert_jax.tools.report import comparison, curves, figures, times
+from bert_jax.tools.report import curves, figures, run_comparison, times
 from bert_jax.tools.report.figures import Figure
-from bert_jax.tools.report.records import Line, Record, corpus_statistics
 from bert_jax.tools.report.render import PageTable, page, percent
+from bert_jax.tools.report.run_record import Line, Record, corpus_statistics
 
 # Evaluations that stand in the tables, spread over the run.
 _ROWS = 8
@@ -134,7 +134,9 @@ def render(
                 refresh=refresh_seconds,
                 runs=records,
                 learning=_learning(records),
-                **_of_several(records) if several else _of_one(records[0], price_per_chip_hour),
+                **_comparison_values(records)
+                if several
+                else _single_run_values(records[0], price_per_chip_hour),
             )
         except jinja2.UndefinedError as error:
             raise LookupError(error.message) from error
@@ -147,30 +149,34 @@ def _learning(records: list[Record]) -> list[tuple[str, list[Figure]]]:
     these went.
     """
     if len(records) == 1:
-        plots = [*curves.of_learning(records), *curves.of_steps(*records)]
+        plots = [*curves.learning_plots(records), *curves.step_plots(*records)]
         ends = getattr(records[0].experiment, "ends", ())[:-1]  # of phases
-        begun = [end for end in ends if end < records[0].done]
-        by_axis = {"steps": figures.drawn(plots, begun)}
+        begun = [end for end in ends if end < records[0].steps_done]
+        by_axis = {"steps": figures.draw_figures(plots, begun)}
     else:
         by_axis = {
-            axis.name: figures.drawn(curves.of_learning(records, axis), (), f"axis{number}")
-            for number, axis in enumerate(comparison.AXES)
+            axis.name: figures.draw_figures(
+                curves.learning_plots(records, axis), (), f"axis{number}"
+            )
+            for number, axis in enumerate(run_comparison.AXES)
             if all(axis.of(record) for record in records)
         }
     return [(axis, pictures) for axis, pictures in by_axis.items() if pictures]
 
 
-def _of_several(records: list[Record]) -> dict[str, Any]:
+def _comparison_values(records: list[Record]) -> dict[str, Any]:
     """Returns what stands on the page of several runs alone."""
     return {
-        "table": comparison.table(records),
-        "notes": [*filter(None, (comparison.no_nats(records), comparison.no_scores(records)))],
-        "steps": figures.drawn(curves.of_steps(*records)),
+        "table": run_comparison.table(records),
+        "notes": [
+            *filter(None, (run_comparison.no_nats(records), run_comparison.no_scores(records)))
+        ],
+        "steps": figures.draw_figures(curves.step_plots(*records)),
         "differing": _differing(records),
     }
 
 
-def _of_one(record: Record, price: float | None) -> dict[str, Any]:
+def _single_run_values(record: Record, price: float | None) -> dict[str, Any]:
     """Returns what stands on the page of a single run alone."""
     environment = record.starts[-1].get("environment", {}) if record.starts else {}
     of_one = {
@@ -190,7 +196,7 @@ def _of_one(record: Record, price: float | None) -> dict[str, Any]:
         "predictions": _spread(record.predictions, _PREDICTIONS),
         "statistics": statistics,
         "no_statistics": why,
-        "corpus_figures": curves.of_corpus(statistics) if statistics else [],
+        "corpus_figures": curves.corpus_figures(statistics) if statistics else [],
         "plan": _plan(record.plan) if record.plan.get("slices") else None,
     }
 
@@ -198,9 +204,9 @@ def _of_one(record: Record, price: float | None) -> dict[str, Any]:
 def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
     """Yields the newest figures of a run, and what they are."""
     if record.evaluation:
-        for name, text in comparison.said_by(record, record.evaluation[-1]).items():
+        for name, text in run_comparison.evaluation_texts(record, record.evaluation[-1]).items():
             yield text, name
-    if task := record.written("task"):
+    if task := record.newest_line("task"):
         yield f"{task['examples']['train']:,}", "examples to learn from"
         for name, share in task["unknown"].items():
             yield percent(share), f"unknown pieces of {name}"
@@ -227,7 +233,7 @@ def _evaluations(record: Record) -> PageTable | None:
             names = [*curves.score_names(record), "loss"]
             texts = {name: f"{line[name]:.4f}" if name in line else "" for name in names}
         else:
-            texts = comparison.said_by(record, line)
+            texts = run_comparison.evaluation_texts(record, line)
         rows.append({"step": f"{line['step']:,}"} | texts)
     return PageTable.of(rows, 0) if rows else None
 
@@ -261,14 +267,14 @@ def _plan(plan: dict[str, Any]) -> PageTable:
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(folder: epath.Path, experiment: Experiment) -> dict[str, Any]:
+def _cached_statistics(folder: epath.Path, experiment: Experiment) -> dict[str, Any]:
     return corpus_statistics(experiment, Prepared.open(folder))
 
 
 def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[dict[str, Any] | None, str]:
     """Returns those of the corpus, made once a process; or why there are none."""
     try:
-        return _opened(workdir.corpus, experiment), ""
+        return _cached_statistics(workdir.corpus, experiment), ""
     except InputError as error:
         return None, str(error)
 
@@ -276,7 +282,7 @@ def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[dict[str, Any
 def _differing(records: list[Record]) -> list[tuple[str, list[str]]]:
     """Returns fields that are not the same in all experiments, with each one's value.
 
-    Of pre-trainings and fine-tunings together, those that both have.
+    If both pre-trainings and fine-tunings are compared, only fields that both have are returned.
     """
     tables = [dict(config.flatten(record.experiment)) for record in records]
     paths = dict.fromkeys(path for table in tables for path in table)
@@ -322,7 +328,7 @@ def write_layers(
         name=name,
         step=record.get("step"),
         table=table_of_layers(record) if record else None,
-        figures=figures.drawn([curves.of_layers(record)]),
+        figures=figures.draw_figures([curves.layer_plot(record)]),
         maps=maps,
     )
     write_atomic(path, text)

@@ -63,7 +63,7 @@ class _Child:
             (JsonLines, "forget_after", self._open),
             (corpus, "prepare", self._prepare),
         ):
-            setattr(owner, name, _between(around, getattr(owner, name)))
+            setattr(owner, name, _wrap(around, getattr(owner, name)))
 
     def wait(self) -> None:
         """Returns unless a kill is under way: the command was faster than it."""
@@ -81,9 +81,9 @@ class _Child:
         train_step = make(*args)
 
         def journaled(state: Any, window: Any, batch: Any, key: Any, fixed: Any) -> Any:
-            self._at("start")  # all files of lines are open
-            self._at("step")
-            self._at("roll_back", self._redone)
+            self._reach("start")  # all files of lines are open
+            self._reach("step")
+            self._reach("roll_back", self._redone)
             rows, hashes = zip(*rows_of(batch), strict=True)
             self._note("step", step=self._done, rows=rows, hashes=hashes)
             if self._done in self._plan.not_finite:
@@ -100,18 +100,18 @@ class _Child:
         eval_step = make(*args)
 
         def counted(*args: Any) -> Any:
-            self._at("evaluation", self._parts)
+            self._reach("evaluation", self._parts)
             self._parts += 1
             return eval_step(*args)
 
         return counted
 
     def _watch(self, ask: Callable, *args: Any) -> Any:
-        self._at("evaluation")  # after all batches, with the line of the evaluation written
+        self._reach("evaluation")  # after all batches, with the line of the evaluation written
         return ask(*args)
 
     def _open(self, forget_after: Callable, *args: Any) -> Any:
-        self._at("start", self._parts)
+        self._reach("start", self._parts)
         self._parts += 1
         return forget_after(*args)
 
@@ -119,7 +119,7 @@ class _Child:
         if (fault := self._due("save")) is not None:
             where = pathlib.Path(saves._folder), at, fault
             self._start(threading.Thread(target=self._die_in_save, args=where))
-        self._at("roll_back")
+        self._reach("roll_back")
         save(saves, at, *args)
 
     def _restore(self, function: Callable[..., Restored], *args: Any) -> Restored:
@@ -131,7 +131,7 @@ class _Child:
         return restored
 
     def _prepare(self, prepare: Callable, *args: Any) -> Any:
-        self._at("prepare")
+        self._reach("prepare")
         begun = time.monotonic()
         made = prepare(*args)
         self._note("prepared", seconds=time.monotonic() - begun)
@@ -147,7 +147,7 @@ class _Child:
             return None if self._redone is None else fault
         return fault if place in ("start", "prepare") or self._done >= fault.step else None
 
-    def _at(self, place: str, part: int | None = None) -> None:
+    def _reach(self, place: str, part: int | None = None) -> None:
         """Dies, now or soon, if the fault is of this place, and of this part if one is given."""
         fault = self._due(place)
         if fault is not None and part in (None, fault.part):
@@ -175,7 +175,7 @@ class _Child:
         os.kill(os.getpid(), fault.signal)
 
 
-def _between(around: Callable, inner: Callable) -> Callable:
+def _wrap(around: Callable, inner: Callable) -> Callable:
     """Returns a plain function, so that of a class it becomes a method."""
     return lambda *args: around(inner, *args)
 

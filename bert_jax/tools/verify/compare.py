@@ -59,7 +59,7 @@ class Journal:
                 journal.executions.append(Execution(note["start"], note["step"], rows, hashes))
         return journal
 
-    def of_start(self, start: int) -> list[Execution]:
+    def executions_of(self, start: int) -> list[Execution]:
         """Returns what one start did, in order."""
         return [e for e in self.executions if e.start == start]
 

@@ -109,19 +109,19 @@ def draw(undisturbed: Undisturbed, count: int, seed: int) -> list[Round]:
     return sorted(drawn, key=lambda one: (one.kind != "in prepare", one.fault.step))
 
 
-def _in_a_step(run: Undisturbed, chance: random.Random) -> Fault:
+def _draw_step_fault(run: Undisturbed, chance: random.Random) -> Fault:
     after = chance.random() * run.step_seconds  # at any moment of it
     return Fault("step", step=chance.randrange(run.total), after=after)
 
 
-def _in_a_save(run: Undisturbed, chance: random.Random) -> Fault:
+def _draw_save_fault(run: Undisturbed, chance: random.Random) -> Fault:
     # Whole, the last save would end the run; one more than its files is a whole one.
     at = chance.choice(run.saves)
     parts = run.saved_files + 2 if at < run.total else 1
     return Fault("save", step=at, part=chance.randrange(parts))
 
 
-def _in_an_evaluation_or_a_start(run: Undisturbed, chance: random.Random) -> Fault:
+def _draw_evaluation_or_start_fault(run: Undisturbed, chance: random.Random) -> Fault:
     if chance.random() < 0.5:
         part = chance.randrange(run.evaluation_batches + 1)
         return Fault("evaluation", step=chance.choice(run.evaluations), part=part)
@@ -129,7 +129,7 @@ def _in_an_evaluation_or_a_start(run: Undisturbed, chance: random.Random) -> Fau
     return Fault("start", step=chance.randrange(run.total), part=part)
 
 
-def _at_a_roll_back(run: Undisturbed, chance: random.Random) -> Fault:
+def _draw_roll_back_fault(run: Undisturbed, chance: random.Random) -> Fault:
     assert run.rolled_back is not None  # else `draw` draws no kill of this kind
     done, to = run.rolled_back
     again = min(save for save in run.saves if save > to) - to
@@ -138,12 +138,12 @@ def _at_a_roll_back(run: Undisturbed, chance: random.Random) -> Fault:
 
 # Each draws where a kill of its kind comes.
 KINDS: dict[str, Callable[[Undisturbed, random.Random], Fault]] = {
-    "in a step": _in_a_step,
+    "in a step": _draw_step_fault,
     # Not in the last step, which a request to stop would find done.
     "SIGTERM": lambda run, chance: Fault("step", signal.SIGTERM, chance.randrange(run.total - 1)),
-    "in a save": _in_a_save,
-    "in an evaluation or a start": _in_an_evaluation_or_a_start,
-    "at a roll-back": _at_a_roll_back,
+    "in a save": _draw_save_fault,
+    "in an evaluation or a start": _draw_evaluation_or_start_fault,
+    "at a roll-back": _draw_roll_back_fault,
     "in prepare": lambda run, chance: Fault(
         "prepare", after=chance.random() * _LATEST * run.prepare_seconds
     ),
@@ -268,7 +268,7 @@ class ResumedRun:
         journal = Journal.read(self.journal)
         done = journal.killed.get(self._starts)
         done = None if done is None else max(done, saved)  # it may have died before its first step
-        wrong = self._batches(journal.of_start(self._starts), saved)
+        wrong = self._batches(journal.executions_of(self._starts), saved)
         return Killed(ended, saved, done, wrong), journal.rolled_back.get(self._starts)
 
     def _batches(self, executions: list[Execution], saved: int) -> list[str]:

@@ -27,7 +27,7 @@ def vocab(tmp_path_factory):
 def written(folder, texts, vocab, **changes):
     """(settings, instances) as `write` leaves them on disk."""
     out = folder / "out.jsonl"
-    asked = instances.Settings(**{"dupe_factor": 2, **changes})
+    asked = instances.InstanceSettings(**{"dupe_factor": 2, **changes})
     count = instances.write(texts, vocab, asked, out)
     head, *lines = map(json.loads, out.read_text().splitlines())
     assert head["instances"] == len(lines) == count
@@ -209,6 +209,6 @@ def test_what_fails_half_way_leaves_the_old_file(tmp_path, vocab, monkeypatch):
 
     monkeypatch.setattr(instances, "create", fails)
     with pytest.raises(InputError, match="half way"):
-        instances.write([text], vocab, instances.Settings(), out)
+        instances.write([text], vocab, instances.InstanceSettings(), out)
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     assert out.read_text() == "old"

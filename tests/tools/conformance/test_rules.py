@@ -11,7 +11,7 @@ from bert_jax import cli, config
 from bert_jax.data import masking, pairs
 from bert_jax.model import attention
 from bert_jax.text import tokenizer
-from bert_jax.tools.conformance import command, data_rules, golden, model_rules, optimizer_rules
+from bert_jax.tools.conformance import checklist, data_rules, golden, model_rules, optimizer_rules
 from bert_jax.tools.conformance.rule import ReferenceRule
 from bert_jax.training import optimizer, step
 
@@ -102,7 +102,7 @@ def test_a_rule_that_fails_is_shown_and_is_exit_code_1(monkeypatch, capsys):
         ReferenceRule("loss", "is far", "this with that", 0.25, 1e-6),
         ReferenceRule("loss", "is no number", "this with that", float("nan"), 1e-6),
     ]
-    monkeypatch.setattr(command, "check", lambda: iter(rules))
+    monkeypatch.setattr(checklist, "check", lambda: iter(rules))
     assert cli.main(["conformance"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "ok     data      holds: this with that: 0 differ",
@@ -126,21 +126,21 @@ def test_a_setting_that_leaves_the_paper_is_named_with_the_paper_s_and_its_comme
         "optimizer.name": ("adamw", "'bert_adam'", "3.16 times"),
         "phases.1.batch_size": (512, "256", "Rows a step"),
     }
-    before = command.deviations(CERTIFIED)
+    before = checklist.deviations(CERTIFIED)
     for setting, (value, papers, comment) in changes.items():
         changed = config.override(CERTIFIED, [f"{setting}={value}"])
-        ((named, why),) = [each for each in command.deviations(changed) if each not in before]
+        ((named, why),) = [each for each in checklist.deviations(changed) if each not in before]
         assert named == f"{setting}={value!r}"
         assert why.startswith(f"the paper has {papers}. ") and comment in why
 
 
 def test_a_phase_that_is_left_out_is_named():
-    whole = command.deviations(CERTIFIED)
-    changed = command.deviations(dataclasses.replace(CERTIFIED, phases=CERTIFIED.phases[:1]))
+    whole = checklist.deviations(CERTIFIED)
+    changed = checklist.deviations(dataclasses.replace(CERTIFIED, phases=CERTIFIED.phases[:1]))
     names = [each[0] for each in changed if each not in whole]
     assert "phases.1.steps='absent'" in names
 
 
 def test_the_larger_recipe_deviates_as_the_smaller():
     large = config.load(str(ROOT / "experiments" / "bert_large.py"))
-    assert command.deviations(large) == command.deviations(CERTIFIED)
+    assert checklist.deviations(large) == checklist.deviations(CERTIFIED)

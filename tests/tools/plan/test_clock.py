@@ -135,7 +135,7 @@ ROWS, WIDTH = 4 * 512, 1024
 )
 def test_a_copy_moves_the_part_that_lies_in_memory(name, moved):
     module = hlo.parse(stored("large_512_v5e")[0])
-    of = next(c for c in module.computations.values() if name in c.by_name)
-    one = of.by_name[name]
+    of = next(c for c in module.computations.values() if name in c.lookup)
+    one = of.lookup[name]
     assert work.is_copy(module, one)
-    assert work.moved(one, module.computations.get(one.called("calls") or "", of)) == moved
+    assert work.copy_bytes(one, module.computations.get(one.callee("calls") or "", of)) == moved

@@ -229,7 +229,7 @@ def test_the_optimizer_s_moments_lie_beside_a_replay(job):
     mesh = samples.mesh_of(2, experiment.parallelism)
     parts = (objective.make_objective(experiment, 0), experiment.optimizer)
     state = step.abstract_state(*parts, experiment.parallelism, mesh)
-    ((replay, held),) = compile_lib._others(experiment, 0, mesh, state)
+    ((replay, held),) = compile_lib._other_programs(experiment, 0, mesh, state)
     real = jax.device_put(step.init_state(*parts, 0), jax.tree.map(lambda x: x.sharding, state))
     beside = jax.tree.leaves({name: real[name] for name in real if name != "params"})
     assert held == sum(leaf.addressable_shards[0].data.nbytes for leaf in beside)

@@ -21,7 +21,7 @@ from bert_jax.errors import InputError
 from bert_jax.pretraining.pretraining import Prepared
 from bert_jax.tools.plan import estimate
 from bert_jax.tools.report import figures, page, times
-from bert_jax.tools.report.records import Record, corpus_statistics
+from bert_jax.tools.report.run_record import Record, corpus_statistics
 
 # A document that would run a script, recolour the terminal, reverse text, and break a template.
 HOSTILE = (
@@ -81,12 +81,12 @@ def test_hostile_text_is_shown_as_text_in_every_place(run, monkeypatch):
     run.rename(hostile)
     named(hostile, run={"watch": [HOSTILE]})
     monkeypatch.setattr("bert_jax.text.tokenizer.WordPiece.piece", lambda self, i: HOSTILE)
-    page._opened.cache_clear()
+    page._cached_statistics.cache_clear()
     record = Record.read(str(hostile))
     sentence = {"text": HOSTILE, "truth": HOSTILE, "masks": [[(HOSTILE, 0.5)]]}
     record.predictions = [line | {"sentences": [sentence]} for line in record.predictions]
     text = page.render([record])
-    page._opened.cache_clear()
+    page._cached_statistics.cache_clear()
     shown = assert_inert(text)
     assert "<img src=x>" in shown
     # Forty commonest pieces, examples of two phases, predictions.
@@ -101,7 +101,7 @@ def test_hostile_text_is_shown_as_text_in_every_place(run, monkeypatch):
 
 def test_a_page_says_how_the_run_stands(run, undrawn):
     record = Record.read(str(run))
-    assert record.state == "finished" and record.done == 22
+    assert record.state == "finished" and record.steps_done == 22
     text = Tags(page.render([record])).text
     newest = record.evaluation[-1]
     for words in (
@@ -226,7 +226,7 @@ def test_a_run_that_ends_in_an_error_says_why_and_a_finished_one_keeps_its_times
     broken.fails("pretrain small.py --workdir w", "the disk is full")
     record = Record.read("w")
     assert record.state == "failed" and record.timings[-1]["why"] == "the disk is full"
-    assert record.done == 6
+    assert record.steps_done == 6
 
 
 @pytest.mark.long

@@ -9,8 +9,8 @@ from test_page import HOSTILE, Tags, assert_inert
 from tuned_lines import SCORES, Run
 
 from bert_jax import cli, config
-from bert_jax.tools.report import comparison, curves, figures, page
-from bert_jax.tools.report.records import Record
+from bert_jax.tools.report import curves, figures, page, run_comparison
+from bert_jax.tools.report.run_record import Record
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_a_run_of_similar_texts_promises_no_mistakes_and_a_corpus_has_no_share(t
 
 def test_what_is_measured_in_training_too_is_drawn_of_both(tmp_path):
     record = Record.read(Run("classify").write(tmp_path / "run"))
-    drawn = {plot.title: plot.curves for plot in curves.of_learning([record])}
+    drawn = {plot.title: plot.curves for plot in curves.learning_plots([record])}
     for title in ("Accuracy", "Loss"):
         assert [one.style for one in drawn[title]] == ["line", "points"]
     assert [one.style for one in drawn["Macro f1"]] == ["points"]
@@ -97,13 +97,13 @@ def several(finished_run, tmp_path):
 
 def curves_of(records):
     """The curves of each plot that has one, by its title."""
-    plots = curves.of_learning(records)
+    plots = curves.learning_plots(records)
     return {plot.title: plot.curves for plot in plots if not plot.empty}
 
 
 def test_runs_of_the_same_held_out_rows_are_compared_in_nats(several):
     records = several({}, {"optimizer.peak_learning_rate": 1e-3})
-    assert comparison.no_nats(records) == comparison.no_scores(records) == ""
+    assert run_comparison.no_nats(records) == run_comparison.no_scores(records) == ""
     drawn = curves_of(records)["Masked LM loss, nat"]
     assert [one.style for one in drawn] == ["line", "points"] * 2
     assert [one.colour for one in drawn] == [0, 0, 1, 1]
@@ -115,7 +115,7 @@ def test_runs_of_the_same_held_out_rows_are_compared_in_nats(several):
 )
 def test_runs_of_other_held_out_rows_are_compared_with_their_unigrams(change, several):
     records = several({}, change)
-    note = comparison.no_nats(records)
+    note = run_comparison.no_nats(records)
     assert f"Held-out rows differ ({next(iter(change))})" in note
     drawn, last = curves_of(records), records[0].evaluation[-1]
     below = drawn["Nats below its own unigram line"]
@@ -128,7 +128,7 @@ def test_text_that_changed_under_the_same_settings_is_seen(several):
     records = several({}, {})
     for line in records[1].evaluation:
         line["unigram_loss"] *= 1.05
-    assert "the text, whose unigram lines are not the same" in comparison.no_nats(records)
+    assert "the text, whose unigram lines are not the same" in run_comparison.no_nats(records)
 
 
 def test_training_losses_under_other_masks_are_not_compared(several):
@@ -139,9 +139,9 @@ def test_training_losses_under_other_masks_are_not_compared(several):
 
 def test_masks_of_a_phase_are_other_masks_too(several):
     one, other = several({}, {})
-    assert not comparison.other_masks([one, other])
+    assert not run_comparison.other_masks([one, other])
     other.experiment = config.override(other.experiment, ["phases.0.masked_lm_prob=0.1"])
-    assert comparison.other_masks([one, other])
+    assert run_comparison.other_masks([one, other])
 
 
 def test_scores_of_the_same_file_compare_wherever_it_lies(tmp_path):
@@ -149,18 +149,18 @@ def test_scores_of_the_same_file_compare_wherever_it_lies(tmp_path):
     for record in records:
         changed = [f"task.validation=tsv:/{record.label}/./dev.tsv"]
         record.experiment = config.override(record.experiment, changed)
-    assert comparison.no_scores(records) == ""
+    assert run_comparison.no_scores(records) == ""
 
 
 def test_what_a_run_has_spent_is_added_up(several):
     """A lap of 3 steps a line, as it was logged."""
     (record,) = several({})
-    by_name = {axis.name: axis.of(record) for axis in comparison.AXES}
+    by_name = {axis.name: axis.of(record) for axis in run_comparison.AXES}
     laps = record.laps
     tokens = sum(x["real_tokens_per_second"] / x["steps_per_second"] * x["steps"] for x in laps)
-    assert by_name["tokens"]([0, record.done]) == pytest.approx([0, tokens])
+    assert by_name["tokens"]([0, record.steps_done]) == pytest.approx([0, tokens])
     cpu = sum(x["cpu_seconds"] for x in laps)
-    assert by_name["CPU seconds"]([record.done])[0] == pytest.approx(cpu)
+    assert by_name["CPU seconds"]([record.steps_done])[0] == pytest.approx(cpu)
     positions = 14 * 8 * 16 + 8 * 4 * 24  # of both phases
     assert 0.5 * positions < tokens <= positions
     first, all_ = by_name["FLOPs"]([14, 22])
@@ -168,9 +168,9 @@ def test_what_a_run_has_spent_is_added_up(several):
     # What lies before a fork was paid for by the other run.
     began, before = laps[3]["step"], by_name["FLOPs"]
     record.origin, record.laps = {"fork": {"checkpoint": f"a/checkpoints/{began}"}}, laps[4:]
-    by_name = {axis.name: axis.of(record) for axis in comparison.AXES}
+    by_name = {axis.name: axis.of(record) for axis in run_comparison.AXES}
     cpu = sum(lap["cpu_seconds"] for lap in laps[4:])
-    assert by_name["CPU seconds"]([1, began, record.done]) == pytest.approx([0, 0, cpu])
+    assert by_name["CPU seconds"]([1, began, record.steps_done]) == pytest.approx([0, 0, cpu])
     wanted = [0, 0, all_ - before([began])[0]]
     assert by_name["FLOPs"]([1, began, 22]) == pytest.approx(wanted)
 
@@ -178,7 +178,7 @@ def test_what_a_run_has_spent_is_added_up(several):
 def test_the_table_has_scores_first_and_then_what_they_took(tmp_path):
     """400 steps of which each takes 1,200 tokens, 0.2 seconds and 0.3 of CPU."""
     runs = [Run(kind).write(tmp_path / kind) for kind in ("classify", "regress")]
-    made = comparison.table([Record.read(run) for run in runs])
+    made = run_comparison.table([Record.read(run) for run in runs])
     spent = ["steps", "tokens", "seconds", "CPU seconds"]
     scores = ["accuracy", "guessing", "held-out loss", "examples"]
     assert made.columns == ["run", *scores, "spearman", *spent]

@@ -111,7 +111,7 @@ def test_rows_that_devices_share_count_once_and_a_step_done_again_is_another(tmp
     journal = Journal.read(tmp_path / "journal")
     first, second, again = journal.executions
     assert first.rows.tolist() == first.hashes.tolist() == [0, 1, 2, 3]
-    assert journal.of_start(2) == [again] and again.hashes.tolist() == [1]
+    assert journal.executions_of(2) == [again] and again.hashes.tolist() == [1]
     assert journal.survivors() == {0: again, 1: second}
 
 

@@ -6,10 +6,10 @@ import math
 from bert_jax import config
 from bert_jax.storage.workdir import Workdir, write_atomic
 from bert_jax.tools.compare.results import Results
-from bert_jax.tools.report import comparison, curves, figures
+from bert_jax.tools.report import curves, figures, run_comparison
 from bert_jax.tools.report.figures import Figure
-from bert_jax.tools.report.records import Record
 from bert_jax.tools.report.render import PageTable, page
+from bert_jax.tools.report.run_record import Record
 
 
 def write(results: Results) -> None:
@@ -39,7 +39,7 @@ def _html(results: Results) -> str:
     for row in results.table.rows:
         changed = [] if before is None else config.differences(before, row.experiment, "all")
         changed = [line for line in changed if not line.startswith("name: ")]
-        of_row = [one for column in results.columns for one in results.of_row(row.name, column)]
+        of_row = [one for column in results.columns for one in results.row_values(row.name, column)]
         origin = {f"text {member.read}" for member in results.members if member.row == row.name}
         origin |= {f"measured by bert-jax {version}" for _, version, _ in of_row}
         rows.append({"name": row.name, "changed": changed, "origin": origin})
@@ -48,7 +48,7 @@ def _html(results: Results) -> str:
         "table.html",
         title=results.table.name,
         results=results,
-        table=results.shown([column.title for column in results.columns]),
+        table=results.page_table([column.title for column in results.columns]),
         rows=rows,
         figures=[*_dots(results), *_curves(results)],
     )
@@ -75,11 +75,11 @@ def _curves(results: Results) -> list[Figure]:
     for member in results.members:
         if Workdir(member.folder).metrics.exists():
             record = Record.read(str(member.folder))
-            # Of so many runs lines of training would hide what is held out.
+            # Training lines of so many runs would hide the held-out points.
             records.append(dataclasses.replace(record, label=member.row, train=[]))
     plots = []
-    for axis in comparison.AXES:
+    for axis in run_comparison.AXES:
         if axis.name in ("steps", "CPU seconds") and all(axis.of(record) for record in records):
             # The first is of held-out losses, of what is learned of pieces.
-            plots += [one for one in curves.of_learning(records, axis) if not one.empty][:1]
-    return figures.drawn(plots, (), "curve")
+            plots += [one for one in curves.learning_plots(records, axis) if not one.empty][:1]
+    return figures.draw_figures(plots, (), "curve")

@@ -68,7 +68,7 @@ class Record:
         workdir = opened.with_corpus(experiment.run.corpus_dir)
         going_on = mirror.is_running(workdir)  # before its lines: a run may end meanwhile
 
-        def of_file(path: Any, format_version: int, mend: str) -> dict[str, Any]:
+        def read_optional(path: Any, format_version: int, mend: str) -> dict[str, Any]:
             return read_json(path, format_version, mend, mend) if path.exists() else {}
 
         lines = JsonLines(workdir.metrics).read()
@@ -80,18 +80,18 @@ class Record:
             label=printable(pathlib.PurePath(root).name or str(root)),
             workdir=workdir,
             experiment=experiment,
-            origin=of_file(workdir.origin, config.FORMAT_VERSION, _WRITTEN_AGAIN),
+            origin=read_optional(workdir.origin, config.FORMAT_VERSION, _WRITTEN_AGAIN),
             state="running" if going_on else state,
             train=[line for line in lines if line.get("kind") == "train"],
             evaluation=[line for line in lines if line.get("kind") in EVALUATIONS],
             probes=[line for line in lines if line.get("kind") == "probes"],
             predictions=JsonLines(workdir.predictions).read(),
             timings=timings,
-            plan=of_file(workdir.plan, plan_report.FORMAT_VERSION, _PLANNED_AGAIN),
-            layers=of_file(workdir.layers, layers.FORMAT_VERSION, _ASKED_AGAIN),
+            plan=read_optional(workdir.plan, plan_report.FORMAT_VERSION, _PLANNED_AGAIN),
+            layers=read_optional(workdir.layers, layers.FORMAT_VERSION, _ASKED_AGAIN),
         )
 
-    def written(self, kind: str) -> Line:
+    def newest_line(self, kind: str) -> Line:
         """Returns the newest line of predictions.jsonl of a kind; empty if there is none.
 
         A fine-tuning has a `task`, and at its end `mistakes`; see tasks.job and tasks.scores.
@@ -103,7 +103,7 @@ class Record:
     def total_steps(self) -> int | None:
         """Steps of the whole run; None of a fine-tuning that has not begun."""
         if isinstance(self.experiment, Finetuning):
-            return self.written("task").get("total_steps")
+            return self.newest_line("task").get("total_steps")
         return self.experiment.total_steps
 
     @property
@@ -113,7 +113,7 @@ class Record:
         return int(checkpoint.rpartition("/")[2])
 
     @property
-    def done(self) -> int:
+    def steps_done(self) -> int:
         """Steps done, as far as they are written down."""
         newest = self.timings[-1:] or self.train[-1:]
         return newest[0]["step"] if newest else 0
@@ -232,8 +232,8 @@ def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np
 def _planned(stream: Stream, made: np.ndarray, data: Data, phase: Phase) -> dict[str, Any]:
     """Returns shares that describe the rows of a phase, from the first of its plan.
 
-    Of pairs those whose B is random, None where there are none; of positions those that are no
-    padding; of the pairs' tokens those that are cut off.
+    `random_next` is the share of pairs whose B is random, None if the phase has no pairs; `filled`
+    the share of positions that are not padding; `truncated` the share of tokens that are cut off.
     """
     length = phase.sequence_length
     is_random = None

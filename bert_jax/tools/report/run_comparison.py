@@ -15,8 +15,8 @@ from bert_jax.config import Experiment, Finetuning, source_name
 from bert_jax.config.comparison import held_out_fields
 from bert_jax.model import flops, losses
 from bert_jax.tools.report import figures, times
-from bert_jax.tools.report.records import Line, Record
 from bert_jax.tools.report.render import PageTable, percent
+from bert_jax.tools.report.run_record import Line, Record
 
 # Unigram lines of the same text that differ by more are not of the same rows; other seeds' do less.
 _SAME_LINE = 0.01
@@ -124,7 +124,7 @@ def _differing(of_runs: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def table(records: Sequence[Record]) -> PageTable:
     """Returns the newest figures of each run; columns that no run has are left out."""
-    newest = [said_by(r, r.evaluation[-1]) if r.evaluation else {} for r in records]
+    newest = [evaluation_texts(r, r.evaluation[-1]) if r.evaluation else {} for r in records]
     columns = dict.fromkeys((name for texts in newest for name in texts), "")
     rows = [
         {"run": record.label} | columns | texts | _spent_by(record)
@@ -135,13 +135,13 @@ def table(records: Sequence[Record]) -> PageTable:
 
 def _spent_by(record: Record) -> dict[str, str]:
     known = {axis: axis.of(record) for axis in AXES}
-    return {axis.name: axis.text(of([record.done])[0]) for axis, of in known.items() if of}
+    return {axis.name: axis.text(of([record.steps_done])[0]) for axis, of in known.items() if of}
 
 
-def said_by(record: Record, line: Line) -> dict[str, str]:
+def evaluation_texts(record: Record, line: Line) -> dict[str, str]:
     """Returns what an evaluation shows, by names for people."""
     if isinstance(record.experiment, Finetuning):
-        guess = record.written("task").get("guess")
+        guess = record.newest_line("task").get("guess")
         return {
             record.experiment.task.main_score: f"{line['score']:.4f}",
             **({"guessing": f"{guess[1]:.4f}"} if guess else {}),

@@ -48,7 +48,7 @@ def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[F
     if manifest["settings"]["repeated_documents"] == "keep":
         count = sum(split["documents"] for split in manifest["splits"].values())
         number = manifest["documents_repeated"], count, ""
-        findings += finding.of_documents(finding.REPEATED, *number)
+        findings += finding.check_documents(finding.REPEATED, *number)
     # What the text itself calls unknown is no fault of the vocabulary.
     is_named = manifest["settings"].get("unknown_word")
     words = [] if is_named else _vocabulary(train, tokenizer)
@@ -76,7 +76,7 @@ def _one_sentence(train: Stream, text_at: TextAt) -> list[Finding]:
     at = int(train.sentence_offsets[train.document_offsets[single[0]]])
     number = len(single), len(train.document_offsets) - 1
     where = example(f"train document {single[0]}", text_at(at))
-    return finding.of_documents(finding.ONE_SENTENCE, *number, where)
+    return finding.check_documents(finding.ONE_SENTENCE, *number, where)
 
 
 def _dominant_document(
