@@ -1,7 +1,7 @@
-"""Auto: an experiment for a text, a machine and so many hours.
+"""Auto: chooses an experiment for a text, this machine and a number of hours.
 
-What is chosen and by which rule stands in docs/learning.md, with the runs that the rule was fitted
-on. It looks at a sample of the text, at the speed of a large product, and at a few steps.
+docs/learning.md explains the choice, with the runs from which its rule was derived. The choice
+depends on a sample of the text, the speed of a large matrix product, and the time of a few steps.
 """
 
 import collections
@@ -34,7 +34,7 @@ from bert_jax.tools.compare import budget
 _SCRIPTS = {"CYRILLIC": "ru", "GREEK": "el", "ARABIC": "ar", "HEBREW": "he", "DEVANAGARI": "hi"}
 _SCRIPTS |= {"HANGUL": "ko", "HIRAGANA": "ja", "KATAKANA": "ja", "CJK": "zh", "THAI": "th"}
 _SCRIPTS |= {"ARMENIAN": "hy", "GEORGIAN": "ka", "BENGALI": "bn", "TAMIL": "ta"}
-# Common words of languages in it that are rare in the others.
+# For each language in Latin script, common words that are rare in the other languages.
 _WORDS = {
     "en": "the and of to is that it was for with",
     "fr": "les des est une dans et du qui pour au",
@@ -54,25 +54,25 @@ _WORDS = {
     "vi": "của và là có không được cho một người các",
     "id": "yang dan di untuk dengan itu dari ini pada tidak",
 }
-# Settings without which a text cannot be looked at.
-_READ_BY = ("corpus.text_field", "corpus.encoding")
-# Characters of a text that are looked at, from so many of its parts.
+# Settings that are needed to read the sample of a text.
+_SAMPLE_SETTINGS = ("corpus.text_field", "corpus.encoding")
+# Number of characters of the sample, and of the parts of the text from which they come.
 _SAMPLE, _PARTS = 200_000, 20
 
 
 class Size(NamedTuple):
-    """An encoder and its batch, and from how many operations on it is the best that was found."""
+    """The size of an encoder and its batch."""
 
-    operations: float
+    operations: float  # smallest number of operations (FLOPs) at which the size is the best known
     layers: int
     width: int
     rows: int
-    pieces: int
+    tokens: int  # of the vocabulary
 
 
-# At 2.1e14 operations the second is 0.12 nat ahead of the first on one text, and 0.03 and 0.07
-# behind on two; at 5e13 0.3 and more behind. At 6.5e14 it is 0.07 ahead of the first and 0.05 of
-# the third. Where that and the others begin is not measured (see docs/learning.md).
+# At 2.1e14 operations the second size is 0.12 nat better than the first on one text, 0.03 and 0.07
+# worse on two; at 5e13 at least 0.3 worse. At 6.5e14 it is 0.07 better than the first and 0.05 than
+# the third. The limits of the third and later sizes are not measured (see docs/learning.md).
 SIZES = (
     Size(0.0, 2, 128, 32, 8_000),
     Size(2e14, 4, 128, 32, 8_000),
@@ -82,25 +82,24 @@ SIZES = (
     Size(2e17, 8, 512, 64, 30_000),
     Size(1e19, 12, 768, 128, 30_000),
 )
-# Heads are so wide; bytes of text that a piece of a vocabulary wants at least, and in a sentence;
-# documents that are wanted.
-_HEAD, _BYTES_A_PIECE, _BYTES_A_SENTENCE, _FILES = 64, 100, 100, 50
-# Rows of so many tokens are learned from and scored, and such a share of them is predicted; of
-# held-out rows half of it.
+# Width of a head; least bytes of text for each token of the vocabulary; bytes of a sentence; number
+# of documents into which a text is cut.
+_HEAD, _BYTES_PER_TOKEN, _BYTES_PER_SENTENCE, _DOCUMENTS = 64, 100, 100, 50
+# Tokens of a row, and the share of them that is predicted. Held-out rows predict half that share.
 _LENGTH, _MASKED = 128, 0.3
-# Held-out rows, how often they are scored, and a forward pass as a share of a step.
+# Held-out rows, number of evaluations, and the time of a forward pass as a share of a step.
 _EVAL_ROWS, _EVALUATIONS, _FORWARD = 1_000, 8, 1 / 3
-# Steps whose time is taken, after as many that warm caches.
+# Steps that are timed, after as many that warm caches.
 _TIMED = 5
-# A checkpoint is saved so often, in seconds.
+# Seconds between checkpoints.
 _SAVED_EVERY = 60.0
 
 
 class Text(NamedTuple):
-    """A text, as it was looked at."""
+    """Facts about a text."""
 
-    source: str  # as corpus.sources has it
-    bytes: int  # of its files, compressed as they are
+    source: str  # as in corpus.sources
+    bytes: int  # size of its files, without decompression
     files: int
     language: str  # a code of `corpus.language`
 
@@ -113,29 +112,29 @@ def choose_experiment(
     workdir: Workdir,
     progress: Progress,
 ) -> tuple[Experiment, dict[str, Any]]:
-    """Returns the experiment for a text and so many hours, and where it comes from.
+    """Returns the experiment for a text and a number of hours, and its origin.
 
-    The corpus is made, in the workdir; steps are timed there. Four lines say what is chosen, why,
-    and what to expect.
+    Makes the corpus and times steps in the workdir. Reports four lines: the choice, its reasons and
+    the expected result.
 
     Args:
-      path: file or folder of text, or a source as `corpus.sources` has it.
-      hours: of this machine, from now to the run's end.
-      base: a folder that `import` made, whose encoder goes on; None: a fresh one.
-      settings: `--set` strings, which hold whatever is chosen.
-      workdir: of the run, which is named by its last part.
-      progress: is given the lines.
+      path: file or folder of text, or a source as in `corpus.sources`.
+      hours: time on this machine, from now to the end of the run.
+      base: a folder made by `import`, whose encoder is trained further; None: a fresh encoder.
+      settings: `--set` strings, which override the choice.
+      workdir: workdir of the run; its last part is the run's name.
+      progress: receives the lines.
     """
-    begun = time.monotonic()
-    if rendezvous.read_process_info():  # jax knows of one process before they are connected
-        raise InputError("auto: times the steps of one process; run `bert-jax pretrain`")
+    start_time = time.monotonic()
+    if rendezvous.read_process_info():  # before processes are connected, jax knows only this one
+        raise InputError("auto: times the steps of a single process; use `bert-jax pretrain`")
     if any(setting.partition("=")[0].strip() == "phases.0.steps" for setting in settings):
-        raise InputError("--set phases.0.steps: --hours decides how many; remove it")
-    text = look(path, settings)
+        raise InputError("--set phases.0.steps: --hours sets the steps; remove this --set")
+    text = examine_text(path, settings)
     speed = hardware.peak_flops(_compute_type())
     if speed is None:
         kind = jax.devices()[0].device_kind
-        raise InputError(f"auto: the speed of a {kind} is not known; run `bert-jax pretrain`")
+        raise InputError(f"auto: the speed of a {kind} is not known; use `bert-jax pretrain`")
     operations = speed * hours * 3600
     name = config.name_of(os.fspath(workdir.named)) or "text"
     experiment = (
@@ -146,42 +145,42 @@ def choose_experiment(
     folder, size = workdir.corpus, experiment.model.vocab_size
     manifest = corpus.prepare(experiment.corpus, size, folder, progress.report, system.cores())
     corpus.require_rows(workdir.corpus, experiment)
-    seconds = _seconds_a_step(experiment, workdir, progress)
-    left = hours * 3600 - (time.monotonic() - begun)
+    seconds = _step_seconds(experiment, workdir, progress)
+    left = hours * 3600 - (time.monotonic() - start_time)
     experiment = _with_steps(experiment, seconds, left, f"--hours {hours:g}")
     experiment = config.override(experiment, settings)
-    for line in _lines(experiment, text, manifest, operations, seconds, left):
+    for line in _summary(experiment, text, manifest, operations, seconds, left):
         progress.report(line)
     return experiment, config.origin_of("the command line", settings, experiment)
 
 
-def look(path: str, settings: Sequence[str] = ()) -> Text:
-    """Looks at a text: how much it is, and in which language, by a sample of it."""
+def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
+    """Returns the size of a text and its language, which a sample of the text shows."""
     with prefix_errors(f"TEXT {path}"):
-        read = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
-    how = [one.strip() for one in settings if one.partition("=")[0].strip() in _READ_BY]
-    read = config.override(read, [one.removeprefix("corpus.") for one in how])
-    extents = list(documents.extents(read))
+        text_corpus = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
+    needed = [s.strip() for s in settings if s.partition("=")[0].strip() in _SAMPLE_SETTINGS]
+    text_corpus = config.override(text_corpus, [s.removeprefix("corpus.") for s in needed])
+    extents = list(documents.extents(text_corpus))
     sample = ""
     for extent in extents[:: max(1, len(extents) // _PARTS)]:
-        most = len(sample) + _SAMPLE // _PARTS
-        of_documents = (document.pieces for document in documents.read_extent(extent, read))
-        for piece in itertools.chain.from_iterable(of_documents):
-            sample += piece[: most - len(sample)]
-            if len(sample) >= most:
+        end = len(sample) + _SAMPLE // _PARTS
+        parts = (document.pieces for document in documents.read_extent(extent, text_corpus))
+        for part in itertools.chain.from_iterable(parts):
+            sample += part[: end - len(sample)]
+            if len(sample) >= end:
                 break
     size = sum(extent.bytes for extent in extents)
-    return Text(read.sources[0], size, len(extents), language_of(sample))
+    return Text(text_corpus.sources[0], size, len(extents), detect_language(sample))
 
 
-def language_of(sample: str) -> str:
-    """Returns the code of a text's language, by its letters or its commonest words; else en."""
-    sample = unicodedata.normalize("NFC", sample)  # a mark by itself would end a word
+def detect_language(sample: str) -> str:
+    """Returns the language code of a text, by its letters or its commonest words; else en."""
+    sample = unicodedata.normalize("NFC", sample)  # a separate accent would end a word
     letters = collections.Counter(filter(str.isalpha, sample))
     scripts: collections.Counter[str] = collections.Counter()
     for letter, count in letters.items():
         scripts[unicodedata.name(letter, "LATIN").split()[0]] += count
-    # Japanese is written with characters of Chinese, too, and these alone are Chinese.
+    # Japanese also uses Chinese characters; a text without kana is Chinese.
     kana = scripts["HIRAGANA"] + scripts["KATAKANA"]
     if kana > 0.05 * scripts.total():
         return "ja"
@@ -189,8 +188,8 @@ def language_of(sample: str) -> str:
     if commonest != "LATIN":
         return _SCRIPTS.get(commonest, "en")
     words = collections.Counter(re.findall(r"[^\W\d_]+", sample.lower()))
-    shares = {code: sum(words[word] for word in of.split()) for code, of in _WORDS.items()}
-    return max(shares, key=shares.__getitem__)
+    hits = {code: sum(words[w] for w in common.split()) for code, common in _WORDS.items()}
+    return max(hits, key=hits.__getitem__)
 
 
 def _compute_type() -> Literal["float32", "bfloat16"]:
@@ -198,17 +197,17 @@ def _compute_type() -> Literal["float32", "bfloat16"]:
 
 
 def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
-    """Returns the experiment of a fresh encoder, by the recipe of tiny.py.
+    """Returns the experiment of a fresh encoder, by the recipe of tiny.py; sets no steps yet.
 
-    Its rate, of all but matrices, falls with the width; its steps are still to be set.
+    The learning rate of all parameters except matrices falls with the width.
     """
     size = next(size for size in reversed(SIZES) if operations >= size.operations)
-    pieces = min(size.pieces, max(1_000, text.bytes // _BYTES_A_PIECE // 1_000 * 1_000))
-    latin = text.language in _WORDS
+    vocab_size = min(size.tokens, max(1_000, text.bytes // _BYTES_PER_TOKEN // 1_000 * 1_000))
+    is_latin = text.language in _WORDS
     recipe = config.load(os.fspath(SHIPPED / "tiny.py"))
     model = dataclasses.replace(
         recipe.model,
-        vocab_size=pieces,
+        vocab_size=vocab_size,
         hidden_size=size.width,
         num_hidden_layers=size.layers,
         num_attention_heads=size.width // _HEAD,
@@ -216,20 +215,21 @@ def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
         max_position_embeddings=512,
         compute_dtype=_compute_type(),
     )
-    read = _corpus(text, case="uncased" if text.language == "en" or not latin else "cased")
-    if text.language in ("ja", "th"):  # no blanks between words
-        read = dataclasses.replace(read, tokenizer_kind="unigram", case="cased")
+    case = "uncased" if text.language == "en" or not is_latin else "cased"
+    text_corpus = _corpus(text, case=case)
+    if text.language in ("ja", "th"):  # no spaces between words
+        text_corpus = dataclasses.replace(text_corpus, tokenizer_kind="unigram", case="cased")
     rate = recipe.optimizer.peak_learning_rate * recipe.model.hidden_size / size.width
     optimizer = dataclasses.replace(recipe.optimizer, peak_learning_rate=rate, warmup_steps=1)
-    return _experiment(name, "", model, read, size.rows, optimizer)
+    return _experiment(name, "", model, text_corpus, size.rows, optimizer)
 
 
 def _base_experiment(name: str, text: Text, base: str) -> Experiment:
-    """Returns the experiment of a base that goes on; its steps are still to be set."""
-    given = base_lib.read(epath.Path(base))
-    model = dataclasses.replace(given.model, compute_dtype=_compute_type())
-    read = _corpus(
-        text, tokenizer=os.fspath(epath.Path(base) / "tokenizer"), case=given.tokenizer.case
+    """Returns the experiment that trains the encoder of a base further; sets no steps yet."""
+    start = base_lib.read(epath.Path(base))
+    model = dataclasses.replace(start.model, compute_dtype=_compute_type())
+    text_corpus = _corpus(
+        text, tokenizer=os.fspath(epath.Path(base) / "tokenizer"), case=start.tokenizer.case
     )
     optimizer = Optimizer(
         name="adamw",
@@ -238,23 +238,23 @@ def _base_experiment(name: str, text: Text, base: str) -> Experiment:
         schedule="wsd",
         decay_steps=1,
     )
-    return _experiment(name, base, model, read, 32, optimizer)
+    return _experiment(name, base, model, text_corpus, 32, optimizer)
 
 
 def _corpus(text: Text, **fields: Any) -> Corpus:
-    """Returns the corpus of a text; few files are cut, so that some documents can be held out."""
-    cut = min(max(text.bytes // _BYTES_A_SENTENCE // _FILES, 5), 200)
+    """Returns the corpus of a text; cuts few files into documents, to hold some of them out."""
+    cut = min(max(text.bytes // _BYTES_PER_SENTENCE // _DOCUMENTS, 5), 200)
     return Corpus(
         sources=(text.source,),
         language=text.language,
-        cut_documents=cut if text.files < _FILES and text.source.startswith("text:") else 0,
+        cut_documents=cut if text.files < _DOCUMENTS and text.source.startswith("text:") else 0,
         validation_share=0.1 if text.bytes < 100e6 else 0.01,
         **fields,
     )
 
 
 def _experiment(
-    name: str, base: str, model: Model, read: Corpus, rows: int, optimizer: Optimizer
+    name: str, base: str, model: Model, text_corpus: Corpus, rows: int, optimizer: Optimizer
 ) -> Experiment:
     on_cpu = jax.devices()[0].platform == "cpu"
     length = min(_LENGTH, model.max_position_embeddings)
@@ -262,7 +262,7 @@ def _experiment(
         name=name,
         init_from=base,
         model=model,
-        corpus=read,
+        corpus=text_corpus,
         data=Data(
             objective="mlm",
             masked_lm_prob=_MASKED,
@@ -272,7 +272,7 @@ def _experiment(
         ),
         phases=(
             Phase(
-                steps=100_000,  # until it is known how many fit
+                steps=100_000,  # replaced when the time of a step is known
                 sequence_length=length,
                 max_predictions_per_seq=math.ceil(_MASKED * length),
                 batch_size=-(-rows // jax.device_count()) * jax.device_count(),
@@ -283,8 +283,8 @@ def _experiment(
     )
 
 
-def _seconds_a_step(experiment: Experiment, workdir: Workdir, progress: Progress) -> float:
-    """Returns the seconds that a step takes, evaluations, saves and compiling left out."""
+def _step_seconds(experiment: Experiment, workdir: Workdir, progress: Progress) -> float:
+    """Returns the seconds that a step takes, without evaluations, saves and compiling."""
     run = dataclasses.replace(experiment.run, corpus_dir=os.fspath(workdir.corpus))
     progress.report(f"--hours: timing {_TIMED} steps of {_shape(experiment.model)}")
     short = dataclasses.replace(experiment, run=run)
@@ -294,14 +294,14 @@ def _seconds_a_step(experiment: Experiment, workdir: Workdir, progress: Progress
 
 
 def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) -> Experiment:
-    """Returns the experiment with as many steps as fit, evaluations among them."""
+    """Returns the experiment with as many steps as fit, along with the evaluations."""
     phase, run = experiment.phases[0], experiment.run
-    scored = experiment.data.eval_rows / phase.batch_size * _FORWARD
-    steps = int(left / seconds - scored * (_EVALUATIONS + 1))
+    evaluation_steps = experiment.data.eval_rows / phase.batch_size * _FORWARD
+    steps = int(left / seconds - evaluation_steps * (_EVALUATIONS + 1))
     if steps < 20:
         raise InputError(
-            f"{flag}: {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit after what was "
-            "spent on the corpus; give it more"
+            f"{flag}: only {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit into the time "
+            "after making the corpus; give more hours"
         )
     optimizer = dataclasses.replace(
         experiment.optimizer,
@@ -318,28 +318,28 @@ def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) 
     return dataclasses.replace(experiment, phases=phases, optimizer=optimizer, run=run)
 
 
-def expected(experiment: Experiment, seen: int) -> str:
-    """Returns in words how far below the unigram line a run of so many tokens ends.
+def expected_loss(experiment: Experiment, seen: int) -> str:
+    """Describes the loss of a run of `seen` tokens, relative to the unigram baseline.
 
-    On novels the first of SIZES is 2.17 nat below after 2.7 million, 2.59 after 6.3, 3.07 after
-    25, 3.29 after 59; the second 2.96 after 9.9 and 3.36 after 35; the third 2.27 after 2.2, 3.32
-    after 22 and 3.40 after 28.
+    On novels the first of SIZES ends 2.17 nat below the baseline after 2.7 million tokens, 2.59
+    after 6.3, 3.07 after 25, 3.29 after 59; the second 2.96 after 9.9 and 3.36 after 35; the third
+    2.27 after 2.2, 3.32 after 22 and 3.40 after 28.
     """
     if experiment.init_from:
-        return "what the base makes of it"
+        return "not predicted, since the run starts from a base"
     decade = 0.8 if seen > 6.3e6 else 1.14
     below = 2.59 + decade * math.log10(max(seen, 1e6) / 6.3e6)
     below += 0.25 * (experiment.model.num_hidden_layers > SIZES[0].layers)
-    words = f"{'under' if seen < 1e6 else 'about'} {below:.1f} nat" if seen < 4e7 else "over 3 nat"
-    return f"{words} below the unigram line, if it is as novels are"
+    nats = f"{'under' if seen < 1e6 else 'about'} {below:.1f} nat" if seen < 4e7 else "over 3 nat"
+    return f"{nats} below the unigram baseline (measured on novels)"
 
 
 def _shape(model: Model) -> str:
     layers = pluralize(model.num_hidden_layers, "layer")
-    return f"{layers} of {model.hidden_size}, {model.vocab_size:,} pieces"
+    return f"{layers} of {model.hidden_size}, vocabulary of {model.vocab_size:,} tokens"
 
 
-def _lines(
+def _summary(
     experiment: Experiment,
     text: Text,
     manifest: dict[str, Any],
@@ -347,18 +347,19 @@ def _lines(
     seconds: float,
     left: float,
 ) -> list[str]:
-    """Returns what a person is to know of the choice."""
+    """Returns lines that explain the choice."""
     phase, tokens = experiment.phases[0], manifest["splits"]["train"]["tokens"]
     seen = phase.steps * phase.batch_size * phase.sequence_length
-    loss = expected(experiment, seen)
-    why = "the base's" if experiment.init_from else f"as {operations:.1e} operations are left to it"
-    ends = time.strftime("%H:%M", time.localtime(time.time() + left))
+    loss = expected_loss(experiment, seen)
+    why = f"for a budget of {operations:.1e} operations"
+    why = "that of the base" if experiment.init_from else why
+    end = time.strftime("%H:%M", time.localtime(time.time() + left))
     return [
         f"text: {text.bytes / 1e6:,.1f} MB in {pluralize(text.files, 'file')}, language "
         f"{text.language}; {tokens:,} tokens to train on",
         f"model: {_shape(experiment.model)}, {why}",
         f"steps: {phase.steps:,} of {phase.batch_size} x {phase.sequence_length} tokens, "
-        f"{seconds:.3g} s each: the text {seen / tokens:.1f} times",
-        f"expect: held-out masked LM {loss}, at {ends}, in {duration(left)}; run again, it goes on "
-        "where it stopped",
+        f"{seconds:.3g} s each: {seen / tokens:.1f} epochs",
+        f"expect: held-out masked LM {loss}, at {end}, in {duration(left)}; if it is stopped, run "
+        "the same command again to resume",
     ]

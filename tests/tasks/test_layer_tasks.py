@@ -143,7 +143,7 @@ def test_the_command_prints_a_table_and_writes_a_page(here):
     assert out[0].split() == ["task", "score", "0", "1", "guess", "best", "centre"]
     assert [line.split()[0] for line in out[1:]] == ["length", "classify", "regress"]
     page = pathlib.Path("base/layers.html").read_text()
-    assert "What each layer knows" in page and "Where heads look" in page
+    assert "What each layer knows" in page and "Attention of each head" in page
     assert "<span>[CLS]</span><span>wa</span><span>xb</span><span>[SEP]</span>" in page
     kept = json.loads(Workdir("base").layers.read_text())
     assert [one["name"] for one in kept["tasks"]] == ["length", "classify", "regress"]

@@ -56,7 +56,7 @@ def timed(monkeypatch, rate):
 @pytest.mark.parametrize("code", SENTENCES)
 def test_a_language_is_known_by_its_letters_or_words(code):
     for form in ("NFC", "NFD"):
-        assert auto.language_of(unicodedata.normalize(form, SENTENCES[code])) == code
+        assert auto.detect_language(unicodedata.normalize(form, SENTENCES[code])) == code
 
 
 @pytest.mark.long
@@ -123,7 +123,7 @@ def test_of_a_long_document_no_more_is_read_than_is_looked_at(here, monkeypatch)
 
     whole = types.SimpleNamespace(pieces=pieces())
     monkeypatch.setattr(auto.documents, "read_extent", lambda *_: iter([whole]))
-    assert auto.look("text").files == 1 and len(read) < 20
+    assert auto.examine_text("text").files == 1 and len(read) < 20
 
 
 def test_a_run_in_the_current_folder_has_a_name(here, monkeypatch):
@@ -147,20 +147,20 @@ def test_a_request_to_stop_while_steps_are_timed_stops_the_run(here, monkeypatch
 
 
 def test_more_operations_want_a_larger_encoder(here):
-    text = auto.look("text")
-    small, larger = auto._fresh_experiment("w", text, 9e12), auto._fresh("w", text, 1e13)
+    text = auto.examine_text("text")
+    small, larger = auto._fresh_experiment("w", text, 9e12), auto._fresh_experiment("w", text, 1e13)
     assert small.model.hidden_size == 64
     assert larger.model.num_hidden_layers == 2 and larger.model.num_attention_heads == 2
     assert larger.optimizer.peak_learning_rate == 4e-3
-    assert "2.6 nat" in auto.expected(small, 6_300_000)
-    assert "2.2 nat" in auto.expected(small, 2_700_000)
-    assert "2.9" in auto.expected(small, 15_000_000)
-    assert "3.3 nat" in auto.expected(larger, 22_000_000)
+    assert "2.6 nat" in auto.expected_loss(small, 6_300_000)
+    assert "2.2 nat" in auto.expected_loss(small, 2_700_000)
+    assert "2.9" in auto.expected_loss(small, 15_000_000)
+    assert "3.3 nat" in auto.expected_loss(larger, 22_000_000)
     deeper = dataclasses.replace(small.model, num_hidden_layers=4)
-    assert "2.8 nat" in auto.expected(dataclasses.replace(small, model=deeper), 6_300_000)
+    assert "2.8 nat" in auto.expected_loss(dataclasses.replace(small, model=deeper), 6_300_000)
     # Of fewer tokens than were ever measured.
-    assert auto.expected(small, 900_000) == auto.expected(small, 9_000)
-    assert "about" not in auto.expected(small, 9_000)
+    assert auto.expected_loss(small, 900_000) == auto.expected_loss(small, 9_000)
+    assert "about" not in auto.expected_loss(small, 9_000)
 
 
 def test_the_page_has_the_rule():
@@ -173,7 +173,7 @@ def test_the_page_has_the_rule():
 
 def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypatch):
     broken.said("import run --workdir base")
-    experiment = auto._base_experiment("w", auto.look("text"), "base")
+    experiment = auto._base_experiment("w", auto.examine_text("text"), "base")
     assert experiment.init_from == "base" and experiment.corpus.tokenizer == "base/tokenizer"
     assert experiment.model.vocab_size == 45 and experiment.optimizer.schedule == "wsd"
     read = auto.base_lib.read

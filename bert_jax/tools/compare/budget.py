@@ -1,4 +1,4 @@
-"""How many steps a run of a table does: those it is given, or as many as seconds of CPU allow."""
+"""The number of steps of a table's runs: the given number, or as many as fit into CPU seconds."""
 
 import dataclasses
 import shutil
@@ -14,35 +14,35 @@ from bert_jax.storage.workdir import Workdir
 
 
 def with_steps(experiment: Experiment, steps: int) -> Experiment:
-    """Returns the experiment with so many steps, of which phases, warm-up and decay keep shares."""
+    """Returns the experiment with `steps` steps; phases, warm-up and decay keep their shares."""
     total, phases = experiment.total_steps, experiment.phases
     if steps < len(phases):
         raise InputError(f"{steps} steps are too few for its {len(phases)} phases")
-    made, done = [], 0
+    scaled, done = [], 0
     for number, (phase, end) in enumerate(zip(phases, experiment.ends, strict=True), 1):
-        left = len(phases) - number  # each of them has a step
-        last = min(max(round(steps * end / total), done + 1), steps - left)
-        made.append(dataclasses.replace(phase, steps=last - done))
+        phases_left = len(phases) - number  # each of them needs at least one step
+        last = min(max(round(steps * end / total), done + 1), steps - phases_left)
+        scaled.append(dataclasses.replace(phase, steps=last - done))
         done = last
     optimizer = dataclasses.replace(
         experiment.optimizer,
         warmup_steps=min(round(experiment.optimizer.warmup_steps * steps / total), steps - 1),
         decay_steps=experiment.optimizer.decay_steps * steps // total,
     )
-    return dataclasses.replace(experiment, phases=tuple(made), optimizer=optimizer)
+    return dataclasses.replace(experiment, phases=tuple(scaled), optimizer=optimizer)
 
 
 def steps_within(experiment: Experiment, cpu_seconds: float, costs: list[float]) -> int:
-    """Returns how many steps fit into so many seconds of CPU.
+    """Returns the number of steps that fit into `cpu_seconds`.
 
-    Phases share them as they do now; `costs` are seconds of CPU that a step of each takes.
+    Phases keep their shares of the steps; `costs` are CPU seconds of a step of each phase.
     """
     shares = [phase.steps / experiment.total_steps for phase in experiment.phases]
     mean = sum(share * cost for share, cost in zip(shares, costs, strict=True))
-    steps = int(cpu_seconds / mean + 1e-6)  # a whole number may come out just below
+    steps = int(cpu_seconds / mean + 1e-6)  # rounding may give just less than a whole number
     if steps < len(experiment.phases):
         raise InputError(
-            f"a step takes {mean:.3g} seconds of CPU, so that {steps} fit; raise table.cpu_seconds"
+            f"a step takes {mean:.3g} seconds of CPU, so only {steps} fit; raise table.cpu_seconds"
         )
     return steps
 
@@ -50,13 +50,13 @@ def steps_within(experiment: Experiment, cpu_seconds: float, costs: list[float])
 def laps(
     experiment: Experiment, folder: epath.Path, progress: Progress, timed: int
 ) -> list[dict[str, float]]:
-    """Trains for a few steps, and returns the line of `timings` of each phase's last `timed`.
+    """Trains for a few steps; returns the line of timings.jsonl of each phase's last `timed` steps.
 
-    As many before them warm caches. Evaluations, saves and compiling are not counted: how often
-    they happen is no part of a recipe.
+    As many steps before them warm caches. Evaluations, saves and compiling are not counted, since
+    their frequency is not part of a recipe.
 
     Raises:
-      Stopped: asked to stop.
+      Stopped: the run was asked to stop.
     """
     phases = tuple(dataclasses.replace(p, steps=2 * timed) for p in experiment.phases)
     never = 2 * timed * len(phases) + 1
@@ -85,4 +85,4 @@ def laps(
 
 
 class Stopped(Exception):
-    """A short run ended early; its only argument is how."""
+    """A short run ended early; the only argument is its outcome."""

@@ -1,12 +1,12 @@
-"""The runs of a table, one after the other, and what is measured of them.
+"""Does the runs of a table, one after the other, and measures them.
 
-W/table.json      what was measured, and the costs that set the numbers of steps
-W/table.txt       means and standard errors; table.csv the same, table.html with plots
+W/table.json      measured values, and the costs that set the numbers of steps
+W/table.txt       means and standard errors; also as table.csv, and with plots as table.html
 W/runs/           a workdir for each row and seed
-W/tasks/          a workdir for each of their fine-tunings
-W/corpora/        one for all rows whose corpora are equal
+W/tasks/          a workdir for each fine-tuning of a run
+W/corpora/        a corpus for all rows with equal corpus settings
 
-Their names end in hashes: where settings, text or examples change, there are others.
+Names of workdirs end in hashes, so other settings, text or examples give other workdirs.
 """
 
 import dataclasses
@@ -34,29 +34,29 @@ from bert_jax.tools.compare.results import PAIRS, Column, Results, TableRun, sha
 from bert_jax.tools.report import times
 from bert_jax.tools.report.run_record import Record
 
-# Rounds in which rows take turns in having their steps timed; the fastest counts.
+# Times that the steps of each row are timed, row after row; the fastest time counts.
 _ROUNDS = 2
-# Steps of each phase that are timed then, after as many that warm caches.
+# Steps of each phase that are timed, after as many that warm caches.
 _TIMED = 25
 
 
 class Comparison:
-    """The runs of a table."""
+    """Does the runs of a table."""
 
     def __init__(self, results: Results, progress: Progress):
         self._results, self._table, self._root = results, results.table, results.root
         self._progress = progress
-        # By row: the folder of its corpus, and a hash of what is read there.
+        # {row: (folder of its corpus, hash of the corpus and of the initial weights)}.
         self._read: dict[str, tuple[str, str]] = {}
         if not self._table.cpu_seconds:
             self._set_members()
 
     def run(self) -> session.Outcome:
-        """Does what is missing, and writes the table after each run.
+        """Does the missing runs, and writes the table after each of them.
 
-        A run that fails does not keep the others from going on.
+        The others are done even if a run fails.
         """
-        self._results.write()  # by which the folder is known for a table's
+        self._results.write()  # marks the folder as a table's
         self._prepare()
         if self._table.cpu_seconds:
             try:
@@ -65,39 +65,39 @@ class Comparison:
                 return stopped.args[0]
         self._set_members()
         self._write()
-        ends, members = [], self._results.members
+        outcomes, members = [], self._results.members
         for number, member in enumerate(members, 1):
-            if self._missing(member):
-                which = f"{number} of {len(members)}: {member.row}, seed {member.seed}"
-                self._progress.report(f"compare {which}")
-                ends.append(self._member(member))
+            if self._missing_columns(member):
+                progress = f"{number} of {len(members)}: {member.row}, seed {member.seed}"
+                self._progress.report(f"compare {progress}")
+                outcomes.append(self._run_member(member))
                 table_files.write(self._results)
-                # Programs of rows that are done would be looked through for garbage for ever.
+                # Frees programs of finished rows; each garbage collection would search them.
                 jax.clear_caches()
-                if ends[-1] == "stopped":
+                if outcomes[-1] == "stopped":
                     return "stopped"
-        return "failed" if "failed" in ends else "finished"
+        return "failed" if "failed" in outcomes else "finished"
 
-    # --- what is run ------------------------------------------------------------------------------
+    # --- runs -------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Makes the corpora, or finds them; where text has changed since, there is another one."""
+        """Makes or finds the corpora; makes a further corpus if the text has changed since."""
         for row in self._table.rows:
-            of, number, made = self._experiment(row), 1, None
-            folder = of.run.corpus_dir
-            while made is None:
-                place, size = Workdir(self._root, folder).corpus, of.model.vocab_size
+            experiment, number, manifest = self._experiment(row), 1, None
+            folder, size = experiment.run.corpus_dir, experiment.model.vocab_size
+            while manifest is None:
+                path = Workdir(self._root, folder).corpus
                 try:
-                    made = corpus.prepare(of.corpus, size, place, self._progress.report)
+                    manifest = corpus.prepare(experiment.corpus, size, path, self._progress.report)
                 except corpus.Changed as error:
                     if row.experiment.run.corpus_dir:
                         raise
                     self._progress.report(f"compare: {str(error).partition(';')[0]}; runs restart")
                     number += 1
-                    folder = f"{of.run.corpus_dir}-{number}"
-            files = [one for one in made["files"].items() if not one[0].startswith("dataset/")]
-            base = begins_with(epath.Path(of.init_from)) if of.init_from else ""
-            read = sha256([files, made.get("documents_of_sources"), base])
+                    folder = f"{experiment.run.corpus_dir}-{number}"
+            files = [(k, v) for k, v in manifest["files"].items() if not k.startswith("dataset/")]
+            base = begins_with(epath.Path(experiment.init_from)) if experiment.init_from else ""
+            read = sha256([files, manifest.get("documents_of_sources"), base])
             self._read[row.name] = folder, read
 
     def _set_members(self) -> None:
@@ -112,20 +112,20 @@ class Comparison:
                 self._results.members.append(TableRun(row.name, seed, experiment, read, folder))
 
     def _experiment(self, row: Row) -> Experiment:
-        """Returns what a row runs, with a corpus folder that equal corpora share."""
-        of = row.experiment
-        known = sha256([sha256(of.corpus), of.model.vocab_size])
-        shared, _ = self._read.get(row.name, (os.fspath(self._root / "corpora" / known), ""))
+        """Returns the experiment of a row, with a corpus folder that equal corpora share."""
+        experiment = row.experiment
+        name = sha256([sha256(experiment.corpus), experiment.model.vocab_size])
+        shared, _ = self._read.get(row.name, (os.fspath(self._root / "corpora" / name), ""))
         run = dataclasses.replace(
-            of.run,
-            corpus_dir=of.run.corpus_dir or shared,
-            # The last one is asked; the one before is needed where it cannot be used.
+            experiment.run,
+            corpus_dir=experiment.run.corpus_dir or shared,
+            # The last checkpoint is measured; the one before is a spare if the last is damaged.
             **{"keep_checkpoints": 2, "keep_best": 0, "keep_every": 0},
         )
-        return dataclasses.replace(of, name=row.name, run=run)
+        return dataclasses.replace(experiment, name=row.name, run=run)
 
     def _with_steps(self, row: Row) -> Experiment:
-        """Returns what a row runs, with the steps that the table's budget gives it."""
+        """Returns the experiment of a row, with the steps of the table's budget."""
         experiment, steps = self._experiment(row), self._table.steps
         if self._table.cpu_seconds:
             costs = self._results.costs[sha256(experiment)]
@@ -133,7 +133,7 @@ class Comparison:
         return budget.with_steps(experiment, steps) if steps else experiment
 
     def _time(self) -> None:
-        """Takes the time of a step of each row of which it is not known."""
+        """Times the steps of rows whose costs are not known."""
         rows = {sha256(self._experiment(row)): row for row in self._table.rows}
         missing = {key: row for key, row in rows.items() if key not in self._results.costs}
         costs: dict[str, list[float]] = {}
@@ -142,13 +142,13 @@ class Comparison:
                 self._progress.report(f"compare: timing {row.name}, {number + 1} of {_ROUNDS}")
                 folder = self._root / "timing"
                 laps = budget.laps(self._experiment(row), folder, self._progress, _TIMED)
-                one = [max(lap["cpu_seconds"], 1e-9) / lap["steps"] for lap in laps]
-                costs[key] = [min(pair) for pair in zip(costs.get(key, one), one, strict=True)]
+                cost = [max(lap["cpu_seconds"], 1e-9) / lap["steps"] for lap in laps]
+                costs[key] = [min(pair) for pair in zip(costs.get(key, cost), cost, strict=True)]
                 jax.clear_caches()
         self._results.costs |= costs
         self._write()
 
-    def _member(self, member: TableRun) -> session.Outcome:
+    def _run_member(self, member: TableRun) -> session.Outcome:
         """Does a run, and measures it."""
         experiment = member.experiment
         workdir = Workdir(member.folder, experiment.run.corpus_dir)
@@ -157,24 +157,24 @@ class Comparison:
         if outcome != "finished":
             return outcome
         record = Record.read(os.fspath(member.folder))
-        for column in self._missing(member):
+        for column in self._missing_columns(member):
             if column.task is None:
-                value = _measured(column.name, record)
+                value = _measure(column.name, record)
             elif column.name.startswith("probe:"):
-                value = _probed(column, workdir)
+                value = _probe(column, workdir)
             else:
-                outcome, value = self._finetuned(column, column.task, member)
+                outcome, value = self._finetune(column, column.task, member)
                 if outcome != "finished":
                     return outcome
             if column.task and Column.of(column.name).examples != column.examples:
                 raise InputError(
-                    f"table.columns: {column.name}: its examples changed while they were asked; "
-                    "run again"
+                    f"table.columns: {column.name}: its examples changed during the run; repeat "
+                    "the command"
                 )
             self._results.keep(member, column, value)
         return "finished"
 
-    def _finetuned(
+    def _finetune(
         self, column: Column, task: Finetuning, member: TableRun
     ) -> tuple[session.Outcome, float | None]:
         task = dataclasses.replace(task, seed=member.seed)
@@ -186,7 +186,7 @@ class Comparison:
             return outcome, None
         return outcome, Record.read(os.fspath(folder)).evaluation[-1]["score"]
 
-    def _missing(self, member: TableRun) -> list[Column]:
+    def _missing_columns(self, member: TableRun) -> list[Column]:
         columns = self._results.columns
         return [column for column in columns if not self._results.find(member, column)]
 
@@ -195,8 +195,8 @@ class Comparison:
         table_files.write(self._results)
 
 
-def _measured(name: str, record: Record) -> float | None:
-    """Returns a value from the records of a finished run; None if the run does not know it."""
+def _measure(name: str, record: Record) -> float | None:
+    """Returns a value from the records of a finished run; None if the records lack it."""
     if name == "steps":
         assert record.total_steps is not None  # only a fine-tuning may not know it
         return float(record.total_steps)
@@ -208,13 +208,13 @@ def _measured(name: str, record: Record) -> float | None:
     if not reach and last["step"] != record.total_steps:
         return None  # the last state was not evaluated, since its loss was not finite
     if (reach or name == "below_unigrams") and "unigram_loss" not in last:
-        return None  # of an objective without pieces
+        return None  # the objective predicts no tokens
     if reach:
-        return _reached(float(reach[1]), record)
+        return _seconds_to_reach(float(reach[1]), record)
     if name == "below_unigrams":
         return last["unigram_loss"] - losses.token_metrics(last)[0]
-    tasks, what = _METRICS[name]
-    return last.get(f"{losses.find_task(last, tasks)}_{what}")
+    objectives, metric = _METRICS[name]
+    return last.get(f"{losses.find_task(last, objectives)}_{metric}")
 
 
 # {column: (names of the objectives, the metric)}, to find the column in a line of metrics.jsonl.
@@ -225,10 +225,10 @@ _METRICS = {
 }
 
 
-def _reached(nat: float, record: Record) -> float | None:
-    """Returns seconds of CPU until a run was so far below the unigram line; None: it never was.
+def _seconds_to_reach(nat: float, record: Record) -> float | None:
+    """Returns CPU seconds until a run was `nat` below the unigram baseline; None if it never was.
 
-    Between evaluations it falls in a straight line.
+    Losses are interpolated linearly between evaluations.
     """
     spent = times.totals(record.laps, lambda lap: lap["cpu_seconds"] / max(lap["steps"], 1))
     before = (0, 0.0)
@@ -242,7 +242,7 @@ def _reached(nat: float, record: Record) -> float | None:
 
 
 def _real_tokens(record: Record) -> float:
-    """Returns how many positions of all steps held no padding."""
+    """Returns the number of positions without padding, over all steps."""
     total, before, experiment = 0.0, 0, record.experiment
     assert isinstance(experiment, Experiment)  # a table's runs pre-train
     for line in record.train:
@@ -255,7 +255,7 @@ def _real_tokens(record: Record) -> float:
     return total
 
 
-def _probed(column: Column, workdir: Workdir) -> float:
+def _probe(column: Column, workdir: Workdir) -> float:
     probes = Probes([column.name.partition(":")[2]], PAIRS, column.name)
     (score,) = of_trained(probes, Loaded.of(workdir.root))["scores"].values()
     return score

@@ -1,7 +1,7 @@
 """Fine-tunings that differ in some fields, one after the other, and their scores.
 
-Small sets give scores that depend on the seed (Devlin et al. 2018, appendix A.3, try a few settings
-on the validation examples; Dodge et al. 2020 count what seeds make): hence means over seeds.
+On small sets scores depend on the seed, hence means over seeds. (Devlin et al. 2018, appendix A.3,
+try a few settings on the validation examples; Dodge et al. 2020 measure the effect of seeds.)
 """
 
 import itertools
@@ -26,100 +26,100 @@ from bert_jax.tasks import job
 from bert_jax.tools.report.render import PageTable
 
 FORMAT_VERSION = 1
-# Characters of a value that a folder's name may not hold everywhere.
-_ODD = re.compile(r"[^A-Za-z0-9.+-]")
+# Characters of a value that some file systems do not allow in a folder's name.
+_NOT_PORTABLE = re.compile(r"[^A-Za-z0-9.+-]")
 
 
 class SweepRun(NamedTuple):
-    """One of the runs."""
+    """One run of a sweep."""
 
-    folder: str  # its name
-    settings: dict[str, str]  # {field: value}, as they were written
-    experiment: Finetuning  # with them
+    folder: str  # name of its folder
+    settings: dict[str, str]  # {field: value}, as written in --sweep
+    experiment: Finetuning  # the experiment with these settings
     origin: dict[str, Any]  # see session.run
 
 
 def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[SweepRun]:
     """Returns the runs of a sweep: all products of the values.
 
-    `axes` are FIELD=V1,V2 each; `settings` hold for all.
+    Each of `axes` is FIELD=V1,V2; `settings` apply to all runs.
     """
     values: dict[str, list[str]] = {}
     for axis in axes:
         field, _, text = axis.partition("=")
-        field, of_field = field.strip(), [value.strip() for value in text.split(",")]
-        if not field or "" in of_field or len(set(of_field)) < len(of_field):
+        field, field_values = field.strip(), [value.strip() for value in text.split(",")]
+        if not field or "" in field_values or len(set(field_values)) < len(field_values):
             raise InputError(
                 f"--sweep {axis}: write it as FIELD=V1,V2, each value once, e.g. seed=1,2,3"
             )
         if field in values:
             raise InputError(f"--sweep {axis}: {field} is swept already; give all values at once")
-        values[field] = of_field
-    ends = [field.rpartition(".")[2] for field in values]
-    names = ends if len(set(ends)) == len(ends) else list(values)
+        values[field] = field_values
+    short_names = [field.rpartition(".")[2] for field in values]
+    names = short_names if len(set(short_names)) == len(short_names) else list(values)
     runs: dict[str, SweepRun] = {}
-    for chosen in itertools.product(*values.values()):
-        folder = "_".join(f"{n}-{_ODD.sub('_', v)}" for n, v in zip(names, chosen, strict=True))
+    for product in itertools.product(*values.values()):
+        named = zip(names, product, strict=True)
+        folder = "_".join(f"{name}-{_NOT_PORTABLE.sub('_', value)}" for name, value in named)
         if folder in runs:
             raise InputError(f"--sweep: two runs would both lie in {folder}; sweep other values")
-        pairs = dict(zip(values, chosen, strict=True))
-        more = [f"{field}={value}" for field, value in pairs.items()]
+        swept = dict(zip(values, product, strict=True))
+        overrides = [*settings, *(f"{field}={value}" for field, value in swept.items())]
         with prefix_errors("--sweep"):
-            experiment, origin = config.load_with_origin(file, [*settings, *more], Finetuning)
-        runs[folder] = SweepRun(folder, pairs, experiment, origin)
+            experiment, origin = config.load_with_origin(file, overrides, Finetuning)
+        runs[folder] = SweepRun(folder, swept, experiment, origin)
     return list(runs.values())
 
 
 def run(
     sweep: list[SweepRun], base: str | None, root: str | None, progress: Progress
 ) -> session.Outcome:
-    """Runs what is left of a sweep, and shows the scores.
+    """Does the missing runs of a sweep, and prints the scores.
 
-    A run that fails, since its parameters ran away, for example, does not keep the others from
-    going on.
+    The others are done even if a run fails, for example because it diverges.
 
-    `base` is a base or a run, None the one that the experiment names; `root` the folder of the
-    runs, None runs/NAME-sweep.
+    `base` is a base or a run; by default the experiment's. `root` is the folder of the runs; by
+    default runs/NAME-sweep.
     """
     folder = epath.Path(root or f"runs/{sweep[0].experiment.name}-sweep")
-    there = storage_of(folder).names(folder)
-    if there and not there & {"sweep.json", *(member.folder for member in sweep)}:
+    names = storage_of(folder).names(folder)
+    if names and not names & {"sweep.json", *(member.folder for member in sweep)}:
         raise InputError(
             f"{folder}: holds a run or other files and no sweep; choose another folder with "
             "--workdir"
         )
     # Each run's outcome ("" until it ends), and its lines of metrics.jsonl for the last evaluation
     # and for the one with the highest score (None before there is one).
-    ends: dict[str, Any] = {"outcome": "", "last": None, "best": None}
-    runs = [{"folder": one.folder, "settings": one.settings, **ends} for one in sweep]
+    initial: dict[str, Any] = {"outcome": "", "last": None, "best": None}
+    runs = [{"folder": member.folder, "settings": member.settings, **initial} for member in sweep]
     score = ", ".join(sorted({member.experiment.task.main_score for member in sweep}))
     record = {"format_version": FORMAT_VERSION, "name": sweep[0].experiment.name, "score": score}
-    for number, (member, one) in enumerate(zip(sweep, runs, strict=True), 1):
-        place = folder / member.folder
+    for number, (member, run_record) in enumerate(zip(sweep, runs, strict=True), 1):
+        workdir = folder / member.folder
         progress.report(f"sweep {number} of {len(sweep)}: {member.folder}")
-        # A finished run ends at once, unless its base or its examples are others now.
-        outcome = job.finetune(member.experiment, base, os.fspath(place), progress, member.origin)
-        lines = JsonLines(mirror.open_workdir(place).metrics).read()
+        # A finished run ends at once, unless its base or its examples have changed.
+        outcome = job.finetune(member.experiment, base, os.fspath(workdir), progress, member.origin)
+        lines = JsonLines(mirror.open_workdir(workdir).metrics).read()
         scored = [line for line in lines if line["kind"] == "scores"]
         best = max(scored, key=lambda line: line["score"], default=None)
-        one |= {"outcome": outcome, "last": scored[-1] if scored else None, "best": best}
+        run_record |= {"outcome": outcome, "last": scored[-1] if scored else None, "best": best}
         record |= {"runs": runs, "groups": _groups(runs)}
         storage_of(folder).write(folder / "sweep.json", json.dumps(record, indent=2) + "\n")
         if outcome == "stopped":
             return "stopped"
     for line in table(record):
         progress.report(line)
-    return "failed" if any(one["outcome"] == "failed" for one in runs) else "finished"
+    return "failed" if any(run["outcome"] == "failed" for run in runs) else "finished"
 
 
 def _groups(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns means over the finished runs that differ by the seed alone."""
+    """Returns mean scores of the finished runs that differ only in the seed."""
     by_group: dict[tuple, list[float]] = {}
-    for one in runs:
-        settings = tuple((f, value) for f, value in one["settings"].items() if f != "seed")
+    for run in runs:
+        settings = tuple((f, value) for f, value in run["settings"].items() if f != "seed")
         scores = by_group.setdefault(settings, [])
-        if one["last"] and one["outcome"] == "finished":
-            scores.append(one["last"]["score"])
+        if run["last"] and run["outcome"] == "finished":
+            scores.append(run["last"]["score"])
     return [
         {
             "settings": dict(settings),
@@ -132,24 +132,25 @@ def _groups(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(record: dict[str, Any]) -> Iterator[str]:
-    """Yields lines with every run's scores, and their means over the seeds."""
+    """Yields lines with the scores of each run, and their means over the seeds."""
     runs, groups = record["runs"], record["groups"]
     rows = []
-    for one in runs:
-        cells = [one["outcome"], "-", "-", "-"]
-        if one["outcome"] == "finished" and one["last"]:
-            last, best = one["last"], one["best"]
-            cells = [last["step"], _four(last["score"]), _four(best["score"]), best["step"]]
-        rows.append([*one["settings"].values(), *map(str, cells)])
+    for run in runs:
+        cells = [run["outcome"], "-", "-", "-"]
+        if run["outcome"] == "finished" and run["last"]:
+            last, best = run["last"], run["best"]
+            cells = [last["step"], _format(last["score"]), _format(best["score"]), best["step"]]
+        rows.append([*run["settings"].values(), *map(str, cells)])
     yield f"{record['score']} on the validation examples, of the last evaluation and of the best:"
     yield from PageTable([*runs[0]["settings"], "step", "last", "best", "of step"], rows, 0).lines()
     rows = [
-        [*one["settings"].values(), str(one["runs"]), _four(one["mean"]), _four(one["deviation"])]
-        for one in groups
+        [*group["settings"].values(), str(group["runs"])]
+        + [_format(group[name]) for name in ("mean", "deviation")]
+        for group in groups
     ]
     yield "of the last evaluations, over seeds, the mean and the standard deviation (n - 1):"
     yield from PageTable([*groups[0]["settings"], "runs", "mean", "deviation"], rows, 0).lines()
 
 
-def _four(number: float | None) -> str:
+def _format(number: float | None) -> str:
     return "-" if number is None else f"{number:.4f}"

@@ -1,4 +1,4 @@
-"""A table as people and tools read it: text, CSV, and a page with plots that needs nothing else."""
+"""Files of a table, for people and tools: text, CSV, and a self-contained page with plots."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ def write(results: Results) -> None:
 
 
 def _csv(results: Results) -> str:
-    """Returns a line a row: its name, and of each column mean, standard error and runs."""
+    """Returns a line for each row: its name, then mean, standard error and runs of each column."""
     rows = []
     for row in results.table.rows:
         cells = {"row": row.name}
@@ -39,9 +39,9 @@ def _html(results: Results) -> str:
     for row in results.table.rows:
         changed = [] if before is None else config.differences(before, row.experiment, "all")
         changed = [line for line in changed if not line.startswith("name: ")]
-        of_row = [one for column in results.columns for one in results.row_values(row.name, column)]
         origin = {f"text {member.read}" for member in results.members if member.row == row.name}
-        origin |= {f"measured by bert-jax {version}" for _, version, _ in of_row}
+        entries = (entry for c in results.columns for entry in results.row_values(row.name, c))
+        origin |= {f"measured by bert-jax {version}" for _, version, _ in entries}
         rows.append({"name": row.name, "changed": changed, "origin": origin})
         before = row.experiment
     return page(
@@ -55,22 +55,22 @@ def _html(results: Results) -> str:
 
 
 def _dots(results: Results) -> list[Figure]:
-    """Returns a picture of each column: means and errors, a line a row."""
+    """Returns a picture of each column: means and errors, a line for each row."""
     pictures = []
     for number, column in enumerate(results.columns):
         means = {row.name: results.mean(row.name, column) for row in results.table.rows}
-        there = {name: one for name, one in means.items() if one[0]}
-        if there:
-            runs, values, errors = zip(*there.values(), strict=True)
+        known = {name: mean for name, mean in means.items() if mean[0]}
+        if known:
+            runs, values, errors = zip(*known.values(), strict=True)
             bars = [0.0 if math.isnan(error) else error for error in errors]
-            svg = figures.draw_dots([*there], values, bars, f"dots-{number}")
+            svg = figures.draw_dots([*known], values, bars, f"dots-{number}")
             note = "Bars are standard errors of the mean over seeds." if max(runs) > 1 else ""
             pictures.append(Figure(column.title, note, svg))
     return pictures
 
 
 def _curves(results: Results) -> list[Figure]:
-    """Returns held-out losses over steps and over seconds of CPU, a colour a row."""
+    """Returns held-out losses over steps and over CPU seconds, a colour for each row."""
     records = []
     for member in results.members:
         if Workdir(member.folder).metrics.exists():
@@ -78,8 +78,9 @@ def _curves(results: Results) -> list[Figure]:
             # Training lines of so many runs would hide the held-out points.
             records.append(dataclasses.replace(record, label=member.row, train=[]))
     plots = []
-    for axis in run_comparison.AXES:
-        if axis.name in ("steps", "CPU seconds") and all(axis.of(record) for record in records):
-            # The first is of held-out losses, of what is learned of pieces.
-            plots += [one for one in curves.learning_plots(records, axis) if not one.empty][:1]
+    axes = [axis for axis in run_comparison.AXES if axis.name in ("steps", "CPU seconds")]
+    for axis in axes:
+        if all(axis.cumulate(record) for record in records):
+            # The first plot shows held-out losses of masked tokens.
+            plots += [plot for plot in curves.learning_plots(records, axis) if not plot.empty][:1]
     return figures.draw_figures(plots, (), "curve")

@@ -1,1 +1,1 @@
-"""What a run looks like: one page that explains it, and event files for TensorBoard."""
+"""Reports: a page that explains a run, or compares several runs."""

@@ -1,8 +1,8 @@
-"""The curves of a report as Matplotlib draws them, as inline SVG.
+"""Draws the figures of a report with Matplotlib, as inline SVG.
 
-Matplotlib because its SVG needs no script: a page of it opens anywhere, in a mail too, under a
-Content-Security-Policy that lets nothing run. Colours are written as CSS variables, so that one
-picture serves a light and a dark page.
+SVG by Matplotlib needs no script: the page opens anywhere, even in a mail, and under a
+Content-Security-Policy without scripts. Colours are CSS variables, so that one picture suits a
+light and a dark page.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-# Points a curve is thinned out to; each is the mean of those it stands for.
+# Maximum number of points of a curve; each is the mean of the points that it replaces.
 _POINTS = 400
-_BINS = 24  # of a histogram, which grow by a constant factor
-_SIZE = (4.0, 2.6)  # inches, at 96 dots
-# Stand-ins that Matplotlib can draw with, and the variables that the page defines.
+_BINS = 24  # bins of a histogram, whose widths grow by a constant factor
+_SIZE = (4.0, 2.6)  # inches
+# Placeholder colours for Matplotlib, and the CSS variables of the page that replace them.
 _INK, _FAINT = "#010101", "#020202"
 COLOURS = tuple(f"#0300{i:02x}" for i in range(6))
 _VARIABLES = {
@@ -53,10 +53,10 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Curve:
-    """Points to draw."""
+    """A curve of a plot."""
 
     x: Sequence[float]  # rising, often steps
-    y: Sequence[float]  # as many
+    y: Sequence[float]  # one value for each x
     label: str  # in the legend; "" for none
     colour: int = 0  # index into COLOURS
     style: str = "line"  # `line`, `points` (joined, each marked) or `dashes`
@@ -65,15 +65,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Plot:
-    """A small picture."""
+    """A small picture with curves."""
 
-    title: str  # what is drawn, with its unit
-    curves: list[Curve]  # what to draw; a plot without any point is left out of the page
+    title: str  # the quantity, with its unit
+    curves: list[Curve]  # a plot without any point is left out of the page
     # Horizontal lines, (height, label).
     levels: list[tuple[float, str]] = field(default_factory=list)
-    scale: str = "linear"  # of y, `linear`, `log` or `percent`
+    scale: str = "linear"  # scale of y: `linear`, `log` or `percent`
     x_label: str = "step"  # under the picture
-    note: str = ""  # what is to be known of it
+    note: str = ""  # explanation under the picture
 
     @property
     def empty(self) -> bool:
@@ -85,7 +85,7 @@ class Plot:
 def _axes(
     name: str, size: tuple[float, float] = _SIZE, grid: Literal["x", "y", ""] = ""
 ) -> Iterator[Axes]:
-    """Gives axes of a picture to draw on, in the page's style."""
+    """Yields the axes of a new picture in the page's style."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
         axes = Canvas(figsize=size, layout="constrained").add_subplot()
         if grid:
@@ -97,15 +97,15 @@ def _axes(
 def draw(plot: Plot, name: str, marks: Sequence[int] = ()) -> str:
     """Returns the plot as an <svg> element.
 
-    `name` tells it apart from the page's other elements; vertical lines stand at `marks`.
+    `name` makes the ids of its elements unique on the page; vertical lines are drawn at `marks`.
     """
     with _axes(name, grid="y") as axes:
-        for at in marks:
-            axes.axvline(at, color=_FAINT, linewidth=1)
+        for mark in marks:
+            axes.axvline(mark, color=_FAINT, linewidth=1)
         for height, label in plot.levels:
             axes.axhline(height, color=_INK, linewidth=1, linestyle=(0, (3, 3)), label=label)
-        for one in plot.curves:
-            _draw_curve(axes, one)
+        for curve in plot.curves:
+            _draw_curve(axes, curve)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.xaxis.set_major_formatter(_NUMBER)
         if plot.scale == "log":
@@ -120,7 +120,7 @@ def draw(plot: Plot, name: str, marks: Sequence[int] = ()) -> str:
 
 
 def draw_histogram(lengths: np.ndarray, x_label: str, name: str) -> str:
-    """Returns the shares of lengths, int64 [N] from 1 on, as an <svg> element; x is logarithmic."""
+    """Returns a histogram of lengths, int64 [N] >= 1, as an <svg> element; x is logarithmic."""
     with _axes(name, grid="y") as axes:
         bins = np.geomspace(1, lengths.max() + 1, _BINS + 1).tolist()
         shares = np.full(len(lengths), 1 / len(lengths))
@@ -135,13 +135,13 @@ def draw_histogram(lengths: np.ndarray, x_label: str, name: str) -> str:
 def draw_dots(
     names: Sequence[str], values: Sequence[float], errors: Sequence[float], name: str
 ) -> str:
-    """Returns values as points with error bars, a line each, the first on top, as <svg>."""
+    """Returns a line with a point and an error bar for each value, from the top, as <svg>."""
     with _axes(name, (_SIZE[0], 0.6 + 0.26 * len(names)), grid="x") as axes:
-        places = range(len(names))
+        lines = range(len(names))
         axes.errorbar(
-            values, places, xerr=errors, color=COLOURS[0], linestyle="", marker="o", markersize=4
+            values, lines, xerr=errors, color=COLOURS[0], linestyle="", marker="o", markersize=4
         )
-        axes.set_yticks(places, names)
+        axes.set_yticks(lines, names)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(_NUMBER)
@@ -169,7 +169,7 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
         )  # fmt: skip
         return
     x, y = thin(curve.x, curve.y)
-    style = "points" if len(x) == 1 else curve.style  # of a single one a line shows nothing
+    style = "points" if len(x) == 1 else curve.style  # a line of a single point is invisible
     marker, line = "o" if style == "points" else None, "--" if style == "dashes" else None
     axes.plot(x, y, color=colour, label=label, marker=marker, markersize=3, linestyle=line)
 
@@ -192,9 +192,9 @@ _PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g} %")
 
 
 def _svg(axes: Axes) -> str:
-    """Returns the element alone, with the page's colours; its ids are salted with its name."""
+    """Returns the <svg> element with the page's colours; its ids depend on the picture's name."""
     buffer = io.StringIO()
-    assert isinstance(axes.figure, Canvas)  # `_axes` makes no other
+    assert isinstance(axes.figure, Canvas)  # as made by `_axes`
     axes.figure.savefig(
         buffer,
         format="svg",
@@ -206,21 +206,21 @@ def _svg(axes: Axes) -> str:
     text = re.sub(r"<(metadata|style).*?</\1>", "", text, flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
     text = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", text)
-    for stand_in, variable in _VARIABLES.items():
-        text = text.replace(stand_in, variable)
-    # The page decides how wide it is.
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, variable)
+    # The page sets the width.
     return re.sub(r' (width|height)="[^"]*pt"', "", text, count=2)
 
 
 def draw_maps(maps: np.ndarray, name: str) -> str:
-    """Returns where heads look as an <svg> element: a line of squares a layer, the first on top.
+    """Returns attention maps as an <svg> element: a line of squares for each layer, from the top.
 
-    `maps` is float [L, H, S, S], of each piece over all pieces.
+    `maps` is float [L, H, S, S]: the attention of each token to all tokens.
     """
     layers, heads, size, _ = maps.shape
     side = size + max(1, size // 12)  # with the gap between squares
-    apart = [(0, 0), (0, 0), (0, side - size), (0, side - size)]
-    squares = np.pad(maps**0.5, apart, constant_values=np.nan)
+    gaps = [(0, 0), (0, 0), (0, side - size), (0, side - size)]
+    squares = np.pad(maps**0.5, gaps, constant_values=np.nan)
     canvas = squares.swapaxes(1, 2).reshape(layers * side, heads * side)
     with _axes(name, (0.6 + 0.75 * heads, 0.6 + 0.75 * layers)) as axes:
         axes.imshow(canvas, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
@@ -236,7 +236,7 @@ def draw_maps(maps: np.ndarray, name: str) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture on the page: what it shows, in words and as an <svg> element."""
+    """A picture on the page: title, explanation, and the <svg> element."""
 
     title: str
     note: str
@@ -246,7 +246,7 @@ class Figure:
 def draw_figures(
     plots: Sequence[Plot], marks: Sequence[int] = (), name: str = "plot"
 ) -> list[Figure]:
-    """Draws those plots that are not empty; see `draw`."""
+    """Draws the plots that are not empty; see `draw`."""
     return [
         Figure(plot.title, plot.note, draw(plot, f"{name}-{number}", marks))
         for number, plot in enumerate(plots)

@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing else, written once or while a run goes on."""
+"""Writes the report: one self-contained HTML file, written once or repeatedly during a run."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from bert_jax.tools.report.figures import Figure
 from bert_jax.tools.report.render import PageTable, page, percent
 from bert_jax.tools.report.run_record import Line, Record, corpus_statistics
 
-# Evaluations that stand in the tables, spread over the run.
+# Numbers of evaluations and of sample predictions in the tables, spread over the run.
 _ROWS = 8
 _PREDICTIONS = 5
 
@@ -39,14 +39,14 @@ def write(
 ) -> None:
     """Writes the page of a run, or one that compares several.
 
-    It goes to `out`; else into the workdir, or into this folder where several are compared. It is
-    written again after `every` seconds while one of the runs goes on. Without a price, which is in
-    any currency, costs are left out.
+    The page goes to `out`; by default into the workdir, or into the current folder if it compares
+    several runs. It is written every `every` seconds while one of the runs is running. Costs are
+    shown if there is a price, in any currency.
     """
     records = _read(workdirs)
     for record in records:
-        _require_whole(record)
-    path = _place(records, out)
+        _require_undamaged(record)
+    path = _page_path(records, out)
     refresh = _write_page(path, records, every, price_per_chip_hour)
     log(f"report: {path}")
     while refresh is not None:
@@ -58,41 +58,40 @@ def write(
         records = _read(workdirs)
         refresh = _write_page(path, records, every, price_per_chip_hour)
     for record in records:
-        which = f"{record.label}: " if len(records) > 1 else ""
-        log(which + record.goodput.line(price_per_chip_hour))
+        prefix = f"{record.label}: " if len(records) > 1 else ""
+        log(prefix + record.goodput.line(price_per_chip_hour))
 
 
-def _require_whole(record: Record) -> None:
-    """Refuses lines that are not those that the newest checkpoint was saved with."""
+def _require_undamaged(record: Record) -> None:
+    """Raises InputError for files whose lines differ from those of the newest checkpoint."""
     workdir, metadata = record.workdir, dict[str, Any]()
-    with contextlib.suppress(InputError):  # of checkpoints, without which there is a page, too
-        saved = Checkpoints(workdir.checkpoints)
-        metadata = saved.metadata(saved.find_step("newest"))
+    with contextlib.suppress(InputError):  # a page does not need checkpoints
+        checkpoints = Checkpoints(workdir.checkpoints)
+        metadata = checkpoints.metadata(checkpoints.find_step("newest"))
     for name, written in metadata.get("lines", {}).items():
         if damage := JsonLines(workdir.root / name).damage(metadata["step"], written):
             raise InputError(
-                f"{workdir.named}/{name}: {damage}; put the whole file back, or remove it to go on "
-                "without its lines"
+                f"{workdir.named}/{name}: {damage}; restore the whole file, or remove it to "
+                "continue without its lines"
             )
 
 
 def _write_page(
     path: epath.Path, records: list[Record], every: int | None, price_per_chip_hour: float | None
 ) -> int | None:
-    """Writes the page; returns the seconds after which it renews itself, if it does."""
-    goes_on = any(record.state == "running" for record in records)
-    refresh = every if goes_on else None
+    """Writes the page; returns the seconds after which to write it again, or None."""
+    refresh = every if any(record.state == "running" for record in records) else None
     storage_of(path).write(path, render(records, refresh, price_per_chip_hour))
     return refresh
 
 
 def _read(workdirs: Sequence[str]) -> list[Record]:
-    named: dict[str, str] = {}
+    roots: dict[str, str] = {}
     for root in workdirs:
-        where = root if "://" in root else os.path.realpath(root)
-        if where in named:
-            raise InputError(f"{root}: the same run as {named[where]}; name each once")
-        named[where] = root
+        path = root if "://" in root else os.path.realpath(root)
+        if path in roots:
+            raise InputError(f"{root}: the same run as {roots[path]}; name each run once")
+        roots[path] = root
     records = [Record.read(root) for root in workdirs]
     labels = [record.label for record in records]
     if len(set(labels)) < len(labels):
@@ -101,13 +100,13 @@ def _read(workdirs: Sequence[str]) -> list[Record]:
     return records
 
 
-def _place(records: list[Record], out: str | None) -> epath.Path:
+def _page_path(records: list[Record], out: str | None) -> epath.Path:
     if out is not None:
         path = epath.Path(os.path.realpath(out))
         if path.exists() and not os.path.isfile(path):
-            raise InputError(f"--out {out}: is no file; name one")
+            raise InputError(f"--out {out}: is not a file; name a file")
         if not path.parent.exists():
-            raise InputError(f"--out {out}: no folder {path.parent}")
+            raise InputError(f"--out {out}: folder {path.parent} does not exist; make it first")
         return path
     if len(records) > 1:
         return epath.Path("comparison.html")
@@ -123,10 +122,13 @@ def render(
     price_per_chip_hour: float | None = None,
 ) -> str:
     """Returns the page of a run, or of several compared."""
-    several = len(records) > 1
     root = ", ".join(str(record.workdir.named) for record in records)
     files = f"{root}: metrics.jsonl, predictions.jsonl, timings.jsonl, origin.json or plan.json"
     with reading(files):
+        if len(records) > 1:
+            values = _comparison_values(records)
+        else:
+            values = _run_values(records[0], price_per_chip_hour)
         try:
             return page(
                 "page.html",
@@ -134,52 +136,47 @@ def render(
                 refresh=refresh_seconds,
                 runs=records,
                 learning=_learning(records),
-                **_comparison_values(records)
-                if several
-                else _single_run_values(records[0], price_per_chip_hour),
+                **values,
             )
         except jinja2.UndefinedError as error:
             raise LookupError(error.message) from error
 
 
 def _learning(records: list[Record]) -> list[tuple[str, list[Figure]]]:
-    """Returns pictures of what was learned, by the axis that they are over.
+    """Returns (axis, pictures of the learning curves).
 
-    Several runs are drawn over each axis that all of them have; a run alone over steps, with how
-    these went.
+    Several runs are drawn over each axis that all of them have. A single run is drawn over steps,
+    along with its gradient norm and speed.
     """
     if len(records) == 1:
         plots = [*curves.learning_plots(records), *curves.step_plots(*records)]
-        ends = getattr(records[0].experiment, "ends", ())[:-1]  # of phases
-        begun = [end for end in ends if end < records[0].steps_done]
-        by_axis = {"steps": figures.draw_figures(plots, begun)}
+        phase_ends = getattr(records[0].experiment, "ends", ())[:-1]
+        marks = [end for end in phase_ends if end < records[0].steps_done]
+        by_axis = {"steps": figures.draw_figures(plots, marks)}
     else:
-        by_axis = {
-            axis.name: figures.draw_figures(
-                curves.learning_plots(records, axis), (), f"axis{number}"
-            )
-            for number, axis in enumerate(run_comparison.AXES)
-            if all(axis.of(record) for record in records)
-        }
+        by_axis = {}
+        for number, axis in enumerate(run_comparison.AXES):
+            if all(axis.cumulate(record) for record in records):
+                plots = curves.learning_plots(records, axis)
+                by_axis[axis.name] = figures.draw_figures(plots, (), f"axis{number}")
     return [(axis, pictures) for axis, pictures in by_axis.items() if pictures]
 
 
 def _comparison_values(records: list[Record]) -> dict[str, Any]:
-    """Returns what stands on the page of several runs alone."""
+    """Returns the template's values for several runs."""
+    notes = run_comparison.explain_losses(records), run_comparison.explain_scores(records)
     return {
         "table": run_comparison.table(records),
-        "notes": [
-            *filter(None, (run_comparison.no_nats(records), run_comparison.no_scores(records)))
-        ],
+        "notes": [*filter(None, notes)],
         "steps": figures.draw_figures(curves.step_plots(*records)),
         "differing": _differing(records),
     }
 
 
-def _single_run_values(record: Record, price: float | None) -> dict[str, Any]:
-    """Returns what stands on the page of a single run alone."""
+def _run_values(record: Record, price: float | None) -> dict[str, Any]:
+    """Returns the template's values for a single run."""
     environment = record.starts[-1].get("environment", {}) if record.starts else {}
-    of_one = {
+    values = {
         "record": record,
         "tiles": _tiles(record, price),
         "parts": [(times.PARTS[name], x) for name, x in record.goodput.parts.items() if x],
@@ -189,9 +186,9 @@ def _single_run_values(record: Record, price: float | None) -> dict[str, Any]:
         "environment": sorted((name, _text(value)) for name, value in environment.items()),
     }
     if isinstance(record.experiment, Finetuning):
-        return of_one | {"own": "tuned.html"}
+        return values | {"own": "tuned.html"}
     statistics, why = _statistics(record.workdir, record.experiment)
-    return of_one | {
+    return values | {
         "own": "pretraining.html",
         "predictions": _spread(record.predictions, _PREDICTIONS),
         "statistics": statistics,
@@ -202,31 +199,31 @@ def _single_run_values(record: Record, price: float | None) -> dict[str, Any]:
 
 
 def _tiles(record: Record, price: float | None) -> Iterator[tuple[str, str]]:
-    """Yields the newest figures of a run, and what they are."""
+    """Yields (value, description) of a run's newest results."""
     if record.evaluation:
         for name, text in run_comparison.evaluation_texts(record, record.evaluation[-1]).items():
             yield text, name
     if task := record.newest_line("task"):
         yield f"{task['examples']['train']:,}", "examples to learn from"
         for name, share in task["unknown"].items():
-            yield percent(share), f"unknown pieces of {name}"
+            yield percent(share), f"unknown tokens of {name}"
     rate, padding = record.recent("real_tokens_per_second"), record.recent("padding")
     if rate is not None and padding is not None:
-        yield f"{rate:,.0f}", f"tokens a second; padding is {percent(padding)}"
+        yield f"{rate:,.0f}", f"tokens per second; padding is {percent(padding)}"
     used, real = record.recent("utilisation"), record.recent("real_utilisation")
     if used is not None:
-        more = "" if real is None else f"; {percent(real)} without padding"
-        yield percent(used), f"utilisation of the devices{more}"
+        real_text = "" if real is None else f"; {percent(real)} without padding"
+        yield percent(used), f"utilisation of the devices{real_text}"
     goodput = record.goodput
     if goodput.share is not None:
-        yield percent(goodput.share), "goodput: of all time, in steps that counted"
+        yield percent(goodput.share), "goodput: share of all time in steps that counted"
     cost = None if price is None else goodput.cost(price)
     if cost is not None:
-        yield f"{cost:,.2f}", f"cost so far, of {goodput.chip_hours:,.2f} chip-hours"
+        yield f"{cost:,.2f}", f"cost so far, for {goodput.chip_hours:,.2f} chip-hours"
 
 
 def _evaluations(record: Record) -> PageTable | None:
-    """Returns a line for some of the evaluations; None before there is one."""
+    """Returns a table of some of the evaluations; None before the first one."""
     rows = []
     for line in _spread(record.evaluation, _ROWS):
         if isinstance(record.experiment, Finetuning):
@@ -240,7 +237,7 @@ def _evaluations(record: Record) -> PageTable | None:
 
 def _plan(plan: dict[str, Any]) -> PageTable:
     """Returns a row for each phase on each slice of a plan (tools.plan.report)."""
-    # What of `phase["seconds"]` each column of times adds up.
+    # The terms of `phase["seconds"]` that each column adds up.
     terms = {
         "step": ("total",),
         "products": ("products",),
@@ -272,7 +269,7 @@ def _cached_statistics(folder: epath.Path, experiment: Experiment) -> dict[str, 
 
 
 def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[dict[str, Any] | None, str]:
-    """Returns those of the corpus, made once a process; or why there are none."""
+    """Returns statistics of the corpus, made once per process, or None and the reason."""
     try:
         return _cached_statistics(workdir.corpus, experiment), ""
     except InputError as error:
@@ -280,7 +277,7 @@ def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[dict[str, Any
 
 
 def _differing(records: list[Record]) -> list[tuple[str, list[str]]]:
-    """Returns fields that are not the same in all experiments, with each one's value.
+    """Returns fields that are not the same in all experiments, with all values.
 
     If both pre-trainings and fine-tunings are compared, only fields that both have are returned.
     """
@@ -293,7 +290,7 @@ def _differing(records: list[Record]) -> list[tuple[str, list[str]]]:
 
 
 def _spread(lines: list[Line], most: int) -> list[Line]:
-    """Returns at most `most` lines, spread evenly, the newest among them."""
+    """Returns at most `most` lines, spread evenly, including the newest."""
     if len(lines) <= most:
         return lines
     return [lines[round((len(lines) - 1) * i / (most - 1))] for i in range(most)]
@@ -314,10 +311,10 @@ def write_layers(
     record: dict[str, Any],
     attention: tuple[list[str], np.ndarray] | None,
 ) -> None:
-    """Writes W/layers.html: what each layer knows, and where heads look in a text.
+    """Writes W/layers.html: scores of each layer, and the attention of each head in a text.
 
-    `record` is as `tasks.layers.score_layers` makes it, empty if the layers were not asked;
-    `attention` the pieces of a text, and float [L, H, S, S], where each of them looks.
+    `record` is the result of `tasks.layers.score_layers`, or empty; `attention` are the tokens of a
+    text, and float [L, H, S, S], the attention of each token to all tokens.
     """
     maps = None
     if attention is not None:
@@ -335,11 +332,12 @@ def write_layers(
 
 
 def table_of_layers(record: dict[str, Any]) -> PageTable:
-    """Returns a line a task; see `write_layers`."""
+    """Returns a row for each task; see `write_layers`."""
     tasks = record["tasks"]
     rows = []
-    for one in tasks:
-        scores = [f"{value:.3f}" for value in (*one["scores"], one["guess"])]
-        rows.append([one["name"], one["score"], *scores, str(one["best"]), f"{one['centre']:.2f}"])
+    for task in tasks:
+        scores = [f"{value:.3f}" for value in (*task["scores"], task["guess"])]
+        last = str(task["best"]), f"{task['centre']:.2f}"
+        rows.append([task["name"], task["score"], *scores, *last])
     layers = map(str, range(len(tasks[0]["scores"])))
     return PageTable(["task", "score", *layers, "guess", "best", "centre"], rows, 2)

@@ -1,7 +1,7 @@
-"""How it is shown: tables as text, CSV and HTML, and pages of one file that need nothing else.
+"""Renders tables as text, CSV and HTML, and self-contained pages.
 
-Everything shown comes from text that may be hostile: the templates escape all values, and a
-Content-Security-Policy lets no script run and nothing load.
+Values may come from hostile text: the templates escape them all, and a Content-Security-Policy
+forbids scripts and external resources.
 """
 
 import csv
@@ -21,20 +21,20 @@ from bert_jax.errors import duration, printable
 
 @dataclass(frozen=True)
 class PageTable:
-    """Cells as text; `cells.html` shows it on a page."""
+    """A table of text cells; `cells.html` shows it on a page."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: int = 1  # columns on the left that hold words; the others hold numbers
+    words: int = 1  # number of columns on the left with words; the others hold numbers
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, str]], words: int = 1) -> "PageTable":
-        """Returns the table of rows by column; what one of them does not have is left empty."""
+        """Returns the table of rows, each {column: cell}; missing cells are left empty."""
         columns = list(dict.fromkeys(name for row in rows for name in row))
         return cls(columns, [[row.get(name, "") for name in columns] for row in rows], words)
 
     def lines(self) -> Iterator[str]:
-        """Yields it for a terminal: words on the left of their columns, numbers on the right."""
+        """Yields the lines of the table: words are aligned to the left, numbers to the right."""
         cells = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for row in cells:
@@ -44,7 +44,7 @@ class PageTable:
             )
 
     def csv(self) -> str:
-        """Returns it for other programs."""
+        """Returns the table as CSV."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.columns, *self.rows])
         return text.getvalue()
@@ -56,7 +56,7 @@ def percent(share: float) -> str:
 
 
 def page(template: str, **values: Any) -> str:
-    """Returns a page, written from a template, which extends `base.html`."""
+    """Returns the page of a template, which extends `base.html`."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return _environment().get_template(template).render(now=now, **values)
 
@@ -81,5 +81,5 @@ def _environment() -> jinja2.Environment:
 
 
 def _breakable(path: str) -> markupsafe.Markup:
-    """Returns a field's name that a narrow column breaks between its words, never inside one."""
+    """Returns a field's name in which a narrow column may break lines only between words."""
     return markupsafe.Markup(re.sub(r"([._])", r"\1<wbr>", str(markupsafe.escape(path))))

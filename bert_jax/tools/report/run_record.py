@@ -1,4 +1,4 @@
-"""What a run has left behind, read for its report: its lines, and the corpus it was trained on.
+"""Reads a run for its report: the lines that it has written, and the corpus it was trained on.
 
 Nothing is computed on a device.
 """
@@ -30,34 +30,29 @@ State = Literal["running", "finished", "stopped", "failed", "killed", "not start
 
 Line = dict[str, Any]
 
-_WRITTEN_AGAIN = "remove it; the next start of the run writes it again"
-
-_PLANNED_AGAIN = "remove it, or plan again with `bert-jax plan`"
-_ASKED_AGAIN = "remove it, or ask again with `bert-jax layers`"
-
-# Laps whose median is "now".
+_REWRITE = "remove it; the next start of the run writes it again"
+_REPEAT_PLAN = "remove it, or plan again with `bert-jax plan`"
+_REPEAT_LAYERS = "remove it, or repeat `bert-jax layers`"
+# Number of newest laps whose median is the current value.
 _RECENT = 10
 
 
 @dataclasses.dataclass
 class Record:
-    """One run, a pre-training or a fine-tuning."""
+    """The record of a run, a pre-training or a fine-tuning."""
 
-    label: str  # how it is called on the page
-    workdir: Workdir  # where it lives
-    experiment: Experiment | Finetuning  # its experiment
-    # Where that comes from (config.load_with_origin); empty if it was not noted.
-    origin: dict[str, Any]
-    state: State  # how it stands
+    label: str  # name of the run on the page
+    workdir: Workdir
+    experiment: Experiment | Finetuning
+    origin: dict[str, Any]  # of the experiment (config.load_with_origin); empty if not recorded
+    state: State
     train: list[Line]  # training lines of metrics.jsonl
-    evaluation: list[Line]  # evaluation lines; of a fine-tuning those of scores
-    probes: list[Line]  # lines of probes
+    evaluation: list[Line]  # evaluation lines of metrics.jsonl; scores of a fine-tuning
+    probes: list[Line]  # probe lines of metrics.jsonl
     predictions: list[Line]  # lines of predictions.jsonl
     timings: list[Line]  # lines of timings.jsonl
-    plan: dict[
-        str, Any
-    ]  # what it would take on TPUs (tools.plan.report); empty if it was not planned
-    layers: dict[str, Any]  # what each layer knows (tasks.layers); empty if it was not asked
+    plan: dict[str, Any]  # plan for TPUs (tools.plan.report); empty if there is none
+    layers: dict[str, Any]  # scores of layers (tasks.layers); empty if there are none
 
     @classmethod
     def read(cls, root: str) -> "Record":
@@ -66,10 +61,10 @@ class Record:
         tuned = holds_finetuning(opened)
         experiment = load_experiment(opened, Finetuning if tuned else Experiment)
         workdir = opened.with_corpus(experiment.run.corpus_dir)
-        going_on = mirror.is_running(workdir)  # before its lines: a run may end meanwhile
+        is_running = mirror.is_running(workdir)  # read before the lines: the run may end meanwhile
 
-        def read_optional(path: Any, format_version: int, mend: str) -> dict[str, Any]:
-            return read_json(path, format_version, mend, mend) if path.exists() else {}
+        def read_optional(path: Any, format_version: int, remedy: str) -> dict[str, Any]:
+            return read_json(path, format_version, remedy, remedy) if path.exists() else {}
 
         lines = JsonLines(workdir.metrics).read()
         timings = JsonLines(workdir.timings).read()
@@ -80,15 +75,15 @@ class Record:
             label=printable(pathlib.PurePath(root).name or str(root)),
             workdir=workdir,
             experiment=experiment,
-            origin=read_optional(workdir.origin, config.FORMAT_VERSION, _WRITTEN_AGAIN),
-            state="running" if going_on else state,
+            origin=read_optional(workdir.origin, config.FORMAT_VERSION, _REWRITE),
+            state="running" if is_running else state,
             train=[line for line in lines if line.get("kind") == "train"],
             evaluation=[line for line in lines if line.get("kind") in EVALUATIONS],
             probes=[line for line in lines if line.get("kind") == "probes"],
             predictions=JsonLines(workdir.predictions).read(),
             timings=timings,
-            plan=read_optional(workdir.plan, plan_report.FORMAT_VERSION, _PLANNED_AGAIN),
-            layers=read_optional(workdir.layers, layers.FORMAT_VERSION, _ASKED_AGAIN),
+            plan=read_optional(workdir.plan, plan_report.FORMAT_VERSION, _REPEAT_PLAN),
+            layers=read_optional(workdir.layers, layers.FORMAT_VERSION, _REPEAT_LAYERS),
         )
 
     def newest_line(self, kind: str) -> Line:
@@ -101,26 +96,26 @@ class Record:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run; None of a fine-tuning that has not begun."""
+        """Steps of the whole run; None for a fine-tuning before its first start."""
         if isinstance(self.experiment, Finetuning):
             return self.newest_line("task").get("total_steps")
         return self.experiment.total_steps
 
     @property
-    def began(self) -> int:
-        """The step of the other run's checkpoint that a fork began with; else 0."""
+    def first_step(self) -> int:
+        """The step of the checkpoint from which a fork started; 0 for other runs."""
         checkpoint = self.origin.get("fork", {}).get("checkpoint", "0")
         return int(checkpoint.rpartition("/")[2])
 
     @property
     def steps_done(self) -> int:
-        """Steps done, as far as they are written down."""
+        """Steps done, according to the newest line."""
         newest = self.timings[-1:] or self.train[-1:]
         return newest[0]["step"] if newest else 0
 
     @functools.cached_property
     def laps(self) -> list[Line]:
-        """Timings of steps, in the order of steps; of steps done again the last."""
+        """Timings of steps, in the order of steps; only the last timing of a repeated step."""
         by_step = {line["step"]: line for line in self.timings if line.get("kind") == "train"}
         return [by_step[step] for step in sorted(by_step)]
 
@@ -131,7 +126,7 @@ class Record:
 
     @functools.cached_property
     def goodput(self) -> times.Goodput:
-        """Parts of its time so far, and what was paid for."""
+        """Parts of the run's time so far, and the chip hours to pay for."""
         return times.goodput(self.timings)
 
     def recent(self, name: str) -> float | None:
@@ -141,7 +136,7 @@ class Record:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end at the pace since the newest start, all included; None if unknown."""
+        """Seconds to the end at the mean pace since the newest start; None if unknown."""
         if self.state != "running" or not self.starts or self.timings[-1].get("kind") == "end":
             return None
         start, newest = self.starts[-1], self.timings[-1]
@@ -149,47 +144,47 @@ class Record:
         if steps <= 0 or total is None:
             return None
         pace = (newest["time"] - start["time"]) / steps
-        behind = time.time() - newest["time"]
-        return max(pace * (total - newest["step"]) - behind, 0.0)
+        age = time.time() - newest["time"]
+        return max(pace * (total - newest["step"]) - age, 0.0)
 
 
 # --- the corpus ---
 
-# Enough for shares to a tenth of a percent, few enough for a corpus of any size.
+# Sample sizes: enough for shares to a tenth of a percent, few enough for a corpus of any size.
 _SENTENCES = 200_000
-_PIECES = 20_000_000
+_TOKENS = 20_000_000
 _ROWS = 20_000
 
-_TOP_PIECES = 40
+_TOP_TOKENS = 40
 _EXAMPLES = 3
 
 
 def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, Any]:
-    """Counts the training split of a corpus; a large one in part."""
+    """Returns statistics of a corpus's training split; of a large one, from a sample."""
     stream = corpus.open_stream(prepared.folder, "train")
     train = prepared.manifest["splits"]["train"]
-    counts = np.bincount(stream.ids[:_PIECES], minlength=prepared.tokenizer.size)
+    counts = np.bincount(stream.ids[:_TOKENS], minlength=prepared.tokenizer.size)
     phases = list(enumerate(experiment.phases))
     rows = [_plan(stream, experiment, n, phase.sequence_length) for n, phase in phases]
-    planned = [_planned(stream, rows[n], experiment.data_of(n), phase) for n, phase in phases]
-    commonest, tok = np.argsort(-counts, kind="stable")[:_TOP_PIECES], prepared.tokenizer
+    planned = [_row_shares(stream, rows[n], experiment.data_of(n), phase) for n, phase in phases]
+    commonest, tok = np.argsort(-counts, kind="stable")[:_TOP_TOKENS], prepared.tokenizer
     specials = [tok.pad_id, tok.unk_id, tok.cls_id, tok.sep_id, tok.mask_id]
-    # The first offsets, read in order: the rest of a large file stays on disk.
+    # Only the first offsets are read; the rest of a large file stays on disk.
     starts = stream.sentence_offsets
     sentences_of, documents = starts[: _SENTENCES + 1], stream.document_offsets[: _SENTENCES + 1]
     return {
-        "splits": prepared.manifest["splits"],  # counts of each
+        "splits": prepared.manifest["splits"],  # counts of each split
         "mixture": _mixture(experiment, prepared, stream, planned),
-        "repeated": prepared.manifest["documents_repeated"],  # whose whole text stood before
+        "repeated": prepared.manifest["documents_repeated"],  # documents with an earlier copy
         "unknown": train["unknown_tokens"] / train["tokens"],  # share of [UNK]
-        "sentence_lengths": np.diff(sentences_of).astype(np.int64),  # in pieces
+        "sentence_lengths": np.diff(sentences_of).astype(np.int64),  # in tokens
         "document_lengths": np.diff(starts[np.asarray(documents)]).astype(np.int64),
-        "top_pieces": [  # with their shares
+        "top_pieces": [  # commonest tokens, with their shares
             (printable(tok.piece(int(i))), float(counts[i] / counts.sum())) for i in commonest
         ],
-        # Share of the vocabulary, specials left out, that the part looked at never uses.
+        # Share of the vocabulary, without special tokens, that does not occur in the sample.
         "unused": float((np.delete(counts, specials) == 0).mean()),
-        "looked_at": int(counts.sum()),  # pieces that were counted
+        "looked_at": int(counts.sum()),  # tokens of the sample
         "planned": planned,
         "examples": [_examples(stream, rows[n], experiment, prepared, n) for n, _ in phases],
     }
@@ -198,9 +193,9 @@ def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, A
 def _mixture(
     experiment: Experiment, prepared: Prepared, stream: Stream, planned: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns what is trained on of each source of a mixture, none where there is no mixture.
+    """Returns statistics of each source of a mixture; [] without a mixture.
 
-    `epochs` is about how often all phases go through it: their filled positions over its tokens.
+    `epochs` estimates the passes of all phases over a source: filled positions per token of it.
     """
     weights = experiment.corpus.mixture
     filled = sum(
@@ -221,16 +216,15 @@ def _mixture(
 
 
 def _plan(stream: Stream, experiment: Experiment, phase: int, length: int) -> np.ndarray:
-    """Returns rows of a phase's first plan, some: a whole one takes long on billions of tokens."""
+    """Returns a sample of the rows of a phase's first plan; a whole plan may take too long."""
     key, data = draws.key_of(experiment.seed, "train", phase, 0), experiment.data_of(phase)
     if data.units == "sentences":
         return sentences.plan(stream, length, key, _ROWS)
-    how = data.short_seq_prob, key, _ROWS, data.units
-    return pairs.sample(stream, length, *how)
+    return pairs.sample(stream, length, data.short_seq_prob, key, _ROWS, data.units)
 
 
-def _planned(stream: Stream, made: np.ndarray, data: Data, phase: Phase) -> dict[str, Any]:
-    """Returns shares that describe the rows of a phase, from the first of its plan.
+def _row_shares(stream: Stream, rows: np.ndarray, data: Data, phase: Phase) -> dict[str, Any]:
+    """Returns shares that describe rows of a phase.
 
     `random_next` is the share of pairs whose B is random, None if the phase has no pairs; `filled`
     the share of positions that are not padding; `truncated` the share of tokens that are cut off.
@@ -238,44 +232,41 @@ def _planned(stream: Stream, made: np.ndarray, data: Data, phase: Phase) -> dict
     length = phase.sequence_length
     is_random = None
     if data.units == "sentences":
-        kept, wanted = sentences.sizes(stream, made, length)
+        kept, planned = sentences.sizes(stream, rows, length)
         lengths = kept + sentences.SPECIAL_TOKENS
     else:
-        wanted = made["a_length"].astype(np.int64) + made["b_length"]
-        lengths = pairs.truncated_lengths(made, length)
+        planned = rows["a_length"].astype(np.int64) + rows["b_length"]
+        lengths = pairs.truncated_lengths(rows, length)
         kept = lengths - pairs.SPECIAL_TOKENS
         if data.units == "pairs":
-            is_random = float(made["is_random_next"].mean())
+            is_random = float(rows["is_random_next"].mean())
     return {
         "sequence_length": length,
         "random_next": is_random,
-        "filled": float(lengths.sum() / (len(made) * length)),
-        "truncated": float(1 - kept.sum() / wanted.sum()),
+        "filled": float(lengths.sum() / (len(rows) * length)),
+        "truncated": float(1 - kept.sum() / planned.sum()),
     }
 
 
 def _examples(
     stream: Stream, rows: np.ndarray, experiment: Experiment, prepared: Prepared, number: int
 ) -> list[tuple[str, list[Piece]]]:
-    """Returns a few rows from all over the plan as the model is given them, masked and decoded.
-
-    Before each stands what B is to A, "" where it is no pair.
-    """
+    """Returns rows from all over the plan: (label of the pair, "" without pairs; masked tokens)."""
     phase, data = experiment.phases[number], experiment.data_of(number)
-    first = sum(before.steps for before in experiment.phases[:number])
-    chosen = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
+    first = sum(earlier.steps for earlier in experiment.phases[:number])
+    sample = rows[np.linspace(0, len(rows) - 1, min(_EXAMPLES, len(rows))).astype(int)]
     key = draws.key_of(experiment.seed, "train", number)
-    words = LABELS.get(data.units)
+    labels = LABELS.get(data.units)
     widths = phase.sequence_length, phase.max_predictions_per_seq
     batch = batches.BatchBuilder(stream, prepared.ids, data, *widths).make(
-        chosen,
-        draws.Counter(key, np.arange(len(chosen))),
+        sample,
+        draws.Counter(key, np.arange(len(sample))),
         masking.Policy.of(data, first, experiment.total_steps),
     )
     return [
         (
-            "" if words is None else words[int(row["is_random_next"])],
+            "" if labels is None else labels[int(row["is_random_next"])],
             row_pieces(batch, i, prepared.tokenizer, data),
         )
-        for i, row in enumerate(chosen)
+        for i, row in enumerate(sample)
     ]

@@ -1,4 +1,4 @@
-"""Where a run's time went since its first start, over all restarts, and what it costs."""
+"""The use of a run's time since its first start, over all restarts, and the run's cost."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from bert_jax import hardware
 from bert_jax.errors import duration, printable
 
-# In the order in which they are shown; the first is what one pays for.
+# {part: description}, in the order of the report; the first is the useful time.
 PARTS = {
     "training": "steps that counted",
     "data": "waiting for data",
@@ -20,7 +20,7 @@ PARTS = {
     "repeated": "steps done again, after a kill or a roll-back",
     "away": "between a stop and the next start",
 }
-# Lines of steps that were done; and what of these is no training.
+# Kinds of lines that record steps; and the parts of their time that are no training.
 _LAPS = ("train", "end")
 _WAITS = ("data", "compilation", "evaluation", "probes", "checkpoint", "profile")
 
@@ -28,19 +28,19 @@ _WAITS = ("data", "compilation", "evaluation", "probes", "checkpoint", "profile"
 def account(timings: list[dict[str, Any]]) -> dict[str, float]:
     """Returns seconds of each of PARTS; together the time from the first start to the last line.
 
-    Steps after the checkpoint from which a later start went on, or to which the run went back,
-    were in vain: their time is `repeated`. What a killed process did after its last line counts as
-    `away`; the time after a run was finished, if it is extended later, does not count at all.
+    Steps after the checkpoint from which a later start resumed, or to which the run rolled back,
+    are lost: their time is `repeated`. The time of a killed process after its last line counts as
+    `away`; the time between the end of a run and its extension is not counted.
     """
     parts = dict.fromkeys(PARTS, 0.0)
-    before: dict[str, Any] = {"outcome": "finished"}
+    previous: dict[str, Any] = {"outcome": "finished"}
     for line, kept in zip(timings, _shares_kept(timings), strict=True):
         if line.get("kind") == "start":
-            probed = line.get("probes_seconds", 0.0)  # before the first step
-            parts["probes"] += probed
-            parts["start"] += line["seconds"] - probed
-            if before.get("outcome") != "finished":
-                parts["away"] += max(line["time"] - line["seconds"] - before["time"], 0.0)
+            probe_seconds = line.get("probes_seconds", 0.0)  # before the first step
+            parts["probes"] += probe_seconds
+            parts["start"] += line["seconds"] - probe_seconds
+            if previous.get("outcome") != "finished":
+                parts["away"] += max(line["time"] - line["seconds"] - previous["time"], 0.0)
         elif line.get("kind") == "roll_back":
             parts["repeated"] += line["seconds"]
         elif line.get("kind") in _LAPS:
@@ -49,12 +49,12 @@ def account(timings: list[dict[str, Any]]) -> dict[str, float]:
             for name, seconds in waits.items():
                 parts[name] += kept * seconds
             parts["repeated"] += (1 - kept) * line["seconds"]
-        before = line
+        previous = line
     return parts
 
 
 def cpu_seconds(timings: list[dict[str, Any]]) -> float:
-    """Returns seconds of CPU, of all cores, that steps took which no later start did again."""
+    """Returns CPU seconds, over all cores, of the steps that were not repeated later."""
     return sum(
         kept * line.get("cpu_seconds", 0.0)
         for line, kept in zip(timings, _shares_kept(timings), strict=True)
@@ -62,32 +62,32 @@ def cpu_seconds(timings: list[dict[str, Any]]) -> float:
 
 
 def totals(
-    laps: Sequence[dict[str, Any]], of_step: Callable[[dict[str, Any]], float], began: int = 0
+    laps: Sequence[dict[str, Any]], amount: Callable[[dict[str, Any]], float], first_step: int = 0
 ) -> tuple[list[int], list[float]]:
-    """Returns steps, from where a run began, and what all steps up to each have taken together.
+    """Returns steps of a run, and the amount that all steps up to each have taken together.
 
-    `laps` are timings of steps, one for each step at which a line was written, in their order.
+    `laps` are lines of timings.jsonl in order; `amount` returns the amount of one step of a lap.
     """
-    at, spent = [began], [0.0]
+    steps, spent = [first_step], [0.0]
     for lap in laps:
-        # A lap after a resume has fewer steps than there are since the line before.
-        spent.append(spent[-1] + of_step(lap) * (lap["step"] - at[-1]))
-        at.append(lap["step"])
-    return at, spent
+        # The first lap after a resume holds fewer steps than lie between it and the previous lap.
+        spent.append(spent[-1] + amount(lap) * (lap["step"] - steps[-1]))
+        steps.append(lap["step"])
+    return steps, spent
 
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
     """The parts of a run's time so far, over all restarts.
 
-    A start is paid for from its beginning to its last line, on the chips that it had. Time away is
-    not: whether machines were held meanwhile nobody has written down. Nor is what a killed process
-    did after its last line, though a bill will have it.
+    A start is charged from its beginning to its last line, for its chips. Time away is not charged,
+    since it is not recorded whether machines were held. Neither is the time of a killed process
+    after its last line, although a bill includes it.
     """
 
     parts: dict[str, float]  # seconds of each of PARTS (`account`)
-    chip_hours: float  # that were paid for, of starts whose devices are known chips
-    # Kinds of devices of the other starts, whose cost nobody knows, as jax names them.
+    chip_hours: float  # charged hours of starts with known chips
+    # jax's names of the devices of other starts, whose price is unknown.
     other: tuple[str, ...]
 
     @property
@@ -97,7 +97,7 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Returns the share of time spent in steps that counted, in [0, 1]; None before any."""
+        """Returns the share of time in steps that counted, in [0, 1]; None before any time."""
         return self.parts["training"] / self.seconds if self.seconds else None
 
     def cost(self, price_per_chip_hour: float) -> float | None:
@@ -105,7 +105,7 @@ class Goodput:
         return self.chip_hours * price_per_chip_hour if self.chip_hours else None
 
     def line(self, price_per_chip_hour: float | None = None) -> str:
-        """Returns it in words, with the cost if there is a price, in any currency."""
+        """Describes goodput in words; with a price, in any currency, also the cost."""
         if self.share is None:
             return "goodput: nothing was timed yet"
         text = (
@@ -124,9 +124,9 @@ class Goodput:
 
 
 def goodput(timings: list[dict[str, Any]]) -> Goodput:
-    """Returns how much of a run's time was worth something, and what was paid for."""
+    """Returns the parts of a run's time, and the chip hours to pay for."""
     chip_seconds = 0.0
-    chips: int | None = None  # of the start to which a line belongs
+    chips: int | None = None  # chips of the start to which a line belongs
     other: dict[str, None] = {}
     for line in timings:
         if line.get("kind") == "start":
@@ -141,13 +141,13 @@ def goodput(timings: list[dict[str, Any]]) -> Goodput:
 
 
 def _shares_kept(timings: list[dict[str, Any]]) -> list[float]:
-    """Returns of each line the share of its steps that are not done again; 0 of lines of none."""
-    lowest, shares = float("inf"), []  # lowest: from which a later start or roll-back went on
+    """Returns for each line the share of its steps that are not repeated; 0 for other lines."""
+    lowest, shares = float("inf"), []  # lowest: first step repeated by a later start or roll-back
     for line in reversed(timings):
         kept = 0.0
         if line.get("kind") in _LAPS:
-            again = min(max(line["step"] - lowest, 0), line["steps"])
-            kept = 1 - again / max(line["steps"], 1)
+            repeated = min(max(line["step"] - lowest, 0), line["steps"])
+            kept = 1 - repeated / max(line["steps"], 1)
         elif line.get("kind") in ("start", "roll_back"):
             lowest = min(lowest, line["step"])
         shares.append(kept)

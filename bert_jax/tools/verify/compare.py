@@ -1,4 +1,4 @@
-"""What children journaled, and two runs that should be one: states, lines, batches and corpora."""
+"""Journals of children, and comparisons of two runs: states, lines, batches and corpora."""
 
 import dataclasses
 import filecmp
@@ -22,27 +22,27 @@ from bert_jax.training.checksums import path_of
 
 @dataclasses.dataclass
 class Execution:
-    """A step that was handed to the devices."""
+    """One execution of a step."""
 
-    start: int  # number of the start that did it
-    step: int  # its number, counted from 0
-    rows: np.ndarray  # uint64 [B], rising
-    hashes: np.ndarray  # uint64 [B], of what they held
+    start: int  # number of the start that executed the step
+    step: int  # number of the step, from 0
+    rows: np.ndarray  # uint64 [B], numbers of its rows, rising
+    hashes: np.ndarray  # uint64 [B], hashes of the rows' contents
 
 
 @dataclasses.dataclass
 class Journal:
-    """The record that the children of one workdir journaled (see `tools.verify.child`)."""
+    """The journal of the children of one workdir (see `tools.verify.child`)."""
 
-    executions: list[Execution]  # in the order in which they were begun
+    executions: list[Execution]  # in order
     killed: dict[int, int]  # {start: steps done when it was killed}
-    # {start: (steps done, steps done where it went back to)}.
+    # {start: (steps done before the roll-back, steps done at the checkpoint it returned to)}.
     rolled_back: dict[int, tuple[int, int]]
-    prepare_seconds: float = 0.0  # what making the corpus took; 0 if nothing was made
+    prepare_seconds: float = 0.0  # time that making the corpus took; 0 if none was made
 
     @classmethod
     def read(cls, path: pathlib.Path) -> "Journal":
-        """Reads a journal; an empty one if there is no file."""
+        """Reads a journal; returns an empty one if the file is missing."""
         journal = cls([], {}, {})
         for line in path.read_text().splitlines() if path.exists() else ():
             note = json.loads(line)
@@ -53,66 +53,73 @@ class Journal:
             elif note["kind"] == "prepared":
                 journal.prepare_seconds = note["seconds"]
             else:
-                # Devices that share rows name them each.
-                held = sorted(dict(zip(note["rows"], note["hashes"], strict=True)).items())
-                rows, hashes = np.array(held, np.uint64).T
+                # Rows that several devices share are listed once for each device.
+                hash_of = sorted(dict(zip(note["rows"], note["hashes"], strict=True)).items())
+                rows, hashes = np.array(hash_of, np.uint64).T
                 journal.executions.append(Execution(note["start"], note["step"], rows, hashes))
         return journal
 
     def executions_of(self, start: int) -> list[Execution]:
-        """Returns what one start did, in order."""
+        """Returns the executions of one start, in order."""
         return [e for e in self.executions if e.start == start]
 
     def survivors(self) -> dict[int, Execution]:
-        """Returns {step: its last execution}: what the newest state is made of."""
+        """Returns {step: its last execution}; the newest state results from these executions."""
         return {e.step: e for e in self.executions}
 
 
 @dataclasses.dataclass(frozen=True)
 class StateComparison:
-    """Two things, compared."""
+    """The result of one comparison of a run with the undisturbed run."""
 
-    whose: str  # the run that is compared with the undisturbed one
-    what: str  # in words, with how much of it there is
-    differences: list[str]  # a line each; none if they are the same
+    run_name: str  # the compared run
+    description: str  # what is compared, and how much of it there is
+    differences: list[str]  # one line for each; empty if there are none
 
 
 def batches(executions: Sequence[Execution], planned: dict[int, Execution]) -> list[str]:
-    """Returns how many steps saw other rows than was planned, or others in them, and the first."""
-    none = np.zeros(0, np.uint64)
-    other = []
+    """Returns a line with the number of steps whose rows or contents differ from the plan's.
+
+    The line names the first of these steps. The list is empty if there are none.
+    """
+    empty = np.zeros(0, np.uint64)
+    differing = []
     for e in executions:
-        plan = planned.get(e.step, Execution(0, e.step, none, none))
+        plan = planned.get(e.step, Execution(0, e.step, empty, empty))
         if not (np.array_equal(e.rows, plan.rows) and np.array_equal(e.hashes, plan.hashes)):
-            other.append((e, plan))
-    if not other:
+            differing.append((e, plan))
+    if not differing:
         return []
-    spans = (f"{e.rows[0]} to {e.rows[-1]}" if len(e.rows) else "none" for e in other[0])
+    first = differing[0]
+    spans = (f"{e.rows[0]} to {e.rows[-1]}" if len(e.rows) else "none" for e in first)
     rows = "rows {}, planned {}".format(*spans)
-    return [f"{len(other)} steps saw another batch, the first is step {other[0][0].step}: {rows}"]
+    return [f"{len(differing)} steps saw another batch, the first is step {first[0].step}: {rows}"]
 
 
-def rows(whose: str, experiment: Experiment, survivors: dict[int, Execution]) -> StateComparison:
-    """Compares the rows of each phase that were trained on with each of them once."""
+def rows(run_name: str, experiment: Experiment, survivors: dict[int, Execution]) -> StateComparison:
+    """Checks that each row of each phase was trained on exactly once."""
     differences, count, first = [], 0, 0
     for number, phase in enumerate(experiment.phases):
         expected = phase.steps * phase.batch_size
         seen = [survivors[s].rows for s in range(first, first + phase.steps) if s in survivors]
         seen, times = np.unique(np.concatenate([*seen, np.zeros(0, np.uint64)]), return_counts=True)
         missing = expected - int((seen < expected).sum())
-        again, strange = int((times > 1).sum()), int((seen >= expected).sum())
-        if missing or again or strange:
+        repeated, unplanned = int((times > 1).sum()), int((seen >= expected).sum())
+        if missing or repeated or unplanned:
             differences.append(
-                f"phase {number}: of {expected:,} rows {missing:,} were not seen and {again:,} "
-                f"more than once; {strange:,} are not of the plan"
+                f"phase {number}: of {expected:,} rows {missing:,} were not seen and {repeated:,} "
+                f"more than once; {unplanned:,} are not of the plan"
             )
         count, first = count + expected, first + phase.steps
-    return StateComparison(whose, f"each of {count:,} rows trained on once", differences)
+    return StateComparison(run_name, f"each of {count:,} rows trained on once", differences)
 
 
-def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> StateComparison:
+def states(
+    experiment: Experiment, killed: pathlib.Path, undisturbed: pathlib.Path
+) -> StateComparison:
     """Compares the last checkpoints of two workdirs, bit for bit."""
-    (a, a_metadata), (b, b_metadata) = (last_state(experiment, place) for place in (ours, theirs))
+    workdirs = killed, undisturbed
+    (a, a_metadata), (b, b_metadata) = (last_state(experiment, workdir) for workdir in workdirs)
     a, b = (
         {path_of(path): np.asarray(value) for path, value in jax.tree.leaves_with_path(state)}
         for state in (a, b)
@@ -130,27 +137,27 @@ def states(experiment: Experiment, ours: pathlib.Path, theirs: pathlib.Path) -> 
         if a_metadata.get(name) != b_metadata.get(name)
     ]
     total = sum(value.size for value in a.values())
-    what = f"parameters, optimizer and counters: {len(a)} arrays, {total:,} numbers, bit for bit"
-    return StateComparison(ours.name, what, differences)
+    description = f"parameters, optimizer and counters: {len(a)} arrays, {total:,} numbers"
+    return StateComparison(killed.name, f"{description}, bit for bit", differences)
 
 
 def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[str, Any]]:
-    """Returns the last state of a workdir, on the host, and the JSON next to it."""
-    here = mesh_lib.make_mesh(Parallelism(), jax.local_devices(backend="cpu")[:1])
+    """Returns the last state of a workdir, on the host, and the checkpoint's metadata."""
+    mesh = mesh_lib.make_mesh(Parallelism(), jax.local_devices(backend="cpu")[:1])
     abstract = step.abstract_state(
-        objective.of(experiment.model, experiment.data), experiment.optimizer, Parallelism(), here
+        objective.of(experiment.model, experiment.data), experiment.optimizer, Parallelism(), mesh
     )
-    saved = Checkpoints(Workdir(root).checkpoints)
-    restored = saved.restore(experiment.total_steps, abstract)
+    checkpoints = Checkpoints(Workdir(root).checkpoints)
+    restored = checkpoints.restore(experiment.total_steps, abstract)
     return jax.device_get(restored.state), restored.metadata
 
 
-def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> StateComparison:
-    """Compares a file of lines in two workdirs, byte for byte; names the first that differs.
+def texts(name: str, killed: pathlib.Path, undisturbed: pathlib.Path) -> StateComparison:
+    """Compares a JSON Lines file of two workdirs, byte for byte; reports the first difference.
 
-    A file that is not there has no lines: a run with nothing to watch writes no predictions.
+    A missing file counts as empty: a run without sample predictions writes no predictions.jsonl.
     """
-    files = [place / name for place in (ours, theirs)]
+    files = [workdir / name for workdir in (killed, undisturbed)]
     a, b = (file.read_bytes().splitlines() if file.exists() else [] for file in files)
     pairs = enumerate(itertools.zip_longest(a, b, fillvalue=b"nothing"), 1)
     differences = [
@@ -159,19 +166,19 @@ def texts(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> StateCompariso
         for number, (x, y) in pairs
         if x != y
     ][:1]
-    return StateComparison(ours.name, f"{name}: {len(b)} lines, byte for byte", differences)
+    return StateComparison(killed.name, f"{name}: {len(b)} lines, byte for byte", differences)
 
 
-def corpora(made: pathlib.Path, undisturbed: pathlib.Path) -> list[str]:
-    """Returns files of two corpus folders that differ; counts of rows, which runs add, may."""
+def corpora(prepared: pathlib.Path, undisturbed: pathlib.Path) -> list[str]:
+    """Returns files of two corpus folders that differ, apart from row counts, which runs add."""
     a, b = (
         {
             path.relative_to(folder).as_posix()
             for path in folder.rglob("*")
             if path.is_file() and path.name not in ("lock", "plans.json")
         }
-        for folder in (made, undisturbed)
+        for folder in (prepared, undisturbed)
     )
-    _, other, unread = filecmp.cmpfiles(made, undisturbed, a & b, shallow=False)
-    differ = [f"{name} differs" for name in (*other, *unread)]
-    return sorted([*differ, *(f"{name} is not in both" for name in a ^ b)])
+    _, differing, unread = filecmp.cmpfiles(prepared, undisturbed, a & b, shallow=False)
+    lines = [f"{name} differs" for name in (*differing, *unread)]
+    return sorted([*lines, *(f"{name} is not in both" for name in a ^ b)])

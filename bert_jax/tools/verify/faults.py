@@ -1,7 +1,7 @@
-"""What a start of `bert-jax` is to suffer, done by `python -m bert_jax.tools.verify.child`.
+"""Faults of a start of `bert-jax`, which `python -m bert_jax.tools.verify.child` carries out.
 
-It journals what it did. A line of the journal is one JSON object, written in one call to a file
-opened for appending, so that no kill can cut it:
+The child keeps a journal. A line of the journal is one JSON object, written in one call to a file
+opened for appending, so that no kill can cut the line:
 
     {"kind": "step", "start": N, "step": S, "rows": [...], "hashes": [...]}
     {"kind": "killed", "start": N, "done": S}
@@ -16,32 +16,32 @@ import pathlib
 import signal
 from typing import Literal
 
-Place = Literal["step", "save", "evaluation", "start", "prepare", "roll_back"]
+Moment = Literal["step", "save", "evaluation", "start", "prepare", "roll_back"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """The place at which a process is killed."""
+    """The moment at which a process is killed."""
 
-    # Before a step; once a save has begun; in an evaluation; while a run is being restored; while
-    # the corpus is made; between a roll-back and the next save.
-    at: Place
-    signal: int = signal.SIGKILL  # what it gets
-    step: int = 0  # steps done then; if this place is not met, the next of its kind
-    # Of a save, files that exist; of an evaluation, batches done; of a start, files of lines that
-    # were opened; of a roll-back, steps done again.
+    # step: before a step; save: after the begin of a save; start: while a run is restored; prepare:
+    # while the corpus is made; roll_back: between a roll-back and the next save.
+    at: Moment
+    signal: int = signal.SIGKILL  # the signal that kills it
+    step: int = 0  # the fault comes at the first such moment with at least so many steps done
+    # Progress at the kill. save: files that exist; evaluation: batches done; start: files opened;
+    # roll_back: steps done again.
     part: int = 0
-    after: float = 0.0  # seconds from that place on
+    after: float = 0.0  # seconds between the moment and the kill
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan of one start of the command: what it does next to its work."""
+    """The plan of one start of the command: what the child does besides running it."""
 
-    fault: Fault | None = None  # how it ends; None: by itself
-    journal: str = ""  # the file it appends to; "" for none
-    start: int = 0  # its number among the starts that share this journal
-    not_finite: tuple[int, ...] = ()  # steps whose loss is made not to be finite
+    fault: Fault | None = None  # how the start is killed; None: it is not
+    journal: str = ""  # path of the journal to append to; "" for none
+    start: int = 0  # number of this start among those that share the journal
+    not_finite: tuple[int, ...] = ()  # steps whose loss the child makes not finite
 
     def to_json(self) -> str:
         """Returns the plan as `from_json` reads it."""
@@ -49,14 +49,14 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Reads what `to_json` wrote."""
+        """Reads the JSON that `to_json` returns."""
         values = json.loads(text)
         fault = values.pop("fault")
         return cls(**values, fault=Fault(**fault) if fault else None)
 
 
 def files_below(folder: pathlib.Path) -> int:
-    """Counts files while others write and remove some: how far a save is."""
+    """Counts files while another process writes and removes some: the progress of a save."""
     with contextlib.suppress(OSError):
         return sum(path.is_file() for path in folder.rglob("*"))
     return 0

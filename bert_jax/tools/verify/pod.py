@@ -1,8 +1,8 @@
-"""Several processes on this machine that are one run: started, watched, and their end explained.
+"""A pod on this machine: starts several processes of one run, watches them, explains their end.
 
-Each gets virtual devices on the CPU and its place among the others; its output is shown with its
-number before each line. When one fails the rest is ended, and its exit code and the last lines of
-each are printed last.
+Each process gets virtual CPU devices and its process number; the number is printed before each line
+of its output. When a process fails, the others are killed; then its exit code and the last lines of
+each process are printed.
 """
 
 import collections
@@ -22,27 +22,27 @@ from bert_jax import errors, system
 from bert_jax.config import code
 from bert_jax.errors import InputError
 
-# Seconds in which the others may end by themselves once one has failed.
+# Seconds in which the other processes may end by themselves after one has failed.
 _GRACE = 5.0
 _POLL = 0.1
-# For what is left in a pipe once its process has ended; whatever that one started may keep it open.
+# Seconds to read the rest of a pipe after its process ended; a grandchild may keep the pipe open.
 _DRAIN = 2.0
-# Lines kept of each process, and shown again when one fails.
+# Last lines of each process that are printed again when one fails.
 _LAST_LINES = 20
 
 
 class ProcessResult(NamedTuple):
-    """The way in which a pod ended."""
+    """The end of a pod."""
 
-    # 0: all have finished; 75: stopped on request; else the exit code of the first that failed, 128
-    # and the signal's number if it was killed.
+    # 0: all have finished; 75: stopped on request; else the exit code of the first process that
+    # failed, or 128 plus the signal's number if a signal killed it.
     code: int
     asked: bool  # whether the pod as a whole was asked to stop
 
 
 @dataclasses.dataclass
 class _Member:
-    """A process of the pod, and the last lines of its output."""
+    """A process of the pod, with the last lines of its output."""
 
     number: int
     process: subprocess.Popen
@@ -54,11 +54,11 @@ class _Member:
     def failed(self) -> bool:
         return self.code not in (None, errors.FINISHED, errors.STOPPED)
 
-    def send(self, number: int) -> None:
-        """Sends a signal to the process and all that it has started, unless it has ended."""
+    def send(self, signal_number: int) -> None:
+        """Sends a signal to the process and its descendants, unless the process has ended."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+                os.killpg(self.process.pid, signal_number)
 
 
 def run(
@@ -72,17 +72,17 @@ def run(
 ) -> ProcessResult:
     """Runs a command in several processes at once, until all have ended.
 
-    SIGTERM and SIGINT are passed on to all.
+    SIGTERM and SIGINT are forwarded to all processes.
 
     Args:
-      command: of each process.
-      processes: how many.
-      devices: virtual devices of each.
-      arrive_within: seconds in which all must have found each other.
+      command: the command of each process.
+      processes: number of processes.
+      devices: virtual devices of each process.
+      arrive_within: seconds in which all processes must have met.
       hang_after: seconds without a step after which a process ends itself.
-      slices: groups of processes, as large each, of which one or the other may come later.
+      slices: number of groups of equally many processes; some groups may arrive later.
     """
-    with contextlib.ExitStack() as stack:  # for ports that are free
+    with contextlib.ExitStack() as stack:  # finds free ports
         probes = [stack.enter_context(socket.socket()) for _ in range(slices)]
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
@@ -98,36 +98,36 @@ def run(
         "JAX_NUM_PROCESSES": str(processes),
         "BERT_JAX_ARRIVE_WITHIN": str(arrive_within),
         "BERT_JAX_HANG_AFTER": str(hang_after),
-        # XLA's threads: each process would take all cores for its own.
+        # Number of XLA's threads; by default each process would use all cores.
         "NPROC": str(max(system.cores() // processes, 1)),
         "PYTHONUNBUFFERED": "1",
     }
     members: list[_Member] = []
     asked = False
 
-    def pass_on(number: int, frame: object) -> None:
+    def forward(signal_number: int, frame: object) -> None:
         nonlocal asked
         del frame
         asked = True
         for member in members:
-            member.send(number)
+            member.send(signal_number)
 
-    before = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {n: signal.signal(n, forward) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         for number in range(processes):
             process = _start(command, environment | {"JAX_PROCESS_ID": str(number)})
             members.append(_Member(number, process, collections.deque(maxlen=_LAST_LINES)))
-            if asked:  # while they were being started
+            if asked:  # during the start of the processes
                 members[-1].send(signal.SIGTERM)
         failed = _watch(members)
     finally:
         for member in members:
             member.send(signal.SIGKILL)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    # One that lost another failed for its sake; jax aborts it.
-    by_itself = [m for m in failed if m.code not in (-signal.SIGABRT, errors.LOST)]
-    first = next(iter([*by_itself, *failed]), None)
+        for signal_number, handler in handlers.items():
+            signal.signal(signal_number, handler)
+    # A process that loses another process fails because of that one; jax aborts it.
+    causes = [m for m in failed if m.code not in (-signal.SIGABRT, errors.LOST)]
+    first = next(iter([*causes, *failed]), None)
     if first is None:
         stopped = any(member.code == errors.STOPPED for member in members)
         return ProcessResult(errors.STOPPED if stopped else errors.FINISHED, asked)
@@ -144,7 +144,7 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # else Ctrl-C would reach each twice
+            start_new_session=True,  # else Ctrl-C would reach each process twice
             preexec_fn=system.die_with_parent,
         )
     except OSError as error:
@@ -152,14 +152,15 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
 
 
 def _watch(members: Sequence[_Member]) -> list[_Member]:
-    """Shows the output until all have ended; soon after one has failed, the rest is killed.
+    """Prints the output until all have ended; kills the others soon after one has failed.
 
-    Returns those that failed by themselves, in the order in which they were seen to.
+    Returns the processes that failed by themselves, in the order in which this was noticed.
     """
     readers = []
     for member in members:
         for pipe, out in ((member.process.stdout, sys.stdout), (member.process.stderr, sys.stderr)):
-            readers.append(threading.Thread(target=_show, args=(member, pipe, out), daemon=True))
+            args = (member, pipe, out)
+            readers.append(threading.Thread(target=_print_output, args=args, daemon=True))
             readers[-1].start()
     failed: list[_Member] = []
     deadline = None
@@ -176,14 +177,14 @@ def _watch(members: Sequence[_Member]) -> list[_Member]:
             for member in members:
                 member.ended_by_us = member.ended_by_us or member.code is None
                 member.send(signal.SIGKILL)
-    drained = time.monotonic() + _DRAIN
+    drain_end = time.monotonic() + _DRAIN
     for reader in readers:
-        reader.join(max(drained - time.monotonic(), 0.0))
+        reader.join(max(drain_end - time.monotonic(), 0.0))
     return failed
 
 
-def _show(member: _Member, pipe: IO[bytes], out: TextIO) -> None:
-    """Shows each line of a pipe with the process's number before it."""
+def _print_output(member: _Member, pipe: IO[bytes], out: TextIO) -> None:
+    """Prints each line of a pipe with the process's number before it."""
     for line in pipe:
         text = line.removesuffix(b"\n").decode(errors="replace")
         member.tail.append(text)
@@ -194,7 +195,7 @@ _PRINTING = threading.Lock()
 
 
 def _print(line: str, out: TextIO) -> None:
-    """Prints a line; neither a reader who leaves nor a full disk ends the pod, or holds it up."""
+    """Prints a line; neither a closed pipe nor a full disk ends or blocks the pod."""
     with _PRINTING:
         try:
             out.write(f"{line}\n")
@@ -204,7 +205,7 @@ def _print(line: str, out: TextIO) -> None:
 
 
 def _explain(first: _Member, members: Sequence[_Member]) -> Iterator[str]:
-    """Yields lines that say which process failed first and how, and the last ones of each."""
+    """Yields lines that name the process that failed first and how, and each one's last lines."""
     code = first.process.returncode
     if all(member.code == code and not member.ended_by_us for member in members):
         if code == -signal.SIGTERM:
@@ -213,10 +214,10 @@ def _explain(first: _Member, members: Sequence[_Member]) -> Iterator[str]:
         yield f"all processes ended with exit code {_shell_code(code)}"
         return
     role = ", the coordinator," if first.number == 0 else ""
-    ended = f"ended with exit code {code}"
+    end = f"ended with exit code {code}"
     if code < 0:
-        ended = f"was killed by {signal.Signals(-code).name}"
-    yield f"process {first.number} of {len(members)}{role} {ended}, and the others were ended"
+        end = f"was killed by {signal.Signals(-code).name}"
+    yield f"process {first.number} of {len(members)}{role} {end}, and the others were ended"
     for member in (*(m for m in members if m is not first), first):
         yield from (f"[{member.number}] {line}" for line in list(member.tail))
 

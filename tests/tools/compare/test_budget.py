@@ -37,7 +37,7 @@ def test_as_many_steps_are_done_as_fit(here):
     # Three quarters at 0.1 and one at 0.3: 0.15 a step.
     assert budget.steps_within(experiment, 30.0, [0.1, 0.3]) == 200
     assert budget.steps_within(experiment, 30.1, [0.1, 0.3]) == 200
-    with pytest.raises(InputError, match=r"a step takes 0\.15 seconds of CPU, so that 1 fit"):
+    with pytest.raises(InputError, match=r"a step takes 0\.15 seconds of CPU, so only 1 fit"):
         budget.steps_within(experiment, 0.2, [0.1, 0.3])
 
 

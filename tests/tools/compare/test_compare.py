@@ -83,10 +83,10 @@ def test_a_run_with_skipped_steps_is_measured(here):
         evaluation=[last],
         train=[{"step": 1, "filled": 0.5}, {"step": 3}, {"step": 4, "filled": 0.75}],
     )
-    assert runs._measured("real_tokens", record) == 128 * 0.5 + 96 * 0.75
-    assert [runs._measured(name, record) for name in ("loss", "below_unigrams")] == [None, None]
+    assert runs._measure("real_tokens", record) == 128 * 0.5 + 96 * 0.75
+    assert [runs._measure(name, record) for name in ("loss", "below_unigrams")] == [None, None]
     record.evaluation.append(last | {"step": 4})
-    assert runs._measured("loss", record) == 4.0
+    assert runs._measure("loss", record) == 4.0
 
 
 def members_of(here):
@@ -133,7 +133,7 @@ def test_what_a_run_does_not_learn_is_a_blank_and_is_asked_once(here, capsys, mo
 def test_an_objective_of_its_own_without_pieces_has_no_unigram_line(here, column):
     lines = [{"step": 2, "kind": "evaluation", "replaced_loss": 0.5, "loss": 0.5}]
     record = types.SimpleNamespace(evaluation=lines, laps=[], timings=[], total_steps=2)
-    assert runs._measured(column, record) is None
+    assert runs._measure(column, record) is None
 
 
 def test_how_long_a_loss_took_is_seconds_of_cpu_or_a_blank(here, capsys, monkeypatch):
@@ -184,7 +184,7 @@ def fake_tasks(monkeypatch):
         return "finished"
 
     monkeypatch.setattr(runs.job, "finetune", finetune)
-    monkeypatch.setattr(runs, "_probed", lambda column, workdir: len(asked))
+    monkeypatch.setattr(runs, "_probe", lambda column, workdir: len(asked))
     return asked
 
 
@@ -254,7 +254,7 @@ def test_examples_that_change_while_they_are_asked_are_named(here, monkeypatch, 
         (here / "test").write_text((here / "test").read_text().replace('"x"', '"w"'))
         return 0.5
 
-    monkeypatch.setattr(runs, "_probed", probed)
+    monkeypatch.setattr(runs, "_probe", probed)
     assert compare() == 2 and "probe:task.py" in capsys.readouterr().err
     assert record()["values"] == {} and compare() == 0
 

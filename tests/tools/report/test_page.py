@@ -107,7 +107,7 @@ def test_a_page_says_how_the_run_stands(run, undrawn):
     for words in (
         "step 22 of 22",
         f"{newest['masked_lm_loss']:.3f}masked LM, nat",
-        f"{record.recent('real_tokens_per_second'):,.0f}tokens a second; padding is",
+        f"{record.recent('real_tokens_per_second'):,.0f}tokens per second; padding is",
         f"{100 * record.recent('real_utilisation'):.1f} % without padding",
         f"{100 * newest['next_sentence_accuracy']:.1f} ± ",
         "Masked LM loss",

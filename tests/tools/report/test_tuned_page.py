@@ -103,7 +103,7 @@ def curves_of(records):
 
 def test_runs_of_the_same_held_out_rows_are_compared_in_nats(several):
     records = several({}, {"optimizer.peak_learning_rate": 1e-3})
-    assert run_comparison.no_nats(records) == run_comparison.no_scores(records) == ""
+    assert run_comparison.explain_losses(records) == run_comparison.explain_scores(records) == ""
     drawn = curves_of(records)["Masked LM loss, nat"]
     assert [one.style for one in drawn] == ["line", "points"] * 2
     assert [one.colour for one in drawn] == [0, 0, 1, 1]
@@ -115,10 +115,10 @@ def test_runs_of_the_same_held_out_rows_are_compared_in_nats(several):
 )
 def test_runs_of_other_held_out_rows_are_compared_with_their_unigrams(change, several):
     records = several({}, change)
-    note = run_comparison.no_nats(records)
+    note = run_comparison.explain_losses(records)
     assert f"Held-out rows differ ({next(iter(change))})" in note
     drawn, last = curves_of(records), records[0].evaluation[-1]
-    below = drawn["Nats below its own unigram line"]
+    below = drawn["Nats below its own unigram baseline"]
     assert below[0].y[-1] == last["unigram_loss"] - last["masked_lm_loss"]
     assert not any("Masked LM" in title for title in drawn)
     assert {one.style for of_plot in drawn.values() for one in of_plot} == {"points"}
@@ -128,7 +128,7 @@ def test_text_that_changed_under_the_same_settings_is_seen(several):
     records = several({}, {})
     for line in records[1].evaluation:
         line["unigram_loss"] *= 1.05
-    assert "the text, whose unigram lines are not the same" in run_comparison.no_nats(records)
+    assert "the text, whose unigram baselines differ" in run_comparison.explain_losses(records)
 
 
 def test_training_losses_under_other_masks_are_not_compared(several):
@@ -139,9 +139,9 @@ def test_training_losses_under_other_masks_are_not_compared(several):
 
 def test_masks_of_a_phase_are_other_masks_too(several):
     one, other = several({}, {})
-    assert not run_comparison.other_masks([one, other])
+    assert not run_comparison.masks_differ([one, other])
     other.experiment = config.override(other.experiment, ["phases.0.masked_lm_prob=0.1"])
-    assert run_comparison.other_masks([one, other])
+    assert run_comparison.masks_differ([one, other])
 
 
 def test_scores_of_the_same_file_compare_wherever_it_lies(tmp_path):
@@ -149,13 +149,13 @@ def test_scores_of_the_same_file_compare_wherever_it_lies(tmp_path):
     for record in records:
         changed = [f"task.validation=tsv:/{record.label}/./dev.tsv"]
         record.experiment = config.override(record.experiment, changed)
-    assert run_comparison.no_scores(records) == ""
+    assert run_comparison.explain_scores(records) == ""
 
 
 def test_what_a_run_has_spent_is_added_up(several):
     """A lap of 3 steps a line, as it was logged."""
     (record,) = several({})
-    by_name = {axis.name: axis.of(record) for axis in run_comparison.AXES}
+    by_name = {axis.name: axis.cumulate(record) for axis in run_comparison.AXES}
     laps = record.laps
     tokens = sum(x["real_tokens_per_second"] / x["steps_per_second"] * x["steps"] for x in laps)
     assert by_name["tokens"]([0, record.steps_done]) == pytest.approx([0, tokens])
@@ -168,7 +168,7 @@ def test_what_a_run_has_spent_is_added_up(several):
     # What lies before a fork was paid for by the other run.
     began, before = laps[3]["step"], by_name["FLOPs"]
     record.origin, record.laps = {"fork": {"checkpoint": f"a/checkpoints/{began}"}}, laps[4:]
-    by_name = {axis.name: axis.of(record) for axis in run_comparison.AXES}
+    by_name = {axis.name: axis.cumulate(record) for axis in run_comparison.AXES}
     cpu = sum(lap["cpu_seconds"] for lap in laps[4:])
     assert by_name["CPU seconds"]([1, began, record.steps_done]) == pytest.approx([0, 0, cpu])
     wanted = [0, 0, all_ - before([began])[0]]
@@ -195,7 +195,7 @@ def test_a_page_of_runs_of_both_kinds(several, tmp_path, monkeypatch):
     assert cli.main(["report", "run0", "tuned", "numbers"]) == 0
     text = (tmp_path / "comparison.html").read_text()
     tags = Tags(text)
-    for words in ("Where each has come to", "over tokens", "over CPU seconds", "below unigrams"):
+    for words in ("Newest results", "over tokens", "over CPU seconds", "below unigrams"):
         assert words in tags.text, words
     # What only one of them has is no axis, and no difference.
     assert "over FLOPs" not in tags.text and "model.hidden_size" not in tags.text

@@ -168,7 +168,7 @@ def test_a_run_that_goes_on_as_it_should_shows_nothing(tmp_path):
     [
         ([(0, 9, [4], 1, 0)], "was to end with exit code -9 and ended with exit code 1: the last"),
         ([(0, 13, [4], -9, 0), (4, 20, [], 0, 0)], "the newest checkpoint is of step 4, not of 8"),
-        ([(0, 9, [8], -9, 0), (9, 20, [], 0, 0)], "went on from step 9, and the newest checkpoint"),
+        ([(0, 9, [8], -9, 0), (9, 20, [], 0, 0)], "resumed from step 9, but the newest checkpoint"),
         ([(0, 9, [4], -9, 0), (4, 20, [], 0, 1)], "16 steps saw another batch, the first is step"),
         ([(0, 9, [4], -9, 0), (4, 20, [], 1, 0)], "was to finish and ended with exit code 1"),
     ],

@@ -76,7 +76,7 @@ def test_a_round_of_each_kind_finds_no_difference(verified):
     text = "\n".join(printed)
     for what in (
         "0  undisturbed: each of 144 rows trained on once",
-        "0  undisturbed: went back over steps ",
+        "0  undisturbed: rolled back over steps ",
         "0  killed: parameters, optimizer and counters: ",
         "0  killed: metrics.jsonl: 12 lines, byte for byte",
         "0  killed: predictions.jsonl: 4 lines, byte for byte",
@@ -166,7 +166,7 @@ def test_a_run_that_goes_on_with_another_batch_is_found(tmp_path, monkeypatch):
     code, printed, _ = asked(f"{words} --set optimizer.bad_steps_in_a_row=3")
     assert code == 1, printed
     assert "steps saw another batch, the first is step " in printed
-    assert "killed: went on to its end" in printed
+    assert "killed: resumed to its end" in printed
     assert not printed.splitlines()[-1].endswith(" 0 differences")
 
 
