@@ -132,7 +132,7 @@ def test_prepare_and_doctor_count_the_same_files_that_are_left_out(tmp_path):
         corpus.prepare(settings, 60, epath.Path(tmp_path / "c"), said.append)
         assert [one for one in said if line in one]
     for found in (doctor.examine(str(folder)), doctor_text.examine(settings)):
-        assert [one.what for one in found if one.rule is doctor_text.LEFT_OUT] == [line]
+        assert [one.message for one in found if one.rule is doctor_text.LEFT_OUT] == [line]
 
 
 def test_a_file_that_another_source_reads_is_not_left_out(tmp_path):

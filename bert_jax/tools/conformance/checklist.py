@@ -1,6 +1,6 @@
-"""`bert-jax conformance`: whether the rules hold of Devlin et al. 2018 and google-research/bert.
+"""`bert-jax conformance`: checks the rules of Devlin et al. 2018 and google-research/bert.
 
-And what an experiment does otherwise than they.
+It also lists the deviations of an experiment from them.
 """
 
 import dataclasses
@@ -18,18 +18,18 @@ from bert_jax.training import mesh
 
 
 def check() -> Iterator[ReferenceRule]:
-    """Yields every rule of the reference, compared; takes some twenty seconds."""
-    mesh.make_mesh(Parallelism())  # refuses by name a device that is not there
-    # Rules are about formulas: no device may round float32 in products.
+    """Checks every rule of the reference, and yields the results; takes some twenty seconds."""
+    mesh.make_mesh(Parallelism())  # raises InputError if the device does not exist
+    # The rules concern formulas, so no device may round float32 in products.
     with jax.default_matmul_precision("highest"):
         for part in (data_rules, optimizer_rules, model_rules):
             yield from part.check()
 
 
 def print_rules(experiment: Experiment | None) -> bool:
-    """Prints a line a rule, and what an experiment does otherwise; returns whether all rules hold.
+    """Prints a line for each rule, and an experiment's deviations; returns whether all rules hold.
 
-    With an experiment differences are printed as bounds, so that the text is the same everywhere.
+    With an experiment differences are printed as bounds, so the text is the same on every machine.
     """
     checked = []
     for rule in check():
@@ -40,17 +40,17 @@ def print_rules(experiment: Experiment | None) -> bool:
         f"{broken} of {len(checked)} rules FAILED" if broken else f"all {len(checked)} rules hold"
     )
     if experiment is not None:
-        print(f"\n{experiment.name} does otherwise than the paper and its code:\n")
+        print(f"\n{experiment.name} deviates from the paper and its code:\n")
         for setting, why in deviations(experiment):
             print(f"{printable(setting)}\n  {why}")
     return not broken
 
 
-# --- where settings leave the paper -------------------------------------------------------------
+# --- deviations from the paper ------------------------------------------------------------------
 
 
-# The paper's BASE, on 16 chips of two cores; where the paper is silent, what the reference's code
-# has (ten passes over the text, say).
+# The paper's BASE, on 16 chips of two cores; details that the paper omits are those of the
+# reference's code (ten passes over the text, for example).
 _BASE = Experiment(
     name="paper",
     corpus=Corpus(
@@ -65,7 +65,7 @@ _BASE = Experiment(
     ),
     optimizer=Optimizer(clip="per_replica", reference_replicas=32),
 )
-# And its LARGE, on 64 chips.
+# The paper's LARGE, on 64 chips.
 _LARGE = dataclasses.replace(
     _BASE,
     model=Model(
@@ -74,41 +74,42 @@ _LARGE = dataclasses.replace(
     optimizer=dataclasses.replace(_BASE.optimizer, reference_replicas=128),
 )
 
-# Fields of identity that make no other experiment of it, that have a meaning with another alone, or
-# of which `_EVERY_RUN` tells.
+# Identity fields that do not matter here, that only have a meaning together with another field, or
+# that `_EVERY_RUN` explains.
 _LEFT_OUT = re.compile(
     r"name|seed|corpus\.(text_field|encoding|language|case|validation_share)|data\.eval_.*|"
     r"model\.dropout_rng|optimizer\.(bad_steps_in_a_row|after_bad_steps)|"
     r"phases\.\d+\.(row_offset|global_rotary_base)"
 )
 
-# What no setting changes, and what it makes otherwise.
+# {aspect: deviation} of every run, whatever its settings.
 _EVERY_RUN = {
-    "dropout": "is drawn in steps of 1/256 (model.dropout_rng=threefry8) or of 1/65536, so that "
-    "0.1 is 26/256 or 6554/65536; what is kept is scaled by the share really kept",
-    "held-out documents": "corpus.validation_share of them are evaluated on, on the same rows and "
-    "masks every time; the reference trains on all, and evaluates on whatever instances it is "
+    "dropout": "is drawn with a resolution of 1/256 (model.dropout_rng=threefry8) or of 1/65536, "
+    "so 0.1 is 26/256 or 6554/65536; kept values are scaled by the exact share that is kept",
+    "held-out documents": "are corpus.validation_share of all, evaluated on the same rows and "
+    "masks every time; the reference trains on all documents, and evaluates on any instances it is "
     "given",
-    "data.dupe_factor": "passes follow one another, each in an order of its own; in the reference "
-    "the instances of all passes are shuffled together",
-    "phases": "one schedule and the moments of Adam run through all of them; in the reference the "
-    "next length is another job, which starts its schedule again and its moments at 0",
-    "random choices": "each is a function of seed, phase, row and purpose; the reference takes "
-    "them from one generator in turn: the same laws, other examples",
-    "rows an epoch": "every epoch takes as many rows as the first one's plan has: of a longer plan "
-    "some are left out, of a shorter one some come twice; the reference's files hold each once",
+    "data.dupe_factor": "passes follow one another, each in its own order; the reference shuffles "
+    "the instances of all passes together",
+    "phases": "share one schedule and the moments of Adam; in the reference each length is a "
+    "separate job, which restarts its schedule, and its moments at 0",
+    "random choices": "are functions of seed, phase, row and purpose; the reference takes them "
+    "from one generator in turn: the distributions are equal, the rows differ",
+    "rows of an epoch": "every epoch has as many rows as the first epoch's plan: some rows of a "
+    "longer plan are left out, some of a shorter plan come twice; the reference's files hold each "
+    "once",
 }
 
 
 def deviations(experiment: Experiment) -> list[tuple[str, str]]:
-    """Returns each setting that is not the paper's, with its field's comment, and `_EVERY_RUN`."""
-    papers = min((_BASE, _LARGE), key=lambda p: len(config.differences(p, experiment, "identity")))
-    paper, values = (dict(config.flatten(e, "identity")) for e in (papers, experiment))
+    """Returns settings that differ from the paper's, with their comments, and `_EVERY_RUN`."""
+    closest = min((_BASE, _LARGE), key=lambda p: len(config.differences(p, experiment, "identity")))
+    paper, values = (dict(config.flatten(e, "identity")) for e in (closest, experiment))
     comments = {setting.path: setting.comment for setting in explain.settings(Experiment)}
-    named = []
+    settings = []
     for path in dict.fromkeys([*values, *paper]):
-        ours, theirs = values.get(path, "absent"), paper.get(path, "absent")
-        if ours != theirs and not _LEFT_OUT.fullmatch(path):
+        value, papers = values.get(path, "absent"), paper.get(path, "absent")
+        if value != papers and not _LEFT_OUT.fullmatch(path):
             comment = comments[re.sub(r"\.\d+\.", ".N.", path)]
-            named.append((f"{path}={ours!r}", f"the paper has {theirs!r}. {comment}"))
-    return [*named, *_EVERY_RUN.items()]
+            settings.append((f"{path}={value!r}", f"the paper has {papers!r}. {comment}"))
+    return [*settings, *_EVERY_RUN.items()]

@@ -1,4 +1,4 @@
-"""Documents, pairs, masks and tokens against the reference's own, and its laws."""
+"""Compares documents, pairs, masks and tokens with the reference's, and checks its rules."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from bert_jax.config import Data
 from bert_jax.data import batches, draws, masking, pairs, stream
 from bert_jax.text import tokenizer
 from bert_jax.tools.conformance import golden, instances
-from bert_jax.tools.conformance.rule import ReferenceRule, count_of_different
+from bert_jax.tools.conformance.rule import ReferenceRule, count_differences
 
 _rule = functools.partial(ReferenceRule, "data")
 _text_rule = functools.partial(ReferenceRule, "tokenizer")
@@ -26,7 +26,7 @@ Instances = list[dict[str, Any]]
 
 
 def check() -> Iterator[ReferenceRule]:
-    """Yields the rules of documents, instances, masks and tokens, compared."""
+    """Checks the rules of documents, instances, masks and tokens."""
     yield _documents()
     yield from _instances()
     yield from _pairs()
@@ -35,20 +35,20 @@ def check() -> Iterator[ReferenceRule]:
 
 
 def _documents() -> ReferenceRule:
-    """Compares files as the reference reads them, put into words."""
+    """Checks the documents that are read from unusual files."""
     files = (b"a b.\n\x00\nc\r\n \n\n\xef\xbb\xbf\n\t\nd\n", b"e\xff\n\nf", b"", b"g\n\n")
     expected = [["a b .", "c"], ["d", "e"], ["f", "g"]]
-    ours = golden.tokenizer("uncased")
+    uncased = golden.tokenizer("uncased")
     with tempfile.TemporaryDirectory() as folder:
         paths = [pathlib.Path(folder) / str(number) for number in range(len(files))]
         for path, text in zip(paths, files, strict=True):
             path.write_bytes(text)
-        read = instances.read_documents(paths, ours)
-    decoded = [[ours.decode(sentence) for sentence in document] for document in read]
+        read = instances.read_documents(paths, uncased)
+    decoded = [[uncased.decode(sentence) for sentence in document] for document in read]
     return _rule(
-        "a blank line opens a document, files run on, lines without tokens go",
-        "odd files with what they hold",
-        count_of_different(decoded, expected),
+        "a blank line starts a document, files continue one, lines without tokens are dropped",
+        "unusual files with their sentences",
+        count_differences(decoded, expected),
     )
 
 
@@ -59,44 +59,44 @@ def _instances() -> Iterator[ReferenceRule]:
     uncased = golden.tokenizer("uncased")
     documents = instances.read_documents([golden.FOLDER / "sample_text.txt"], uncased)
     ids = batches.Ids.of(uncased)
-    made: list[tuple[bool, Instances, Instances]] = []
+    files: list[tuple[bool, Instances, Instances]] = []
     for name in golden.INSTANCES:
-        head, theirs = golden.instances(name)
+        head, reference = golden.instances(name)
         del head["instances"]
         settings = instances.InstanceSettings(**head)
-        ours = [json.loads(line) for line in instances.create(documents, ids, settings)]
-        made.append((settings.whole_word_mask, ours, theirs))
+        actual = [json.loads(line) for line in instances.create(documents, ids, settings)]
+        files.append((settings.whole_word_mask, actual, reference))
 
     def rule(
-        says: str, aspect: Callable[[dict[str, Any]], Any], masks: str = "any"
+        text: str, aspect: Callable[[dict[str, Any]], Any], masks: str = "any"
     ) -> ReferenceRule:
-        chosen = [one for one in made if masks == "any" or one[0] == (masks == "word")]
-        total = sum(len(theirs) for _, _, theirs in chosen)
+        compared = [file for file in files if masks == "any" or file[0] == (masks == "word")]
+        total = sum(len(reference) for _, _, reference in compared)
         differing = sum(
-            count_of_different([*map(aspect, ours)], [*map(aspect, theirs)])
-            for _, ours, theirs in chosen
+            count_differences([*map(aspect, actual)], [*map(aspect, reference)])
+            for _, actual, reference in compared
         )
-        return _rule(says, f"{total} instances with the reference's", differing)
+        return _rule(text, f"{total} instances with the reference's", differing)
 
     yield rule(
-        "documents shuffled once, instances last; each pass draws again",
+        "documents are shuffled first, instances last; each pass draws again",
         lambda instance: (len(instance["input_ids"]), sum(instance["segment_ids"])),
     )
     yield rule(
-        "B is random where A is all there is, else by half; otherwise what follows A",
+        "B is random if nothing follows A, else with probability 0.5; otherwise it follows A",
         itemgetter("next_sentence_label"),
     )
     yield rule("[CLS] A [SEP] B [SEP] with segments 0 and 1", itemgetter("segment_ids"))
     yield rule(
         "too long: token by token from the longer side, a tie from B, front or back", _unmasked
     )
-    yield rule("pieces masked in shuffled order", itemgetter("masked_lm_positions"), "piece")
+    yield rule("tokens masked in shuffled order", itemgetter("masked_lm_positions"), "piece")
     yield rule(
         "whole words masked, none that would overflow",
         itemgetter("masked_lm_positions"),
         "word",
     )
-    yield rule("labels are what stood there, by position", itemgetter("masked_lm_ids"))
+    yield rule("labels are the original tokens, by position", itemgetter("masked_lm_ids"))
     yield rule("80 % [MASK], 10 % kept, 10 % replaced, drawn in order", itemgetter("input_ids"))
 
 
@@ -109,11 +109,11 @@ def _unmasked(instance: dict[str, Any]) -> list[int]:
     return ids
 
 
-# --- laws that no sample shows whole ------------------------------------------------------------
+# --- rules that the instances do not fully show -------------------------------------------------
 
 
-class _Recorded(draws.SequentialDraws):
-    """Counts the targets drawn."""
+class _CountingDraws(draws.SequentialDraws):
+    """Counts the target lengths that are drawn."""
 
     targets = 0
 
@@ -123,19 +123,19 @@ class _Recorded(draws.SequentialDraws):
 
 
 def _pairs() -> Iterator[ReferenceRule]:
-    """Plans 60 documents whose ids are their own places."""
+    """Plans 60 documents whose token ids are their positions."""
     rng = np.random.default_rng(0)
     numbers = iter(range(10**6))
     documents = [
         [[next(numbers) for _ in range(rng.integers(1, 20))] for _ in range(rng.integers(1, 15))]
         for _ in range(60)
     ]
-    recorded = _Recorded(random.Random(0))
-    order = recorded.shuffled_order(len(documents))
+    counting = _CountingDraws(random.Random(0))
+    order = counting.shuffled_order(len(documents))
     flat = stream.make_stream([documents[i] for i in order], np.uint32)
-    rows = np.concatenate([*pairs.one_by_one(flat, 64, 0.5, recorded)])
-    off = abs(recorded.targets - len(documents))
-    yield _rule("a short target is drawn once a document", "targets drawn with 60 documents", off)
+    rows = np.concatenate([*pairs.one_by_one(flat, 64, 0.5, counting)])
+    off = abs(counting.targets - len(documents))
+    yield _rule("a target length is drawn once a document", "targets drawn with 60 documents", off)
     used = np.zeros(len(flat.ids), int)
     for row in rows:
         used[row["a_offset"] : row["a_offset"] + row["a_length"]] += 1
@@ -143,15 +143,15 @@ def _pairs() -> Iterator[ReferenceRule]:
             used[row["b_offset"] : row["b_offset"] + row["b_length"]] += 1
     yield _rule(
         "sentences that a random B displaced are put back",
-        f"how often {len(used)} tokens serve with once",
+        f"uses of {len(used)} tokens with one each",
         int((used != 1).sum()),
     )
     starts = flat.sentence_offsets[flat.document_offsets[:-1].astype(np.int64)]
-    where = [np.searchsorted(starts, rows[name], "right") for name in ("a_offset", "b_offset")]
+    a, b = (np.searchsorted(starts, rows[name], "right") for name in ("a_offset", "b_offset"))
     yield _rule(
-        "a random B is of another document, what follows A of the same",
-        f"{len(rows)} labels with where B lies",
-        int(((where[0] == where[1]) == rows["is_random_next"]).sum()),
+        "a random B is from another document, a B that follows A from the same",
+        f"{len(rows)} labels with the documents of A and B",
+        int(((a == b) == rows["is_random_next"]).sum()),
     )
 
 
@@ -162,19 +162,19 @@ def _masks() -> Iterator[ReferenceRule]:
     for most in (20, 77):
         masked = _mask(lengths, draws.Counter((0, 0), lengths), most, "piece", continues)
         expected = [min(most, max(1, round(int(n) * 0.15))) for n in lengths]
-        differing += count_of_different(masked.weights.sum(axis=1).tolist(), expected)
+        differing += count_differences(masked.weights.sum(axis=1).tolist(), expected)
     yield _rule(
-        "15 % of the length, specials too, half to even, at least 1, at most what is asked for",
+        "15 % of the length with special tokens, half to even, at least 1, at most the maximum",
         f"{len(lengths)} lengths with Python's round",
         differing,
     )
-    # A word of A and one ##piece of B, one to predict: together they are too many.
+    # A word of A and a ##token of B form one word of two tokens; only one token can be predicted.
     one_word = _mask(
         np.array([5]), draws.Counter((0, 0), np.array([0])), 20, "whole_word", continues
     )
     yield _rule(
-        "a ## at the front of B joins the last word of A",
-        "predictions with none, where one fits and the word has two pieces",
+        "a ## token at the start of B joins the last word of A",
+        "predictions with none, since one fits and the word has two tokens",
         float(one_word.weights.sum()),
     )
     data = Data()
@@ -183,14 +183,14 @@ def _masks() -> Iterator[ReferenceRule]:
     )
     shares = np.bincount(kinds.ravel(), minlength=3) / kinds.size - [0.8, 0.1, 0.1]
     yield _rule(
-        "in training, too: 80 % [MASK], 10 % kept, 10 % replaced",
+        "in training also 80 % [MASK], 10 % kept, 10 % replaced",
         "shares of 200,000 draws",
         float(np.abs(shares).max()),
         0.005,
     )
     seen = np.unique(ids[kinds == draws.RANDOM])
-    off = count_of_different(seen.tolist(), list(range(30)))
-    yield _rule("replacements are any piece, specials too", "ids drawn of a vocabulary of 30", off)
+    off = count_differences(seen.tolist(), list(range(30)))
+    yield _rule("replacements are any token, special ones too", "ids drawn with all 30 ids", off)
 
 
 def _mask(
@@ -200,7 +200,7 @@ def _mask(
     units: Literal["piece", "whole_word"],
     continues: np.ndarray,
 ) -> masking.Masked:
-    """Masks rows whose A is one piece, id 4, and whose other pieces are id 5."""
+    """Masks rows whose A is one token of id 4, and whose other tokens have id 5."""
     ids = np.full((len(lengths), int(lengths.max())), 5, np.int32)
     ids[:, :3] = (2, 4, 3)
     ids[np.arange(len(lengths)), lengths - 1] = 3
@@ -220,33 +220,33 @@ def _mask(
 
 def _tokens() -> Iterator[ReferenceRule]:
     rows = golden.tokens()
-    compared = f"{len(rows)} odd texts with the reference's"
+    compared = f"{len(rows)} unusual texts with the reference's"
     uncased, cased = golden.tokenizer("uncased"), golden.tokenizer("cased")
     ids = [uncased.encode(row["text"]) for row in rows]
     yield _text_rule(
-        "uncased: lower case, NFD, accents and controls away, longest match",
+        "uncased: lower case, NFD, no accents, no controls, longest match",
         f"ids of {compared}",
-        count_of_different(ids, [row["lower"] for row in rows]),
+        count_differences(ids, [row["lower"] for row in rows]),
     )
-    ours = [[uncased.piece(i) for i in row] for row in ids]
-    off = count_of_different(ours, [row["lower_tokens"] for row in rows])
-    yield _text_rule("an id is a line of the vocabulary", f"pieces of {compared}", off)
-    ours = [[cased.piece(i) for i in cased.encode(row["text"])] for row in rows]
-    off = count_of_different(ours, [row["cased_tokens"] for row in rows])
-    yield _text_rule("cased: as it is, accents too", f"pieces of {compared}", off)
+    tokens = [[uncased.piece(i) for i in row] for row in ids]
+    off = count_differences(tokens, [row["lower_tokens"] for row in rows])
+    yield _text_rule("an id is a line of the vocabulary", f"tokens of {compared}", off)
+    tokens = [[cased.piece(i) for i in cased.encode(row["text"])] for row in rows]
+    off = count_differences(tokens, [row["cased_tokens"] for row in rows])
+    yield _text_rule("cased: unchanged, with accents", f"tokens of {compared}", off)
     yield _characters()
     unknown, words = uncased.unk_id, ("a" * 200, "a" * 201, "\u00e1" * 200)
     unknowns = [uncased.encode(word) == [unknown] for word in words]
-    off = count_of_different(unknowns, [False, True, False])
+    off = count_differences(unknowns, [False, True, False])
     yield _text_rule("words of over 200 characters are [UNK]", "words of 200 and 201", off)
     literal = uncased.encode("[PAD][CLS] [SEP][MASK]")
     specials = {uncased.pad_id, uncased.cls_id, uncased.sep_id, uncased.mask_id}
     off = sum(i in specials for i in literal)
-    yield _text_rule("text never gives a special", "pieces of the specials' names", off)
+    yield _text_rule("text never gives a special token", "tokens of the special tokens' names", off)
 
 
 def _characters() -> ReferenceRule:
-    """Compares what a blank, a mark, an ideograph and nothing at all do between letters."""
+    """Checks how every character of some categories splits the letters around it."""
     differing = 0
     for code in range(sys.maxunicode + 1):
         char = chr(code)
@@ -263,7 +263,7 @@ def _characters() -> ReferenceRule:
             continue
         differing += tokenizer.basic_tokens(f"a{char}b", "cased") != expected
     return _text_rule(
-        "Cc and Cf go, blanks and punctuation part words, Co stays",
+        "Cc and Cf are dropped, spaces and punctuation split words, Co stays",
         "every such character between letters",
         differing,
     )

@@ -1,4 +1,4 @@
-"""What others computed, as it lies in this package.
+"""Results of other implementations, stored in this package.
 
 Instances and tokens are google-research/bert's own (Python 3.11), the model's numbers PyTorch's
 BertForPreTraining (float32, no dropout), the trajectory the paper's Adam in float64.
@@ -21,7 +21,7 @@ from bert_jax.text.tokenizer import Case, WordPiece
 
 FOLDER = pathlib.Path(__file__).parent / "files"
 
-# Made from sample_text.txt.
+# Files that were made from sample_text.txt.
 INSTANCES = (
     "instances_sample_text_seq128_dupe1_wwm.jsonl.gz",
     "instances_sample_text_seq128_dupe5.jsonl.gz",
@@ -31,13 +31,13 @@ INSTANCES = (
 
 @functools.cache
 def vocabulary() -> list[str]:
-    """Returns the 30,522 pieces of the released uncased models."""
+    """Returns the 30,522 tokens of the released uncased models."""
     text = gzip.decompress((FOLDER / "bert_base_uncased_vocab.txt.gz").read_bytes()).decode()
     return text.split("\n")[:-1]
 
 
 def tokenizer(case: Case) -> WordPiece:
-    """Returns a tokenizer of ours with the released vocabulary."""
+    """Returns this package's tokenizer with the released vocabulary."""
     return WordPiece(vocabulary(), case)
 
 
@@ -59,32 +59,32 @@ def trajectory() -> dict[str, np.ndarray]:
 
 
 def pytorch(name: str) -> dict[str, np.ndarray]:
-    """Returns of PyTorch's model `batch`, `outputs` or `grads`; `model` gives its weights."""
+    """Returns arrays of PyTorch's model: its `batch`, `outputs`, `grads`, or weights (`model`)."""
     folder = FOLDER / "hf_bert_tiny"
     if name == "model":
         return load_file(folder / "model.safetensors")
     return dict(np.load(folder / f"{name}.npz"))
 
 
-_SAYS = json.loads((FOLDER / "hf_bert_tiny" / "config.json").read_text("utf-8"))
-CONFIG = Model(**{name: _SAYS[name] for name in _SAYS if name in Model.__dataclass_fields__})
+_FIELDS = json.loads((FOLDER / "hf_bert_tiny" / "config.json").read_text("utf-8"))
+CONFIG = Model(**{name: _FIELDS[name] for name in _FIELDS if name in Model.__dataclass_fields__})
 
 
 def params() -> dict:
-    """Returns the weights of PyTorch's model in our tree."""
+    """Returns the weights of PyTorch's model as a parameter tree."""
     return jax.tree.map(jnp.asarray, convert(pytorch("model")))
 
 
 def convert(tensors: dict[str, np.ndarray]) -> dict:
-    """Returns PyTorch's tensors in our tree."""
+    """Returns PyTorch's tensors as a parameter tree."""
     return weights.to_ours(tensors, CONFIG, "hf_bert_tiny")[0]
 
 
 def batch() -> dict[str, jax.Array]:
-    """Returns PyTorch's batch as ours; each position is a prediction, or weighs 0."""
+    """Returns PyTorch's batch with this package's names; positions without label have weight 0."""
     raw = pytorch("batch")
     labels = raw["labels"]
-    made = {
+    arrays = {
         "input_ids": raw["input_ids"],
         "segment_ids": raw["token_type_ids"],
         "input_mask": raw["attention_mask"],
@@ -96,5 +96,5 @@ def batch() -> dict[str, jax.Array]:
     }
     return {
         name: jnp.asarray(value, jnp.float32 if "weight" in name else jnp.int32)
-        for name, value in made.items()
+        for name, value in arrays.items()
     }

@@ -1,8 +1,8 @@
 """Training instances as google-research/bert writes them, draw for draw.
 
-`create_training_instances` of create_pretraining_data.py with `random.Random(seed)` under Python 3:
-the rules are those of training (data.pairs, data.batches), the draws come from one generator in
-the reference's order.
+Reproduces `create_training_instances` of create_pretraining_data.py with `random.Random(seed)` in
+Python 3. Its rules are those of training (data.pairs, data.batches); the draws come from one
+generator in the reference's order.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from bert_jax.text.vocabulary import read_vocab
 
 Documents = list[list[list[int]]]
 
-# [CLS] A [SEP] B [SEP] with a token in each.
+# Tokens of the shortest row: [CLS] A [SEP] B [SEP] with one token in A and B.
 _SHORTEST = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InstanceSettings(Section, role="identity", label="instances"):
-    """The reference's flags, under the names that its golden files carry."""
+    """The reference's flags, with the names used in its golden files."""
 
     max_seq_length: Annotated[int, minimum(_SHORTEST)] = 128
     max_predictions_per_seq: PositiveCount = 20
@@ -43,7 +43,7 @@ class InstanceSettings(Section, role="identity", label="instances"):
 
     @property
     def data(self) -> Data:
-        """Returns these settings as a section of an experiment."""
+        """Returns these settings as the `data` section of an experiment."""
         return Data(
             short_seq_prob=self.short_seq_prob,
             masked_lm_prob=self.masked_lm_prob,
@@ -52,11 +52,11 @@ class InstanceSettings(Section, role="identity", label="instances"):
 
 
 def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Documents:
-    r"""Reads documents of sentences of ids, as the reference reads files.
+    r"""Reads documents (lists of sentences of token ids) as the reference reads files.
 
-    A line ends with \n. Bytes that are not UTF-8 are left out. A line of white space opens a new
-    document; a line without tokens is dropped, and so is a document without lines. A file goes on
-    with the document in which the one before ended.
+    A line ends with \n. Bytes that are not UTF-8 are dropped. A line of white space starts a new
+    document; lines without tokens and documents without lines are dropped. A file continues the
+    last document of the previous file.
     """
     documents: Documents = [[]]
     for path in paths:
@@ -73,26 +73,26 @@ def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Doc
 
 
 def create(documents: Documents, ids: batches.Ids, settings: InstanceSettings) -> Iterator[str]:
-    """Yields the instances as lines of JSON, in the order in which the reference writes them."""
+    """Yields the instances as lines of JSON, in the reference's order."""
     draw = draws.SequentialDraws(random.Random(settings.random_seed))
     order = draw.shuffled_order(len(documents))
     flat = stream.make_stream([documents[i] for i in order], np.uint32)
     policy, length = masking.Policy.of(settings.data, 0, 1), settings.max_seq_length
-    # No row has more: the table is as narrow as it can be.
+    # No row has more predictions than tokens.
     predictions = min(settings.max_predictions_per_seq, length)
     examples = batches.BatchBuilder(flat, ids, settings.data, length, predictions)
-    made = []
+    lines = []
     for _ in range(settings.dupe_factor):
-        # One row is planned, executed, and only then the next: they share one generator.
+        # Each row is planned and made before the next is planned, since both share one generator.
         for row in pairs.one_by_one(flat, length, settings.short_seq_prob, draw):
             batch = examples.make(row, draw, policy)
-            made.append(json.dumps(_unpadded_row(batch)))
-    for number in draw.shuffled_order(len(made)):
-        yield made[number]
+            lines.append(json.dumps(_unpadded_row(batch)))
+    for number in draw.shuffled_order(len(lines)):
+        yield lines[number]
 
 
 def _unpadded_row(batch: batches.Batch) -> dict[str, Any]:
-    """Returns the one row of a batch without its padding."""
+    """Returns the single row of a batch without its padding."""
     length, predicted = int(batch["input_mask"].sum()), int(batch["masked_lm_weights"].sum())
     return {
         "input_ids": batch["input_ids"][0, :length].tolist(),
@@ -109,11 +109,11 @@ def write(
     settings: InstanceSettings,
     out: epath.PathLike,
 ) -> int:
-    """Writes a line with the settings, then a line an instance; returns how many instances."""
+    """Writes a line with the settings, then a line for each instance; returns their number."""
     target = epath.Path(out)
     for path in (*texts, vocab):
         if target.resolve() == epath.Path(path).resolve():
-            raise InputError(f"--out {out}: is a file of the input; name another")
+            raise InputError(f"--out {out}: is a file of the input; name another file")
     require_plain(target)
     if target.is_dir() or not target.parent.is_dir():
         raise InputError(f"--out {out}: must be a file in a folder that exists")

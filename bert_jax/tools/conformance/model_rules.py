@@ -1,4 +1,4 @@
-"""Encoder, heads, losses and metrics against PyTorch's BertForPreTraining, and float64."""
+"""Compares encoder, heads, losses and metrics with PyTorch's BertForPreTraining and float64."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ Batch = dict[str, jax.Array]
 _rule = functools.partial(ReferenceRule, "model")
 _loss_rule = functools.partial(ReferenceRule, "loss")
 
-# A normal distribution of 0.02, cut off at two standard deviations.
+# Standard deviation of a normal distribution of 0.02, truncated at two standard deviations.
 _INITIAL_STD = 0.02 * 0.8796256610342398
 
 # Devlin et al. 2018, section 3: 110M and 340M.
@@ -33,12 +33,12 @@ _PAPER = {
 
 
 def check() -> Iterator[ReferenceRule]:
-    """Yields the rules of the model and its losses, compared."""
+    """Checks the rules of the model and its losses."""
     params, batch = golden.params(), golden.batch()
     yield from _outputs(params, batch)
     loss, gradients = jax.jit(jax.value_and_grad(_loss))(params, batch)
     off = largest_difference(gradients, golden.convert(golden.pytorch("grads")))
-    yield _rule("its gradients", "of all parameters with PyTorch's", off, 1e-5)
+    yield _rule("gradients", "those of all parameters with PyTorch's", off, 1e-5)
     yield from _constants()
     yield from _initial()
     yield _sizes()
@@ -48,11 +48,11 @@ def check() -> Iterator[ReferenceRule]:
 
 
 def _outputs(params: heads.Params, batch: Batch) -> Iterator[ReferenceRule]:
-    cfg, theirs = golden.CONFIG, golden.pytorch("outputs")
+    cfg, expected = golden.CONFIG, golden.pytorch("outputs")
     inputs = (batch["input_ids"], batch["segment_ids"], batch["input_mask"])
     encoder = heads.merge(cfg, params).encoder
     hidden = encode(encoder, cfg, *inputs, None, Loop(), outputs="all")
-    states = theirs["hidden_states"]
+    states = expected["hidden_states"]
     off = relative(hidden[0], states[0])
     yield _rule("word + type + position, then layer norm", "embeddings with PyTorch's", off, 1e-5)
     yield _rule(
@@ -65,14 +65,14 @@ def _outputs(params: heads.Params, batch: Batch) -> Iterator[ReferenceRule]:
     yield _rule(
         "dense, GELU, layer norm, tied embeddings and a bias",
         "masked LM scores with PyTorch's",
-        relative(masked_lm[..., : cfg.vocab_size], theirs["prediction_logits"]),
+        relative(masked_lm[..., : cfg.vocab_size], expected["prediction_logits"]),
         1e-5,
     )
-    off = relative(next_sentence, theirs["seq_relationship_logits"])
+    off = relative(next_sentence, expected["seq_relationship_logits"])
     yield _rule("tanh of [CLS], then two scores", "next-sentence scores with PyTorch's", off, 1e-5)
     leaked = jax.nn.softmax(masked_lm)[..., cfg.vocab_size :].sum(axis=-1).max()
     yield _rule(
-        "rows that pad the vocabulary get no probability",
+        "padding rows of the vocabulary get no probability",
         f"{padded_vocab_size(cfg) - cfg.vocab_size} rows with 0",
         float(leaked),
     )
@@ -98,25 +98,25 @@ def _initial() -> Iterator[ReferenceRule]:
     sizes = {"vocab_size": 10_000, "hidden_size": 64, "intermediate_size": 256}
     cfg = Model(num_hidden_layers=2, num_attention_heads=2, **sizes)
     fresh = jax.jit(functools.partial(heads.init_params, cfg))(jax.random.key(0))
-    drawn, fixed = [], 0
+    random_values, differing = [], 0
     for path, leaf in jax.tree.leaves_with_path(fresh):
         name = path[-1].key
         if name in ("kernel", "embedding"):
-            # Rows of padding are zero.
+            # Padding rows are zero.
             used = leaf[: cfg.vocab_size] if leaf.shape[0] > cfg.vocab_size else leaf
-            drawn.append(np.asarray(used).ravel())
+            random_values.append(np.asarray(used).ravel())
         else:
-            fixed += int((np.asarray(leaf) != (1.0 if name == "scale" else 0.0)).sum())
-    values = np.concatenate(drawn)
+            differing += int((np.asarray(leaf) != (1.0 if name == "scale" else 0.0)).sum())
+    values = np.concatenate(random_values)
     yield _rule(
-        "weights of deviation 0.01759: 0.02 cut at two, not widened",
+        "weights of deviation 0.01759: 0.02 truncated at two, not rescaled",
         f"{len(values):,} fresh weights with the distribution",
         abs(float(values.std()) / _INITIAL_STD - 1.0),
         0.01,
     )
     off = max(float(np.abs(values).max()) - 0.04, 0.0)
     yield _rule("no weight beyond 0.04", "the largest fresh weight with 0.04", off, 1e-6)
-    yield _rule("biases 0, layer norms 1 and 0", "fresh parameters with these", fixed)
+    yield _rule("biases 0, layer norms 1 and 0", "fresh parameters with these", differing)
 
 
 def _sizes() -> ReferenceRule:
@@ -126,7 +126,7 @@ def _sizes() -> ReferenceRule:
         total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
         padding = (padded_vocab_size(cfg) - cfg.vocab_size) * (cfg.hidden_size + 1)
         differing += abs(total - padding - size)
-    return _rule("110M and 340M parameters", "BASE and LARGE with the released", differing)
+    return _rule("110M and 340M parameters", "BASE and LARGE with the released models", differing)
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _loss(params: heads.Params, batch: Batch) -> jax.Array:
 
 
 def _metrics() -> Iterator[ReferenceRule]:
-    """Compares metrics where labels of id 0 count: weights alone say what is no label."""
+    """Compares metrics with labels of id 0, which count: only weights mark missing labels."""
     rng = np.random.default_rng(0)
     words, pairs = rng.normal(size=(6, 4, 30)), rng.normal(size=(6, 2))
     labels = np.where(rng.random((6, 4)) < 0.5, words.argmax(-1), 0)
@@ -158,8 +158,8 @@ def _metrics() -> Iterator[ReferenceRule]:
     )
 
     def means(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> dict[str, float]:
-        chosen = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
-        nll = np.log(np.exp(logits).sum(-1)) - chosen
+        label_logits = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        nll = np.log(np.exp(logits).sum(-1)) - label_logits
         hits = logits.argmax(-1) == labels
         return {
             "loss": (weights * nll).sum() / weights.sum(),
@@ -168,12 +168,12 @@ def _metrics() -> Iterator[ReferenceRule]:
 
     expected = {"masked_lm": means(words, labels, weights)}
     expected["next_sentence"] = means(pairs, next_labels, np.ones(6))
-    more = {"masked_lm": ", a label of id 0 counts as any"}
+    notes = {"masked_lm": ", and a label of id 0 counts"}
     for task, values in expected.items():
-        ours = [float(sums[f"{task}_{name}"][0] / sums[f"{task}_{name}"][1]) for name in values]
+        actual = [float(sums[f"{task}_{name}"][0] / sums[f"{task}_{name}"][1]) for name in values]
         yield _loss_rule(
-            f"{task}_loss and {task}_accuracy are weighted means{more.get(task, '')}",
+            f"{task}_loss and {task}_accuracy are weighted means{notes.get(task, '')}",
             "both with float64",
-            relative(ours, list(values.values())),
+            relative(actual, list(values.values())),
             1e-6,
         )

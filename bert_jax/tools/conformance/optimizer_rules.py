@@ -1,4 +1,4 @@
-"""Updates, rates, and a step over the reference's cores, against float64 and its formulas."""
+"""Compares updates, learning rates, and a step over several cores with float64 and formulas."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from bert_jax.model.encoder import Loop
 from bert_jax.tools.conformance import golden
 from bert_jax.tools.conformance.rule import (
     ReferenceRule,
-    count_of_different,
+    count_differences,
     largest_difference,
     relative,
 )
@@ -40,15 +40,15 @@ _MODEL = Model(
     attention_probs_dropout_prob=0.0,
 )
 _OPTIMIZER = Optimizer(clip="per_replica", reference_replicas=_CORES)
-# So little that run_pretraining.py's 1e-5 in the denominator shows.
-_FEW = 1e-5
+# A weight so small that run_pretraining.py's 1e-5 in the denominator shows.
+_SMALL = 1e-5
 
-# optimization.py, AdamWeightDecayOptimizer: names that match it do not decay.
+# AdamWeightDecayOptimizer of optimization.py: parameters whose names match do not decay.
 _REFERENCE_NO_DECAY = re.compile("LayerNorm|layer_norm|bias")
 
 
 def check() -> Iterator[ReferenceRule]:
-    """Yields the rules of the optimizer, and of what each core does by itself, compared."""
+    """Checks the rules of the optimizer, and of the work of each core."""
     yield from _trajectory()
     yield from _schedule()
     yield _first_update()
@@ -57,16 +57,16 @@ def check() -> Iterator[ReferenceRule]:
 
 
 def _trajectory() -> Iterator[ReferenceRule]:
-    """Compares steps; the reference's names end in bias or LayerNorm..., ours in bias or kernel."""
-    theirs = golden.trajectory()
+    """Compares steps; maps the reference's names to names that end in bias or kernel."""
+    expected = golden.trajectory()
     cfg = Optimizer(name="bert_adam", peak_learning_rate=1e-2, warmup_steps=5, schedule="paper")
-    steps = len(theirs["learning_rate"])
+    steps = len(expected["learning_rate"])
 
     def tree(prefix: str, step: int | None = None) -> dict[str, Any]:
         leaves = {}
-        for name in theirs:
+        for name in expected:
             if name.startswith(f"{prefix}."):
-                value = theirs[name] if step is None else theirs[name][step]
+                value = expected[name] if step is None else expected[name][step]
                 leaf = "bias" if _REFERENCE_NO_DECAY.search(name) else "kernel"
                 leaves[name.removeprefix(f"{prefix}.")] = {leaf: jnp.asarray(value, jnp.float32)}
         return leaves
@@ -93,7 +93,7 @@ def _trajectory() -> Iterator[ReferenceRule]:
         worst,
         1e-5,
     )
-    off = relative(rates, theirs["learning_rate"])
+    off = relative(rates, expected["learning_rate"])
     yield _rule("linear warm-up, linear decay", f"{steps} learning rates with float64", off, 1e-6)
 
 
@@ -107,7 +107,7 @@ def _schedule() -> Iterator[ReferenceRule]:
     yield _rule("the rate of step 0 is 0", "the rate with 0", rate(0))
     jump = [rate(warmup - 1) / peak, rate(warmup) / peak, rate(total) / peak]
     yield _rule(
-        "decay counts from step 0: the rate falls where warm-up ends",
+        "decay counts from step 0: the rate drops at the end of warm-up",
         "three rates of 1M steps with the formula",
         relative(jump, [1 - 1 / warmup, 1 - warmup / total, 0.0]),
         1e-6,
@@ -129,47 +129,47 @@ def _first_update() -> ReferenceRule:
 
 
 def _decay() -> ReferenceRule:
-    """Compares which of our parameters decay, by the reference's names for them."""
+    """Compares which parameters decay, by the reference's names of them."""
     tensors = golden.pytorch("model")
-    # Every tensor filled with its number, so that ours say which of theirs they are.
+    # Each tensor is filled with its number, to find the reference's name of each parameter.
     numbers = {name: np.full(tensors[name].shape, i) for i, name in enumerate(tensors)}
-    ours = golden.convert(numbers)
-    theirs = [list(tensors)[int(leaf.flat[0])] for leaf in jax.tree.leaves(ours)]
+    params = golden.convert(numbers)
+    names = [list(tensors)[int(leaf.flat[0])] for leaf in jax.tree.leaves(params)]
     return _rule(
         "biases and layer norms do not decay, embeddings do",
-        f"{len(theirs)} parameters with the reference's expression",
-        count_of_different(
-            jax.tree.leaves(optimizer.decays(ours)),
-            [not _REFERENCE_NO_DECAY.search(name) for name in theirs],
+        f"{len(names)} parameters with the reference's expression",
+        count_differences(
+            jax.tree.leaves(optimizer.decays(params)),
+            [not _REFERENCE_NO_DECAY.search(name) for name in names],
         ),
     )
 
 
 def _cores() -> Iterator[ReferenceRule]:
-    """Compares the gradient of a step over all cores with what each of them gives by itself."""
-    norm, compared = 0.1, f"a step of {_CORES} cores with each alone"
-    alone = list(_gradients())
-    lengths = [float(optax.global_norm(gradient)) for gradient in alone]
+    """Compares the gradient of a step over all cores with the gradients of single cores."""
+    norm, compared = 0.1, f"a step of {_CORES} cores with single cores"
+    single = list(_gradients())
+    lengths = [float(optax.global_norm(gradient)) for gradient in single]
     if min(lengths) <= norm:
         raise ValueError(f"a core's gradient of norm {min(lengths)} is not clipped at {norm}")
     clipped = [
         jax.tree.map(lambda g, n=length: g * (norm / n), gradient)
-        for gradient, length in zip(alone, lengths, strict=True)
+        for gradient, length in zip(single, lengths, strict=True)
     ]
     off = largest_difference(_summed_gradient(norm), jax.tree.map(lambda *g: sum(g), *clipped))
     yield _rule("each core clips its own gradient, then they are summed", compared, off, 1e-5)
-    off = largest_difference(_summed_gradient(1e9), jax.tree.map(lambda *g: sum(g), *alone))
-    says = "each core divides by its own weights + 1e-5, and its own rows"
-    yield ReferenceRule("loss", says, compared, off, 1e-5)
+    off = largest_difference(_summed_gradient(1e9), jax.tree.map(lambda *g: sum(g), *single))
+    rule = "each core divides by its own weights + 1e-5, and its own rows"
+    yield ReferenceRule("loss", rule, compared, off, 1e-5)
 
 
 @functools.cache
 def _batch() -> step.Batch:
-    """Returns rows of all cores, with other counts of predictions on each; the last hardly one."""
+    """Returns rows of all cores; cores differ in their predictions, of which the last has few."""
     rng, count = np.random.default_rng(0), _CORES * _ROWS
     shape = (count, _LENGTH)
-    weights = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [_FEW, 0, 0], [0, 0, 0]])
-    made = {
+    weights = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [_SMALL, 0, 0], [0, 0, 0]])
+    arrays = {
         "input_ids": rng.integers(5, 50, shape),
         "segment_ids": np.repeat([[0] * 8 + [1] * 8], count, axis=0),
         "input_mask": np.arange(_LENGTH) < rng.integers(8, _LENGTH, (count, 1)),
@@ -178,7 +178,7 @@ def _batch() -> step.Batch:
         "next_sentence_labels": rng.integers(0, 2, count),
     }
     return {
-        **{name: jnp.asarray(value, jnp.int32) for name, value in made.items()},
+        **{name: jnp.asarray(value, jnp.int32) for name, value in arrays.items()},
         "masked_lm_weights": jnp.asarray(weights, jnp.float32),
         "row_weights": jnp.ones(count),
         "rows": jnp.arange(count, dtype=jnp.uint32),
@@ -186,7 +186,7 @@ def _batch() -> step.Batch:
 
 
 def _summed_gradient(clip_norm: float) -> heads.Params:
-    """Returns the gradient that a training step over all cores gives to its optimizer."""
+    """Returns the gradient that a training step over all cores passes to the optimizer."""
     cfg = dataclasses.replace(_OPTIMIZER, clip_norm=clip_norm)
     mesh = jax.make_mesh((1,), ("data_0",), (AxisType.Auto,), devices=jax.devices()[:1])
     spec = step.StepSpec(Pretraining(_MODEL), cfg, Parallelism(), 1, mesh)
@@ -194,12 +194,12 @@ def _summed_gradient(clip_norm: float) -> heads.Params:
     state = step.init_state(Pretraining(_MODEL), cfg, 0)
     key = step.phase_key(_MODEL, 0, 0)
     new, _ = train_step(state, step.empty_window(Pretraining(_MODEL).metrics), _batch(), key)
-    # Before the first step there is no momentum.
+    # The momentum before the first step is 0.
     return jax.tree.map(lambda m: m / (1 - cfg.b1), new["optimizer"][0].mu)
 
 
 def _gradients() -> Iterator[heads.Params]:
-    """Yields each core's own gradient before that step; its loss is run_pretraining.py's."""
+    """Yields the gradient of each core, with the loss of run_pretraining.py."""
     params = step.init_state(Pretraining(_MODEL), _OPTIMIZER, 0)["params"]
     gradient = jax.jit(jax.grad(_core_loss))
     for core in range(_CORES):

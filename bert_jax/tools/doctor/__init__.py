@@ -1,8 +1,7 @@
-"""Looks for what is wrong with plain text or a prepared corpus, before it costs a training.
+"""Finds faults of plain text or of a prepared corpus, before they spoil a training.
 
-Neither is changed (a corpus that was carried here without its `stream/` is unrolled, as training
-would). A `problem` is what spoils training or keeps it from starting; what may well be meant that
-way is a `note`.
+Neither is changed (except that a corpus copied without its `stream/` is unpacked, as training would
+do). A `problem` spoils training or prevents it; a `note` may be intended.
 """
 
 import os
@@ -23,13 +22,13 @@ __all__ = ["Finding", "examine", "print_findings"]
 
 
 def examine(path: str, settings: Sequence[str] = ()) -> list[Finding]:
-    """Examines what lies at a path; returns findings, problems first.
+    """Examines text or a corpus at a path; returns findings, problems first.
 
     Args:
-      path: a corpus folder, the workdir of a pre-training (its corpus is looked at), an experiment
-        file (its sources are looked at), or text: a file or folder of .txt, .jsonl, .csv, .tsv or
+      path: a corpus folder, the workdir of a pre-training (its corpus is examined), an experiment
+        file (its sources are examined), or text: a file or folder of .txt, .jsonl, .csv, .tsv or
         .parquet, all except the last also compressed.
-      settings: changes to an experiment, as `--set` takes them.
+      settings: changes to an experiment, in the form of `--set`.
     """
     return sorted(_examine(path, settings), key=lambda finding: finding.severity != "problem")
 
@@ -39,11 +38,11 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
     if is_file or (not os.path.exists(path) and config.is_shipped(path)):
         experiment = config.override(config.load(path), settings)
         findings = text.examine(experiment.corpus)
-        if _lengths_of_pairs(experiment):
+        if _pair_lengths(experiment):
             return findings
         return [finding for finding in findings if finding.rule is not ONE_SENTENCE]
     if settings:
-        raise InputError(f"--set {settings[0]}: {path} is no experiment, so nothing can be set")
+        raise InputError(f"--set {settings[0]}: {path} is no experiment; remove --set")
     workdir = mirror.open_workdir(path)
     if workdir.experiment.exists():
         return _examine_run(workdir)
@@ -56,20 +55,20 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
 
 
 def _examine_run(workdir: Workdir) -> list[Finding]:
-    """Examines the corpus of a run for the pairs of its phases."""
+    """Examines the corpus of a run, with the sequence lengths of its phases that learn pairs."""
     if holds_finetuning(workdir):
         raise InputError(
-            f"{workdir.named}: a fine-tuning, which has no corpus; `bert-jax report` shows its "
+            f"{workdir.named}: a fine-tuning has no corpus; use `bert-jax report` to see its "
             "scores and mistakes"
         )
     experiment = load_experiment(workdir)
     folder = workdir.with_corpus(experiment.run.corpus_dir).corpus
     if not storage_of(folder).exists(folder / COMPLETE):
         raise InputError(f"{folder}: no prepared corpus of this run; name another PATH")
-    return prepared_corpus.examine(folder, _lengths_of_pairs(experiment))
+    return prepared_corpus.examine(folder, _pair_lengths(experiment))
 
 
-def _lengths_of_pairs(experiment: Experiment) -> tuple[int, ...]:
+def _pair_lengths(experiment: Experiment) -> tuple[int, ...]:
     """Returns the sequence lengths of the phases that learn pairs."""
     lengths = {
         phase.sequence_length
@@ -80,9 +79,9 @@ def _lengths_of_pairs(experiment: Experiment) -> tuple[int, ...]:
 
 
 def _sources(path: str) -> tuple[str, ...]:
-    """Returns the sources in a file or folder of text, each of one kind."""
-    is_there = "://" in path or os.path.exists(path)
-    files, others = text_sources.find(f"text:{path}") if is_there else ({}, [])
+    """Returns the sources of a file or folder of text, one for each kind of file."""
+    exists = "://" in path or os.path.exists(path)
+    files, others = text_sources.find(f"text:{path}") if exists else ({}, [])
     kinds = {text_sources.kind_of(file) for file in (*files, *others)}
     sources = tuple(f"{word}:{path}" for word in TEXT_FILES if word in kinds)
     if not sources:
@@ -94,9 +93,9 @@ def _sources(path: str) -> tuple[str, ...]:
 
 
 def print_findings(findings: Sequence[Finding]) -> int:
-    """Prints findings, and how many there are; returns how many are problems."""
+    """Prints findings and their numbers; returns the number of problems."""
     for finding in findings:
-        print(f"{finding.severity}: {printable(finding.what)}")
+        print(f"{finding.severity}: {printable(finding.message)}")
         for name in ("example", "effect", "remedy"):
             if getattr(finding, name):
                 print(f"  {name:8} {printable(getattr(finding, name))}")

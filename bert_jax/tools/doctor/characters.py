@@ -1,4 +1,4 @@
-"""Characters that tell of text read in the wrong encoding, or cut."""
+"""Characters that show text in a wrong encoding, or leftovers of markup."""
 
 import collections
 import re
@@ -6,17 +6,17 @@ import re
 from bert_jax.text.documents import Document
 from bert_jax.tools.doctor.finding import Finding, FindingRule, example
 
-# What bytes 0x80 to 0xbf, which go on a UTF-8 character, look like as Latin-1 or Windows-1252.
+# Continuation bytes of UTF-8 characters, 0x80 to 0xbf, read as Latin-1 or Windows-1252.
 _CONTINUES = "".join(map(chr, range(0x80, 0xC0))) + bytes(range(0x80, 0xC0)).decode(
     "windows-1252", "ignore"
 )
-# Chosen so that no correct text matches: an É or é may stand before a closing guillemet, with a
-# no-break space between, so a first byte counts alone only where it is no common letter.
+# No correct text matches: since an É or é may precede a no-break space and a closing guillemet, a
+# single first byte counts only if it is no common letter.
 _MOJIBAKE = re.compile(
     f"[ÂÃ][{_CONTINUES}]|â[€\x80][{_CONTINUES}]|ð[Ÿ\x9f][{_CONTINUES}]"
     f"|(?:[ÎÏÐÑ][{_CONTINUES}]){{2,}}|(?:[ä-é][{_CONTINUES}]{{2}}){{2,}}"
 )
-# Only names of HTML's tags, since <s> and <unk> are words of other corpora.
+# Only names of HTML tags, since <s> and <unk> are words of some corpora.
 _TAG = (
     "a|abbr|article|b|blockquote|body|br|button|center|cite|code|dd|div|dl|dt|em|figure|font|"
     "footer|form|h[1-6]|head|header|hr|html|i|iframe|img|input|label|li|link|meta|nav|ol|option|p|"
@@ -29,20 +29,20 @@ _HTML = re.compile(
 )
 # One tag in 1,000 characters is one in 200 words.
 _TAGGED = 1e-3
-# One broken character in 10,000 is one word in 2,000: more than a vocabulary learns to overlook.
+# One broken character in 10,000 is one word in 2,000: often enough to enter a vocabulary.
 _BROKEN = 1e-4
 _COUNTED = ": {count:,} in {documents:,} documents{scope}, {value} of all characters"
 
-# (pattern, fewer matches may be chance, whether pure ASCII can match, the rule for matches a
-# character). Where the first matches, its parts do not count for the others.
+# {fault: (pattern, least matches, since fewer may be chance, whether pure ASCII can match, rule for
+# the matches per character)}. Matches of "mojibake" do not count for the other faults.
 FAULTS = {
     "mojibake": (_MOJIBAKE, 3, False, FindingRule(
         'UTF-8 was once read as Latin-1 or Windows-1252 ("Ã©" for "é")' + _COUNTED, 0, _BROKEN,
-        "words with accents and quotation marks become strange pieces, apart from their like",
-        "read it as corpus.encoding=utf-8; if it is, the files are damaged: mend or fetch "
-        "them again",
+        "words with accents and quotation marks become odd tokens, unrelated to the correct words",
+        "read it with corpus.encoding=utf-8; if this is set, the files are damaged: repair or "
+        "fetch them again",
     )),
-    # 0x85 is a line end of some systems.
+    # 0x85 is a line end on some systems.
     "windows": (re.compile("[\x80-\x84\x86-\x9f]"), 1, False, FindingRule(
         "Windows-1252 was once read as Latin-1 (control characters for quotation marks)" + _COUNTED,
         0, _BROKEN,
@@ -57,7 +57,7 @@ FAULTS = {
     )),
     "controls": (re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f]"), 1, True, FindingRule(
         "control characters" + _COUNTED, 0, _BROKEN,
-        "the tokenizer drops them, and what they stood between runs together",
+        "the tokenizer drops them, and joins the text on both sides",
         "remove them, e.g. `tr -d '\\000-\\010\\013\\016-\\037\\177'`",
     )),
     "html": (_HTML, 10, True, FindingRule(
@@ -86,16 +86,16 @@ class Characters:
             if match is None:
                 continue
             if name not in self._first:
-                at = match.start()
-                excerpt = document.text[max(at - 20, 0) : at + 40]
-                self._first[name] = example(_place(document, at), excerpt)
+                start = match.start()
+                excerpt = document.text[max(start - 20, 0) : start + 40]
+                self._first[name] = example(_location(document, start), excerpt)
             self._documents[name] += 1
             self._counts[name] += sum(1 for _ in pattern.finditer(text))
-            if pattern is _MOJIBAKE:  # the same number of characters, so that places stay
+            if pattern is _MOJIBAKE:  # same number of characters, so that positions stay valid
                 text = _MOJIBAKE.sub(lambda match: "?" * len(match[0]), text)
 
     def findings(self, scope: str) -> list[Finding]:
-        """Returns the findings; `scope` says how much was read."""
+        """Returns the findings; `scope` describes the part that was read."""
         findings = []
         for name, (_, least, _, rule) in FAULTS.items():
             count = self._counts[name]
@@ -106,8 +106,8 @@ class Characters:
         return findings
 
 
-def _place(document: Document, position: int) -> str:
-    """Returns FILE:LINE; of a record its name and how far in."""
+def _location(document: Document, position: int) -> str:
+    """Returns FILE:LINE; for a record its name and the position in it."""
     if document.line:
         return document.place(document.text.count("\n", 0, position))
     return f"{document.name}, character {position}"

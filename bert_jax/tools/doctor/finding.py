@@ -1,4 +1,4 @@
-"""What `doctor` finds: one finding, the rule that it breaks, and how both are put into words."""
+"""Findings of `doctor`, and the rules with their limits and texts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,84 +14,84 @@ Severity = Literal["problem", "note"]
 
 @dataclasses.dataclass(frozen=True)
 class FindingRule:
-    """The limits of a measured value, and the words of the finding where it is more.
+    """The limits of a measured value, and the texts of the finding above these limits.
 
-    `what` and `remedy` are templates of `str.format`; `{value}` is the value as a share.
+    `message` and `remedy` are templates of `str.format`; `{value}` is the value as a share.
     """
 
-    what: str  # what is wrong, with its number
-    note_over: float  # a larger value is worth knowing
+    message: str  # the fault, with its number
+    note_over: float  # a larger value is worth a note
     problem_over: float  # a larger value is a problem
-    effect: str  # what it is likely to do to training
-    remedy: str  # the setting or action that mends it
+    effect: str  # the likely effect on training
+    remedy: str  # the setting or action that helps
 
     def check(self, value: float, example: str = "", **fields: Any) -> list["Finding"]:
-        """Returns the finding, or nothing if the value is within the limits.
+        """Returns the finding, or [] if the value is within the limits.
 
-        `fields` are those of the templates.
+        `fields` are the fields of the templates.
         """
         if not value > self.note_over:
             return []
         severity = "problem" if value > self.problem_over else "note"
-        words = {"value": share(value)} | fields
-        what, remedy = self.what.format(**words), self.remedy.format(**words)
-        return [Finding(self, severity, what, example, self.effect, remedy)]
+        fields = {"value": share(value)} | fields
+        message, remedy = self.message.format(**fields), self.remedy.format(**fields)
+        return [Finding(self, severity, message, example, self.effect, remedy)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or worth knowing, in the words of its rule."""
+    """A problem or a note, with the texts of its rule."""
 
     rule: FindingRule
     severity: Severity  # `problem` if training suffers or is refused, `note` for a remark
-    what: str
-    example: str  # where, and a short printable excerpt; empty where there is none to show
+    message: str
+    example: str  # a location and a short printable excerpt; may be empty
     effect: str
     remedy: str
 
 
-def example(place: str, text: str) -> str:
-    """Returns a place and the beginning of the text there, on one line, controls as escapes."""
+def example(location: str, text: str) -> str:
+    """Returns a location and the beginning of its text, on one line, with controls escaped."""
     line = " ".join(text[: 4 * _EXCERPT].split())
     if len(line) > _EXCERPT:
         line = line[: _EXCERPT - 3] + "..."
-    return printable(f'{place}: "{line}"')
+    return printable(f'{location}: "{line}"')
 
 
 def share(value: float) -> str:
-    """Returns a share as percent, never rounded to nothing."""
+    """Formats a share as percent; a small share is never rounded to 0."""
     percent = 100 * value
     if 0 < percent < 0.001:
         return "under 0.001%"
     return f"{percent:.0f}%" if percent >= 10 else f"{percent:.2g}%"
 
 
-# --- how text falls into documents: the same of plain text and of a prepared corpus ---
+# --- documents, both in plain text and in a prepared corpus ---
 
-# With half of the documents of one sentence, most pairs of such text are random by need.
+# If half of the documents have one sentence, most pairs cannot be anything but random.
 ONE_SENTENCE = FindingRule(
     "{count:,} of {documents:,} documents ({value}) have one sentence",
     0.1, 0.5,
-    "nothing follows a document's last sentence, so the next sentence is random by need: the label "
-    "says nothing of the text, and pairs are short",
+    "nothing follows a document's last sentence, so the next sentence must be random: the label "
+    "does not depend on the text, and pairs are short",
     "join texts that belong together into documents of several sentences; in "
     "corpus.layout=sentences_by_line a blank line ends a document: is there one after every line?",
 )  # fmt: skip
-# Each repeat is learned by heart a little; at one in ten it shows in every epoch.
+# Each repeat is memorized a little; one in ten has an effect in every epoch.
 REPEATED = FindingRule(
     "{count:,} of {documents:,} documents ({value}) repeat an earlier one",
     0.0, 0.1,
-    "what repeats is learned by heart; a random next sentence may be the true one",
+    "the model memorizes repeated text; a random next sentence may be the true one",
     "--set corpus.repeated_documents=drop",
 )  # fmt: skip
-# What is longer than the longest example is no prose, or the splitter did not see its ends.
+# A sentence longer than the longest row is no prose, or the splitter did not find its end.
 LONG_SENTENCES = FindingRule(
     "{count} of over {limit}, {value} of the text (the longest {longest:,})",
     0.01, 0.1,
-    "no example holds them: most of each is cut off",
+    "they do not fit into a row: most of each is cut off",
     "if they are several sentences: is corpus.language right, do quotation marks match, are lines "
-    "paragraphs (corpus.layout=paragraphs_by_line)? Take out what is no prose: a string without "
-    "blanks is one word to WordPiece, and [UNK]",
+    "paragraphs (corpus.layout=paragraphs_by_line)? Remove text that is no prose: a string without "
+    "spaces is one word to WordPiece, and [UNK]",
 )  # fmt: skip
 # A document with most of the text decides the split, and its random next sentences come from the
 # few other documents.
@@ -100,23 +100,23 @@ DOMINANT = FindingRule(
     0.5, 0.9,
     "a document is trained on or held out as a whole, and its random next sentences come from the "
     "few other documents",
-    "--set corpus.cut_documents=100, or corpus.document_starts, if it is several texts",
+    "--set corpus.cut_documents=100, or corpus.document_starts if it consists of several texts",
 )  # fmt: skip
 
 
 def dominant_document(largest: int, sentences: int, example: str, scope: str = "") -> list[Finding]:
-    """Reports a document with most of the sentences; `largest` counts the sentences in it."""
+    """Checks the share of the largest document, which has `largest` of `sentences` sentences."""
     counts = {"count": largest, "sentences": sentences}
     return DOMINANT.check(largest / sentences, example, **counts, scope=scope)
 
 
 def check_documents(rule: FindingRule, count: int, documents: int, example: str) -> list[Finding]:
-    """Reports that so many of the documents are what the rule says."""
+    """Checks a rule about the share of documents: `count` of `documents`."""
     return rule.check(count / documents, example, count=count, documents=documents)
 
 
-def long_sentences(sizes: Sequence[int], whole: int, limit: str, example: str) -> list[Finding]:
-    """Reports sentences that no example holds, of these sizes; `whole` is that of all text."""
+def long_sentences(sizes: Sequence[int], total: int, limit: str, example: str) -> list[Finding]:
+    """Checks the share of sentences that fit into no row; `total` is the size of all text."""
     count, longest = pluralize(len(sizes), "sentence"), max(sizes, default=0)
-    value = sum(sizes) / whole
+    value = sum(sizes) / total
     return LONG_SENTENCES.check(value, example, count=count, limit=limit, longest=longest)

@@ -1,4 +1,4 @@
-"""Plain text that is not prepared yet, as `prepare` would read it.
+"""Examines plain text as `prepare` would read it.
 
 Findings name files that `prepare` would refuse, such as files with bytes that do not decode. If
 there is very much text, only a sample of the files is read, and the findings say so.
@@ -35,146 +35,147 @@ _NAMED, _REASONS = 8, 5
 REFUSED = FindingRule(
     "`prepare` refuses {count}",
     0, 0,
-    "there is no training before they are mended",
-    "mend them, or change the setting it names",
+    "training cannot start",
+    "repair the files, or change the setting that the example names",
 )  # fmt: skip
 TOO_FEW = FindingRule(
-    "{count}, and `prepare` needs {least}",
+    "{count}, but `prepare` needs {least}",
     0, 0,
-    f"`prepare` stops: it holds out {LEAST_VALIDATION_DOCUMENTS}, and learns from as many others",
+    f"`prepare` stops: it needs {LEAST_VALIDATION_DOCUMENTS} to hold out, and as many for training",
     ONE_FILE,
 )  # fmt: skip
 LEFT_OUT = FindingRule(
     "{line}",
     0, math.inf,
     "this is not part of the corpus",
-    "name further sources in corpus.sources, or a pattern for files with other endings, if it is "
-    "text to learn from",
+    "if it is text to learn from, add sources to corpus.sources, or a pattern for files with other "
+    "endings",
 )  # fmt: skip
 
 
 def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
     """Examines the sources of a corpus.
 
-    Also reports the files that `prepared_as` (None: the corpus itself) would leave out.
+    Also reports files that `prepared_as` (by default the corpus itself) would leave out.
     """
-    places: list[tuple[Corpus, str, int]] = []
-    for one in corpus.alone():
-        (source,) = one.sources
-        word = source.partition(":")[0]
-        if word in ("tfds", "tfds_dir"):
-            places.append((one, source, 0))
+    files: list[tuple[Corpus, str, int]] = []
+    for source_corpus in corpus.alone():
+        (source,) = source_corpus.sources
+        kind = source.partition(":")[0]
+        if kind in ("tfds", "tfds_dir"):
+            files.append((source_corpus, source, 0))
             continue
         for path, listed in text_sources.files(source).items():
-            alone = dataclasses.replace(one, sources=(f"{word}:{path}",))
-            size = 0 if word == "parquet" else text_sources.state(path, listed=listed)["bytes"]
-            places.append((alone, path, size))
-    findings = _Survey(corpus, places).findings()
+            file_corpus = dataclasses.replace(source_corpus, sources=(f"{kind}:{path}",))
+            size = 0 if kind == "parquet" else text_sources.state(path, listed=listed)["bytes"]
+            files.append((file_corpus, path, size))
+    findings = _Survey(corpus, files).findings()
     for line in text_sources.left_out(prepared_as or corpus):
         findings += LEFT_OUT.check(1, line=printable(line))
     return findings
 
 
-# --- lines read in a layout that they were not written in ---
+# --- the layout of lines ---
 
-# What is wrapped is wrapped to this width, except for some line that a machine wrote.
-_WRAPPED, _MOSTLY = 100, 0.9
-# A few lines say nothing of a file's layout; one sentence a line, nearly all end in one of these.
-_LEAST_LINES, _ENDS, _ENDING = 20, tuple(".!?\"'”’…"), 0.8
-# Blank lines between documents of several lines; between paragraphs they stand after each line.
-_LINES_A_BLOCK = 2
-# Splitters differ on a few sentences; paragraphs have several. Their beginnings tell.
-_SENTENCES_A_LINE, _A_PARAGRAPH, _BEGINNING = 1.2, 1.5, 500
-
-
-def _layout(looks: str, note_over: float, problem_over: float, effect: str) -> FindingRule:
-    what = f"{{count:,}} of {{documents:,}} documents{{scope}} look {looks}, and are not read so"
-    remedy = f"--set corpus.layout={looks}, if all are"
-    return FindingRule(what, note_over, problem_over, effect, remedy)
+# Wrapped text has lines of at most this width, in at least this share of its lines.
+_WRAPPED, _WRAPPED_SHARE = 100, 0.9
+# Least lines of a file that tell its layout. If each line is a sentence, at least this share of the
+# lines end in one of these characters.
+_LEAST_LINES, _ENDS, _ENDED_SHARE = 20, tuple(".!?\"'”’…"), 0.8
+# Mean number of lines between blank lines; if lines are paragraphs, it may be 1.
+_LINES_PER_BLOCK = 2
+# Splitters differ on a few sentences, but a paragraph has several. Its first characters suffice.
+_SENTENCES_PER_LINE, _SENTENCES_PER_PARAGRAPH, _BEGINNING = 1.2, 1.5, 500
 
 
-# By the layout that documents look like.
+def _layout_rule(layout: str, note_over: float, problem_over: float, effect: str) -> FindingRule:
+    counts = "{count:,} of {documents:,} documents{scope}"
+    message = f"{counts} look like corpus.layout={layout}, but are read in another layout"
+    remedy = f"--set corpus.layout={layout}, if all documents have this layout"
+    return FindingRule(message, note_over, problem_over, effect, remedy)
+
+
+# {the layout that documents seem to have: rule}.
 LAYOUTS = {
-    "wrapped": _layout("wrapped", 0, 0, "every line end cuts a sentence in two"),
-    "sentences_by_line": _layout(
+    "wrapped": _layout_rule("wrapped", 0, 0, "every line end cuts a sentence in two"),
+    "sentences_by_line": _layout_rule(
         *("sentences_by_line", 0, math.inf), "a next sentence may come from another text"
     ),
-    "paragraphs_by_line": _layout(
+    "paragraphs_by_line": _layout_rule(
         *("paragraphs_by_line", 0.5, math.inf),
-        "pairs are made of few, long pieces, of which more is cut off",
+        "pairs consist of few, long sentences, of which more is cut off",
     ),
 }
 
 
-def _looks_like(document: Document, lines: list[str], split: list[str], language: str) -> str:
-    """Returns the layout that a document looks like where it is read in another, else ""."""
+def _other_layout(document: Document, lines: list[str], split: list[str], language: str) -> str:
+    """Returns the layout that a document seems to have, if it is read in another one; else ""."""
     if not document.line:  # a record
         return ""
     if document.layout == "sentences_by_line":
         text = document.text[:_BEGINNING]
         beginning = dataclasses.replace(document, pieces=[text], layout="paragraphs_by_line")
-        whole = len(sentences.split(beginning, language))
-        return "paragraphs_by_line" if whole > _A_PARAGRAPH * len(beginning.paragraphs()) else ""
+        count, least = len(sentences.split(beginning, language)), len(beginning.paragraphs())
+        return "paragraphs_by_line" if count > _SENTENCES_PER_PARAGRAPH * least else ""
     if document.layout == "paragraphs_by_line":
         short = [line for line in lines if len(line) <= _WRAPPED]
-        mostly = len(short) >= _MOSTLY * len(lines)
-        if mostly and documents.contradiction(short, "paragraphs_by_line") is not None:
+        are_short = len(short) >= _WRAPPED_SHARE * len(lines)
+        if are_short and documents.contradiction(short, "paragraphs_by_line") is not None:
             return "wrapped"
     texts = [line.strip() for line in lines]
     full = [line for line in texts if line]
     blanks = sum(1 for a, b in itertools.pairwise(texts) if a and not b)
-    if len(full) < _LEAST_LINES or not blanks or len(full) < _LINES_A_BLOCK * (blanks + 1):
+    if len(full) < _LEAST_LINES or not blanks or len(full) < _LINES_PER_BLOCK * (blanks + 1):
         return ""
     ended = sum(line.endswith(_ENDS) and not line[0].islower() for line in full)
-    # Paragraphs look like this too, but hold several sentences.
-    is_so = ended >= _ENDING * len(full) and len(split) <= _SENTENCES_A_LINE * len(full)
-    return "sentences_by_line" if is_so else ""
+    # Lines of paragraphs also end so, but hold several sentences.
+    are_single = len(split) <= _SENTENCES_PER_LINE * len(full)
+    return "sentences_by_line" if ended >= _ENDED_SHARE * len(full) and are_single else ""
 
 
 # --- documents ---
 
 
 class _Survey:
-    """One reading of the documents.
+    """Reads the documents once, and counts their faults.
 
     Args:
-      corpus: how to read them.
-      places: sources of one file each, as they are read, with their names and bytes; 0 if not
-        known.
+      corpus: settings of the corpus.
+      files: (corpus with this file as its only source, name, bytes or 0 if unknown) of each file.
     """
 
-    def __init__(self, corpus: Corpus, places: list[tuple[Corpus, str, int]]):
+    def __init__(self, corpus: Corpus, files: list[tuple[Corpus, str, int]]):
         self._corpus, self._characters = corpus, Characters()
-        # (file, message) pairs, by the message without file names and numbers.
+        # {message without file names and numbers: (file, message) pairs}.
         self._refused: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)
         self._count = self._read = self._repeats = self._ones = 0
         self._seen: set[int] = set()  # hashes of whole texts
         self._any = self._repeated = self._one = ""  # examples
-        self._sentences, self._largest = 0, (0, "")  # counts; of the largest with an example
+        self._sentences, self._largest = 0, (0, "")  # number; (number, example) of a document
         self._long: list[int] = []  # characters of each long sentence
-        self._longest = (0, "")  # with an example
+        self._longest = (0, "")  # (characters, example)
         self._layouts: dict[str, list[str]] = collections.defaultdict(list)
-        self._size = sum(size for *_, size in places)
+        self._size = sum(size for *_, size in files)
         self._is_sample = False
-        self._most_of_a_file = max(_MOST_OF_A_FILE, _MOST // max(len(places), 1))
+        self._most_of_a_file = max(_MOST_OF_A_FILE, _MOST // max(len(files), 1))
         if self._size > _MOST:
-            random.Random(0).shuffle(places)
-        for one, name, size in places:
-            for document in self._documents(one, name, is_text=size > 0):
+            random.Random(0).shuffle(files)
+        for file_corpus, name, size in files:
+            for document in self._documents(file_corpus, name, is_text=size > 0):
                 self._add(document)
 
-    def _documents(self, one: Corpus, name: str, is_text: bool) -> Iterator[Document]:
-        """Yields documents of a source, until enough was read; keeps a refusal."""
+    def _documents(self, corpus: Corpus, name: str, is_text: bool) -> Iterator[Document]:
+        """Yields documents of a file until enough is read; records why a file is refused."""
         most = self._most_of_a_file if self._size > _MOST else _MOST
-        before = self._read
-        if before > _MOST:
+        start = self._read
+        if start > _MOST:
             self._is_sample = True
             return
         try:
             if is_text:
-                text_lines.require_not_utf8([name], one.encoding)
-            for document in documents.read(one):
-                if self._read > _MOST or self._read - before > most:
+                text_lines.require_not_utf8([name], corpus.encoding)
+            for document in documents.read(corpus):
+                if self._read > _MOST or self._read - start > most:
                     self._is_sample = True
                     return
                 self._read += len(document.text)
@@ -187,29 +188,29 @@ class _Survey:
         self._characters.add(document)
         all_split, known = list[str](), len(self._seen)
         for text, split in sentences.of_documents(document, self._corpus):
-            where = example(document.place(0), text)
-            self._any = self._any or where
+            excerpt = example(document.place(0), text)
+            self._any = self._any or excerpt
             self._count += 1
             self._sentences += len(split)
-            self._largest = max(self._largest, (len(split), where))
+            self._largest = max(self._largest, (len(split), excerpt))
             if len(split) == 1:
                 self._ones += 1
-                self._one = self._one or where
+                self._one = self._one or excerpt
             if (digest := hash(text)) in self._seen:
                 self._repeats += 1
-                self._repeated = self._repeated or where
+                self._repeated = self._repeated or excerpt
             self._seen.add(digest)
             all_split += split
         if len(self._seen) == known:
-            return  # its lines repeat with it
+            return  # a repeated document is counted once
         for sentence in all_split:
             if len(sentence) > _LONG:
-                where = example(document.place(0), sentence)
-                self._longest = max(self._longest, (len(sentence), where))
+                excerpt = example(document.place(0), sentence)
+                self._longest = max(self._longest, (len(sentence), excerpt))
                 self._long.append(len(sentence))
         lines = document.text.split("\n")
-        if looks := _looks_like(document, lines, all_split, self._corpus.language):
-            self._layouts[looks].append(example(document.place(0), document.text))
+        if layout := _other_layout(document, lines, all_split, self._corpus.language):
+            self._layouts[layout].append(example(document.place(0), document.text))
 
     def _refusals(self) -> list[Finding]:
         """Returns a finding for each reason why files are refused, the commonest first."""
@@ -236,18 +237,17 @@ class _Survey:
             return findings
         sample = f" (in a sample of {self._read / 1e6:,.3g} million characters)"
         scope = sample if self._is_sample else ""
-        findings += finding.check_documents(
-            finding.ONE_SENTENCE, self._ones, self._count, self._one
-        )
+        number = self._ones, self._count, self._one
+        findings += finding.check_documents(finding.ONE_SENTENCE, *number)
         if len(self._seen) >= 2 * LEAST_VALIDATION_DOCUMENTS:
-            largest, where = self._largest
-            findings += finding.dominant_document(largest, self._sentences, where, scope)
+            largest, excerpt = self._largest
+            findings += finding.dominant_document(largest, self._sentences, excerpt, scope)
         if self._corpus.repeated_documents == "keep":
             number = self._repeats, self._count, self._repeated
             findings += finding.check_documents(finding.REPEATED, *number)
         long = self._long, self._read, f"{_LONG:,} characters{scope}", self._longest[1]
         findings += finding.long_sentences(*long)
-        for looks, examples in self._layouts.items():
-            number = {"count": len(examples), "documents": self._count, "scope": scope}
-            findings += LAYOUTS[looks].check(len(examples) / self._count, examples[0], **number)
+        for layout, examples in self._layouts.items():
+            counts = {"count": len(examples), "documents": self._count, "scope": scope}
+            findings += LAYOUTS[layout].check(len(examples) / self._count, examples[0], **counts)
         return findings + self._characters.findings(scope)

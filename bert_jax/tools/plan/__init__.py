@@ -1,1 +1,1 @@
-"""Asks the TPU compiler about pods nobody has booked: what fits, how fast, at what cost."""
+"""Plans runs on TPU pods with the TPU compiler alone: memory, speed and cost."""

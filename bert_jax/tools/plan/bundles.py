@@ -1,7 +1,7 @@
-"""What the compiler schedules for an operation: its bundles, read and counted.
+"""Counts the cycles that the compiler schedules for an operation, from its bundles.
 
-A bundle is what a core does in a cycle. The compiler writes those of each operation into a file of
-its own, of equal operations once.
+A bundle is the work of a core in one cycle. The compiler writes the bundles of each operation to a
+file, only once for equal operations.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ _FILE = re.compile(r"\d+-(.*)-\d+-final_bundles\.txt")
 
 
 def reader(folder: str) -> Callable[[str], int | None]:
-    """Returns what gives the cycles of one run of an operation, by the name of its instruction.
+    """Returns a function from the name of an instruction to the cycles of one run, None if unknown.
 
-    It gives None where they are unknown. The compiler was asked to write to `folder`.
+    `folder` is the folder to which the compiler wrote the bundles.
     """
     paths = {m[1]: path for path in pathlib.Path(folder).iterdir() if (m := _FILE.match(path.name))}
 
@@ -27,11 +27,11 @@ def reader(folder: str) -> Callable[[str], int | None]:
 
 
 _BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+ +([A-Z]{2})? *: *(>*) *\{")
-# A test that is made on one condition names it first.
+# A conditional test names its condition first.
 _EXIT = re.compile(r"scmp\.ge\.s32\S* (?:\(\S+\), )?%\S+ (\d+) /\* loop exit test")
-# A kernel's grid is a loop of two rounds more than it has programs: one fetches what the next
-# computes on, and another writes what the last one computed.
-_GRID, _MORE = "iteration index", 2
+# The loop over a kernel's grid has two rounds more than the grid has programs: one to fetch the
+# first inputs, one to write the last outputs.
+_GRID, _EXTRA_ROUNDS = "iteration index", 2
 
 
 @dataclasses.dataclass
@@ -44,23 +44,22 @@ class _Loop:
 def scheduled_cycles(text: str) -> int | None:
     """Returns the cycles of one run of an operation, from its final bundles.
 
-    A bundle is what a core does in a cycle; those in a loop count as often as it runs, from 0 on.
-    Waits for memory are not among them.
+    Bundles in a loop count once for each round, from 0 on. Waits for memory are not included.
 
     Args:
-      text: as the compiler dumps it; the depth of loops is written as so many `>`.
+      text: the compiler's dump, which shows the depth of loops by the number of `>`.
 
     Returns:
-      None where a loop's rounds are not in the text.
+      None if the rounds of a loop are not in the text.
     """
-    loops = [_Loop(rounds=1)]  # the kernel, and those that are open in it
+    loops = [_Loop(rounds=1)]  # the kernel, and the open loops in it
 
     def close() -> None:
         ended = loops.pop()
         loops[-1].bundles += ended.rounds * ended.bundles
 
     lines = [(match, line) for line in text.splitlines() if (match := _BUNDLE.match(line))]
-    # What was moved into a loop, or does nothing, bears fewer marks than what follows there.
+    # Bundles that were moved into a loop, or do nothing, have fewer marks than the following ones.
     following, deepest = [], 0
     for match, _ in reversed(lines):
         following.append(deepest)
@@ -77,12 +76,12 @@ def scheduled_cycles(text: str) -> int | None:
         loops[-1].bundles += 1
         last = _EXIT.search(line)
         if last:
-            # That of an outer loop may stand within an inner one, behind its own.
-            place = min(max(len(match[2]), 1), len(loops) - 1)
-            while place > 1 and not math.isnan(loops[place].rounds):
-                place -= 1
-            of = loops[place]
-            of.rounds = int(last[1]) - (_MORE if of.is_grid else 0)
+            # The exit test of an outer loop may stand in an inner loop, after the inner test.
+            index = min(max(len(match[2]), 1), len(loops) - 1)
+            while index > 1 and not math.isnan(loops[index].rounds):
+                index -= 1
+            loop = loops[index]
+            loop.rounds = int(last[1]) - (_EXTRA_ROUNDS if loop.is_grid else 0)
     while len(loops) > 1:
         close()
     return None if math.isnan(loops[0].bundles) else round(loops[0].bundles)

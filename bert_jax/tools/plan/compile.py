@@ -1,13 +1,13 @@
-"""Compiles the training step ahead of time for TPU slices that need not be there.
+"""Compiles the training step ahead of time for TPU slices that need not exist.
 
-libtpu, an ordinary package for Linux on x86-64, holds the compiler. One process a compilation: it
-has been seen to crash, and must not take the command with it. What came of a compilation is kept
-in the user's cache folder under a hash of all that it depends on.
+libtpu, an ordinary package for Linux on x86-64, contains the compiler. Each compilation has its own
+process, since the compiler sometimes crashes. The outcome is cached in the user's cache folder,
+under a hash of everything that it depends on.
 
     python -m bert_jax.tools.plan.compile JOB.json OUTCOME.json DUMP
 
-is that process; `compile_all` starts it, in an environment without devices and with the order to
-write down how operations are scheduled, which the compiler takes at its start alone.
+is that process. `compile_all` starts it without devices, and with the option to dump the schedules
+of operations, which the compiler reads only at its start.
 """
 
 import contextlib
@@ -53,26 +53,26 @@ _COMMAND = (sys.executable, "-m", "bert_jax.tools.plan.compile")
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
-    "TPU_SKIP_MDS_QUERY": "1",  # else it asks, for half a minute, which machine of a pod this is
+    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu tries for half a minute to find this machine's pod
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 # Writes the bundles of each operation: takes twice the compiler's time, and 80 MB of files.
 DUMP = (
     "--xla_jf_dump_to={} --xla_jf_dump_llo_text --xla_jf_dump_llo_pass_label_regex=.*final_bundles"
 )
-# A compilation takes a core and a half, and a gigabyte or two.
+# Compilations at the same time; each takes a core and a half, and a gigabyte or two.
 _AT_ONCE = 2
 _POLL_SECONDS = 0.05
-# What a compilation and its reading are made of.
+# Sources on which the outcome of a compilation depends.
 _PLAN_MODULES = ("bundles", "compile", "hlo", "schedule", "topology", "work")
 _SOURCES = (
     *("config", "hardware.py", "model", "training"),
     *(f"tools/plan/{name}.py" for name in _PLAN_MODULES),
 )
-_KEPT_SECONDS = 30 * 24 * 3600.0
+_CACHE_SECONDS = 30 * 24 * 3600.0
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
-# As the compiler words it: of temporaries alone, or of all that a program needs.
+# The compiler's messages: for temporaries alone, or for the whole memory of a program.
 _TOO_LARGE = (
     re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
     re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
@@ -92,49 +92,49 @@ class CompileJob:
 class Outcome:
     """The result of a job."""
 
-    # "too large" did not fit; "refused" cannot be laid over the slice; "failed" is the compiler's
-    # refusal for another reason; "crashed" took the process down.
+    # "too large": does not fit into memory; "refused": the layout does not suit the slice;
+    # "failed": the compiler refused for another reason; "crashed": the process was killed.
     kind: Literal["compiled", "too large", "refused", "failed", "crashed"]
     message: str = ""  # one line; "" if it compiled
-    # Bytes of a device that did not fit; None if the compiler does not say.
+    # Bytes of a device that the program needs, and that the device has; None if not known.
     wanted: float | None = None
-    available: float | None = None  # bytes of a device that there were; None if it does not say
+    available: float | None = None
     # Bytes of a device: peak, arguments, temporaries, code, donated. Empty unless compiled.
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    program: schedule.Program | None = None  # what it does; None unless compiled
+    program: schedule.Program | None = None  # None unless compiled
     # For each device, in the order of the mesh: chip coordinates, number on the chip.
     places: tuple[tuple[int, ...], ...] = ()
-    parameters: tuple[str, ...] = ()  # a line for each, see `parameter_table`
+    parameters: tuple[str, ...] = ()  # a line for each parameter, see `parameter_table`
     whole_batch: tuple[str, ...] | None = None  # see `hlo.whole_batch_arrays`
 
     @classmethod
     def from_json(cls, text: str) -> "Outcome":
-        """Reads what `dataclasses.asdict` gave as JSON."""
+        """Reads the JSON of `dataclasses.asdict`."""
         fields = json.loads(text)
         if fields.get("program"):
             program = fields["program"]
             kinds = {"kernels": schedule.Kernel, "collectives": schedule.Collective}
             for name, kind in kinds.items():
-                program[name] = [
-                    kind(**{key: _frozen(value) for key, value in one.items()})
-                    for one in program[name]
-                ]
-            fields["program"] = schedule.Program(
-                **{key: _frozen(value) for key, value in program.items()}
-            )
-        return cls(**{key: _frozen(value) for key, value in fields.items()})
+                program[name] = [kind(**_convert_lists(item)) for item in program[name]]
+            fields["program"] = schedule.Program(**_convert_lists(program))
+        return cls(**_convert_lists(fields))
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _convert_lists(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields with tuples instead of lists."""
+
+    def convert(value: Any) -> Any:
+        return tuple(map(convert, value)) if isinstance(value, list) else value
+
+    return {key: convert(value) for key, value in fields.items()}
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that a compilation depends on."""
     if importlib.util.find_spec("libtpu") is None:
         raise InputError(
-            "plan: libtpu, which holds the compiler, is not installed; install the extra [tpu] "
-            "(pip install 'bert-jax[tpu]'), on any Linux machine with an x86-64 processor"
+            "plan: libtpu, which contains the compiler, is not installed; install the extra [tpu] "
+            "(pip install 'bert-jax[tpu]') on any Linux machine with an x86-64 processor"
         )
     return {name: importlib.metadata.version(name) for name in ("libtpu", "jax", "jaxlib")}
 
@@ -147,9 +147,9 @@ def compile_all(
     log: Callable[[str], None],
     refusals: Literal["raise", "return"] = "raise",
 ) -> list[Outcome]:
-    """Compiles jobs, two at a time; those done before are looked up."""
+    """Compiles jobs, two at a time; cached outcomes are not compiled again."""
     versions()
-    width = min(_AT_ONCE, system.cores())  # `taskset` holds it to one
+    width = min(_AT_ONCE, system.cores())  # one under `taskset` with one core
     outcomes = {
         number: outcome for number, job in enumerate(jobs) if (outcome := _cached_outcome(job))
     }
@@ -176,18 +176,18 @@ def compile_all(
 
 
 def _cached_outcome(job: CompileJob) -> Outcome | None:
-    """Returns what a compilation of before came to, if it is known."""
+    """Returns the outcome of an earlier compilation, if it is in the cache."""
     with contextlib.suppress(FileNotFoundError, LookupError, TypeError, ValueError):
-        return Outcome.from_json(_place(job).read_text())
+        return Outcome.from_json(_cache_path(job).read_text())
     return None
 
 
-def _place(job: CompileJob) -> epath.Path:
+def _cache_path(job: CompileJob) -> epath.Path:
     return cache_folder() / "compiled" / f"{key(job)}.json"
 
 
 def _begin(job: CompileJob, folder: pathlib.Path, log: Callable[[str], None]) -> subprocess.Popen:
-    """Starts the process that compiles a job, whose files lie in a folder of its own."""
+    """Starts the process that compiles a job, with its files in `folder`."""
     experiment = job.experiment
     log(
         f"compiling {experiment.name} for {job.topology.name}, phase {job.phase}: "
@@ -207,7 +207,7 @@ def _begin(job: CompileJob, folder: pathlib.Path, log: Callable[[str], None]) ->
     arguments = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP.format(dump)}".strip()
     environment = os.environ | code.environment() | _ENVIRONMENT
     environment |= {"PYTHONPATH": path, "LIBTPU_INIT_ARGS": arguments}
-    environment.pop("XLA_FLAGS", None)  # a plan is of the compiler as it comes
+    environment.pop("XLA_FLAGS", None)  # plans use the compiler's default flags
     with open(folder / "output", "wb") as output:
         return subprocess.Popen(
             [*_COMMAND, str(folder / "job"), str(folder / "outcome"), str(dump)],
@@ -219,7 +219,7 @@ def _begin(job: CompileJob, folder: pathlib.Path, log: Callable[[str], None]) ->
 
 
 def _end(job: CompileJob, folder: pathlib.Path, code: int) -> Outcome:
-    """Returns what the process that has ended wrote, and keeps it for the next time."""
+    """Returns the outcome that an ended process wrote, and caches it."""
     shutil.rmtree(folder / "dump")
     if not (folder / "outcome").exists():
         if code < 0:
@@ -229,19 +229,19 @@ def _end(job: CompileJob, folder: pathlib.Path, code: int) -> Outcome:
         raise RuntimeError(f"compiling for {job.topology.name}: {last}")
     text = (folder / "outcome").read_text()
     outcome = Outcome.from_json(text)
-    if outcome.kind in ("compiled", "too large"):  # else this machine may be at fault
-        place = _place(job)
-        with create_folder(place.parent), translate_os_errors(place.parent):
-            write_atomic(place, text)
-            for other in pathlib.Path(place.parent).glob("*.json"):
+    if outcome.kind in ("compiled", "too large"):  # other outcomes may depend on this machine
+        path = _cache_path(job)
+        with create_folder(path.parent), translate_os_errors(path.parent):
+            write_atomic(path, text)
+            for old in pathlib.Path(path.parent).glob("*.json"):
                 with contextlib.suppress(FileNotFoundError):
-                    if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
-                        other.unlink()
+                    if time.time() - old.stat().st_mtime > _CACHE_SECONDS:
+                        old.unlink()
     return outcome
 
 
 def key(job: CompileJob) -> str:
-    """Returns a hash of all that the outcome of a job depends on, this code included."""
+    """Returns a hash of everything that the outcome of a job depends on, including this code."""
     experiment = job.experiment
     micro_batches = experiment.parallelism.accumulation_of(job.phase)
     parallelism = dataclasses.replace(experiment.parallelism, accumulation=(micro_batches,))
@@ -249,8 +249,8 @@ def key(job: CompileJob) -> str:
     parts = [
         *map(config.flatten, (experiment.model, experiment.data, experiment.optimizer)),
         *map(config.flatten, (parallelism, phase)),
-        # What any phase measures is summed, and what none learns has no parameters.
-        [one.objective for one in experiment.phases],
+        # The objectives of all phases determine the metrics and the parameters.
+        [phase.objective for phase in experiment.phases],
         *map(bool, (experiment.run.check_every, experiment.run.replay_every)),  # further programs
         experiment.total_steps,
         job.topology.name,
@@ -275,9 +275,9 @@ def _code_version() -> str:
 
 
 def main(job_file: str, outcome_file: str, dump: str) -> None:
-    """Reads a job, compiles it and writes what came of it; dies with the process that asked.
+    """Reads a job, compiles it and writes its outcome; dies with the parent process.
 
-    The compiler of this process writes what it schedules into the folder `dump`.
+    The compiler of this process writes its schedules into the folder `dump`.
     """
     system.die_with_parent()
     job = json.loads(epath.Path(job_file).read_text())
@@ -298,7 +298,7 @@ def main(job_file: str, outcome_file: str, dump: str) -> None:
 def compile_step(
     experiment: Experiment, number: int, devices: Sequence[jax.Device], dump: str
 ) -> Outcome:
-    """Compiles the training step of a phase for devices that need not be there.
+    """Compiles the training step of a phase for devices that need not exist.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refuses.
@@ -309,16 +309,16 @@ def compile_step(
     state = step.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     compiled = lower_step(experiment, number, mesh, state).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    assert text is not None and memory is not None  # a TPU's compiler gives both
+    assert text is not None and memory is not None  # a TPU's compiler returns both
     module = hlo.parse(text)
     program = schedule.read(module, bundles.reader(dump))
     peak, code = memory.peak_memory_in_bytes, memory.generated_code_size_in_bytes
-    # Further programs are loaded with it, and one of them runs.
-    for other, held in _other_programs(experiment, number, mesh, state):
-        needed = other.compile().memory_analysis()
-        assert needed is not None
-        peak = max(peak, needed.peak_memory_in_bytes + held)
-        code += needed.generated_code_size_in_bytes
+    # The code of all programs is loaded; one of the programs runs at a time.
+    for other, held_bytes in _other_programs(experiment, number, mesh, state):
+        analysis = other.compile().memory_analysis()
+        assert analysis is not None
+        peak = max(peak, analysis.peak_memory_in_bytes + held_bytes)
+        code += analysis.generated_code_size_in_bytes
     whole_batch = hlo.whole_batch_arrays(module, experiment, number, mesh_lib.batch_shards(mesh))
     return Outcome(
         kind="compiled",
@@ -348,7 +348,7 @@ def lower_step(
     train_step = step.make_train_step(spec, experiment.total_steps, compiler_options)
     window = jax.eval_shape(lambda: step.empty_window(objective_lib.metric_names(experiment)))
     window = _with_sharding(window, mesh_lib.replicated(mesh))
-    # What jax compiles has `lower`, too; its type for that does not say what a call returns.
+    # Functions compiled by jax have `lower`, which the type of `train_step` does not declare.
     lowerable = cast(jax.stages.Wrapped, train_step)
     return lowerable.lower(state, window, *_batch_and_key(experiment, number, mesh))
 
@@ -365,7 +365,7 @@ def _spec(experiment: Experiment, number: int, mesh: jax.sharding.Mesh) -> step.
 def _other_programs(
     experiment: Experiment, number: int, mesh: jax.sharding.Mesh, state: step.State
 ) -> Iterator[tuple[jax.stages.Lowered, int]]:
-    """Yields what runs in place of a step or before it, and bytes of a device held meanwhile."""
+    """Yields programs that run instead of a step or before it, and bytes held during their run."""
     run = experiment.run
     if run.check_every:
         options = step.self_checks(mesh_lib.device_kind(mesh))
@@ -373,11 +373,11 @@ def _other_programs(
     if run.replay_every:
         replay = cast(jax.stages.Wrapped, step.make_fingerprints(_spec(experiment, number, mesh)))
         batch, key = _batch_and_key(experiment, number, mesh)
-        given = state["params"], None, state["step"], batch, key, batch
-        others = jax.tree.leaves({name: state[name] for name in state if name != "params"})
+        arguments = state["params"], None, state["step"], batch, key, batch
+        held = jax.tree.leaves({name: state[name] for name in state if name != "params"})
         yield (
-            replay.lower(*given),
-            sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in others),
+            replay.lower(*arguments),
+            sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in held),
         )
 
 
@@ -391,7 +391,7 @@ def _batch_and_key(experiment: Experiment, number: int, mesh: jax.sharding.Mesh)
 
 
 def parameter_table(params: Any) -> list[str]:
-    """Returns a line for each parameter: path, shape, dtype, shape of what one device holds."""
+    """Returns a line for each parameter: path, shape, dtype, shape of one device's shard."""
     return [
         f"{path_of(path)} {list(leaf.shape)} {leaf.dtype}, on a device "
         f"{list(leaf.sharding.shard_shape(leaf.shape))}"
@@ -406,9 +406,9 @@ def _with_sharding(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 def failure(message: str) -> Outcome:
-    """Returns the outcome for what the compiler says when it refuses.
+    """Returns the outcome for an error message of the compiler.
 
-    A program that wants too much memory gives `wanted` and `available`, if the message has them.
+    If a program needs too much memory, `wanted` and `available` are read from the message.
     """
     line = message.strip().split("\n")[0]
     if not line.startswith("RESOURCE_EXHAUSTED"):

@@ -1,9 +1,9 @@
-"""Estimates how long a step takes from what its program does, term by term.
+"""Estimates the time of a step from its program, term by term.
 
-Nothing here was measured on a TPU. A step is followed along its schedule. Work and kernels take
-their time; a transfer begins when its links are free, the links of an axis serving one after the
-other; what waits for a transfer waits until it has arrived. So a transfer costs only the wait that
-work and kernels in between leave, and each stretch of work hides one transfer a link, not several.
+Nothing here was measured on a TPU. The estimate follows the schedule of a step. A transfer begins
+when its links are free; the links of an axis serve one transfer at a time. What needs a transfer
+waits for its arrival. So a transfer costs only the wait that remains after the work and kernels in
+between, and each stretch of work hides one transfer per link, not several.
 
     products      matrix products: the compiler's estimate, which leaves out much of what is fused
                   into one, or the cycles that it schedules, whichever is more / clock
@@ -13,15 +13,15 @@ work and kernels in between leave, and each stretch of work hides one transfer a
     kernels       the larger of cycles as the compiler schedules them / clock, and bytes / memory
                   bandwidth; of those whose cycles are not known the latter, and they are named
     random bits   bytes drawn / (RANDOM_BYTES_PER_CYCLE x cores x clock)
-    prefetch      waits for what the compiler fetches from memory, or puts there, during other work
+    prefetch      waits for transfers from or to memory during other work
     issue         ISSUE_SECONDS, an assumption, for each permutation
-    collectives   waits, less latency. A transfer takes (N-1)/N of a gather's or scatter's whole
-                  array, twice that of an all-reduce's, over the links of the axes that the group
-                  spans: both directions of each where the axis is a ring, one where it is not;
-                  a permutation takes what its slowest pair does
-    network       waits for the sums of slices, one after the other: bytes as of an all-reduce, over
-                  a chip's share of the data centre's network; and NETWORK_SECONDS, an assumption,
-                  for each of two ways
+    collectives   waits, less latency. A transfer moves (N-1)/N of the whole array of a gather or
+                  scatter, twice as much for an all-reduce, over the links of the axes that the
+                  group spans: in both directions if the axis is a ring, else in one; a permutation
+                  takes as long as its slowest pair
+    network       waits for the sums over slices, one after the other: bytes as for an all-reduce,
+                  over a chip's share of the data centre's network; and NETWORK_SECONDS, an
+                  assumption, for each of two ways
     latency       the last part of each wait: HOP_SECONDS, an assumption, for each chip on the way;
                   a gather over several axes at once is one ring through all chips, both ways round
 """
@@ -36,16 +36,16 @@ from bert_jax.tools.plan import work
 from bert_jax.tools.plan.schedule import SEND, Collective, Program, Step
 from bert_jax.tools.plan.topology import Topology
 
-# TPUs draw bits by an instruction of their own. The compiler schedules a register of 4,096 bytes
-# every other cycle and little besides: 1,940 bytes a cycle on v5e, 1,990 on v3.
+# TPUs draw random bits by a special instruction. The compiler schedules a register of 4,096 bytes
+# every other cycle with little else: 1,940 bytes a cycle on v5e, 1,990 on v3.
 RANDOM_BYTES_PER_CYCLE = 1950
-# "How to Scale Your Model" takes as much for the way from a chip to the next.
+# Time from a chip to the next, as in "How to Scale Your Model".
 HOP_SECONDS = 1e-6
-# A copy begins with a round to memory. The compiler charges 1.2 us for the smallest.
+# A copy begins with a round trip to memory. The compiler charges 1.2 us for the smallest copy.
 COPY_SECONDS = 1e-6
 # Time in which a core starts the transfer of a permutation and checks its end. Not published.
 ISSUE_SECONDS = 0.25e-6
-# From a chip over its host to one of another slice; nobody publishes it.
+# Time from a chip over its host to a chip of another slice. Not published.
 NETWORK_SECONDS = 50e-6
 ASSUMPTIONS = {
     "random_bytes_per_cycle": RANDOM_BYTES_PER_CYCLE,
@@ -54,23 +54,23 @@ ASSUMPTIONS = {
     "issue_seconds": ISSUE_SECONDS,
     "network_seconds": NETWORK_SECONDS,
 }
-# Among axes of the torus: the way between the cores of a chip.
+# Number of the links between the cores of a chip, next to the axes of the torus.
 WITHIN_CHIPS = -1
-# Among links: the way between a device and its memory, and the network between slices.
+# Numbers of the links between a device and its memory, and of the network between slices.
 _MEMORY, NETWORK = -2, -3
 
-# Where a device is: chip coordinates, then its number on the chip.
-Place = Sequence[int]
+# The location of a device: chip coordinates, then its number on the chip.
+Location = Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """A step's time: its terms; and what they come from."""
+    """The time of a step in terms, with waits and transfer times."""
 
-    terms: dict[str, float]  # by name, all of TERMS
-    # For each of the program's collectives, what all its runs are waited for.
+    terms: dict[str, float]  # {name: seconds}, all of TERMS
+    # For each of the program's collectives, the waits for all its runs.
     waits: tuple[float, ...]
-    busy: dict[int, float]  # for each axis, or WITHIN_CHIPS, how long its links transfer
+    busy: dict[int, float]  # {axis or WITHIN_CHIPS: transfer time of its links}
 
     @property
     def total(self) -> float:
@@ -85,17 +85,17 @@ TERMS = (
 
 
 class Cost(NamedTuple):
-    """One run of a collective: seconds, and whose links it has for itself meanwhile."""
+    """The seconds of one run of a collective, and the links that it occupies."""
 
     transfer: float
     latency: float
-    axes: frozenset[int]  # WITHIN_CHIPS among them where cores of one chip take part
+    axes: frozenset[int]  # includes WITHIN_CHIPS if several cores of a chip take part
 
 
-def estimate(program: Program, topology: Topology, places: Sequence[Place]) -> Seconds:
-    """Returns how long a step takes, term by term.
+def estimate(program: Program, topology: Topology, places: Sequence[Location]) -> Seconds:
+    """Returns the time of a step, term by term.
 
-    `places` are the devices', in the order of the mesh.
+    `places` are the locations of the devices, in the order of the mesh.
     """
     timeline = _Timeline(program, topology, places)
     timeline.run(program.schedule, 1)
@@ -107,27 +107,27 @@ def estimate(program: Program, topology: Topology, places: Sequence[Place]) -> S
 
 
 class _Timeline:
-    """Follows a schedule."""
+    """Follows a schedule, and adds up its times."""
 
-    def __init__(self, program: Program, topology: Topology, places: Sequence[Place]):
+    def __init__(self, program: Program, topology: Topology, places: Sequence[Location]):
         tpu = topology.tpu
         self.clock_hz = tpu.clock_hz
         self.bandwidth = topology.device_bandwidth
-        self.drawn = RANDOM_BYTES_PER_CYCLE * tpu.cores_per_device * tpu.clock_hz
+        self.random_bandwidth = RANDOM_BYTES_PER_CYCLE * tpu.cores_per_device * tpu.clock_hz
         self.kernels = program.kernels
         self.permutes = [bool(one.pairs) for one in program.collectives]
         self.costs = [cost(one, topology, places) for one in program.collectives]
         self.now = 0.0  # seconds since the step began
-        self.free: dict[int, float] = {}  # when the links of an axis will be
-        # By name of the start, the collective's place, or None of a fetch, and when it arrives.
+        self.free: dict[int, float] = {}  # {axis: time from which its links are free}
+        # {name of the start: (number of the collective, or None for a fetch; time of arrival)}.
         self.under_way: dict[str, tuple[int | None, float]] = {}
-        # As `Seconds` has them, each as often as it occurs.
+        # As in `Seconds`, with all repetitions.
         self.terms: dict[str, float] = collections.defaultdict(int)
         self.waits = [0.0] * len(program.collectives)
         self.busy: dict[int, float] = collections.defaultdict(int)
 
     def run(self, steps: Sequence[Step], times: float) -> None:
-        """Follows steps once that occur so often."""
+        """Follows steps once, which occur `times` times."""
         for step in steps:
             match step:
                 case "work", work.COPIES, cycles, size:
@@ -138,7 +138,7 @@ class _Timeline:
                 case "work", kind, cycles, _:
                     self._spend(kind, cycles / self.clock_hz, times)
                 case "bits", size:
-                    self._spend("random_bits", size / self.drawn, times)
+                    self._spend("random_bits", size / self.random_bandwidth, times)
                 case "kernel", number:
                     kernel = self.kernels[number]
                     self._move(kernel.bytes)
@@ -180,7 +180,7 @@ class _Timeline:
         self.terms[term] += times * seconds
 
     def _move(self, size: int) -> float:
-        """Queues bytes for the way from or to memory; returns when they have arrived."""
+        """Queues a transfer from or to memory; returns its time of arrival."""
         begin = max(self.now, self.free.get(_MEMORY, 0.0))
         self.free[_MEMORY] = begin + size / self.bandwidth
         return self.free[_MEMORY]
@@ -194,21 +194,21 @@ class _Timeline:
         self.under_way[name] = number, begin + transfer + latency
 
     def _loop(self, rounds: int, body: Sequence[Step], times: float) -> None:
-        """Follows rounds until the links are free at the start of one; all after it are alike."""
+        """Follows rounds until the links are free at the start of one; later rounds are equal."""
         while rounds > 0:
-            alike = 1 if max(self.free.values(), default=0.0) > self.now else rounds
-            began = self.now
-            self.run(body, times * alike)
-            self.now += (alike - 1) * (self.now - began)
-            rounds -= alike
+            equal = 1 if max(self.free.values(), default=0.0) > self.now else rounds
+            start = self.now
+            self.run(body, times * equal)
+            self.now += (equal - 1) * (self.now - start)
+            rounds -= equal
 
 
-def cost(collective: Collective, topology: Topology, places: Sequence[Place]) -> Cost:
-    """Returns what one run of a collective takes.
+def cost(collective: Collective, topology: Topology, places: Sequence[Location]) -> Cost:
+    """Returns the cost of one run of a collective.
 
-    Groups of the same kind work at the same time. Where they are made of one core of each chip,
-    the groups of the other cores share the links. Between the cores of one chip all links' rate
-    is assumed.
+    All groups of a collective work at the same time. If a group has one core of each chip, the
+    groups of the other cores share the links. Cores of one chip are assumed to communicate at the
+    rate of all links.
     """
     if collective.kind == SEND:
         rate = topology.tpu.network_bandwidth
@@ -229,15 +229,15 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Place]) ->
         if spanned <= 1:
             continue
         ring = spanned == length and topology.is_ring(axis)
-        # Groups of devices that are no neighbours share the links between them.
+        # Groups whose devices are not neighbours share the links between them.
         coordinates = [place[axis] for place in members]
         apart = (max(coordinates) - min(coordinates)) // (spanned - 1)
         directions += (2 if ring else 1) / apart
         hops += math.ceil(spanned / 2) if ring else apart * (spanned - 1)
         axes.add(axis)
     # One ring through all, both ways round. The compiler names no emitter of asynchronous gathers.
-    in_a_ring = collective.emitter.startswith("1D") or collective.asynchronous
-    if collective.kind == "all-gather" and len(axes) > 1 and in_a_ring:
+    is_single_ring = collective.emitter.startswith("1D") or collective.asynchronous
+    if collective.kind == "all-gather" and len(axes) > 1 and is_single_ring:
         directions, hops = 2, len(members) // 2
     cores = len({place[-1] for place in members})
     if cores > 1:
@@ -252,43 +252,43 @@ def cost(collective: Collective, topology: Topology, places: Sequence[Place]) ->
 
 
 def _network_bytes(collective: Collective, topology: Topology) -> float:
-    """Returns the bytes that a device gives to the network in one sum over slices.
+    """Returns the bytes that a device sends to the network in one sum over slices.
 
-    Each slice adds up a part for all, and gives it to all.
+    Each slice adds up one part of the array, and sends the sum to all slices.
     """
     return 2 * (topology.slices - 1) / topology.slices * collective.payload
 
 
 def network(program: Program, topology: Topology) -> dict[str, float | None]:
-    """Returns bytes that a device gives to the network in a step, and its seconds and rate."""
+    """Returns the bytes that a device sends to the network in a step, the rate and the seconds."""
     rate = topology.tpu.network_bandwidth
-    sends = [one for one in program.collectives if one.kind == SEND]
-    size = sum(one.count * _network_bytes(one, topology) for one in sends)
+    sends = [c for c in program.collectives if c.kind == SEND]
+    size = sum(send.count * _network_bytes(send, topology) for send in sends)
     return {"bytes": size, "bandwidth": rate, "busy": size / rate if rate else 0.0}
 
 
 def _permutation(
-    pairs: Sequence[tuple[int, int]], topology: Topology, places: Sequence[Place]
+    pairs: Sequence[tuple[int, int]], topology: Topology, places: Sequence[Location]
 ) -> tuple[float, int, frozenset[int]]:
-    """Returns bytes a second and hops of the slowest pair, and all axes.
+    """Returns bandwidth and hops of the slowest pair, and all axes.
 
-    A pair's data go along one axis after the other, round a ring the shorter way. All pairs send
-    at the same time, and one direction of a link serves all that go through it.
+    The data of a pair move along one axis after the other, the shorter way round a ring. All pairs
+    send at the same time, and share each direction of a link.
     """
     load: collections.Counter[tuple] = collections.Counter()
     hops = 0
     for source, target in pairs:
-        at, way = list(places[source][:-1]), 0
+        chip, distance_sum = list(places[source][:-1]), 0
         for axis, length in enumerate(topology.shape):
-            distance = places[target][axis] - at[axis]
+            distance = places[target][axis] - chip[axis]
             if topology.is_ring(axis) and 2 * abs(distance) > length:
                 distance -= length if distance > 0 else -length
             sign = 1 if distance > 0 else -1
             for _ in range(abs(distance)):
-                load[axis, sign, *at] += 1
-                at[axis] = (at[axis] + sign) % length
-            way += abs(distance)
-        hops = max(hops, way)
+                load[axis, sign, *chip] += 1
+                chip[axis] = (chip[axis] + sign) % length
+            distance_sum += abs(distance)
+        hops = max(hops, distance_sum)
     link = topology.tpu.link_bandwidth
     bandwidth = link / max(load.values()) if load else 2 * len(topology.shape) * link
     return bandwidth, hops, frozenset(key[0] for key in load) or frozenset({WITHIN_CHIPS})

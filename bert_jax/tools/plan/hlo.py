@@ -1,8 +1,8 @@
-"""The text of a compiled module (HLO), parsed.
+"""Parses the text of a compiled module (HLO).
 
-Computations, one of them the entry; instructions in the order in which they run; for each
-operation of a TPU program that the compiler has an opinion about, `estimated_cycles`.
-`whole_batch_arrays` looks for what a step sharded over a pod must not do.
+A module has computations, one of which is the entry; a computation has instructions in execution
+order. Operations of a TPU program may have the compiler's `estimated_cycles`. `whole_batch_arrays`
+finds arrays that a step sharded over a pod must not have.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import re
 from bert_jax.config import Experiment
 from bert_jax.model.encoder import padded_vocab_size
 
-# Arrays that `whole_batch_arrays` names; a mistake makes hundreds.
+# Maximum number of arrays that `whole_batch_arrays` returns; a mistake causes hundreds.
 _SHOWN = 4
 
 _BITS = {
@@ -34,11 +34,11 @@ class Instruction:
     """A line of a computation."""
 
     name: str  # unique in its computation
-    opcode: str  # what it does: fusion, while, all-reduce-start
-    type: str  # of the result, a tuple in parentheses; layouts included
+    opcode: str  # such as fusion, while, all-reduce-start
+    type: str  # type of the result with layouts; a tuple in parentheses
     operands: tuple[str, ...]  # names of instructions
-    argument: str  # what stands in the parentheses of a constant or parameter
-    attributes: str  # all that follows
+    argument: str  # the text in the parentheses, such as the value of a constant
+    attributes: str  # the text after the parentheses
 
     @property
     def bytes(self) -> int:
@@ -52,19 +52,19 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """Returns what a custom call calls; "" for other instructions."""
+        """The target of a custom call; "" for other instructions."""
         match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
     @property
     def estimated_cycles(self) -> int:
-        """The compiler's estimate; 0 where it has none."""
+        """The compiler's estimate; 0 if there is none."""
         match = re.search(r'"estimated_cycles":"?(\d+)', self.attributes)
         return int(match[1]) if match else 0
 
 
 class Computation:
-    """Instructions in their order; the last that is marked so is the root."""
+    """Instructions in order; the last one marked as root is the root."""
 
     def __init__(self) -> None:
         self.instructions: list[Instruction] = []
@@ -110,7 +110,7 @@ def parse(text: str) -> Module:
 
 
 def _instruction(name: str, rest: str) -> Instruction:
-    # A tuple's type holds parentheses of its own, and so do layouts; neither holds " word(".
+    # Types of tuples and layouts contain parentheses, but no " word(".
     opcode = _OPCODE.search(rest)
     if opcode is None:
         raise ValueError(f"instruction {name}: no operation in {rest[:80]!r}")
@@ -140,26 +140,26 @@ def type_bytes(type_: str) -> int:
     return sum(math.prod(sizes) * _BITS[kind] // 8 for kind, sizes in arrays(type_))
 
 
-# --- what it must not do ---
+# --- arrays of the whole batch ---
 
 
 def whole_batch_arrays(
     module: Module, experiment: Experiment, number: int, shards: int
 ) -> list[str] | None:
-    """Returns arrays of one device's program that hold a position of every row of the batch.
+    """Returns arrays of one device's program that have entries for every row of the batch.
 
-    Random bits that every device draws for all rows are such: they make a step slower the larger
-    the pod is.
+    An example are random bits that every device draws for all rows: they make a step slower on a
+    larger pod.
 
     Args:
-      module: of one device.
-      experiment: what it was compiled from.
-      number: of the phase.
-      shards: into which the batch is cut.
+      module: the module of one device.
+      experiment: the experiment of the module.
+      number: number of the phase.
+      shards: number of parts into which the batch is divided.
 
     Returns:
-      The first few, as type and dimensions; None if they cannot be recognised, because the batch
-      is as large as something else, or is not cut.
+      The first few, as type and dimensions; None if they cannot be recognised, because another
+      dimension has the size of the batch, or because the batch is not divided.
     """
     phase, model = experiment.phases[number], experiment.model
     rows, length = phase.batch_size, phase.sequence_length

@@ -1,4 +1,4 @@
-"""`bert-jax plan`: a plan as JSON, what was compiled, what it takes and costs; and as lines."""
+"""`bert-jax plan`: makes a plan as JSON (outcomes, memory, times, costs), and formats its lines."""
 
 import collections
 import dataclasses
@@ -24,13 +24,13 @@ from bert_jax.training.collectives import method_of
 
 FORMAT_VERSION = 3
 
-# From what keeps most on a device to what keeps least.
+# From most to least memory of a device.
 STATES = ("replicated", "zero1", "zero3")
 REMATS = ("none", "dots", "full")
 # Number of layouts shown after a search.
 BEST = 3
-# With fewer positions at once the matrix units are half empty; with so many, what a layer works on
-# stays in a chip's fast memory.
+# Tokens of a good micro-batch: with fewer the matrix units are partly idle; with so many a layer's
+# data stay in a chip's fast memory.
 _GOOD_TOKENS = 2048
 _GIB = 2**30
 
@@ -45,9 +45,9 @@ def make_plan(
     mode: Literal["plan", "search"],
     price_per_chip_hour: float | None,
 ) -> Entry:
-    """Compiles every phase for every slice; where one does not fit, looks for what helps.
+    """Compiles every phase for every slice; searches remedies for phases that do not fit.
 
-    `search` ranks layouts on each slice instead, and so finds what fits.
+    With `search`, ranks layouts on each slice instead of remedies.
     """
     numbers = range(len(experiment.phases))
     jobs = [
@@ -56,8 +56,8 @@ def make_plan(
     outcomes = iter(compile_lib.compile_all(jobs, _log_progress))
     slices = []
     for topology in topologies:
-        mine = [next(outcomes) for _ in numbers]
-        entry = _slice_entry(experiment, topology, mine, price_per_chip_hour)
+        of_slice = [next(outcomes) for _ in numbers]
+        entry = _slice_entry(experiment, topology, of_slice, price_per_chip_hour)
         if mode == "search":
             entry["search"] = _search(experiment, topology)
         else:
@@ -79,7 +79,7 @@ def make_plan(
 # --- other layouts ---
 
 
-def _planned(
+def _compile_layouts(
     experiment: Experiment, number: int, topology: Topology, layouts: Iterable[Layout]
 ) -> list[tuple[Layout, Entry]]:
     """Compiles a phase in each layout that the experiment allows; returns the phase's entries."""
@@ -87,7 +87,7 @@ def _planned(
     for layout in dict.fromkeys(layouts):
         try:
             jobs[layout] = CompileJob(with_layout(experiment, number, layout), number, topology)
-        except InputError:  # a recipe of reference replicas has no zero3
+        except InputError:  # reference replicas do not allow zero3
             continue
     outcomes = compile_lib.compile_all(list(jobs.values()), _log_progress, "return")
     return [
@@ -97,79 +97,79 @@ def _planned(
 
 
 def _search(experiment: Experiment, topology: Topology) -> Entry:
-    """Ranks ways to hold the state and the backward pass by the hours of the recipe.
+    """Ranks combinations of parallelism.state and parallelism.remat by the hours of the recipe.
 
-    Each phase is compiled with the experiment's micro-batches, and with those nearest to 2,048
-    positions on a device; the faster counts.
+    Each phase is compiled with the experiment's micro-batches, and with micro-batches nearest to
+    2,048 tokens on a device; the faster one counts.
 
     Returns:
-      `ranked`, settings, hours and peak bytes of a device, the best first; of the layouts of single
-      phases, how many were `compiled`, and of these `unfit`.
+      `ranked`: settings, hours and peak bytes of a device, best first; `compiled`: number of
+      compiled layouts of single phases; `unfit`: number of these that do not fit.
     """
-    ways = list(itertools.product(STATES, REMATS))
+    combinations = list(itertools.product(STATES, REMATS))
     outcomes, phases = [], []
     for number, phase in enumerate(experiment.phases):
         rows = max(phase.batch_size // shards_of(experiment, topology), 1)
         powers = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
-        wanted = rows * phase.sequence_length / _GOOD_TOKENS
-        good = min(powers, key=lambda count, wanted=wanted: abs(math.log(count / wanted)))
-        own = experiment.parallelism.accumulation_of(number)
-        layouts = [Layout(*way, count) for way in ways for count in (own, good)]
-        layouts.append(Layout(*ways[-1], powers[-1]))  # what keeps least
+        ideal = rows * phase.sequence_length / _GOOD_TOKENS
+        good = min(powers, key=lambda count, ideal=ideal: abs(math.log(count / ideal)))
+        current = experiment.parallelism.accumulation_of(number)
+        layouts = [Layout(*pair, count) for pair in combinations for count in (current, good)]
+        layouts.append(Layout(*combinations[-1], powers[-1]))  # the least memory
         fastest = {}
-        for layout, entry in _planned(experiment, number, topology, layouts):
+        for layout, entry in _compile_layouts(experiment, number, topology, layouts):
             outcomes.append(entry["outcome"])
             if entry["outcome"] == "compiled":
-                one = entry["hours"], layout.accumulation, entry["memory"]["peak"]
-                fastest[layout[:2]] = min(one, fastest.get(layout[:2], one))
+                result = entry["hours"], layout.accumulation, entry["memory"]["peak"]
+                fastest[layout[:2]] = min(result, fastest.get(layout[:2], result))
         phases.append(fastest)
     ranked = []
-    for way in ways:
-        if all(way in fastest for fastest in phases):
-            hours, counts, peaks = zip(*(fastest[way] for fastest in phases), strict=True)
-            words = zip(Layout._fields, (*way, ",".join(map(str, counts))), strict=True)
-            settings = [f"parallelism.{name}={word}" for name, word in words]
+    for pair in combinations:
+        if all(pair in fastest for fastest in phases):
+            hours, counts, peaks = zip(*(fastest[pair] for fastest in phases), strict=True)
+            values = zip(Layout._fields, (*pair, ",".join(map(str, counts))), strict=True)
+            settings = [f"parallelism.{name}={value}" for name, value in values]
             ranked.append({"settings": settings, "hours": sum(hours), "peak": max(peaks)})
     return {
         "compiled": len(outcomes),
         "unfit": len(outcomes) - outcomes.count("compiled"),
-        "ranked": sorted(ranked, key=lambda one: one["hours"])[:BEST],
+        "ranked": sorted(ranked, key=lambda entry: entry["hours"])[:BEST],
     }
 
 
 def _remedies(experiment: Experiment, number: int, topology: Topology) -> list[str]:
-    """Compiles a phase with one setting changed, for each that saves memory; then with all.
+    """Compiles a phase with each single change that saves memory; if none fits, with all of them.
 
     Returns:
-      A line for each that fits, or one that says that none does.
+      A line for each layout that fits, or a line that none does.
     """
     now = layout_of(experiment, number)
     rows = max(experiment.phases[number].batch_size // shards_of(experiment, topology), 1)
     doubled = (now.accumulation << n for n in range(1, rows.bit_length()))
     smaller = [
-        *(now._replace(remat=word) for word in REMATS[REMATS.index(now.remat) + 1 :]),
-        *(now._replace(state=word) for word in STATES[STATES.index(now.state) + 1 :]),
+        *(now._replace(remat=remat) for remat in REMATS[REMATS.index(now.remat) + 1 :]),
+        *(now._replace(state=state) for state in STATES[STATES.index(now.state) + 1 :]),
         *(now._replace(accumulation=count) for count in doubled if rows % count == 0),
     ]
     for layouts in (smaller, [Layout(STATES[-1], REMATS[-1], rows)]):
-        tried = _planned(experiment, number, topology, layouts)
-        fitting = [(layout, entry) for layout, entry in tried if entry["outcome"] == "compiled"]
+        entries = _compile_layouts(experiment, number, topology, layouts)
+        fitting = [(layout, entry) for layout, entry in entries if entry["outcome"] == "compiled"]
         if fitting:
             return [
-                f"fits with {_changed(experiment, number, layout)}: "
+                f"fits with {_changed_settings(experiment, number, layout)}: "
                 f"{entry['memory']['peak'] / _GIB:.2f} GiB"
                 for layout, entry in fitting
             ]
     return ["no remat, accumulation or sharding of the state makes it fit: take more chips"]
 
 
-def _changed(experiment: Experiment, number: int, layout: Layout) -> str:
-    """Returns the settings that a layout changes, as `--set` takes them."""
-    # Micro-batches of every phase: one number would be for all of them.
-    parts = with_layout(experiment, number, layout).parallelism.accumulation
-    words = layout._asdict() | {"accumulation": ",".join(map(str, parts))}
+def _changed_settings(experiment: Experiment, number: int, layout: Layout) -> str:
+    """Returns the settings that a layout changes, in the form of `--set`."""
+    # The micro-batches of every phase are listed, since a single number would apply to all.
+    counts = with_layout(experiment, number, layout).parallelism.accumulation
+    values = layout._asdict() | {"accumulation": ",".join(map(str, counts))}
     return ", ".join(
-        f"parallelism.{name}={words[name]}"
+        f"parallelism.{name}={values[name]}"
         for name, now in layout_of(experiment, number)._asdict().items()
         if now != getattr(layout, name)
     )
@@ -179,7 +179,7 @@ def _changed(experiment: Experiment, number: int, layout: Layout) -> str:
 
 
 def config_sha256(experiment: Experiment) -> str:
-    """Returns a hash of all that a plan follows from: the experiment except its `run`."""
+    """Returns a hash of everything that determines a plan: the experiment except its `run`."""
     fields = json.loads(config.to_json(experiment))
     del fields["run"]
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
@@ -191,7 +191,7 @@ def _slice_entry(
     outcomes: Sequence[Outcome],
     price_per_chip_hour: float | None,
 ) -> Entry:
-    """Returns the entry of one slice, of the outcomes of all phases there."""
+    """Returns the entry of one slice, from the outcomes of all phases."""
     method = method_of(topology.tpu.kind, topology.slices)
     phases = [phase_entry(experiment, n, topology, outcome) for n, outcome in enumerate(outcomes)]
     hours = [entry["hours"] for entry in phases]
@@ -217,7 +217,7 @@ def _slice_entry(
 def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome: Outcome) -> Entry:
     """Returns the entry of one phase on one slice; times in seconds, sizes in bytes of a device.
 
-    What is not known, because it was not compiled, is None.
+    If it was not compiled, only its layout and outcome are known.
     """
     phase = experiment.phases[number]
     entry: Entry = {
@@ -240,11 +240,11 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
     seconds = estimate.estimate(program, topology, outcome.places)
     published_rate = topology.tpu.published_link_bandwidth
     tpu = dataclasses.replace(topology.tpu, link_bandwidth=published_rate)
-    faster = dataclasses.replace(topology, tpu=tpu)
-    at_published = estimate.estimate(program, faster, outcome.places)
+    published = dataclasses.replace(topology, tpu=tpu)
+    at_published = estimate.estimate(program, published, outcome.places)
     waits: dict[str, float] = collections.defaultdict(float)  # by kind
-    for wait, one in zip(seconds.waits, program.collectives, strict=True):
-        waits[one.kind] += wait
+    for wait, collective in zip(seconds.waits, program.collectives, strict=True):
+        waits[collective.kind] += wait
     model_flops = flops.phase_flops(experiment.model, phase)
     peak = topology.peak_flops(experiment.model.compute_dtype)
     return entry | {
@@ -283,18 +283,18 @@ def phase_entry(experiment: Experiment, number: int, topology: Topology, outcome
 
 
 def _collectives_by_kind(program: Program) -> list[Entry]:
-    """Returns by kind: how many a step, bytes of their whole arrays, the share that is covered."""
+    """Returns for each kind the number per step, bytes of whole arrays, and asynchronous share."""
     entries = []
     for kind in dict.fromkeys(c.kind for c in program.collectives):
-        mine = [c for c in program.collectives if c.kind == kind]
-        size = sum(c.count * c.payload for c in mine)
-        covered = sum(c.count * c.payload for c in mine if c.asynchronous)
+        same_kind = [c for c in program.collectives if c.kind == kind]
+        size = sum(c.count * c.payload for c in same_kind)
+        asynchronous = sum(c.count * c.payload for c in same_kind if c.asynchronous)
         entries.append(
             {
                 "kind": kind,
-                "count": sum(c.count for c in mine),
+                "count": sum(c.count for c in same_kind),
                 "bytes": size,
-                "asynchronous_share": covered / size if size else 0.0,
+                "asynchronous_share": asynchronous / size if size else 0.0,
             }
         )
     return entries
@@ -333,9 +333,9 @@ def _slice_lines(entry: Entry) -> Iterator[str]:
             f"  search: of {search['compiled']} layouts of a phase {search['unfit']} do not fit; "
             f"the best:{'' if search['ranked'] else ' none'}"
         )
-        for one in search["ranked"]:
-            settings = " ".join(f"--set {setting}" for setting in one["settings"])
-            yield f"    {one['hours']:8,.1f} hours, {one['peak'] / _GIB:.2f} GiB: {settings}"
+        for ranked in search["ranked"]:
+            settings = " ".join(f"--set {setting}" for setting in ranked["settings"])
+            yield f"    {ranked['hours']:8,.1f} hours, {ranked['peak'] / _GIB:.2f} GiB: {settings}"
 
 
 def _phase_lines(phase: Entry, entry: Entry) -> Iterator[str]:
@@ -361,10 +361,10 @@ def _phase_lines(phase: Entry, entry: Entry) -> Iterator[str]:
     most = f"{peak:.2f} of {entry['device_memory'] / _GIB:g} GiB a device{chip}"
     yield f"    fits: at most {most}: {parts}"
     yield from _time_lines(phase)
-    for one in phase["collectives"]:
+    for summary in phase["collectives"]:
         yield (
-            f"    {one['kind']}: {one['count']} a step, {one['bytes'] / 1e6:,.1f} MB, "
-            f"{100 * one['asynchronous_share']:.0f} % of it during other work"
+            f"    {summary['kind']}: {summary['count']} a step, {summary['bytes'] / 1e6:,.1f} MB, "
+            f"{100 * summary['asynchronous_share']:.0f} % of it during other work"
         )
     yield from _check_lines(phase["checks"])
 

@@ -1,4 +1,4 @@
-"""Names of TPU slices like v5e:8x8 and 4*v5e:8x8, what follows from them, and layouts of steps."""
+"""TPU slices, with names like v5e:8x8 and 4*v5e:8x8, and layouts of training steps."""
 
 import dataclasses
 import math
@@ -11,11 +11,11 @@ from bert_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice of a TPU pod, or several that the data centre's network joins."""
+    """A slice of a TPU pod, or several slices joined by the data centre's network."""
 
-    name: str  # as it is asked for, v5e:8x8
+    name: str  # such as v5e:8x8
     shape: tuple[int, ...]  # chips along each axis of the torus of one slice
-    tpu: hardware.Tpu  # what its chips can do
+    tpu: hardware.Tpu  # facts about its chips
     slices: int = 1
 
     @property
@@ -25,12 +25,12 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """Returns how many chips are rented."""
+        """Returns the number of chips."""
         return math.prod(self.shape) * self.slices
 
     @property
     def devices(self) -> int:
-        """Returns how many devices jax sees: on v2 and v3 a chip is two."""
+        """Returns the number of devices in jax: a chip of v2 or v3 is two devices."""
         return self.chips * self.tpu.devices_per_chip
 
     @property
@@ -48,28 +48,28 @@ class Topology:
         return hardware.PEAK_FLOPS[self.tpu.kind][compute_dtype] * self.devices
 
     def is_ring(self, axis: int) -> bool:
-        """Returns whether the axis is closed, its last chip linked to its first."""
+        """Returns whether the axis is a ring: its last chip is linked to its first."""
         if self.tpu.ring == "cubes":
             return all(length % 4 == 0 for length in self.shape)
         return self.shape[axis] == self.tpu.ring
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """Returns what the compiler needs to know next to the name."""
+        """Returns the options that the compiler needs in addition to the name."""
         options: dict[str, Any] = {"num_slices": self.slices} if self.slices > 1 else {}
         if self.chips == self.slices:
             options["chips_per_host_bounds"] = [1, 1, 1]
         if self.name.startswith("v4:"):
-            # As on a rented v4: the two cores of a chip are one device. Left to itself the
-            # compiler takes them for two.
+            # On a v4 the two cores of a chip are one device. By default the compiler takes them
+            # for two.
             options["chip_config_name"] = "megacore"
         return options
 
 
 def parse(name: str) -> Topology:
-    """Returns the slice of a name like v5e:8x8, or the slices of one like 4*v5e:8x8."""
-    count, several, one = name.rpartition("*")
-    generation, _, shape = one.partition(":")
+    """Returns the slice named like v5e:8x8, or the slices named like 4*v5e:8x8."""
+    count, star, slice_name = name.rpartition("*")
+    generation, _, shape = slice_name.partition(":")
     if generation not in hardware.TPUS:
         known = "; ".join(f"{word}: {', '.join(tpu.slices)}" for word, tpu in hardware.TPUS.items())
         raise InputError(f"--topology {name}: unknown; write v5e:8x8 or the like, of {known}")
@@ -80,7 +80,7 @@ def parse(name: str) -> Topology:
             + ", ".join(f"{generation}:{known}" for known in tpu.slices)
         )
     slices = int(count) if count.isdecimal() else 0
-    if several and (slices < 2 or tpu.network_bandwidth is None):
+    if star and (slices < 2 or tpu.network_bandwidth is None):
         joined = [word for word, tpu in hardware.TPUS.items() if tpu.network_bandwidth]
         raise InputError(
             f"--topology {name}: write 2*v5e:8x8 or the like for several slices, of "
@@ -95,7 +95,7 @@ def parse_list(names: str) -> list[Topology]:
 
 
 class Layout(NamedTuple):
-    """The layout of one phase over devices: values of the fields of `parallelism`."""
+    """The layout of one phase over devices, as fields of `parallelism`."""
 
     state: str
     remat: str
@@ -121,5 +121,5 @@ def with_layout(experiment: Experiment, phase: int, layout: Layout) -> Experimen
 
 
 def shards_of(experiment: Experiment, topology: Topology) -> int:
-    """Returns into how many parts the batch is cut: devices that share rows count once."""
+    """Returns the number of parts of the batch: devices that share rows count once."""
     return max(topology.devices // experiment.parallelism.tensor, 1)

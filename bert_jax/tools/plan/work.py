@@ -1,6 +1,6 @@
-"""What one operation of a TPU's program is: a matrix product, a copy, or something else.
+"""Classifies operations of a TPU's program: matrix products, copies, and others.
 
-What it is decides how its time is estimated (see `estimate`).
+The time of an operation is estimated according to its kind (see `estimate`).
 """
 
 import re
@@ -8,48 +8,48 @@ from collections.abc import Hashable, Iterator
 
 from bert_jax.tools.plan.hlo import Computation, Instruction, Module, type_bytes
 
-# Matrix products, with all that is fused into them; what moves bytes of the device's memory (HBM)
-# and computes nothing; all else.
+# Matrix products, with everything fused into them; operations that only move bytes of the device's
+# memory (HBM); all other operations.
 KINDS = PRODUCTS, COPIES, OTHER = "products", "copies", "other"
 
 _MULTIPLY = {"convolution", "dot"}
-# They move nothing, or move and compute nothing.
+# Opcodes that compute nothing.
 _MOVE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "fusion", "copy"}
 _MOVE |= {"convert", "reduce-precision", "reshape", "transpose", "broadcast", "concatenate", "pad"}
 _PARTS, _INTO = ("slice", "dynamic-slice", "gather"), "dynamic-update-slice"
 _MOVE |= {"slice", "dynamic-slice", _INTO}
-# An array, with its layout; one in the memory of the chip itself (VMEM), which the layout says.
+# An array with its layout; an array whose layout shows that it is in the chip's own memory (VMEM).
 _ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
 _ON_CHIP = re.compile(r"\w+\[[\d,]*\]\{[^}]*S\([1-9]\)[^}]*\}")
 _CALLS = ("calls", "to_apply")
-# What differs between operations that are scheduled alike.
+# Attributes that may differ between operations with the same schedule.
 _INCIDENTAL = re.compile(
     r"(?:metadata|frontend_attributes)=\{[^}]*\}|backend_config=.*|%[\w.\-]+"
-    r"|channel_id=\d+|replica_groups=\S+"  # of a collective that is carried on in it
+    r"|channel_id=\d+|replica_groups=\S+"  # of a collective that the operation continues
 )
 
 
 def is_product(module: Module, instruction: Instruction) -> bool:
     """Returns whether an instruction multiplies matrices, alone or in a fusion."""
-    return any(one.opcode in _MULTIPLY for one in _performed(module, instruction))
+    return any(instr.opcode in _MULTIPLY for instr in _walk(module, instruction))
 
 
 def is_copy(module: Module, instruction: Instruction) -> bool:
-    """Returns whether an instruction moves bytes, and computes no more than places of parts."""
-    done = _performed(module, instruction)
-    return all(one.opcode in _MOVE or re.match(r"\w+\[\]", one.type) for one in done)
+    """Returns whether an instruction moves bytes, and computes at most offsets of parts."""
+    instructions = _walk(module, instruction)
+    return all(i.opcode in _MOVE or re.match(r"\w+\[\]", i.type) for i in instructions)
 
 
-def _performed(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """Yields an instruction, and what it holds if it is a fusion."""
+def _walk(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+    """Yields an instruction, and recursively the instructions of a fusion."""
     yield instruction
     if instruction.opcode == "fusion":
-        for one in module.computations[instruction.callee("calls") or ""].instructions:
-            yield from _performed(module, one)
+        for inner in module.computations[instruction.callee("calls") or ""].instructions:
+            yield from _walk(module, inner)
 
 
 def memory_bytes(type_: str) -> int:
-    """Returns the bytes of those arrays of a type that lie in the device's memory."""
+    """Returns the bytes of those arrays of a type that are in the device's memory."""
     return type_bytes(_ON_CHIP.sub("", type_))
 
 
@@ -63,21 +63,21 @@ def copy_bytes(copy: Instruction, inside: Computation) -> int:
         read = (memory_bytes(inside.lookup[name].type) for name in copy.operands[:1])
         return memory_bytes(copy.type) + min(*read, copy.bytes if copy.opcode in _PARTS else 2**63)
     root = inside.root
-    made = [inside.lookup[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    results = [inside.lookup[name] for name in root.operands] if root.opcode == "tuple" else [root]
     written = 0
-    for one, type_ in zip(made, _ARRAY.findall(copy.type), strict=True):
-        while one.opcode == "bitcast":
-            one = inside.lookup[one.operands[0]]
-        if one.opcode == _INTO and memory_bytes(type_):
-            written += inside.lookup[one.operands[1]].bytes
+    for result, type_ in zip(results, _ARRAY.findall(copy.type), strict=True):
+        while result.opcode == "bitcast":
+            result = inside.lookup[result.operands[0]]
+        if result.opcode == _INTO and memory_bytes(type_):
+            written += inside.lookup[result.operands[1]].bytes
         else:
             written += memory_bytes(type_)
-    given = (one for one in inside.instructions if one.opcode == "parameter")
-    return written + sum(min(memory_bytes(one.type), _bytes_read(one, inside)) for one in given)
+    params = (instr for instr in inside.instructions if instr.opcode == "parameter")
+    return written + sum(min(memory_bytes(p.type), _bytes_read(p, inside)) for p in params)
 
 
 def _bytes_read(array: Instruction, inside: Computation) -> int:
-    """Returns how many bytes of an array are read, those of whole arrays or of their parts."""
+    """Returns the bytes that are read of an array; less than its size if only parts are read."""
     size = 0
     for user in inside.instructions:
         if array.name not in user.operands:
@@ -92,19 +92,19 @@ def _bytes_read(array: Instruction, inside: Computation) -> int:
 
 
 def fetch_bytes(start: Instruction) -> int:
-    """Returns the bytes that go from or to the device's memory while other work goes on.
+    """Returns the bytes of an asynchronous transfer from or to the device's memory.
 
-    `start` is a copy-start or a slice-start, whose result holds both arrays; the smaller one is
-    what moves.
+    `start` is a copy-start or a slice-start, whose result has both arrays; the smaller one is
+    moved.
     """
     sizes = [type_bytes(type_) for type_ in _ARRAY.findall(start.type)[:2]]
     return min(sizes)
 
 
 def identity(module: Module, instruction: Instruction, computation: Computation) -> Hashable:
-    """Returns what the compiler knows an operation by: it schedules equal ones but once.
+    """Returns the identity of an operation: the compiler schedules equal operations only once.
 
-    What it does, then the types of its result and its operands.
+    The identity consists of the contents and the types of the result and the operands.
     """
     if instruction.opcode == "fusion":
         return _contents(module, instruction.callee("calls") or ""), instruction.type
@@ -114,16 +114,16 @@ def identity(module: Module, instruction: Instruction, computation: Computation)
 
 
 def _contents(module: Module, name: str) -> Hashable:
-    """Returns what a computation does, whatever its instructions are called."""
+    """Returns a description of a computation that does not depend on instructions' names."""
     instructions = module.computations[name].instructions
-    places = {one.name: place for place, one in enumerate(instructions)}
+    indices = {instr.name: index for index, instr in enumerate(instructions)}
     return tuple(
         (
-            one.opcode,
-            one.type,
-            tuple(places[operand] for operand in one.operands) or one.argument,
-            _INCIDENTAL.sub("", one.attributes),
-            *(_contents(module, callee) for callee in map(one.callee, _CALLS) if callee),
+            instr.opcode,
+            instr.type,
+            tuple(indices[operand] for operand in instr.operands) or instr.argument,
+            _INCIDENTAL.sub("", instr.attributes),
+            *(_contents(module, callee) for callee in map(instr.callee, _CALLS) if callee),
         )
-        for one in instructions
+        for instr in instructions
     )

@@ -275,8 +275,8 @@ class ResumedRun:
             differences.append(f"the newest checkpoint is of step {saved}, not of {self._least}")
         steps = [e.step for e in executions]
         if steps and steps[0] != saved:
-            found = f"resumed from step {steps[0]}, but the newest checkpoint is of {saved}"
-            differences.append(found)
+            message = f"resumed from step {steps[0]}, but the newest checkpoint is of {saved}"
+            differences.append(message)
         for before, after in itertools.pairwise(steps):
             if after > before + 1:
                 differences.append(f"step {after} came after step {before}")

@@ -90,7 +90,7 @@ def forget():
 def test_a_broken_rule_is_noticed(part, owner, name, wrong, rule, monkeypatch):
     monkeypatch.setattr(owner, name, wrong)
     forget()  # else a step would be found that was made before
-    checked = next(each for each in part.check() if rule in each.says)
+    checked = next(each for each in part.check() if rule in each.rule)
     forget()
     assert not checked.holds, checked.line("measured")
 

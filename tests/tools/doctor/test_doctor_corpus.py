@@ -148,7 +148,7 @@ def test_a_tokenizer_that_lowers_by_itself_is_not_asked_for_another_case():
     kind = Corpus(sources=("text:x",), tokenizer_kind="unigram")
     tok = trained.train(counted, 200, kind)
     train = stream.make_stream([[[*tok.encode("aab "), tok.unk_id]]])
-    (found,) = examined._vocabulary(train, tok)
+    (found,) = examined._check_vocabulary(train, tok)
     assert found.rule is examined.UNKNOWN
 
 
@@ -197,11 +197,11 @@ def test_shared_sentences_are_found_wherever_they_stand():
         lambda at: str(at),
     )
     assert found.severity == "problem"
-    assert found.what.startswith("25% of held-out sentences")
+    assert found.message.startswith("25% of held-out sentences")
     assert found.example == f'validation document 0: "{7 * 15}"'
 
 
 def test_a_large_corpus_is_planned_by_a_sample(tmp_path, monkeypatch):
     monkeypatch.setattr(examined, "_ROWS", 300)
     (found,) = problems(sentences_as_long_as_an_example(tmp_path))
-    assert found.what.endswith("at length 128 (in a sample of 300 rows)")
+    assert found.message.endswith("at length 128 (in a sample of 300 rows)")

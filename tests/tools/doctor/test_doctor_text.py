@@ -301,7 +301,7 @@ def test_all_refused_files_are_counted_by_their_reasons(tmp_path):
     found = [one for one in examine(folder) if one.rule is text.REFUSED]
     assert len(found) == len(bad)
     for one, (name, (_, _, count)) in zip(found, bad.items(), strict=True):
-        assert f"{count} file" in one.what and f"{name}0" in one.example
+        assert f"{count} file" in one.message and f"{name}0" in one.example
         named = min(count, 9)
         assert sum(f"{name}{number}." in one.example for number in range(count)) == named
         assert (f"{count - named} more" in one.example) == (count > named)
@@ -315,7 +315,7 @@ def test_rare_reasons_are_counted_together(tmp_path):
     for number, line in enumerate(("3", "[]", "null", "true", '"x"', "{}", '{"text": {}}')):
         (folder / f"{number + 10}.jsonl").write_text(line)
     found = text.examine(Corpus(sources=(f"jsonl:{folder}",)))
-    counts = [int(one.what.split()[2]) for one in found if one.rule is text.REFUSED]
+    counts = [int(one.message.split()[2]) for one in found if one.rule is text.REFUSED]
     assert sum(counts) == 24 and len(counts) <= 6
 
 
@@ -373,7 +373,7 @@ def test_of_much_text_a_sample_is_read_and_named(tmp_path, monkeypatch):
     (found,) = problems(examine(tmp_path / "text"))
     assert 10 <= len(read) <= 14
     assert found.rule is FAULTY["controls"]
-    assert f"in {len(read)} documents (in a sample" in found.what
+    assert f"in {len(read)} documents (in a sample" in found.message
 
 
 def test_what_is_no_text_is_refused_by_name(tmp_path):
