@@ -83,4 +83,4 @@ def _curves(results: Results) -> list[Figure]:
         if all(axis.cumulate(record) for record in records):
             # The first plot shows held-out losses of masked tokens.
             plots += [plot for plot in curves.learning_plots(records, axis) if not plot.empty][:1]
-    return figures.draw_figures(plots, (), "curve")
+    return figures.draw_all(plots, (), "curve")

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from etils import epath
+from etils.epath import PathLike
 
 from bert_jax.config import Data
 from bert_jax.config.fields import PositiveCount, Section, Share, minimum
@@ -51,7 +52,7 @@ class InstanceSettings(Section, role="identity", label="instances"):
         )
 
 
-def read_documents(paths: Iterable[epath.PathLike], tokenizer: Tokenizer) -> Documents:
+def read_documents(paths: Iterable[PathLike], tokenizer: Tokenizer) -> Documents:
     r"""Reads documents (lists of sentences of token ids) as the reference reads files.
 
     A line ends with \n. Bytes that are not UTF-8 are dropped. A line of white space starts a new
@@ -104,10 +105,7 @@ def _unpadded_row(batch: batches.Batch) -> dict[str, Any]:
 
 
 def write(
-    texts: Sequence[epath.PathLike],
-    vocab: epath.PathLike,
-    settings: InstanceSettings,
-    out: epath.PathLike,
+    texts: Sequence[PathLike], vocab: PathLike, settings: InstanceSettings, out: PathLike
 ) -> int:
     """Writes a line with the settings, then a line for each instance; returns their number."""
     target = epath.Path(out)

@@ -110,23 +110,19 @@ class Outcome:
     @classmethod
     def from_json(cls, text: str) -> "Outcome":
         """Reads the JSON of `dataclasses.asdict`."""
-        fields = json.loads(text)
-        if fields.get("program"):
-            program = fields["program"]
+        fields = _freeze(json.loads(text))
+        if program := fields.get("program"):
             kinds = {"kernels": schedule.Kernel, "collectives": schedule.Collective}
-            for name, kind in kinds.items():
-                program[name] = [kind(**_convert_lists(item)) for item in program[name]]
-            fields["program"] = schedule.Program(**_convert_lists(program))
-        return cls(**_convert_lists(fields))
+            items = {name: tuple(kind(**x) for x in program[name]) for name, kind in kinds.items()}
+            fields["program"] = schedule.Program(**program | items)
+        return cls(**fields)
 
 
-def _convert_lists(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields with tuples instead of lists."""
-
-    def convert(value: Any) -> Any:
-        return tuple(map(convert, value)) if isinstance(value, list) else value
-
-    return {key: convert(value) for key, value in fields.items()}
+def _freeze(value: Any) -> Any:
+    """Returns a JSON value with tuples instead of lists."""
+    if isinstance(value, dict):
+        return {key: _freeze(item) for key, item in value.items()}
+    return tuple(map(_freeze, value)) if isinstance(value, list) else value
 
 
 def versions() -> dict[str, str]:

@@ -243,9 +243,7 @@ class Figure:
     svg: str
 
 
-def draw_figures(
-    plots: Sequence[Plot], marks: Sequence[int] = (), name: str = "plot"
-) -> list[Figure]:
+def draw_all(plots: Sequence[Plot], marks: Sequence[int] = (), name: str = "plot") -> list[Figure]:
     """Draws the plots that are not empty; see `draw`."""
     return [
         Figure(plot.title, plot.note, draw(plot, f"{name}-{number}", marks))

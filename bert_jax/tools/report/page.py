@@ -152,13 +152,13 @@ def _learning(records: list[Record]) -> list[tuple[str, list[Figure]]]:
         plots = [*curves.learning_plots(records), *curves.step_plots(*records)]
         phase_ends = getattr(records[0].experiment, "ends", ())[:-1]
         marks = [end for end in phase_ends if end < records[0].steps_done]
-        by_axis = {"steps": figures.draw_figures(plots, marks)}
+        by_axis = {"steps": figures.draw_all(plots, marks)}
     else:
         by_axis = {}
         for number, axis in enumerate(run_comparison.AXES):
             if all(axis.cumulate(record) for record in records):
                 plots = curves.learning_plots(records, axis)
-                by_axis[axis.name] = figures.draw_figures(plots, (), f"axis{number}")
+                by_axis[axis.name] = figures.draw_all(plots, (), f"axis{number}")
     return [(axis, pictures) for axis, pictures in by_axis.items() if pictures]
 
 
@@ -168,7 +168,7 @@ def _comparison_values(records: list[Record]) -> dict[str, Any]:
     return {
         "table": run_comparison.table(records),
         "notes": [*filter(None, notes)],
-        "steps": figures.draw_figures(curves.step_plots(*records)),
+        "steps": figures.draw_all(curves.step_plots(*records)),
         "differing": _differing(records),
     }
 
@@ -325,7 +325,7 @@ def write_layers(
         name=name,
         step=record.get("step"),
         table=table_of_layers(record) if record else None,
-        figures=figures.draw_figures([curves.layer_plot(record)]),
+        figures=figures.draw_all([curves.layer_plot(record)]),
         maps=maps,
     )
     write_atomic(path, text)

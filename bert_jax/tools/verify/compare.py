@@ -4,8 +4,8 @@ import dataclasses
 import filecmp
 import itertools
 import json
-import pathlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ class Journal:
     prepare_seconds: float = 0.0  # time that making the corpus took; 0 if none was made
 
     @classmethod
-    def read(cls, path: pathlib.Path) -> "Journal":
+    def read(cls, path: Path) -> "Journal":
         """Reads a journal; returns an empty one if the file is missing."""
         journal = cls([], {}, {})
         for line in path.read_text().splitlines() if path.exists() else ():
@@ -78,10 +78,7 @@ class StateComparison:
 
 
 def batches(executions: Sequence[Execution], planned: dict[int, Execution]) -> list[str]:
-    """Returns a line with the number of steps whose rows or contents differ from the plan's.
-
-    The line names the first of these steps. The list is empty if there are none.
-    """
+    """Returns a line with the number of steps whose batches differ, and the first one, or []."""
     empty = np.zeros(0, np.uint64)
     differing = []
     for e in executions:
@@ -114,9 +111,7 @@ def rows(run_name: str, experiment: Experiment, survivors: dict[int, Execution])
     return StateComparison(run_name, f"each of {count:,} rows trained on once", differences)
 
 
-def states(
-    experiment: Experiment, killed: pathlib.Path, undisturbed: pathlib.Path
-) -> StateComparison:
+def states(experiment: Experiment, killed: Path, undisturbed: Path) -> StateComparison:
     """Compares the last checkpoints of two workdirs, bit for bit."""
     workdirs = killed, undisturbed
     (a, a_metadata), (b, b_metadata) = (last_state(experiment, workdir) for workdir in workdirs)
@@ -141,7 +136,7 @@ def states(
     return StateComparison(killed.name, f"{description}, bit for bit", differences)
 
 
-def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[str, Any]]:
+def last_state(experiment: Experiment, root: Path) -> tuple[Any, dict[str, Any]]:
     """Returns the last state of a workdir, on the host, and the checkpoint's metadata."""
     mesh = mesh_lib.make_mesh(Parallelism(), jax.local_devices(backend="cpu")[:1])
     abstract = step.abstract_state(
@@ -152,7 +147,7 @@ def last_state(experiment: Experiment, root: pathlib.Path) -> tuple[Any, dict[st
     return jax.device_get(restored.state), restored.metadata
 
 
-def texts(name: str, killed: pathlib.Path, undisturbed: pathlib.Path) -> StateComparison:
+def texts(name: str, killed: Path, undisturbed: Path) -> StateComparison:
     """Compares a JSON Lines file of two workdirs, byte for byte; reports the first difference.
 
     A missing file counts as empty: a run without sample predictions writes no predictions.jsonl.
@@ -169,7 +164,7 @@ def texts(name: str, killed: pathlib.Path, undisturbed: pathlib.Path) -> StateCo
     return StateComparison(killed.name, f"{name}: {len(b)} lines, byte for byte", differences)
 
 
-def corpora(prepared: pathlib.Path, undisturbed: pathlib.Path) -> list[str]:
+def corpora(prepared: Path, undisturbed: Path) -> list[str]:
     """Returns files of two corpus folders that differ, apart from row counts, which runs add."""
     a, b = (
         {
