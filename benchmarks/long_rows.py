@@ -20,9 +20,9 @@ from benchmarks import measure
 from bert_jax import config
 from bert_jax.config import Experiment
 from bert_jax.data import batches
-from bert_jax.pretraining import evaluators, pretraining
-from bert_jax.pretraining.loaded import load_params
-from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.pretraining import evaluators, pretraining_job
+from bert_jax.pretraining.loaded_model import load_params
+from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
@@ -40,7 +40,7 @@ def main() -> None:
     of = experiment(flags.set)
     with tempfile.TemporaryDirectory() as folder:
         workdir = Workdir(pathlib.Path(folder) / "run", of.run.corpus_dir)
-        trained = pretraining.pretrain(of, workdir, "keep", Progress(Console(stderr=True)))
+        trained = pretraining_job.pretrain(of, workdir, "keep", Progress(Console(stderr=True)))
         assert trained == "finished", trained
         found = losses(of, workdir)
     figures = {f"loss_{tokens}": line["masked_lm_loss"] for tokens, line in found.items()}
@@ -66,7 +66,7 @@ def experiment(settings: Sequence[str]) -> Experiment:
 
 def losses(of: Experiment, workdir: Workdir) -> dict[int, dict[str, float]]:
     """Returns the scores of the pieces in the middle, by tokens around."""
-    prepared, mesh = Prepared.open(workdir.corpus), mesh_lib.one_device()
+    prepared, mesh = OpenCorpus.open(workdir.corpus), mesh_lib.one_device()
     params, _ = load_params(of, workdir, prepared, mesh)
     held_out = prepared.held_out(of, mesh)
     objective = objective_lib.of(of.model, of.data)

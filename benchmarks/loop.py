@@ -22,8 +22,8 @@ from benchmarks import measure, ours
 from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Corpus, Data, Experiment, Parallelism, Phase, Run
 from bert_jax.distributed.peers import Peers
-from bert_jax.pretraining import pretraining
-from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.pretraining import pretraining_job
+from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
@@ -76,11 +76,11 @@ def overhead(folder: pathlib.Path, rounds: int, laps: int) -> dict[str, list]:
         ends, progress = [], Progress(Console(file=io.StringIO()))
         progress.train = lambda *_, at=ends: at.append((time.process_time(), time.perf_counter()))
         workdir = Workdir(folder / f"run{number}", settings.run.corpus_dir)
-        pretraining.pretrain(settings, workdir, "keep", progress)
+        pretraining_job.pretrain(settings, workdir, "keep", progress)
         # Without the first lap, which compiles.
         found["loop"] += (np.diff(ends, axis=0) / LAP).tolist()
         if bare is None:
-            made = Prepared.open(workdir.corpus).train_batches(settings, 0).batch(0, np.arange(8))
+            made = OpenCorpus.open(workdir.corpus).train_batches(settings, 0).batch(0, np.arange(8))
             bare = ours.Bare(settings.model, made, settings.parallelism)
         found["bare"] += [bare.take(LAP) for _ in range(laps)]
     return found

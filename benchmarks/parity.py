@@ -29,8 +29,8 @@ from bert_jax.interop import huggingface, importing, names, weights
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop, padded_vocab_size
 from bert_jax.model.kinds import encode
-from bert_jax.pretraining.loaded import Loaded
-from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.running import lines as lines_lib
 from bert_jax.text import tokenizer
 from bert_jax.training import feed, optimizer, step
@@ -126,7 +126,7 @@ def also(experiment: Experiment) -> dict[str, Experiment]:
 
 def make_model(
     folder: pathlib.Path, settings: Sequence[str]
-) -> tuple[Loaded, Prepared, Experiment]:
+) -> tuple[LoadedModel, OpenCorpus, Experiment]:
     """tiny_paper.py's model on its corpus without dropout; no parameter is zero or one."""
     experiment = config.override(
         config.load("experiments/tiny_paper.py"),
@@ -141,9 +141,9 @@ def make_model(
     )
     place = epath.Path(folder / "corpus")
     corpus.prepare(experiment.corpus, experiment.model.vocab_size, place, lambda line: None)
-    prepared = Prepared.open(place)
+    prepared = OpenCorpus.open(place)
     write_base(experiment.model, prepared.tokenizer, 0.02, folder / "base")
-    return Loaded.of(epath.Path(folder / "base")), prepared, experiment
+    return LoadedModel.of(epath.Path(folder / "base")), prepared, experiment
 
 
 def write_base(
@@ -162,7 +162,7 @@ def write_base(
     base.write(base.Base(cfg, params, of, "benchmarks.parity", fresh), epath.Path(folder))
 
 
-def outputs(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dict[str, Any]:
+def outputs(trained: LoadedModel, prepared: OpenCorpus, experiment: Experiment) -> dict[str, Any]:
     """One batch, and what all forms make of it."""
     batch = prepared.train_batches(experiment, 0).batch(0, np.arange(16))
     ready = {name: jnp.asarray(value) for name, value in batch.items()}
@@ -180,7 +180,7 @@ def outputs(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dict
     }
 
 
-def training(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dict[str, Any]:
+def training(trained: LoadedModel, prepared: OpenCorpus, experiment: Experiment) -> dict[str, Any]:
     """Batches, learning rates and losses of 50 steps."""
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     cfg, total = experiment.optimizer, experiment.total_steps
@@ -207,7 +207,7 @@ def training(trained: Loaded, prepared: Prepared, experiment: Experiment) -> dic
     return arrays | {"losses": np.array(losses), "learning_rates": np.array(rates)}
 
 
-def returned(trained: Loaded, architectures: dict[str, str], folder: pathlib.Path) -> int:
+def returned(trained: LoadedModel, architectures: dict[str, str], folder: pathlib.Path) -> int:
     """Imports what transformers has saved: 1 if a bit of it differs."""
     wrong = 0
     for kind, architecture in architectures.items():

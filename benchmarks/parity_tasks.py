@@ -24,7 +24,7 @@ from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Model, Optimizer, R
 from bert_jax.interop import finetuned
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks.job import finetune
+from bert_jax.tasks.finetuning_job import finetune
 from bert_jax.tasks.predict import TaskModel
 from bert_jax.text.library import Library
 from bert_jax.text.tokenizer import WordPiece

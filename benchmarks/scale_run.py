@@ -27,7 +27,7 @@ from bert_jax.config import Experiment, Parallelism
 from bert_jax.data import build, corpus, stream
 from bert_jax.data.batches import TrainBatches
 from bert_jax.distributed import peers as peers_lib
-from bert_jax.pretraining.pretraining import Prepared, PretrainingJob
+from bert_jax.pretraining.pretraining_job import OpenCorpus, PretrainingJob
 from bert_jax.storage.workdir import COMPLETE, Workdir, with_checksum
 from bert_jax.text import sources as text_sources
 from bert_jax.training import feed
@@ -233,7 +233,7 @@ def batches(folder: pathlib.Path) -> dict[str, float]:
 def batches_of(folder: pathlib.Path, phase: int) -> TrainBatches:
     """The batches of a phase."""
     scaled = experiment(folder)
-    return Prepared.open(epath.Path(scaled.run.corpus_dir)).train_batches(scaled, phase)
+    return OpenCorpus.open(epath.Path(scaled.run.corpus_dir)).train_batches(scaled, phase)
 
 
 PARTS = {

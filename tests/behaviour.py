@@ -36,7 +36,7 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.data import corpus
-from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.tools.plan import bundles, hlo, schedule
 from bert_jax.tools.plan import compile as compile_lib
 from bert_jax.tools.verify import child
@@ -123,12 +123,12 @@ def of_arrays(tree: dict[str, np.ndarray]) -> str:
     )
 
 
-def prepared(name: str, settings: tuple[str, ...]) -> tuple[config.Experiment, Prepared]:
+def prepared(name: str, settings: tuple[str, ...]) -> tuple[config.Experiment, OpenCorpus]:
     """The small experiment with some settings, and its corpus."""
     words = [*STEPS, *settings, f"run.corpus_dir=corpus_{name}"]
     broken.said(["prepare", "small.py", *(f"--set={word}" for word in words)])
     experiment = config.override(config.load("small.py"), words)
-    return experiment, Prepared.open(epath.Path(f"corpus_{name}"))
+    return experiment, OpenCorpus.open(epath.Path(f"corpus_{name}"))
 
 
 def corpora() -> Iterator[tuple[str, str]]:

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from bert_jax.config import Adapt, Model, Optimizer, Task
-from bert_jax.tasks import adapted
+from bert_jax.tasks import adaptation
 from bert_jax.tasks.examples import Answer, Question, Sentence, Tagged
-from bert_jax.tasks.objective import TaskObjective
+from bert_jax.tasks.task_objective import TaskObjective
 from bert_jax.text.tokenizer import WordPiece
 
 WORDS = [f"w{chr(97 + i)}" for i in range(20)]
@@ -107,7 +107,7 @@ LABELS = {
 
 
 def kind_of(kind):
-    return adapted.kind_of(task(kind), LABELS[kind], TOKENIZER)
+    return adaptation.kind_of(task(kind), LABELS[kind], TOKENIZER)
 
 
 def objective(kind, adapt=None, model=MODEL, fresh_parts=()):

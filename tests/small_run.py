@@ -150,7 +150,7 @@ def pretrain(
     from rich.console import Console
 
     from bert_jax import config
-    from bert_jax.pretraining import pretraining
+    from bert_jax.pretraining import pretraining_job
     from bert_jax.running.progress import Progress
     from bert_jax.storage.workdir import Workdir
     from bert_jax.tasks.probes import Probes
@@ -159,7 +159,7 @@ def pretrain(
     console = Console(record=True, width=200, file=io.StringIO())
     place = Workdir(workdir, experiment.run.corpus_dir)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
-    outcome = pretraining.pretrain(experiment, place, length, Progress(console), None, probes)
+    outcome = pretraining_job.pretrain(experiment, place, length, Progress(console), None, probes)
     return outcome, console.export_text()
 
 

@@ -17,8 +17,8 @@ from bert_jax.checkpoints import base as base_lib
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface
 from bert_jax.model import heads, layers
-from bert_jax.pretraining.loaded import Loaded
-from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.pretraining.pretraining_job import OpenCorpus
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_the_package_offers_them_and_loads_jax_only_then():
 def test_a_run_a_base_and_a_folder_of_transformers_give_the_same(model, tmp_path):
     folder = tmp_path / "theirs"
     huggingface.export_weights(
-        Loaded.of(epath.Path("run")), "pretraining", "float32", epath.Path(folder)
+        LoadedModel.of(epath.Path("run")), "pretraining", "float32", epath.Path(folder)
     )
     theirs = bert_jax.load(folder)
     ours = bert_jax.load("run")
@@ -63,7 +63,7 @@ def test_a_run_a_base_and_a_folder_of_transformers_give_the_same(model, tmp_path
 
 def test_hidden_states_are_those_that_embed_pools(model):
     texts = ["wa wb wc", "xa wd we wf wg wh wi wj"]
-    hidden = model.hidden(texts, layers=(0, -1))
+    hidden = model.layer_outputs(texts, layers=(0, -1))
     assert [h.shape for h in hidden] == [(2, 5, 16), (2, 10, 16)]
     means = np.stack([h[-1].mean(axis=0) for h in hidden])
     np.testing.assert_allclose(model.embed(texts), means, rtol=2e-5, atol=1e-6)
@@ -76,7 +76,7 @@ def test_attention_leads_from_one_layer_to_the_next(model):
     pieces, maps = model.attention(text)
     assert pieces == ["[CLS]", "wa", "wb", "wc", "xd", "[SEP]"] and maps.shape == (1, 2, 6, 6)
     np.testing.assert_allclose(maps.sum(axis=-1), 1, rtol=1e-6)
-    before, after = model.hidden(text, layers=(0, 1))[0].astype(np.float64)
+    before, after = model.layer_outputs(text, layers=(0, 1))[0].astype(np.float64)
     layer = jax.tree.map(lambda leaf: np.float64(leaf[0]), model.params["encoder"]["layers"])
 
     def dense(name, x):
@@ -99,7 +99,7 @@ def test_attention_leads_from_one_layer_to_the_next(model):
 def test_batches_are_those_of_the_run_and_apply_computes_its_loss(model):
     experiment = config.load("small.py")
     batch = bert_jax.batches(experiment, 15, "run")
-    theirs = Prepared.open(epath.Path("corpus")).train_batches(experiment, 1)
+    theirs = OpenCorpus.open(epath.Path("corpus")).train_batches(experiment, 1)
     for name, array in theirs.batch(1, np.arange(4)).items():
         np.testing.assert_array_equal(batch[name], array)
     masked_lm, next_sentence = model.apply(model.params, batch)
@@ -126,11 +126,11 @@ def test_what_cannot_be_asked_is_named(model, tmp_path):
         (lambda: model.fill("wa", 3), "next_text: 3"),
         (lambda: model.embed(["wa", None]), r"texts\[1\]: None"),
         (lambda: model.embed(7), "texts: 7"),
-        (lambda: model.hidden(["wa", b"wb"]), r"texts\[1\]: b'wb'"),
+        (lambda: model.layer_outputs(["wa", b"wb"]), r"texts\[1\]: b'wb'"),
         (lambda: model.tokenize(["wa"]), "text: "),
         (lambda: model.attention(None), "text: None"),
-        (lambda: model.hidden("wa", layers=(2,)), "the model has layers 1 to 1"),
-        (lambda: model.hidden("wa " * 40), "42 pieces; the model reads 32"),
+        (lambda: model.layer_outputs("wa", layers=(2,)), "the model has layers 1 to 1"),
+        (lambda: model.layer_outputs("wa " * 40), "42 tokens; the model reads 32"),
         (lambda: bert_jax.load(tmp_path), "no run here"),
         (lambda: bert_jax.load("run", checkpoint="3"), "3"),
         (lambda: bert_jax.pretrain(tmp_path / "none.py"), "no such experiment file"),

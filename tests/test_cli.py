@@ -12,8 +12,8 @@ from broken import asked as call
 from broken import fails, said
 
 from bert_jax import cli, config
-from bert_jax.pretraining import evaluators, loaded
-from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.pretraining import evaluators, loaded_model
+from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.running import environment
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import tokenizer
@@ -166,7 +166,7 @@ def test_prepare_alone_and_twice(run, tmp_path):
 
 
 def test_a_setting_without_effect_is_noted(copy_of_run, monkeypatch):
-    monkeypatch.setattr("bert_jax.pretraining.pretraining.pretrain", lambda *_: "finished")
+    monkeypatch.setattr("bert_jax.pretraining.pretraining_job.pretrain", lambda *_: "finished")
     for command in ("pretrain", "show"):
         code, out, _ = call(f"{command} small.py --workdir new --set optimizer.decay_steps=5")
         assert code == 0 and "optimizer.decay_steps=5" in out
@@ -227,7 +227,7 @@ def test_watched_sentences_are_asked_at_every_evaluation(run):
 
 def test_show_decodes_the_batch_that_was_trained_on(run):
     lines = said("show small.py --workdir run --step 9 --rows 2").splitlines()
-    assert lines[0].startswith("step 9: phase 0, step 9 of 14 there, 8 rows of 16")
+    assert lines[0].startswith("step 9: phase 0, its step 9 of 14, 8 rows of 16")
     assert any(line.startswith("epoch 1: ") for line in lines)
     text = [line for line in lines if line.startswith("[CLS] ")]
     assert len(text) == 2 and all(line.count("[SEP]") == 2 and "|" in line for line in text)
@@ -259,9 +259,9 @@ def test_predictions_do_not_depend_on_padding(run, monkeypatch):
     """A text is padded to a multiple of some length; to another one it says the same."""
     experiment = config.load("run/experiment.json")
     place = Workdir(run, experiment.run.corpus_dir)
-    prepared = Prepared.open(place.corpus)
+    prepared = OpenCorpus.open(place.corpus)
     mesh = mesh_lib.make_mesh(experiment.parallelism)
-    params, step = loaded.load_params(experiment, place, prepared, mesh)
+    params, step = loaded_model.load_params(experiment, place, prepared, mesh)
     assert step == 22
     asked = evaluators.Predictor(experiment.model, prepared.tokenizer)
     padded = asked.predict(params, "wa [MASK] wb", None, 3)

@@ -10,7 +10,7 @@ import samples
 
 from bert_jax import config
 from bert_jax.data import batches
-from bert_jax.pretraining.pretraining import require_runnable
+from bert_jax.pretraining.pretraining_job import require_runnable
 from bert_jax.training import feed, sharding, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib

@@ -90,7 +90,7 @@ def test_no_import_cycles():
 def test_no_tensorflow_or_torch_at_run_time():
     code = (
         "import sys, bert_jax.cli, bert_jax.interop.importing,"
-        "bert_jax.pretraining.loaded, bert_jax.embeddings.embed, bert_jax.running.session;"
+        "bert_jax.pretraining.loaded_model, bert_jax.embeddings.embed, bert_jax.running.session;"
         "sys.exit(bool({'tensorflow', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

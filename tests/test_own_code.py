@@ -39,7 +39,7 @@ def nothing_is_named(monkeypatch):
     monkeypatch.setenv("BERT_JAX_CODE", "")
     monkeypatch.setattr(code_lib, "_named_paths", [])
     monkeypatch.setattr(code_lib, "_loaded", {})
-    for kept in (encoder._traced, step.abstract_state, step.make_eval_step, evaluators.logits_of):
+    for kept in (encoder._traced, step.abstract_state, step.make_eval_step, evaluators.logits_fn):
         kept.cache_clear()
 
 
@@ -119,7 +119,7 @@ def test_the_encoder_goes_on_without_the_rest(run):
     name, file, workdir = run
     model = bert_jax.load(workdir, code=file)
     assert model.embed(["wa wb", "xc"]).shape == (2, 16)
-    (hidden,), (_, maps) = model.hidden("wa wb"), model.attention("wa wb")
+    (hidden,), (_, maps) = model.layer_outputs("wa wb"), model.attention("wa wb")
     assert hidden.shape == (1, 4, 16) and maps.shape == (1, 2, 4, 4)
     code, err = call(["predict", "--workdir", str(workdir), "--code", str(file), "wa [MASK]"])
     assert (code, "no masked_lm head that" in err) == ((2, True), (0, False))[name == "alibi"]

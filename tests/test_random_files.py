@@ -19,7 +19,7 @@ from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import Base, Moments
 from bert_jax.config import Corpus
 from bert_jax.interop import huggingface
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.text import documents, tokenizer, vocabulary
 from bert_jax.text import sources as text_sources
 
@@ -75,7 +75,7 @@ def imported(tmp_path_factory):
     root = tmp_path_factory.mktemp("hf")
     plain = epath.Path(hf_folder.write(root / "plain"))
     base = huggingface.read_folder(plain, silent)
-    trained = Loaded(base.model, base.params, base.tokenizer, name="x")
+    trained = LoadedModel(base.model, base.params, base.tokenizer, name="x")
     huggingface.export_weights(trained, "pretraining", "float32", epath.Path(root / "whole"))
     shutil.copytree(root / "whole", root / "shards")
     hf_folder.cut_in_shards(root / "shards")

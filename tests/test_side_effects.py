@@ -181,7 +181,7 @@ def finetune(folder: str, changed: dict[str, Any]) -> None:
     from bert_jax import config
     from bert_jax.config import Finetuning
     from bert_jax.running.progress import LoggedProgress
-    from bert_jax.tasks.job import finetune
+    from bert_jax.tasks.finetuning_job import finetune
 
     tuned.write_base("base")
     tuned.write_task(pathlib.Path(), "classify")

@@ -20,12 +20,12 @@ import bert_jax
 import numpy as np
 import numpy.typing as npt
 from bert_jax.pretraining.evaluators import Prediction
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 
 model = bert_jax.load(pathlib.Path("runs/tiny"), checkpoint="best")
-assert_type(model, Loaded)
+assert_type(model, LoadedModel)
 assert_type(model.step, int)
-assert_type(bert_jax.pretrain("tiny"), Loaded)
+assert_type(bert_jax.pretrain("tiny"), LoadedModel)
 answer = model.fill("We [MASK].", top=3)
 assert_type(answer, Prediction)
 assert_type(answer.masks, list[list[tuple[str, float]]])

@@ -18,7 +18,7 @@ from bert_jax.storage.workdir import holds_finetuning
 if typing.TYPE_CHECKING:
     from bert_jax.interop.finetuned import Form
     from bert_jax.interop.huggingface import Kind
-    from bert_jax.pretraining.loaded import Loaded
+    from bert_jax.pretraining.loaded_model import LoadedModel
 
 Dtype = typing.Literal["float32", "bfloat16"]
 
@@ -164,7 +164,7 @@ def _finetuned_form(kind: str, form: str | None, root: str) -> "Form | typing.Li
 
 
 def _export_encoder(
-    model: "Loaded", form: "Kind", dtype: Dtype, out: epath.Path, finetuning: Finetuning | None
+    model: "LoadedModel", form: "Kind", dtype: Dtype, out: epath.Path, finetuning: Finetuning | None
 ) -> str:
     """Exports an encoder with its pre-training heads; returns a description of the export."""
     from bert_jax.interop import huggingface

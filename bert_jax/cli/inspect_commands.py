@@ -61,14 +61,14 @@ def evaluate(args: argparse.Namespace) -> int:
     experiment, run = open_run(args.experiment, args.set, args.workdir)
     require_corpus(run)
     from bert_jax.pretraining import evaluators
-    from bert_jax.pretraining.loaded import load_params
-    from bert_jax.pretraining.pretraining import Prepared
+    from bert_jax.pretraining.loaded_model import load_params
+    from bert_jax.pretraining.pretraining_job import OpenCorpus
     from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training import objective as objective_lib
 
     enable_compilation_cache()
-    prepared = Prepared.open(run.corpus)
+    prepared = OpenCorpus.open(run.corpus)
     parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
     mesh = mesh_lib.make_mesh(parallelism)
     params, step = load_params(experiment, run, prepared, mesh, args.checkpoint)
@@ -92,7 +92,7 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
     tasks = probes.Probes(args.task, pairs=None, where="--task", fields=get_column_fields(args))
     for root, run in runs.items():
         model = load_model(run, args.base, args.checkpoint)
-        answer = probes.of_trained(tasks, model)
+        answer = probes.score_probes(tasks, model)
         for line in _score_lines(answer, f"{root}: " if args.also else ""):
             print(line)
         print(json.dumps({"workdir": root, "step": model.step, **answer}))
@@ -105,7 +105,7 @@ def _score_lines(answer: dict[str, Any], prefix: str) -> Iterator[str]:
 
     for name, score in answer["scores"].items():
         if name in answer.get("minimal_pairs", {}):
-            yield from minimal_pairs.in_words(f"{prefix}{name}", answer["minimal_pairs"][name])
+            yield from minimal_pairs.score_lines(f"{prefix}{name}", answer["minimal_pairs"][name])
         elif name in answer.get("similar", {}):
             scores = (f"{metric} {value:.4f}" for metric, value in answer["similar"][name].items())
             yield f"{prefix}{name}  {', '.join(scores)}"
@@ -138,7 +138,7 @@ def layers(args: argparse.Namespace) -> int:
     run, attention = open_run_or_base(args.workdir), None
     record: dict[str, Any] = {}
     model = load_model(run, None, args.checkpoint, allow_finetuned=False)
-    from bert_jax.tasks import layers as layers_lib
+    from bert_jax.tasks import layer_scores as layers_lib
     from bert_jax.tools.report import page
 
     if args.attention is not None:
@@ -183,15 +183,15 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
     """Returns lines about a batch of a pre-training run, or of the fine-tuned run in --workdir."""
     saved_run = mirror.open_workdir(args.workdir) if args.workdir and not args.experiment else None
     if saved_run is not None and workdir.holds_finetuning(saved_run):
-        from bert_jax.tasks import shown
+        from bert_jax.tasks import batch_text
 
         finetuning = load_saved_experiment(saved_run, args.set, Finetuning)
-        lines = shown.show(finetuning, args.step, args.rows)
+        lines = batch_text.show(finetuning, args.step, args.rows)
         return itertools.chain(config.notes(finetuning), lines)
     experiment, run = open_run(args.experiment, args.set, args.workdir)
     require_corpus(run)
     from bert_jax import api
-    from bert_jax.pretraining.pretraining import Prepared
+    from bert_jax.pretraining.pretraining_job import OpenCorpus
 
     saved = workdir.load_experiment(run) if run.experiment.exists() else experiment
     if changed := config.differences(saved, experiment, "identity"):
@@ -206,7 +206,7 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
             f"--step {args.step}: this run was forked from {checkpoint}; for earlier steps name "
             "the --workdir of the run that it was forked from"
         )
-    lines = api.show(experiment, Prepared.open(run.corpus), args.step, args.rows)
+    lines = api.show(experiment, OpenCorpus.open(run.corpus), args.step, args.rows)
     return itertools.chain(config.notes(experiment), lines)
 
 

@@ -15,7 +15,7 @@ from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Workdir
 
 if typing.TYPE_CHECKING:
-    from bert_jax.pretraining.loaded import Loaded
+    from bert_jax.pretraining.loaded_model import LoadedModel
 
 T = typing.TypeVar("T", bound=Section)
 
@@ -107,7 +107,7 @@ def reject_flags(run: Workdir, reason: str, values: dict[str, object]) -> None:
 
 def load_model(
     run: Workdir, base: str | None, checkpoint: str, allow_finetuned: bool = True
-) -> "Loaded":
+) -> "LoadedModel":
     """Loads the model of a run or base; of a fine-tuned run, its encoder.
 
     Args:
@@ -119,7 +119,7 @@ def load_model(
     is_tuned = allow_finetuned and workdir.holds_finetuning(run)
     if not is_tuned:
         reject_flags(run, ONLY_FINETUNED, {"--from": base})
-    from bert_jax.pretraining.loaded import Loaded
+    from bert_jax.pretraining.loaded_model import LoadedModel
     from bert_jax.running.environment import enable_compilation_cache
 
     enable_compilation_cache()
@@ -127,7 +127,7 @@ def load_model(
         from bert_jax.tasks.predict import TaskModel
 
         return TaskModel(os.fspath(run.named), base, checkpoint).encoder()
-    return Loaded.of(run.named, which=checkpoint)
+    return LoadedModel.of(run.named, which=checkpoint)
 
 
 def read_lines() -> Iterator[tuple[str, str]]:

@@ -115,7 +115,7 @@ def _train(
       origin: the record of where the experiment comes from; None keeps the saved record.
       branch: the checkpoint of another run that this run begins with.
     """
-    from bert_jax.pretraining import pretraining
+    from bert_jax.pretraining import pretraining_job
     from bert_jax.tasks.probes import Probes
 
     progress = make_progress()
@@ -123,7 +123,7 @@ def _train(
     for note in config.notes(experiment):
         progress.report(note)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
-    outcome = pretraining.pretrain(experiment, workdir, end, progress, origin, probes, branch)
+    outcome = pretraining_job.pretrain(experiment, workdir, end, progress, origin, probes, branch)
     return _CODES[outcome]
 
 
@@ -296,12 +296,12 @@ def finetune(args: argparse.Namespace) -> int:
         members = sweep.members(args.taskfile, args.set, args.sweep)
         return _CODES[sweep.run(members, args.base, args.workdir, make_progress())]
     experiment, origin = _load_finetuning(args)
-    from bert_jax.tasks import job
+    from bert_jax.tasks import finetuning_job
 
     progress = make_progress()
     for note in config.notes(experiment):
         progress.report(note)
-    return _CODES[job.finetune(experiment, args.base, args.workdir, progress, origin)]
+    return _CODES[finetuning_job.finetune(experiment, args.base, args.workdir, progress, origin)]
 
 
 def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, Any] | None]:

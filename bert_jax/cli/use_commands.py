@@ -25,7 +25,7 @@ from bert_jax.storage.workdir import Workdir, holds_finetuning
 
 if typing.TYPE_CHECKING:
     from bert_jax.embeddings.embed import Embedder
-    from bert_jax.pretraining.loaded import Loaded
+    from bert_jax.pretraining.loaded_model import LoadedModel
 
 _PREVIEW_CHARACTERS = 200  # of a text that `search` prints
 
@@ -228,7 +228,7 @@ def embed(args: argparse.Namespace) -> int:
 
 def _load_embedder(
     run: Workdir, args: argparse.Namespace, normalize: bool | None
-) -> "tuple[Loaded, Embedder]":
+) -> "tuple[LoadedModel, Embedder]":
     """Returns the model of a run or base and its embedder.
 
     Args:
@@ -374,23 +374,23 @@ def serve(args: argparse.Namespace) -> int:
     from bert_jax.tasks.predict import TaskModel
 
     try:
-        from bert_jax.serve import served, service
+        from bert_jax.serve import endpoints, service
     except ModuleNotFoundError as error:
         raise InputError(
             f"serve: {error.name} is not installed: pip install 'bert-jax[serve]'"
         ) from error
 
-    limits = served.Limits(args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows)
+    caps = endpoints.Limits(args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows)
     with service.listening(args.host, args.port) as bound:
         enable_compilation_cache()
         task = TaskModel(args.workdir, args.base, args.checkpoint) if is_tuned else None
         if task is not None and task.experiment.task.kind != "similar":
             _reject_vector_flags(args)
-            endpoint = served.PredictEndpoint(task)
+            endpoint = endpoints.PredictEndpoint(task)
         else:
             model, embedder = _load_embedder(run, args, args.normalize)
-            endpoint = served.EmbedEndpoint(model.name, embedder)
-        service.serve(endpoint, bound, limits, print_now)
+            endpoint = endpoints.EmbedEndpoint(model.name, embedder)
+        service.serve(endpoint, bound, caps, print_now)
     return FINISHED
 
 

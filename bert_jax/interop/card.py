@@ -10,7 +10,7 @@ from bert_jax import config
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import printable
 from bert_jax.interop.names import FAMILIES, PARTS, family
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 
 # By the end of a class's name, what a hub calls its task.
 _TASKS = {
@@ -32,7 +32,7 @@ _PATHS += ("vectors.teacher",)
 
 
 def write(
-    trained: Loaded,
+    trained: LoadedModel,
     architecture: str,
     dtype: str,
     folder: str,
@@ -98,7 +98,7 @@ def _how_to(architecture: str, folder: str, form: Literal["model", "adapter"]) -
     return [*lines, "", tokenizer, f"model = {load}"]
 
 
-def _corpus(trained: Loaded) -> Iterator[str]:
+def _corpus(trained: LoadedModel) -> Iterator[str]:
     assert trained.manifest is not None
     for split, counts in trained.manifest["splits"].items():
         shown = ", ".join(f"{n} {what}" for what, n in counts.items() if isinstance(n, int))

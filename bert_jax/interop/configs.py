@@ -15,7 +15,7 @@ from bert_jax.errors import InputError
 from bert_jax.interop import vocabularies
 from bert_jax.interop.names import HEADS, PARTS, TASKS, family
 from bert_jax.interop.vocabularies import require
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 
 # Outputs of the kinds that always have as many.
 _OUTPUTS = {"choice": 1, "span": 2}
@@ -303,7 +303,7 @@ def _rotary(path: epath.Path, fields: dict[str, Any], longest: Any) -> dict[str,
     return ours
 
 
-def fields_of(trained: Loaded, architecture: str, dtype: str) -> dict[str, Any]:
+def fields_of(trained: LoadedModel, architecture: str, dtype: str) -> dict[str, Any]:
     """Returns the config.json that their class `architecture` reads."""
     write = _WRITERS[family(trained.model)]
     return {
@@ -331,7 +331,7 @@ def task_fields(
     return fields
 
 
-def _bert_fields(trained: Loaded) -> dict[str, Any]:
+def _bert_fields(trained: LoadedModel) -> dict[str, Any]:
     ours = dataclasses.asdict(trained.model)
     return {
         "model_type": "bert",
@@ -342,7 +342,7 @@ def _bert_fields(trained: Loaded) -> dict[str, Any]:
     }
 
 
-def _roberta_fields(trained: Loaded) -> dict[str, Any]:
+def _roberta_fields(trained: LoadedModel) -> dict[str, Any]:
     cfg, tok = trained.model, trained.tokenizer
     return {
         **_bert_fields(trained),
@@ -354,7 +354,7 @@ def _roberta_fields(trained: Loaded) -> dict[str, Any]:
     }
 
 
-def _distilbert_fields(trained: Loaded) -> dict[str, Any]:
+def _distilbert_fields(trained: LoadedModel) -> dict[str, Any]:
     ours = dataclasses.asdict(trained.model)
     return {
         "model_type": "distilbert",
@@ -365,7 +365,7 @@ def _distilbert_fields(trained: Loaded) -> dict[str, Any]:
     }
 
 
-def _modern_fields(trained: Loaded) -> dict[str, Any]:
+def _modern_fields(trained: LoadedModel) -> dict[str, Any]:
     cfg, tok = trained.model, trained.tokenizer
     ours, act = dataclasses.asdict(cfg), _THEIR_ACTIVATIONS[cfg.hidden_act]
     is_decoder = cfg.direction == "left_to_right"

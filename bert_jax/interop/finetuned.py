@@ -17,10 +17,10 @@ from bert_jax.config import Adapt
 from bert_jax.errors import InputError
 from bert_jax.interop import card, configs, names, vocabularies, weights
 from bert_jax.interop.huggingface import INPUTS, write_tensors
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.copies import new_folder
-from bert_jax.tasks.objective import merged_params
 from bert_jax.tasks.predict import TaskModel
+from bert_jax.tasks.task_objective import merged_params
 
 # By `names.family`, and by the task's.
 ARCHITECTURES = {
@@ -48,7 +48,7 @@ def export(
     """
     architecture = architecture_of(model)
     adapt = model.experiment.adapt
-    stated = model.stated({})
+    stated = model.make_model({})
     if form == "adapter" and adapt.how != "lora":
         raise InputError(
             f"--as adapter: {model.experiment.name} learned with adapt.how={adapt.how}, and only "
@@ -102,7 +102,7 @@ def architecture_of(model: TaskModel) -> str:
 
 def _write_model(
     model: TaskModel,
-    stated: Loaded,
+    stated: LoadedModel,
     params: dict[str, Any],
     architecture: str,
     dtype: str,

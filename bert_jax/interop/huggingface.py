@@ -16,7 +16,7 @@ from bert_jax.interop import card, configs, names, sentence_transformers, vocabu
 from bert_jax.interop.names import Naming, Say
 from bert_jax.interop.settings import Settings
 from bert_jax.interop.vocabularies import read_object
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.copies import new_folder
 
 # By `names.family`, and by what is wanted.
@@ -183,7 +183,7 @@ def architecture_of(model: Model, kind: Kind) -> str:
 
 
 def export_weights(
-    trained: Loaded,
+    trained: LoadedModel,
     kind: Kind,
     dtype: Literal["float32", "bfloat16"],
     target: epath.Path,

@@ -15,7 +15,7 @@ from bert_jax.errors import InputError, printable
 from bert_jax.interop import huggingface, tf1
 from bert_jax.interop.names import Say
 from bert_jax.model.encoder import padded_vocab_size
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage import mirror
 from bert_jax.text import documents, fitting, sentences
 from bert_jax.text import tokenizer as tokenizer_lib
@@ -89,7 +89,7 @@ def _read(source: epath.Path, say: Say, what: Literal["params", "with_moments"])
 
 
 def _of_run(source: epath.Path, what: Literal["params", "with_moments"]) -> Base:
-    trained = Loaded.of(source, what)
+    trained = LoadedModel.of(source, what)
     fresh, experiment = trained.fresh, trained.experiment
     if "next_sentence" in trained.idle and experiment and not experiment.init_from:
         fresh = (*fresh, "next_sentence")

@@ -16,7 +16,7 @@ bucket is written here, too: `mirror` sends it there.
                             which checkpoint a fork began with
     W/profile/              traces of some steps (see running.progress)
     W/plan.json             what it would take on TPUs (see tools.plan.report)
-    W/layers.json           what each layer knows (see tasks.layers), and a page of it
+    W/layers.json           what each layer knows (see tasks.layer_scores), and a page of it
     W/launch.json           what was rented for the run, by a version before this
 """
 

@@ -21,7 +21,7 @@ from bert_jax.embeddings import retrieval
 from bert_jax.embeddings.retrieval import Passage
 from bert_jax.errors import InputError, excerpt
 from bert_jax.tasks import formats
-from bert_jax.tasks.formats import field, listed, text_of
+from bert_jax.tasks.formats import field, quote_names, text_of
 from bert_jax.text.records import OnBroken
 
 Labelled = Literal["labelled", "unlabelled"]
@@ -205,7 +205,7 @@ def _read_source(
         return
     for place, values in formats.rows(source, task.header, columns, on_broken):
         try:
-            example = from_cells(task, place, values)
+            example = example_from_cells(task, place, values)
             require_known_labels(task.labels, [example])
         except InputError as error:
             on_broken(place, error)
@@ -218,7 +218,7 @@ def is_blank(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def from_cells(task: Task, place: str, values: list[Any]) -> Example:
+def example_from_cells(task: Task, place: str, values: list[Any]) -> Example:
     """Builds an example from the cells of its text columns and, if read, its label columns."""
     count = len(task.text_columns)
     return EXAMPLE_FORMATS[task.kind].from_cells(task, place, values[:count], values[count:])
@@ -401,13 +401,13 @@ def find_labels(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
     require_known_labels(labels, train)
     if len(labels) < 2:
         raise InputError(
-            f"task.train: {task.label_column!r} has but one label, {listed(labels)}; there is "
+            f"task.train: {task.label_column!r} has but one label, {quote_names(labels)}; there is "
             "nothing to learn"
         )
     if task.main_score == "f1" and len(labels) != 2:
         raise InputError(
-            f"task.score=f1: needs two labels, but there are {len(labels)}, {listed(labels)}; set "
-            "task.score=macro_f1"
+            f"task.score=f1: needs two labels, but there are {len(labels)}, {quote_names(labels)}; "
+            "set task.score=macro_f1"
         )
     if task.main_score == "entity_f1":
         for label in itertools.filterfalse(_ENTITY_TAG.fullmatch, labels):
@@ -429,8 +429,8 @@ def require_known_labels(labels: Sequence[str], examples: Sequence[Example]) -> 
             if name not in known:
                 what = f"word {number}: tag" if isinstance(example, Tagged) else "label"
                 raise InputError(
-                    f"{example.place}: {what} {excerpt(name)} is none of {listed(labels)}, the "
-                    "labels in task.labels or in the training examples; to learn it, list all "
+                    f"{example.place}: {what} {excerpt(name)} is none of {quote_names(labels)}, "
+                    "the labels in task.labels or in the training examples; to learn it, list all "
                     "labels in task.labels; to skip such rows, list the other labels there and set "
                     "task.broken_rows=skip"
                 )

@@ -95,7 +95,7 @@ def cells(
         if problem:
             raise InputError(
                 f"{place}: {problem} column {column!r} among "
-                f"{listed(text_records.field_names(record))}; set the columns of the task in "
+                f"{quote_names(text_records.field_names(record))}; set the columns of the task in "
                 "task.text_column, task.label_column and others (see task.header)"
                 f"{text_records.separator_note(names)}"
             )
@@ -219,7 +219,7 @@ def _squad_dataset(source: str) -> Iterator[Record]:
 def field(node: Any, key: str, of: type, where: str) -> Any:
     """Returns the value of a key of a JSON object, which must have the type `of`."""
     if not isinstance(node, dict) or type(node.get(key)) is not of:
-        keys = f"; it has {listed(node)}" if isinstance(node, dict) else ""
+        keys = f"; it has {quote_names(node)}" if isinstance(node, dict) else ""
         raise InputError(f"{where}: must be an object with {key!r}, {_TYPE_NAMES[of]}{keys}")
     return node[key]
 
@@ -236,7 +236,7 @@ def text_of(value: object, name: str, place: str) -> str:
     return text_records.encodable(value)
 
 
-def listed(names: Iterable[str]) -> str:
+def quote_names(names: Iterable[str]) -> str:
     """Formats names for a message: 'a', 'b', and 5 more."""
     names = list(names)
     quoted = [excerpt(name) for name in names[:_LISTED_NAMES]]

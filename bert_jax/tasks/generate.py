@@ -1,7 +1,7 @@
-"""One text to another: `generate` (Rothe et al. 2020).
+"""Text generation with an encoder and a decoder: `generate` (Rothe et al. 2020).
 
-A target begins with [CLS] and ends with [SEP]. It is learned by teacher forcing, a label for each
-of its pieces, and written by `model.decoder.search`.
+A target begins with [CLS] and ends with [SEP]. Training uses teacher forcing with a label for each
+token of the target; `model.decoder.search` generates texts.
 """
 
 import dataclasses
@@ -15,64 +15,65 @@ from bert_jax.model import decoder, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
-from bert_jax.tasks.objective import Batch, TaskObjective, Tree
 from bert_jax.tasks.rows import (
     LENGTH_STEP,
     Answer,
+    Answers,
     Outputs,
-    Rows,
     ScoredExample,
     Scores,
     TaskKind,
+    TaskRows,
     padded,
 )
 from bert_jax.tasks.rows import Batch as HostBatch
+from bert_jax.tasks.task_objective import Batch, TaskObjective, Tree
 from bert_jax.text.tokenizer import joined
 from bert_jax.training import sharding
 
-# What of a batch is read before anything is written.
+# The arrays of a batch that the encoder reads.
 SOURCE = ("input_ids", "segment_ids", "input_mask")
 
 
 @dataclasses.dataclass
-class TargetRows(Rows):
-    """Rows of ids, and a text each."""
+class TargetRows(TaskRows):
+    """Rows of token ids, each with a target text."""
 
-    # Of each row int32 [n], [CLS] and [SEP] around it; none if there are no labels.
+    # For each row int32 [n], with [CLS] and [SEP]; empty if the examples have no labels.
     targets: list[np.ndarray] = dataclasses.field(default_factory=list)
-    target_limit: int = 0  # no target is longer without [CLS], nor is padded further
-    # How many sources, and how many targets, were longer than they may be.
+    target_limit: int = 0  # maximum length of a target without [CLS], also with padding
+    # Number of sources and of targets that were truncated.
     cut: tuple[int, int] = (0, 0)
 
-    def batch_like(self, which: np.ndarray, like: np.ndarray, pad_id: int) -> HostBatch:
-        """Returns some rows, padded as all of `like` need it.
+    def batch_like(self, numbers: np.ndarray, like: np.ndarray, pad_id: int) -> HostBatch:
+        """Returns some rows, padded to the length of a batch of the rows `like`.
 
         Returns:
-          What `Rows.batch` does; with targets `decoder_ids`, `targets`, the piece behind each,
-          int32 [B, T], and `target_weights` float32 [B, T], 0 behind the last.
+          The arrays of `TaskRows.batch`. With targets also `decoder_ids` and `targets`, the token
+          after each, int32 [B, T], and `target_weights` float32 [B, T], 0 for padding.
         """
-        batch = super().batch_like(which, like, pad_id)
+        batch = super().batch_like(numbers, like, pad_id)
         if self.targets:
             longest = max(len(self.targets[i]) for i in like) - 1
             length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.target_limit)
-            there = [self.targets[i] for i in which]
-            batch["decoder_ids"] = padded([t[:-1] for t in there], length, pad_id, np.int32)
-            batch["targets"] = padded([t[1:] for t in there], length, pad_id, np.int32)
-            lengths = np.array([len(target) - 1 for target in there])
+            targets = [self.targets[i] for i in numbers]
+            batch["decoder_ids"] = padded([t[:-1] for t in targets], length, pad_id, np.int32)
+            batch["targets"] = padded([t[1:] for t in targets], length, pad_id, np.int32)
+            lengths = np.array([len(target) - 1 for target in targets])
             batch["target_weights"] = (np.arange(length) < lengths[:, None]).astype(np.float32)
         return batch
 
 
 class Generate(TaskKind):
-    """The kind of `generate`; there are no labels, and outputs are ids."""
+    """The kind of `generate`: there are no labels, and outputs are token ids."""
 
     reads, column = "decoder", "generated"
 
     def rows(self, examples: Sequence[Sentence]) -> TargetRows:
-        """Returns a row of each source, and its target; both lose what is too long at the end."""
+        """Returns a row for each source, with its target; both are truncated at the end."""
         room, target_room = self._task.max_sequence_length - 2, self._task.max_target_length - 1
         sources = [self.encode(example.texts[0], example.place) for example in examples]
-        ids = [joined(self._tokenizer, pieces[:room], None)[0] for pieces in sources]
+        ids = [joined(self._tokenizer, tokens[:room], None)[0] for tokens in sources]
         labelled = [example for example in examples if example.label is not None]
         targets = [self.encode(str(example.label), example.place) for example in labelled]
         return TargetRows(
@@ -87,10 +88,10 @@ class Generate(TaskKind):
             cut=(sum(len(s) > room for s in sources), sum(len(t) > target_room for t in targets)),
         )
 
-    def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Sentence]) -> list[Answer]:
-        """Returns for each example the text that is `generated`.
+    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
+        """Returns the `generated` text for each example.
 
-        Outputs of a row are its ids, int32 [T], [SEP] from the end on.
+        The outputs of a row are token ids, int32 [T], [SEP] after the end of the text.
         """
         del rows, examples
         tok = self._tokenizer
@@ -98,44 +99,44 @@ class Generate(TaskKind):
         answers = []
         for ids in outputs:
             ends = np.flatnonzero(ids == tok.sep_id)
-            written = ids[: ends[0]] if len(ends) else ids
-            kept = [int(piece) for piece in written if int(piece) not in special]
-            answers.append({"generated": tok.decode(kept)})
+            text_ids = ids[: ends[0]] if len(ends) else ids
+            text = tok.decode([int(i) for i in text_ids if int(i) not in special])
+            answers.append({"generated": text})
         return answers
 
-    def scores(self, outputs: Outputs, rows: Rows, examples: Sequence[Sentence]) -> Scores:
-        """Returns chrF and BLEU of all texts together."""
-        written = [answer["generated"] for answer in self.answers(outputs, rows, examples)]
-        return scores.of_texts([str(example.label) for example in examples], written)
+    def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Scores:
+        """Returns chrF and BLEU of the texts as one corpus."""
+        generated = [answer["generated"] for answer in self.answers(outputs, rows, examples)]
+        return scores.text_scores([str(example.label) for example in examples], generated)
 
-    def judged(self, answer: Answer, example: Sentence) -> ScoredExample:
-        """Returns both texts, and how much of chrF is missing."""
-        truth, written = str(example.label), answer["generated"]
-        off = 1 - scores.of_texts([truth], [written])["chrf"]
-        return ScoredExample([truth], [written], off)
+    def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
+        """Returns both texts, and 1 - chrF as the error."""
+        truth, generated = str(example.label), answer["generated"]
+        error = 1 - scores.text_scores([truth], [generated])["chrf"]
+        return ScoredExample([truth], [generated], error)
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateObjective(TaskObjective):
-    """The `Objective` of texts that are written: an encoder and a decoder, all of which learn."""
+    """The `Objective` of text generation: an encoder and a decoder, both trainable."""
 
-    first: int = 0  # the pieces that a text begins and ends with
-    last: int = 0
-    length: int = 0  # of a text at most, in pieces
+    first: int = 0  # the token that starts a text
+    last: int = 0  # the token that ends a text
+    length: int = 0  # maximum number of tokens of a text
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
-        """Returns where the parameters are cut."""
+        """Returns the sharding rules of the parameters."""
         return sharding.generator_rules(self.model)
 
     def init_params(self, key: jax.Array) -> Tree:
-        """Returns fresh parameters; all but the cross-attention is to be replaced."""
+        """Returns fresh parameters; the caller replaces all but the cross-attention."""
         return decoder.init_params(self.model, key)
 
     def logits(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
-        """Returns scores of each next piece of the targets: float32 [B, T, V]."""
+        """Returns the logits of each next token of the targets: float32 [B, T, V]."""
         del fixed
         generator = decoder.merge_params(self.model, params)
         return decoder.target_logits(generator, self.model, batch, noise, loop)
@@ -143,7 +144,7 @@ class GenerateObjective(TaskObjective):
     def texts(
         self, beams: int, params: Any, fixed: Any, batch: Batch, noise: None, loop: Loop
     ) -> jax.Array:
-        """Returns what is written by a search with so many beams: int32 [B, length]."""
+        """Returns texts found by beam search, int32 [B, length]."""
         del fixed, noise
         generator = decoder.merge_params(self.model, params)
         ends = self.length, self.first, self.last

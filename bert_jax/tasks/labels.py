@@ -1,7 +1,7 @@
-"""Texts to an answer, or each of their words to a tag (Devlin et al. 2018, sections 3.2 and 5.3).
+"""Kinds of tasks with a label or number for each example, or a tag for each word.
 
-One layer reads what [CLS] comes to (`classify`, `pair`, `regress` and `choice`) or the first piece
-of each word (`tag`).
+One layer reads the pooled output of [CLS] (`classify`, `pair`, `regress` and `choice`) or the first
+token of each word (`tag`), as in Devlin et al. 2018, sections 3.2 and 5.3.
 """
 
 from collections.abc import Sequence
@@ -13,82 +13,82 @@ from bert_jax.config import SCORES, Task
 from bert_jax.errors import prefix_errors
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence, Tagged
-from bert_jax.tasks.rows import Answer, Outputs, Rows, ScoredExample, Scores, TaskKind
+from bert_jax.tasks.rows import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind, TaskRows
 from bert_jax.text.tokenizer import Tokenizer, around, joined, of_first_segment
 
 
 class Sentences(TaskKind):
-    """The kind of one label an example, of a text or a pair: `classify` and `pair`."""
+    """The kind of `classify` and `pair`: one label for a text or a pair of texts."""
 
-    def rows(self, examples: Sequence[Sentence]) -> Rows:
-        """Returns one row for each text, pair or choice.
+    def rows(self, examples: Sequence[Sentence]) -> TaskRows:
+        """Returns one row for each text, pair or candidate.
 
-        What is too long loses a piece at a time from the end of the longer text; of two as long
-        the second, as in google-research/bert, but with a tokenizer.json the one that was shorter
-        (the first if none was), as in `tokenizers`.
+        A pair that is too long loses tokens from the end of the longer text, one at a time. If both
+        are equally long, the second is cut, as in google-research/bert; with a tokenizer.json the
+        text that was shorter at first (else the first), as in `tokenizers`.
         """
         ids, first = [], []
         for example in examples:
-            pieces = [self.encode(text, example.place) for text in example.texts]
-            pairs = [(pieces[0], other) for other in pieces[1:]] or [(pieces[0], None)]
+            tokens = [self.encode(text, example.place) for text in example.texts]
+            pairs = [(tokens[0], other) for other in tokens[1:]] or [(tokens[0], None)]
             for a, b in pairs:
-                row, before = joined(self._tokenizer, *self._cut(a, b))
+                row, start_b = joined(self._tokenizer, *self._truncate(a, b))
                 ids.append(row)
-                first.append(of_first_segment(self._tokenizer, row, before))
+                first.append(of_first_segment(self._tokenizer, row, start_b))
         numbers = {}
         if examples[0].label is not None:
             numbers["targets"] = np.repeat(self._truth(examples), self.rows_per_example)
-        limit = self._task.max_sequence_length
-        return Rows(ids, np.array(first, np.int32), numbers, {}, [], limit, self.rows_per_example)
+        per_example, limit = self.rows_per_example, self._task.max_sequence_length
+        return TaskRows(ids, np.array(first, np.int32), numbers, {}, [], limit, per_example)
 
-    def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Sentence]) -> list[Answer]:
+    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
         """Returns for each example its `label`, and `probabilities` by label."""
         del rows, examples
         answers = []
-        for logits in self._by_example(outputs):
-            chances = np.exp(logits - logits.max())
-            chances /= chances.sum()
-            by_label = dict(zip(self._labels, map(float, chances), strict=True))
+        for logits in self._example_logits(outputs):
+            probabilities = np.exp(logits - logits.max())
+            probabilities /= probabilities.sum()
+            by_label = dict(zip(self._labels, map(float, probabilities), strict=True))
             answers.append({"label": self._labels[int(logits.argmax())], "probabilities": by_label})
         return answers
 
-    def scores(self, outputs: Outputs, rows: Rows, examples: Sequence[Sentence]) -> Scores:
-        """Returns all scores of the kind; `f1` of two labels alone, the second the positive one."""
+    def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Scores:
+        """Returns all scores of the kind; `f1` only for two labels, of which the second is 1."""
         del rows
         names = [n for n in SCORES[self._task.kind] if n != "f1" or len(self._labels) == 2]
         truth, predicted = self._truth(examples), self._predicted(outputs)
         return {name: scores.score(name, truth, predicted) for name in names}
 
-    def judged(self, answer: Answer, example: Sentence) -> ScoredExample:
-        """Returns both labels, and how much of the probability the true one has not."""
+    def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
+        """Returns both labels; the error of a wrong one is 1 - probability of the true label."""
         truth, label = str(example.label), answer["label"]
-        off = 1 - answer["probabilities"][truth] if label != truth else 0.0
-        return ScoredExample([truth], [label], off)
+        error = 1 - answer["probabilities"][truth] if label != truth else 0.0
+        return ScoredExample([truth], [label], error)
 
     def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
         number = {label: i for i, label in enumerate(self._labels)}
         return np.array([number[str(example.label)] for example in examples], np.int32)
 
     def _predicted(self, outputs: Outputs) -> np.ndarray:
-        return self._by_example(outputs).argmax(axis=1)
+        return self._example_logits(outputs).argmax(axis=1)
 
-    def _by_example(self, outputs: Outputs) -> np.ndarray:
-        """Groups the scores of rows: [examples, labels]."""
+    def _example_logits(self, outputs: Outputs) -> np.ndarray:
+        """Returns the logits of each example, [examples, labels]."""
         return np.stack(outputs).reshape(-1, len(self._labels))
 
-    def _cut(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None]:
+    def _truncate(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None]:
         room = self._task.max_sequence_length - around(self._tokenizer, 1 + (b is not None))
         if b is None:
             return a[:room], None
-        first_yields = self._tokenizer.kind == "library" and len(a) <= len(b)
+        cuts_first = self._tokenizer.kind == "library" and len(a) <= len(b)  # if equally long
         a, b = list(a), list(b)
         while len(a) + len(b) > room:
-            (a if len(a) + first_yields > len(b) else b).pop()
+            (a if len(a) + cuts_first > len(b) else b).pop()
         return a, b
 
 
 class Choices(Sentences):
-    """The kind of `choice`: each text is read with the first, the highest of their scores wins."""
+    """The kind of `choice`: scores each candidate with the first text; the highest score wins."""
 
     outputs = 1
 
@@ -98,17 +98,17 @@ class Choices(Sentences):
 
 
 class NumberTask(Sentences):
-    """The kind of a number a pair: `regress`."""
+    """The kind of `regress`: a number for each example."""
 
     learns, column, outputs = "numbers", "value", 1
 
-    def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Sentence]) -> list[Answer]:
+    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
         """Returns the `value` of each example."""
         del rows, examples
         return [{"value": float(row[0])} for row in outputs]
 
-    def judged(self, answer: Answer, example: Sentence) -> ScoredExample:
-        """Returns both numbers, and their distance."""
+    def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
+        """Returns both numbers, and their distance as the error."""
         truth, value = float(example.label or 0), answer["value"]
         return ScoredExample([f"{truth:.4g}"], [f"{value:.4g}"], abs(value - truth))
 
@@ -120,44 +120,44 @@ class NumberTask(Sentences):
 
 
 class Tags(TaskKind):
-    """The kind of `tag`.
+    """The kind of `tag`: a label for each word.
 
-    A sentence that is too long for a row goes on in another, so that no word is without a tag.
+    A sentence that is too long for a row continues in another row, so that every word has a tag.
     """
 
     reads, column = "tokens", "tags"
 
-    def rows(self, examples: Sequence[Tagged]) -> Rows:
-        """Returns one row or more of each sentence; a word that is longer than a row is cut."""
+    def rows(self, examples: Sequence[Tagged]) -> TaskRows:
+        """Returns one or more rows for each sentence; a word longer than a row is truncated."""
         ids, tags, weights, notes = [], [], [], []
-        number_of = {label: i for i, label in enumerate(self._labels)}
+        label_numbers = {label: i for i, label in enumerate(self._labels)}
         for number, example in enumerate(examples):
             with prefix_errors(example.place):
-                cut = self._cut(example.words)
-            for pieces, begins, words in cut:
-                row, _ = joined(self._tokenizer, pieces, None)
-                at = np.zeros(len(row), np.float32)
-                at[begins] = 1.0
+                parts = self._split_words(example.words)
+            for tokens, starts, words in parts:
+                row, _ = joined(self._tokenizer, tokens, None)
+                weight = np.zeros(len(row), np.float32)
+                weight[starts] = 1.0
                 tag = np.zeros(len(row), np.int32)
                 if example.tags is not None:
-                    tag[begins] = [number_of[example.tags[word]] for word in words]
+                    tag[starts] = [label_numbers[example.tags[word]] for word in words]
                 ids.append(row)
                 tags.append(tag)
-                weights.append(at)
-                notes.append((number, begins))
+                weights.append(weight)
+                notes.append((number, starts))
         first = np.array([len(row) for row in ids], np.int32)
         targets = {"targets": tags, "target_weights": weights}
-        return Rows(ids, first, {}, targets, notes, self._task.max_sequence_length)
+        return TaskRows(ids, first, {}, targets, notes, self._task.max_sequence_length)
 
-    def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Tagged]) -> list[Answer]:
+    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Tagged]) -> Answers:
         """Returns for each example its `words` and their predicted `tags`."""
         answers = [{"words": list(example.words), "tags": []} for example in examples]
-        for logits, (number, begins) in zip(outputs, rows.notes, strict=True):
-            answers[number]["tags"] += [self._labels[i] for i in logits[begins].argmax(axis=1)]
+        for logits, (number, starts) in zip(outputs, rows.notes, strict=True):
+            answers[number]["tags"] += [self._labels[i] for i in logits[starts].argmax(axis=1)]
         return answers
 
-    def scores(self, outputs: Outputs, rows: Rows, examples: Sequence[Tagged]) -> dict[str, float]:
-        """Returns the share of words with the right tag, and entities' F1 if that is the score."""
+    def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Tagged]) -> Scores:
+        """Returns the accuracy over words, and the F1 of entities if it is the main score."""
         truth = [list(example.tags or ()) for example in examples]
         predicted = [answer["tags"] for answer in self.answers(outputs, rows, examples)]
         right = [a == b for a, b in zip(chain(*truth), chain(*predicted), strict=True)]
@@ -166,24 +166,24 @@ class Tags(TaskKind):
             by_name["entity_f1"] = scores.entity_f1(truth, predicted)
         return by_name
 
-    def judged(self, answer: Answer, example: Tagged) -> ScoredExample:
-        """Returns the tags of the words that have wrong ones, and how many these are."""
+    def score_example(self, answer: Answer, example: Tagged) -> ScoredExample:
+        """Returns the true and predicted tags of wrong words, and their number as the error."""
         pairs = zip(example.tags or (), answer["tags"], strict=True)
         wrong = [pair for pair in pairs if pair[0] != pair[1]]
         return ScoredExample([a for a, _ in wrong], [b for _, b in wrong], len(wrong))
 
-    def _cut(self, words: Sequence[str]) -> list[tuple[list[int], list[int], list[int]]]:
-        """Returns for each row its pieces, where in it words begin, and which words these are."""
+    def _split_words(self, words: Sequence[str]) -> list[tuple[list[int], list[int], list[int]]]:
+        """Returns for each row its tokens, the positions where words start, and the words."""
         room = self._task.max_sequence_length - 2
         rows: list[tuple[list[int], list[int], list[int]]] = [([], [], [])]
         for number, word in enumerate(words):
-            # What has no piece (a lone control character) is a word nevertheless.
             encode = self._tokenizer.encode_within if number else self._tokenizer.encode
-            pieces = (encode(word) or [self._tokenizer.unk_id])[:room]
-            if len(rows[-1][0]) + len(pieces) > room:
+            # A word without a token, such as a control character, becomes [UNK].
+            tokens = (encode(word) or [self._tokenizer.unk_id])[:room]
+            if len(rows[-1][0]) + len(tokens) > room:
                 rows.append(([], [], []))
-            row, begins, here = rows[-1]
-            begins.append(len(row) + 1)  # after [CLS]
-            here.append(number)
-            row += pieces
+            row, starts, row_words = rows[-1]
+            starts.append(len(row) + 1)  # after [CLS]
+            row_words.append(number)
+            row += tokens
         return rows

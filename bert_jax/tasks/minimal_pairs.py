@@ -1,11 +1,10 @@
-"""Minimal pairs: which of two texts is the likelier to a model, as it is (Warstadt et al. 2020).
+"""Minimal pairs: tests which of two texts a model finds more likely (Warstadt et al. 2020).
 
-A masked model gives a text no probability of its own. It is scored by its pseudo-log-likelihood
-(Salazar et al. 2020, section 2): each piece is masked alone, and the log probabilities of all
-pieces, given the rest of the text, are added. A model that reads from left to right
-(`model.direction`) does give one: the sum of the log probabilities of its pieces, each given those
-before it, and each text is asked for once. [CLS] and [SEP] stand around the text and are not
-counted. Nothing is learned, and nothing but the text is looked at: no length, no frequency.
+A masked model gives no probability of a text. Its score is the pseudo-log-likelihood (Salazar et
+al. 2020, section 2): each token is masked alone, and the log probabilities of all tokens, given the
+rest of the text, are added. For a causal model (`model.direction`) the score is the log-likelihood:
+the sum of the log probabilities of the tokens, each given the tokens before it. [CLS] and [SEP]
+surround the text and are not counted. Scores are not normalized by length or frequency.
 
 Shape letters: B rows, S sequence, U texts.
 """
@@ -24,41 +23,41 @@ from bert_jax.model import flops, heads, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks.adapted import MeshEncoder, require_finite
+from bert_jax.tasks.adaptation import MeshEncoder, require_finite
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.rows import padded
 from bert_jax.text.tokenizer import joined
 from bert_jax.training import feed
 from bert_jax.training import mesh as mesh_lib
 
-# Rows are padded to a multiple of this: most texts are shorter than what others are padded to.
+# Rows are padded to a multiple of this, which is smaller than elsewhere since texts are short.
 _LENGTH_STEP = 8
 
 
 class MinimalPairs:
-    """The pairs of a task, and a model to ask.
+    """A probe that scores a model on the pairs of a task.
 
-    At `most` so many are drawn, as many of each paradigm, the same in every run; None: all.
+    At most `most` pairs are drawn, evenly from the paradigms and the same in every run; None: all.
     """
 
     majority = 0.5
 
     def __init__(self, name: str, task: Task, most: int | None):
-        self.name, self.task = name, task  # where they are
+        self.name, self.task = name, task
         pairs: list[Any] = examples_lib.read(task, task.validation, "labelled")
-        self.pairs = pairs if most is None else _drawn(pairs, most)  # those that are asked
+        self.pairs = pairs if most is None else _sample(pairs, most)
 
     def open(self, reader: MeshEncoder) -> int:
-        """Makes ids of the texts; returns the operations of asking once."""
+        """Tokenizes the texts; returns the number of operations of one evaluation."""
         self._reader, model = reader, reader.model
         self._limit = min(self.task.max_sequence_length, model.max_position_embeddings)
-        # Equal texts are scored once, so that they are as likely to the last bit.
+        # Equal texts are scored once, so that their scores are equal to the last bit.
         self._texts: dict[tuple[int, ...], int] = {}
-        self._of_pairs = np.array(
+        self._pair_texts = np.array(
             [[self._number(t, pair.place) for t in (pair.good, pair.bad)] for pair in self.pairs]
         )
 
-        def of_rows(
+        def row_log_probabilities(
             params: Any, fixed: Any, batch: Any, noise: layers.Noise | None, loop: Loop
         ) -> jax.Array:
             del fixed
@@ -67,133 +66,130 @@ class MinimalPairs:
             hidden = encode(module.encoder, model, *ids, mask, noise, loop)
             logits = heads.masked_lm_logits(module, model, hidden, batch["positions"])
             logs = jax.nn.log_softmax(logits)
-            of_targets = jnp.take_along_axis(logs, batch["targets"][..., None], axis=-1)[..., 0]
-            return (of_targets * batch["target_weights"]).sum(axis=1)  # [B]
+            target_logs = jnp.take_along_axis(logs, batch["targets"][..., None], axis=-1)[..., 0]
+            return (target_logs * batch["target_weights"]).sum(axis=1)  # [B]
 
         self._is_causal = model.direction == "left_to_right"
-        self._log_probabilities = reader.program(of_rows)
+        self._log_probabilities = reader.compile_rows(row_log_probabilities)
         shapes = ((b["input_ids"].shape, b["positions"].shape) for _, b in self._batches())
-        return sum(
-            flops.forward_flops(model, count, length, asked[1]) for (count, length), asked in shapes
-        )
+        return sum(flops.forward_flops(model, n, length, p) for (n, length), (_, p) in shapes)
 
-    def ask(self, params: Any) -> dict[str, Any]:
-        """Returns how often the acceptable text is the likelier one; all processes call it.
+    def evaluate(self, params: Any) -> dict[str, Any]:
+        """Returns how often the acceptable text is more likely. All processes call it.
 
         Returns:
-          `accuracy`, in which texts that are as likely count half, its standard error `error`, and
-          `pairs`; the same of each of `fields` and `paradigms`, by name.
+          `accuracy`, in which equally likely texts count half, its standard error `error`, and the
+          number of `pairs`; in `fields` and `paradigms` the same for each of them, by name.
         """
         likelihoods = self._log_likelihoods(params)
         require_finite(self.name, [likelihoods])
-        good, bad = likelihoods[self._of_pairs].T
+        good, bad = likelihoods[self._pair_texts].T
         right = np.where(good == bad, 0.5, good > bad)
         fields = [pair.field for pair in self.pairs if pair.field]
         return {
             **_accuracy(right),
-            "fields": _by_name(right, fields) if fields else {},
-            "paradigms": _by_name(right, [pair.paradigm for pair in self.pairs]),
+            "fields": _accuracy_by_name(right, fields) if fields else {},
+            "paradigms": _accuracy_by_name(right, [pair.paradigm for pair in self.pairs]),
         }
 
     def _number(self, text: str, place: str) -> int:
-        """Returns the number of a text among those that differ."""
+        """Returns the number of a text among the distinct texts."""
         with prefix_errors(place):
             ids = tuple(self._reader.tokenizer.encode(text))
         if not 1 <= len(ids) <= self._limit - 2:
-            why = "no piece is left of it"
+            why = "has no tokens"
             if ids:
-                why = f"{len(ids) + 2} pieces with [CLS] and [SEP], and a row has {self._limit}"
-            raise InputError(f"{place}: {excerpt(text)}: {why}; leave the pair out")
+                why = f"has {len(ids) + 2} tokens with [CLS] and [SEP], but a row {self._limit}"
+            raise InputError(f"{place}: {excerpt(text)}: {why}; remove the pair")
         return self._texts.setdefault(ids, len(self._texts))
 
     def _log_likelihoods(self, params: Any) -> np.ndarray:
-        """Returns that of each text, or its pseudo-log-likelihood, float64 [U]."""
+        """Returns the log-likelihood or pseudo-log-likelihood of each text, float64 [U]."""
         sums = np.zeros(len(self._texts))
-        for which, batch in self._batches():
+        for texts, batch in self._batches():
             (placed,) = feed.place_all([batch], mesh_lib.batch_sharding(self._reader.mesh))
             logs = jax.device_get(self._log_probabilities(params, None, placed))
-            np.add.at(sums, which, logs[: len(which)].astype(np.float64))
+            np.add.at(sums, texts, logs[: len(texts)].astype(np.float64))
         return sums
 
     def _batches(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """Yields rows with one mask each, those of like lengths together, the longest first.
+        """Yields batches of rows with one mask each, sorted by length, the longest first.
 
-        For a model that reads from left to right a text has one row, without a mask.
+        For a causal model each text has one row without a mask.
 
         Yields:
-          Of a batch's first rows the numbers of their texts, and its arrays: those of the encoder
-          int32 [B, S], `positions` of predictions and `targets`, what is to stand there, int32
-          [B, P], and float32 `target_weights`, 0 where nothing is. The last is filled up with rows
-          of `row_weights` 0.
+          The text numbers of a batch's rows, and its arrays: the encoder's int32 [B, S];
+          `positions` of predictions and their `targets`, int32 [B, P]; float32 `target_weights`, 0
+          for no prediction. The last batch is filled up with rows whose `row_weights` are 0.
         """
         tok, size, texts = self._reader.tokenizer, self._reader.size, list(self._texts)
         lengths = np.array([len(ids) for ids in texts])
         ids = [joined(tok, list(text), None)[0] for text in texts]
         ids = padded(ids, self._padded_length(lengths.max()), tok.pad_id, np.int32)
         order = np.argsort(-lengths, kind="stable")
-        asked = (np.ones_like(lengths) if self._is_causal else lengths)[order]  # rows of a text
-        # Of each row its text, and which piece of it is masked.
-        of_rows = np.repeat(order, asked)
-        pieces = 1 + np.arange(len(of_rows)) - np.repeat(np.cumsum(asked) - asked, asked)
-        for start in range(0, len(of_rows), size):
-            which = of_rows[start : start + size]
-            filled = np.resize(np.arange(len(which)), size)
-            text, positions = which[filled], pieces[start:][filled, None]
-            column = np.arange(self._padded_length(lengths[which[0]]))
+        counts = (np.ones_like(lengths) if self._is_causal else lengths)[order]  # rows of a text
+        # The text of each row, and the position of its mask.
+        row_texts = np.repeat(order, counts)
+        masks = 1 + np.arange(len(row_texts)) - np.repeat(np.cumsum(counts) - counts, counts)
+        for start in range(0, len(row_texts), size):
+            numbers = row_texts[start : start + size]
+            filled = np.resize(np.arange(len(numbers)), size)
+            text, positions = numbers[filled], masks[start:][filled, None]
+            column = np.arange(self._padded_length(lengths[numbers[0]]))
             batch_ids = ids[text][:, : len(column)]
             if self._is_causal:
-                # From [CLS] the first piece, and so on up to the last; no [SEP].
-                predicted = column[:-1] < lengths[text, None]
-                positions, targets = column[:-1] * predicted, batch_ids[:, 1:] * predicted
+                # [CLS] predicts the first token, and so on up to the last; [SEP] is not predicted.
+                is_target = column[:-1] < lengths[text, None]
+                positions, targets = column[:-1] * is_target, batch_ids[:, 1:] * is_target
             else:
-                predicted = np.ones_like(positions)
+                is_target = np.ones_like(positions)
                 targets = np.take_along_axis(batch_ids, positions, axis=1)
                 np.put_along_axis(batch_ids, positions, tok.mask_id, axis=1)
             yield (
-                which,
+                numbers,
                 {
                     "input_ids": batch_ids,
                     "segment_ids": np.zeros_like(batch_ids),
                     "input_mask": (column < lengths[text, None] + 2).astype(np.int32),
                     "positions": positions.astype(np.int32),
                     "targets": targets.astype(np.int32),
-                    "target_weights": predicted.astype(np.float32),
-                    "row_weights": (np.arange(size) < len(which)).astype(np.float32),
+                    "target_weights": is_target.astype(np.float32),
+                    "row_weights": (np.arange(size) < len(numbers)).astype(np.float32),
                 },
             )
 
-    def _padded_length(self, pieces: int) -> int:
-        return min(-(-(pieces + 2) // _LENGTH_STEP) * _LENGTH_STEP, self._limit)
+    def _padded_length(self, tokens: int) -> int:
+        return min(-(-(tokens + 2) // _LENGTH_STEP) * _LENGTH_STEP, self._limit)
 
 
-def in_words(name: str, answer: dict[str, Any]) -> Iterator[str]:
-    """Yields lines about what `MinimalPairs.ask` returned, the fields' first."""
+def score_lines(name: str, answer: dict[str, Any]) -> Iterator[str]:
+    """Yields a table of a result of `MinimalPairs.evaluate`: in total, by field, by paradigm."""
     rows = [(name, answer), *answer["fields"].items(), *answer["paradigms"].items()]
     width = max(len(label) for label, _ in rows)
-    for label, one in rows:
-        score, error = (f"{one[key]:.3f}" for key in ("accuracy", "error"))
-        yield f"{label:{width}}  {score} +- {error}  ({one['pairs']} pairs)"
+    for label, scores in rows:
+        accuracy, error = (f"{scores[key]:.3f}" for key in ("accuracy", "error"))
+        yield f"{label:{width}}  {accuracy} +- {error}  ({scores['pairs']} pairs)"
 
 
 def _accuracy(right: np.ndarray) -> dict[str, float]:
-    """Returns the mean of 0s, halves and 1s, and its standard error if pairs are independent."""
+    """Returns the mean of values in {0, 0.5, 1}, and its standard error for independent pairs."""
     error = float(right.std()) / len(right) ** 0.5
     return {"accuracy": float(right.mean()), "error": error, "pairs": len(right)}
 
 
-def _by_name(right: np.ndarray, names: Sequence[str]) -> dict[str, dict[str, float]]:
+def _accuracy_by_name(right: np.ndarray, names: Sequence[str]) -> dict[str, dict[str, float]]:
     named = np.array(names)
     return {name: _accuracy(right[named == name]) for name in sorted(set(names))}
 
 
-def _drawn(pairs: list[MinimalPair], most: int) -> list[MinimalPair]:
-    """Returns so many of them, as many of each paradigm as there are; files are often sorted."""
-    met: dict[str, int] = {}
-    rounds = []  # of each in a random order, which one of its paradigm it is
+def _sample(pairs: list[MinimalPair], most: int) -> list[MinimalPair]:
+    """Returns a sample of at most `most` pairs, evenly from the paradigms, in their order."""
+    counts: dict[str, int] = {}
+    rounds = []  # in a random order, the number of each pair within its paradigm
     order = draws.permutation(draws.key_of(0, "probe"), 0, len(pairs))
     for i in order:
         name = pairs[i].paradigm
-        rounds.append(met.setdefault(name, 0))
-        met[name] += 1
-    chosen = order[np.argsort(rounds, kind="stable")[:most]]
-    return [pairs[i] for i in np.sort(chosen)]
+        rounds.append(counts.setdefault(name, 0))
+        counts[name] += 1
+    selected = order[np.argsort(rounds, kind="stable")[:most]]
+    return [pairs[i] for i in np.sort(selected)]

@@ -18,34 +18,35 @@ from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
 from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError, printable
 from bert_jax.model import heads
-from bert_jax.pretraining.loaded import Loaded, line_of
+from bert_jax.pretraining.loaded_model import LoadedModel, metrics_line
 from bert_jax.process import logger
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, create_folder, load_experiment, write_atomic
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats, rows
 from bert_jax.tasks import scores as scores_lib
-from bert_jax.tasks.adapted import LoadedBase, forward_of, kind_of
+from bert_jax.tasks.adaptation import LoadedBase, compile_forward, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence, Tally
-from bert_jax.tasks.objective import merged_params
 from bert_jax.tasks.similar import inherit_prompts, validation_task
+from bert_jax.tasks.task_objective import merged_params
 from bert_jax.text import records as text_records
 from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 
-# Examples whose rows are in memory at once.
+# The number of examples whose rows are in memory at once.
 WINDOW = 2048
 
 
 class TaskModel:
-    """A checkpoint of a fine-tuned run over its base, on all devices of this process.
+    """A checkpoint of a fine-tuned run with its base, on all devices of this process.
 
     Args:
-      base: where the run's base lies now; None: where it lay then.
-      which: of the run's checkpoints: `newest`, `best` (by held-out loss), or a step.
-      reading: fields of the task for files that are written otherwise than its own.
-      beams: with which texts are searched for; None: one, as while it was trained.
+      folder: the run's workdir.
+      base: the current path of the run's base; None: its path at training.
+      which: the run's checkpoint: `newest`, `best` (by held-out loss), or a step.
+      beams: the number of beams of the search for texts; None: one, as during training.
+      reading: fields of the task, such as column names, for files of another format.
     """
 
     def __init__(
@@ -57,171 +58,165 @@ class TaskModel:
         reading: Mapping[str, str] = types.MappingProxyType({}),
     ):
         workdir = mirror.open_workdir(folder)
-        parallelism = Parallelism()  # the run's own is for the devices it had
+        parallelism = Parallelism()  # the run's own is for the run's devices
         mesh = mesh_lib.make_mesh(parallelism)
         newest = load_experiment(workdir, Finetuning)
         saved = Checkpoints(workdir.checkpoints)
         number = saved.find_step(which)
         metadata = saved.metadata(number)
-        # Of the run.
         self.experiment = dataclasses.replace(
             saved.experiment(number, Finetuning), init_from=base or newest.init_from
         )
-        loaded = _base_of(self.experiment, workdir, metadata["init_sha256"])
-        # What is asked of it.
+        loaded = _load_base(self.experiment, workdir, metadata["init_sha256"])
         task = validation_task(self.experiment.task)
         self.task = task.with_fields(**reading)
         if beams is not None and task.kind != "generate":
             raise InputError(
-                f"--beam: {folder} has learned task.kind={task.kind}, which writes no texts; "
-                "remove it"
+                f"--beam: the task of {folder} is task.kind={task.kind}, which generates no texts; "
+                "remove --beam"
             )
-        # In the order of the head's outputs; empty of regressions and spans.
+        # In the order of the head's outputs; empty for regression and spans.
         self.labels = tuple(metadata["notes"]["labels"])
         self._vectors = base_lib.vectors_of(metadata["notes"]) or loaded.vectors
-        led = inherit_prompts(task, self._vectors) if task.kind == "similar" else task
-        self.kind = kind_of(led.with_fields(**reading), self.labels, loaded.tokenizer)
-        # Runs of the time before there were any have none.
-        weights = metadata["notes"].get("class_weights", ())
+        prompted = inherit_prompts(task, self._vectors) if task.kind == "similar" else task
+        self.kind = kind_of(prompted.with_fields(**reading), self.labels, loaded.tokenizer)
+        weights = metadata["notes"].get("class_weights", ())  # older runs have none
         if task.kind == "similar":
             self.kind.outputs = metadata["notes"]["teacher_width"]
         objective = loaded.objective(self.experiment, self.kind, weights)
-        self.pooling = objective.adapt.pooling  # of what the head reads
+        self.pooling = objective.adapt.pooling  # of the head's input
         abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
         restored = saved.read(which, {"params": abstract["params"]})
-        # Those that learned, on the devices.
-        self.step, self.params = restored.step, restored.state["params"]  # of the checkpoint
-        # Of the base, with the dropout and the type of the run.
-        self.model, self.tokenizer = objective.model, loaded.tokenizer  # of the base
-        # The line of scores of this step; None if there is none.
-        self.evaluation = line_of(workdir, "scores", self.step)
+        # The trainable parameters of the checkpoint, on the devices.
+        self.step, self.params = restored.step, restored.state["params"]
+        # The base's, with the run's dropout rates and compute type.
+        self.model, self.tokenizer = objective.model, loaded.tokenizer
+        # The line of metrics.jsonl with the scores of this step; None if there is none.
+        self.evaluation = metrics_line(workdir, "scores", self.step)
         if task.kind == "span" and task.no_answer == "possible":
             self.kind = kind_of(task, self.labels, loaded.tokenizer, _threshold(restored))
-        self.fixed = loaded.fixed(objective, mesh)  # those of the base that did not
-        self._forward = forward_of(objective, parallelism, mesh, beams or 1)
+        self.fixed = loaded.fixed(objective, mesh)  # the frozen parameters
+        self._forward = compile_forward(objective, parallelism, mesh, beams or 1)
         self._pad_id = loaded.tokenizer.pad_id
         self.unknown = UnknownShare(loaded.tokenizer)
         self._shards = mesh_lib.batch_shards(mesh)
-        self._sizes: tuple[int, ...] = ()  # of batches, in examples, smallest first, once warm
-        self._most = 0  # examples of a batch so far, before that
+        # Batch sizes in examples, smallest first, after `warm`; before, the largest size so far.
+        self._sizes: tuple[int, ...] = ()
+        self._largest = 0
 
-    def encoder(self) -> Loaded:
-        """Returns the encoder as it was adapted, to be asked for vectors, or exported."""
-        learned = merged_params(self.experiment.adapt, self.params, self.fixed)
-        params, fresh = heads.add_missing_heads(self.model, {"encoder": learned["encoder"]})
-        return self.stated(params, fresh)
+    def encoder(self) -> LoadedModel:
+        """Returns the fine-tuned encoder, for vectors or for export."""
+        merged = merged_params(self.experiment.adapt, self.params, self.fixed)
+        params, fresh = heads.add_missing_heads(self.model, {"encoder": merged["encoder"]})
+        return self.make_model(params, fresh)
 
-    def stated(self, params: dict[str, Any], fresh: tuple[str, ...] = ()) -> Loaded:
-        """Returns parameters that are made of its own, and what is known of them."""
-        known = {"vectors": self._vectors, "step": self.step, "evaluation": self.evaluation}
-        return Loaded(
-            self.model, params, self.tokenizer, fresh=fresh, name=self.experiment.name, **known
+    def make_model(self, params: dict[str, Any], fresh: tuple[str, ...] = ()) -> LoadedModel:
+        """Returns a model of these parameters, with the name, step and vectors of this one."""
+        fields = {"vectors": self._vectors, "step": self.step, "evaluation": self.evaluation}
+        return LoadedModel(
+            self.model, params, self.tokenizer, fresh=fresh, name=self.experiment.name, **fields
         )
 
     def warm(self, sizes: tuple[int, ...]) -> None:
-        """Compiles what examples of any length need; batches have no other sizes from then on."""
+        """Compiles the programs for examples of all lengths, in batches of these sizes only."""
         self._sizes, task = sizes, self.task
         others = ["a"] * (examples_lib.texts_per_example(task) - 1)
         for limit in range(
             rows.LENGTH_STEP, task.max_sequence_length + rows.LENGTH_STEP, rows.LENGTH_STEP
         ):
-            # A piece each, so that with the others they are as long as the longest of a program.
+            # Each word is one token, so that the rows need the program of this length.
             words = " ".join(["a"] * (limit - rows.LENGTH_STEP // 2))
             example = [words, *others] if task.kind != "span" else [*others, words]
             for size in sizes:
                 list(self.predict(examples_lib.parse_arguments(task, example * size)))
 
     def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
-        """Yields answers to examples in their order; `WINDOW` examples are in memory at once.
+        """Yields the answers to examples, in order; `WINDOW` examples are in memory at once.
 
         Yields:
-          JSON: what `TaskKind.answers` returns, with the `text` or `texts` of a sentence and the
+          JSON: the answer of `TaskKind.answers`, and the `text` or `texts` of a sentence or the
           `question` of a span.
         """
         examples = iter(examples)
         while window := list(itertools.islice(examples, WINDOW)):
-            outputs, _, of_window = self.outputs(window)
-            yield from _with_inputs(window, self.kind.answers(outputs, of_window, window))
+            outputs, _, task_rows = self.outputs(window)
+            yield from _add_inputs(window, self.kind.answers(outputs, task_rows, window))
 
     def score(
         self, examples: Sequence[Example], counts: Mapping[str, int]
     ) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-        """Returns the scores of labelled examples, all in memory, and the answers to them.
+        """Returns the scores of labelled examples, and the answers to them.
 
         Args:
-          examples: of all sources, one after the other.
-          counts: how many examples each source has.
+          examples: of all sources, one source after the other.
+          counts: the number of examples of each source.
 
         Returns:
-          As metrics.jsonl keeps them: `step`, `loss`, `score`, `examples` and all scores by name,
-          those of spans that may have no answer by the run's threshold; and what `predict` yields.
+          `step`, `loss`, `score`, `examples` and all scores by name, as in metrics.jsonl (spans use
+          the run's threshold for no answer); and the answers as from `predict`.
         """
         if self.task.kind == "generate":
             scores_lib.require_sacrebleu()
         examples_lib.require_known_labels(self.labels, examples)
-        outputs, loss, of_all = self.outputs(examples)
-        scores = self.kind.scores(outputs, of_all, examples)
+        outputs, loss, task_rows = self.outputs(examples)
+        scores = self.kind.scores(outputs, task_rows, examples)
         scores |= self.kind.part_scores(outputs, self.kind.parts(examples, counts))
         score = scores[self.task.main_score]
         loss = 1 - score if self.task.kind == "similar" else loss
         line = {"step": self.step, "loss": loss, "score": score}
-        answers = self.kind.answers(outputs, of_all, examples)
-        return line | {"examples": len(examples)} | scores, _with_inputs(examples, answers)
+        answers = self.kind.answers(outputs, task_rows, examples)
+        return line | {"examples": len(examples)} | scores, _add_inputs(examples, answers)
 
-    def outputs(self, examples: Sequence[Example]) -> tuple[list[np.ndarray], float, rows.Rows]:
-        """Returns what the head gives for each row, the mean loss, and the rows.
-
-        Returns:
-          As `adapted.Forward` does, and `TaskKind.rows`.
-        """
-        made = self.kind.rows(examples)
-        self.unknown.add(made.ids)
-        count = len(made.ids) // made.rows_per_example
-        # Few texts make a small batch, until a window holds more.
-        self._most = max(self._most, min(self.experiment.run.eval_batch_size, count))
-        sizes = self._sizes or (self._most,)
+    def outputs(self, examples: Sequence[Example]) -> tuple[list[np.ndarray], float, rows.TaskRows]:
+        """Returns the outputs of each row and the mean loss (as `Forward`), and the rows."""
+        task_rows = self.kind.rows(examples)
+        self.unknown.add(task_rows.ids)
+        count = len(task_rows.ids) // task_rows.rows_per_example
+        # The batch size grows with the windows, so that few texts compile a small program.
+        self._largest = max(self._largest, min(self.experiment.run.eval_batch_size, count))
+        sizes = self._sizes or (self._largest,)
         size = next((size for size in sizes if size >= count), sizes[-1])
-        size = -(-size // self._shards) * self._shards * made.rows_per_example
-        batches = rows.eval_batches(made, self._pad_id, size)
-        return *self._forward(self.params, self.fixed, batches, made), made
+        size = -(-size // self._shards) * self._shards * task_rows.rows_per_example
+        batches = rows.eval_batches(task_rows, self._pad_id, size)
+        return *self._forward(self.params, self.fixed, batches, task_rows), task_rows
 
 
-def _with_inputs(
+def _add_inputs(
     examples: Sequence[Example], answers: Iterable[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     for example, answer in zip(examples, answers, strict=True):
-        given: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if isinstance(example, Sentence):
             texts = example.texts
-            given = {"text": texts[0]} if len(texts) == 1 else {"texts": list(texts)}
+            inputs = {"text": texts[0]} if len(texts) == 1 else {"texts": list(texts)}
         elif isinstance(example, Question):
-            given = {"id": example.id, "question": example.question}
-        yield given | answer
+            inputs = {"id": example.id, "question": example.question}
+        yield inputs | answer
 
 
-def _base_of(experiment: Finetuning, workdir: Workdir, sha256: str) -> LoadedBase:
+def _load_base(experiment: Finetuning, workdir: Workdir, sha256: str) -> LoadedBase:
     try:
         loaded = LoadedBase.of(experiment)
     except InputError as error:
         raise InputError(
-            f"{error}; {workdir.named} adapts {experiment.init_from}: name with --from the "
-            "folder it is in now"
+            f"{error}; the base of {workdir.named} is {experiment.init_from}: give its current "
+            "folder with --from"
         ) from error
     if loaded.sha256 != sha256:
         raise InputError(
-            f"{experiment.init_from}: holds other weights ({loaded.sha256[:12]}) than those that "
-            f"{workdir.named} adapts ({sha256[:12]}); name with --from the folder they are in now"
+            f"{experiment.init_from}: its weights ({loaded.sha256[:12]}) are not those of the base "
+            f"of {workdir.named} ({sha256[:12]}); give the folder of that base with --from"
         )
     return loaded
 
 
 def _threshold(restored: Restored) -> float:
-    """Returns the score for no answer above which none is given."""
+    """Returns the threshold for no answer; see `SpanTask`."""
     threshold = restored.metadata["notes"]["no_answer_threshold"]
     if threshold is None:
         logger.warning(
-            "step %d was not evaluated, which would set a threshold; `no answer` is given wherever "
-            "it scores highest",
+            "step %d was not evaluated, so it has no threshold for no answer; the answer is none "
+            "wherever that scores highest",
             restored.step,
         )
         return 0.0
@@ -235,11 +230,11 @@ def predict(
     what: Literal["predict", "score"],
     out: str | None,
 ) -> Iterator[str]:
-    """Yields lines of JSON: a fine-tuned run's answers, or its scores.
+    """Yields lines of JSON: the answers of a fine-tuned run, or its scores.
 
     Args:
-      texts: texts given one by one, or (place, line), if there is neither a source nor scores.
-      sources: of examples; with `score` none are the run's validation examples.
+      texts: one or more texts, or (place, line) pairs; unused with sources or `score`.
+      sources: of examples; with `score`, () means the run's validation examples.
       out: a file for the answers; None: they are yielded.
     """
     task = model.task
@@ -277,36 +272,35 @@ def _warn_of_unknown(model: TaskModel) -> None:
 
 # --- tables ---------------------------------------------------------------------------------------
 
-# What is written next to the columns of a file, and files that can be written.
+# The added columns, and the suffixes of output files.
 _PREDICTED, _PROBABILITY = "predicted", "probability"
-_WRITTEN = (".csv", ".tsv", ".jsonl")
+_SUFFIXES = (".csv", ".tsv", ".jsonl")
 
 
 def predict_table(model: TaskModel, file: str, out: str) -> str:
-    """Writes a file's rows with what a fine-tuned run predicts for each in columns of its own.
+    """Writes a file's rows with a fine-tuned run's predictions in two more columns.
 
-    `predicted` is a label, a regression's number, a list of tags or a text; `probability` is the
-    label's.
-    A row with a blank text has neither, and is counted; labels are not read.
+    `predicted` is a label, a number, a list of tags or a text; `probability` is that of the label.
+    Both are empty for a row with a blank text. Labels in the file are not read.
 
     Returns:
-      How many rows were written, and how often each label was predicted, in words.
+      A message with the number of rows and of each predicted label.
     """
     task = model.task
-    source, ending = file, epath.Path(out).suffix
+    source, suffix = file, epath.Path(out).suffix
     if task.kind != "span":
         source = config.source_of("--input", task.kind, file)
     if source.partition(":")[0] not in ("csv", "tsv", "jsonl"):
         raise InputError(
-            f"--input {file}: a file of columns is needed, and task.kind={task.kind} reads no "
-            "such; --source and --out FILE write its answers as JSON lines"
+            f"--input {file}: must be a table, which task.kind={task.kind} does not read; use "
+            "--source and --out FILE, which write the answers as JSON lines"
         )
-    if ending not in _WRITTEN:
-        raise InputError(f"--out {out}: end its name in {', '.join(_WRITTEN)}")
+    if suffix not in _SUFFIXES:
+        raise InputError(f"--out {out}: the name must end in {', '.join(_SUFFIXES)}")
     counts, unread, tally = collections.Counter[str](), Tally(), Tally()
-    rows_ = _predicted_rows(model, source, counts, unread, tally)
+    table_rows = _predict_rows(model, source, counts, unread, tally)
     with create_folder(epath.Path(out).parent):
-        write_atomic(epath.Path(out), _written(rows_, ending, task.header))
+        write_atomic(epath.Path(out), _table_lines(table_rows, suffix, task.header))
     _warn_of_broken(tally)
     _warn_of_unknown(model)
     shown = ", ".join(f"{label} {counts[label]:,}" for label in model.labels if counts[label])
@@ -317,50 +311,50 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
     return "; ".join(parts)
 
 
-def _predicted_rows(
+def _predict_rows(
     model: TaskModel,
     source: str,
     counts: collections.Counter[str],
     unread: Tally,
     tally: Tally,
 ) -> Iterator[text_records.Named]:
-    """Yields place, names and values of each row, with the predicted ones.
+    """Yields (location, column names, values) of each row, with the predicted columns.
 
-    `counts` counts labels, `unread` rows without a prediction, `tally` rows that are left out.
+    `counts` counts labels, `unread` rows without a prediction, and `tally` broken rows.
     """
     task, column = model.task, model.kind.column
     on_broken = examples_lib.broken_row_handler(task, tally)
     records = formats.records(source, task.header, blank_lines=True, on_broken=on_broken)
-    more = [_PREDICTED] if column else [_PREDICTED, _PROBABILITY]
-    none = True
+    added = [_PREDICTED] if column else [_PREDICTED, _PROBABILITY]
+    is_empty = True
     while window := list(itertools.islice(records, WINDOW)):
-        none, examples = False, dict[str, Example]()  # by place
+        is_empty, examples = False, dict[str, Example]()  # by place
         for place, names, values in window:
-            if taken := [name for name in more if name in names]:
-                raise InputError(f"{place}: has a column {taken[0]!r} already; rename it")
+            if existing := [name for name in added if name in names]:
+                raise InputError(f"{place}: has a column {existing[0]!r} already; rename it")
             _require_json(values, place)
             cells = formats.cells(task.text_columns, names, values, place)
             try:
-                examples[place] = examples_lib.from_cells(task, place, cells)
+                examples[place] = examples_lib.example_from_cells(task, place, cells)
             except InputError as error:
                 if task.broken_rows == "stop" and not any(map(examples_lib.is_blank, cells)):
                     raise
                 unread.record_broken(place, error)
         answers = list(model.predict(examples.values())) if examples else []
-        answer_at = dict(zip(examples, answers, strict=True))
+        by_place = dict(zip(examples, answers, strict=True))
         for place, names, values in window:
-            predicted: list[Any] = [None] * len(more)
-            if answer := answer_at.get(place):
+            predicted: list[Any] = [None] * len(added)
+            if answer := by_place.get(place):
                 label = answer[column or "label"]
                 predicted = [label] if column else [label, answer["probabilities"][label]]
                 counts[str(label)] += 1
-            yield place, [*names, *more], [*values, *predicted]
-    if none:
+            yield place, [*names, *added], [*values, *predicted]
+    if is_empty:
         raise InputError(f"{source}: holds no examples")
 
 
 def _require_json(values: Sequence[Any], place: str) -> None:
-    """Raises InputError if a value is a number that JSON cannot spell, such as 1e400."""
+    """Raises InputError if a value is a number that JSON cannot represent, such as 1e400."""
     try:
         json.dumps(values, allow_nan=False)
     except ValueError as error:
@@ -369,17 +363,19 @@ def _require_json(values: Sequence[Any], place: str) -> None:
         ) from error
 
 
-def _written(rows_: Iterable[text_records.Named], ending: str, header: str) -> Iterator[str]:
-    """Yields lines of a file that ends so; .csv and .tsv begin with names if `header` says so."""
+def _table_lines(
+    table_rows: Iterable[text_records.Named], suffix: str, header: str
+) -> Iterator[str]:
+    """Yields the lines of a .csv, .tsv or .jsonl file; `header` "none" omits the column names."""
     first: list[str] = []
-    # Characters of a line's end are quoted, which here becomes a newline alone.
+    # The writer quotes cells with a character of its line end, so that is \r\n, written as \n.
     file, end = types.SimpleNamespace(write=str), "\r\n"
     table = csv.writer(file, lineterminator=end)
-    if ending == ".tsv":
+    if suffix == ".tsv":
         quoting: Any = {"quoting": csv.QUOTE_NONE, "quotechar": None}
         table = csv.writer(file, lineterminator=end, delimiter="\t", **quoting)
-    for place, names, values in rows_:
-        if ending == ".jsonl":
+    for place, names, values in table_rows:
+        if suffix == ".jsonl":
             if len(set(names)) < len(names):
                 raise InputError(f"{place}: two columns have one name; rename one, or write .csv")
             yield _json(dict(zip(names, values, strict=True))) + "\n"
@@ -388,17 +384,17 @@ def _written(rows_: Iterable[text_records.Named], ending: str, header: str) -> I
         first = first or names
         if sorted(names) != sorted(first):
             raise InputError(
-                f"{place}: has the columns {formats.listed(names)}, and the first row "
-                f"{formats.listed(first)}; write it as .jsonl"
+                f"{place}: has the columns {formats.quote_names(names)}, but the first row has "
+                f"{formats.quote_names(first)}; write a .jsonl file"
             )
-        if names != first:  # JSON has them in any order
+        if names != first:  # JSON objects may have them in any order
             lines = [[values[names.index(name)] for name in first]]
         for line in lines:
             try:
                 yield table.writerow(map(_cell, line)).removesuffix("\r\n") + "\n"
             except csv.Error as error:
                 raise InputError(
-                    f"{place}: a cell holds a tab or a newline; write it as .csv or .jsonl"
+                    f"{place}: a cell holds a tab or a newline; write a .csv or .jsonl file"
                 ) from error
 
 
@@ -409,7 +405,7 @@ def _cell(value: Any) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Returns the value for a person: numbers have the seven digits that float32 holds."""
+    """Returns the value with numbers rounded to seven digits, the precision of float32."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, dict):
@@ -418,6 +414,6 @@ def _rounded(value: Any) -> Any:
 
 
 def _json(value: dict[str, Any]) -> str:
-    """Returns JSON as people read it; what might command a terminal is escaped."""
+    """Returns JSON with readable Unicode; escapes characters that might control a terminal."""
     text = json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)

@@ -1,8 +1,8 @@
-"""Examples as rows of ids, batches of them, and what a kind of task does with both.
+"""Rows of token ids for the examples of a task, their batches, and the base class of task kinds.
 
-A batch is a function of (seed, step): an epoch is a permutation of the examples, and one goes on
-where the other ends. Rows are padded to the longest of their batch, so that short texts cost
-little; how far is known to every process from the lengths alone.
+A batch is a function of (seed, step): an epoch is a permutation of the examples, and the next epoch
+starts where it ends, even inside a batch. Rows are padded to the longest of their batch, so that
+short texts cost little. Every process computes the padded length from the lengths alone.
 """
 
 import dataclasses
@@ -18,78 +18,82 @@ from bert_jax.errors import prefix_errors
 from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
-# What the head of a task reads: what [CLS] comes to, every piece, or as a decoder does; `vectors`:
-# there is none, and vectors are compared.
+# Input of a task's head: the pooled output of a text, or the output of each token. `decoder` is a
+# decoder instead of a head; `vectors` are compared without a head.
 Reads = Literal["pooled", "tokens", "decoder", "vectors"]
-# What a head learns: a label of each target, a number, or the first and the last piece of a part.
+# Targets of a head: a label for each target, a number, or the first and last token of a span.
 Learns = Literal["labels", "numbers", "places"]
 Answer = dict[str, Any]
+Answers = list[Answer]
 Outputs = list[np.ndarray]
 Scores = dict[str, float]
 
-# Batches are padded to a multiple of this, or to the limit, so that few programs are compiled.
+# Batches are padded to a multiple of this (at most to the limit), so that few programs compile.
 LENGTH_STEP = 32
 
 
 @dataclasses.dataclass
-class Rows:
-    """Rows of ids, and their targets."""
+class TaskRows:
+    """Rows of token ids, and their targets."""
 
-    ids: list[np.ndarray]  # of each row int32 [n], [CLS] and [SEP] among them
-    first: np.ndarray  # int32 [rows], how many of a row's ids are of segment 0
-    numbers: dict[str, np.ndarray]  # targets that are one number a row: {name: [rows]}
-    # Targets that are one number an id: {name: [n] of each row}; 0 where padded.
+    ids: list[np.ndarray]  # int32 [n] for each row, with [CLS] and [SEP]
+    first: np.ndarray  # int32 [rows], number of tokens of segment 0
+    numbers: dict[str, np.ndarray]  # targets with one number per row: {name: [rows]}
+    # Targets with one number per token: {name: [n] for each row}; padded with 0.
     tokens: dict[str, list[np.ndarray]]
-    notes: list[Any]  # what `TaskKind.answers` needs to know of each row
-    limit: int  # no row is longer, nor is padded further: the model may have no more positions
-    # Rows that make one example, one after the other: the texts of a choice.
+    notes: list[Any]  # data about each row for `TaskKind.answers`
+    limit: int  # maximum length, also with padding: the model may have no more positions
+    # Consecutive rows that form one example, such as the candidates of a choice.
     rows_per_example: int = 1
-    cut_questions: int = 0  # how many questions of `span` were longer than they may be
+    cut_questions: int = 0  # number of questions of `span` that were truncated
 
     def __post_init__(self) -> None:
         self.lengths = np.array([len(ids) for ids in self.ids], np.int32)
 
-    def batch(self, which: np.ndarray, length: int, pad_id: int) -> Batch:
-        """Returns the rows of these numbers, [B], padded to S = `length`, no less than the longest.
+    def batch(self, numbers: np.ndarray, length: int, pad_id: int) -> Batch:
+        """Returns the rows with these numbers, [B], padded to S = `length`.
 
         Returns:
           `input_ids`, `segment_ids`, `input_mask` int32 [B, S]; the targets, [B] or [B, S].
         """
-        batch = {"input_ids": padded([self.ids[i] for i in which], length, pad_id, np.int32)}
-        column, lengths = np.arange(length), self.lengths[which, None]
+        batch = {"input_ids": padded([self.ids[i] for i in numbers], length, pad_id, np.int32)}
+        column, lengths = np.arange(length), self.lengths[numbers, None]
         batch["input_mask"] = (column < lengths).astype(np.int32)
-        beyond = (column >= self.first[which, None]) & (column < lengths)
-        batch["segment_ids"] = beyond.astype(np.int32)
+        is_second = (column >= self.first[numbers, None]) & (column < lengths)
+        batch["segment_ids"] = is_second.astype(np.int32)
         for name, values in self.numbers.items():
-            batch[name] = values[which]
+            batch[name] = values[numbers]
         for name, arrays in self.tokens.items():
-            batch[name] = padded([arrays[i] for i in which], length, 0, arrays[0].dtype)
+            batch[name] = padded([arrays[i] for i in numbers], length, 0, arrays[0].dtype)
         return batch
 
-    def labelled(self, values: list[np.ndarray]) -> np.ndarray:
-        """Returns values of rows, or of their pieces, [n, ...] each, where labels are: [N, ...]."""
+    def select_labelled(self, values: list[np.ndarray]) -> np.ndarray:
+        """Returns the values of all targets, [N, ...].
+
+        `values` has for each row its value, or the values of its tokens, [n, ...].
+        """
         if "targets" in self.numbers:
             return np.stack(values)
         weights = self.tokens["target_weights"]
-        return np.concatenate([one[at > 0] for one, at in zip(values, weights, strict=True)])
+        return np.concatenate([row[w > 0] for row, w in zip(values, weights, strict=True)])
 
     def labels(self) -> np.ndarray:
-        """Returns the labels of rows, or of the words in them, by number, int32 [N]."""
+        """Returns the label numbers of all targets (rows, or words in rows), int32 [N]."""
         targets = self.numbers.get("targets")
-        return self.labelled(self.tokens["targets"]) if targets is None else targets
+        return self.select_labelled(self.tokens["targets"]) if targets is None else targets
 
-    def batch_like(self, which: np.ndarray, like: np.ndarray, pad_id: int) -> Batch:
-        """Returns some rows as `batch` does, padded as all of `like` need it."""
-        return self.batch(which, self.padded_length(like), pad_id)
+    def batch_like(self, numbers: np.ndarray, like: np.ndarray, pad_id: int) -> Batch:
+        """Returns some rows as `batch` does, padded to the length of a batch of the rows `like`."""
+        return self.batch(numbers, self.padded_length(like), pad_id)
 
-    def padded_length(self, which: np.ndarray) -> int:
-        """Returns the length to which rows are padded in one batch."""
-        longest = int(self.lengths[which].max())
+    def padded_length(self, numbers: np.ndarray) -> int:
+        """Returns the length to which a batch of these rows is padded."""
+        longest = int(self.lengths[numbers].max())
         return min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.limit)
 
 
 def padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.ndarray:
-    """Returns rows of any lengths as one array, [rows, length], `value` behind each."""
+    """Returns rows of any lengths as one array, [rows, length], padded with `value`."""
     array = np.full((len(rows), length), value, dtype)
     for row, values in zip(array, rows, strict=True):
         row[: len(values)] = values
@@ -97,34 +101,34 @@ def padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.nd
 
 
 class ScoredExample(NamedTuple):
-    """An answer next to the truth."""
+    """A prediction compared with the truth."""
 
-    truth: Sequence[str]  # names of labels, one or one a word; or a number or a text
-    predicted: Sequence[str]  # as many
-    off: float  # how far, in what the kind counts by; 0 if it is right
+    truth: Sequence[str]  # names of labels (one, or one per word), or one number or text
+    predicted: Sequence[str]  # as long as `truth`
+    error: float  # in the unit of the kind's score; 0 if the prediction is right
 
 
-class Part(NamedTuple):
-    """The examples of one source among those of several, and their rows."""
+class SourceExamples(NamedTuple):
+    """The examples of one of several sources, and their rows."""
 
     name: str
-    first: int  # its first row among those of all examples
-    rows: Rows
+    first: int  # the number of its first row among the rows of all sources
+    rows: TaskRows
     examples: Sequence[Any]
 
 
 class TaskKind:
-    """A kind of task, for one tokenizer and one set of labels; `adapted.KINDS` has all.
+    """A kind of task, for one tokenizer and one set of labels; `adaptation.KINDS` has all.
 
-    Outputs are what the head gives of each row: float32 [outputs] of what [CLS] comes to, or of all
-    n pieces [n, outputs]; of a decoder ids.
+    Outputs are the head's results for each row: float32 [outputs] for the pooled text, or
+    [n, outputs] for its n tokens; token ids from a decoder.
     """
 
-    reads: Reads = "pooled"  # what the head reads
-    outputs = 0  # how many scores it gives; 0: one for each label
-    learns: Learns = "labels"  # what the loss is of, see `tasks.objective`
-    rows_per_example = 1  # rows, one after the other, that are answered together
-    # What of an answer a table shows; "": the label, and its probability.
+    reads: Reads = "pooled"  # input of the head
+    outputs = 0  # number of the head's outputs; 0: one for each label
+    learns: Learns = "labels"  # determines the loss, see `tasks.task_objective`
+    rows_per_example = 1  # consecutive rows that are answered together
+    # The field of an answer that a table shows; "": the label, and its probability.
     column = ""
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
@@ -132,100 +136,104 @@ class TaskKind:
         self.outputs = self.outputs or len(labels)
 
     def encode(self, text: str, place: str) -> list[int]:
-        """Returns the ids of a text; errors begin with `place`, where the text stands."""
+        """Returns the token ids of a text; errors begin with `place`, the text's location."""
         with prefix_errors(place):
             return self._tokenizer.encode(text)
 
-    def rows(self, examples: Sequence[Any]) -> Rows:
-        """Returns the examples as the encoder reads them; with targets if they have labels."""
+    def rows(self, examples: Sequence[Any]) -> TaskRows:
+        """Returns the rows of examples, with targets if the examples have labels."""
         raise NotImplementedError
 
-    def answers(self, outputs: Outputs, rows: Rows, examples: Sequence[Any]) -> list[Answer]:
-        """Returns what the outputs predict for each example, as JSON."""
+    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Any]) -> Answers:
+        """Returns the prediction for each example, as JSON."""
         raise NotImplementedError
 
-    def scores(self, outputs: Outputs, rows: Rows, examples: Sequence[Any]) -> Scores:
+    def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Any]) -> Scores:
         """Returns the scores of labelled examples by name."""
         raise NotImplementedError
 
-    def parts(self, examples: Sequence[Any], counts: Mapping[str, int]) -> list[Part]:
-        """Returns the examples of each source, by its name; none if there is but one source.
+    def parts(self, examples: Sequence[Any], counts: Mapping[str, int]) -> list[SourceExamples]:
+        """Returns the examples of each source; empty if there is only one source.
 
         Args:
-          examples: of all sources, one after the other.
-          counts: how many examples each source has.
+          examples: of all sources, one source after the other.
+          counts: the number of examples of each source.
         """
         names = [re.split("[/:]", source)[-1].partition(".")[0] for source in counts]
-        if len({*names, ""}) <= len(names):  # equal or empty: name the whole sources
+        if len({*names, ""}) <= len(names):  # some are equal or empty: use the whole sources
             names = list(map(source_name, counts))
-        parts, start, first = list[Part](), 0, 0
+        parts, start, first = list[SourceExamples](), 0, 0
         for name, count in zip(names, counts.values(), strict=True):
-            of_source = examples[start : start + count]
-            rows = self.rows(of_source)
-            parts.append(Part(name, first, rows, of_source))
+            selected = examples[start : start + count]
+            rows = self.rows(selected)
+            parts.append(SourceExamples(name, first, rows, selected))
             start, first = start + count, first + len(rows.ids)
         return parts if len(parts) > 1 else []
 
-    def part_scores(self, outputs: Outputs, parts: Sequence[Part]) -> Scores:
-        """Returns the main score of each part, called SCORE/NAME; `outputs` are of all rows."""
+    def part_scores(self, outputs: Outputs, parts: Sequence[SourceExamples]) -> Scores:
+        """Returns the main score of each part, named SCORE/NAME; `outputs` are of all rows."""
         score, by_name = self._task.main_score, Scores()
         for name, first, rows, examples in parts:
-            of_part = outputs[first : first + len(rows.ids)]
-            by_name[f"{score}/{name}"] = self.scores(of_part, rows, examples)[score]
+            selected = outputs[first : first + len(rows.ids)]
+            by_name[f"{score}/{name}"] = self.scores(selected, rows, examples)[score]
         return by_name
 
-    def judged(self, answer: Answer, example: Any) -> ScoredExample:
-        """Returns an answer to a labelled example next to the truth."""
+    def score_example(self, answer: Answer, example: Any) -> ScoredExample:
+        """Returns the comparison of an answer to a labelled example with its label."""
         raise NotImplementedError
 
-    def rows_of(self, example: Any, most: int) -> int:
-        """Returns how many rows an example becomes, `most` + 1 or more if there are more."""
+    def count_rows(self, example: Any, most: int) -> int:
+        """Returns the number of rows of an example; stops counting above `most`."""
         del example, most
         return 1
 
 
-class TrainBatches:
-    """Batches of shuffled examples, so many `examples` a step. May be pickled."""
+class TaskBatches:
+    """Batches of shuffled examples, with `examples` of them per step. Can be pickled."""
 
-    def __init__(self, rows: Rows, pad_id: int, examples: int, seed: int):
+    def __init__(self, rows: TaskRows, pad_id: int, examples: int, seed: int):
         self._rows, self._pad_id, self._examples = rows, pad_id, examples
         total = len(rows.ids) // rows.rows_per_example
         self._shuffled = draws.ShuffledEpochs(draws.key_of(seed, "finetune"), total)
 
     def batch(self, step: int, indices: np.ndarray) -> Batch:
-        """Returns rows of a step, from 0, any subset in any order: `indices`, int [B].
+        """Returns some rows of a step.
+
+        Args:
+          step: counted from 0.
+          indices: int [B], the positions of the rows in the step, in any order.
 
         Returns:
-          What `Rows.batch` does, `rows` uint32 [B], numbered through the run, and `row_weights`
-          float32 [B], all 1.
+          The arrays of `TaskRows.batch`; `rows` uint32 [B], numbered through the run; and
+          `row_weights` float32 [B], all 1.
         """
-        every = self.of_step(step)
-        which = every[indices]
-        row = step * len(every) + np.asarray(indices, np.int64)
+        numbers = self.step_rows(step)
+        row = step * len(numbers) + np.asarray(indices, np.int64)
         return {
             "rows": row.astype(np.uint32),
-            "row_weights": np.ones(len(which), np.float32),
-            **self._rows.batch_like(which, every, self._pad_id),
+            "row_weights": np.ones(len(indices), np.float32),
+            **self._rows.batch_like(numbers[indices], numbers, self._pad_id),
         }
 
     def lengths(self, step: int) -> np.ndarray:
-        """Returns how many pieces each row of a step has."""
-        return self._rows.lengths[self.of_step(step)]
+        """Returns the number of tokens of each row of a step."""
+        return self._rows.lengths[self.step_rows(step)]
 
-    def of_step(self, step: int) -> np.ndarray:
+    def step_rows(self, step: int) -> np.ndarray:
         """Returns the numbers of all rows of a step."""
         per_example = self._rows.rows_per_example
         examples = self._shuffled[step * self._examples + np.arange(self._examples)]
         return (examples[:, None] * per_example + np.arange(per_example)).reshape(-1)
 
 
-def eval_batches(rows: Rows, pad_id: int, size: int) -> list[tuple[np.ndarray, Batch]]:
-    """Returns all rows once, those of like lengths together, so that little is padded.
+def eval_batches(rows: TaskRows, pad_id: int, size: int) -> list[tuple[np.ndarray, Batch]]:
+    """Returns batches of all rows, sorted by length so that there is little padding.
+
     A batch has `size` rows, a multiple of `rows.rows_per_example`.
 
     Returns:
-      For each batch, which rows its first ones are, and its arrays as `TrainBatches.batch` gives
-      them; the last is filled up with rows of `row_weights` 0.
+      For each batch, the numbers of its rows and the arrays of `TaskBatches.batch`. The last batch
+      is filled up with rows whose `row_weights` are 0, which have no number.
     """
     per_example = rows.rows_per_example
     longest = rows.lengths.reshape(-1, per_example).max(axis=1)
@@ -233,19 +241,20 @@ def eval_batches(rows: Rows, pad_id: int, size: int) -> list[tuple[np.ndarray, B
     order = (order[:, None] * per_example + np.arange(per_example)).reshape(-1)
     batches = []
     for start in range(0, len(order), size):
-        which = order[start : start + size]
-        filled = np.concatenate([which, np.resize(which, size - len(which))])
-        batch = rows.batch_like(filled, which, pad_id)
-        weights = (np.arange(size) < len(which)).astype(np.float32)
-        batches.append((which, {"rows": filled.astype(np.uint32), "row_weights": weights, **batch}))
+        numbers = order[start : start + size]
+        filled = np.concatenate([numbers, np.resize(numbers, size - len(numbers))])
+        batch = rows.batch_like(filled, numbers, pad_id)
+        weights = (np.arange(size) < len(numbers)).astype(np.float32)
+        batch |= {"rows": filled.astype(np.uint32), "row_weights": weights}
+        batches.append((numbers, batch))
     return batches
 
 
-def balanced_weights(rows: Rows, labels: int) -> tuple[float, ...]:
-    """Returns for each label how much one of it weighs if all labels weigh the same together.
+def balanced_weights(rows: TaskRows, labels: int) -> tuple[float, ...]:
+    """Returns for each label a weight such that the targets of each label have the same total.
 
-    That is examples / (labels that occur * examples of this label), 1 on average over all examples;
-    a label that does not occur weighs 1. Targets are the labels of rows, or of the words in them.
+    That is targets / (labels that occur * targets with this label), on average 1. A label that does
+    not occur has the weight 1.
     """
     targets = rows.labels()
     counts = np.bincount(targets, minlength=labels)

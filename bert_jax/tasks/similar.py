@@ -28,13 +28,13 @@ from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop, fill_params
 from bert_jax.model.kinds import encode, encoder_of
 from bert_jax.model.similarity import Texts
-from bert_jax.pretraining.loaded import Loaded
-from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
-from bert_jax.tasks.objective import HEAD_RULE, Batch, TaskObjective, Tree, merged_params
-from bert_jax.tasks.rows import Answer, Outputs, Rows, Scores, TaskKind, TrainBatches
+from bert_jax.tasks.rows import Answers, Outputs, Scores, TaskBatches, TaskKind, TaskRows
+from bert_jax.tasks.task_objective import HEAD_RULE, Batch, TaskObjective, Tree, merged_params
 from bert_jax.text.tokenizer import Tokenizer, joined
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import sharding
@@ -60,7 +60,7 @@ class Similar(TaskKind):
         self._text_tokens = max(self._limit - 2 - longest, 0)
         self.rows_per_example = len(task.text_columns)
 
-    def rows(self, examples: _Examples) -> Rows:
+    def rows(self, examples: _Examples) -> TaskRows:
         """Returns a row for each text, with its prefix; long texts are cut at the end.
 
         Texts with equal keys are not negatives of each other. A key is computed from the tokens of
@@ -77,9 +77,9 @@ class Similar(TaskKind):
                 keys.append(zlib.crc32(np.array(tokens[: self._text_tokens], np.uint32).tobytes()))
         first = np.array([len(row) for row in ids], np.int32)
         numbers = {"keys": np.array(keys, np.uint32)}
-        return Rows(ids, first, numbers, {}, [], self._limit, len(texts))
+        return TaskRows(ids, first, numbers, {}, [], self._limit, len(texts))
 
-    def answers(self, outputs: Outputs, rows: Rows, examples: _Examples) -> list[Answer]:
+    def answers(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Answers:
         """Returns the `cosine` of the two texts of each example."""
         if rows.rows_per_example == 1:
             raise InputError(
@@ -88,7 +88,7 @@ class Similar(TaskKind):
             )
         return [{"cosine": float(value)} for value in _cosines(np.stack(outputs))]
 
-    def scores(self, outputs: Outputs, rows: Rows, examples: _Examples) -> Scores:
+    def scores(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Scores:
         """Returns correlations of the cosine with scores; of queries how well texts are found."""
         del rows
         if isinstance(examples[0], Passage):  # and so are all
@@ -237,9 +237,9 @@ class PairTrainingSet:
 
     examples: int  # an epoch
     sha256: str
-    batches: TrainBatches | CorpusPairs
+    batches: TaskBatches | CorpusPairs
     rows_per_example: int
-    rows: Rows | None  # None of a corpus, whose rows are made as they are asked for
+    rows: TaskRows | None  # None of a corpus, whose rows are made as they are asked for
     width: int  # of a teacher's vectors; 0: there is none
     keys: frozenset[int] = frozenset()  # `text_key` of the first two texts of each example
 
@@ -293,7 +293,7 @@ def read(
                 f"encoder's {model.hidden_size}; set vectors.projection=linear"
             )
     sha256 = examples_lib.sha256(examples, (more,))
-    batches = TrainBatches(rows, tokenizer.pad_id, experiment.batch_size, experiment.seed)
+    batches = TaskBatches(rows, tokenizer.pad_id, experiment.batch_size, experiment.seed)
     pairs = [dataclasses.replace(x, texts=x.texts[:2]) for x in examples if len(x.texts) > 1]
     keys = frozenset(map(examples_lib.text_key, pairs))
     return PairTrainingSet(len(examples), sha256, batches, rows.rows_per_example, rows, width, keys)
@@ -304,8 +304,10 @@ def _read_corpus(
 ) -> PairTrainingSet:
     task, folder = experiment.task, epath.Path(place)
     if how not in get_args(PairMethod):
-        raise InputError(f"task.train: corpus:{place}:{how}: use {', '.join(get_args(PairMethod))}")
-    prepared = Prepared.open(folder / "corpus" if (folder / "corpus").exists() else folder)
+        raise InputError(
+            f"task.train: corpus:{place}:{how}: end it in {', '.join(get_args(PairMethod))}"
+        )
+    prepared = OpenCorpus.open(folder / "corpus" if (folder / "corpus").exists() else folder)
     if prepared.tokenizer.sha256 != tokenizer.sha256:
         raise InputError(
             f"task.train: corpus:{place}: was made with another vocabulary than the base has; "
@@ -346,7 +348,7 @@ def _teacher_vectors(how: Vectors, examples: Sequence[Sentence]) -> np.ndarray:
     path = epath.Path(how.teacher)
     if path.suffix != ".npz":
         mesh = mesh_lib.make_mesh(Parallelism())
-        embedder = Embedder(Loaded.of(path), Features(length="unit"), mesh)
+        embedder = Embedder(LoadedModel.of(path), Features(length="unit"), mesh)
         (role,) = roles_of(examples[0])
         parts = embedder.embed((example.texts[0] for example in examples), role)
         return np.concatenate([part.vectors for part in parts])

@@ -15,7 +15,7 @@ from bert_jax.distributed import rendezvous, slices
 from bert_jax.distributed.rendezvous import ProcessInfo
 from bert_jax.distributed.slices import Arrivals, SlicePolicy
 from bert_jax.errors import Unavailable
-from bert_jax.pretraining.pretraining import PretrainingJob
+from bert_jax.pretraining.pretraining_job import PretrainingJob
 from bert_jax.storage.workdir import Workdir
 
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"

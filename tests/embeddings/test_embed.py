@@ -18,7 +18,7 @@ from bert_jax.checkpoints.base import TextVectors
 from bert_jax.embeddings import embed, vector_files
 from bert_jax.errors import InputError
 from bert_jax.interop import importing
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.text import library
 
 WIDTH = 64
@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("embed")
     source = epath.Path(hf_folder.write(folder / "hf"))
     importing.import_weights(source, epath.Path(folder / "base"), None, lambda line: None)
-    return Loaded.of(epath.Path(folder / "base"))
+    return LoadedModel.of(epath.Path(folder / "base"))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def texts():
 @pytest.fixture(scope="module")
 def states(trained, texts):
     """Of each text by itself: its embeddings, and what each of three layers makes of them."""
-    return trained.hidden([" ".join(text.split()[:126]) for text in texts], layers=range(4))
+    return trained.layer_outputs([" ".join(text.split()[:126]) for text in texts], layers=range(4))
 
 
 def embedded(trained, texts, devices=4, batch_tokens=200, max_length=0, **features):

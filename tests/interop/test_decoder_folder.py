@@ -14,7 +14,7 @@ from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface
 from bert_jax.model import heads
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.text.tokenizer import WordPiece
 
 CLASSES = {
@@ -30,7 +30,7 @@ def trained(kind, direction="left_to_right"):
         cfg = Model(direction=direction, **{name: getattr(MODEL, name) for name in shared})
         cfg = dataclasses.replace(cfg, num_hidden_layers=2, intermediate_size=24)
     params = jax.device_get(heads.init_params(cfg, jax.random.key(0)))
-    return Loaded(cfg, params, WordPiece(PIECES, "uncased"), name="a test")
+    return LoadedModel(cfg, params, WordPiece(PIECES, "uncased"), name="a test")
 
 
 @pytest.mark.long

@@ -29,8 +29,8 @@ from bert_jax.interop import (
     weights,
 )
 from bert_jax.model.encoder import Loop
-from bert_jax.pretraining.loaded import Loaded
-from bert_jax.tasks import objective
+from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.tasks import task_objective
 from bert_jax.text.tokenizer import WordPiece
 
 BERT = Model(**{name: value for name, value in made.SIZES.items() if name != "pad_token_id"})
@@ -79,7 +79,7 @@ def logits(of: str, kind: str, params: dict) -> np.ndarray:
     reads = "tokens" if kind in ("tag", "span") else "pooled"
     outputs = params["head"]["bias"].size
     adapt = Adapt(pooling="mean" if "means" in of else "cls")
-    task = objective.TaskObjective(MODELS[of], "labels", reads, outputs, 1, adapt)
+    task = task_objective.TaskObjective(MODELS[of], "labels", reads, outputs, 1, adapt)
     run = jax.jit(lambda params, batch: task.logits(params, None, batch, None, Loop()))
     return np.asarray(run(params, batch))
 
@@ -181,9 +181,9 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
     # Of ModernBERT's masked LM there is what a classifier learned, and no output.
     assert ("masked_lm/output_bias" in base.fresh) == of.startswith("modern")
     assert any("freshly initialised: masked_lm/" in line for line in said)
-    broken.fails(f"predict --workdir {folder}/base [MASK]", "no masked_lm head that has learned")
+    broken.fails(f"predict --workdir {folder}/base [MASK]", "its masked_lm head is untrained")
     architecture = huggingface.ARCHITECTURES[names.family(base.model)]["masked_lm"]
-    text = card.write(Loaded.of_base(base, "x"), architecture, "float32", "x")
+    text = card.write(LoadedModel.load_base(base, "x"), architecture, "float32", "x")
     assert "Never trained, freshly initialised: masked_lm." in text
     head = base_lib.read(folder / "base").head
     np.testing.assert_array_equal(head.kernel, expected["head/kernel"])
@@ -252,7 +252,7 @@ def test_thin_matrices_of_several_kernels_in_one_tensor_add_the_same(of):
         shapes = {"down": (count, inputs, 3), "up": (count, 3, outputs)}
         thin[name] = {k: rng.normal(size=shape).astype(np.float32) for k, shape in shapes.items()}
     fixed = {name: tree for name, tree in base.items() if name != "head"}
-    whole = objective.merged_params(adapt, {"lora": thin, "head": base["head"]}, fixed)
+    whole = task_objective.merged_params(adapt, {"lora": thin, "head": base["head"]}, fixed)
     architecture = finetuned.ARCHITECTURES[of]["classify"]
     expected = weights.to_theirs(jax.device_get(whole), cfg, architecture)
     found, apart = dict(theirs(of, "classify")), weights.thin_to_theirs(thin, cfg)

@@ -18,7 +18,7 @@ from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface, importing, vocabularies, weights
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.text import tokenizer as tokenizer_lib
 
 WORD = "bert.embeddings.word_embeddings.weight"
@@ -139,13 +139,15 @@ def test_parts_that_are_missing_are_fresh_and_named(architecture, missing, tmp_p
     for part, asked in (("masked_lm", "w7[MASK]"), ("next_sentence", "w7 --next w8")):
         code, err = broken.call(f"predict --workdir {place} {asked}")
         assert code == (2 if part in missing else 0) and err.count("\n") == bool(code)
-        assert f"base has no {part} head that has learned; " in err or not code
+        assert f"base: its {part} head is untrained; " in err or not code
 
 
 def test_parts_that_a_run_has_not_learned_are_fresh_in_its_base(monkeypatch):
     """As of an objective of its own, which has no use for some."""
-    run = Loaded(Model(), {}, tokenizer_lib.WordPiece(VOCAB, "cased"), fresh=("pooler",), step=3)
-    monkeypatch.setattr(Loaded, "of", lambda folder, what: run)
+    run = LoadedModel(
+        Model(), {}, tokenizer_lib.WordPiece(VOCAB, "cased"), fresh=("pooler",), step=3
+    )
+    monkeypatch.setattr(LoadedModel, "of", lambda folder, what: run)
     base = importing._of_run(epath.Path("runs/x"), "params")
     assert (base.source, base.fresh) == ("x, step 3", ("pooler",))
 

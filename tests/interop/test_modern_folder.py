@@ -14,7 +14,7 @@ from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import configs, huggingface, importing
 from bert_jax.model import heads
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.text.tokenizer import WordPiece
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(30))]
@@ -44,7 +44,7 @@ def trained():
     params["encoder"]["embeddings"]["word"]["embedding"][MODEL.vocab_size :] = 0
     params["masked_lm"]["output_bias"][MODEL.vocab_size :] = 0
     params["encoder"]["layers"]["attention_layer_norm"]["scale"][0] = 1
-    return Loaded(MODEL, params, WordPiece(PIECES, "uncased"), name="a test")
+    return LoadedModel(MODEL, params, WordPiece(PIECES, "uncased"), name="a test")
 
 
 def write(folder, kind="masked_lm", **changes):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from bert_jax import config
 from bert_jax.data import corpus
 from bert_jax.pretraining import evaluators
-from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.pretraining.pretraining_job import OpenCorpus
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def compiled():
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     experiment, folder = samples.small_corpus(tmp_path_factory.mktemp("held_out"))
-    return experiment, Prepared.open(folder), samples.mesh_of(1)
+    return experiment, OpenCorpus.open(folder), samples.mesh_of(1)
 
 
 def test_seeds_of_an_experiment_share_their_held_out_rows(prepared):
@@ -69,7 +69,7 @@ def test_cut_parameters_are_gathered_on_one_device_and_compiled_for_once(compile
         whole = {"a": np.arange(24.0).reshape(8, 3) * factor, "b": np.arange(4.0) * factor}
         cut = jax.device_put(whole, NamedSharding(mesh, P("data_0")))
         programs = len(compiled)
-        found = evaluators.on_one_device(cut, mesh)
+        found = evaluators.gather_params(cut, mesh)
         trees.append((found, len(compiled) - programs))
         for name, array in found.items():
             assert array.devices() == {mesh.devices[0]}

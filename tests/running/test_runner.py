@@ -23,7 +23,7 @@ from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
-from bert_jax.pretraining import evaluators, pretraining
+from bert_jax.pretraining import evaluators, pretraining_job
 from bert_jax.running import session
 from bert_jax.running.job import Evaluator, PhaseBatches
 from bert_jax.running.progress import Clock, Progress
@@ -96,7 +96,7 @@ def test_a_checkpoint_s_loss_is_that_of_masked_lm(undisturbed):
 
 
 def test_a_file_that_goes_between_being_listed_and_looked_at_is_named(copy_of_run):
-    prepared = pretraining.Prepared.open(epath.Path(copy_of_run / "corpus"))
+    prepared = pretraining_job.OpenCorpus.open(epath.Path(copy_of_run / "corpus"))
     ids = copy_of_run / "corpus" / "stream" / "train" / "ids.bin"
     experiment = config.load("small.py")
     prepared.train_batches(experiment, 0)
@@ -218,7 +218,7 @@ def test_watched_sentences_fit_the_model():
     held_out = stream.make_stream([sentences] * 6)
     tok = tokenizer.WordPiece(vocab, "uncased")
     lengths = {
-        most: {len(s.ids) for s in evaluators.held_out_sentences(held_out, tok, most)}
+        most: {len(s.ids) for s in evaluators.mask_sentences(held_out, tok, most)}
         for most in (7, 9, 100)
     }
     assert lengths[7] == set()

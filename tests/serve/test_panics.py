@@ -16,8 +16,8 @@ from test_serve import ask, exchange, is_error, post, running, until
 
 from bert_jax.embeddings import embed
 from bert_jax.errors import InputError
-from bert_jax.pretraining.loaded import Loaded
-from bert_jax.serve import served, service
+from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.serve import endpoints, service
 from bert_jax.text import sentences
 from bert_jax.text.documents import Document
 
@@ -79,9 +79,9 @@ def test_the_error_names_the_text_and_its_location(folder, monkeypatch, command,
 
 def test_a_request_with_the_text_gets_500_and_later_requests_succeed(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    trained = Loaded.of(epath.Path("base"))
+    trained = LoadedModel.of(epath.Path("base"))
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
-    with running(served.EmbedEndpoint("base", embedder)) as port:
+    with running(endpoints.EmbedEndpoint("base", embedder)) as port:
         error = is_error(ask(port, {"input": ["w7", TEXT]}), 500)
         assert TOKENIZER in error["message"] and TEXT[:20] in error["message"]
         assert ask(port, {"input": ["w7", "w8"]})[0] == 200
@@ -141,7 +141,7 @@ def test_a_panic_while_computing_fails_only_its_request():
 def test_a_service_exits_if_its_model_panics_on_every_text():
     model = Model()
     model.works.clear()
-    service_ = service.Service(model, served.Limits())
+    service_ = service.Service(model, endpoints.Limits())
     with service.listening("127.0.0.1", 0) as bound, ThreadPoolExecutor(1) as clients:
         bound.listen()
         clients.submit(exchange, bound.getsockname()[1], post({"input": ["abc"]}))
@@ -152,7 +152,7 @@ def test_a_service_exits_if_its_model_panics_on_every_text():
 def test_health_is_503_while_the_model_hangs():
     model = Model()
     model.hangs.set()
-    with running(model, served.Limits(seconds=1)) as port:
+    with running(model, endpoints.Limits(seconds=1)) as port:
         try:
             assert ask(port, b"", "/health", "GET")[0] == 200
             assert ask(port, {"input": ["abc"]})[0] == 503

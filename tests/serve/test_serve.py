@@ -25,8 +25,8 @@ from etils import epath
 
 from bert_jax.embeddings import embed
 from bert_jax.errors import InputError
-from bert_jax.pretraining.loaded import Loaded
-from bert_jax.serve import served, service
+from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.serve import endpoints, service
 
 TEXTS = ["wa wb", "", "xa " * 90, "wc ? xd", "\u65e5\x00 wa"]
 
@@ -34,7 +34,7 @@ TEXTS = ["wa wb", "", "xa " * 90, "wc ? xd", "\u65e5\x00 wa"]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     tuned.write_base(tmp_path_factory.mktemp("serve") / "base")
-    return Loaded.of(epath.Path(tmp_path_factory.getbasetemp() / "serve0" / "base"))
+    return LoadedModel.of(epath.Path(tmp_path_factory.getbasetemp() / "serve0" / "base"))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def embedder(trained):
 
 @pytest.fixture(scope="module")
 def vectors(embedder):
-    return served.EmbedEndpoint("base", embedder)
+    return endpoints.EmbedEndpoint("base", embedder)
 
 
 class Gate:
@@ -67,7 +67,7 @@ class Gate:
 @contextlib.contextmanager
 def running(answers, limits=None):
     """Yields the port of a service that ends afterwards."""
-    limits = limits or served.Limits()
+    limits = limits or endpoints.Limits()
     bound = service.listening("127.0.0.1", 0)
     bound.listen(2048)
     server = service.server_of(service.Service(answers, limits), limits.seconds)
@@ -197,7 +197,7 @@ def test_a_turn_is_of_so_many_rows_whatever_an_item_has(vectors):
         assert large.result()[0] == small.result()[0] == 200
         until(lambda: metrics(port)["bert_jax_rows_under_way"] == 0)
     assert gate.sizes == [3, 3, 3, 2]
-    found = vectors.items({"input": ["wa", "wa " * 2**15]}, served.Limits())
+    found = vectors.items({"input": ["wa", "wa " * 2**15]}, endpoints.Limits())
     assert [rows for _, rows in found] == [1, 13]
 
 
@@ -284,7 +284,7 @@ def test_a_client_that_does_not_read_is_under_way_until_it_is_cut_off(vectors):
     gate.answer = answer
     gate.open.set()
 
-    with running(gate, served.Limits(seconds=3)) as port:
+    with running(gate, endpoints.Limits(seconds=3)) as port:
         with socket.socket() as slow, socket.socket() as never:
             for client, name in ((slow, "slow"), (never, "never")):
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
@@ -303,7 +303,7 @@ def test_a_client_that_does_not_read_is_under_way_until_it_is_cut_off(vectors):
 
 
 def test_connections_are_limited_and_one_that_ends_makes_room(vectors):
-    with running(vectors, served.Limits(requests=64)) as port, contextlib.ExitStack() as stack:
+    with running(vectors, endpoints.Limits(requests=64)) as port, contextlib.ExitStack() as stack:
         taken = []
         for _ in range(128):
             taken.append(stack.enter_context(socket.create_connection(("127.0.0.1", port))))
@@ -328,7 +328,7 @@ def test_what_all_requests_hold_is_bounded(monkeypatch, vectors):
 
 def test_more_than_the_queue_holds_is_refused_and_counted_and_nothing_is_lost(vectors):
     gate = Gate(vectors)
-    with running(gate, served.Limits(requests=64)) as port, ThreadPoolExecutor(64) as clients:
+    with running(gate, endpoints.Limits(requests=64)) as port, ThreadPoolExecutor(64) as clients:
         answers = [clients.submit(ask, port, {"input": "wa"}) for _ in range(64)]
         until(lambda: metrics(port)["bert_jax_requests_under_way"] == 64)
         refused = ask(port, {"input": "wa"})
@@ -343,7 +343,7 @@ def test_more_than_the_queue_holds_is_refused_and_counted_and_nothing_is_lost(ve
 def test_time_is_limited_for_answers_bodies_and_silence(vectors):
     gate = Gate(vectors)
     asked = b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
-    with running(gate, served.Limits(seconds=1)) as port, ThreadPoolExecutor(3) as clients:
+    with running(gate, endpoints.Limits(seconds=1)) as port, ThreadPoolExecutor(3) as clients:
         waits = clients.submit(ask, port, {"input": "wa"})
         halfway, silent = (clients.submit(exchange, port, data) for data in (asked, b""))
         assert "no answer within 1 s" in is_error(waits.result(), 503)["message"]
@@ -373,7 +373,7 @@ def test_what_the_model_cannot_compute_is_an_error_of_its_request_alone(vectors,
 
 
 def test_where_nothing_can_be_computed_any_more_the_service_ends(monkeypatch, vectors):
-    broken = service.Service(Gate(vectors), served.Limits())
+    broken = service.Service(Gate(vectors), endpoints.Limits())
     monkeypatch.setattr(broken, "_turn", lambda: 1 // 0)
     with service.listening("127.0.0.1", 0) as bound, ThreadPoolExecutor(1) as clients:
         bound.listen()

@@ -21,7 +21,7 @@ from bert_jax.errors import InputError
 from bert_jax.model import decoder
 from bert_jax.model.encoder import Loop
 from bert_jax.storage.workdir import Workdir, load_experiment
-from bert_jax.tasks import adapted, job, scores
+from bert_jax.tasks import adaptation, finetuning_job, scores
 from bert_jax.tasks.generate import Generate, GenerateObjective
 from bert_jax.tasks.rows import eval_batches
 from bert_jax.training import feed, step
@@ -93,7 +93,7 @@ def test_scores_are_those_of_sacrebleu_s_command(tmp_path):
     command += ["-m", "chrf", "bleu", "-b", "-w", "6"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     theirs = [float(number) for number in done.stdout.replace(",", " ").split() if "." in number]
-    found = scores.of_texts(truth, written)
+    found = scores.text_scores(truth, written)
     assert [found["bleu"] * 100, found["chrf"] * 100] == pytest.approx(theirs, abs=1e-5)
     assert 0.2 < found["bleu"] < found["chrf"] < 0.9
 
@@ -116,7 +116,7 @@ def objective():
 def forward(params, parallelism, mesh):
     rows = KIND.rows(some(11))
     of_eval = eval_batches(rows, kinds.TOKENIZER.pad_id, 4)
-    return adapted.forward_of(objective(), parallelism, mesh)(params, None, of_eval, rows)
+    return adaptation.compile_forward(objective(), parallelism, mesh)(params, None, of_eval, rows)
 
 
 @pytest.mark.long
@@ -178,7 +178,7 @@ def here(folder, monkeypatch):
 @pytest.mark.long
 def test_a_run_begins_with_the_base_in_both_halves_and_keeps_its_worst_texts(here):
     experiment = load_experiment(Workdir("run"), Finetuning)
-    setup = job.FinetuningJob(experiment, Workdir("run"), lambda line: None)
+    setup = finetuning_job.FinetuningJob(experiment, Workdir("run"), lambda line: None)
     setup.read()
     fresh = step.init_state(setup.objective, setup.optimizer, 0)
     begun, _ = setup.initial_state(fresh)
@@ -237,8 +237,8 @@ def test_what_a_generating_run_cannot_do_is_refused_by_name(here, monkeypatch):
 
 def test_only_encoders_of_kind_bert_have_a_decoder():
     modern = dataclasses.replace(kinds.MODEL, kind="modern", num_hidden_layers=1, global_every=1)
-    with pytest.raises(InputError, match=r"b: task\.kind=generate .* model\.kind=modern"):
-        adapted.require_adaptable(modern, Finetuning(name="x", task=TASK), "b")
+    with pytest.raises(InputError, match=r"b: model\.kind=modern: task\.kind=generate"):
+        adaptation.require_usable(modern, Finetuning(name="x", task=TASK), "b")
     long = dataclasses.replace(TASK, max_target_length=41)
     with pytest.raises(InputError, match=r"task\.max_target_length=41: longer than"):
-        adapted.require_adaptable(kinds.MODEL, Finetuning(name="x", task=long), "b")
+        adaptation.require_usable(kinds.MODEL, Finetuning(name="x", task=long), "b")

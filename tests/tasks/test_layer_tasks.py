@@ -16,10 +16,10 @@ import bert_jax
 from bert_jax import config
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Parallelism
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.workdir import Workdir
-from bert_jax.tasks import layers, probes
-from bert_jax.tasks.adapted import MeshEncoder, kind_of
+from bert_jax.tasks import layer_scores, probes
+from bert_jax.tasks.adaptation import MeshEncoder, kind_of
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.rows import eval_batches
 
@@ -55,8 +55,8 @@ def here(folder, monkeypatch):
 def asked(folder):
     files = [str(folder / f"{name}.py") for name in NAMES]
     done: list[str] = []
-    trained = Loaded.of(epath.Path(folder / "base"))
-    known = layers.score_layers(files, trained, done.append)
+    trained = LoadedModel.of(epath.Path(folder / "base"))
+    known = layer_scores.score_layers(files, trained, done.append)
     assert len(done) == 4
     return {one["name"]: one for one in known["tasks"]}
 
@@ -75,14 +75,14 @@ def test_tasks_are_read_off_every_layer_as_numpy_would(folder, asked):
         there = rows(folder, "classify", part)
         labels[part] = np.array([row["label"] == "good" for row in there]).astype(int)
         texts = [row["sentence"] for row in there]
-        hidden[part] = model.hidden(texts, layers=(0, 1))
+        hidden[part] = model.layer_outputs(texts, layers=(0, 1))
     # What is read of rows of several lengths, padded together.
     reader = MeshEncoder(model.model, model.tokenizer, Parallelism(), samples.mesh_of(1), 8)
     task = config.load(str(folder / "classify.py"), config.Finetuning).task
     texts = [Sentence("", (row["sentence"],), None) for row in there]
     made = kind_of(task, ("bad", "good"), model.tokenizer).rows(texts)
     ((which, batch), *_) = eval_batches(made, model.tokenizer.pad_id, 8)
-    read = np.asarray(probes.features_of(reader, "pooled", "all")(model.params, None, batch))
+    read = np.asarray(probes.jit_features(reader, "pooled", "all")(model.params, None, batch))
     expected = [hidden["test"][i] for i in which]
     expected = [np.concatenate([x[:, 0], x.mean(1)], axis=1).ravel() for x in expected]
     np.testing.assert_allclose(read, expected, atol=1e-5)
@@ -103,7 +103,7 @@ def test_a_similarity_is_the_cosine_of_means(folder, asked):
     truth = [row["value"] for row in there]
     for layer in (0, 1):
         sides = [
-            [x[0].mean(0) for x in model.hidden([row[name] for row in there], layers=(layer,))]
+            [x[0].mean(0) for x in model.layer_outputs([row[name] for row in there], (layer,))]
             for name in ("sentence", "b")
         ]
         cosines = [
@@ -115,11 +115,11 @@ def test_a_similarity_is_the_cosine_of_means(folder, asked):
 
 
 def test_a_similarity_is_of_means_whatever_its_base_pools(folder, asked):
-    trained = Loaded.of(epath.Path(folder / "base"))
+    trained = LoadedModel.of(epath.Path(folder / "base"))
     trained.vectors = TextVectors("cls")
     there = rows(folder, "regress", "test")
     pairs = [Sentence("", (row["sentence"], row["b"]), row["value"]) for row in there]
-    found = layers._similarity("spearman", pairs, trained)
+    found = layer_scores._similarity("spearman", pairs, trained)
     assert found == pytest.approx(asked["regress"]["scores"], abs=1e-6)
 
 
@@ -130,10 +130,10 @@ def test_the_length_of_texts_is_asked_in_bins(asked):
 
 
 def test_the_centre_counts_what_each_layer_adds():
-    known = layers.known("x", "accuracy", 0.5, (0.4, 0.6, 0.6, 0.9, 0.8))
+    known = layer_scores.layer_record("x", "accuracy", 0.5, (0.4, 0.6, 0.6, 0.9, 0.8))
     assert known["best"] == 3
     assert known["centre"] == pytest.approx((1 * 0.2 + 3 * 0.3) / 0.5)
-    assert layers.known("x", "accuracy", 0.5, (0.4, 0.4, 0.3))["centre"] == 0
+    assert layer_scores.layer_record("x", "accuracy", 0.5, (0.4, 0.4, 0.3))["centre"] == 0
 
 
 @pytest.mark.long
@@ -155,10 +155,10 @@ def test_the_command_prints_a_table_and_writes_a_page(here):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--tasks generate.py", "--tasks: generate.py: task.kind=generate cannot be read off"),
+        ("--tasks generate.py", "--tasks: generate.py: task.kind=generate is not supported"),
         ("--tasks length.py", "--tasks: the name length is taken"),
         ("--tasks empty.py", "--tasks: "),
-        ("--tasks constant.py", "--tasks: constant: all pairs to score on have one similarity"),
+        ("--tasks constant.py", "--tasks: constant: all validation pairs have the same score"),
         ("--attention=", "--attention: a text is needed"),
         ("--tasks classify.py --attention=" + "xa," * 99, "--attention: text of"),
     ],

@@ -10,7 +10,7 @@ import pytest
 import tuned
 from sklearn import metrics
 
-from bert_jax.tasks import adapted, scores
+from bert_jax.tasks import adaptation, scores
 from bert_jax.text.tokenizer import UnknownShare, WordPiece
 
 # Of questions, and what is answered.
@@ -20,7 +20,7 @@ GIVEN = ["wa", "wb", "wc", "", "", "wa"]
 
 def line_of(kind, answers, examples, **settings):
     task, labels = kinds.task(kind, **settings), kinds.LABELS[kind]
-    of = adapted.kind_of(task, labels, kinds.TOKENIZER)
+    of = adaptation.kind_of(task, labels, kinds.TOKENIZER)
     return scores.mistakes(of, labels, answers, examples)
 
 
@@ -110,7 +110,7 @@ def test_text_that_the_vocabulary_cannot_read_and_guessing_are_said(tmp_path, mo
     printed = tuned.finetune()
     counts = collections.Counter(row["label"] for row in tuned.lines("train"))
     assert f"labels bad {counts['bad']}, good {counts['good']}; f1 is of 'good'" in printed
-    assert "unknown pieces: 0.0% of train, 100.0% of validation" in printed
+    assert "unknown tokens: 0.0% of train, 100.0% of validation" in printed
     assert printed.count("; always 'good': accuracy 0.5455") >= 3  # at first, and at each score
     first, last = tuned.lines("run/predictions.jsonl")
     assert first["kind"] == "task" and first["guess"] == ["always 'good'", 6 / 11]

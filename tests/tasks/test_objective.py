@@ -18,11 +18,11 @@ from sklearn.utils.class_weight import compute_class_weight
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Parallelism
 from bert_jax.model.encoder import Loop
-from bert_jax.tasks import objective as objective_lib
 from bert_jax.tasks import rows
-from bert_jax.tasks.adapted import LoadedBase
-from bert_jax.tasks.job import FinetuningJob
-from bert_jax.tasks.objective import TaskObjective
+from bert_jax.tasks import task_objective as objective_lib
+from bert_jax.tasks.adaptation import LoadedBase
+from bert_jax.tasks.finetuning_job import FinetuningJob
+from bert_jax.tasks.task_objective import TaskObjective
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import sharding
 

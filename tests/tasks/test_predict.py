@@ -13,7 +13,7 @@ import pytest
 import tuned
 from safetensors.numpy import load_file
 
-from bert_jax.tasks import examples, objective, predict
+from bert_jax.tasks import examples, predict, task_objective
 from bert_jax.tasks.predict import TaskModel
 
 # Written by transformers; see tests/interop/make_task_classes.py.
@@ -167,10 +167,10 @@ def test_a_base_is_found_where_it_lies_now_and_no_other_is_taken(run):
     before = tuned.predict("wa")
     shutil.move("base", "moved")
     words = "predict --workdir run wa"
-    broken.fails(words, "run adapts base: name with --from the folder it is in now")
+    broken.fails(words, "the base of run is base: give its current folder with --from")
     assert tuned.predict("--from", "moved", "wa") == before
     tuned.write_base("other", seed=1)
-    broken.fails(f"{words} --from other", "other: holds other weights", "those that run adapts")
+    broken.fails(f"{words} --from other", "other: its weights (", "the base of run")
 
 
 def test_texts_cannot_command_a_terminal(run):
@@ -192,7 +192,7 @@ def test_an_exported_run_holds_what_transformers_writes(run, tmp_path):
             assert written.get(name, value) == value, name
     model = TaskModel("run")
     adapt = model.experiment.adapt
-    merged = objective.merged_params(adapt, model.params, model.fixed)
+    merged = task_objective.merged_params(adapt, model.params, model.fixed)
     value = merged["encoder"]["layers"]["value"]["kernel"][0]
     name = "bert.encoder.layer.0.attention.self.value.weight"
     np.testing.assert_array_equal(found["classifier.weight"].T, merged["head"]["kernel"])
@@ -237,7 +237,7 @@ def test_a_head_over_the_mean_of_all_pieces_goes_out_and_comes_back(tmp_path, mo
     assert json.loads(pathlib.Path("hf/config.json").read_text())["classifier_pooling"] == "mean"
     broken.said("import hf --workdir again")
     still = ("--from", "again", "--workdir", "run", "--set", "optimizer.peak_learning_rate=1e-9")
-    for pooling, says in (("cls", "a fresh head: the base's is of pooling mean"), ("", "the head")):
+    for pooling, says in (("cls", "a fresh head: the base's has pooling mean"), ("", "the head")):
         shutil.rmtree("run")
         assert f"begins with {says}" in tuned.finetune(*still, "--set", f"adapt.pooling={pooling}")
     for answer, wanted in zip(tuned.predict(*texts), expected, strict=True):
@@ -328,7 +328,7 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run):
         ("--input none.csv.gz --out a.csv", "none.csv.gz"),
         ("--source jsonl:test --out test/a.jsonl", "--out test/a.jsonl"),
         ("--source jsonl:test --out base", "--out base"),
-        ("--input jsonl:test --out a.xls", "--out a.xls: end its name in .csv"),
+        ("--input jsonl:test --out a.xls", "--out a.xls: the name must end in .csv"),
         ("--input jsonl:test", "--input: needs --out"),
         ("--input had.csv --out a.csv", "has a column 'predicted' already"),
         ("--input none.csv --out a.csv", "holds no examples"),

@@ -23,7 +23,7 @@ from bert_jax.errors import InputError
 from bert_jax.pretraining import evaluators
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.tasks import probes
-from bert_jax.tasks.adapted import MeshEncoder, run_rows
+from bert_jax.tasks.adaptation import MeshEncoder, run_rows
 from bert_jax.tasks.similar import Similar
 from bert_jax.training.objective import Pretraining
 
@@ -98,7 +98,7 @@ def test_features_of_a_text_do_not_depend_on_the_rows_beside_it():
     reader = MeshEncoder(kinds.MODEL, kinds.TOKENIZER, Parallelism(), samples.mesh_of(1), 8)
     kind = kinds.kind_of("classify")
     params = Pretraining(kinds.MODEL).init_params(jax.random.key(0))
-    features_of_rows = probes.features_of(reader, "pooled", "all")
+    features_of_rows = probes.jit_features(reader, "pooled", "all")
     features = []
     for others in ([], [kinds.sentence("wa " * 12)]):
         rows = kind.rows([kinds.sentence("wa wb"), *others])
@@ -202,8 +202,8 @@ def test_probes_that_were_added_since_the_first_step_are_not_compared():
     line = {"kind": "probes", "scores": {"a": 0.5, "b": 0.5}, "similar": {"a": {}, "b": {}}}
     later = {"step": 3, "kind": "probes", "scores": {"a": 0.9, "b": 0.9}}
     first = {"step": 0, "kind": "probes", "scores": {"a": 0.52}}
-    assert evaluators.vectors_lost(line, [later], "base") == ""
-    warning = evaluators.vectors_lost(line, [first, later], "base")
+    assert evaluators.similarity_warning(line, [later], "base") == ""
+    warning = evaluators.similarity_warning(line, [first, later], "base")
     assert "; a was 0.5200 in base" in warning and "b was" not in warning
 
 
@@ -246,7 +246,7 @@ def test_a_task_is_scored_on_files_with_other_columns(tmp_path):
 
 def test_what_cannot_be_a_probe_is_named(folder):
     for names, message in (
-        (("values",), "task.kind=regress cannot be read off"),
+        (("values",), "task.kind=regress is not supported"),
         (("letters", "letters"), "two tasks have the name 'letters'"),
         (("nowhere",), "run.probes takes files of tasks: "),
         (("alike",), "alike.py: task.train: 'same' has but one label"),

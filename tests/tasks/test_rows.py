@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kinds import TOKENIZER, ids, sentence, task
 
 from bert_jax.tasks.labels import Choices, NumberTask, Sentences
-from bert_jax.tasks.rows import Rows, TrainBatches, eval_batches
+from bert_jax.tasks.rows import TaskBatches, TaskRows, eval_batches
 from bert_jax.text.library import Library
 
 LIMIT = 100
@@ -26,7 +26,7 @@ def rows_of(lengths, together=1):
     first = np.array([(n + 1) // 2 for n in lengths], np.int32)
     targets = np.repeat(np.arange(len(lengths) // together, dtype=np.int32), together)
     tokens = {"target_weights": [np.full(n, 0.5, np.float32) for n in lengths]}
-    return Rows(found, first, {"targets": targets}, tokens, [], LIMIT, together)
+    return TaskRows(found, first, {"targets": targets}, tokens, [], LIMIT, together)
 
 
 def whole(batches, step, count):
@@ -58,7 +58,7 @@ def test_rows_are_padded_in_steps_and_never_beyond_the_limit():
 def test_every_example_comes_once_an_epoch(total, examples, together, seed):
     """Batches one after the other are epochs one after the other, each in another order."""
     rows = rows_of([3] * total * together, together)
-    batches = TrainBatches(rows, 0, examples, seed)
+    batches = TaskBatches(rows, 0, examples, seed)
     steps = -(-3 * total // examples)
     size = examples * together
     seen = np.concatenate([whole(batches, step, size)["input_ids"][:, 0] for step in range(steps)])
@@ -74,7 +74,7 @@ def test_every_example_comes_once_an_epoch(total, examples, together, seed):
 
 def test_epochs_and_seeds_have_their_own_orders():
     def order(seed, epoch):
-        batches = TrainBatches(rows_of([3] * 50), 0, 50, seed)
+        batches = TaskBatches(rows_of([3] * 50), 0, 50, seed)
         return whole(batches, epoch, 50)["targets"].tolist()
 
     orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
@@ -89,10 +89,10 @@ def test_any_rows_of_a_step_are_those_of_the_whole_batch(data):
     lengths = data.draw(st.lists(st.integers(1, LIMIT), min_size=3, max_size=8)) * together
     examples = data.draw(st.integers(1, 7))
     size = examples * together
-    made = TrainBatches(rows_of(lengths, together), 0, examples, 5)
+    made = TaskBatches(rows_of(lengths, together), 0, examples, 5)
     steps = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     for step in steps:
-        fresh = whole(TrainBatches(rows_of(lengths, together), 0, examples, 5), step, size)
+        fresh = whole(TaskBatches(rows_of(lengths, together), 0, examples, 5), step, size)
         indices = np.array(data.draw(st.permutations(range(size))))
         indices = indices[: data.draw(st.integers(1, size))]
         part = pickle.loads(pickle.dumps(made)).batch(step, indices)
@@ -102,7 +102,7 @@ def test_any_rows_of_a_step_are_those_of_the_whole_batch(data):
 
 def test_rows_are_numbered_through_the_run():
     """Dropout is a function of the number."""
-    batches = TrainBatches(rows_of([3] * 4, 2), 0, 3, 0)
+    batches = TaskBatches(rows_of([3] * 4, 2), 0, 3, 0)
     assert whole(batches, 0, 6)["rows"].tolist() == [0, 1, 2, 3, 4, 5]
     assert batches.batch(2, np.array([4, 1]))["rows"].tolist() == [16, 13]
     assert whole(batches, 0, 6)["row_weights"].tolist() == [1.0] * 6

@@ -15,11 +15,11 @@ from small_run import on_two
 
 from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Finetuning
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.running.lines import should_stop_early
 from bert_jax.storage.workdir import Workdir, load_experiment
-from bert_jax.tasks.job import FinetuningJob
-from bert_jax.tasks.rows import TrainBatches
+from bert_jax.tasks.finetuning_job import FinetuningJob
+from bert_jax.tasks.rows import TaskBatches
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 
@@ -92,7 +92,7 @@ def test_labels_are_learned_from_the_weights_of_the_run_and_a_fresh_head(full):
     setup, state = final_state(full)
     fresh = step.init_state(setup.objective, setup.optimizer, setup.experiment.seed)
     begun, _ = setup.initial_state(fresh)
-    theirs = jax.device_get(Loaded.of(epath.Path("run")).params)
+    theirs = jax.device_get(LoadedModel.of(epath.Path("run")).params)
     for name in ("encoder", "pooler"):
         assert_identical(jax.device_get(begun["params"][name]), theirs[name])
     kernels = [t["encoder"]["layers"]["query"]["kernel"] for t in (state["params"], theirs)]
@@ -124,13 +124,13 @@ def test_two_processes_are_one_run(lora):
 
 @pytest.mark.long
 def test_a_run_goes_back_over_steps_without_a_loss(monkeypatch):
-    good = TrainBatches.batch
+    good = TaskBatches.batch
 
     def batch(self, number, rows):
         found = good(self, number, rows)
         return found | {"row_weights": found["row_weights"] * (np.nan if number in (4, 5) else 1)}
 
-    monkeypatch.setattr(TrainBatches, "batch", batch)
+    monkeypatch.setattr(TaskBatches, "batch", batch)
     finished("back", *LORA, "optimizer.bad_steps_in_a_row=2", "run.checkpoint_every=2")
     _, state = final_state("back")
     assert state["skipped_steps"][:4].tolist() == [3, 4, 5, -1] and state["step"] == 12
@@ -208,7 +208,7 @@ def test_a_run_goes_on_over_its_own_base_settings_and_examples_alone(lora):
     finished(lora, *LORA, base="--from moved")
     newest = max(pathlib.Path("moved/checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
     shutil.rmtree(newest)  # the run as it was some steps before
-    refuses(lora, "--from moved: holds other weights", settings=LORA, base="--from moved")
+    refuses(lora, "--from moved: its weights are not", settings=LORA, base="--from moved")
     words = (f"{lora}: this run was started with other settings", "adapt.lora_rank: 8 -> 4")
     refuses(lora, *words, settings=(*LORA, "adapt.lora_rank=4"))
     train = pathlib.Path("train")

@@ -18,7 +18,7 @@ from bert_jax.embeddings.retrieval import Passage
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import probes, similar
-from bert_jax.tasks.adapted import LoadedBase, MeshEncoder, run_rows
+from bert_jax.tasks.adaptation import LoadedBase, MeshEncoder, run_rows
 from bert_jax.tasks.examples import Sentence, Tally
 from bert_jax.tasks.similar import Similar
 from bert_jax.text.tokenizer import WordPiece
@@ -109,7 +109,7 @@ def test_a_base_is_scored_by_the_vectors_that_embed_gives(prompted):
     reader = MeshEncoder(base.model, base.tokenizer, Parallelism(), mesh, 6, base.vectors)
     probe = probes.SimilarityProbe("x", task)
     probe.open(reader)
-    run = functools.partial(probes.vectors_of(reader), base.params, None)
+    run = functools.partial(probes.jit_vectors(reader), base.params, None)
     scored = np.stack(run_rows(run, probe._batches, probe._rows, mesh))
     embedder = Embedder(base, Features(length="unit"), mesh)
     for column, role in enumerate(("query", "text")):

@@ -80,7 +80,7 @@ def test_two_separators_between_texts_leave_no_piece_out(longest):
     words = [WORDS[i % 20] for i in range(60)]
     asked = question(" ".join(words), text=" ".join(WORDS[:20] * 2))
     rows = of_two.rows([asked])
-    assert of_two.rows_of(asked, 99) == len(rows.ids)
+    assert of_two.count_rows(asked, 99) == len(rows.ids)
     assert max(map(len, rows.ids)) <= LONGEST
     counted = np.concatenate([window.places[window.counts, 0] for window in rows.notes])
     assert len(counted) == len(set(counted.tolist())) == 60
@@ -112,13 +112,13 @@ def slow_is_max_context(windows, which, position):
 
 
 @given(st.integers(0, 90), st.integers(1, 20))
-def test_windows_cover_every_piece_and_each_counts_where_it_has_most_context(pieces, stride):
+def test_windows_cover_every_piece_and_each_counts_where_it_has_best_windows(pieces, stride):
     context = " ".join(WORDS[i % 20] for i in range(pieces)) or "\u200b"
     rows = kind(document_stride=stride).rows([question(context, text=ASKED)])
     windows = slow_windows(pieces, 21, stride)
     example, count = question(context, text=ASKED), len(windows)
     for most in {1, count // 2 or 1, count, 2 * count}:
-        found = kind(document_stride=stride).rows_of(example, most)
+        found = kind(document_stride=stride).count_rows(example, most)
         assert found == count if count <= most else found > most
     assert [len(w.places) for w in rows.notes] == [length for _, length in windows]
     counted = collections.Counter()
@@ -140,7 +140,7 @@ def test_most_context_is_kept_as_it_rises_and_not_for_every_window():
     context = np.minimum(place - first, end - 1 - place) + 0.01 * (end - first)
     every = np.where((place >= first) & (place < end), context, -np.inf)
     tracemalloc.start()
-    found = spans_lib._most_context(pieces, starts, room)
+    found = spans_lib._best_windows(pieces, starts, room)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     np.testing.assert_array_equal(found, np.argmax(every, axis=0))

@@ -9,8 +9,8 @@ from compare import assert_close
 
 from bert_jax.config import Adapt, Parallelism
 from bert_jax.embeddings import packing
-from bert_jax.tasks.adapted import forward_of
-from bert_jax.tasks.rows import TrainBatches, eval_batches
+from bert_jax.tasks.adaptation import compile_forward
+from bert_jax.tasks.rows import TaskBatches, eval_batches
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 
@@ -21,7 +21,7 @@ def train(objective, rows, parallelism=None, devices=4, steps=STEPS, sharing=Fal
     """Steps over shuffled rows, which texts may share; the state and each step's sums."""
     parallelism = parallelism or Parallelism()
     optimizer, mesh = kinds.OPTIMIZER, samples.mesh_of(devices, parallelism)
-    batches = TrainBatches(rows, kinds.TOKENIZER.pad_id, EXAMPLES, 3)
+    batches = TaskBatches(rows, kinds.TOKENIZER.pad_id, EXAMPLES, 3)
     abstract = step.abstract_state(objective, optimizer, parallelism, mesh)
     state = jax.device_get(step.init_state(objective, optimizer, 0))
     fixed = None
@@ -118,7 +118,7 @@ def test_evaluation_is_the_same_however_rows_lie():
             lambda s: s.sharding,
             step.abstract_state(objective, kinds.OPTIMIZER, parallelism, mesh)["params"],
         )
-        forward = forward_of(objective, parallelism, mesh)
+        forward = compile_forward(objective, parallelism, mesh)
         found.append(forward(feed.put(params, places), None, batches, rows))
     (ours, loss), (theirs, other_loss) = found
     assert [len(row) for row in ours] == rows.lengths.tolist()

@@ -10,7 +10,6 @@ from broken import asked, fails, said
 
 from bert_jax import errors
 from bert_jax.running.runner import Trainer
-from bert_jax.tasks import job
 from bert_jax.tools.compare import sweep
 
 RATE = "optimizer.peak_learning_rate"
@@ -95,7 +94,7 @@ def test_scores_are_shown_with_means_over_seeds_and_finished_runs_are_kept(here,
     monkeypatch.undo()
     monkeypatch.chdir(here)
     tuned.write_base("other", seed=1)
-    fails(words(*axes, base="other"), "holds other weights than those this run adapts")
+    fails(words(*axes, base="other"), "its weights are not those that this run started from")
     text = pathlib.Path("task.py").read_text().replace("batch_size=4", "batch_size=8")
     pathlib.Path("task.py").write_text(text)
     fails(words(*axes), "this run was started with other settings (batch_size")
@@ -108,7 +107,7 @@ def test_a_signal_stops_the_sweep_and_a_run_that_fails_does_not(here, monkeypatc
             return of_seeds[f"of_{experiment.seed}"]
 
         begun: list[str] = []
-        monkeypatch.setattr(job, "finetune", instead)
+        monkeypatch.setattr(sweep, "finetune", instead)
         code, out, _ = asked(words("seed=1,2,3"))
         assert ("failed" in out) == (code == errors.FAILED)
         record = json.loads(pathlib.Path("all/sweep.json").read_text())

@@ -17,8 +17,8 @@ from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Adapt, Parallelism
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop, fill_params
-from bert_jax.tasks import objective as objective_lib
 from bert_jax.tasks import tagger
+from bert_jax.tasks import task_objective as objective_lib
 from bert_jax.text.tokenizer import WordPiece
 from bert_jax.training import sharding
 

@@ -12,7 +12,7 @@ import samples
 from bert_jax.config import Adapt
 from bert_jax.model import decoder, heads, layers
 from bert_jax.model.encoder import Loop
-from bert_jax.tasks.objective import TaskObjective
+from bert_jax.tasks.task_objective import TaskObjective
 
 LAYERS = samples.MODEL.num_hidden_layers
 

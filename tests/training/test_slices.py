@@ -13,7 +13,7 @@ from test_sharding import MUON
 from bert_jax import config
 from bert_jax.config import Data, Parallelism
 from bert_jax.errors import InputError
-from bert_jax.pretraining.pretraining import require_runnable
+from bert_jax.pretraining.pretraining_job import require_runnable
 from bert_jax.tools.plan import hlo, schedule
 from bert_jax.training import step
 from bert_jax.training.objective import Pretraining

@@ -7,7 +7,7 @@ from etils import epath
 
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError
-from bert_jax.pretraining import pretraining
+from bert_jax.pretraining import pretraining_job
 from bert_jax.running.progress import Progress
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
@@ -74,7 +74,7 @@ def laps(
     workdir = Workdir(folder, short.run.corpus_dir)
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        outcome = pretraining.pretrain(short, workdir, "keep", progress)
+        outcome = pretraining_job.pretrain(short, workdir, "keep", progress)
         if outcome != "finished":
             raise Stopped(outcome)
         lines = JsonLines(workdir.timings).read()

@@ -22,7 +22,7 @@ from bert_jax.config import Experiment, Finetuning, Section, Table
 from bert_jax.config.comparison import COLUMNS, REACH
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.storage.workdir import Workdir, read_json, translate_os_errors, write_json
-from bert_jax.tasks import adapted, examples
+from bert_jax.tasks import adaptation, examples
 from bert_jax.tasks.probes import Probes
 from bert_jax.tools.report import render
 
@@ -128,7 +128,7 @@ class Results:
                 continue
             for row in table.rows:
                 with prefix_errors(f"table.columns: {column.name}"):
-                    adapted.require_adaptable(row.experiment.model, column.task, f"row {row.name}")
+                    adaptation.require_usable(row.experiment.model, column.task, f"row {row.name}")
         with translate_os_errors(folder):
             names = {path.name for path in folder.iterdir()} if folder.exists() else set()
         record: dict[str, Any] = {"costs": {}, "values": {}}

@@ -22,13 +22,13 @@ from bert_jax.config.comparison import REACH
 from bert_jax.data import corpus
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.model import losses
-from bert_jax.pretraining import pretraining
-from bert_jax.pretraining.loaded import Loaded
+from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.pretraining.pretraining_job import pretrain
 from bert_jax.running import session
 from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
-from bert_jax.tasks import job
-from bert_jax.tasks.probes import Probes, of_trained
+from bert_jax.tasks.finetuning_job import finetune
+from bert_jax.tasks.probes import Probes, score_probes
 from bert_jax.tools.compare import budget, table_files
 from bert_jax.tools.compare.results import PAIRS, Column, Results, TableRun, sha256
 from bert_jax.tools.report import times
@@ -153,7 +153,7 @@ class Comparison:
         experiment = member.experiment
         workdir = Workdir(member.folder, experiment.run.corpus_dir)
         probes = Probes(experiment.run.probes) if experiment.run.probes else None
-        outcome = pretraining.pretrain(experiment, workdir, "keep", self._progress, probes=probes)
+        outcome = pretrain(experiment, workdir, "keep", self._progress, probes=probes)
         if outcome != "finished":
             return outcome
         record = Record.read(os.fspath(member.folder))
@@ -181,7 +181,7 @@ class Comparison:
         name = f"{task.name}-{sha256([sha256(task), column.examples])[:8]}"
         folder = self._root / "tasks" / member.folder.name / name
         base = os.fspath(member.folder)
-        outcome = job.finetune(task, base, os.fspath(folder), self._progress)
+        outcome = finetune(task, base, os.fspath(folder), self._progress)
         if outcome != "finished":
             return outcome, None
         return outcome, Record.read(os.fspath(folder)).evaluation[-1]["score"]
@@ -257,5 +257,5 @@ def _real_tokens(record: Record) -> float:
 
 def _probe(column: Column, workdir: Workdir) -> float:
     probes = Probes([column.name.partition(":")[2]], PAIRS, column.name)
-    (score,) = of_trained(probes, Loaded.of(workdir.root))["scores"].values()
+    (score,) = score_probes(probes, LoadedModel.of(workdir.root))["scores"].values()
     return score

@@ -37,7 +37,7 @@ from jax.experimental import topologies
 from bert_jax import config, system
 from bert_jax.config import Experiment, code
 from bert_jax.errors import InputError
-from bert_jax.pretraining.pretraining import require_runnable
+from bert_jax.pretraining.pretraining_job import require_runnable
 from bert_jax.storage.workdir import cache_folder, create_folder, translate_os_errors, write_atomic
 from bert_jax.tools.plan import bundles, hlo, schedule
 from bert_jax.tools.plan import topology as topology_lib

@@ -16,7 +16,7 @@ from bert_jax import config
 from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import InputError, reading
-from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Workdir, write_atomic
@@ -265,7 +265,7 @@ def _plan(plan: dict[str, Any]) -> PageTable:
 
 @functools.lru_cache(maxsize=4)
 def _cached_statistics(folder: epath.Path, experiment: Experiment) -> dict[str, Any]:
-    return corpus_statistics(experiment, Prepared.open(folder))
+    return corpus_statistics(experiment, OpenCorpus.open(folder))
 
 
 def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[dict[str, Any] | None, str]:
@@ -313,7 +313,7 @@ def write_layers(
 ) -> None:
     """Writes W/layers.html: scores of each layer, and the attention of each head in a text.
 
-    `record` is the result of `tasks.layers.score_layers`, or empty; `attention` are the tokens of a
+    `record` is the result of `layer_scores.score_layers`, or empty; `attention` are the tokens of a
     text, and float [L, H, S, S], the attention of each token to all tokens.
     """
     maps = None

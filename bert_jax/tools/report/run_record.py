@@ -12,17 +12,17 @@ from typing import Any, Literal
 import numpy as np
 
 from bert_jax import config
-from bert_jax.api import LABELS, Piece, row_pieces
+from bert_jax.api import LABELS, ShownToken, row_tokens
 from bert_jax.config import Data, Experiment, Finetuning, Phase
 from bert_jax.data import batches, corpus, draws, masking, mixture, pairs, sentences
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, reading
-from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.running.lines import EVALUATIONS
 from bert_jax.storage import mirror
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment, read_json
-from bert_jax.tasks import layers
+from bert_jax.tasks import layer_scores
 from bert_jax.tools.plan import report as plan_report
 from bert_jax.tools.report import times
 
@@ -52,7 +52,7 @@ class Record:
     predictions: list[Line]  # lines of predictions.jsonl
     timings: list[Line]  # lines of timings.jsonl
     plan: dict[str, Any]  # plan for TPUs (tools.plan.report); empty if there is none
-    layers: dict[str, Any]  # scores of layers (tasks.layers); empty if there are none
+    layers: dict[str, Any]  # scores of layers (tasks.layer_scores); empty if there are none
 
     @classmethod
     def read(cls, root: str) -> "Record":
@@ -83,13 +83,13 @@ class Record:
             predictions=JsonLines(workdir.predictions).read(),
             timings=timings,
             plan=read_optional(workdir.plan, plan_report.FORMAT_VERSION, _REPEAT_PLAN),
-            layers=read_optional(workdir.layers, layers.FORMAT_VERSION, _REPEAT_LAYERS),
+            layers=read_optional(workdir.layers, layer_scores.FORMAT_VERSION, _REPEAT_LAYERS),
         )
 
     def newest_line(self, kind: str) -> Line:
         """Returns the newest line of predictions.jsonl of a kind; empty if there is none.
 
-        A fine-tuning has a `task`, and at its end `mistakes`; see tasks.job and tasks.scores.
+        A fine-tuning has a `task`, and at its end `mistakes`; see tasks.finetuning_job.
         """
         lines = [line for line in self.predictions if line.get("kind") == kind]
         return lines[-1] if lines else {}
@@ -159,7 +159,7 @@ _TOP_TOKENS = 40
 _EXAMPLES = 3
 
 
-def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, Any]:
+def corpus_statistics(experiment: Experiment, prepared: OpenCorpus) -> dict[str, Any]:
     """Returns statistics of a corpus's training split; of a large one, from a sample."""
     stream = corpus.open_stream(prepared.folder, "train")
     train = prepared.manifest["splits"]["train"]
@@ -191,7 +191,7 @@ def corpus_statistics(experiment: Experiment, prepared: Prepared) -> dict[str, A
 
 
 def _mixture(
-    experiment: Experiment, prepared: Prepared, stream: Stream, planned: list[dict[str, Any]]
+    experiment: Experiment, prepared: OpenCorpus, stream: Stream, planned: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns statistics of each source of a mixture; [] without a mixture.
 
@@ -249,8 +249,8 @@ def _row_shares(stream: Stream, rows: np.ndarray, data: Data, phase: Phase) -> d
 
 
 def _examples(
-    stream: Stream, rows: np.ndarray, experiment: Experiment, prepared: Prepared, number: int
-) -> list[tuple[str, list[Piece]]]:
+    stream: Stream, rows: np.ndarray, experiment: Experiment, prepared: OpenCorpus, number: int
+) -> list[tuple[str, list[ShownToken]]]:
     """Returns rows from all over the plan: (label of the pair, "" without pairs; masked tokens)."""
     phase, data = experiment.phases[number], experiment.data_of(number)
     first = sum(earlier.steps for earlier in experiment.phases[:number])
@@ -266,7 +266,7 @@ def _examples(
     return [
         (
             "" if labels is None else labels[int(row["is_random_next"])],
-            row_pieces(batch, i, prepared.tokenizer, data),
+            row_tokens(batch, i, prepared.tokenizer, data),
         )
         for i, row in enumerate(sample)
     ]

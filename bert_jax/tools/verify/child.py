@@ -57,7 +57,7 @@ class _Child:
         for owner, name, wrapper in (
             (step, "make_train_step", self._make_train_step),
             (step, "make_eval_step", self._make_eval_step),
-            (evaluators.PredictionSampler, "ask", self._sample_predictions),
+            (evaluators.PredictionSampler, "sample", self._sample_predictions),
             (Saves, "save", self._save),
             (start, "_start", self._restore),
             (JsonLines, "forget_after", self._truncate_lines),

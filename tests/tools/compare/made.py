@@ -89,5 +89,5 @@ def fake_runs(monkeypatch, ends=None):
             path.write_text("".join(json.dumps(line) + "\n" for line in found))
         return outcome
 
-    monkeypatch.setattr(runs.pretraining, "pretrain", pretrain)
+    monkeypatch.setattr(runs, "pretrain", pretrain)
     return done

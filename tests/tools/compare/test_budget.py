@@ -58,7 +58,7 @@ def fake_laps(monkeypatch, seconds):
         workdir.timings.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return "finished"
 
-    monkeypatch.setattr(budget.pretraining, "pretrain", pretrain)
+    monkeypatch.setattr(budget.pretraining_job, "pretrain", pretrain)
     return begun
 
 
@@ -106,7 +106,7 @@ def test_a_short_run_that_is_stopped_stops_the_table(here, capsys, monkeypatch):
         pathlib.Path(experiment.run.corpus_dir).mkdir(parents=True, exist_ok=True)
         return "stopped"
 
-    monkeypatch.setattr(budget.pretraining, "pretrain", pretrain)
+    monkeypatch.setattr(budget.pretraining_job, "pretrain", pretrain)
     # Run again, the folder is known for that of a table.
     assert [compare(), compare()] == [errors.STOPPED, errors.STOPPED]
     assert "table.html" not in capsys.readouterr().out

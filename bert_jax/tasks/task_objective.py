@@ -1,8 +1,8 @@
-"""A head on an encoder: its parameters, which of them learn, and the loss of a task.
+"""A head on an encoder: its parameters, which of them are trainable, and the loss of a task.
 
-The head learns always; of the base all of it (`full`), nothing (`frozen`), or thin matrices next to
-its kernels (`lora`). A run keeps the parameters that learn alone; with those of the base they make
-the model.
+The head is always trainable. `adapt.how` decides about the base: all of it is trainable (`full`),
+nothing (`frozen`), or low-rank matrices next to its kernels (`lora`). A run saves only the
+trainable parameters; the base supplies the others.
 
 Shape letters: B rows, S sequence, D width, O outputs.
 """
@@ -29,15 +29,15 @@ Tree = dict[str, Any]
 
 HEAD_RULE = sharding.Rule("head/(kernel|bias)")
 _LORA_RULE = sharding.Rule("lora/[a-z_]+/(down|up)")
-# Padding is never the beginning or the end of an answer.
-_NO_PLACE = -1e9
+# The logit of padding as the start or the end of an answer.
+_PADDING_LOGIT = -1e9
 
 
-def below_head(cfg: Model, reads: Reads, features: Features = "") -> str:
-    """Returns the part of pre-training that stands below the head of a task; empty for none.
+def part_below_head(cfg: Model, reads: Reads, features: Features = "") -> str:
+    """Returns the name of the pre-trained part between the encoder and the head; "" for none.
 
-    `pooler` as in BERT, or as in ModernBERT `masked_lm`, without its output; with `features` a
-    tagger takes its place.
+    It is `pooler` as in BERT, or `masked_lm` without its output layer as in ModernBERT. With
+    `features` a tagger replaces it.
     """
     if features:
         return ""
@@ -47,7 +47,7 @@ def below_head(cfg: Model, reads: Reads, features: Features = "") -> str:
 
 
 class EncoderWithHead(nnx.Module):
-    """An encoder and the head of a task; between them `below_head`, or a tagger, or nothing."""
+    """An encoder, then the part of `part_below_head` or a tagger or neither, then the head."""
 
     def __init__(
         self, cfg: Model, reads: Reads, outputs: int, features: Features = "", *, rngs: nnx.Rngs
@@ -55,18 +55,18 @@ class EncoderWithHead(nnx.Module):
         self.encoder = encoder_of(cfg).encoder(cfg, rngs=rngs)
         if features:
             self.tagger = tagger.Tagger(cfg, features, rngs=rngs)
-        if below_head(cfg, reads, features) == "pooler":
+        if part_below_head(cfg, reads, features) == "pooler":
             width = cfg.hidden_size
             self.pooler = layers.Dense(width, width, initializer(cfg), rngs=rngs)
-        if below_head(cfg, reads, features) == "masked_lm":
+        if part_below_head(cfg, reads, features) == "masked_lm":
             self.masked_lm = transformer.Transform(cfg, rngs=rngs)
         self.head = layers.Dense(cfg.hidden_size, outputs, initializer(cfg), rngs=rngs)
 
 
-# --- what learns --------------------------------------------------------------------------------
+# --- trainable parameters -----------------------------------------------------------------------
 
 
-def _thin(kernel: jax.Array, rank: int, key: jax.Array) -> Tree:
+def _low_rank(kernel: jax.Array, rank: int, key: jax.Array) -> Tree:
     """Returns for each layer two matrices whose product is zero (Hu et al. 2021, section 4.1)."""
     count, inputs, outputs = kernel.shape
     down = jax.random.normal(key, (count, inputs, rank), jnp.float32) / inputs**0.5
@@ -74,9 +74,9 @@ def _thin(kernel: jax.Array, rank: int, key: jax.Array) -> Tree:
 
 
 def merged_params(adapt: Adapt, trainable: Tree, fixed: Tree | None) -> Tree:
-    """Returns the parameters of the model: the base's, with those that learn laid over them.
+    """Returns the parameters of the model: the frozen ones, merged with the trainable ones.
 
-    `fixed` are the base's encoder and what stands below the head; None with `full`.
+    `fixed` are the base's encoder and the part below the head; None with `full`.
     """
     if fixed is None:
         return trainable
@@ -85,9 +85,9 @@ def merged_params(adapt: Adapt, trainable: Tree, fixed: Tree | None) -> Tree:
         encoder = dict(params["encoder"])
         stacked = dict(encoder["layers"])
         scale = adapt.lora_alpha / adapt.lora_rank
-        for name, thin in trainable["lora"].items():
-            more = scale * jnp.einsum("lir,lro->lio", thin["down"], thin["up"])
-            stacked[name] = {**stacked[name], "kernel": stacked[name]["kernel"] + more}
+        for name, low_rank in trainable["lora"].items():
+            update = scale * jnp.einsum("lir,lro->lio", low_rank["down"], low_rank["up"])
+            stacked[name] = {**stacked[name], "kernel": stacked[name]["kernel"] + update}
         params["encoder"] = {**encoder, "layers": stacked}
     return params
 
@@ -99,85 +99,87 @@ def merged_params(adapt: Adapt, trainable: Tree, fixed: Tree | None) -> Tree:
 class TaskObjective:
     """The `Objective` of a task; see `training.objective`."""
 
-    model: Model  # of the base, with the dropout and the type of `adapt`
-    learns: Learns  # as the other three of the task's `TaskKind`
+    model: Model  # of the base, with the dropout rates and the compute type of `adapt`
+    # The next four are those of the task's `TaskKind`.
+    learns: Learns
     reads: Reads
     outputs: int
     rows_per_example: int
-    adapt: Adapt  # how the base is adapted
-    fresh_parts: tuple[str, ...] = ()  # parts that the base never learned
-    class_weights: tuple[float, ...] = ()  # of each label in the loss; empty: they are alike
+    adapt: Adapt
+    fresh_parts: tuple[str, ...] = ()  # parts that are untrained in the base
+    class_weights: tuple[float, ...] = ()  # of each label in the loss; empty: all equal
 
     losses: tuple[str, ...] = ("loss",)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of what `forward` returns."""
+        """Names of the metrics that `forward` returns."""
         return ("loss",) if self.learns == "numbers" else ("loss", "accuracy")
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
-        """Returns where the parameters that learn are cut."""
-        of_features = tagger.rules(self.adapt.features)
-        part = below_head(self.model, self.reads, self.adapt.features)
-        of_part = sharding.optional_rules(self.model)[part] if part else ()
+        """Returns the sharding rules of the trainable parameters."""
+        tagger_rules = tagger.rules(self.adapt.features)
+        part = part_below_head(self.model, self.reads, self.adapt.features)
+        part_rules = sharding.optional_rules(self.model)[part] if part else ()
         if self.adapt.how == "full":
             encoder = sharding.encoder_rules(self.model)
-            return [*encoder, *of_part, HEAD_RULE, *of_features]
+            return [*encoder, *part_rules, HEAD_RULE, *tagger_rules]
         if part not in self.fresh_parts:
-            of_part = ()
+            part_rules = ()
         lora = self.adapt.how == "lora"
-        return [HEAD_RULE, *of_features, *of_part, *[_LORA_RULE] * lora]
+        return [HEAD_RULE, *tagger_rules, *part_rules, *[_LORA_RULE] * lora]
 
     @property
     def _shape(self) -> tuple[Any, ...]:
         return self.model, self.reads, self.outputs, self.adapt.features
 
     def init_params(self, key: jax.Array) -> Any:
-        """Returns those that learn, fresh, as nested dicts of float32 arrays; an encoder in them is
-        to be replaced by the base's.
+        """Returns fresh trainable parameters, as nested dicts of float32 arrays.
+
+        The caller replaces an encoder among them by the base's.
         """
         params = params_of(EncoderWithHead(*self._shape, rngs=nnx.Rngs(params=key)))
         if self.adapt.how == "full":
             return params
-        learn = ("head", "tagger", *self.fresh_parts)
-        learning = {name: params[name] for name in learn if name in params}
+        names = ("head", "tagger", *self.fresh_parts)
+        trainable = {name: params[name] for name in names if name in params}
         if self.adapt.how == "lora":
             stacked, rank = params["encoder"]["layers"], self.adapt.lora_rank
-            learning["lora"] = {
-                name: _thin(stacked[name]["kernel"], rank, jax.random.fold_in(key, number))
+            trainable["lora"] = {
+                name: _low_rank(stacked[name]["kernel"], rank, jax.random.fold_in(key, number))
                 for number, name in enumerate(sorted(self.adapt.lora_targets))
             }
-        return learning
+        return trainable
 
     def logits(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
-        """Returns scores of the head: float32 [B, O] of what a text comes to, or [B, S, O].
+        """Returns the head's logits: float32 [B, O] for pooled texts, [B, S, O] for tokens.
 
-        Parameters of the base that do not learn are `fixed`, None if all do; of a batch are read
-        `input_ids`, `segment_ids` and `input_mask`, int32 [B, S].
+        `fixed` are the frozen parameters of the base, None if there are none. Reads `input_ids`,
+        `segment_ids` and `input_mask` of the batch, int32 [B, S].
         """
         cfg, features, rate = self.model, self.adapt.features, self.adapt.head_dropout_prob
         tuned = fill_params(merged_params(self.adapt, params, fixed), EncoderWithHead, *self._shape)
         ids, outputs = (batch["input_ids"], batch["segment_ids"]), "all" if features else "last"
         hidden = encode(tuned.encoder, cfg, *ids, batch["input_mask"], noise, loop, outputs)
         if features:
-            below = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
+            site = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
             mask = batch["input_mask"]
-            hidden = tagger.run(tuned.tagger, features, hidden, mask, below, rate)
+            hidden = tagger.run(tuned.tagger, features, hidden, mask, site, rate)
         if self.reads == "pooled" and self.adapt.pooling == "mean":
             hidden = similarity.pool(hidden, batch["input_mask"], "mean").astype(hidden.dtype)
         elif self.reads == "pooled":
             hidden = text_vector(cfg, hidden, batch["input_mask"])
-        part = below_head(cfg, self.reads, features)
+        part = part_below_head(cfg, self.reads, features)
         if part == "pooler":
-            # DistilBERT, which has no segments, has no pooler either, but at its heads this.
+            # DistilBERT has no segments and no pooler: its heads have this layer, with ReLU.
             act = jnp.tanh if cfg.type_vocab_size else jax.nn.relu
             hidden = act(tuned.pooler(hidden)).astype(hidden.dtype)
         elif part == "masked_lm":
             hidden = heads.apply_transform(tuned.masked_lm, cfg, hidden)
-        # The layers have the numbers before, the embeddings the next.
+        # The layers use the numbers below; the embeddings use num_hidden_layers.
         site = None if noise is None else noise.at(cfg.num_hidden_layers + 1)
         return tuned.head(layers.dropout(hidden, site, rate).astype(hidden.dtype))
 
@@ -188,41 +190,41 @@ class TaskObjective:
         return self.measure(self.logits(params, fixed, batch, noise, loop), batch)
 
     def measure(self, logits: jax.Array, batch: Batch) -> losses_lib.Metrics:
-        """Returns sums and counts of the loss and, except of regressions, of the hits."""
-        weights, together = self._weights(batch), self.rows_per_example
+        """Returns (sum, count) of the loss and, except in regression, of correct predictions."""
+        weights, per_example = self._weights(batch), self.rows_per_example
         if self.learns == "numbers":
             errors = weights * jnp.square(logits[:, 0] - batch["targets"])
             return {"loss": jnp.stack([errors.sum(), weights.sum()])}
         if self.learns == "places":
-            logits = jnp.where(batch["input_mask"][..., None] > 0, logits, _NO_PLACE)
+            logits = jnp.where(batch["input_mask"][..., None] > 0, logits, _PADDING_LOGIT)
             parts = [
                 losses_lib.classification(logits[..., i], batch[name], weights)
                 for i, name in enumerate(("starts", "ends"))
             ]
-            # As the reference: the mean of both.
+            # The mean of both, as in the reference.
             loss, hits = ((a + b) / 2 for a, b in zip(*parts, strict=True))
             return {"loss": loss, "accuracy": hits}
-        targets = batch["targets"][::together]
-        if together > 1:  # a score each
-            logits = logits.reshape(-1, together)
+        targets = batch["targets"][::per_example]
+        if per_example > 1:  # each candidate has one logit
+            logits = logits.reshape(-1, per_example)
         loss, hits = losses_lib.classification(logits, targets, weights)
         if self.class_weights:
-            of_labels = jnp.array(self.class_weights, jnp.float32)[targets]
-            weighted, _ = losses_lib.classification(logits, targets, weights * of_labels)
+            label_weights = jnp.array(self.class_weights, jnp.float32)[targets]
+            weighted, _ = losses_lib.classification(logits, targets, weights * label_weights)
             loss = jnp.stack([weighted[0], loss[1]])
         return {"loss": loss, "accuracy": hits}
 
     def counts(self, batch: Batch) -> tuple[jax.Array, ...]:
-        """Counts examples, or words if tags are learned, or the pieces of texts."""
+        """Counts the targets: examples, words with tags, or tokens of generated texts."""
         return (self._weights(batch).sum(),)
 
     def _weights(self, batch: Batch) -> jax.Array:
-        """Returns how much each target counts: [examples], or of pieces [B, S]."""
+        """Returns the weight of each target: [examples], or [B, S] for tokens."""
         weights = batch["row_weights"]
         if "target_weights" in batch:
             return batch["target_weights"] * weights[:, None]
         return weights[:: self.rows_per_example]
 
     def loss(self, metrics: losses_lib.Metrics, counts: tuple[jax.Array, ...]) -> jax.Array:
-        """Returns the loss of some rows over the counts of all."""
+        """Returns the loss sum of some rows, divided by the count of all rows."""
         return metrics["loss"][0] / counts[0]

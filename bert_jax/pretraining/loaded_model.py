@@ -1,6 +1,6 @@
-"""A trained model, from wherever it lies: its weights, what is known of them, and its answers.
+"""A trained model, loaded from a run or a base, and its predictions for texts.
 
-Shape letters: B rows, S pieces of a text with [CLS] and [SEP], D width, H heads, L layers.
+Shape letters: B rows, S tokens of a text with [CLS] and [SEP], D width, H heads, L layers.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from bert_jax.errors import InputError
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode
-from bert_jax.pretraining.evaluators import Arrays, Prediction, Predictor, logits_of
-from bert_jax.pretraining.pretraining import Prepared
+from bert_jax.pretraining.evaluators import Arrays, Prediction, Predictor, logits_fn
+from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.storage import mirror
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, load_experiment
@@ -38,63 +38,64 @@ from bert_jax.training import objective, step
 from bert_jax.training import optimizer as optimizer_lib
 
 What = Literal["params", "with_moments"]
+Texts = str | Sequence[str]
 Floats = npt.NDArray[np.float32]
-# By the head that a question is for, what to do where it has not learned.
-_INSTEAD = {
+# For each head, the remedy if it is not trained.
+_REMEDIES = {
     "masked_lm": "import weights that have one; `bert-jax embed` and `finetune` take its encoder",
     "next_sentence": "remove B, or use a model of data.objective=mlm_nsp or mlm_sop",
 }
-# Lengths are rounded up to a multiple, so that texts share compiled programs.
+# Lengths are rounded up to a multiple of this, so that texts share compiled programs.
 _LENGTH_STEP = 32
 
 
 @dataclasses.dataclass(repr=False)
-class Loaded(Base):
-    """Weights on one device, and what is known about them; to be asked about texts.
+class LoadedModel(Base):
+    """A model with its weights on one device, its origin, and methods for texts.
 
-    Of a run `source` is "", and `vectors` are as the base makes them that it began with.
+    For a run, `source` is "", and `vectors` are those of the base that the run started from.
     """
 
     name: str = ""  # of the run, the base or the folder
-    step: int = 0  # of the checkpoint; 0 of weights without one
-    experiment: Experiment | None = None  # of a run; None of a base
-    manifest: dict[str, Any] | None = None  # of the corpus; None of a base
+    step: int = 0  # of the checkpoint; 0 for a base
+    experiment: Experiment | None = None  # of the run; None for a base
+    manifest: dict[str, Any] | None = None  # of the run's corpus; None for a base
     # The line of metrics.jsonl of this step; None if there is none.
     evaluation: dict[str, Any] | None = None
-    idle: tuple[str, ...] = ()  # parts that no phase of a run has taught up to this step
+    idle: tuple[str, ...] = ()  # parts that no phase of the run has trained up to this step
 
     @classmethod
-    def of(cls, folder: epath.Path, what: What = "params", which: str = "newest") -> "Loaded":
+    def of(cls, folder: epath.Path, what: What = "params", which: str = "newest") -> "LoadedModel":
         """Reads a base, or a checkpoint of a run.
 
         Args:
-          folder: of a base or a run.
-          what: is wanted of a run.
-          which: of a run's checkpoints: `newest`, `best`, or a step.
+          folder: the folder of the base or the run.
+          what: the parts of a checkpoint to read.
+          which: a run's checkpoint: `newest`, `best`, or a step.
         """
         run = mirror.open_workdir(folder)
         if base_lib.is_base(run.root):
             _require_newest(folder, which)
-            return cls.of_base(base_lib.read(run.root), folder.name)
+            return cls.load_base(base_lib.read(run.root), folder.name)
         experiment = load_experiment(run)
         workdir = run.with_corpus(experiment.run.corpus_dir)
-        prepared = Prepared.open(workdir.corpus)
+        prepared = OpenCorpus.open(workdir.corpus)
         if what == "with_moments" and experiment.optimizer.name != "bert_adam":
             raise InputError(
                 f"{folder}: --with-optimizer: optimizer.name={experiment.optimizer.name}; only "
-                "bert_adam's moments can be imported"
+                "bert_adam's moments can be imported; remove --with-optimizer"
             )
-        wanted = ("params",) if what == "params" else ("params", "optimizer")
+        names = ("params",) if what == "params" else ("params", "optimizer")
         mesh = mesh_lib.one_device()
-        restored = _restored(experiment, workdir, prepared, mesh, wanted, which)
+        restored = _read_checkpoint(experiment, workdir, prepared, mesh, names, which)
         state, done = restored.state, restored.step
         moments = None
         if what == "with_moments":
-            kept = jax.device_get(optimizer_lib.moments(state["optimizer"]))
-            moments = Moments(done, kept.mu, kept.nu)
+            adam = jax.device_get(optimizer_lib.moments(state["optimizer"]))
+            moments = Moments(done, adam.mu, adam.nu)
         params, fresh = heads.add_missing_heads(experiment.model, state["params"])
-        begun = range(experiment.phase_at(max(done - 1, 0))[0] + 1)
-        learned = (objective.make_objective(experiment, number) for number in begun)
+        phases = range(experiment.phase_at(max(done - 1, 0))[0] + 1)  # that have started
+        objectives = (objective.make_objective(experiment, number) for number in phases)
         return cls(
             experiment.model_after(done),
             params,
@@ -106,12 +107,12 @@ class Loaded(Base):
             step=done,
             experiment=experiment,
             manifest=prepared.manifest,
-            evaluation=line_of(workdir, "evaluation", done),
-            idle=tuple(set.intersection(*(set(getattr(one, "idle", ())) for one in learned))),
+            evaluation=metrics_line(workdir, "evaluation", done),
+            idle=tuple(set.intersection(*(set(getattr(o, "idle", ())) for o in objectives))),
         )
 
     @classmethod
-    def of_base(cls, base: Base, name: str) -> "Loaded":
+    def load_base(cls, base: Base, name: str) -> "LoadedModel":
         """Puts the weights of a base on a device."""
         fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(Base)}
         return cls(**fields | {"params": jax.device_put(base.params)}, name=name)
@@ -122,7 +123,7 @@ class Loaded(Base):
         return f"<bert_jax model {self.name}, step {self.step}, {count / 1e6:.1f}M parameters>"
 
     def tokenize(self, text: str) -> list[str]:
-        """Returns the pieces of a text, in which [MASK] stands for itself."""
+        """Returns the tokens of a text; "[MASK]" in it is one token."""
         _require_text(text, "text")
         return [self.tokenizer.piece(i) for i in self._predictor.encode(text)]
 
@@ -136,23 +137,23 @@ class Loaded(Base):
 
     def fill(
         self,
-        text: str | Sequence[str],
-        next_text: str | Sequence[str] | None = None,
+        text: Texts,
+        next_text: Texts | None = None,
         top: int = 5,
     ) -> Prediction | list[Prediction]:
-        """Fills every [MASK] with its likeliest pieces.
+        """Predicts the most likely tokens of every [MASK].
 
         Args:
           text: A, with any number of [MASK]s; or a list of such texts.
-          next_text: B, if the question is whether it follows A, too; or a list, one for each A.
-          top: how many pieces are returned for each [MASK].
+          next_text: B, to predict whether it follows A; or a list with one for each A.
+          top: the number of tokens for each [MASK].
 
         Returns:
-          `masks`, a list of (piece, probability) for each [MASK], and `is_next`, the probability
-          that B follows A, None without B; of a list of texts a list of these.
+          `masks`, a list of (token, probability) for each [MASK], and `is_next`, the probability
+          that B follows A, None without B. For a list of texts, a list of these.
         """
-        firsts = texts_of(text, "text")
-        seconds = [None] * len(firsts) if next_text is None else texts_of(next_text, "next_text")
+        firsts = list_texts(text, "text")
+        seconds = [None] * len(firsts) if next_text is None else list_texts(next_text, "next_text")
         if len(seconds) != len(firsts):
             raise InputError(f"next_text: {len(seconds)} texts, but text has {len(firsts)}")
         predictions = [self._fill(a, b, top) for a, b in zip(firsts, seconds, strict=True)]
@@ -160,79 +161,77 @@ class Loaded(Base):
 
     def _fill(self, text: str, next_text: str | None, top: int) -> Prediction:
         is_masked, is_pair = MASK in f"{text} {next_text}", next_text is not None
-        for head, is_asked in {"masked_lm": is_masked, "next_sentence": is_pair}.items():
-            if is_asked and any(part.startswith(head) for part in (*self.fresh, *self.idle)):
-                why = f"{self.name} has no {head} head that has learned"
-                raise InputError(f"{why}; {_INSTEAD[head]}")
+        for head, is_needed in {"masked_lm": is_masked, "next_sentence": is_pair}.items():
+            if is_needed and any(part.startswith(head) for part in (*self.fresh, *self.idle)):
+                raise InputError(f"{self.name}: its {head} head is untrained; {_REMEDIES[head]}")
         return self._predictor.predict(self.params, text, next_text, top)
 
-    def hidden(self, texts: str | Sequence[str], layers: Sequence[int] = (-1,)) -> list[Floats]:
-        """Returns what layers make of each text, piece by piece, [CLS] first and [SEP] last.
+    def layer_outputs(self, texts: Texts, layers: Sequence[int] = (-1,)) -> list[Floats]:
+        """Returns the outputs of layers for each token of each text; [CLS] is first, [SEP] last.
 
         Args:
           texts: one or several.
-          layers: 0 the embeddings, 1 the first layer; negative numbers count from the last, -1.
+          layers: 0 is the embeddings, 1 the first layer; negative numbers count from the last, -1.
 
         Returns:
           For each text float32 [layers, S, D].
         """
-        chosen = embed_lib.layer_numbers(tuple(layers), self.model)
+        numbers = list(embed_lib.layer_numbers(tuple(layers), self.model))
         results = []
-        for text in texts_of(texts):
+        for text in list_texts(texts):
             ids = self._ids(text)
-            every = np.asarray(self._all_hidden(ids))[:, 0, : len(ids)]
-            results.append(every[list(chosen)])
+            results.append(np.asarray(self._run_layers(ids))[numbers, 0, : len(ids)])
         return results
 
     def embed(
         self,
-        texts: str | Sequence[str],
+        texts: Texts,
         pooling: Literal["mean", "cls", "last"] | None = None,
         layers: Sequence[int] = (-1,),
         length: Literal["as_is", "unit"] | None = None,
     ) -> Floats:
         """Returns the vector of each text, float32 [texts, W]; see `embeddings.embed.Features`.
 
-        What is None is as the run or base says. Longer texts than are read are cut.
+        The run or the base determines arguments that are None. Texts are cut to its maximum length.
         """
         features = Features(pooling=pooling, layers=tuple(layers), length=length)
         embedder = Embedder(self, features, mesh_lib.make_mesh(Parallelism()))
-        parts = [part.vectors for part in embedder.embed(texts_of(texts))]
+        parts = [part.vectors for part in embedder.embed(list_texts(texts))]
         return np.concatenate(parts) if parts else np.empty((0, embedder.width), np.float32)
 
     def attention(self, text: str) -> tuple[list[str], Floats]:
-        """Returns a text's pieces, [CLS] and [SEP] too, and where each of them looks.
+        """Returns a text's tokens, with [CLS] and [SEP], and the attention between them.
 
         Returns:
-          The S pieces, and float32 [L, H, S, S]: of each layer and head the probabilities with
-          which a piece (third dimension) attends to each piece (last dimension).
+          The S tokens, and float32 [L, H, S, S]: for each layer and head, the probabilities with
+          which a token (third dimension) attends to each token (last dimension).
         """
         _require_text(text, "text")
         ids = self._ids(text)
-        hidden = self._all_hidden(ids)[:-1, 0, : len(ids)]
+        hidden = self._run_layers(ids)[:-1, 0, : len(ids)]
         encoder = heads.merge(self.model, self.params).encoder
         maps = attention_probabilities(encoder, self.model, hidden)
         return [self.tokenizer.piece(i) for i in ids], np.asarray(maps)
 
     def apply(self, params: heads.Params, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-        """Computes both heads' scores of a batch, for any parameters of this shape.
+        """Computes the logits of both heads for a batch. Can be differentiated.
 
         Args:
-          params: nested dicts of float32 arrays; `self.params`, or others.
+          params: nested dicts of float32 arrays: `self.params`, or others of the same shapes.
           batch: as `bert_jax.batches` returns it.
 
         Returns:
-          float32 [B, P, V] of masked pieces, V rounded up to 1,024s, and [B, 2] of "B follows A"
-          and "B is random". May be differentiated.
+          float32 [B, P, V] for masked tokens, where V is rounded up to a multiple of 1,024, and
+          [B, 2] for "B follows A" and "B is random".
         """
-        return logits_of(self.model)(params, batch)
+        return logits_fn(self.model)(params, batch)
 
     @functools.cached_property
     def _predictor(self) -> Predictor:
         return Predictor(self.model, self.tokenizer)
 
     @functools.cached_property
-    def _every_layer(self) -> Callable[..., jax.Array]:
+    def _layers_program(self) -> Callable[..., jax.Array]:
         def run(params: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
             encoder, kinds = heads.merge(self.model, params).encoder, jnp.zeros_like(ids)
             hidden = encode(encoder, self.model, ids, kinds, mask, None, Loop(), "all")
@@ -244,26 +243,25 @@ class Loaded(Base):
         tok, limit = self.tokenizer, self.model.max_position_embeddings
         ids = [tok.cls_id, *self._predictor.encode(text), tok.sep_id]
         if len(ids) > limit:
-            raise InputError(f"text of {len(ids)} pieces; the model reads {limit} at most")
+            raise InputError(f"text of {len(ids)} tokens; the model reads {limit} at most")
         return ids
 
-    def _all_hidden(self, ids: list[int]) -> jax.Array:
-        """Returns float32 [L + 1, 1, S, D], S rounded up; no piece attends to what is added."""
+    def _run_layers(self, ids: list[int]) -> jax.Array:
+        """Returns float32 [L + 1, 1, S, D]; S is rounded up, and no token attends to padding."""
         limit = self.model.max_position_embeddings
         length = min(-(-len(ids) // _LENGTH_STEP) * _LENGTH_STEP, limit)
         row = np.pad(np.array(ids, np.int32), (0, length - len(ids)))
-        return self._every_layer(self.params, row[None], (np.arange(length) < len(ids))[None])
+        return self._layers_program(self.params, row[None], (np.arange(length) < len(ids))[None])
 
 
-def texts_of(texts: str | Sequence[str], name: str = "texts") -> list[str]:
-    """Returns one or several texts as a list; errors begin with `name`, that of the argument."""
+def list_texts(texts: Texts, name: str = "texts") -> list[str]:
+    """Returns one or several texts as a list; `name` is the argument's name for errors."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         _require_text(texts, name)
         return [texts]
-    listed = list(texts)
-    for position, text in enumerate(listed):
+    for position, text in enumerate(texts := list(texts)):
         _require_text(text, f"{name}[{position}]")
-    return listed
+    return texts
 
 
 def _require_text(value: object, name: str) -> None:
@@ -274,12 +272,13 @@ def _require_text(value: object, name: str) -> None:
 def load_params(
     experiment: Experiment,
     workdir: Workdir,
-    prepared: Prepared,
+    prepared: OpenCorpus,
     mesh: jax.sharding.Mesh,
     which: str = "newest",
 ) -> tuple[Any, int]:
-    """Returns parameters, whole on each device of the mesh, and the step of their checkpoint; of a
-    base its own, and 0.
+    """Returns the parameters of a run's checkpoint, replicated over the mesh, and its step.
+
+    The step of a base is 0.
     """
     if base_lib.is_base(workdir.root):
         _require_newest(workdir.root, which)
@@ -287,39 +286,37 @@ def load_params(
         base_lib.require_same_model(base, experiment.model, str(workdir.root))
         base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
         return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
-    restored = _restored(experiment, workdir, prepared, mesh, ("params",), which)
+    restored = _read_checkpoint(experiment, workdir, prepared, mesh, ("params",), which)
     return restored.state["params"], restored.step
 
 
 def _require_newest(folder: epath.Path, which: str) -> None:
     if which != "newest":
-        raise InputError(f"--checkpoint {which}: {folder} is a base, which has none; remove it")
+        raise InputError(f"--checkpoint {which}: {folder} is a base; remove --checkpoint")
 
 
-def _restored(
+def _read_checkpoint(
     experiment: Experiment,
     workdir: Workdir,
-    prepared: Prepared,
+    prepared: OpenCorpus,
     mesh: jax.sharding.Mesh,
-    wanted: tuple[str, ...],
+    names: tuple[str, ...],
     which: str,
 ) -> Restored:
-    """Returns parts of a checkpoint's state, whole on each device of the mesh: a run's own sharding
-    is for the devices it had.
-    """
+    """Returns parts of a checkpoint's state, replicated over the mesh."""
     saved = Checkpoints(workdir.checkpoints)
-    of_newest = saved.experiment(saved.find_step("newest"))
-    if changed := config.differences(of_newest, experiment, "identity"):
+    newest = saved.experiment(saved.find_step("newest"))
+    if changed := config.differences(newest, experiment, "identity"):
         raise InputError(f"{workdir.named}: was trained with other settings ({'; '.join(changed)})")
-    learned = objective.of(experiment.model, experiment.data)
-    abstract = step.abstract_state(learned, experiment.optimizer, Parallelism(), mesh)
-    restored = saved.read(which, {name: abstract[name] for name in wanted})
+    trained = objective.of(experiment.model, experiment.data)
+    abstract = step.abstract_state(trained, experiment.optimizer, Parallelism(), mesh)
+    restored = saved.read(which, {name: abstract[name] for name in names})
     prepared.require_same(restored.metadata)
     return restored
 
 
-def line_of(workdir: Workdir, kind: str, step: int) -> dict[str, Any] | None:
+def metrics_line(workdir: Workdir, kind: str, step: int) -> dict[str, Any] | None:
     """Returns the newest line of metrics.jsonl of a kind and a step; None if there is none."""
     lines = JsonLines(workdir.metrics).read()
-    of_step = [x for x in lines if x.get("kind") == kind and x["step"] == step]
-    return of_step[-1] if of_step else None
+    matches = [line for line in lines if line.get("kind") == kind and line["step"] == step]
+    return matches[-1] if matches else None

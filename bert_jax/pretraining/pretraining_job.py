@@ -1,4 +1,4 @@
-"""Pre-training as the loop is given it: a prepared corpus, and an experiment on it."""
+"""Pre-training as a job of the training loop: an opened corpus, and an experiment on it."""
 
 import contextlib
 import dataclasses
@@ -38,20 +38,20 @@ from bert_jax.training.objective import Batch, Objective
 
 
 @dataclasses.dataclass
-class Prepared:
-    """A corpus, opened."""
+class OpenCorpus:
+    """A prepared corpus whose manifest and tokenizer are loaded."""
 
-    manifest: dict[str, Any]  # what it was made from, and with
-    tokenizer: Tokenizer  # with which it was made
+    manifest: dict[str, Any]  # the sources and settings of the corpus
+    tokenizer: Tokenizer  # the tokenizer that it was prepared with
     ids: batches.Ids  # of the tokenizer
-    folder: epath.Path  # where it lies here
-    named: epath.Path  # where users say it lies: in a bucket, perhaps
-    # Of the files that batches are made of, once they are asked for; see `_stamps`.
+    folder: epath.Path  # on this machine
+    location: epath.Path  # the path that users gave, perhaps in a bucket
+    # `_stamps()` when batches were first requested; empty before.
     stamps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: epath.Path) -> "Prepared":
-        """Opens a complete corpus folder; of one in a bucket, this host's copy."""
+    def open(cls, folder: epath.Path) -> "OpenCorpus":
+        """Opens a complete corpus folder; if it is in a bucket, opens this host's copy."""
         local = corpus.local_corpus(folder)
         manifest = corpus.open_manifest(local)
         tokenizer = corpus.open_tokenizer(local, manifest)
@@ -59,36 +59,36 @@ class Prepared:
 
     @property
     def sha256(self) -> str:
-        """Returns the hash of the manifest: what the corpus was made from and with."""
+        """Returns the hash of the manifest, which identifies the corpus."""
         return sha256_of(self.manifest)
 
     def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata was trained on this corpus."""
         if metadata["corpus_sha256"] != self.sha256:
             raise InputError(
-                f"{self.named}: not the corpus this run was trained on; put that one back, or "
+                f"{self.location}: not the corpus this run was trained on; restore that corpus, or "
                 "start again with another --workdir"
             )
 
     def require_unchanged(self) -> None:
-        """Raises InputError if the corpus was changed or removed since its batches were asked for.
+        """Raises InputError if the corpus was changed or removed since its batches were requested.
 
-        Files are read again only if they were written since.
+        Verifies checksums only if a file was written since.
         """
         if corpus.open_manifest(self.folder) != self.manifest:
             raise InputError(
                 f"{self.folder / 'manifest.json'}: was changed while a run was reading the corpus; "
-                "put that one back and run again, it goes on from its newest checkpoint"
+                "restore the old file and run again, the run resumes from its newest checkpoint"
             )
         if self.stamps and self.stamps != (now := self._stamps()):
             corpus.verify(self.folder)
             self.stamps = now
 
     def _stamps(self) -> dict[str, tuple[int, int]]:
-        """Returns of each file of the training split its bytes and when it was written."""
+        """Returns the size and the modification time of each file of the training split."""
         stamps = {}
         for path in (self.folder / "stream" / "train").glob("*"):
-            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 stat = os.stat(path)
                 stamps[path.name] = stat.st_size, stat.st_mtime_ns
         return stamps
@@ -96,9 +96,9 @@ class Prepared:
     def train_batches(
         self, experiment: Experiment, phase: int, sends_counts: bool = False
     ) -> batches.TrainBatches | mixture.MixedBatches:
-        """Returns the batches of a phase; nothing is planned before they are asked for.
+        """Returns the batches of a phase, which are planned at the first request.
 
-        `sends_counts`: how many rows an epoch has goes to the corpus's bucket, as one process does.
+        With `sends_counts`, row counts of epochs are copied to the bucket; one process does that.
         """
         spec = experiment.phases[phase]
         stream = corpus.open_stream(self.folder, "train")
@@ -106,8 +106,9 @@ class Prepared:
         data, names = experiment.data_of(phase), (experiment.seed, "train", phase)
         widths = spec.sequence_length, spec.max_predictions_per_seq, spec.batch_size
         shape = batches.BatchShape(*widths, spec.row_offset)
+        sends_counts = sends_counts and self.location != self.folder
 
-        def of(part: Stream, *source: object) -> batches.TrainBatches:
+        def plan_batches(part: Stream, *source: object) -> batches.TrainBatches:
             plans = Plans(
                 part,
                 (*names, *source),
@@ -115,7 +116,7 @@ class Prepared:
                 data.short_seq_prob,
                 self.sha256,
                 self.folder / corpus.COUNTS,
-                self.named / corpus.COUNTS if sends_counts and self.named != self.folder else None,
+                self.location / corpus.COUNTS if sends_counts else None,
                 data.units,
             )
             return batches.TrainBatches(
@@ -123,16 +124,16 @@ class Prepared:
                 self.ids,
                 data,
                 shape,
-                first_step=sum(before.steps for before in experiment.phases[:phase]),
+                first_step=sum(earlier.steps for earlier in experiment.phases[:phase]),
                 total_steps=experiment.total_steps,
             )
 
         weights = experiment.corpus.mixture
         if not weights:
-            return of(stream)
+            return plan_batches(stream)
         parts = mixture.split_sources(self.manifest, stream)
-        each = [of(part, "source", number) for number, part in enumerate(parts)]
-        return mixture.MixedBatches(each, mixture.Order(weights, names))
+        by_source = [plan_batches(part, "source", number) for number, part in enumerate(parts)]
+        return mixture.MixedBatches(by_source, mixture.Order(weights, names))
 
     def held_out(self, experiment: Experiment, mesh: jax.sharding.Mesh) -> evaluators.HeldOut:
         """Returns the evaluation rows of an experiment."""
@@ -151,16 +152,16 @@ def pretrain(
     probes: Any = None,
     branch: ForkPoint | None = None,
 ) -> session.Outcome:
-    """Runs the experiment in its workdir to its end, or until asked to stop.
+    """Runs the experiment in its workdir to its last step, or until a request to stop.
 
-    For what it takes see `PretrainingJob` and `session.run`.
+    The arguments are described at `PretrainingJob` and `session.run`.
     """
     job = PretrainingJob(experiment, workdir, progress.report, length, probes, branch)
     return session.run(job, progress, origin)
 
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
-    """Raises InputError if the batches or the state cannot be laid over these devices."""
+    """Raises InputError if the batches or the state cannot be sharded over these devices."""
     own.require_sound(experiment, mesh)
     objective = objective_lib.of(experiment.model, experiment.data)
     step_lib.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
@@ -172,13 +173,13 @@ def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
             "a replica's gradient must be computed on one device"
         )
     for i, phase in enumerate(experiment.phases):
-        where = f"phases.{i}.batch_size"
+        field = f"phases.{i}.batch_size"
         parts = experiment.parallelism.accumulation_of(i)
-        mesh_lib.require_divisible(phase.batch_size, where, mesh, parts)
+        mesh_lib.require_divisible(phase.batch_size, field, mesh, parts)
 
 
 def _summary(experiment: Experiment, objective: Objective, mesh: jax.sharding.Mesh) -> str:
-    """Returns what is shown before the first step: the model, the devices and the work."""
+    """Returns the line that is logged before the first step: the model, the devices, the phases."""
     args = experiment.optimizer, experiment.parallelism, mesh
     shapes = step_lib.abstract_state(objective, *args)["params"]
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -199,8 +200,8 @@ class PretrainingJob(Job):
 
     Args:
       length: `extend` lets the last phase have more steps.
-      probes: of the encoder, to be asked at times: a `tasks.probes.Probes`, or None.
-      branch: what a run begins with that is not there yet; None: its step 0.
+      probes: evaluated during the run; a `tasks.probes.Probes`, or None.
+      branch: the fork that creates the run; None: the run exists, or starts at step 0.
     """
 
     restart_hint = "choose another --workdir, or run `bert-jax extend` for more steps"
@@ -210,45 +211,45 @@ class PretrainingJob(Job):
         self,
         experiment: Experiment,
         workdir: Workdir,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         length: Literal["keep", "extend"] = "keep",
         probes: Any = None,
         branch: ForkPoint | None = None,
     ):
-        super().__init__(experiment, workdir, say)
+        super().__init__(experiment, workdir, report)
         self.length, self.probes, self.fork_point = length, probes, branch
-        self._notes: dict[str, Any] = {}  # what checkpoints keep for those who ask the model
+        self._notes: dict[str, Any] = {}  # saved with checkpoints, see `notes`
 
     def fit_to_slices(self, taken: int, booked: int, hosts: int) -> Experiment | None:
-        """Returns the experiment laid over some of its slices; None: it cannot be."""
-        # A tensor axis that is longer than a slice is for make_mesh to refuse.
+        """Returns the experiment fitted to some of its slices; None if it does not fit."""
+        # make_mesh rejects a tensor axis that is longer than a slice.
         shards = max(hosts * system.devices_here() // self.experiment.parallelism.tensor, 1)
         return slices.fit_to_slices(self.experiment, taken, booked, shards)
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
-        """Raises InputError if the batches or the state cannot be laid over these devices."""
+        """Raises InputError if the batches or the state cannot be sharded over these devices."""
         require_runnable(self.experiment, mesh)
 
     def require_start(self) -> None:
-        """Raises InputError if the weights it begins with are not there, or do not fit."""
+        """Raises InputError if the initial weights are missing or do not fit."""
         if self.fork_point is None:
             base_lib.start_of(self.experiment)
         else:
             self.fork_point.require(self.experiment)
 
     def differences(self, saved: Experiment, metadata: dict[str, Any]) -> list[str]:
-        """Returns how the experiment differs from a saved one that is to go on."""
+        """Returns the differences between the experiment and the saved one, which it resumes."""
         experiment = self.experiment
         changed = config.differences(saved, experiment, "identity")
         if self.length == "extend":
             last = f"phases.{len(saved.phases) - 1}.steps:"
             if experiment.total_steps < saved.total_steps:
                 raise InputError(
-                    f"extend: the run has {saved.total_steps} steps already, "
-                    f"not {experiment.total_steps}"
+                    f"extend: {experiment.total_steps} steps are fewer than the "
+                    f"{saved.total_steps} that the run has already"
                 )
             if any(line.startswith(last) for line in changed):
-                self.report("extend: the schedules now end later, and so change")
+                self.report("extend: the learning rate schedules change, since they end later")
             changed = [line for line in changed if not line.startswith(last)]
         moved = [line for line in changed if line.startswith("corpus.sources:")]
         if moved and corpus.is_made_of(self.workdir.corpus, experiment.corpus):
@@ -256,60 +257,68 @@ class PretrainingJob(Job):
         if experiment.init_from and not changed:
             base = epath.Path(experiment.init_from)
             if not base_lib.is_base(base):
-                self.report(f"resume: {base} is gone; its weights are not compared again")
+                self.report(f"resume: {base} is gone, so its weights are not compared")
             elif base_lib.begins_with(base) != metadata["init_sha256"]:
                 raise InputError(
-                    f"init_from={base}: holds other weights than those this run began with; put "
-                    "those back, or choose another --workdir"
+                    f"init_from={base}: its weights are not those that this run began with; "
+                    "restore them, or choose another --workdir"
                 )
         return changed
 
     def prepare(self, peers: Peers) -> None:
-        """Makes the corpus, or finds it; copies it to this machine, if need be."""
+        """Prepares the corpus unless it exists, and copies it to this machine if needed."""
         experiment, folder = self.experiment, self.workdir.corpus
 
         def make() -> None:
             corpus.prepare(experiment.corpus, experiment.model.vocab_size, folder, self.report)
             if self.fork_point is not None:
                 self.fork_point.begin(self.workdir)
-            for split in SPLITS if peers.count > 1 else ():  # which all would make at once
+            for split in SPLITS if peers.count > 1 else ():  # builds files, by one process alone
                 corpus.open_stream(corpus.local_corpus(folder), split)
 
         peers.run_on_primary("made", make)
         corpus.local_corpus(folder, self.report)
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
-        """Opens what was prepared."""
+        """Opens the corpus, and creates the objective and the evaluators."""
         experiment = self.experiment
         self.optimizer, self.total_steps = experiment.optimizer, experiment.total_steps
         self.objective = objective_lib.of(experiment.model, experiment.data)
-        self.metric_names = objective_lib.metric_names(experiment)
-        self._peers, self._prepared = peers, Prepared.open(self.workdir.corpus)
+        self.measured = objective_lib.metric_names(experiment)
+        self._peers, self._prepared = peers, OpenCorpus.open(self.workdir.corpus)
         corpus.require_rows(self._prepared.folder, experiment)
         self.data_sha256 = self._prepared.sha256
         peers.require_same(
             "corpus",
             {"corpus.manifest": self.data_sha256[:16]},
-            "give all of them the corpus that one of them prepared",
+            "give all processes the corpus that one of them prepared",
         )
         self.evaluators = tuple(self._evaluators(mesh))
         self.report(_summary(experiment, self.objective, mesh))
 
     def batches(self, done: int) -> PhaseBatches:
-        """Returns the phase of the step after so many."""
+        """Returns the phase of the step after `done` steps."""
         experiment = self.experiment
         number, first = experiment.phase_at(done)
-        both = range(number, min(number + 2, len(experiment.phases)))  # and the next, if any
+        neighbours = range(number, min(number + 2, len(experiment.phases)))  # this and the next
         phase = experiment.phases[number]
-        of = self._prepared.train_batches(experiment, number, self._peers.is_primary)
+        train = self._prepared.train_batches(experiment, number, self._peers.is_primary)
         return PhaseBatches(
-            *(number, first, phase.steps, phase.batch_size, of.batch, of.is_ready, of.close),
+            *(
+                number,
+                first,
+                phase.steps,
+                phase.batch_size,
+                train.batch,
+                train.is_ready,
+                train.close,
+            ),
             objective=objective_lib.make_objective(experiment, number),
-            ends_line=len({experiment.data_of(n).objective for n in both}) > 1,
+            ends_line=len({experiment.data_of(n).objective for n in neighbours}) > 1,
         )
 
     def require_same(self, metadata: dict[str, Any]) -> None:
-        """Raises InputError unless a checkpoint was trained on this corpus; keeps its notes."""
+        """Raises InputError unless a checkpoint was trained on this corpus; copies its notes."""
         self._prepared.require_same(metadata)
         self._notes = metadata.get("notes", {})
 
@@ -317,112 +326,113 @@ class PretrainingJob(Job):
         """Raises InputError if the corpus was changed since it was opened."""
         self._prepared.require_unchanged()
 
-    def count_flops(self, batch: Batch) -> int:
-        """Returns those of a step with such a batch."""
+    def operations(self, batch: Batch) -> int:
+        """Returns the number of operations of a training step on a batch."""
         predictions = batch["masked_lm_positions"].shape[1]
         rows, length = batch["input_ids"].shape
         return flops.train_step_flops(self.experiment.model, rows, length, predictions)
 
     def inspection_hint(self, step: int) -> str:
-        """Returns where the text of a step is to be seen, in words."""
+        """Returns a hint for messages: the command that shows the text of a step."""
         return f"{super().inspection_hint(step)} shows its text"
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """Returns what checkpoints keep: how a model that gives vectors was asked for them."""
+        """Returns metadata for checkpoints: the base's settings for text vectors, if it has any."""
         return self._notes
 
     def initial_state(self, fresh: step_lib.State) -> tuple[step_lib.State, str]:
-        """Returns the fresh state, or with the weights of `init_from` if it names some."""
+        """Returns the fresh state, with the weights of `init_from` if it is set, and their hash."""
         base = base_lib.start_of(self.experiment)
         if base is None:
             return fresh, ""
-        where = self.experiment.init_from
-        base_lib.require_same_tokenizer(base, self._prepared.tokenizer, where)
+        path = self.experiment.init_from
+        base_lib.require_same_tokenizer(base, self._prepared.tokenizer, path)
         self._peers.require_same(
-            "init_from", {"weights": base.sha256[:16]}, f"give all of them the same {where}"
+            "init_from", {"weights": base.sha256[:16]}, f"give all processes the same {path}"
         )
         random = f"; freshly initialised there: {', '.join(base.fresh)}" if base.fresh else ""
-        kept = "" if base.moments is None else f" and moments of step {base.moments.step}"
-        self.report(f"init_from: {where}, weights{kept} {base.sha256[:12]}{random}")
+        moments = "" if base.moments is None else f" and moments of step {base.moments.step}"
+        self.report(f"init_from: {path}, weights{moments} {base.sha256[:12]}{random}")
         if base.vectors is not None:
             self._notes = {"vectors": dataclasses.asdict(base.vectors)}
             self.report(
-                f"init_from: {where} gives vectors of texts, and what is learned now changes them; "
-                "a task of task.kind=similar in run.probes shows how much"
+                f"init_from: {path} gives text vectors, which this training changes; a task of "
+                "task.kind=similar in run.probes measures how much"
             )
-        places = jax.tree.map(lambda leaf: leaf.sharding, fresh["params"])
-        state = fresh | {"params": feed.put(base.params, places)}
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, fresh["params"])
+        state = fresh | {"params": feed.put(base.params, shardings)}
         if base.moments is not None:
             trees = (base.moments.mean, base.moments.square)
-            placed = (feed.put(tree, places) for tree in trees)
-            state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *placed)
+            sharded = (feed.put(tree, shardings) for tree in trees)
+            state["optimizer"] = optimizer_lib.with_moments(state["optimizer"], *sharded)
         return state, base.sha256
 
     def _evaluators(self, mesh: jax.sharding.Mesh) -> Iterator[Evaluator]:
-        """Yields what is asked of the model, which in another phase may be another one."""
+        """Yields the evaluators; each uses the model of the current phase."""
         experiment, run, prepared = self.experiment, self.experiment.run, self._prepared
-        often = repeat_every(run.eval_every, experiment.total_steps)
+        is_due = repeat_every(run.eval_every, experiment.total_steps)
         held_out = prepared.held_out(experiment, mesh)
         stream = corpus.open_stream(prepared.folder, "validation")
-        scored, samplers = {}, {}
+        objectives, samplers = {}, {}
         for model in dict.fromkeys(map(experiment.model_of, range(len(experiment.phases)))):
-            # Held-out rows are scored alike in all phases, so that their curve is one.
-            alike = dataclasses.replace(model, direction=experiment.model.direction)
-            scored[model] = objective_lib.of(alike, experiment.data)
+            # One direction for held-out rows of all phases, so that losses are comparable.
+            directed = dataclasses.replace(model, direction=experiment.model.direction)
+            objectives[model] = objective_lib.of(directed, experiment.data)
             if model.direction == "both":
                 samplers[model] = evaluators.PredictionSampler(
                     run.watch, model, prepared.tokenizer, stream
                 )
 
         def score(params: Any, done: int) -> dict[str, float]:
-            objective = scored[experiment.model_after(done)]
+            objective = objectives[experiment.model_after(done)]
             return evaluators.evaluate(held_out, params, objective, experiment.parallelism, mesh)
 
-        def watch(params: Any, done: int) -> dict[str, Any]:
+        def sample(params: Any, done: int) -> dict[str, Any]:
             model = experiment.model_after(done)
-            return samplers[model].ask(params, mesh) if model in samplers else {}
+            return samplers[model].sample(params, mesh) if model in samplers else {}
 
-        yield Evaluator("evaluation", often, score, evaluators.summary)
-        yield Evaluator("predictions", often, watch, lambda line: "", "predictions")
+        yield Evaluator("evaluation", is_due, score, evaluators.summary)
+        yield Evaluator("predictions", is_due, sample, lambda line: "", "predictions")
         if self.probes is None:
             return
-        more = prepared.tokenizer, experiment.parallelism, mesh, run.eval_batch_size
-        opened: list[Any] = []  # for which model and notes the probes are open
+        setup = prepared.tokenizer, experiment.parallelism, mesh, run.eval_batch_size
+        opened_for: list[Any] = []  # the model and the notes that the probes were opened with
 
         def open_probes(model: Model) -> int:
-            opened[:] = model, self._notes
-            return self.probes.open(model, *more, base_lib.vectors_of(self._notes))
+            opened_for[:] = model, self._notes
+            return self.probes.open(model, *setup, base_lib.vectors_of(self._notes))
 
         def probe(params: Any, done: int) -> dict[str, Any]:
-            if opened != [model := experiment.model_after(done), self._notes]:
+            if opened_for != [model := experiment.model_after(done), self._notes]:
                 open_probes(model)
-            return self.probes.ask(params)
+            return self.probes.evaluate(params)
 
         self._peers.require_same(
             "probes",
             {"examples": self.probes.sha256[:16]},
-            "give all of them the same files of run.probes",
+            "give all processes the same files of run.probes",
         )
-        seldom = self._when_probed(open_probes(experiment.model_of(0)))
+        is_probe_due = self._probe_schedule(open_probes(experiment.model_of(0)))
         self.report(f"probes: {self.probes.about}")
-        yield Evaluator("probes", seldom, probe, self._describe_probes, wait="probes")
+        yield Evaluator("probes", is_probe_due, probe, self._describe_probes, wait="probes")
 
     def _describe_probes(self, line: dict[str, Any]) -> str:
         scores = (f"{name} {score:.4f}" for name, score in line["scores"].items())
-        lost, base = "", self.experiment.init_from
+        warning, base = "", self.experiment.init_from
         if base and "similar" in line and line["step"]:
-            lost = evaluators.vectors_lost(line, JsonLines(self.workdir.metrics).read(), base)
-        return f"probes: {', '.join(scores)}{lost}"
+            lines = JsonLines(self.workdir.metrics).read()
+            warning = evaluators.similarity_warning(line, lines, base)
+        return f"probes: {', '.join(scores)}{warning}"
 
-    def _when_probed(self, operations: int) -> Callable[[int], bool]:
-        """Returns when probes that take so many operations are due.
+    def _probe_schedule(self, operations: int) -> Callable[[int], bool]:
+        """Returns a function that tells after which steps probes of so many operations are due.
 
-        Before the first step, after the last, and as `run.probe_share` allows.
+        They are due before the first step, after the last, and as `run.probe_share` allows.
         """
         experiment, run = self.experiment, self.experiment.run
 
         def allowed(done: int) -> int:
-            """How often probes may be asked in so many steps."""
+            """Returns how many evaluations of probes fit into the share of so many steps."""
             trained = 0
             for phase in experiment.phases:
                 steps = min(done, phase.steps)
@@ -433,7 +443,7 @@ class PretrainingJob(Job):
         def is_due(done: int) -> bool:
             if done in (0, experiment.total_steps):
                 return True
-            before = (done - 1) // run.eval_every * run.eval_every
-            return done % run.eval_every == 0 and allowed(done) > allowed(before)
+            previous = (done - 1) // run.eval_every * run.eval_every
+            return done % run.eval_every == 0 and allowed(done) > allowed(previous)
 
         return is_due

@@ -12,8 +12,8 @@ from etils import epath
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Task
 from bert_jax.embeddings import embed
-from bert_jax.pretraining.loaded import Loaded
-from bert_jax.serve import served, service
+from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.serve import endpoints, service
 
 
 def test_numbers_come_back_as_they_were_whether_read_as_float32_or_as_float64():
@@ -22,7 +22,7 @@ def test_numbers_come_back_as_they_were_whether_read_as_float32_or_as_float64():
     bits = np.concatenate([hard, np.random.default_rng(0).integers(0, 2**32, 50_000, np.uint32)])
     numbers = bits.view(np.float32)
     numbers = numbers[np.isfinite(numbers)]
-    text = served._written(numbers, "float")
+    text = endpoints._vector_json(numbers, "float")
     for found in (np.array(json.loads(text), np.float32), np.array(text[1:-1].split(","), "f4")):
         np.testing.assert_array_equal(found.view(np.uint32), numbers.view(np.uint32))
 
@@ -34,7 +34,7 @@ class Task_:
         files = "squad:x" if task["kind"] == "span" else "jsonl:x"
         task = Task(train=(files,), validation=(files,), **task)
         self.experiment = type("Experiment", (), {"name": "run", "task": task})
-        self.kind = type("Kind", (), {"rows_of": lambda example, most: 1})
+        self.kind = type("Kind", (), {"count_rows": lambda example, most: 1})
 
     def warm(self, sizes):
         pass
@@ -60,13 +60,13 @@ class Task_:
 )
 def test_examples_of_a_task(kind, given, expected):
     more = {"pair": {"second_column": "b"}, "tag": {"text_column": "0", "label_column": "1"}}
-    answers = served.PredictEndpoint(Task_(kind=kind, **more.get(kind, {})))
+    answers = endpoints.PredictEndpoint(Task_(kind=kind, **more.get(kind, {})))
     if isinstance(expected, str):
-        with pytest.raises(served.Refused) as caught:
-            answers.items({"input": given}, served.Limits())
+        with pytest.raises(endpoints.RequestError) as caught:
+            answers.items({"input": given}, endpoints.Limits())
         assert caught.value.status == 400 and expected in str(caught.value)
     else:
-        items = answers.items({"input": given}, served.Limits())
+        items = answers.items({"input": given}, endpoints.Limits())
         results = answers.compute([asked for asked, _ in items])
         answer = json.loads("".join(answers.answer({"model": "m"}, results)))
         assert answer["model"] == "m" and [one["texts"] for one in answer["data"]] == expected
@@ -74,20 +74,20 @@ def test_examples_of_a_task(kind, given, expected):
 
 def test_questions_are_numbered_by_their_place_in_the_request():
     asked = {"input": [["wa ?", "wb"], ["wa ?", "wc"]]}
-    answers = served.PredictEndpoint(Task_(kind="span", max_sequence_length=384))
-    items = answers.items(asked, served.Limits())
+    answers = endpoints.PredictEndpoint(Task_(kind="span", max_sequence_length=384))
+    items = answers.items(asked, endpoints.Limits())
     assert [example.id for example, _ in items] == ["1", "2"]
 
 
 def test_a_text_that_asks_is_led_as_embed_leads_it(tmp_path):
     tuned.write_base(tmp_path / "base")
-    trained = Loaded.of(epath.Path(tmp_path / "base"))
+    trained = LoadedModel.of(epath.Path(tmp_path / "base"))
     trained.vectors = TextVectors(query_prefix="wa ", text_prefix="xa ")
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
-    vectors, found = served.EmbedEndpoint("led", embedder), {}
+    vectors, found = endpoints.EmbedEndpoint("led", embedder), {}
     assert "'wa '" in vectors.about
     for role in (None, "text", "query"):
-        ((text, _),) = vectors.items({"input": "wb", "role": role}, served.Limits())
+        ((text, _),) = vectors.items({"input": "wb", "role": role}, endpoints.Limits())
         ((found[role], length),) = vectors.compute([text])
         (part,) = embedder.embed(["wb"], role or "text")
         np.testing.assert_array_equal(found[role], part.vectors[0])

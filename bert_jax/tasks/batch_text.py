@@ -11,10 +11,10 @@ from bert_jax.config import Finetuning
 from bert_jax.errors import InputError, printable
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
-from bert_jax.tasks.adapted import LoadedBase, kind_of
+from bert_jax.tasks.adaptation import LoadedBase, kind_of
 from bert_jax.tasks.examples import Example, Tally
 from bert_jax.tasks.generate import TargetRows
-from bert_jax.tasks.rows import Batch, Rows, TrainBatches
+from bert_jax.tasks.rows import Batch, TaskBatches, TaskRows
 from bert_jax.text.tokenizer import Tokenizer
 
 
@@ -36,7 +36,7 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
         train = examples_lib.read(experiment.task, experiment.task.train, "labelled")
         labels = examples_lib.find_labels(experiment.task, train)
         rows = kind_of(experiment.task, labels, base.tokenizer).rows(train)
-        batches = TrainBatches(rows, base.tokenizer.pad_id, experiment.batch_size, experiment.seed)
+        batches = TaskBatches(rows, base.tokenizer.pad_id, experiment.batch_size, experiment.seed)
         each, in_all = rows.rows_per_example, len(rows.ids)
     total = math.ceil(experiment.epochs * (in_all // each) / experiment.batch_size)
     if not 0 <= done < total:
@@ -51,12 +51,12 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     if is_similar:
         yield from _compared(batch, base.tokenizer, each, most)
         return
-    assert rows is not None and isinstance(batches, TrainBatches)
-    for row in batches.of_step(done)[:most]:
+    assert rows is not None and isinstance(batches, TaskBatches)
+    for row in batches.step_rows(done)[:most]:
         example = train[rows.notes[row][0] if rows.notes else row // each]
         yield Text(f"\n{printable(example.place)}{_answer(rows, int(row), labels)}")
         pieces = [printable(base.tokenizer.piece(int(i))) for i in rows.ids[row]]
-        text = marked(pieces, dict(_marks(rows, int(row), labels)))
+        text = mark_tokens(pieces, dict(_marks(rows, int(row), labels)))
         if isinstance(rows, TargetRows):
             target = (printable(base.tokenizer.piece(int(i))) for i in rows.targets[row])
             text.append(f"-> {' '.join(target)}")
@@ -70,10 +70,10 @@ def _compared(batch: Batch, tokenizer: Tokenizer, each: int, most: int) -> Itera
             score = f", to be {batch['scores'][row]:g}" if "scores" in batch else ""
             yield Text(f"\nexample {row // each} of the step{score}")
         pieces = ids[batch["input_mask"][row] > 0]
-        yield marked([printable(tokenizer.piece(int(i))) for i in pieces], {})
+        yield mark_tokens([printable(tokenizer.piece(int(i))) for i in pieces], {})
 
 
-def _answer(rows: Rows, row: int, labels: Sequence[str]) -> str:
+def _answer(rows: TaskRows, row: int, labels: Sequence[str]) -> str:
     """Returns what is to be answered about a whole row, in words."""
     if "targets" not in rows.numbers:
         spans = "starts" in rows.numbers and not rows.numbers["ends"][row]
@@ -87,7 +87,7 @@ def _answer(rows: Rows, row: int, labels: Sequence[str]) -> str:
     return f": {printable(labels[int(target)])}"
 
 
-def _marks(rows: Rows, row: int, labels: Sequence[str]) -> Iterator[tuple[int, str]]:
+def _marks(rows: TaskRows, row: int, labels: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Yields places of pieces that are to be answered, and as what."""
     if rows.tokens:
         tags, weights = rows.tokens["targets"][row], rows.tokens["target_weights"][row]
@@ -98,7 +98,7 @@ def _marks(rows: Rows, row: int, labels: Sequence[str]) -> Iterator[tuple[int, s
         yield from {end: "last", start: "first" if start != end else "answer"}.items()
 
 
-def marked(pieces: Sequence[str], marks: Mapping[int, str]) -> Text:
+def mark_tokens(pieces: Sequence[str], marks: Mapping[int, str]) -> Text:
     """Returns pieces as a line; one with a mark is written {piece|mark}."""
     text = Text()
     for place, piece in enumerate(pieces):

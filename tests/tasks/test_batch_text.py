@@ -10,8 +10,8 @@ import tuned
 from bert_jax import cli, config
 from bert_jax.config import Finetuning
 from bert_jax.storage.workdir import Workdir
-from bert_jax.tasks.job import FinetuningJob
-from bert_jax.tasks.rows import TrainBatches
+from bert_jax.tasks.finetuning_job import FinetuningJob
+from bert_jax.tasks.rows import TaskBatches
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def task(tmp_path, monkeypatch):
 
 def batch_of(setup, number, size):
     cfg = setup.experiment
-    batches = TrainBatches(setup._rows, tuned.PIECES.index("[PAD]"), cfg.batch_size, cfg.seed)
+    batches = TaskBatches(setup._rows, tuned.PIECES.index("[PAD]"), cfg.batch_size, cfg.seed)
     return batches.batch(number, np.arange(size))
 
 
@@ -63,9 +63,9 @@ def test_a_pass_is_over_all_rows_and_a_run_begun_when_it_was_not_keeps_its_steps
     setup = task("span", max_sequence_length=16, document_stride=4)
     rows, steps = len(setup._rows.ids), setup.total_steps
     assert rows >= 32 and steps == -(-rows // 4)
-    drawn = [setup._batches.of_step(number) for number in range(steps)]
+    drawn = [setup._batches.step_rows(number) for number in range(steps)]
     assert set(np.concatenate(drawn)) == set(range(rows))
-    assert f": 16 examples in {rows} rows, 11 held out, {steps} steps" in next(setup._about({}))
+    assert f": 16 examples in {rows} rows, 11 held out, {steps} steps" in next(setup._describe({}))
     assert show(capsys)[0].startswith(f"step 0 of {steps}, ")
     notes = {"labels": setup.labels, "total_steps": 4}
     saved = {"init_sha256": setup._base.sha256, "corpus_sha256": setup.data_sha256, "notes": notes}

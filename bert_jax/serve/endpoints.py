@@ -1,0 +1,194 @@
+"""The endpoints of the server: text vectors, and the answers of a fine-tuned run."""
+
+import base64
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from starlette.responses import JSONResponse, Response
+
+from bert_jax.embeddings.embed import Embedder
+from bert_jax.errors import InputError, pluralize
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks.predict import TaskModel
+from bert_jax.text.records import encodable
+
+# A text or an example of a request, and its cost in rows: its own rows, and one for this many
+# characters to tokenize.
+Item = tuple[Any, int]
+_ROW_CHARACTERS = 2**13
+# Batch sizes for a fine-tuned run: for a single example, and for several.
+_BATCHES = (1, 8)
+_RETRY_SECONDS = 1
+_CHUNK_RESULTS = 16  # results in one chunk of a response
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits for clients."""
+
+    requests: int = 256  # in progress at once; the next one gets status 503
+    texts: int = 2048  # texts or examples of a request
+    bytes: int = 2**21  # of a request's body
+    # Maximum time from the start of a request to its answer, and maximum time for which a
+    # connection may be silent or leave its response unread.
+    seconds: float = 30.0
+    # Rows of a turn, and of an example. 128 of 512 tokens take a small model seconds on a CPU.
+    rows: int = 128
+
+
+class RequestError(Exception):
+    """An error response to a client; `param` names the invalid field of the request."""
+
+    def __init__(self, status: int, message: str, param: str | None = None):
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    def response(self) -> Response:
+        """Returns the response in OpenAI's format, with Retry-After if a retry may succeed."""
+        headers = {"Retry-After": str(_RETRY_SECONDS)} if self.status == 503 else {}
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": None}
+        return JSONResponse({"error": error}, self.status, headers)
+
+
+class EmbedEndpoint:
+    """Text vectors in OpenAI's format. All programs are compiled at the start."""
+
+    path = "/v1/embeddings"
+
+    def __init__(self, name: str, embedder: Embedder):
+        self.name, self._embedder = name, embedder
+        self.about = f"{embedder.width} numbers a vector"
+        if prefix := embedder.prefixes["query"]:
+            self.about += f'; requests with "role": "query" get the prefix {prefix!r}'
+        self.warm = embedder.warm  # raises if the model cannot compute
+        self.warm()
+
+    def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
+        """Returns the texts, each with the prefix of its role."""
+        if body.get("encoding_format") not in (None, "float", "base64"):
+            raise RequestError(400, "encoding_format: must be float or base64", "encoding_format")
+        role = "text" if body.get("role") is None else body["role"]
+        if role not in ("text", "query"):
+            raise RequestError(400, "role: must be text or query", "role")
+        size, width = body.get("dimensions"), self._embedder.width
+        if size is not None and not (type(size) is int and 1 <= size <= width):
+            raise RequestError(400, f"dimensions: vectors have {width} numbers", "dimensions")
+        examples, prefix = _parse_input(body, 1, limits.texts), self._embedder.prefixes[role]
+        return [(prefix + text, 1 + len(text) // _ROW_CHARACTERS) for (text,) in examples]
+
+    def compute(self, items: list[str]) -> list[tuple[np.ndarray, int]]:
+        """Returns the vector of each text, float32 [W], and its number of tokens."""
+        parts = list(self._embedder.embed(items, "led", lambda _: "input"))
+        vectors = np.concatenate([part.vectors for part in parts])
+        lengths = np.concatenate([part.lengths for part in parts])
+        return list(zip(vectors, lengths.tolist(), strict=True))
+
+    def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
+        """Yields JSON: the `embedding` of each text, as numbers or bytes, and the tokens used.
+
+        `dimensions` selects the first numbers, which are scaled to length 1 if vectors are.
+        """
+        form, size = body.get("encoding_format"), body.get("dimensions")
+        if size is not None:
+            results = [(self._shorten(vector[:size]), length) for vector, length in results]
+        tokens = sum(length for _, length in results)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        data = (
+            f'{{"object": "embedding", "index": {i}, "embedding": {_vector_json(vector, form)}}}'
+            for i, (vector, _) in enumerate(results)
+        )
+        return _listing({"model": body["model"], "usage": usage}, data)
+
+    def _shorten(self, vector: np.ndarray) -> np.ndarray:
+        if self._embedder.features.length == "as_is":
+            return vector
+        return vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)
+
+
+class PredictEndpoint:
+    """The answers of a fine-tuned run, as in `predict`. All programs are compiled at the start."""
+
+    path = "/predict"
+
+    def __init__(self, model: TaskModel):
+        self.name, self._model = model.experiment.name, model
+        self._task = model.experiment.task
+        self._texts = examples_lib.texts_per_example(self._task)
+        self.about = f"{pluralize(self._texts, 'text')} per example"
+        self.warm()
+
+    def warm(self) -> None:
+        """Compiles all programs; raises if the model cannot compute."""
+        self._model.warm(_BATCHES)
+
+    def items(self, body: dict[str, Any], limits: Limits) -> list[Item]:
+        """Returns the examples."""
+        examples = []
+        for number, texts in enumerate(_parse_input(body, self._texts, limits.texts)):
+            where = f"input[{number}]"
+            try:
+                (example,) = examples_lib.parse_arguments(self._task, texts, number + 1)
+            except InputError as error:
+                raise RequestError(400, f"{where}: {error}", "input") from error
+            rows = self._model.kind.count_rows(example, limits.rows)
+            if rows > limits.rows:
+                message = f"{where}: has more than --max-rows {limits.rows} windows; split it"
+                raise RequestError(413, message, "input")
+            examples.append((example, rows + sum(map(len, texts)) // _ROW_CHARACTERS))
+        return examples
+
+    def compute(self, items: list[examples_lib.Example]) -> list[dict[str, Any]]:
+        """Returns the answer to each example."""
+        return list(self._model.predict(items))
+
+    def answer(self, body: dict[str, Any], results: list[Any]) -> Iterator[str]:
+        """Yields JSON: the answers in the order of the examples."""
+        return _listing({"model": body["model"]}, map(json.dumps, results))
+
+
+def _listing(fields: dict[str, Any], data: Iterator[str]) -> Iterator[str]:
+    """Yields a list of JSON values in OpenAI's format, in chunks."""
+    separator = json.dumps({"object": "list"} | fields)[:-1] + ', "data": ['
+    while chunk := ", ".join(itertools.islice(data, _CHUNK_RESULTS)):
+        yield separator + chunk
+        separator = ", "
+    yield "]}"
+
+
+def _vector_json(vector: np.ndarray, form: str | None) -> str:
+    """Returns float32 [W] as JSON: its bytes in base64, or numbers with nine digits.
+
+    Nine digits restore the same bits, also by way of float64 (IEEE 754-2008, section 5.12.2).
+    """
+    if form == "base64":
+        return f'"{base64.b64encode(vector.astype("<f4").data).decode()}"'
+    text = "%.9g," * len(vector) % tuple(vector.tolist())
+    return f"[{text.replace('-0,', '-0.0,')[:-1]}]"  # -0 would be an integer, without its sign
+
+
+def _parse_input(body: dict[str, Any], size: int, most: int) -> list[list[str]]:
+    """Returns the examples in `input`, one or many; each has `size` texts, a single one bare."""
+    value = body.get("input")
+    texts = value if size > 1 and isinstance(value, list) else [value]
+    value = [value] if texts and all(isinstance(text, str) for text in texts) else value
+    if not isinstance(value, list) or not value:
+        raise RequestError(400, "input: must be a text, or a list that is not empty", "input")
+    if len(value) > most:
+        raise RequestError(413, f"input: {len(value)} texts; at most {most} per request", "input")
+    items: list[Any] = [[item] if size == 1 else item for item in value]
+    for number, texts in enumerate(items):
+        why = ""
+        if not isinstance(texts, list) or len(texts) != size:
+            why = f"an example of this task has {pluralize(size, 'text')}"
+        elif not all(isinstance(text, str) for text in texts):
+            why = "must be a text; token ids are not supported"
+        elif encodable("".join(texts)) != "".join(texts):
+            why = "is not text: contains half of a surrogate pair"
+        if why:
+            raise RequestError(400, f"input[{number}]: {why}", "input")
+    return items
