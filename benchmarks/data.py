@@ -15,7 +15,7 @@ from benchmarks import measure
 from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, stream
 from bert_jax.data.plans import Plans
-from bert_jax.text import documents, sentences
+from bert_jax.text import documents, sentence_splitter
 from bert_jax.text.tokenizer import WordPiece
 
 BATCH = 256
@@ -28,7 +28,7 @@ def main() -> None:
     flags = measure.parser(__doc__, **options).parse_args()
     measure.restart_with(threads=1)
     texts = list(documents.read(Corpus(sources=(measure.SAMPLE,))))[: flags.documents or None]
-    split = [list(sentences.split(document, "en")) for document in texts]
+    split = [list(sentence_splitter.split(document, "en")) for document in texts]
     vocab = measure.vocabulary().split("\n")[:-1]
 
     encoding = text_to_ids([line for lines in split for line in lines], vocab, flags.rounds)

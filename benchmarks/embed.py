@@ -18,7 +18,7 @@ from bert_jax.config import Corpus, Parallelism
 from bert_jax.embeddings.embed import Embedder, Features
 from bert_jax.interop import importing
 from bert_jax.pretraining.loaded_model import LoadedModel
-from bert_jax.text import documents, sentences
+from bert_jax.text import documents, sentence_splitter
 from bert_jax.training import mesh as mesh_lib
 
 
@@ -56,7 +56,8 @@ def main() -> None:
 def sample(count: int) -> list[str]:
     """Sentences of the sample text, taken evenly from all of it; again if there are too few."""
     read = documents.read(Corpus(sources=(measure.SAMPLE,)))
-    found = [" ".join(line.split()) for text in read for line in sentences.split(text, "en")]
+    lines = [line for document in read for line in sentence_splitter.split(document, "en")]
+    found = [" ".join(line.split()) for line in lines]
     return [found[i * max(len(found), count) // count % len(found)] for i in range(count)]
 
 

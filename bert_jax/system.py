@@ -20,7 +20,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def devices_here() -> int:
+def local_device_count() -> int:
     """Returns how many devices jax will have on this machine, without starting them."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         flag = re.search(r"force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))

@@ -61,7 +61,7 @@ def vocab_txt(tmp_path_factory):
 def model_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("model") / "a.model"
     lines = [f"wa w{i} streets and tokens of {i * 7} words" for i in range(300)]
-    counted = vocabulary.Counted.of(collections.Counter(" ".join(lines).split()))
+    counted = vocabulary.WordCounts.of(collections.Counter(" ".join(lines).split()))
     file.write_bytes(vocabulary.train_sentencepiece(counted, 60, "unigram"))
     return file
 

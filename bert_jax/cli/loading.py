@@ -132,9 +132,9 @@ def load_model(
 
 def read_lines() -> Iterator[tuple[str, str]]:
     """Yields (location, line) pairs of standard input."""
-    from bert_jax.text import lines
+    from bert_jax.text import line_reader
 
-    return lines.decoded(sys.stdin.buffer, "standard input")
+    return line_reader.decode_lines(sys.stdin.buffer, "standard input")
 
 
 def print_now(line: str) -> None:

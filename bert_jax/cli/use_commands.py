@@ -202,9 +202,9 @@ def embed(args: argparse.Namespace) -> int:
     require_writable("--out", args.out)
     run = open_run_or_base(args.workdir)
     from bert_jax.embeddings import embed
-    from bert_jax.text import lines
+    from bert_jax.text import line_reader
 
-    located_lines = lines.read(args.text_file) if args.text_file else read_lines()
+    located_lines = line_reader.read(args.text_file) if args.text_file else read_lines()
     _, embedder = _load_embedder(run, args, args.normalize)
     # For each file: the number of texts in the files before it, and its name.
     starts: list[tuple[int, str]] = []

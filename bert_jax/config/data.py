@@ -35,7 +35,7 @@ OBJECTIVES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section, role="identity", label="data"):
-    """How token ids become rows (Devlin et al. 2018, section 3.1 and appendix A.1)."""
+    """The way from token ids to rows (Devlin et al. 2018, section 3.1 and appendix A.1)."""
 
     # What is learned. mlm_nsp: masked tokens of pairs, and whether B follows A; mlm_sop: masked
     # tokens of adjacent segments, and whether they were swapped (ALBERT); mlm: masked tokens only,

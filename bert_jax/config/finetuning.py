@@ -78,7 +78,7 @@ def _not_for(kind: str) -> RequiresValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Section, role="identity", label="task"):
-    """What a fine-tuning learns, and the sources of its examples.
+    """The task of a fine-tuning, and the sources of its examples.
 
     `SOURCES` has the formats for each kind; relative paths are relative to the current directory.
     Columns are given by their names in the file's first line, in JSON or in TFDS. In CoNLL files
@@ -259,7 +259,7 @@ LORA_TARGETS = ("query", "key", "value", "attention_output", "intermediate", "ga
 
 @dataclass(frozen=True, kw_only=True)
 class Adapt(Section, role="identity", label="adapt"):
-    """How a base is adapted to a task.
+    """The adaptation of a base to a task.
 
     `lora` adds low-rank products A B to kernels. The BiLSTM layers of `features` are each as wide
     as the encoder: with a frozen encoder as in Devlin et al. 2018, Table 7; with a trained one, the

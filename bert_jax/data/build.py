@@ -116,7 +116,7 @@ def build(
     # In a mixture no part holds text of two sources.
     parts_by_source = [parts.plan(c) for c in (corpus.alone() if corpus.mixture else (corpus,))]
     planned = [part for source_parts in parts_by_source for part in source_parts]
-    for line in text_sources.left_out(corpus):
+    for line in text_sources.describe_unread(corpus):
         report(f"prepare: {printable(line)}")
     files, count = pluralize(len(sources), "file"), pluralize(len(planned), "part")
     report(f"prepare: reading {files}, in {count}")

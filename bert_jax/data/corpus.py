@@ -294,7 +294,7 @@ def _require_same(
         return
     try:
         sources = text_sources.fingerprint(corpus, _SECONDS)
-        skipped = text_sources.left_out(corpus, _SECONDS)
+        skipped = text_sources.describe_unread(corpus, _SECONDS)
     except (InputError, Unavailable) as error:
         report(f"corpus: used as prepared; its text cannot be compared ({error})")
         return

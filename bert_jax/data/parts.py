@@ -28,8 +28,7 @@ from bert_jax.data.workers import Tick
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.storage import buckets, copies
 from bert_jax.storage.storage import storage_of
-from bert_jax.text import documents, sentences, tokenizer, words
-from bert_jax.text import lines as text_lines
+from bert_jax.text import documents, line_reader, sentence_splitter, tokenizer, words
 from bert_jax.text import sources as text_sources
 from bert_jax.text.documents import ByteRange, Document
 
@@ -98,7 +97,7 @@ def plan(corpus: Corpus) -> list[Part]:
     sizes: list[int] = []
     for source in corpus.alone():
         for extent in documents.extents(source, PART_BYTES):
-            is_compressed = extent.kind == "tfds" or text_lines.compression(extent.path) != ""
+            is_compressed = extent.kind == "tfds" or line_reader.compression(extent.path) != ""
             size = extent.bytes * (_COMPRESSION if is_compressed else 1)
             if not parts or sizes[-1] + size > PART_BYTES:
                 parts.append([])
@@ -176,7 +175,7 @@ class Read(_PartItem):
             return self._make(folder, tick)
 
     def _make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        text_lines.require_not_utf8(
+        line_reader.require_not_utf8(
             (e.path for e in self.part.extents if e.kind in _ENCODED and e.start == 0),
             self.corpus.encoding,
         )
@@ -202,7 +201,7 @@ class Read(_PartItem):
                 if self.corpus.encoding_errors == "replace":
                     record["replaced"] += piece.count("\ufffd")
                 single = dataclasses.replace(document, pieces=(piece,))
-                output.add(piece, sentences.split(single, self.corpus.language))
+                output.add(piece, sentence_splitter.split(single, self.corpus.language))
             output.end()
         output.close()
         writer.close()
@@ -242,7 +241,7 @@ class _DocumentWriter:
     def end(self) -> None:
         """Ends a document, or several if the document is cut."""
         first = self._ends[-1]
-        ends = sentences.ends_of(self._count - first, self._corpus)
+        ends = sentence_splitter.ends_of(self._count - first, self._corpus)
         if len(ends) < 2:
             self._hashes.append(_truncate_digest(self._digest))
         else:
@@ -401,7 +400,7 @@ def _read_with_ticks(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[
     The text of a compressed file has an unknown length, so `tick` receives bytes of the file,
     counted as `plan` counts them.
     """
-    is_compressed = text_lines.compression(extent.path) != ""
+    is_compressed = line_reader.compression(extent.path) != ""
     position = reported = 0
 
     def on_read(new_position: int) -> None:

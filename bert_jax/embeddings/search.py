@@ -34,7 +34,7 @@ from bert_jax.storage.workdir import (
     translate_os_errors,
     write_atomic,
 )
-from bert_jax.text import lines as lines_lib
+from bert_jax.text import line_reader
 
 _VERSION = 1
 _KEY = 16  # bytes
@@ -115,14 +115,14 @@ class Index:
         """
         path = absolute(out)
         with create_folder(path.parent), new_file(path) as unfinished, unfinished.open("w") as file:
-            texts = (text for _, text in lines_lib.read([queries]))
+            texts = (text for _, text in line_reader.read([queries]))
             while batch := list(itertools.islice(texts, _QUERIES)):
                 for query, hits in zip(batch, self.nearest(batch, top), strict=True):
                     nearest = [dataclasses.asdict(hit) for hit in hits]
                     file.write(json.dumps({"query": query, "nearest": nearest}) + "\n")
 
     def _texts(self) -> Iterator[tuple[int, str]]:
-        for line, (_, text) in enumerate(lines_lib.read([self._path]), 1):
+        for line, (_, text) in enumerate(line_reader.read([self._path]), 1):
             if text.strip():
                 yield from ((line, part) for part in self._split(text))
 

@@ -17,7 +17,7 @@ from bert_jax.interop.names import Say
 from bert_jax.model.encoder import padded_vocab_size
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage import mirror
-from bert_jax.text import documents, fitting, sentences
+from bert_jax.text import documents, fitting, sentence_splitter
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 
@@ -121,11 +121,11 @@ def fitted(base: Base, text: str, most: int, asked: Sequence[int], say: Say) -> 
         """Yields the ids of paragraphs, and of sentences as a corpus has them."""
         for document in documents.read(Corpus(sources=(text,))):
             yield from map(tokenizer.encode, document.paragraphs())
-            yield from map(tokenizer.encode_within, sentences.split(document, "en"))
+            yield from map(tokenizer.encode_within, sentence_splitter.split(document, "en"))
 
     old = base.tokenizer
-    tokenizer, begins = fitting.cut(old, fitting.counts(old, rows(old)), most, "--keep", asked)
-    differ, count = fitting.recut(begins, rows(old), rows(tokenizer))
+    tokenizer, begins = fitting.trim(old, fitting.counts(old, rows(old)), most, "--keep", asked)
+    differ, count = fitting.count_changes(begins, rows(old), rows(tokenizer))
     say(
         f"{tokenizer.size} of {old.size} pieces stay; {differ} of {count} sentences and paragraphs "
         f"of {text} are cut another way now"

@@ -84,7 +84,7 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
         raise InputError(f"{folder}: no vocab.txt and no tokenizer.json; put the vocabulary there")
     ours = tokenizer_lib.WordPiece(vocab, case)
     if parts and (is_generic or parts.get("post_processor")):
-        around = library.around(
+        around = library.read_template(
             library.open_tokenizer(fast.read_bytes(), parts, str(fast)), str(fast)
         )
         if around != (ours.cls_id, ours.between_ids, ours.sep_id, ours.second_segment):
@@ -165,7 +165,7 @@ def write(
     own: dict[str, Any] = {}
     if isinstance(tok, library.Library):
         tok.save(folder)
-        named = tok.named
+        named = tok.special_names
     elif isinstance(tok, tokenizer_lib.WordPiece):
         (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
         _fast(tok).save(str(folder / "tokenizer.json"))

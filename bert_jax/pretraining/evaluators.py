@@ -22,7 +22,7 @@ from bert_jax.errors import InputError
 from bert_jax.model import heads, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.running import lines as lines_lib
-from bert_jax.text.tokenizer import Tokenizer, joined, of_first_segment
+from bert_jax.text.tokenizer import Tokenizer, first_segment_length, joined
 from bert_jax.text.vocabulary import MASK
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
@@ -192,7 +192,7 @@ class Predictor:
             )
         tok = self._tokenizer
         ids, before = joined(tok, a, b)
-        first = of_first_segment(tok, ids, before)
+        first = first_segment_length(tok, ids, before)
         limit = self._model.max_position_embeddings
         if len(ids) > limit:
             raise InputError(f"text of {len(ids)} tokens; the model reads {limit} at most")

@@ -223,7 +223,7 @@ class PretrainingJob(Job):
     def fit_to_slices(self, taken: int, booked: int, hosts: int) -> Experiment | None:
         """Returns the experiment fitted to some of its slices; None if it does not fit."""
         # make_mesh rejects a tensor axis that is longer than a slice.
-        shards = max(hosts * system.devices_here() // self.experiment.parallelism.tensor, 1)
+        shards = max(hosts * system.local_device_count() // self.experiment.parallelism.tensor, 1)
         return slices.fit_to_slices(self.experiment, taken, booked, shards)
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from bert_jax.errors import InputError, excerpt, json_object
-from bert_jax.text import lines as text_lines
+from bert_jax.text import line_reader, tfds_files
 from bert_jax.text import records as text_records
-from bert_jax.text import tfds_files
 from bert_jax.text.records import OnBroken
 
 # The most characters of a value, and the most names, that a message quotes.
@@ -66,7 +65,7 @@ def records(
     header: str,
     blank_lines: bool = False,
     on_broken: OnBroken = text_records.refuse,
-) -> Iterator[text_records.Named]:
+) -> Iterator[text_records.TableRow]:
     """Yields (location, column names, values) for each example; see `rows` for the arguments.
 
     With `blank_lines`, a blank line before a row of a one-column table is a row with a blank cell.
@@ -104,10 +103,10 @@ def cells(
 
 def _lines(path: str) -> Iterator[str]:
     """Yields the lines of a text file, without line ends; decompresses .gz and .zst."""
-    return (line.removesuffix("\r") for _, line in text_lines.of_file(path))
+    return (line.removesuffix("\r") for _, line in line_reader.read_file(path))
 
 
-def _conll(path: str, on_broken: OnBroken) -> Iterator[text_records.Named]:
+def _conll(path: str, on_broken: OnBroken) -> Iterator[text_records.TableRow]:
     first_line, names = 0, list[str]()  # of the file's first word
     start = 0  # the line of the sentence's first word
     words: list[list[str]] = []  # of the sentence

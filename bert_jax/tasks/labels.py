@@ -14,7 +14,7 @@ from bert_jax.errors import prefix_errors
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence, Tagged
 from bert_jax.tasks.rows import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind, TaskRows
-from bert_jax.text.tokenizer import Tokenizer, around, joined, of_first_segment
+from bert_jax.text.tokenizer import Tokenizer, first_segment_length, joined, special_count
 
 
 class Sentences(TaskKind):
@@ -34,7 +34,7 @@ class Sentences(TaskKind):
             for a, b in pairs:
                 row, start_b = joined(self._tokenizer, *self._truncate(a, b))
                 ids.append(row)
-                first.append(of_first_segment(self._tokenizer, row, start_b))
+                first.append(first_segment_length(self._tokenizer, row, start_b))
         numbers = {}
         if examples[0].label is not None:
             numbers["targets"] = np.repeat(self._truth(examples), self.rows_per_example)
@@ -77,7 +77,7 @@ class Sentences(TaskKind):
         return np.stack(outputs).reshape(-1, len(self._labels))
 
     def _truncate(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None]:
-        room = self._task.max_sequence_length - around(self._tokenizer, 1 + (b is not None))
+        room = self._task.max_sequence_length - special_count(self._tokenizer, 1 + (b is not None))
         if b is None:
             return a[:room], None
         cuts_first = self._tokenizer.kind == "library" and len(a) <= len(b)  # if equally long

@@ -317,7 +317,7 @@ def _predict_rows(
     counts: collections.Counter[str],
     unread: Tally,
     tally: Tally,
-) -> Iterator[text_records.Named]:
+) -> Iterator[text_records.TableRow]:
     """Yields (location, column names, values) of each row, with the predicted columns.
 
     `counts` counts labels, `unread` rows without a prediction, and `tally` broken rows.
@@ -364,7 +364,7 @@ def _require_json(values: Sequence[Any], place: str) -> None:
 
 
 def _table_lines(
-    table_rows: Iterable[text_records.Named], suffix: str, header: str
+    table_rows: Iterable[text_records.TableRow], suffix: str, header: str
 ) -> Iterator[str]:
     """Yields the lines of a .csv, .tsv or .jsonl file; `header` "none" omits the column names."""
     first: list[str] = []

@@ -15,7 +15,7 @@ from bert_jax.errors import prefix_errors
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Question
 from bert_jax.tasks.rows import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind, TaskRows
-from bert_jax.text.tokenizer import Tokenizer, around, joined, of_first_segment
+from bert_jax.text.tokenizer import Tokenizer, first_segment_length, joined, special_count
 
 # Number of starts and of ends that are combined in a window, and number of returned answers.
 _CANDIDATES, _RETURNED = 20, 5
@@ -54,7 +54,7 @@ class SpanTask(TaskKind):
         self._threshold = no_answer_threshold
         # The config assumes three special tokens. If the tokenizer has more, questions are shorter,
         # so that the windows still cover the context.
-        room = task.max_sequence_length - around(tokenizer, 2)
+        room = task.max_sequence_length - special_count(tokenizer, 2)
         self._longest_question = min(task.max_query_length, room - 1)
 
     def rows(self, examples: Sequence[Question]) -> TaskRows:
@@ -78,7 +78,7 @@ class SpanTask(TaskKind):
                 end = min(start + room, len(tokens))
                 row, offset = joined(self._tokenizer, question, tokens[start:end])
                 ids.append(row)
-                first.append(of_first_segment(self._tokenizer, row, offset))
+                first.append(first_segment_length(self._tokenizer, row, offset))
                 counts = best_windows[start:end] == window
                 notes.append(Window(number, offset, places[start:end], counts))
                 if answer is not None and start <= answer[0] and answer[1] < end:
@@ -141,7 +141,7 @@ class SpanTask(TaskKind):
         return ScoredExample([" | ".join(golds)], [answer["answer"]], error)
 
     def _room(self, question: int) -> int:
-        return self._task.max_sequence_length - question - around(self._tokenizer, 2)
+        return self._task.max_sequence_length - question - special_count(self._tokenizer, 2)
 
     def _window_starts(self, tokens: int, question: int) -> list[int]:
         room, starts = self._room(question), [0]

@@ -1,12 +1,12 @@
-"""Text files, JSON lines, columns of tables and TFDS datasets to documents.
+"""Reads documents from text files, JSON lines, columns of tables and TFDS datasets.
 
-Encodings: bytes are decoded strictly with `Corpus.encoding`; the first bad byte is an error that
-names the file and its offset, unless `encoding_errors=replace`. A byte-order mark is dropped.
-Nothing is guessed: a folder of mixed encodings is converted first.
+Encodings: bytes are decoded strictly with `Corpus.encoding`; the first invalid byte is an error
+that names the file and the offset, unless `encoding_errors=replace`. A byte-order mark is dropped.
+Encodings are never guessed: a folder of mixed encodings must be converted first.
 
-Repeats: documents are compared by their text, not by their names. `repeated_documents=drop` leaves
-out every document whose whole text stood before; `keep` keeps them and counts them in the manifest.
-Either way equal texts fall into the same split.
+Repeats: documents are compared by their text, not by their names. `repeated_documents=drop` skips
+every document whose whole text occurred before; `keep` keeps it and counts it in the manifest.
+Either way equal texts belong to the same split.
 """
 
 import codecs
@@ -28,21 +28,20 @@ import pyarrow
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.storage import buckets, copies
-from bert_jax.text import lines as text_lines
-from bert_jax.text import records, sources, tfds_files
+from bert_jax.text import line_reader, records, sources, tfds_files
 
-# Longest line of a text that somebody wrapped by hand or by program.
+# Maximum length of a line in a wrapped text.
 _WRAPPED_LINE = 200
-# A layout word is held against files of more lines than this.
+# Files with more lines than this are checked against `corpus.layout`.
 _LINES_TO_JUDGE = 100
-# Characters that a piece of a text has at most, and a paragraph, where it can be cut: the time in
-# which sentences are found grows with its square. Without any blank it may have more.
+# Maximum number of characters of a piece of text, and so of a paragraph: splitting it into
+# sentences takes quadratic time. A piece without blanks may have `_WORD` characters.
 _PIECE, _WORD = 1 << 17, 1 << 21
-# Pieces of a file that are held; of a larger one each is read again.
+# Files of fewer pieces are held in memory; larger ones are read again.
 _HELD = 32
 _SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
 
-# In these a byte 0x0A is a line's end and nothing else.
+# Encodings in which the byte 0x0A is always a line feed.
 _LINE_ENCODINGS = re.compile(r"utf-8|ascii|iso8859-\d+|cp125\d")
 
 Layout = Literal["sentences_by_line", "wrapped", "paragraphs_by_line"]
@@ -52,10 +51,10 @@ OnRead = Callable[[int], None]
 # Yields decoded lines of an extent, or pieces of its text.
 _ReadLines = Callable[[Literal["by line", "in pieces"]], Iterator[str]]
 
-# Yields a text in any pieces, from its beginning each time it is called.
+# Each call yields the text from its beginning, in pieces of any size.
 _Text = Callable[[], Iterable[str]]
 
-# Where a piece may end: at the last end of a paragraph, of a line, of a word; the next of a word.
+# Ends of a piece: the last end of a paragraph, line or word; the next end of a word or line.
 _PARAGRAPH, _LINE = re.compile(r"(?s:.*)\n[^\S\n]*\n"), re.compile(r"(?s:.*)\n")
 _LAST_WORD = re.compile(r"(?s:.*)[\s。！？]")
 _NEXT_WORD, _NEXT_LINE = re.compile(r"[\s。！？]"), re.compile(r"\n")
@@ -65,21 +64,20 @@ _NEXT_WORD, _NEXT_LINE = re.compile(r"[\s。！？]"), re.compile(r"\n")
 class Document:
     """One document."""
 
-    name: str  # the file; with a number behind it, the first line of a block or a record's number
-    # Its text without blank lines around it, in pieces of whole paragraphs; `read_extent` gives
-    # them once, before the next document.
+    name: str  # the file, or FILE:NUMBER with the first line of a block or the number of a record
+    # The text without blank lines around it, in pieces of whole paragraphs. The pieces from
+    # `read_extent` can be read once, before the next document.
     pieces: Iterable[str]
-    layout: Layout  # how its lines are to be read
-    # Of the file, where the text begins; 0 in a record, whose text has no lines of a file.
-    line: int
+    layout: Layout  # the meaning of its lines
+    line: int  # the first line in the file; 0 for a record
 
     @functools.cached_property
     def text(self) -> str:
         """Returns the whole text."""
         return "".join(self.pieces)
 
-    def place(self, number: int) -> str:
-        """Returns FILE:LINE of a line of the text, counted from 0; for a record its name."""
+    def location(self, number: int) -> str:
+        """Returns FILE:LINE of line `number` of the text, counted from 0; for a record its name."""
         if not self.line:
             return self.name
         file = self.name
@@ -101,87 +99,87 @@ class Document:
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A stretch that is read by itself: a file, some of its bytes, or records of a TFDS shard."""
+    """A range that is read by itself: a file, some of its bytes, or records of a TFDS shard."""
 
-    kind: str  # the word of a source
+    kind: str  # the kind of source, such as text
     path: str  # the file
-    field: str  # that holds the text of its records
-    folder: str = ""  # of a TFDS dataset, where its metadata lies
-    start: int = 0  # of its bytes, records or, of a Parquet file, row groups
-    stop: int = -1  # of the same; -1: all that follow
-    count: int = 0  # records of this shard
-    before: int = 0  # records of the dataset before it
-    bytes: int = 0  # how much there is to read, roughly
-    listed: buckets.Listed | None = None  # what the bucket's list says of an object
+    field: str  # the field or column of records that holds the text
+    folder: str = ""  # the folder of a TFDS dataset with its metadata
+    start: int = 0  # first byte, record, or row group of a Parquet file
+    stop: int = -1  # one past the last; -1: to the end
+    count: int = 0  # records in this shard
+    before: int = 0  # records of the dataset before this shard
+    bytes: int = 0  # bytes to read, roughly
+    listed: buckets.Listed | None = None  # the object's entry in the listing of its bucket
 
 
 def read(corpus: Corpus) -> Iterator[Document]:
-    """Yields the documents of all sources in order; those without any text are passed over."""
-    for one in corpus.alone():
-        for extent in extents(one):
-            for document in read_extent(extent, one):
+    """Yields the documents of all sources in order, except those without any text."""
+    for source in corpus.alone():
+        for extent in extents(source):
+            for document in read_extent(extent, source):
                 if pieces := tuple(document.pieces):
                     yield dataclasses.replace(document, pieces=pieces)
 
 
 def extents(corpus: Corpus, most: int = 0) -> Iterator[ByteRange]:
-    """Yields what is read of the one source of a corpus, in order.
+    """Yields the extents of a corpus with one source, in order.
 
-    Files are cut from `most` bytes on, where they can be: between lines of JSON, at blank lines of
-    sentences_by_line, between records of an ArrayRecord file and row groups of a Parquet file. A
-    compressed file, a TFRecord file, a CSV file, one at an address, and a text in any other layout
-    stay whole; 0: all do.
+    Files above `most` bytes are cut if possible: between lines of JSON, at blank lines in
+    sentences_by_line, between records of an ArrayRecord file and row groups of a Parquet file.
+    Compressed, TFRecord and CSV files, files at an address, and texts in other layouts are never
+    cut. With `most=0` no file is cut.
     """
     (source,), field = corpus.sources, corpus.text_field
-    word, _, place = source.partition(":")
-    if word in ("tfds", "tfds_dir"):
-        folder = tfds_files.find(place) if word == "tfds" else place
+    kind, _, path = source.partition(":")
+    if kind in ("tfds", "tfds_dir"):
+        folder = tfds_files.find(path) if kind == "tfds" else path
         before = 0
         for path, count, size, can_be_cut in tfds_files.shards(folder):
             parts = max(1, min(count, round(size / most))) if most and can_be_cut else 1
             bounds = [0, *(count * part // parts for part in range(1, parts)), -1]
-            of = "tfds", str(path), field, str(folder)
+            shard = "tfds", str(path), field, str(folder)
             for start, stop in itertools.pairwise(bounds):
-                yield ByteRange(*of, start, stop, count, before, size // parts)
+                yield ByteRange(*shard, start, stop, count, before, size // parts)
             before += count
         return
     files = sources.files(source)
-    if word == "parquet" and most:
-        # In parallel, since a file in a bucket answers slowly.
+    if kind == "parquet" and most:
+        # In parallel, since reading from a bucket has a high latency.
         with ThreadPoolExecutor(copies.REQUESTS) as pool:
             all_cuts = pool.map(functools.partial(records.parts, column=field, most=most), files)
             for (path, listed), cuts in zip(files.items(), all_cuts, strict=True):
                 for start, stop, text in cuts:
                     yield ByteRange(
-                        word, path, field, start=start, stop=stop, bytes=text, listed=listed
+                        kind, path, field, start=start, stop=stop, bytes=text, listed=listed
                     )
         return
     for path, listed in files.items():
         size = sources.state(path, listed=listed)["bytes"]
-        cuts = _cuts(path, word, corpus, most) if size > most > 0 else []
+        cuts = _find_cuts(path, kind, corpus, most) if size > most > 0 else []
         for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
             length = (size if stop < 0 else stop) - start
-            yield ByteRange(word, path, field, start=start, stop=stop, bytes=length, listed=listed)
+            yield ByteRange(kind, path, field, start=start, stop=stop, bytes=length, listed=listed)
 
 
-def _cuts(path: str, word: str, corpus: Corpus, most: int) -> list[int]:
-    """Returns bytes of a large file where a part of it may begin, about `most` apart."""
-    by_blank_line = word == "text"
+def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:
+    """Returns positions in a large file where it may be cut, about `most` bytes apart."""
+    is_text = kind == "text"
     if (
-        text_lines.compression(path)
-        or word not in ("text", "jsonl")
+        line_reader.compression(path)
+        or kind not in ("text", "jsonl")
         or "://" in path
-        or (by_blank_line and corpus.layout != "sentences_by_line")
+        or (is_text and corpus.layout != "sentences_by_line")
         or not _LINE_ENCODINGS.fullmatch(codecs.lookup(corpus.encoding).name)
     ):
         return []
     cuts: list[int] = []
-    with text_lines.answering(path), open(path, "rb") as file:
+    with line_reader.translate_errors(path), open(path, "rb") as file:
         size = file.seek(0, io.SEEK_END)
         while (begin := (cuts[-1] if cuts else 0) + most) < size:
             file.seek(begin)
-            file.readline()  # the rest of one
-            while by_blank_line and (line := file.readline()):
+            file.readline()  # the rest of a line
+            while is_text and (line := file.readline()):
                 if not line.decode(corpus.encoding, "replace").strip():
                     break
             if file.tell() >= size:
@@ -194,54 +192,54 @@ def read_extent(
     extent: ByteRange, corpus: Corpus, on_read: OnRead | None = None
 ) -> Iterator[Document]:
     """Yields the documents of an extent in order; those without any text have no pieces."""
-    lines = functools.partial(_lines, extent, corpus, on_read)
-    texts_of: Iterable[tuple[str, int, _Text]] = (
-        _file_texts(extent, corpus, lines)
+    read_lines = functools.partial(_read_lines, extent, corpus, on_read)
+    texts: Iterable[tuple[str, int, _Text]] = (
+        _file_texts(extent, corpus, read_lines)
         if extent.kind == "text"
         else (
-            (name, 0, functools.partial(iter, [_with_plain_ends(text)]))
-            for name, text in _record_texts(extent, lines)
+            (name, 0, functools.partial(iter, [_normalize_newlines(text)]))
+            for name, text in _record_texts(extent, read_lines)
         )
     )
-    for name, line, text in texts_of:
+    for name, line, text in texts:
         layout = corpus.layout
         if layout == "per_file":
             is_long = any(len(line) > _WRAPPED_LINE for line in _lines_of(text()))
             layout = "paragraphs_by_line" if is_long else "wrapped"
-        texts: Iterable[tuple[int, Iterable[str]]] = [(0, text())]
+        parts: Iterable[tuple[int, Iterable[str]]] = [(0, text())]
         if corpus.document_starts:
-            texts = _cut(_lines_of(text()), corpus.document_starts)
+            parts = _split_documents(_lines_of(text()), corpus.document_starts)
         is_empty = True
-        for before, own in texts:
-            pieces = _pieces(own, layout)
+        for first_line, part in parts:
+            pieces = _pieces(part, layout)
             if first := next(pieces, ""):
                 is_empty = False
-                whole = itertools.chain([first], pieces)
-                yield Document(name, whole, layout, line and line + before)
+                pieces = itertools.chain([first], pieces)
+                yield Document(name, pieces, layout, line and line + first_line)
         if is_empty:
             yield Document(name, (), layout, line)
 
 
 def _pieces(text: Iterable[str], layout: Layout) -> Iterator[str]:
-    """Yields a text without blanks around it in pieces that end with a paragraph, none empty.
+    """Yields a text without blanks around it, in non-empty pieces that end with a paragraph.
 
-    A paragraph of over `_PIECE` characters is cut at a line's end or else a word's; a sentence of
-    `sentences_by_line` is not, whatever its length.
+    A paragraph of over `_PIECE` characters is cut at the end of a line, or else of a word. In
+    `sentences_by_line` a sentence is never cut.
     """
-    places = [_PARAGRAPH, _LINE, _LAST_WORD] if layout == "wrapped" else [_LINE, _LAST_WORD]
-    next_place, longest = _NEXT_WORD, _WORD
+    last_ends = [_PARAGRAPH, _LINE, _LAST_WORD] if layout == "wrapped" else [_LINE, _LAST_WORD]
+    next_end, longest = _NEXT_WORD, _WORD
     if layout == "sentences_by_line":
-        places, next_place, longest = [_LINE], _NEXT_LINE, sys.maxsize
+        last_ends, next_end, longest = [_LINE], _NEXT_LINE, sys.maxsize
     rest, blanks = "", ""
     for chunk in text:
-        # Blanks are of the text once more of it follows.
+        # Blanks belong to the text if more text follows.
         chunk = blanks + chunk if rest else chunk.lstrip()
         body = chunk.rstrip()
         blanks = chunk[len(body) :]
         rest, start = rest + body, 0
         while len(rest) - start > _PIECE:
-            ends = (place.match(rest, start, start + _PIECE) for place in places)
-            end = next(filter(None, ends), None) or next_place.search(
+            ends = (pattern.match(rest, start, start + _PIECE) for pattern in last_ends)
+            end = next(filter(None, ends), None) or next_end.search(
                 rest, start, min(start + longest, len(rest))
             )
             if not end and len(rest) - start <= longest:
@@ -255,12 +253,12 @@ def _pieces(text: Iterable[str], layout: Layout) -> Iterator[str]:
 
 
 def _lines_of(text: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of a text without blanks around it; long ones are cut as pieces are."""
+    """Yields the lines of a text without blanks around it; long ones are cut like pieces."""
     for piece in _pieces(text, "paragraphs_by_line"):
         yield from piece.removesuffix("\n").split("\n")
 
 
-# Titles as wikis and Markdown write them, and numbered parts of books.
+# Headings of wikis and Markdown, and of numbered parts of books.
 _HEADING = re.compile(
     r"\s*= (?!= )\S.*(?<! =) =\s*$|\s*=(?!=)[^=]+=\s*$|# +\S"
     r"|\s*(?:CHAPTER|Chapter|BOOK|PART|VOLUME|LETTER|STAVE|ACT) +(?:[0-9]+|[IVXLCDM]+|(?i:(?:the )?"
@@ -269,17 +267,18 @@ _HEADING = re.compile(
 )
 
 
-def _cut(lines: Iterable[str], pattern: str) -> Iterator[tuple[int, Iterator[str]]]:
-    """Yields the number of the first line, and the lines, of each document that lines begin.
+def _split_documents(lines: Iterable[str], pattern: str) -> Iterator[tuple[int, Iterator[str]]]:
+    """Yields the number of the first line, and the lines, of each document of a text.
 
-    Such lines that follow each other begin one document, as those of a table of contents.
+    A document begins at a line that matches. Consecutive matches, as in a table of contents, begin
+    one document.
     """
-    begins = _HEADING if pattern == "headings" else re.compile(pattern)
+    start = _HEADING if pattern == "headings" else re.compile(pattern)
 
-    def numbered() -> Iterator[tuple[int, str]]:
+    def number_lines() -> Iterator[tuple[int, str]]:
         first, is_empty, is_blank = 0, True, True
         for number, line in enumerate(lines):
-            if (is_blank or begins is not _HEADING) and begins.match(line):
+            if (is_blank or start is not _HEADING) and start.match(line):
                 if not is_empty:
                     first, is_empty = number, True
             elif line.strip():
@@ -287,37 +286,37 @@ def _cut(lines: Iterable[str], pattern: str) -> Iterator[tuple[int, Iterator[str
             is_blank = not line.strip()
             yield first, f"{line}\n"
 
-    for first, own in itertools.groupby(numbered(), operator.itemgetter(0)):
-        yield first, (line for _, line in own)
+    for first, numbered in itertools.groupby(number_lines(), operator.itemgetter(0)):
+        yield first, (line for _, line in numbered)
 
 
 def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
-    """Returns why a file of over 100 lines cannot be in this layout, or None."""
+    """Returns why a file of over 100 lines cannot have this layout, or None."""
     count = long = longest = broken = 0
-    before = "."
+    previous = "."
     for line in filter(None, map(str.strip, lines)):
         count += 1
         long += len(line) > _WRAPPED_LINE
         longest = max(longest, len(line))
-        # A sentence broken off at a line's end goes on in lower case; whole ones end in a mark.
-        broken += line[0].islower() and before[-1] not in _SENTENCE_ENDS
-        before = line
+        # A wrapped sentence continues in lower case; a whole one ends in a punctuation mark.
+        broken += line[0].islower() and previous[-1] not in _SENTENCE_ENDS
+        previous = line
     if count <= _LINES_TO_JUDGE:
         return None
-    continued = broken / count
+    broken_share = broken / count
     if layout == "wrapped" and long > 0.5 * count:
         share = long / count
         return f"{share:.0%} of its lines are over {_WRAPPED_LINE} characters: paragraphs_by_line?"
     by_line = layout == "sentences_by_line" or (layout == "paragraphs_by_line" and longest <= 100)
-    if by_line and continued > 0.3:
-        return f"{continued:.0%} of its lines go on in the next: wrapped?"
+    if by_line and broken_share > 0.3:
+        return f"{broken_share:.0%} of its lines go on in the next: wrapped?"
     return None
 
 
 def _file_texts(
     extent: ByteRange, corpus: Corpus, read_lines: _ReadLines
 ) -> Iterator[tuple[str, int, _Text]]:
-    """Yields one document a file, or in sentences_by_line one a block of lines."""
+    """Yields the name, first line and text of a file, or of each block in sentences_by_line."""
     path = extent.path
     if corpus.layout == "sentences_by_line":
         lines = read_lines("by line")
@@ -327,8 +326,8 @@ def _file_texts(
         for is_text, block in itertools.groupby(numbered, lambda line: bool(line[1].strip())):
             if is_text:
                 start, first = next(block)
-                own = itertools.chain([first], (line for _, line in block))
-                text = (line.replace("\r\n", "\n") for line in own)
+                block_lines = itertools.chain([first], (line for _, line in block))
+                text = (line.replace("\r\n", "\n") for line in block_lines)
                 yield f"{path}:{start}", start, functools.partial(iter, text)
         return
     head = list(itertools.islice(read_lines("in pieces"), _HELD))
@@ -338,18 +337,19 @@ def _file_texts(
 
     if corpus.layout != "per_file":
         _refuse_contradiction(path, _lines_of(text()), corpus.layout)
-    begin = "".join(head[:1])
-    yield path, 1 + begin.count("\n", 0, len(begin) - len(begin.lstrip())), text
+    beginning = "".join(head[:1])
+    blanks = len(beginning) - len(beginning.lstrip())
+    yield path, 1 + beginning.count("\n", 0, blanks), text
 
 
 def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> None:
-    why = contradiction(lines, layout)
-    if why:
-        raise InputError(f"{path}: does not look like corpus.layout={layout}: {why}")
+    reason = contradiction(lines, layout)
+    if reason:
+        raise InputError(f"{path}: does not look like corpus.layout={layout}: {reason}")
 
 
 def _record_texts(extent: ByteRange, read_lines: _ReadLines) -> Iterator[tuple[str, str]]:
-    """Yields the place and the text of each record."""
+    """Yields the location and the text of each record."""
     path, field = extent.path, extent.field
     if extent.kind == "tfds":
         return _dataset_texts(extent)
@@ -370,16 +370,16 @@ def _json_texts(extent: ByteRange, lines: Iterable[str]) -> Iterator[tuple[str, 
         try:
             text = records.text_field(json.loads(line), extent.field)
         except (InputError, ValueError, RecursionError) as error:
-            wrong = error if isinstance(error, InputError) else f"not JSON ({error})"
-            raise InputError(f"{path}:{number + _lines_before(extent)}: {wrong}") from error
+            reason = error if isinstance(error, InputError) else f"not JSON ({error})"
+            raise InputError(f"{path}:{number + _count_lines_before(extent)}: {reason}") from error
         yield f"{path}:{number}", records.encodable(text)
 
 
-def _lines_before(extent: ByteRange) -> int:
+def _count_lines_before(extent: ByteRange) -> int:
     """Counts the lines of the file before the extent."""
-    if not extent.start:  # of files that may be cut nowhere, such as those at an address
+    if not extent.start:  # always so for files that are never cut, such as those at an address
         return 0
-    with _extent_bytes(dataclasses.replace(extent, start=0, stop=extent.start)) as file:
+    with _open_extent(dataclasses.replace(extent, start=0, stop=extent.start)) as file:
         return sum(1 for _ in file)
 
 
@@ -392,19 +392,19 @@ def _dataset_texts(extent: ByteRange) -> Iterator[tuple[str, str]]:
         yield f"{folder}:{number}", text
 
 
-def _lines(
+def _read_lines(
     extent: ByteRange, corpus: Corpus, on_read: OnRead | None, how: Literal["by line", "in pieces"]
 ) -> Iterator[str]:
-    """Yields decoded lines, split on \\n alone, or pieces of text, whose newlines are all \\n.
+    """Yields decoded lines, split only on \\n, or pieces of text, whose newlines are all \\n.
 
-    A byte-order mark is left out.
+    A byte-order mark is dropped.
     """
     path, encoding = extent.path, corpus.encoding
     errors = {"stop": "strict", "replace": "replace"}[corpus.encoding_errors]
     try:
         with (
-            text_lines.answering(path),
-            _extent_bytes(extent, on_read) as raw,
+            line_reader.translate_errors(path),
+            _open_extent(extent, on_read) as raw,
             io.TextIOWrapper(raw, encoding, errors, "\n" if how == "by line" else None) as file,
         ):
             pieces = iter(functools.partial(file.read, _PIECE), "")
@@ -412,29 +412,29 @@ def _lines(
                 yield line.lstrip("\ufeff") if number == extent.start == 0 else line
     except UnicodeError as error:
         raise InputError(
-            f"{path}: byte {_first_bad_byte(path, encoding)} is not {encoding}; `bert-jax doctor` "
-            "says which files are not. Convert them, name the encoding of all with "
+            f"{path}: byte {_first_invalid_byte(path, encoding)} is not {encoding}; `bert-jax "
+            "doctor` lists such files. Convert them, name the encoding of all with "
             "--set corpus.encoding=..., or --set corpus.encoding_errors=replace"
         ) from error
 
 
-def _extent_bytes(extent: ByteRange, on_read: OnRead | None = None) -> IO[bytes]:
+def _open_extent(extent: ByteRange, on_read: OnRead | None = None) -> IO[bytes]:
     if extent.stop < 0:
-        return text_lines.open_bytes(extent.path, on_read)
+        return line_reader.open_bytes(extent.path, on_read)
     size = extent.stop - extent.start
     return io.BufferedReader(pyarrow.OSFile(extent.path).get_stream(extent.start, size), 1 << 17)
 
 
-def _first_bad_byte(path: str, encoding: str) -> int:
-    """Returns the offset in the uncompressed file: decoding reports it relative to a buffer."""
-    with text_lines.answering(path), text_lines.open_bytes(path) as file:
+def _first_invalid_byte(path: str, encoding: str) -> int:
+    """Returns the offset in the decompressed file: decoding reports it relative to a buffer."""
+    with line_reader.translate_errors(path), line_reader.open_bytes(path) as file:
         data = file.read()
     try:
         data.decode(encoding)
     except UnicodeError as error:
         return getattr(error, "start", 0)
-    return 0  # a mark is missing: read as a stream UTF-16 must begin with one
+    return 0  # the byte-order mark is missing: a UTF-16 stream must begin with one
 
 
-def _with_plain_ends(text: str) -> str:
+def _normalize_newlines(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")

@@ -1,9 +1,9 @@
-"""A vocabulary cut to what a text uses of it, and one with words more.
+"""Trims a vocabulary to the tokens that a text uses, or adds words to it.
 
-A cut vocabulary has the pieces that stand in the text, what makes them, and what any text may need:
-specials, bytes. Where all of them are kept, the text is cut as before, piece by piece: byte-pair
-encoding misses no merge that it made there, Unigram no piece of a best path, WordPiece no longest
-match. Other texts are cut into more and smaller pieces.
+A trimmed vocabulary has the tokens of the text, the parts from which they are merged, and what any
+text may need: special tokens, bytes. If all of these are kept, the text has the same tokens as
+before: byte-pair encoding has all merges that it made there, Unigram all tokens of a best path,
+WordPiece all longest matches. Other texts have more and shorter tokens.
 """
 
 import itertools
@@ -21,127 +21,129 @@ from bert_jax.text import library, vocabulary
 from bert_jax.text.library import Library
 from bert_jax.text.tokenizer import Tokenizer, WordPiece, basic_tokens
 
-# Slots that vocabularies leave for pieces of others.
+# Tokens that vocabularies reserve for later additions.
 _UNUSED = re.compile(r"\[unused\d+\]|<unused\d+>")
-# By how much a new piece of a Unigram vocabulary is better than the pieces that it stands for.
-_BETTER = 1e-3
+# By how much the score of a new Unigram token exceeds that of the tokens that it replaces.
+_SCORE_MARGIN = 1e-3
 
-# Old ids whose mean a new id begins with, an entry a new id.
-Begins = list[tuple[int, ...]]
+# For each new id, the old ids; the mean of their embeddings initializes the new one.
+Origins = list[tuple[int, ...]]
 
 
 def counts(tokenizer: Tokenizer, rows: Iterable[list[int]]) -> np.ndarray:
-    """Returns how often each piece stands in rows of ids, int64 [size]."""
+    """Returns how often each token occurs in rows of ids, int64 [size]."""
     total = np.zeros(tokenizer.size, np.int64)
     for row in rows:
         np.add.at(total, row, 1)
     return total
 
 
-def cut(
+def trim(
     tokenizer: Tokenizer,
-    counted: np.ndarray,
+    token_counts: np.ndarray,
     most: int,
     where: str,
-    asked: Collection[int] = (),
-) -> tuple[Tokenizer, Begins]:
-    """Returns the tokenizer with the pieces that were counted, and the old id of each new one.
+    required: Collection[int] = (),
+) -> tuple[Tokenizer, Origins]:
+    """Returns the tokenizer with only the counted tokens, and the old id of each new one.
 
-    At `most` so many are kept, the commonest, which the flag `where` says; 0: all that were
-    counted. Ids that are asked for are kept in any case.
+    Keeps the `most` most frequent tokens, or all counted ones if `most` is 0; `where` is the flag
+    that sets `most`. The ids in `required` are always kept.
     """
-    form = _form(tokenizer)
-    ids = {piece: number for number, piece in enumerate(form.pieces)}
-    total = counted.copy()
-    for number in np.flatnonzero(counted):
-        for part in form.makes(form.pieces[number]):
+    form = _form_of(tokenizer)
+    ids = {token: token_id for token_id, token in enumerate(form.tokens)}
+    total = token_counts.copy()
+    for token_id in np.flatnonzero(token_counts):
+        for part in form.parts(form.tokens[token_id]):
             if part in ids:
-                total[ids[part]] += counted[number]
-    always = form.always.union(asked)
+                total[ids[part]] += token_counts[token_id]
+    always = form.always.union(required)
     if most and most < len(always):
         raise InputError(
-            f"{where} {most}: its specials, bytes and the like are {len(always)} pieces; keep more"
+            f"{where} {most}: special tokens, bytes and the like are {len(always)}; keep more"
         )
-    # What a piece is made of is as common at least, and shorter.
+    # A part of a token is at least as frequent as the token, and shorter.
     used = sorted(
         set(np.flatnonzero(total).tolist()) - always,
-        key=lambda i: (-total[i], len(form.pieces[i]), i),
+        key=lambda i: (-total[i], len(form.tokens[i]), i),
     )
     kept = sorted([*always, *(used[: most - len(always)] if most else used)])
-    return form.of(kept), [(number,) for number in kept]
+    return form.select(kept), [(token_id,) for token_id in kept]
 
 
-def recut(begins: Begins, old: Iterable[list[int]], new: Iterable[list[int]]) -> tuple[int, int]:
-    """Returns how many texts a cut vocabulary cuts into other pieces, and how many there are.
+def count_changes(
+    origins: Origins, old: Iterable[list[int]], new: Iterable[list[int]]
+) -> tuple[int, int]:
+    """Returns how many texts have other tokens with a trimmed vocabulary, and the number of texts.
 
-    `old` and `new` are the ids of the same texts by the two.
+    `old` and `new` are the ids of the same texts with the old and the new vocabulary.
     """
-    of_old = np.array([ids[0] for ids in begins])
+    old_ids = np.array([ids[0] for ids in origins])
     differ = count = 0
-    for one, other in zip(old, new, strict=True):
+    for old_row, new_row in zip(old, new, strict=True):
         count += 1
-        differ += one != of_old[other].tolist()
+        differ += old_row != old_ids[new_row].tolist()
     return differ, count
 
 
-def with_words(tokenizer: Tokenizer, path: epath.Path) -> tuple[Tokenizer, Begins, list[int]]:
-    """Returns the tokenizer with the words of a file as pieces, what ids begin with, the new ids.
+def with_words(tokenizer: Tokenizer, path: epath.Path) -> tuple[Tokenizer, Origins, list[int]]:
+    """Returns the tokenizer with the words of a file as tokens, their origins, and the new ids.
 
-    A line is a word, which becomes the piece that stands for it behind a blank; it begins as the
-    mean of the pieces that stood for it. Slots that the vocabulary leaves unused are taken first.
-    Words that are a piece already are passed over.
+    Each line is a word. Its token stands for the word after a blank, and is initialized as the mean
+    of the tokens that the word had. Unused tokens of the vocabulary are replaced first. Words that
+    are tokens already are skipped.
     """
-    form = _form(tokenizer)
-    with reading(path, "write a word a line, as UTF-8"):
+    form = _form_of(tokenizer)
+    with reading(path, "write one word per line, as UTF-8"):
         lines = path.read_bytes().decode("utf-8-sig").splitlines()
-    known, new = set(form.pieces), {}
+    known, new = set(form.tokens), {}
     for number, line in enumerate(lines, 1):
         if not (word := line.strip()):
             continue
-        piece = form.behind_blank(word)
-        if piece is None:
+        token = form.word_token(word)
+        if token is None:
             raise InputError(
-                f"{path}:{number}: {word!r} is not one word for this tokenizer; write a word a line"
+                f"{path}:{number}: {word!r} is not one word for this tokenizer; write one per line"
             )
-        if piece not in known:
-            new[piece] = tuple(tokenizer.encode_within(word))
-    made, begins = form.extended(new)
-    return made, begins, [i for i in range(made.size) if made.piece(i) in new]
+        if token not in known:
+            new[token] = tuple(tokenizer.encode_within(word))
+    extended, origins = form.extend(new)
+    return extended, origins, [i for i in range(extended.size) if extended.piece(i) in new]
 
 
-class _OfWordPiece:
-    """How pieces of WordPiece are made, kept and added."""
+class _WordPieceForm:
+    """Splits, selects and adds tokens of a WordPiece tokenizer."""
 
     def __init__(self, tokenizer: WordPiece):
         self._case = tokenizer.case
-        self.pieces = tokenizer.vocab
-        self.always = {i for i, p in enumerate(self.pieces) if p in vocabulary.SPECIALS}
+        self.tokens = tokenizer.vocab
+        self.always = {i for i, t in enumerate(self.tokens) if t in vocabulary.SPECIALS}
 
-    def makes(self, piece: str) -> Iterator[str]:
-        """Yields the characters, so that no word of the text becomes unknown."""
-        plain = piece.removeprefix("##")
+    def parts(self, token: str) -> Iterator[str]:
+        """Yields the characters of a token, so that no word of the text becomes unknown."""
+        plain = token.removeprefix("##")
         if len(plain) > 1:
-            yield from (f"##{c}" if i or plain != piece else c for i, c in enumerate(plain))
+            yield from (f"##{c}" if i or plain != token else c for i, c in enumerate(plain))
 
-    def of(self, kept: Sequence[int]) -> WordPiece:
-        """Returns the tokenizer of these old ids."""
-        return WordPiece([self.pieces[i] for i in kept], self._case)
+    def select(self, kept: Sequence[int]) -> WordPiece:
+        """Returns the tokenizer with only these old ids."""
+        return WordPiece([self.tokens[i] for i in kept], self._case)
 
-    def behind_blank(self, word: str) -> str | None:
-        """Returns the piece that is a word; None if it is none or several."""
+    def word_token(self, word: str) -> str | None:
+        """Returns the token for a word; None if the text is not one word."""
         words = list(basic_tokens(word, self._case))
         return words[0] if len(words) == 1 else None
 
-    def extended(self, new: dict[str, tuple[int, ...]]) -> tuple[WordPiece, Begins]:
-        """Returns the tokenizer with pieces more, and what its ids begin with."""
-        pieces, begins, more = _in_slots(self.pieces, new, len(self.pieces))
-        return WordPiece([*pieces, *more], self._case), [*begins, *map(new.__getitem__, more)]
+    def extend(self, new: dict[str, tuple[int, ...]]) -> tuple[WordPiece, Origins]:
+        """Returns the tokenizer with additional tokens, and the origins of its ids."""
+        tokens, origins, rest = _fill_slots(self.tokens, new, len(self.tokens))
+        return WordPiece([*tokens, *rest], self._case), [*origins, *map(new.__getitem__, rest)]
 
 
-class _OfLibrary:
-    """How pieces of a tokenizer.json are made, kept and added.
+class _LibraryForm:
+    """Splits, selects and adds tokens of a tokenizer.json.
 
-    Its own pieces come first; added tokens that are none of them lie behind.
+    The ids of the model's own tokens come first, those of other added tokens follow.
     """
 
     def __init__(self, tokenizer: Library):
@@ -150,39 +152,39 @@ class _OfLibrary:
         self._parts = json.loads(tokenizer.content)
         self._model = model = self._parts["model"]
         self.kind = model.get("type", "BPE")
-        strange = {"continuing_subword_prefix", "end_of_word_suffix"}
-        if self.kind not in ("BPE", "Unigram") or any(model.get(name) for name in strange):
+        unsupported = {"continuing_subword_prefix", "end_of_word_suffix"}
+        if self.kind not in ("BPE", "Unigram") or any(model.get(name) for name in unsupported):
             raise InputError(
-                f"tokenizer.json: model.type={self.kind}: only pieces of WordPiece, of Unigram and "
-                "of BPE without prefixes or suffixes of its own are cut or added"
+                f"tokenizer.json: model.type={self.kind}: tokens can be removed or added only for "
+                "WordPiece, Unigram, and BPE without a prefix or suffix"
             )
-        self.pieces = [tokenizer.piece(i) for i in range(tokenizer.size)]
-        self._inside = len(model["vocab"])
+        self.tokens = [tokenizer.piece(i) for i in range(tokenizer.size)]
+        self._model_size = len(model["vocab"])
         if self.kind == "BPE":
             pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
             self._ranks = {(left, right): rank for rank, (left, right) in enumerate(pairs)}
         self.always = self._always()
 
     def _always(self) -> set[int]:
-        """Returns ids of specials, bytes, the alphabet of bytes, and of Unigram's least score."""
+        """Returns the ids of special tokens, bytes, byte letters, and Unigram's lowest score."""
         names = {t["content"] for t in self._parts["added_tokens"] if t["special"]}
-        names |= set(self._old.named.values())
+        names |= set(self._old.special_names.values())
         if self._model.get("byte_fallback"):
             names |= {f"<0x{byte:02X}>" for byte in range(256)}
         if "ByteLevel" in json.dumps(self._parts["pre_tokenizer"]):
             names |= set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        always = {i for i, piece in enumerate(self.pieces) if piece in names}
+        always = {i for i, token in enumerate(self.tokens) if token in names}
         if self.kind == "Unigram":
-            # An unknown character is so much worse than the worst of all pieces.
+            # The score of an unknown character is computed from the lowest score of all tokens.
             scores = [score for _, score in self._model["vocab"]]
             always |= {int(np.argmin(scores)), self._model["unk_id"]}
         else:
             always.add(self._old.unk_id)
         return always
 
-    def makes(self, piece: str) -> Iterator[str]:
-        """Yields what a piece is merged from; of Unigram, its characters."""
-        parts = list(piece)
+    def parts(self, token: str) -> Iterator[str]:
+        """Yields the tokens from which a token is merged; for Unigram its characters."""
+        parts = list(token)
         yield from parts if len(parts) > 1 else ()
         while self.kind == "BPE":
             pairs = list(itertools.pairwise(parts))
@@ -193,17 +195,17 @@ class _OfLibrary:
             parts[at : at + 2] = ["".join(pairs[at])]
             yield parts[at]
 
-    def of(self, kept: Sequence[int]) -> Library:
-        """Returns the tokenizer of these old ids."""
-        inside = sum(number < self._inside for number in kept)
-        return self._built([self.pieces[number] for number in kept], inside, {})
+    def select(self, kept: Sequence[int]) -> Library:
+        """Returns the tokenizer with only these old ids."""
+        model_size = sum(token_id < self._model_size for token_id in kept)
+        return self._build([self.tokens[token_id] for token_id in kept], model_size, {})
 
-    def behind_blank(self, word: str) -> str | None:
-        """Returns the piece that stands for a word behind a blank; None if it is not one word."""
-        if not library.cuts_words(self._parts):
+    def word_token(self, word: str) -> str | None:
+        """Returns the token for a word after a blank; None if the text is not one word."""
+        if not library.splits_words(self._parts):
             raise InputError(
-                "tokenizer.json: it does not cut a text into words first, and no piece can be "
-                "added to it"
+                "tokenizer.json: no token can be added, since it does not split a text into words "
+                "first"
             )
         text, normalizer = f" {word}", self._tokenizer.normalizer
         with RustErrors(lambda: f"tokenizer.json: cannot split {excerpt(word)}; remove this word"):
@@ -211,71 +213,72 @@ class _OfLibrary:
             parts = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         return parts[0][0] if len(parts) == 1 else None
 
-    def extended(self, new: dict[str, tuple[int, ...]]) -> tuple[Library, Begins]:
-        """Returns the tokenizer with pieces more, and what its ids begin with."""
-        # Added tokens may be pieces of byte-pair encoding, which no merge makes.
-        inside = len(self.pieces) if self.kind == "BPE" else self._inside
-        pieces, begins, more = _in_slots(self.pieces, new, inside)
-        pieces[inside:inside] = more
-        begins[inside:inside] = [new[piece] for piece in more]
-        return self._built(pieces, inside + len(more), new), begins
+    def extend(self, new: dict[str, tuple[int, ...]]) -> tuple[Library, Origins]:
+        """Returns the tokenizer with additional tokens, and the origins of its ids."""
+        # Added tokens may be in the vocabulary of byte-pair encoding, where no merge yields them.
+        size = len(self.tokens) if self.kind == "BPE" else self._model_size
+        tokens, origins, rest = _fill_slots(self.tokens, new, size)
+        tokens[size:size] = rest
+        origins[size:size] = [new[token] for token in rest]
+        return self._build(tokens, size + len(rest), new), origins
 
-    def _built(self, pieces: list[str], inside: int, new: dict[str, tuple[int, ...]]) -> Library:
-        """Returns the tokenizer of pieces by id, the first of which are its own."""
-        parts, ids = json.loads(self._old.content), {p: i for i, p in enumerate(pieces)}
-        model, own = parts["model"], pieces[:inside]
+    def _build(self, tokens: list[str], size: int, new: dict[str, tuple[int, ...]]) -> Library:
+        """Returns the tokenizer with these tokens by id; the first `size` are the model's own."""
+        parts, ids = json.loads(self._old.content), {t: i for i, t in enumerate(tokens)}
+        model, own = parts["model"], tokens[:size]
         added = [token for token in parts["added_tokens"] if token["content"] in ids]
         for token in added:
             token["id"] = ids[token["content"]]
         parts["added_tokens"] = sorted(added, key=lambda token: token["id"])
         if self.kind == "Unigram":
             scores = dict(model["vocab"])
-            scores |= {p: sum(scores[self.pieces[i]] for i in new[p]) + _BETTER for p in new}
-            model["vocab"] = [[piece, scores[piece]] for piece in own]
-            model["unk_id"] = ids[self.pieces[model["unk_id"]]]
+            scores |= {t: sum(scores[self.tokens[i]] for i in new[t]) + _SCORE_MARGIN for t in new}
+            model["vocab"] = [[token, scores[token]] for token in own]
+            model["unk_id"] = ids[self.tokens[model["unk_id"]]]
         else:
-            model["vocab"] = {piece: ids[piece] for piece in own}
+            model["vocab"] = {token: ids[token] for token in own}
             model["merges"] = [
                 pair for pair in self._ranks if {*pair, "".join(pair)} <= model["vocab"].keys()
             ]
-            # A word that is a piece is taken whole; all other pieces are what merges make of it.
+            # No merge yields the new tokens: a word that is a token is looked up whole.
             model["ignore_merges"] = bool(new) or model.get("ignore_merges", False)
         _renumber(parts["post_processor"], ids)
         if padding := parts.get("padding"):
             padding["pad_id"] = ids[self._old.piece(self._old.pad_id)]
         content = json.dumps(parts, ensure_ascii=False).encode()
-        return Library(content, self._old.named, library.FILE)
+        return Library(content, self._old.special_names, library.FILE)
 
 
 def _renumber(processor: dict[str, Any], ids: dict[str, int]) -> None:
-    """Writes the new ids of the specials that stand around texts."""
-    for one in processor.get("processors", [processor]):
-        for role in {"cls", "sep"} & one.keys():
-            one[role][1] = ids[one[role][0]]
-        for token in one.get("special_tokens", {}).values():
-            token["ids"] = [ids[piece] for piece in token["tokens"]]
+    """Writes the new ids of the special tokens around texts."""
+    for step in processor.get("processors", [processor]):
+        for role in {"cls", "sep"} & step.keys():
+            step[role][1] = ids[step[role][0]]
+        for special in step.get("special_tokens", {}).values():
+            special["ids"] = [ids[token] for token in special["tokens"]]
 
 
-def _in_slots(
-    old: Sequence[str], new: dict[str, tuple[int, ...]], inside: int
-) -> tuple[list[str], Begins, list[str]]:
-    """Returns pieces, new ones in slots among the first that are unused; what ids begin with; the
-    new ones that found no slot.
+def _fill_slots(
+    old: Sequence[str], new: dict[str, tuple[int, ...]], size: int
+) -> tuple[list[str], Origins, list[str]]:
+    """Replaces unused tokens among the first `size` by new ones.
+
+    Returns the tokens, their origins, and the new tokens that are left.
     """
-    pieces = list(old)
-    begins: Begins = [(i,) for i in range(len(old))]
-    slots = [i for i, piece in enumerate(pieces[:inside]) if _UNUSED.fullmatch(piece)]
-    for slot, piece in zip(slots, new, strict=False):
-        pieces[slot], begins[slot] = piece, new[piece]
-    return pieces, begins, list(new)[len(slots) :]
+    tokens = list(old)
+    origins: Origins = [(i,) for i in range(len(old))]
+    slots = [i for i, token in enumerate(tokens[:size]) if _UNUSED.fullmatch(token)]
+    for slot, token in zip(slots, new, strict=False):
+        tokens[slot], origins[slot] = token, new[token]
+    return tokens, origins, list(new)[len(slots) :]
 
 
-def _form(tokenizer: Tokenizer) -> _OfWordPiece | _OfLibrary:
+def _form_of(tokenizer: Tokenizer) -> _WordPieceForm | _LibraryForm:
     if isinstance(tokenizer, WordPiece):
-        return _OfWordPiece(tokenizer)
+        return _WordPieceForm(tokenizer)
     if not isinstance(tokenizer, Library):
         raise InputError(
-            f"a {tokenizer.kind} model: its pieces are neither cut nor added to; only those of "
-            "WordPiece and of a tokenizer.json are"
+            f"a {tokenizer.kind} model: its tokens can be neither removed nor added; use "
+            "WordPiece or a tokenizer.json"
         )
-    return _OfLibrary(tokenizer)
+    return _LibraryForm(tokenizer)

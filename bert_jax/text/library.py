@@ -1,12 +1,12 @@
-"""Any tokenizer.json, computed by the `tokenizers` library that published encoders are cut with.
+"""Any tokenizer.json, computed by the `tokenizers` library, as for published encoders.
 
-The file is kept as it is. Which ids stand around a text, and which piece is the mask, is read from
-it and from the tokenizer_config.json and special_tokens_map.json next to it, never guessed. What
-reads like a special token in a text is cut as plain text (`split_special_tokens=True` of
-transformers' AutoTokenizer).
+The file is stored unchanged. The ids around a text and the mask token are read from the file and
+from the tokenizer_config.json and special_tokens_map.json next to it, never guessed. The name of a
+special token in a text is tokenized as plain text (`split_special_tokens=True` of transformers'
+AutoTokenizer).
 
-Texts whose words stand a blank apart are cut word by word where the file allows it, each different
-word once: the library needs three to six times as long for the whole text.
+If the file allows it, texts with single blanks between words are tokenized word by word, each
+different word once: the library takes three to six times as long for the whole text.
 """
 
 import hashlib
@@ -23,45 +23,45 @@ from bert_jax.errors import InputError, RustErrors, excerpt, json_object, readin
 from bert_jax.storage.workdir import write_atomic
 
 FILE = "tokenizer.json"
-# Files that name the specials; the first that names one is right, as for transformers.
+# Files that name the special tokens; the first one takes precedence, as in transformers.
 NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 
-# What to do where there are only files of other forms.
+# Advice for tokenizers in other formats.
 CONVERT = (
     "with transformers: `python -c \"import transformers as t; t.AutoTokenizer.from_pretrained('.')"
     f".save_pretrained('.')\"` there writes {FILE}"
 )
 
-# How a piece says that a blank stands before it: of bytes as letters, and SentencePiece's.
+# The marks of a token after a blank: in byte-level tokenizers, and in SentencePiece's.
 BYTE_BLANK, BLANK = "\u0120", "\u2581"
 
 
 class WordCache(dict):
-    """The results for texts met so far; emptied when full, and without the longest ones.
+    """A cache of results of `compute` by text: cleared when full, without very long texts.
 
     A corpus of web text would otherwise fill the memory.
     """
 
-    def __init__(self, make: Callable[[str], Any], most: int = 200_000, longest: int = 200):
+    def __init__(self, compute: Callable[[str], Any], most: int = 200_000, longest: int = 200):
         super().__init__()
-        self._make, self._most, self._longest = make, most, longest
+        self._compute, self._most, self._longest = compute, most, longest
 
     def __missing__(self, text: str) -> Any:
-        made = self._make(text)
+        result = self._compute(text)
         if len(text) <= self._longest:
             if len(self) >= self._most:
                 self.clear()
-            self[text] = made
-        return made
+            self[text] = result
+        return result
 
 
 class Library:
-    """A tokenizer.json, and what names its specials next to it: {"mask_token": "[MASK]", ...}."""
+    """A tokenizer.json with the names of its special tokens: {"mask_token": "[MASK]", ...}."""
 
     kind = "library"
-    case: Literal["cased", "uncased"] = "cased"  # the file itself says what becomes of the case
+    case: Literal["cased", "uncased"] = "cased"  # the file itself may lower-case
 
-    def __init__(self, content: bytes, named: Mapping[str, str], where: str):
+    def __init__(self, content: bytes, special_names: Mapping[str, str], where: str):
         self.content, self._where = content, where
         self._parts = parts = json_object(content, where)
         self._library = open_tokenizer(content, parts, where)
@@ -69,142 +69,140 @@ class Library:
         self.size = self._library.get_vocab_size(with_added_tokens=True)
         ids = self._library.get_vocab(with_added_tokens=True)
         if sorted(ids.values()) != list(range(self.size)):
-            raise InputError(f"{where}: the ids of its {self.size} pieces are not 0 to the last")
-        self._pieces = sorted(ids, key=ids.__getitem__)
-        self.named = _complete(named, parts)
+            raise InputError(f"{where}: the ids of its {self.size} tokens must be 0 to the last")
+        self._tokens = sorted(ids, key=ids.__getitem__)
+        self.special_names = _add_usual_names(special_names, parts)
         self._require_specials(ids, where)
-        self.pad_id, self.unk_id, self.mask_id = (ids[self.named[role]] for role in _ROLES)
-        joined = around(self._library, where)
-        self.cls_id, self.between_ids, self.sep_id, self.second_segment = joined
+        self.pad_id, self.unk_id, self.mask_id = (ids[self.special_names[role]] for role in _ROLES)
+        template = read_template(self._library, where)
+        self.cls_id, self.between_ids, self.sep_id, self.second_segment = template
         special = {token["id"] for token in parts["added_tokens"] if token["special"]}
         self._special_ids = special - {self.unk_id}
-        self.continues = self._continuing()
+        self.continues = self._find_continuations()
         self._added = {token["id"] for token in parts["added_tokens"]} - special
-        self._words = WordCache(self._alone) if _by_words(parts) else None
-        named_ids = json.dumps(self.named, sort_keys=True).encode()
-        self.sha256 = hashlib.sha256(b"library/" + named_ids + b"/" + content).hexdigest()
+        self._words = WordCache(self._tokenize_word) if _splits_at_blanks(parts) else None
+        names_json = json.dumps(self.special_names, sort_keys=True).encode()
+        self.sha256 = hashlib.sha256(b"library/" + names_json + b"/" + content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without specials around it."""
-        return self._cut(text, "")
+        """Returns the ids of a text, without special tokens around it."""
+        return self._tokenize(text, "")
 
     def encode_within(self, text: str) -> list[int]:
-        """Returns the ids of a text that goes on another, behind a blank."""
-        return self._cut(text, " ")
+        """Returns the ids of a text that follows another text and a blank."""
+        return self._tokenize(text, " ")
 
-    def _cut(self, text: str, before: str) -> list[int]:
+    def _tokenize(self, text: str, prefix: str) -> list[int]:
         if self._words is not None and " ".join(text.split()) == text:
             words = self._words
             first, *others = text.split(" ")
-            cut = [words[before + first], *(words[" " + word] for word in others)]
-            if None not in cut:
-                return self._plain([i for ids in cut for i in ids])
-        return self._plain(self._encoding(before + text).ids)
+            ids_of_words = [words[prefix + first], *(words[" " + word] for word in others)]
+            if None not in ids_of_words:
+                return self._replace_special([i for ids in ids_of_words for i in ids])
+        return self._replace_special(self._encode(prefix + text).ids)
 
-    def _encoding(self, text: str) -> tokenizers.Encoding:
+    def _encode(self, text: str) -> tokenizers.Encoding:
         remedy = "remove or shorten this text, or use another tokenizer"
-        cannot = f"{_LIBRARY} cannot tokenize"
-        with RustErrors(lambda: f"{self._where}: {cannot} {excerpt(text)}; {remedy}"):
+        problem = f"{_LIBRARY} cannot tokenize"
+        with RustErrors(lambda: f"{self._where}: {problem} {excerpt(text)}; {remedy}"):
             return self._library.encode(text, add_special_tokens=False)
 
-    def _alone(self, word: str) -> list[int] | None:
-        """Returns a word's ids, with the blank before it; None if its neighbours change them."""
+    def _tokenize_word(self, word: str) -> list[int] | None:
+        """Returns a word's ids, with the blank before it; None if they depend on the context."""
         normalizer = self._library.normalizer
-        ids = self._encoding(word).ids
+        ids = self._encode(word).ids
         with RustErrors(lambda: f"{self._where}: {_LIBRARY} cannot normalize {excerpt(word)}"):
             plain = word if normalizer is None else normalizer.normalize_str(word)
-        # A normalizer may put blanks there, which join those of the neighbours; an added token may
-        # take its neighbours' blanks away.
-        blanks = word[:1].isspace() != plain[:1].isspace() or plain[1:2].isspace()
-        blanks |= plain[-1:].isspace()
-        return None if blanks or not self._added.isdisjoint(ids) else ids
+        # A normalizer may add blanks, which join those of the neighbours; an added token may remove
+        # its neighbours' blanks.
+        has_blanks = word[:1].isspace() != plain[:1].isspace() or plain[1:2].isspace()
+        has_blanks |= plain[-1:].isspace()
+        return None if has_blanks or not self._added.isdisjoint(ids) else ids
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
-        """Yields where each word of a text stands, and its ids; see `tokenizer.words`."""
-        cut = self._encoding(text)
-        first, end, held, last = 0, 0, [], None
-        places = zip(self._plain(cut.ids), cut.word_ids, cut.offsets, strict=True)
-        for token, word, (start, stop) in places:
-            shown = text[start:stop]
-            start += len(shown) - len(shown.lstrip())
-            # A blank alone belongs to the word behind it; words that a normalizer made of one
-            # character are one.
-            if first < end <= start and (word != last or not self.continues[token]):
-                yield first, end, held
-                first, end, held = start, start, []
-            first = first if held and first < end else start
-            end, last = max(end, start, stop if shown.strip() else 0), word
-            held = [*held, token]
-        if held:
-            yield first, max(first, end), held
+        """Yields the first character, the end and the ids of each word; see `Tokenizer.words`."""
+        encoding = self._encode(text)
+        first, end, ids, last = 0, 0, [], None
+        token_ids = self._replace_special(encoding.ids)
+        tokens = zip(token_ids, encoding.word_ids, encoding.offsets, strict=True)
+        for token_id, word, (start, stop) in tokens:
+            characters = text[start:stop]
+            start += len(characters) - len(characters.lstrip())
+            # A single blank belongs to the next word. Words that a normalizer made from one
+            # character are one word.
+            if first < end <= start and (word != last or not self.continues[token_id]):
+                yield first, end, ids
+                first, end, ids = start, start, []
+            first = first if ids and first < end else start
+            end, last = max(end, start, stop if characters.strip() else 0), word
+            ids = [*ids, token_id]
+        if ids:
+            yield first, max(first, end), ids
 
     def piece(self, token_id: int) -> str:
-        """Returns how the piece is written in the vocabulary."""
-        return self._pieces[token_id]
+        """Returns the token as it is written in the vocabulary."""
+        return self._tokens[token_id]
 
     def decode(self, ids: list[int]) -> str:
-        """Returns readable text, as the file's decoder gives it; specials are written by name."""
+        """Returns readable text from the file's decoder; special tokens are written by name."""
         with RustErrors(lambda: f"{self._where}: {_LIBRARY} cannot decode {len(ids)} ids"):
             return self._library.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: epath.Path) -> None:
-        """Writes the file as it was read, and the names of the specials."""
+        """Writes the file as it was read, and the names of the special tokens."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_bytes(self.content)
-        write_atomic(folder / NAMING[0], json.dumps(self.named, indent=2) + "\n")
+        write_atomic(folder / NAMING[0], json.dumps(self.special_names, indent=2) + "\n")
 
-    def _plain(self, ids: list[int]) -> list[int]:
-        """Replaces special ids: Unigram has their names among its pieces, and finds them there."""
+    def _replace_special(self, ids: list[int]) -> list[int]:
+        """Replaces special ids by [UNK]: Unigram has their names in its vocabulary."""
         if self._special_ids.isdisjoint(ids):
             return ids
         return [self.unk_id if i in self._special_ids else i for i in ids]
 
     def _require_specials(self, ids: Mapping[str, int], where: str) -> None:
         """Raises InputError that lists all special tokens that the file lacks."""
-        lacking = [
-            f"{role}={self.named.get(role)!r} names no piece of the vocabulary"
+        missing = [
+            f"{role}={self.special_names.get(role)!r} is not in the vocabulary"
             for role in _ROLES
-            if self.named.get(role) not in ids
+            if self.special_names.get(role) not in ids
         ]
         if self._parts.get("post_processor") is None:
-            lacking.append("post_processor: nothing stands around a text, [CLS] and [SEP] should")
-        if lacking:
+            missing.append("post_processor: adds no [CLS] and [SEP] around a text")
+        if missing:
             raise InputError(
-                f"{where}: {'; '.join(lacking)}: add special tokens such as [PAD] and [MASK] "
-                f"(other names stand in {NAMING[0]} next to it) and a TemplateProcessing, and save "
+                f"{where}: {'; '.join(missing)}: add special tokens such as [PAD] and [MASK] "
+                f"(give other names in {NAMING[0]} next to it) and a TemplateProcessing, and save "
                 "it again; docs/data.md has an example"
             )
 
-    def _continuing(self) -> np.ndarray:
-        """Which pieces may go on a word: all that do not surely begin one, bool [size].
+    def _find_continuations(self) -> np.ndarray:
+        """Returns which tokens may continue a word, bool [size]: all that may not begin one.
 
-        A blank alone begins none: it may be one of a run of them, or be followed by what it begins.
-        Not so behind a Metaspace, where each blank begins a word.
+        A token that is a single blank begins no word, since it may be part of a run of blanks or
+        be followed by the word. After a Metaspace, however, each blank begins a word.
         """
-        cutters = list_steps(self._parts.get("pre_tokenizer"), "pretokenizers")
-        by_bytes = any(one["type"] == "ByteLevel" for one in cutters)
-        by_blanks = any(one["type"] == "Metaspace" and one.get("split", True) for one in cutters)
-        if any(piece.startswith("##") for piece in self._pieces):
-            begins = [not piece.startswith("##") for piece in self._pieces]
+        steps = list_steps(self._parts.get("pre_tokenizer"), "pretokenizers")
+        by_bytes = any(step["type"] == "ByteLevel" for step in steps)
+        by_blanks = any(step["type"] == "Metaspace" and step.get("split", True) for step in steps)
+        if any(token.startswith("##") for token in self._tokens):
+            begins = [not token.startswith("##") for token in self._tokens]
         elif by_bytes:
             with RustErrors(lambda: f"{self._where}: {_LIBRARY} cannot decode its tokens"):
-                shown = self._library.decode_batch([[i] for i in range(self.size)], False)
+                texts = self._library.decode_batch([[i] for i in range(self.size)], False)
             begins = [
-                piece[:1] == BYTE_BLANK and "\ufffd" not in text and not text.isspace()
-                for piece, text in zip(self._pieces, shown, strict=True)
+                token[:1] == BYTE_BLANK and "\ufffd" not in text and not text.isspace()
+                for token, text in zip(self._tokens, texts, strict=True)
             ]
         else:
-            begins = [
-                piece[:1] == BLANK and (by_blanks or piece.strip(BLANK) != "")
-                for piece in self._pieces
-            ]
+            begins = [t[:1] == BLANK and (by_blanks or t.strip(BLANK) != "") for t in self._tokens]
         continues = ~np.array(begins)
         continues[[token["id"] for token in self._parts["added_tokens"]]] = False
         continues[self.unk_id] = True
         return continues
 
 
-# Roles that a file must name, and what they are called where nothing names them.
+# Roles that a file must name, with their usual names.
 _ROLES = {
     "pad_token": ("[PAD]", "<pad>"),
     "unk_token": ("[UNK]", "<unk>"),
@@ -212,38 +210,38 @@ _ROLES = {
 }
 
 
-def _complete(named: Mapping[str, str], parts: dict[str, Any]) -> dict[str, str]:
-    """Returns the names of special tokens, with usual ones that the file has as special tokens."""
+def _add_usual_names(names: Mapping[str, str], parts: dict[str, Any]) -> dict[str, str]:
+    """Adds the usual names of roles without a name, if the file has them as special tokens."""
     special = {token["content"] for token in parts.get("added_tokens") or () if token["special"]}
-    usual = {role: [name for name in names if name in special] for role, names in _ROLES.items()}
-    return {role: names[0] for role, names in usual.items() if names} | dict(named)
+    usual = {role: [name for name in usual if name in special] for role, usual in _ROLES.items()}
+    return {role: present[0] for role, present in usual.items() if present} | dict(names)
 
 
-def read(path: epath.Path, named: Mapping[str, str] | None = None) -> Library:
-    """Reads a tokenizer.json, and the names of its specials from the files next to it.
+def read(path: epath.Path, special_names: Mapping[str, str] | None = None) -> Library:
+    """Reads a tokenizer.json, and the names of its special tokens from the files next to it.
 
-    `named` has the names if they are known.
+    `special_names` gives the names if they are known.
     """
     with reading(path, "put the file there as its library wrote it"):
-        return Library(path.read_bytes(), _names(path) if named is None else named, str(path))
+        names = _read_special_names(path) if special_names is None else special_names
+        return Library(path.read_bytes(), names, str(path))
 
 
-def _names(path: epath.Path) -> dict[str, str]:
+def _read_special_names(path: epath.Path) -> dict[str, str]:
     """Reads the names of special tokens from the files next to a tokenizer.json."""
-    named: dict[str, str] = {}
-    for name in NAMING:
-        naming = path.parent / name
-        if not naming.exists():
+    names: dict[str, str] = {}
+    for file in (path.parent / name for name in NAMING):
+        if not file.exists():
             continue
-        for role, token in json_object(naming.read_bytes(), str(naming)).items():
-            piece = token.get("content") if isinstance(token, dict) else token
-            if role.endswith("_token") and isinstance(piece, str):
-                named.setdefault(role, piece)
-    return named
+        for role, value in json_object(file.read_bytes(), str(file)).items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if role.endswith("_token") and isinstance(token, str):
+                names.setdefault(role, token)
+    return names
 
 
 def is_of_library(content: bytes) -> bool:
-    """Returns whether a tokenizer.json is one of the library's, and not a record of ours."""
+    """Returns whether a tokenizer.json is the library's, not the record of `tokenizer.save`."""
     return b'"model"' in content
 
 
@@ -251,41 +249,42 @@ _LIBRARY = f"the tokenizers library {tokenizers.__version__}"
 
 
 def open_tokenizer(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:
-    """Opens a tokenizer.json in its library; `parts` is what it says."""
+    """Opens a tokenizer.json in its library; `parts` is the parsed file."""
     with RustErrors(lambda: f"{where}: save it with {_LIBRARY}, which cannot read it"):
         library = tokenizers.Tokenizer.from_buffer(content)
     if parts["model"].get("dropout"):
         raise InputError(
-            f"{where}: model.dropout={parts['model']['dropout']}: a text would be cut another way "
-            "each time; set it to null"
+            f"{where}: model.dropout={parts['model']['dropout']}: the tokens of a text would be "
+            "random; set it to null"
         )
     library.no_truncation()
     library.no_padding()
     return library
 
 
-def around(of: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...], int, int]:
-    """Returns what the library puts around one text and two, `cls A sep` and `cls A between B sep`.
+def read_template(tok: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...], int, int]:
+    """Finds the template of one text and of two: `cls A sep` and `cls A between B sep`.
 
     Returns:
-      The ids of `cls`, `between` and `sep`, and the segment of B and of what ends it: 0 or 1.
+      The ids of `cls`, `between` and `sep`, and the segment of B and the last `sep`: 0 or 1.
     """
-    texts = ("a", *of.get_vocab())
+    texts = ("a", *tok.get_vocab())
     with RustErrors(lambda: f"{where}: save it with {_LIBRARY}, which cannot tokenize any text"):
-        text = next(t for t in texts if of.encode(t, add_special_tokens=False).ids)
-        one, two = of.encode(text), of.encode(text, text)
-    size, gap = one.sequence_ids.count(0), two.sequence_ids.count(None) - 2
+        text = next(t for t in texts if tok.encode(t, add_special_tokens=False).ids)
+        single, pair = tok.encode(text), tok.encode(text, text)
+    size, gap = single.sequence_ids.count(0), pair.sequence_ids.count(None) - 2
     shape = [None, *[0] * size, *[None] * gap, *[1] * size, None]
-    cls, sep, between = two.ids[0], two.ids[-1], two.ids[1 + size :][:gap]
-    ends = one.sequence_ids == [*shape[: 1 + size], None] and one.ids[:: size + 1] == [cls, sep]
-    if two.sequence_ids != shape or gap < 1 or not ends:
+    cls, sep, between = pair.ids[0], pair.ids[-1], pair.ids[1 + size :][:gap]
+    fits = single.sequence_ids == [*shape[: 1 + size], None]
+    fits = fits and single.ids[:: size + 1] == [cls, sep]
+    if pair.sequence_ids != shape or gap < 1 or not fits:
         raise InputError(
-            f"{where}: post_processor: a text must stand between one token before it and one "
-            "after it, and a pair be text A, one token or more, and text B, between the same two"
+            f"{where}: post_processor: must add one token before a text and one after it, and to "
+            "a pair the same two and one token or more between text A and text B"
         )
-    second = two.type_ids[-1]
+    second = pair.type_ids[-1]
     segments = [0] * (1 + size + gap) + [second] * (size + 1)
-    if two.type_ids != segments or second not in (0, 1) or any(one.type_ids):
+    if pair.type_ids != segments or second not in (0, 1) or any(single.type_ids):
         raise InputError(
             f"{where}: post_processor: type_id must be 0 before text B, and 0 or 1 from there on"
         )
@@ -293,48 +292,46 @@ def around(of: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int, ...], 
 
 
 def list_steps(part: Any, inside: str) -> list[dict[str, Any]]:
-    """Returns the steps of a part of a tokenizer.json, which may be a sequence of them."""
+    """Returns the steps of a part of a tokenizer.json, which may be a sequence of steps."""
     if not part:
         return []
     if part.get("type") == "Sequence":
-        return [step for one in part[inside] for step in list_steps(one, inside)]
+        return [step for inner in part[inside] for step in list_steps(inner, inside)]
     return [part]
 
 
-# Pre-tokenizers after which no piece holds a blank but as its first character.
-_CUT_AT_BLANKS = ("ByteLevel", "Metaspace", "BertPreTokenizer", "WhitespaceSplit", "Whitespace")
-# Normalizers that look at a word alone.
-_OF_A_WORD = ("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "BertNormalizer", "Lowercase")
-_OF_A_WORD += ("StripAccents",)
+# Pre-tokenizers after which a token contains a blank only as its first character.
+_SPLIT_AT_BLANKS = ("ByteLevel", "Metaspace", "BertPreTokenizer", "WhitespaceSplit", "Whitespace")
+# Normalizers whose result for a word does not depend on its context.
+_PER_WORD = ("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "BertNormalizer", "Lowercase")
+_PER_WORD += ("StripAccents",)
 
 
-def _by_words(parts: dict[str, Any]) -> bool:
-    """Returns whether words that stand a blank apart are cut each by itself."""
-    replaced = 0
-    for one in list_steps(parts.get("normalizer"), "normalizers"):
-        if one["type"] == "Replace" and one["pattern"] == {"String": " "}:
-            replaced += one["content"] == BLANK
-        elif one["type"] == "Replace" and one["pattern"] == {"Regex": " {2,}"}:
+def _splits_at_blanks(parts: dict[str, Any]) -> bool:
+    """Returns whether words with blanks between them are tokenized independently."""
+    replaces_blanks = False
+    for step in list_steps(parts.get("normalizer"), "normalizers"):
+        if step["type"] == "Replace" and step["pattern"] == {"String": " "}:
+            replaces_blanks |= step["content"] == BLANK
+        elif step["type"] == "Replace" and step["pattern"] == {"Regex": " {2,}"}:
             continue
-        elif one["type"] not in _OF_A_WORD:
+        elif step["type"] not in _PER_WORD:
             return False
     plain = [token for token in parts["added_tokens"] if not token["special"]]
-    # Those that hold a blank behind a letter are of several words.
-    if any(one["single_word"] or re.search(r"\S\s", one["content"]) for one in plain):
+    # Tokens with a blank after a letter contain several words.
+    if any(token["single_word"] or re.search(r"\S\s", token["content"]) for token in plain):
         return False
-    if replaced:  # blanks are letters: then no merge may join what stands on both sides of one
-        vocabulary = parts["model"].get("vocab", {})
-        pieces = vocabulary if isinstance(vocabulary, dict) else [piece for piece, _ in vocabulary]
-        return BLANK in pieces and not any(BLANK in re.sub(f"^{BLANK}+", "", p) for p in pieces)
-    return cuts_words(parts)
+    if replaces_blanks:  # blanks are letters: no merge may join the text on both sides of one
+        vocab = parts["model"].get("vocab", {})
+        tokens = vocab if isinstance(vocab, dict) else [token for token, _ in vocab]
+        return BLANK in tokens and not any(BLANK in re.sub(f"^{BLANK}+", "", t) for t in tokens)
+    return splits_words(parts)
 
 
-def cuts_words(parts: dict[str, Any]) -> bool:
-    """Returns whether the pre-tokenizer of a tokenizer.json cuts a text at its blanks."""
-    cutters = list_steps(parts.get("pre_tokenizer"), "pretokenizers")
-    return bool(cutters) and all(_cuts(one) for one in cutters)
-
-
-def _cuts(one: dict[str, Any]) -> bool:
-    is_cut = one.get("use_regex", True) and one.get("split", True)
-    return is_cut and one["type"] in _CUT_AT_BLANKS
+def splits_words(parts: dict[str, Any]) -> bool:
+    """Returns whether the pre-tokenizer of a tokenizer.json splits a text at its blanks."""
+    steps = list_steps(parts.get("pre_tokenizer"), "pretokenizers")
+    return bool(steps) and all(
+        step.get("use_regex", True) and step.get("split", True) and step["type"] in _SPLIT_AT_BLANKS
+        for step in steps
+    )

@@ -15,8 +15,7 @@ from bert_jax.config import Corpus
 from bert_jax.errors import InputError, pluralize
 from bert_jax.storage import buckets
 from bert_jax.storage.storage import storage_of
-from bert_jax.text import lines as text_lines
-from bert_jax.text import tfds_files
+from bert_jax.text import line_reader, tfds_files
 
 # Endings of the files that a source reads in a folder, in upper or lower case. All except Parquet
 # files may be compressed.
@@ -30,7 +29,7 @@ _ENDINGS = {
 _SUFFIXES = {
     kind: (
         *endings,
-        *(e + packed for e in endings for packed in text_lines.COMPRESSED if kind != "parquet"),
+        *(e + packed for e in endings for packed in line_reader.COMPRESSED if kind != "parquet"),
     )
     for kind, endings in _ENDINGS.items()
 }
@@ -53,7 +52,7 @@ def kind_of(path: str) -> str:
 
 
 def files(source: str, seconds: float | None = None) -> Files:
-    """Returns the files of a source of files, sorted; for `seconds` see `buckets.read`."""
+    """Returns the files of a source of files, sorted; for `seconds` see `Storage`."""
     word, _, place = source.partition(":")
     paths, others = find(source, seconds)
     if not paths:
@@ -79,7 +78,7 @@ def find(source: str, seconds: float | None = None) -> tuple[Files, list[str]]:
     """
     word, _, place = source.partition(":")
     if "://" in place:
-        with text_lines.answering(f"corpus.sources: {source}"):
+        with line_reader.translate_errors(f"corpus.sources: {source}"):
             paths, is_folder = _find_remote(place, seconds)
     elif os.path.isdir(place):
         paths, is_folder = dict.fromkeys(files_below(place)), True
@@ -159,7 +158,7 @@ def _find_remote(place: str, seconds: float | None) -> tuple[Files, bool]:
     """Returns the files at an address, and whether the address is a folder's."""
     if place.startswith("gs://"):
         return _find_in_bucket(place, seconds)
-    system, name = text_lines.system_of(place)
+    system, name = line_reader.system_of(place)
     is_folder = system.isdir(name)
     names = system.find(name) if is_folder else [name] * system.exists(name) or system.glob(name)
     return dict.fromkeys(sorted(system.unstrip_protocol(str(path)) for path in names)), is_folder
@@ -180,7 +179,7 @@ def _find_in_bucket(place: str, seconds: float | None) -> tuple[Files, bool]:
     return {path: listed for path, listed in paths.items() if matches(path)}, not fits
 
 
-def left_out(corpus: Corpus, seconds: float | None = None) -> list[str]:
+def describe_unread(corpus: Corpus, seconds: float | None = None) -> list[str]:
     """Returns a line for each source that leaves out something that no other source reads.
 
     Hidden files and those named README or LICENSE are not counted.
@@ -235,7 +234,7 @@ def _summary(paths: list[str]) -> str:
 
 
 def _ending(path: str) -> str:
-    packed = text_lines.compression(path)
+    packed = line_reader.compression(path)
     name = os.path.basename(path).lower().removesuffix(packed)
     return os.path.splitext(name)[1] + packed or "without an ending"
 
@@ -273,9 +272,9 @@ def state(
     path: str, seconds: float | None = None, listed: buckets.Listed | None = None
 ) -> dict[str, int]:
     """Returns `bytes` and `mtime_ns` of a file or an object; `listed` saves a request."""
-    with text_lines.answering(f"corpus.sources: {path}"):
+    with line_reader.translate_errors(f"corpus.sources: {path}"):
         if "://" in path and not path.startswith("gs://"):
-            system, name = text_lines.system_of(path)
+            system, name = line_reader.system_of(path)
             about = system.info(name)
             if (size := about["size"]) is None:
                 raise InputError(
@@ -293,8 +292,8 @@ def state(
 
 def sha256(path: str) -> str:
     """Returns the SHA-256 of a file, wherever it lies."""
-    with text_lines.answering(f"corpus.sources: {path}"):
+    with line_reader.translate_errors(f"corpus.sources: {path}"):
         if "://" in path and not path.startswith("gs://"):
-            with text_lines.packed(path) as file:
+            with line_reader.open_raw(path) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         return storage_of(path).sha256(path)

@@ -1,8 +1,8 @@
-"""Sentences to ids: the reference's WordPiece, SentencePiece models, and any tokenizer.json.
+"""Tokenizers: the reference's WordPiece, SentencePiece models, and any tokenizer.json.
 
-A tokenizer folder holds tokenizer.json (kind, case, ids of the specials) and vocab.txt or
-sentencepiece.model; or the tokenizer.json of others, see `text.library`. Text never yields a
-special id but that of [UNK].
+A tokenizer folder has either our tokenizer.json (kind, case, special ids) with vocab.txt or
+sentencepiece.model, or a tokenizer.json of the `tokenizers` library, see `text.library`. Text never
+yields a special id except [UNK].
 """
 
 import functools
@@ -27,17 +27,17 @@ FORMAT_VERSION = 1
 
 # Words longer than this are [UNK] (tokenization.py, WordpieceTokenizer).
 MAX_WORD = 200
-# Of what stands between blanks in text that is not ASCII, how many are held with their words, and
-# how long. Longer ones, as in Chinese, do not come again.
-_CACHED_CHUNKS, _LONG_CHUNK = 100_000, 30
+# Size of the cache for chunks (text between blanks) that are not ASCII, and their maximum length.
+# Longer chunks, as in Chinese, rarely occur twice.
+_CACHED_CHUNKS, _LONGEST_CHUNK = 100_000, 30
 
 Case = Literal["uncased", "cased"]
 
 
 class Tokenizer(Protocol):
-    """The interface by which the rest of the system knows a tokenizer.
+    """The interface of all tokenizers.
 
-    Those here cut a word as they cut it in a text, and have one token between two texts.
+    Those of this module split a word alone as in a text, and put one token between two texts.
     """
 
     kind: str
@@ -48,27 +48,27 @@ class Tokenizer(Protocol):
     cls_id: int
     sep_id: int
     mask_id: int
-    between_ids: tuple[int, ...]  # what stands between two texts
-    second_segment: int = 1  # of the second text: 1, or 0 where there is one segment
-    sha256: str  # of all that decides the ids
-    continues: np.ndarray  # bool [size]: the piece goes on a word, for whole-word masks
-    _pieces: list[str]
+    between_ids: tuple[int, ...]  # the ids between two texts
+    second_segment: int = 1  # the segment of the second text: 1, or 0 if there is only one segment
+    sha256: str  # the hash of everything that determines the ids
+    continues: np.ndarray  # bool [size]: the token continues a word, for whole-word masks
+    _tokens: list[str]
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without specials around it."""
+        """Returns the ids of a text, without special tokens around it."""
 
     def encode_within(self, text: str) -> list[int]:
-        """Returns the ids of a text that goes on another, behind a blank."""
+        """Returns the ids of a text that follows another text and a blank."""
         return self.encode(text)
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
-        """Yields (first character, one past the last, ids) of each word, which are the text's."""
+        """Yields (first character, one past the last, ids) of each word, with the text's ids."""
         for start, end in units(text, self):
             yield start, end, self.encode(text[start:end])
 
     def piece(self, token_id: int) -> str:
-        """Returns how the piece is written in the vocabulary."""
-        return self._pieces[token_id]
+        """Returns the token as it is written in the vocabulary."""
+        return self._tokens[token_id]
 
     def decode(self, ids: list[int]) -> str:
         """Returns readable text; spaces are restored as well as the vocabulary allows."""
@@ -80,28 +80,28 @@ class Tokenizer(Protocol):
 class WordPiece(Tokenizer):
     """The reference's FullTokenizer (google-research/bert, tokenization.py), id for id.
 
-    Words are looked up whole in a cache; pure ASCII text takes a shorter way to the same words.
+    Whole words are looked up in a cache. ASCII text takes a faster way with the same result.
     """
 
     kind = "wordpiece"
 
     def __init__(self, vocab: list[str], case: Case):
         self.case = case
-        self.vocab = self._pieces = vocab
+        self.vocab = self._tokens = vocab
         self.size = len(vocab)
-        self._ids = {piece: i for i, piece in enumerate(vocab)}
+        self._ids = {token: i for i, token in enumerate(vocab)}
         self._longest = max(map(len, vocab))
         self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
             self._ids[name] for name in vocabulary.SPECIALS
         )
         self.between_ids = (self.sep_id,)
-        self.continues = np.array([piece.startswith("##") for piece in vocab])
+        self.continues = np.array([token.startswith("##") for token in vocab])
         self.sha256 = _digest("wordpiece", case, "\n".join(vocab).encode())
-        # Ids of a word, of those that `basic_tokens` gives.
+        # Ids of the words that `basic_tokens` returns.
         self.pieces_of = library.WordCache(self._word_pieces, longest=MAX_WORD)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without specials around it."""
+        """Returns the ids of a text, without special tokens around it."""
         pieces_of = self.pieces_of
         ids: list[int] = []
         for word in basic_tokens(text, self.case):
@@ -109,7 +109,7 @@ class WordPiece(Tokenizer):
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the pieces joined by blanks, continuations to the piece before."""
+        """Returns the tokens joined by blanks; continuations are joined to the token before."""
         return " ".join(self.vocab[i] for i in ids).replace(" ##", "")
 
     def save(self, folder: epath.Path) -> None:
@@ -119,10 +119,10 @@ class WordPiece(Tokenizer):
         _save_json(folder, self)
 
     def _word_pieces(self, word: str) -> list[int]:
-        """Matches the longest first; a word that does not come out whole is [UNK]."""
+        """Matches the longest token first; a word that is not matched whole is [UNK]."""
         if len(word) > MAX_WORD:
             return [self.unk_id]
-        pieces: list[int] = []
+        ids: list[int] = []
         start = 0
         while start < len(word):
             prefix = "##" if start else ""
@@ -132,13 +132,13 @@ class WordPiece(Tokenizer):
                     break
             else:
                 return [self.unk_id]
-            pieces.append(token_id)
+            ids.append(token_id)
             start = end
-        return pieces
+        return ids
 
 
 class SentencePiece(Tokenizer):
-    """A SentencePiece model. Specials it lacks are appended behind its last id."""
+    """A SentencePiece model. Missing special tokens are appended after its last id."""
 
     kind = "sentencepiece"
 
@@ -149,40 +149,40 @@ class SentencePiece(Tokenizer):
         self._model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         count = self._processor.get_piece_size()
-        self._pieces = [self._processor.id_to_piece(i) for i in range(count)]
-        self.appended = [names[0] for names in self._NAMES if not {*names} & {*self._pieces}]
-        self._pieces += self.appended
+        self._tokens = [self._processor.id_to_piece(i) for i in range(count)]
+        self.appended = [names[0] for names in self._NAMES if not {*names} & {*self._tokens}]
+        self._tokens += self.appended
         specials = [
-            self._pieces.index(next(name for name in names if name in self._pieces))
+            self._tokens.index(next(name for name in names if name in self._tokens))
             for names in self._NAMES
         ]
         self.pad_id, self.cls_id, self.sep_id, self.mask_id = specials
         self.between_ids = (self.sep_id,)
         self.unk_id = self._processor.unk_id()
         self._specials = frozenset(specials)
-        self.size = len(self._pieces)
+        self.size = len(self._tokens)
         self.continues = np.array(
             [
-                not piece.startswith("\u2581") and i not in self._specials and i != self.unk_id
-                for i, piece in enumerate(self._pieces)
+                not token.startswith("\u2581") and i not in self._specials and i != self.unk_id
+                for i, token in enumerate(self._tokens)
             ]
         )
         self.sha256 = _digest("sentencepiece", case, model)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without specials around it."""
+        """Returns the ids of a text, without special tokens around it."""
         ids = self._processor.encode(text.lower() if self.case == "uncased" else text)
         if self._specials.isdisjoint(ids):
             return ids
-        # A user-defined symbol of the model that serves as a special: text must not yield it.
+        # The model has a special token as a user-defined symbol, which text must not yield.
         return [self.unk_id if i in self._specials else i for i in ids]
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the pieces joined, word marks as blanks; specials are written by name."""
+        """Returns the joined tokens with word marks as blanks; special tokens keep their names."""
         return "".join(
-            f" {piece} " if i in self._specials else piece.replace("\u2581", " ")
+            f" {token} " if i in self._specials else token.replace("\u2581", " ")
             for i in ids
-            for piece in [self._pieces[i]]
+            for token in [self._tokens[i]]
         ).strip()
 
     def save(self, folder: epath.Path) -> None:
@@ -195,7 +195,7 @@ class SentencePiece(Tokenizer):
 def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
     """Reads a tokenizer folder, a `tokenizer.json`, a BERT `vocab.txt` or a SentencePiece `.model`.
 
-    A folder knows its own case, and so does a tokenizer.json; `case` is another file's.
+    `case` is for a vocab.txt or .model; a folder and a tokenizer.json define their own case.
     """
     path = epath.Path(path)
     file = path / library.FILE if path.is_dir() else path
@@ -203,7 +203,7 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
         return library.read(file)
     if path.is_dir():
         if not file.exists():
-            raise InputError(f"{path}: no {library.FILE}; name a vocab.txt, or {library.CONVERT}")
+            raise InputError(f"{path}: no {library.FILE}; give a vocab.txt, or {library.CONVERT}")
         record = read_json(file, FORMAT_VERSION)
         with reading(file):
             name = {"wordpiece": "vocab.txt", "sentencepiece": "sentencepiece.model"}[
@@ -212,8 +212,8 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
         tokenizer = load(path / name, record.get("case") or "uncased")
         if tokenizer.sha256 != record.get("sha256"):
             raise InputError(
-                f"{path}: {name} is not the one tokenizer.json was written for; "
-                "put that one back: a vocabulary must not be edited once text was tokenized with it"
+                f"{path}: {name} was changed after tokenizer.json was written; put the original "
+                "back: a vocabulary must not be edited once text was tokenized with it"
             )
         return tokenizer
     if not path.exists():
@@ -223,10 +223,10 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
     if path.suffix == ".model":
         model = path.read_bytes()
         try:
-            if not model:  # taken for "no model given"
+            if not model:  # SentencePiece treats b"" as no model
                 raise RuntimeError("empty")
             return SentencePiece(model, case)
-        except (RuntimeError, UnicodeDecodeError) as error:  # of a piece that is no text
+        except (RuntimeError, UnicodeDecodeError) as error:  # the latter: a token is not text
             raise InputError(f"{path}: not a SentencePiece model, or damaged") from error
     return WordPiece(vocabulary.read_vocab(path), case)
 
@@ -234,7 +234,7 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
 def basic_tokens(text: str, case: Case) -> list[str]:
     """Returns the words and punctuation marks of a text, as tokenization.py's BasicTokenizer does.
 
-    Control characters go; blanks stand around CJK ideographs and punctuation; uncased text is
+    Control characters are removed; CJK ideographs and punctuation are split off; uncased text is
     lower-cased, decomposed (NFD) and stripped of its combining marks.
     """
     if text.isascii():
@@ -250,92 +250,92 @@ def basic_tokens(text: str, case: Case) -> list[str]:
 def joined(
     tokenizer: Tokenizer, first: Sequence[int], second: Sequence[int] | None
 ) -> tuple[np.ndarray, int]:
-    """Returns int32 ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], and how many stand before B."""
+    """Returns int32 ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], and how many are before B."""
     ids = [tokenizer.cls_id, *first]
     ids += [tokenizer.sep_id] if second is None else tokenizer.between_ids
-    before = len(ids)
+    before_second = len(ids)
     if second is not None:
         ids += [*second, tokenizer.sep_id]
-    return np.array(ids, np.int32), before
+    return np.array(ids, np.int32), before_second
 
 
-def of_first_segment(tokenizer: Tokenizer, ids: np.ndarray, before_second: int) -> int:
-    """Returns how many ids of `joined` are of the first segment."""
+def first_segment_length(tokenizer: Tokenizer, ids: np.ndarray, before_second: int) -> int:
+    """Returns how many ids from `joined` belong to the first segment."""
     return before_second if tokenizer.second_segment else len(ids)
 
 
-def around(tokenizer: Tokenizer, texts: int) -> int:
-    """Returns how many tokens stand around one text, or around and between two."""
+def special_count(tokenizer: Tokenizer, texts: int) -> int:
+    """Returns the number of special tokens around one text, or around and between two."""
     return 2 if texts == 1 else 2 + len(tokenizer.between_ids)
 
 
 def units(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
-    """Yields (first character, one past the last) of words that are cut into pieces one by one.
+    """Yields (first character, one past the last) of the words that are tokenized independently.
 
-    Words between blanks; with WordPiece, punctuation marks and CJK ideographs stand alone.
+    Words are separated by blanks; for WordPiece, punctuation marks and CJK ideographs are words.
     """
     start = 0
-    for place, char in enumerate(text):
-        kind = _kind(char, tokenizer.case if tokenizer.kind == "wordpiece" else None)
-        if kind == "of a word":
+    for position, char in enumerate(text):
+        kind = _character_kind(char, tokenizer.case if tokenizer.kind == "wordpiece" else None)
+        if kind == "in word":
             continue
-        if start < place:
-            yield start, place
-        if kind == "alone":
-            yield place, place + 1
-        start = place + 1
+        if start < position:
+            yield start, position
+        if kind == "own word":
+            yield position, position + 1
+        start = position + 1
     if start < len(text):
         yield start, len(text)
 
 
 @functools.cache
-def _kind(char: str, case: Case | None) -> str:
-    """Returns what WordPiece does at a character between two letters; without a case, others."""
+def _character_kind(char: str, case: Case | None) -> str:
+    """Returns how a character between two letters splits words; for WordPiece with `case`."""
     if case is None:
-        return "blank" if char.isspace() else "of a word"
+        return "blank" if char.isspace() else "in word"
     words = len(basic_tokens(f"a{char}a", case))
-    return {1: "of a word", 2: "blank"}.get(words, "alone")
+    return {1: "in word", 2: "blank"}.get(words, "own word")
 
 
 class Splitter:
-    """Cuts many sentences into the words that `basic_tokens` gives, in less time."""
+    """Splits many sentences into the words of `basic_tokens`, faster."""
 
     def __init__(self, case: Case):
         self._case: Case = case
-        # Each of what stands between blanks is cut by itself.
-        words_of = functools.partial(basic_tokens, case=case)
-        self._chunks = library.WordCache(words_of, _CACHED_CHUNKS, _LONG_CHUNK)
+        # Chunks between blanks are split independently.
+        split_chunk = functools.partial(basic_tokens, case=case)
+        self._chunks = library.WordCache(split_chunk, _CACHED_CHUNKS, _LONGEST_CHUNK)
 
     def words(self, sentences: Iterable[str]) -> list[str]:
-        """Returns the words of sentences without line feeds, a line feed after each sentence."""
-        split: list[str] = []
+        """Returns the words of sentences without line feeds, and "\\n" after each sentence."""
+        words: list[str] = []
         for sentence in sentences:
             if sentence.isascii():
-                split += basic_tokens(sentence, self._case)
+                words += basic_tokens(sentence, self._case)
             else:
                 if any(char in sentence for char in _BLANK_CONTROLS):
                     sentence = sentence.translate(_CLEAN)
                 chunks = map(self._chunks.__getitem__, sentence.split())
-                split += itertools.chain.from_iterable(chunks)
-            split.append("\n")
-        return split
+                words += itertools.chain.from_iterable(chunks)
+            words.append("\n")
+        return words
 
 
-# `basic_tokens` drops these, and `str.split` would cut at them.
+# `basic_tokens` removes these, but `str.split` would split at them.
 _BLANK_CONTROLS = "\x0b\x0c\x1c\x1d\x1e\x1f\x85"
 _ASCII_CONTROLS = {code: None for code in [*range(32), 127] if chr(code) not in "\t\n\r"}
 _ASCII_TOKEN = re.compile(f"[0-9A-Za-z]+|[{re.escape(string.punctuation)}]")
 
 
 class _Table(dict):
-    """A `str.translate` table that decides a character when it is first met."""
+    """A `str.translate` table that computes an entry when it is first used."""
 
-    def __init__(self, decide):
+    def __init__(self, compute):
         super().__init__()
-        self._decide = decide
+        self._compute = compute
 
     def __missing__(self, code: int) -> str:
-        self[code] = value = self._decide(chr(code))
+        self[code] = value = self._compute(chr(code))
         return value
 
 
@@ -365,38 +365,38 @@ _APART = _Table(
 )
 
 
-# More of them is no accident of spelling.
+# A larger share of [UNK] means a wrong vocabulary, not rare words.
 MOST_UNKNOWN = 0.02
 
 
 class UnknownShare:
-    """The share of pieces that are [UNK], of rows as they come; [CLS] and [SEP] are left out."""
+    """The share of tokens in rows that are [UNK], without [CLS] and [SEP]."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self._unknown = tokenizer.unk_id
+        self._unk_id = tokenizer.unk_id
         self._around = [tokenizer.cls_id, tokenizer.sep_id]
-        self._pieces = self._lost = 0
+        self._tokens = self._unknown = 0
 
     def add(self, rows: Iterable[Sequence[int] | np.ndarray]) -> "UnknownShare":
         """Counts rows of ids; returns itself."""
         for row in rows:
             ids = np.asarray(row)
-            self._pieces += len(ids) - int(np.isin(ids, self._around).sum())
-            self._lost += int((ids == self._unknown).sum())
+            self._tokens += len(ids) - int(np.isin(ids, self._around).sum())
+            self._unknown += int((ids == self._unk_id).sum())
         return self
 
     @property
     def value(self) -> float:
-        """The share of pieces that are unknown, in [0, 1]; of none 0."""
-        return self._lost / max(self._pieces, 1)
+        """The share of unknown tokens, in [0, 1]; 0 without tokens."""
+        return self._unknown / max(self._tokens, 1)
 
-    def warning(self, what: str) -> str:
-        """Returns a line of warning about texts that `what` names; "" if few pieces are unknown."""
+    def warning(self, texts: str) -> str:
+        """Returns a warning about `texts`, a description; "" if few tokens are unknown."""
         if self.value <= MOST_UNKNOWN:
             return ""
         return (
-            f"warning: {self.value:.0%} of {what} is [UNK]: the vocabulary cannot read it, and the "
-            "model sees nothing there; use a model whose vocabulary is of this language and script"
+            f"warning: {self.value:.0%} of {texts} is [UNK]: the vocabulary cannot represent this "
+            "text, and the model does not see it; use a model for this language and script"
         )
 
 

@@ -15,14 +15,14 @@ from bert_jax.config import Corpus
 from bert_jax.errors import InputError
 from bert_jax.text import library, merges, vocabulary
 from bert_jax.text.tokenizer import SentencePiece, Tokenizer, WordPiece
-from bert_jax.text.vocabulary import CLS, MASK, PAD, SEP, UNK, Counted
+from bert_jax.text.vocabulary import CLS, MASK, PAD, SEP, UNK, WordCounts
 
 # SentencePiece writes every word as often as it occurs, and sorts what follows each byte of that:
 # 20 bytes of memory a byte. So counts are shares of so many bytes.
 _UNIGRAM_BYTES = 10_000_000
 
 
-def train(counted: Counted, vocab_size: int, corpus: Corpus) -> Tokenizer:
+def train(counted: WordCounts, vocab_size: int, corpus: Corpus) -> Tokenizer:
     """Trains a tokenizer of `Corpus.tokenizer_kind` and of so many ids on counted words.
 
     The words are as `basic_tokens` gives them for WordPiece; for the others what stands between
@@ -39,7 +39,7 @@ def train(counted: Counted, vocab_size: int, corpus: Corpus) -> Tokenizer:
     return library.Library(trained.to_str().encode(), vocabulary.NAMED, library.FILE)
 
 
-def _byte_bpe(counted: Counted, vocab_size: int, corpus: Corpus) -> tokenizers.Tokenizer:
+def _byte_bpe(counted: WordCounts, vocab_size: int, corpus: Corpus) -> tokenizers.Tokenizer:
     """Trains byte BPE as ModernBERT has it (GPT-2's, behind NFC), without specials.
 
     A blank is put before a text, other than there: text is cut sentence by sentence, and the first
@@ -56,20 +56,20 @@ def _byte_bpe(counted: Counted, vocab_size: int, corpus: Corpus) -> tokenizers.T
             f"model.vocab_size={vocab_size}: bytes, specials and corpus.unused_pieces alone are "
             f"{vocab_size - room} pieces; set it to more"
         )
-    cut = _cut(trained, counted)
+    cut = _pre_tokenize(trained, counted)
     made = merges.learn(cut.words, cut.counts, alphabet, (), room)
     pieces = dict.fromkeys([*alphabet, *(left + right for left, right in made)])
     trained.model = models.BPE({piece: i for i, piece in enumerate(pieces)}, made)
     return trained
 
 
-def _unigram(counted: Counted, vocab_size: int, corpus: Corpus) -> tokenizers.Tokenizer:
+def _unigram(counted: WordCounts, vocab_size: int, corpus: Corpus) -> tokenizers.Tokenizer:
     """Trains Unigram as XLM-R has it, by SentencePiece's trainer, without specials but [UNK]."""
     trained = tokenizers.Tokenizer(models.Unigram())
     trained.normalizer = _normalizer([normalizers.Nmt(), normalizers.NFKC()], corpus)
     # SentencePiece puts its own mark before words.
     trained.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    counted = _of_bytes(_cut(trained, counted), _UNIGRAM_BYTES)
+    counted = _scale_counts(_pre_tokenize(trained, counted), _UNIGRAM_BYTES)
     model = vocabulary.train_sentencepiece(
         counted, vocab_size, "unigram", corpus.unused_pieces, "identity"
     )
@@ -81,14 +81,14 @@ def _unigram(counted: Counted, vocab_size: int, corpus: Corpus) -> tokenizers.To
     return trained
 
 
-def _of_bytes(counted: Counted, most: int) -> Counted:
+def _scale_counts(counted: WordCounts, most: int) -> WordCounts:
     """Returns words with counts in the same proportions, and at least 1, that are as many bytes."""
     sizes = [len(word.encode()) for word in counted.words]
     whole = sum(size * count for size, count in zip(sizes, counted.counts, strict=True))
     if whole <= most:
         return counted
     shares = (max(1, count * most // whole) for count in counted.counts)
-    return Counted.of(dict(zip(counted.words, shares, strict=True)))
+    return WordCounts.of(dict(zip(counted.words, shares, strict=True)))
 
 
 def _normalizer(steps: list[normalizers.Normalizer], corpus: Corpus) -> normalizers.Normalizer:
@@ -96,14 +96,14 @@ def _normalizer(steps: list[normalizers.Normalizer], corpus: Corpus) -> normaliz
     return normalizers.Sequence([*steps, *lower])
 
 
-def _cut(untrained: tokenizers.Tokenizer, counted: Counted) -> Counted:
+def _pre_tokenize(untrained: tokenizers.Tokenizer, counted: WordCounts) -> WordCounts:
     """Returns words as a tokenizer's normalizer and pre-tokenizer cut them."""
     counts: collections.Counter[str] = collections.Counter()
     for word, count in zip(counted.words, counted.counts, strict=True):
         plain = untrained.normalizer.normalize_str(word)
         for part, _ in untrained.pre_tokenizer.pre_tokenize_str(plain):
             counts[part] += count
-    return Counted.of(counts)
+    return WordCounts.of(counts)
 
 
 def _add_specials(trained: tokenizers.Tokenizer, vocab_size: int) -> None:

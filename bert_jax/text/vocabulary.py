@@ -28,7 +28,7 @@ _SENTENCEPIECE_THREADS = 16
 
 
 @dataclasses.dataclass
-class Counted:
+class WordCounts:
     """Words of a corpus."""
 
     # Those that train a vocabulary (see text.words), sorted.
@@ -41,7 +41,7 @@ class Counted:
     inner: set[int] = dataclasses.field(default_factory=set)
 
     @classmethod
-    def of(cls, counts: Mapping[str, int]) -> "Counted":
+    def of(cls, counts: Mapping[str, int]) -> "WordCounts":
         """Returns counts of words that all train the vocabulary."""
         counted = cls(sorted(counts), [counts[word] for word in sorted(counts)])
         counted.add(counts)
@@ -90,7 +90,7 @@ def read_vocab(path: epath.PathLike) -> list[str]:
     return vocab
 
 
-def train_wordpiece(counted: Counted, vocab_size: int, unused_pieces: int = 0) -> list[str]:
+def train_wordpiece(counted: WordCounts, vocab_size: int, unused_pieces: int = 0) -> list[str]:
     """Trains a WordPiece vocabulary, the specials first, in ids 0 to 4.
 
     The words are as `basic_tokens` gives them when encoding. The last pieces are `unused`, so many
@@ -114,7 +114,7 @@ def unused(count: int) -> list[str]:
     return [f"[unused{number}]" for number in range(count)]
 
 
-def _alphabet(counted: Counted) -> tuple[list[str], list[str]]:
+def _alphabet(counted: WordCounts) -> tuple[list[str], list[str]]:
     """Returns the commonest characters, and those of them that ever go on a word.
 
     1,000 of them, or, of scripts with more, as many as most of the text is written with.
@@ -130,7 +130,7 @@ def _alphabet(counted: Counted) -> tuple[list[str], list[str]]:
 
 
 def train_sentencepiece(
-    counted: Counted,
+    counted: WordCounts,
     vocab_size: int,
     kind: str,
     unused_pieces: int = 0,

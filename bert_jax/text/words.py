@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 
 from bert_jax.text.tokenizer import MAX_WORD, Case, Splitter, WordPiece
-from bert_jax.text.vocabulary import Counted
+from bert_jax.text.vocabulary import WordCounts
 
 # Different words that train a vocabulary.
 MOST_WORDS = 250_000
@@ -153,10 +153,10 @@ def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> lis
     return offsets
 
 
-def count(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> Counted:
+def count(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> WordCounts:
     """Sums the counts of words over any number of files."""
     kept: list[tuple[int, int, str]] = []
-    counted = Counted()
+    counted = WordCounts()
     for section in range(_SECTIONS):
         counts: dict[str, int] = {}
         for path, offsets in files:

@@ -18,7 +18,7 @@ from bert_jax.config import Corpus
 from bert_jax.data import build, corpus, dataset, stream
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import with_checksum
-from bert_jax.text import documents, sentences, tokenizer, vocabulary
+from bert_jax.text import documents, sentence_splitter, tokenizer, vocabulary
 
 VOCAB = [*vocabulary.SPECIALS, *"abcdefghij.", *(f"##{c}" for c in "abcdefghij")]
 SIZE = len(VOCAB)
@@ -293,7 +293,7 @@ def assert_finishes(place, undisturbed):
 
 
 STATIONS = {
-    "reading": (sentences, "split"),
+    "reading": (sentence_splitter, "split"),
     "surveying": (build, "assign_splits"),
     "writing": (dataset.ShardWriter, "add"),
     "unrolling": (stream, "write"),

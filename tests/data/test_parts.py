@@ -21,7 +21,7 @@ from etils import epath
 from bert_jax.config import Corpus
 from bert_jax.data import build, corpus, dataset, parts, workers
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.text import documents, sentences, tokenizer
+from bert_jax.text import documents, sentence_splitter, tokenizer
 from bert_jax.text import sources as text_sources
 
 SIZE = 90
@@ -152,7 +152,7 @@ def test_the_ids_are_those_of_the_tokenizer_and_tfds_opens_the_dataset(whole):
     claim, folder, _ = whole
     tok = tokenizer.load(folder / "tokenizer")
     expected = [
-        [tok.encode(line) for line in sentences.split(document, "en")]
+        [tok.encode(line) for line in sentence_splitter.split(document, "en")]
         for document in documents.read(claim)
     ]
     found = []

@@ -97,7 +97,7 @@ def test_the_exported_tokenizer_gives_our_ids_and_comes_back(case, tmp_path):
 
 def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy_of_run):
     words = dict.fromkeys([*["some", "words", "of", "text", "number"], *map(str, range(50))], 9)
-    model = vocabulary.train_sentencepiece(vocabulary.Counted.of(words), 40, "bpe")
+    model = vocabulary.train_sentencepiece(vocabulary.WordCounts.of(words), 40, "bpe")
     trained = LoadedModel.of(epath.Path("run"))
     trained = dataclasses.replace(trained, tokenizer=tokenizer_lib.SentencePiece(model, "cased"))
     with pytest.raises(InputError, match="sentencepiece vocabulary cannot be exported"):
@@ -133,7 +133,7 @@ def test_positions_of_a_roberta_begin_behind_the_piece_of_the_padding(pad_id, tm
 def test_a_vocabulary_trained_here_leaves_as_it_is(kind, size, tmp_path):
     words = dict.fromkeys([*["some", "words", "of", "text", "number"], *map(str, range(50))], 9)
     settings = Corpus(sources=("text:x",), tokenizer_kind=kind)
-    ours = trained.train(vocabulary.Counted.of(words), size, settings)
+    ours = trained.train(vocabulary.WordCounts.of(words), size, settings)
     vocabularies.write(ours, 64, huggingface.INPUTS["modern"], epath.Path(tmp_path))
     assert vocabularies.read(epath.Path(tmp_path)).sha256 == ours.sha256
     says = json.loads((tmp_path / "tokenizer_config.json").read_text())

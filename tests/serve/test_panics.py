@@ -18,7 +18,7 @@ from bert_jax.embeddings import embed
 from bert_jax.errors import InputError
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.serve import endpoints, service
-from bert_jax.text import sentences
+from bert_jax.text import sentence_splitter
 from bert_jax.text.documents import Document
 
 # The regex engine (Oniguruma) exceeds its limit on this text, and the library panics.
@@ -91,7 +91,7 @@ def test_a_request_with_the_text_gets_500_and_later_requests_succeed(folder, mon
 def test_a_sentence_splitter_that_panics_is_an_input_error(monkeypatch):
     monkeypatch.setattr(sentencex, "segment", raise_panic)
     with pytest.raises(InputError, match=r"x\.txt.*wa wb"):
-        sentences.split(Document("x.txt", ("wa wb",), "per_file", 0), "en")
+        sentence_splitter.split(Document("x.txt", ("wa wb",), "per_file", 0), "en")
 
 
 class Panic(BaseException):

@@ -23,8 +23,7 @@ from bert_jax.config import Corpus
 from bert_jax.data import corpus, parts
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import buckets, copies, retry
-from bert_jax.text import documents
-from bert_jax.text import lines as text_lines
+from bert_jax.text import documents, line_reader
 from bert_jax.text import sources as text_sources
 
 
@@ -235,7 +234,7 @@ def test_what_a_client_raises_is_one_line(elsewhere, error, kind):
     elsewhere.error = error
     with pytest.raises(kind, match=r"elsewhere://texts/a\.txt: .*nobody"):
         text_sources.fingerprint(corpus_of)
-    with pytest.raises(kind, match=r"x://a: .*nobody"), text_lines.answering("x://a"):
+    with pytest.raises(kind, match=r"x://a: .*nobody"), line_reader.translate_errors("x://a"):
         raise error
 
 

@@ -15,7 +15,7 @@ import zstandard
 from bert_jax.config import Corpus
 from bert_jax.data import parts
 from bert_jax.errors import InputError
-from bert_jax.text import documents, sentences
+from bert_jax.text import documents, sentence_splitter
 from bert_jax.text import sources as text_sources
 
 WRAPPED = "The first paragraph is broken\nover two lines. It has two sentences.\n\nThe second.\n"
@@ -38,7 +38,7 @@ def test_wrapped_lines_are_joined_and_blank_lines_end_paragraphs(tmp_path):
         "The second.",
         "The third ends.",
     ]
-    assert sentences.split(document, "en") == [
+    assert sentence_splitter.split(document, "en") == [
         "The first paragraph is broken over two lines.",
         "It has two sentences.",
         "The second.",
@@ -50,7 +50,7 @@ def test_each_line_is_a_paragraph_in_paragraphs_by_line(tmp_path):
     write(tmp_path / "a.txt", "One here. Two here.\n\n  Three here.  \n")
     (document,) = read(f"text:{tmp_path}", layout="paragraphs_by_line")
     assert document.paragraphs() == ["One here. Two here.", "Three here."]
-    assert sentences.split(document, "en") == ["One here.", "Two here.", "Three here."]
+    assert sentence_splitter.split(document, "en") == ["One here.", "Two here.", "Three here."]
 
 
 def test_blank_lines_part_documents_in_sentences_by_line(tmp_path):
@@ -58,7 +58,8 @@ def test_blank_lines_part_documents_in_sentences_by_line(tmp_path):
     found = read(f"text:{tmp_path}", layout="sentences_by_line")
     assert [d.name for d in found] == [f"{path}:3", f"{path}:7"]
     # A line is taken at its word, although it might be split.
-    assert [sentences.split(d, "en") for d in found] == [["One. Not two.", "Two."], ["Three."]]
+    split = [sentence_splitter.split(document, "en") for document in found]
+    assert split == [["One. Not two.", "Two."], ["Three."]]
 
 
 @pytest.mark.parametrize(
@@ -156,14 +157,14 @@ def test_a_line_of_a_document_knows_its_place(tmp_path):
     """Blank lines before a text are counted; a record has no lines of a file."""
     path = write(tmp_path / "a.txt", "\n \nOne.\nTwo.\n\n\nThree.\nFour.\n")
     (whole,) = read(f"text:{path}")
-    assert [whole.place(n) for n in (0, 5)] == [f"{path}:3", f"{path}:8"]
+    assert [whole.location(n) for n in (0, 5)] == [f"{path}:3", f"{path}:8"]
     first, second = read(f"text:{path}", layout="sentences_by_line")
-    assert [first.place(1), second.place(0), second.place(1)] == [
+    assert [first.location(1), second.location(0), second.location(1)] == [
         f"{path}:{line}" for line in (4, 7, 8)
     ]
     path = write(tmp_path / "a.jsonl", '\n{"text": "\\nOne.\\nTwo."}\n')
     (record,) = read(f"jsonl:{path}")
-    assert [record.place(0), record.place(1)] == [f"{path}:2"] * 2
+    assert [record.location(0), record.location(1)] == [f"{path}:2"] * 2
 
 
 def test_a_source_without_files_is_refused_by_name(tmp_path):
@@ -291,17 +292,17 @@ def test_memory_does_not_grow_with_a_text(tmp_path, monkeypatch, kind, layout):
 def test_a_paragraph_that_never_ends_is_cut_before_it_is_split(tmp_path, monkeypatch, blank):
     """What sentencex takes for one grows with its square."""
     seen = []
-    segment = sentences.sentencex.segment
+    segment = sentence_splitter.sentencex.segment
 
     def segmented(language, text):
         seen.append(len(text))
         return segment(language, text)
 
-    monkeypatch.setattr(sentences.sentencex, "segment", segmented)
+    monkeypatch.setattr(sentence_splitter.sentencex, "segment", segmented)
     text = blank.join(f"word{n}" for n in range(100_000))
     write(tmp_path / "a.txt", text)
     (document,) = read(f"text:{tmp_path}")
-    found = "".join(sentences.split(document, "zh"))
+    found = "".join(sentence_splitter.split(document, "zh"))
     assert max(seen) <= 1 << 17
     assert "".join(found.split()) == "".join(text.split())
 

@@ -16,7 +16,7 @@ from etils import epath
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, parts
 from bert_jax.errors import InputError
-from bert_jax.text import documents, records, sentences
+from bert_jax.text import documents, records, sentence_splitter
 from bert_jax.text import sources as text_sources
 from bert_jax.text.vocabulary import SPECIALS
 from bert_jax.tools.doctor import text as doctor_text
@@ -66,7 +66,7 @@ def test_wiki_titles_begin_documents_and_their_sections_do_not(tmp_path):
     assert [d.text.split("\n")[0] for d in found] == ["= Gold dollar =", "= Plain maskray ="]
     assert "Background" in found[0].text
     # A place is a line of the file.
-    assert [d.place(0).rpartition(":")[2] for d in found] == ["2", "10"]
+    assert [d.location(0).rpartition(":")[2] for d in found] == ["2", "10"]
 
 
 def test_parts_of_books_begin_documents_unless_they_stand_in_a_sentence(tmp_path):
@@ -122,9 +122,9 @@ def test_each_source_has_a_field_which_is_missed_before_any_work(tmp_path):
 def test_a_long_text_is_cut_into_documents_of_like_length(tmp_path, count, lengths):
     (tmp_path / "a.txt").write_text(" ".join(f"Sentence {i} is here." for i in range(count)))
     (whole,) = read(f"text:{tmp_path}")
-    cut = sentences.of_documents(whole, Corpus(sources=("text:a",), cut_documents=10))
+    cut = sentence_splitter.split_document(whole, Corpus(sources=("text:a",), cut_documents=10))
     assert [len(own) for _, own in cut] == lengths
-    assert [s for _, own in cut for s in own] == sentences.split(whole, "en")
+    assert [s for _, own in cut for s in own] == sentence_splitter.split(whole, "en")
 
 
 def words(seed):
@@ -198,7 +198,7 @@ def test_a_column_of_a_table_is_text(tmp_path, kind):
     first = ROWS[0][1] if kind != "tsv" else ROWS[0][1].replace("\n", " ")
     assert [d.text for d in found] == [first, "Größe."]
     places = {"csv": (2, 4), "tsv": (2, 3), "parquet": (0, 1)}[word]
-    assert [d.place(0) for d in found] == [f"{path}:{place}" for place in places]
+    assert [d.location(0) for d in found] == [f"{path}:{place}" for place in places]
     with pytest.raises(InputError, match=rf"{path}: .*'body'.*corpus\.text_field="):
         read(f"{word}:{path}")
 

@@ -87,7 +87,7 @@ def test_linked_folders_are_entered_once_and_no_file_is_read_twice(tmp_path):
     ]
     for pattern in (f"{folder}/**/*.txt", f"{folder}/**"):
         assert list(text_sources.files(f"text:{pattern}")) == found
-        assert not text_sources.left_out(Corpus(sources=(f"text:{pattern}",)))
+        assert not text_sources.describe_unread(Corpus(sources=(f"text:{pattern}",)))
 
 
 @pytest.mark.parametrize("start", ["", "mix/", "./", "ABS/mix/", "nowhere/"])
@@ -124,7 +124,7 @@ def test_prepare_and_doctor_count_the_same_files_that_are_left_out(tmp_path):
     many = [f"{number}.txt" for number in range(20)]
     folder = fill(tmp_path / "mix", [*many, *UNREAD, *HIDDEN])
     settings = Corpus(sources=(f"text:{folder}",), validation_share=0.4)
-    (line,) = text_sources.left_out(settings)
+    (line,) = text_sources.describe_unread(settings)
     for words in ("4 files", "1 .jsonl", "1 .jsonl.xz", "1 .md", f"jsonl:{folder}"):
         assert words in line
     for _ in range(2):  # made, and found as prepared
@@ -138,18 +138,18 @@ def test_prepare_and_doctor_count_the_same_files_that_are_left_out(tmp_path):
 def test_a_file_that_another_source_reads_is_not_left_out(tmp_path):
     folder = fill(tmp_path / "mix", ["a.txt", "a.jsonl", "b.csv"])
     (tmp_path / "same").symlink_to("mix")
-    (line,) = text_sources.left_out(
+    (line,) = text_sources.describe_unread(
         Corpus(sources=(f"text:{folder}", f"jsonl:{tmp_path}/same", f"text:{folder}/a*.txt"))
     )
     assert "1 file" in line and f"csv:{folder}" in line
-    assert text_sources.left_out(Corpus(sources=(f"parquet:{folder}/*.csv",))) == []
+    assert text_sources.describe_unread(Corpus(sources=(f"parquet:{folder}/*.csv",))) == []
 
 
 def test_folders_that_a_pattern_matches_are_left_out_by_name(tmp_path):
     fill(tmp_path, ["a.txt", "other/d.txt", ".hidden/e.txt"])
-    (line,) = text_sources.left_out(Corpus(sources=(f"text:{tmp_path}/*",)))
+    (line,) = text_sources.describe_unread(Corpus(sources=(f"text:{tmp_path}/*",)))
     assert "1 folder" in line and f"{tmp_path}/other/" in line
-    assert text_sources.left_out(Corpus(sources=(f"text:{tmp_path}/**",))) == []
+    assert text_sources.describe_unread(Corpus(sources=(f"text:{tmp_path}/**",))) == []
 
 
 def test_a_folder_without_files_of_a_kind_names_the_kinds_it_holds(tmp_path):
@@ -165,11 +165,11 @@ def test_a_bucket_and_another_address_are_read_as_a_folder(objects, tmp_path):
         name, data = os.path.relpath(path, folder), epath.Path(path).read_bytes()
         objects.put(f"mix/{name}", data, {})
         memory.pipe(f"/mix/{name}", data)
-    (line,) = text_sources.left_out(Corpus(sources=(f"text:{folder}",)))
+    (line,) = text_sources.describe_unread(Corpus(sources=(f"text:{folder}",)))
     for place in ("gs://bucket/mix", "memory://mix"):
         found = [path.rpartition("mix/")[2] for path in text_sources.files(f"text:{place}")]
         assert found == sorted(READ)
-        there = text_sources.left_out(Corpus(sources=(f"text:{place}",)))
+        there = text_sources.describe_unread(Corpus(sources=(f"text:{place}",)))
         assert there == [line.replace(str(folder), place)]
 
 

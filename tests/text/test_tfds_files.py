@@ -77,11 +77,11 @@ def test_splits_that_are_not_read_are_left_out_by_name(array_record, tmp_path):
     settings = Corpus(sources=(f"tfds_dir:{tmp_path}",))
     for path in array_record.glob("*.json"):
         shutil.copy(path, tmp_path)
-    assert text_sources.left_out(settings) == []
+    assert text_sources.describe_unread(settings) == []
     info = json.loads((tmp_path / "dataset_info.json").read_text())
     info["splits"] += [info["splits"][0] | {"name": name} for name in ("validation", "test")]
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    (line,) = text_sources.left_out(settings)
+    (line,) = text_sources.describe_unread(settings)
     assert str(tmp_path) in line and "(test, validation)" in line
 
 

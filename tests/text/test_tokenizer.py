@@ -120,7 +120,7 @@ def prose(lines=250):
 
 
 def counted(lines):
-    return vocabulary.Counted.of(collections.Counter(" ".join(lines).split()))
+    return vocabulary.WordCounts.of(collections.Counter(" ".join(lines).split()))
 
 
 def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():

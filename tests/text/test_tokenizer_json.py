@@ -122,9 +122,9 @@ def test_one_text_and_two_are_joined_as_the_library_joins_them(name):
     pair = theirs.encode(a, b)
     ids, before = tokenizer.joined(ours, first, second)
     assert ids.tolist() == pair.ids and ids[before:-1].tolist() == second
-    of_first = tokenizer.of_first_segment(ours, ids, before)
+    of_first = tokenizer.first_segment_length(ours, ids, before)
     assert [int(place >= of_first) for place in range(len(ids))] == pair.type_ids
-    assert len(ids) == len(first) + len(second) + tokenizer.around(ours, 2)
+    assert len(ids) == len(first) + len(second) + tokenizer.special_count(ours, 2)
 
 
 @each_form

@@ -109,5 +109,5 @@ class Characters:
 def _location(document: Document, position: int) -> str:
     """Returns FILE:LINE; for a record its name and the position in it."""
     if document.line:
-        return document.place(document.text.count("\n", 0, position))
+        return document.location(document.text.count("\n", 0, position))
     return f"{document.name}, character {position}"

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from bert_jax.config import Corpus
 from bert_jax.data.build import LEAST_VALIDATION_DOCUMENTS, ONE_FILE
 from bert_jax.errors import InputError, pluralize, printable
-from bert_jax.text import documents, sentences
-from bert_jax.text import lines as text_lines
+from bert_jax.text import documents, line_reader, sentence_splitter
 from bert_jax.text import sources as text_sources
 from bert_jax.text.documents import Document
 from bert_jax.tools.doctor import finding
@@ -70,7 +69,7 @@ def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
             size = 0 if kind == "parquet" else text_sources.state(path, listed=listed)["bytes"]
             files.append((file_corpus, path, size))
     findings = _Survey(corpus, files).findings()
-    for line in text_sources.left_out(prepared_as or corpus):
+    for line in text_sources.describe_unread(prepared_as or corpus):
         findings += LEFT_OUT.check(1, line=printable(line))
     return findings
 
@@ -115,7 +114,10 @@ def _other_layout(document: Document, lines: list[str], split: list[str], langua
     if document.layout == "sentences_by_line":
         text = document.text[:_BEGINNING]
         beginning = dataclasses.replace(document, pieces=[text], layout="paragraphs_by_line")
-        count, least = len(sentences.split(beginning, language)), len(beginning.paragraphs())
+        count, least = (
+            len(sentence_splitter.split(beginning, language)),
+            len(beginning.paragraphs()),
+        )
         return "paragraphs_by_line" if count > _SENTENCES_PER_PARAGRAPH * least else ""
     if document.layout == "paragraphs_by_line":
         short = [line for line in lines if len(line) <= _WRAPPED]
@@ -173,7 +175,7 @@ class _Survey:
             return
         try:
             if is_text:
-                text_lines.require_not_utf8([name], corpus.encoding)
+                line_reader.require_not_utf8([name], corpus.encoding)
             for document in documents.read(corpus):
                 if self._read > _MOST or self._read - start > most:
                     self._is_sample = True
@@ -187,8 +189,8 @@ class _Survey:
     def _add(self, document: Document) -> None:
         self._characters.add(document)
         all_split, known = list[str](), len(self._seen)
-        for text, split in sentences.of_documents(document, self._corpus):
-            excerpt = example(document.place(0), text)
+        for text, split in sentence_splitter.split_document(document, self._corpus):
+            excerpt = example(document.location(0), text)
             self._any = self._any or excerpt
             self._count += 1
             self._sentences += len(split)
@@ -205,12 +207,12 @@ class _Survey:
             return  # a repeated document is counted once
         for sentence in all_split:
             if len(sentence) > _LONG:
-                excerpt = example(document.place(0), sentence)
+                excerpt = example(document.location(0), sentence)
                 self._longest = max(self._longest, (len(sentence), excerpt))
                 self._long.append(len(sentence))
         lines = document.text.split("\n")
         if layout := _other_layout(document, lines, all_split, self._corpus.language):
-            self._layouts[layout].append(example(document.place(0), document.text))
+            self._layouts[layout].append(example(document.location(0), document.text))
 
     def _refusals(self) -> list[Finding]:
         """Returns a finding for each reason why files are refused, the commonest first."""

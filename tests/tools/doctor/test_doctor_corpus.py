@@ -144,7 +144,7 @@ def test_repeats_are_a_share_of_documents_as_they_are_cut(tmp_path):
 
 
 def test_a_tokenizer_that_lowers_by_itself_is_not_asked_for_another_case():
-    counted = vocabulary.Counted.of(dict.fromkeys(WORDS, 1))
+    counted = vocabulary.WordCounts.of(dict.fromkeys(WORDS, 1))
     kind = Corpus(sources=("text:x",), tokenizer_kind="unigram")
     tok = trained.train(counted, 200, kind)
     train = stream.make_stream([[[*tok.encode("aab "), tok.unk_id]]])

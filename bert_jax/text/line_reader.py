@@ -1,8 +1,8 @@
-"""Bytes of files, compressed or not, and lines of text from files or other sources of bytes.
+"""Reads bytes of files, compressed or not, and lines of text from files or other streams.
 
-Files may lie in a bucket, or at another address with `://`, which fsspec opens. Compressed ones are
-read by Arrow: the readers of fsspec take a .zst cut short for a whole one, and end after the first
-of several frames. Arrow does not read .xz; Python's `lzma` does.
+A file may be in a bucket, or at another address with `://`, which fsspec opens. Arrow reads
+compressed files: fsspec's readers accept a truncated .zst file, and stop after the first of several
+frames. Arrow does not read .xz; Python's `lzma` does.
 """
 
 import codecs
@@ -21,23 +21,23 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.storage import retry
 from bert_jax.storage.storage import storage_of
 
-# Arrow's names of compressions, by the endings of the files.
+# From file endings to Arrow's names of compressions.
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-# Bytes above 127 that all make UTF-8 characters do so by chance once in thousands, if this many.
+# This many bytes above 127 form valid UTF-8 by chance only once in thousands of texts.
 _SURELY_UTF8 = 6
 _HIGH = bytes(range(128, 256))
 
 
 def read(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Reads files as `decoded` does; compressed ones as `open_bytes` does."""
+    """Yields the lines of files as `decode_lines` does; a missing file is an error at once."""
     for path in paths:
         if not os.path.exists(path):
             raise InputError(f"{path}: no such file")
-    return itertools.chain.from_iterable(map(of_file, paths))
+    return itertools.chain.from_iterable(map(read_file, paths))
 
 
-def decoded(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
-    """Yields (NAME:NUMBER, line) of lines of UTF-8, split at \\n alone."""
+def decode_lines(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
+    """Yields (NAME:NUMBER, line) for lines of UTF-8, split only at \\n."""
     for number, line in enumerate(raw, 1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -50,39 +50,39 @@ def decoded(raw: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:
             ) from error
 
 
-def of_file(path: str) -> Iterator[tuple[str, str]]:
-    """Reads one file as `read` does, but sees that it is missing only when a line is asked for."""
-    with answering(path), open_bytes(path) as file:
-        yield from decoded(file, path)
+def read_file(path: str) -> Iterator[tuple[str, str]]:
+    """Yields the lines of one file as `read` does; a missing file is an error at the first line."""
+    with translate_errors(path), open_bytes(path) as file:
+        yield from decode_lines(file, path)
 
 
 @contextlib.contextmanager
-def answering(where: str) -> Iterator[None]:
-    """Raises InputError or Unavailable, which begin with `where`, for what cannot be read there."""
+def translate_errors(where: str) -> Iterator[None]:
+    """Turns errors of reading into InputError or Unavailable; messages begin with `where`."""
     try:
         yield
     except (InputError, Unavailable, UnicodeError):
         raise
-    except Exception as error:  # every client of an address has its own
+    except Exception as error:  # each client of a remote file system has its own exceptions
         if not ("://" in where or isinstance(error, OSError)):
             raise
         if isinstance(error, FileNotFoundError):
             raise InputError(f"{where}: is missing") from error
-        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if "://" in where and retry.is_transient(error):
-            raise Unavailable(f"{where}: out of reach ({why}); run again to go on") from error
-        raise InputError(f"{where}: damaged, or cannot be read ({why})") from error
+            raise Unavailable(f"{where}: out of reach ({reason}); run again to resume") from error
+        raise InputError(f"{where}: damaged, or cannot be read ({reason})") from error
 
 
 def open_bytes(path: str, on_read: Callable[[int], None] | None = None) -> IO[bytes]:
-    """Returns the bytes of a file, uncompressed if its name ends in .gz, .zst, .bz2 or .xz.
+    """Opens the bytes of a file, decompressed if its name ends in .gz, .zst, .bz2 or .xz.
 
-    `on_read` is called with the position in a compressed file whenever some of it is read.
+    `on_read` is called with the position in a compressed file after each read.
 
     Raises:
-      OSError: it cannot be read; later, it is damaged.
+      OSError: the file cannot be read; during reading: the file is damaged.
     """
-    file, kind = packed(path), COMPRESSED.get(compression(path))
+    file, kind = open_raw(path), COMPRESSED.get(compression(path))
     if kind is None:
         return file
     if on_read is not None:
@@ -100,7 +100,7 @@ def compression(path: str) -> str:
 
 
 class _WatchedFile(io.RawIOBase):
-    """The bytes of a file; reports the position in it after each read."""
+    """The bytes of a file; passes the position to `on_read` after each read."""
 
     def __init__(self, file: IO[bytes], on_read: Callable[[int], None]):
         self._file, self._on_read = file, on_read
@@ -120,7 +120,7 @@ class _WatchedFile(io.RawIOBase):
 
 
 class _XzFile(io.RawIOBase):
-    """The uncompressed bytes of an .xz file; reading a damaged one raises OSError."""
+    """The decompressed bytes of an .xz file; reading a damaged one raises OSError."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self._stream = file, lzma.LZMAFile(file)  # noqa: SIM115
@@ -139,8 +139,8 @@ class _XzFile(io.RawIOBase):
         super().close()
 
 
-def packed(path: str) -> io.BufferedReader:
-    """Returns the bytes of a file as they are; raises as `open_bytes`."""
+def open_raw(path: str) -> io.BufferedReader:
+    """Opens the bytes of a file without decompression; raises as `open_bytes`."""
     if "://" not in path or path.startswith("gs://"):
         return storage_of(path).open(path)
     system, name = system_of(path)
@@ -148,7 +148,7 @@ def packed(path: str) -> io.BufferedReader:
 
 
 def system_of(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Returns what fsspec opens an address with, and the name there."""
+    """Returns the fsspec file system of an address, and the name of the file there."""
     try:
         return fsspec.core.url_to_fs(path)
     except (ImportError, ValueError) as error:
@@ -156,28 +156,28 @@ def system_of(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def require_not_utf8(paths: Iterable[str], encoding: str) -> None:
-    """Refuses files that are UTF-8 where another encoding is named, which garbles them silently."""
+    """Raises InputError for UTF-8 files if another encoding is set, which would garble them."""
     if codecs.lookup(encoding).name in ("utf-8", "utf-8-sig"):
         return
     for path in paths:
-        high = _high_of_utf8(path)
-        if high >= _SURELY_UTF8:
+        count = _count_utf8_bytes(path)
+        if count >= _SURELY_UTF8:
             raise InputError(
-                f"{path}: is UTF-8 ({high:,} bytes beyond ASCII), and corpus.encoding={encoding} "
-                "would make strange characters of them; `bert-jax doctor` names all such files: "
+                f"{path}: is UTF-8 ({count:,} bytes beyond ASCII), and corpus.encoding={encoding} "
+                "would turn them into strange characters; `bert-jax doctor` lists all such files: "
                 "convert the others to UTF-8, and leave corpus.encoding at utf-8"
             )
 
 
-def _high_of_utf8(path: str) -> int:
+def _count_utf8_bytes(path: str) -> int:
     """Returns how many bytes of a file are above 127; 0 if it is not UTF-8."""
-    decoder, high = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, count = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         with open_bytes(path) as file:
             while block := file.read(1 << 20):
                 decoder.decode(block)
-                high += 0 if block.isascii() else len(block) - len(block.translate(None, _HIGH))
+                count += 0 if block.isascii() else len(block) - len(block.translate(None, _HIGH))
         decoder.decode(b"", final=True)
-    except (UnicodeDecodeError, OSError):  # what is damaged, reading refuses
+    except (UnicodeDecodeError, OSError):  # the error is raised when the file is read
         return 0
-    return high
+    return count

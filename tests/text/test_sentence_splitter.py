@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_jax.text import sentences
+from bert_jax.text import sentence_splitter
 from bert_jax.text.documents import Document
 
 
 def split(text: str, language: str = "en") -> list[str]:
-    return sentences.split(Document("a", (text,), "paragraphs_by_line", 0), language)
+    return sentence_splitter.split(Document("a", (text,), "paragraphs_by_line", 0), language)
 
 
 SPEECH = [
