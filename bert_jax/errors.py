@@ -117,7 +117,7 @@ def printable(text: str) -> str:
 
 
 def excerpt(text: str) -> str:
-    """Returns a text in quotes for a message; a long text is cut, and its length is added."""
+    """Returns a text in quotes for a message; a long text is truncated, with its length."""
     is_short = len(text) <= _EXCERPT_CHARACTERS
     return repr(text) if is_short else f"{text[:_EXCERPT_CHARACTERS]!r}... ({len(text)} characters)"
 

@@ -1,25 +1,25 @@
-"""What devices can do at most: the denominators of utilisation.
+"""Peak rates of devices, the denominators of utilisation.
 
-Peaks are dense, per jax device, in floating-point operations a second, as the makers publish them:
-Cloud TPU's system architecture pages, NVIDIA's data sheets of the V100, A100, H100 and H200 (SXM).
-A jax device is a chip, but on TPU v2 and v3 one of a chip's two cores. Products of float32 are
-multiplied as XLA does by default: in bfloat16 on a TPU, in TF32 on a GPU from the A100 on.
+Peaks are dense floating-point operations per second of a JAX device, as published: in Cloud TPU's
+system architecture pages, and NVIDIA's data sheets of the V100, A100, H100 and H200 (SXM). A JAX
+device is a chip, but on TPU v2 and v3 one of a chip's two cores. Float32 products are computed as
+XLA does by default: in bfloat16 on a TPU, in TF32 on a GPU since the A100.
 
-`TPUS` is what a plan computes with. Memory and its bandwidth: the architecture pages of each
-generation; v2 and v3 as in Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural
-Networks" (CACM 2020), and Norrie et al. (IEEE Micro 2021). Clocks: peak over twice the
-multipliers of a chip's matrix units. Links: one way. v4 to v6e are the 2,400, 4,800, 1,600 and
-3,200 Gbit/s a chip of the architecture pages over its links, less the tenth that "How to Scale
-Your Model" finds missing in practice (some of its editions do not). v2 and v3 are the 496 and 656
-Gbit/s a link of the CACM article, one way: the 340 TB/s at which a pod of 1,024 v3 chips adds,
-as its page says, are 83 GB/s a link. `published_link_bandwidth` is the most that is published: the
-pages' rates whole; for v3 that of "How to Scale Your Model", which is a pod's bisection of 6.4 TB/s
-over its 64 links. The network between slices: the architecture pages' 50 Gbit/s a chip of v5p, and
-6.4 and 25.6 Tbit/s a pod of 256 chips of v5e and v6e. Rings: v4 and v5p close an axis where every
-axis is a multiple of 4, since their slices are then whole cubes of optical switches; v5e and v6e
-close axes of 16 alone; v2 and v3 are cut out of one fixed torus, of 16 x 16 and 32 x 32, and close
-the axes that are as long as it. v3:128x32 is not for rent: four pods in a row, on which MLPerf v0.7
-was run (Kumar et al. 2021, "Exploring the Limits of Concurrency in ML Training on Google TPUs").
+`TPUS` has the rates for plans. Memory and its bandwidth: the architecture pages of each generation;
+for v2 and v3 Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks"
+(CACM 2020), and Norrie et al. (IEEE Micro 2021). Clocks: peak / (2 x multipliers in the matrix
+units of a chip). Links: one way. v4 to v6e: 2,400, 4,800, 1,600 and 3,200 Gbit/s per chip of the
+architecture pages, divided by the number of links, minus the tenth that is missing in practice
+according to "How to Scale Your Model" (not in all editions). v2 and v3: 496 and 656 Gbit/s per link
+of the CACM article; the 340 TB/s of an all-reduce on 1,024 v3 chips on the page of v3 are 83 GB/s
+per link. `published_link_bandwidth` is the highest published rate: that of the pages; for v3 that
+of "How to Scale Your Model", the bisection of a pod, 6.4 TB/s, divided by its 64 links. Network
+between slices: the architecture pages' 50 Gbit/s per chip of v5p, and 6.4 and 25.6 Tbit/s per pod
+of 256 chips of v5e and v6e. Rings: v4 and v5p close an axis if every axis is a multiple of 4, since
+their slices are then whole cubes of optical switches; v5e and v6e close only axes of 16; slices of
+v2 and v3 are parts of one fixed torus, 16 x 16 and 32 x 32, and close axes of its full length.
+v3:128x32 cannot be rented: it is four pods in a row, on which MLPerf v0.7 was run (Kumar et al.
+2021, "Exploring the Limits of Concurrency in ML Training on Google TPUs").
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 _TERA = 1e12
 
-# device_kind as jax reports it: peak by compute dtype.
+# From device_kind in JAX to the peak by compute dtype.
 PEAK_FLOPS = {
     "TPU v2": {"bfloat16": 23 * _TERA, "float32": 23 * _TERA},
     "TPU v3": {"bfloat16": 61.5 * _TERA, "float32": 61.5 * _TERA},
@@ -48,22 +48,21 @@ PEAK_FLOPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Tpu:
-    """A generation of TPU, and the slices it is rented in."""
+    """A generation of TPUs with the slices that can be rented."""
 
-    kind: str  # as jax names its devices
-    devices_per_chip: int  # jax devices on a chip
+    kind: str  # device_kind in JAX
+    devices_per_chip: int  # JAX devices on a chip
     cores_per_device: int  # tensor cores that work as one device
     clock_hz: float  # of a core
     memory_bytes: float  # of a chip
-    memory_bandwidth: float  # of a chip, bytes a second
-    link_bandwidth: float  # of one link between chips, one way, bytes a second
-    published_link_bandwidth: float  # the same, the most that is published
-    # Of the network between slices, a chip's share, one way, bytes a second; None: not published.
+    memory_bandwidth: float  # of a chip, bytes per second
+    link_bandwidth: float  # of one link between chips, one way, bytes per second
+    published_link_bandwidth: float  # the same, the highest published rate
+    # Bandwidth of a chip between slices, one way, bytes per second; None: not published.
     network_bandwidth: float | None
-    # Axes that are closed to rings: those as long as this number; or all, where each is a multiple
-    # of 4 ("cubes").
+    # Length of the axes that close to rings; "cubes": all axes do if each is a multiple of 4.
     ring: int | Literal["cubes"]
-    slices: tuple[str, ...]  # chips along each axis, as they are offered
+    slices: tuple[str, ...]  # chips along each axis
 
 
 _GIGA = 1e9
@@ -76,9 +75,9 @@ _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"
 def _tpu(
     kind: str, devices: int, cores: int, ghz: float, gib: int, *rates: Any, **more: Any
 ) -> Tpu:
-    """Returns a generation; of `rates`, in GB/s, the order is the class's."""
-    per_second = (rate and rate * _GIGA for rate in rates)
-    return Tpu(kind, devices, cores, ghz * _GIGA, gib * 2**30, *per_second, **more)
+    """Returns a generation; `rates` are in GB/s, in the order of the class."""
+    bytes_per_second = (rate and rate * _GIGA for rate in rates)
+    return Tpu(kind, devices, cores, ghz * _GIGA, gib * 2**30, *bytes_per_second, **more)
 
 
 TPUS = {
@@ -92,25 +91,25 @@ TPUS = {
 
 
 def chips(kind: str, devices: int) -> int | None:
-    """Returns how many chips, what one pays for, devices of a kind are; None: it is not known."""
+    """Returns the number of chips, which is what one pays for; None for unknown devices."""
     if kind not in PEAK_FLOPS:
         return None
-    on_a_chip = {tpu.kind: tpu.devices_per_chip for tpu in TPUS.values()}
-    return math.ceil(devices / on_a_chip.get(kind, 1))
+    devices_per_chip = {tpu.kind: tpu.devices_per_chip for tpu in TPUS.values()}
+    return math.ceil(devices / devices_per_chip.get(kind, 1))
 
 
-# Wide enough for the full rate of a few cores, and over in hundredths of a second.
+# A width that reaches the full rate of a few cores within hundredths of a second.
 _WIDTH = 1024
 _TRIES = 10
 
 
 def peak_flops(compute_dtype: str) -> float | None:
-    """Returns the most operations a second that all devices of all processes can do.
+    """Returns the peak operations per second of all devices of all processes.
 
-    Known devices are looked up, by the dtype of the products; None of others: nothing is guessed.
-    On a CPU it is what a large float32 product reaches now, since its virtual devices share cores.
+    Known devices are looked up by the dtype of the products; for others it is None. For a CPU it is
+    measured with a large float32 product, since virtual devices share cores.
     """
-    import jax  # not above: the names of slices are read without a device
+    import jax  # not at the top: the names of slices are needed without JAX
 
     device = jax.devices()[0]
     if device.platform == "cpu":
@@ -121,7 +120,7 @@ def peak_flops(compute_dtype: str) -> float | None:
 
 @functools.lru_cache
 def measured_matmul_flops() -> float:
-    """Measures, once a process, operations a second of a float32 product; the best of a few."""
+    """Measures operations per second of a float32 product, once per process; the best of ten."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""What is asked of the operating system, where it can be asked."""
+"""Functions of the operating system; without effect on systems that lack them."""
 
 import contextlib
 import ctypes
@@ -9,24 +9,24 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-# Opened here, since a child between fork and exec must not open libraries.
+# Opened at import, since a child process must not open libraries between fork and exec.
 _LIBC = ctypes.CDLL(None)
 
 
 def cores() -> int:
-    """Returns how many cores this process may use; all of the machine where Linux is not."""
+    """Returns the number of cores that this process may use; except on Linux, of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def local_device_count() -> int:
-    """Returns how many devices jax will have on this machine, without starting them."""
+    """Returns how many devices JAX will have on this machine, without initializing them."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         flag = re.search(r"force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
         return int(flag[1]) if flag else 1
-    kinds = "/dev/accel[0-9]*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*"
-    return max(1, *(len(glob.glob(kind)) for kind in kinds))
+    patterns = "/dev/accel[0-9]*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*"
+    return max(1, *(len(glob.glob(pattern)) for pattern in patterns))
 
 
 def restart_in_utf8_mode() -> None:
@@ -44,29 +44,28 @@ def restart_in_utf8_mode() -> None:
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when its parent dies, however it dies; Linux alone can."""
+    """Makes the kernel kill this process when its parent dies for any reason; only on Linux."""
     with contextlib.suppress(AttributeError):
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-# Of mallopt(3): M_ARENA_MAX, one pool; M_MMAP_MAX, no mappings of their own; M_TRIM_THRESHOLD, two
-# GiB are kept.
+# mallopt(3): M_ARENA_MAX=1; M_MMAP_MAX=0 (no separate mappings), M_TRIM_THRESHOLD=2 GiB.
 _ONE_POOL, _KEEP = ((-8, 1),), ((-4, 0), (-1, 2**31 - 1))
 
 
 def use_one_memory_pool() -> None:
-    """Tells the C library to serve all threads from one pool, as `keep_freed_memory` needs it.
+    """Makes the C library use one pool for all threads, which `keep_freed_memory` needs.
 
-    To be called before there are threads, who otherwise get pools of 64 MB each: a step's larger
-    buffers do not fit there, and are mapped and given back at each step.
+    Must be called before threads start, which otherwise get pools of 64 MB each. The larger buffers
+    of a step do not fit there, and would be mapped and unmapped at each step.
     """
     _mallopt(_ONE_POOL)
 
 
 def keep_freed_memory() -> None:
-    """Tells the C library to keep what is freed instead of giving it back to the system.
+    """Makes the C library keep freed memory instead of returning it to the system.
 
-    XLA on a CPU asks for every buffer of a step again; returned pages are faulted in again at each,
+    XLA on a CPU allocates every buffer of a step again. Page faults on returned memory would take
     up to two fifths of the time of a small model's step.
     """
     _mallopt((*_ONE_POOL, *_KEEP))

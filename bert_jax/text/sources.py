@@ -1,4 +1,4 @@
-"""Files of sources of text: on this machine, in a bucket, or wherever fsspec reads."""
+"""Finds the files of text sources: on this machine, in a bucket, or at an address of fsspec."""
 
 import collections
 import functools
@@ -17,8 +17,8 @@ from bert_jax.storage import buckets
 from bert_jax.storage.storage import storage_of
 from bert_jax.text import line_reader, tfds_files
 
-# Endings of the files that a source reads in a folder, in upper or lower case. All except Parquet
-# files may be compressed.
+# Endings of the files that a source reads in a folder, in upper or lower case. All files but
+# Parquet may be compressed.
 _ENDINGS = {
     "text": (".txt", ".text"),
     "jsonl": (".jsonl",),
@@ -29,19 +29,19 @@ _ENDINGS = {
 _SUFFIXES = {
     kind: (
         *endings,
-        *(e + packed for e in endings for packed in line_reader.COMPRESSED if kind != "parquet"),
+        *(e + suffix for e in endings for suffix in line_reader.COMPRESSED if kind != "parquet"),
     )
     for kind, endings in _ENDINGS.items()
 }
 # Names without text to learn from; Hadoop and Arrow mark hidden files with `_`.
 _NO_TEXT = re.compile(r"(?i)[._]|(readme|licen[cs]e)\b")
-# The most endings or folders that a line lists.
-_NAMED = 5
-# What places say of a file that another content changes.
+# Maximum number of endings or folders that a line lists.
+_LISTED = 5
+# Attributes of files in fsspec that change with the content.
 _VERSIONS = ("ETag", "etag", "md5", "blob_id", "LastModified", "last_modified", "mtime", "created")
 
 
-# Paths of files, each with what its bucket's list says of it; None outside of buckets.
+# Paths of files with their entries in the listing of a bucket; None outside of buckets.
 Files = dict[str, buckets.Listed | None]
 
 
@@ -53,49 +53,49 @@ def kind_of(path: str) -> str:
 
 def files(source: str, seconds: float | None = None) -> Files:
     """Returns the files of a source of files, sorted; for `seconds` see `Storage`."""
-    word, _, place = source.partition(":")
-    paths, others = find(source, seconds)
+    kind, _, location = source.partition(":")
+    paths, unread = find(source, seconds)
     if not paths:
-        contents = f"; it holds {_summary(others)}{_advice(others, place)}" if others else ""
+        contents = f"; it holds {_summary(unread)}{_advice(unread, location)}" if unread else ""
         missing = "no such files there"
-        if os.path.isdir(place):
-            missing = f"the folder holds no {' or '.join(_ENDINGS[word])} file"
+        if os.path.isdir(location):
+            missing = f"the folder holds no {' or '.join(_ENDINGS[kind])} file"
         raise InputError(f"corpus.sources: {source}: {missing}{contents}")
-    for path in paths if word == "text" else ():
-        if (other := kind_of(path)) not in ("", "text"):
+    for path in paths if kind == "text" else ():
+        if (path_kind := kind_of(path)) not in ("", "text"):
             raise InputError(
                 f"corpus.sources: {source}: {path} is not plain text by its name; write "
-                f"{other}:{place}, and in corpus.text_field which field is the text"
+                f"{path_kind}:{location}, and name the field of the text in corpus.text_field"
             )
     return paths
 
 
 def find(source: str, seconds: float | None = None) -> tuple[Files, list[str]]:
-    """Returns the files that a source reads, and the paths that it leaves out; both sorted.
+    """Returns the files that a source reads, and the paths that it does not read; both sorted.
 
-    A folder leaves out its files with other endings. A pattern leaves out the folders that it
-    matches; their paths end in "/".
+    In a folder, files with other endings are not read. If a pattern matches folders, these are not
+    read; their paths end in "/".
     """
-    word, _, place = source.partition(":")
-    if "://" in place:
+    kind, _, location = source.partition(":")
+    if "://" in location:
         with line_reader.translate_errors(f"corpus.sources: {source}"):
-            paths, is_folder = _find_remote(place, seconds)
-    elif os.path.isdir(place):
-        paths, is_folder = dict.fromkeys(files_below(place)), True
+            paths, is_folder = _find_remote(location, seconds)
+    elif os.path.isdir(location):
+        paths, is_folder = dict.fromkeys(files_below(location)), True
     else:
-        paths_here, folders = _match_files(source, place)
-        return dict.fromkeys(paths_here), folders
+        matches, folders = _match_files(source, location)
+        return dict.fromkeys(matches), folders
     if not is_folder:
         return paths, []
-    read = {path: listed for path, listed in paths.items() if kind_of(path) == word}
+    read = {path: entry for path, entry in paths.items() if kind_of(path) == kind}
     return read, [path for path in paths if path not in read]
 
 
 def files_below(folder: str) -> list[str]:
     """Returns all files below a folder of this machine, sorted by their paths.
 
-    Linked folders are entered once, those nearest to `folder` first, and a file that two links
-    lead to is listed once.
+    Linked folders are entered once, those nearest to `folder` first. A file with two links is
+    listed once.
     """
     all_paths: list[str] = []
     # Real paths of entered folders and, once a linked folder is met, of known files.
@@ -126,61 +126,63 @@ def _refuse(error: OSError) -> NoReturn:
     raise InputError(f"corpus.sources: {error.filename}: cannot be read ({error.strerror})")
 
 
-def _match_files(source: str, place: str) -> tuple[list[str], list[str]]:
-    """Returns the files that a path or a pattern names, and folders whose files it leaves out."""
-    there = [place] if os.path.exists(place) else _expand_pattern(place)
-    paths = sorted(set(filter(os.path.isfile, there)))
+def _match_files(source: str, pattern: str) -> tuple[list[str], list[str]]:
+    """Returns the files that a path or a pattern names, and folders whose files are not read."""
+    matches = [pattern] if os.path.exists(pattern) else _expand_pattern(pattern)
+    paths = sorted(set(filter(os.path.isfile, matches)))
     if not paths:
-        what = "the pattern matches no file" if glob.has_magic(place) else "no such file or folder"
-        if os.path.exists(place):
-            what = "not a regular file, and text is read more than once"
-        raise InputError(f"corpus.sources: {source}: {what} (in {os.getcwd()})")
-    folders = (f"{path.rstrip('/')}/" for path in set(there).difference(paths))
+        reason = "no such file or folder"
+        if os.path.exists(pattern):
+            reason = "not a regular file, and text is read more than once"
+        elif glob.has_magic(pattern):
+            reason = "the pattern matches no file"
+        raise InputError(f"corpus.sources: {source}: {reason} (in {os.getcwd()})")
+    folders = (f"{path.rstrip('/')}/" for path in set(matches).difference(paths))
     unread = [name for name in folders if not any(path.startswith(name) for path in paths)]
     return paths, sorted(filter(os.path.isdir, unread))
 
 
 def _expand_pattern(pattern: str) -> list[str]:
     """Returns the paths that a pattern matches, as `glob` does, but each file once with **."""
-    begin = re.split(r"[*?[]", pattern)[0]
-    root = begin[: begin.rfind("/") + 1]
+    literal = re.split(r"[*?[]", pattern)[0]
+    root = literal[: literal.rfind("/") + 1]
     parts = pattern.removeprefix(root).split("/")
     is_plain = all(part == "**" or ("**" not in part and part[:1] != ".") for part in parts)
     if "**" not in parts or not is_plain or not os.path.isdir(root or "."):
         return glob.glob(pattern, recursive=True)
-    # `glob` follows a link to a folder above forty times, and two such links practically for ever.
+    # `glob` follows a link to a parent folder forty times, and two such links almost forever.
     fits = re.compile(glob_translate("/".join(parts)))
     names = (path.removeprefix(root or "./") for path in files_below(root or "."))
     return [f"{root}{name}" for name in names if fits.match(name) and "/." not in f"/{name}"]
 
 
-def _find_remote(place: str, seconds: float | None) -> tuple[Files, bool]:
+def _find_remote(address: str, seconds: float | None) -> tuple[Files, bool]:
     """Returns the files at an address, and whether the address is a folder's."""
-    if place.startswith("gs://"):
-        return _find_in_bucket(place, seconds)
-    system, name = line_reader.system_of(place)
+    if address.startswith("gs://"):
+        return _find_in_bucket(address, seconds)
+    system, name = line_reader.system_of(address)
     is_folder = system.isdir(name)
     names = system.find(name) if is_folder else [name] * system.exists(name) or system.glob(name)
     return dict.fromkeys(sorted(system.unstrip_protocol(str(path)) for path in names)), is_folder
 
 
-def _find_in_bucket(place: str, seconds: float | None) -> tuple[Files, bool]:
+def _find_in_bucket(address: str, seconds: float | None) -> tuple[Files, bool]:
     """Returns the objects of a name, a folder or a pattern; see `_find_remote`."""
-    folder, fits = re.sub(r"(?<=[^:/])/*$", "/", place), ""
-    if glob.has_magic(place):
-        begin = re.split(r"[*?[]", place)[0]
-        folder, fits = begin[: begin.rfind("/") + 1], glob_translate(place)
-    is_named = buckets.is_bucket(folder) and buckets.split(place)[1]
-    if is_named and (listed := buckets.about(place, seconds)):
-        return {place: listed}, False
-    there = sorted(buckets.listing(folder, seconds=seconds).items())
-    paths = {folder + name: listed for name, listed in there if not name.endswith("/")}
-    matches = re.compile(fits or ".*").fullmatch
-    return {path: listed for path, listed in paths.items() if matches(path)}, not fits
+    folder, pattern = re.sub(r"(?<=[^:/])/*$", "/", address), ""
+    if glob.has_magic(address):
+        literal = re.split(r"[*?[]", address)[0]
+        folder, pattern = literal[: literal.rfind("/") + 1], glob_translate(address)
+    has_name = buckets.is_bucket(folder) and buckets.split(address)[1]
+    if has_name and (entry := buckets.about(address, seconds)):
+        return {address: entry}, False
+    objects = sorted(buckets.listing(folder, seconds=seconds).items())
+    paths = {folder + name: entry for name, entry in objects if not name.endswith("/")}
+    matches = re.compile(pattern or ".*").fullmatch
+    return {path: entry for path, entry in paths.items() if matches(path)}, not pattern
 
 
 def describe_unread(corpus: Corpus, seconds: float | None = None) -> list[str]:
-    """Returns a line for each source that leaves out something that no other source reads.
+    """Returns a line for each source with files that neither it nor another source reads.
 
     Hidden files and those named README or LICENSE are not counted.
     """
@@ -190,81 +192,81 @@ def describe_unread(corpus: Corpus, seconds: float | None = None) -> list[str]:
         folder, name = os.path.split(path)
         return path if "://" in path else f"{real_path(folder)}/{name}"
 
-    others: dict[str, list[str]] = {}
+    unread: dict[str, list[str]] = {}
     read: set[str] = set()
     for source in corpus.sources:
-        word, _, place = source.partition(":")
-        if word in _ENDINGS:
-            paths, others[source] = find(source, seconds)
+        kind, _, location = source.partition(":")
+        if kind in _ENDINGS:
+            paths, unread[source] = find(source, seconds)
             read.update(map(identity, paths))
         else:
-            others[source] = tfds_files.other_splits(_dataset(word, place))
+            unread[source] = tfds_files.other_splits(_dataset(kind, location))
     lines: list[str] = []
-    for source, paths in others.items():
-        word, _, place = source.partition(":")
-        if word not in _ENDINGS:
-            what, names = "split", paths
+    for source, paths in unread.items():
+        kind, _, location = source.partition(":")
+        if kind not in _ENDINGS:
+            noun, names = "split", paths
         else:
-            names = [p for p in paths if identity(p) not in read and not _is_ignored(p, place)]
+            names = [p for p in paths if identity(p) not in read and not _is_ignored(p, location)]
             read.update(map(identity, names))
-            what = "folder" if names and names[0].endswith("/") else "file"
+            noun = "folder" if names and names[0].endswith("/") else "file"
         if names:
-            summary = _summary(names) if what == "file" else ", ".join(names[:_NAMED])
-            advice = _advice(names, place) if what == "file" else ""
-            lines.append(f"{source} leaves out {pluralize(len(names), what)} ({summary}){advice}")
+            summary = _summary(names) if noun == "file" else ", ".join(names[:_LISTED])
+            advice = _advice(names, location) if noun == "file" else ""
+            lines.append(f"{source} leaves out {pluralize(len(names), noun)} ({summary}){advice}")
     return lines
 
 
-def _is_ignored(path: str, place: str) -> bool:
-    if path.startswith(place):
-        names = path.removeprefix(place).split("/")
-    else:  # a path of a pattern, or as an fsspec client spells it
+def _is_ignored(path: str, location: str) -> bool:
+    if path.startswith(location):
+        names = path.removeprefix(location).split("/")
+    else:  # a path of a pattern, or as an fsspec client writes it
         names = path.split("/")[3 if "://" in path else -1 :]
     return any(map(_NO_TEXT.match, names))
 
 
 def _summary(paths: list[str]) -> str:
-    """Returns how many files there are of each ending: 2 .jsonl, 1 .md."""
+    """Formats the number of files with each ending: 2 .jsonl, 1 .md."""
     counts = collections.Counter(map(_ending, paths))
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    shown = [f"{count:,} {ending}" for ending, count in ordered[:_NAMED]]
-    if rest := sum(count for _, count in ordered[_NAMED:]):
-        shown.append(f"{rest:,} others")
-    return ", ".join(shown)
+    parts = [f"{count:,} {ending}" for ending, count in ordered[:_LISTED]]
+    if rest := sum(count for _, count in ordered[_LISTED:]):
+        parts.append(f"{rest:,} others")
+    return ", ".join(parts)
 
 
 def _ending(path: str) -> str:
-    packed = line_reader.compression(path)
-    name = os.path.basename(path).lower().removesuffix(packed)
-    return os.path.splitext(name)[1] + packed or "without an ending"
+    compression = line_reader.compression(path)
+    name = os.path.basename(path).lower().removesuffix(compression)
+    return os.path.splitext(name)[1] + compression or "without an ending"
 
 
-def _advice(paths: list[str], place: str) -> str:
+def _advice(paths: list[str], location: str) -> str:
     """Returns which sources would read these files, as text to follow a `_summary`."""
     kinds = sorted({kind_of(path) for path in paths} - {""})
-    words = [f"{kind}:{place} reads {' and '.join(_ENDINGS[kind])}" for kind in kinds]
-    return "".join(f"; {word}" for word in words)
+    advice = [f"{kind}:{location} reads {' and '.join(_ENDINGS[kind])}" for kind in kinds]
+    return "".join(f"; {text}" for text in advice)
 
 
-def _dataset(word: str, place: str) -> epath.PathLike:
+def _dataset(kind: str, location: str) -> epath.PathLike:
     """Returns the folder of a TFDS dataset."""
-    return tfds_files.find(place) if word == "tfds" else place
+    return tfds_files.find(location) if kind == "tfds" else location
 
 
 def fingerprint(corpus: Corpus, seconds: float | None = None) -> list[dict[str, Any]]:
-    """Returns `file`, `bytes` and `mtime_ns` of each file of the sources, of which nothing is read.
+    """Returns `file`, `bytes` and `mtime_ns` of each file of the sources, without reading them.
 
-    A TFDS dataset is recognised by its dataset_info.json, which carries the sizes of its shards.
-    A bucket may be out of reach for so many seconds, None: ten minutes.
+    For a TFDS dataset this is its dataset_info.json, which has the sizes of its shards. A bucket
+    may be out of reach for `seconds`, None: ten minutes.
     """
     rows = []
     for source in corpus.sources:
-        word, _, place = source.partition(":")
-        if word in _ENDINGS:
+        kind, _, location = source.partition(":")
+        if kind in _ENDINGS:
             paths = files(source, seconds)
         else:
-            paths = {f"{_dataset(word, place)}/dataset_info.json": None}
-        rows += [{"file": path, **state(path, seconds, listed)} for path, listed in paths.items()]
+            paths = {f"{_dataset(kind, location)}/dataset_info.json": None}
+        rows += [{"file": path, **state(path, seconds, entry)} for path, entry in paths.items()]
     return rows
 
 
@@ -275,15 +277,14 @@ def state(
     with line_reader.translate_errors(f"corpus.sources: {path}"):
         if "://" in path and not path.startswith("gs://"):
             system, name = line_reader.system_of(path)
-            about = system.info(name)
-            if (size := about["size"]) is None:
+            info = system.info(name)
+            if (size := info["size"]) is None:
                 raise InputError(
-                    f"corpus.sources: {path}: its server does not say how long it is; fetch it, "
-                    "and name the file here"
+                    f"corpus.sources: {path}: its server does not report its size; download it and "
+                    "give the local file"
                 )
-            # Not every place keeps dates, and a list says other things of a file than an answer
-            # about it alone.
-            version = str(next(filter(None, map(about.get, _VERSIONS)), "")).strip('"')
+            # Not every file system has dates, and listings have other attributes than single files.
+            version = str(next(filter(None, map(info.get, _VERSIONS)), "")).strip('"')
             date = int(hashlib.sha256(version.encode()).hexdigest()[:15], 16)
         else:
             size, date = storage_of(path).stat(path, seconds, listed)
@@ -291,7 +292,7 @@ def state(
 
 
 def sha256(path: str) -> str:
-    """Returns the SHA-256 of a file, wherever it lies."""
+    """Returns the SHA-256 of a local or remote file."""
     with line_reader.translate_errors(f"corpus.sources: {path}"):
         if "://" in path and not path.startswith("gs://"):
             with line_reader.open_raw(path) as file:

@@ -1,9 +1,8 @@
-"""Tokenizers trained on the words of a corpus, one function a kind.
+"""Trains tokenizers on the words of a corpus, with one function for each kind.
 
-WordPiece is the reference's. Of byte BPE and Unigram a tokenizer.json is all that decides the ids,
-computed by the library that everybody computes it with (see `text.library`), so that it can leave
-as it is. Specials stand behind the pieces there, and are no pieces of the model's own: text never
-yields them.
+WordPiece is the reference's. Byte BPE and Unigram give a tokenizer.json, which alone determines the
+ids with the usual library (see `text.library`), so it can be exported unchanged. There the special
+tokens follow the model's own tokens, so that text never yields them.
 """
 
 import collections
@@ -17,16 +16,15 @@ from bert_jax.text import library, merges, vocabulary
 from bert_jax.text.tokenizer import SentencePiece, Tokenizer, WordPiece
 from bert_jax.text.vocabulary import CLS, MASK, PAD, SEP, UNK, WordCounts
 
-# SentencePiece writes every word as often as it occurs, and sorts what follows each byte of that:
-# 20 bytes of memory a byte. So counts are shares of so many bytes.
+# SentencePiece repeats each word as often as it occurs, and builds a suffix array of this text with
+# 20 bytes of memory per byte. So counts are scaled down to this number of bytes.
 _UNIGRAM_BYTES = 10_000_000
 
 
 def train(counted: WordCounts, vocab_size: int, corpus: Corpus) -> Tokenizer:
-    """Trains a tokenizer of `Corpus.tokenizer_kind` and of so many ids on counted words.
+    """Trains a tokenizer of `Corpus.tokenizer_kind` with `vocab_size` ids on counted words.
 
-    The words are as `basic_tokens` gives them for WordPiece; for the others what stands between
-    blanks.
+    For WordPiece the words are those of `basic_tokens`; for the others the text between blanks.
     """
     kind, unused = corpus.tokenizer_kind, corpus.unused_pieces
     if kind == "wordpiece":
@@ -40,10 +38,10 @@ def train(counted: WordCounts, vocab_size: int, corpus: Corpus) -> Tokenizer:
 
 
 def _byte_bpe(counted: WordCounts, vocab_size: int, corpus: Corpus) -> tokenizers.Tokenizer:
-    """Trains byte BPE as ModernBERT has it (GPT-2's, behind NFC), without specials.
+    """Trains byte BPE as in ModernBERT (GPT-2's, after NFC), without special tokens.
 
-    A blank is put before a text, other than there: text is cut sentence by sentence, and the first
-    word of one is the same piece as within a text.
+    Other than in ModernBERT, a blank is put before a text: sentences are tokenized one by one, and
+    their first words should have the same tokens as within a text.
     """
     trained = tokenizers.Tokenizer(models.BPE())
     trained.normalizer = _normalizer([normalizers.NFC()], corpus)
@@ -53,21 +51,21 @@ def _byte_bpe(counted: WordCounts, vocab_size: int, corpus: Corpus) -> tokenizer
     room = vocab_size - len(alphabet) - len(vocabulary.SPECIALS) - corpus.unused_pieces
     if room < 0:
         raise InputError(
-            f"model.vocab_size={vocab_size}: bytes, specials and corpus.unused_pieces alone are "
-            f"{vocab_size - room} pieces; set it to more"
+            f"model.vocab_size={vocab_size}: bytes, special tokens and corpus.unused_pieces alone "
+            f"are {vocab_size - room} tokens; set it to more"
         )
-    cut = _pre_tokenize(trained, counted)
-    made = merges.learn(cut.words, cut.counts, alphabet, (), room)
-    pieces = dict.fromkeys([*alphabet, *(left + right for left, right in made)])
-    trained.model = models.BPE({piece: i for i, piece in enumerate(pieces)}, made)
+    parts = _pre_tokenize(trained, counted)
+    pairs = merges.learn(parts.words, parts.counts, alphabet, (), room)
+    tokens = dict.fromkeys([*alphabet, *(left + right for left, right in pairs)])
+    trained.model = models.BPE({token: i for i, token in enumerate(tokens)}, pairs)
     return trained
 
 
 def _unigram(counted: WordCounts, vocab_size: int, corpus: Corpus) -> tokenizers.Tokenizer:
-    """Trains Unigram as XLM-R has it, by SentencePiece's trainer, without specials but [UNK]."""
+    """Trains Unigram as in XLM-R, with SentencePiece's trainer and no special token but [UNK]."""
     trained = tokenizers.Tokenizer(models.Unigram())
     trained.normalizer = _normalizer([normalizers.Nmt(), normalizers.NFKC()], corpus)
-    # SentencePiece puts its own mark before words.
+    # SentencePiece's trainer puts its mark before words itself.
     trained.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     counted = _scale_counts(_pre_tokenize(trained, counted), _UNIGRAM_BYTES)
     model = vocabulary.train_sentencepiece(
@@ -82,13 +80,13 @@ def _unigram(counted: WordCounts, vocab_size: int, corpus: Corpus) -> tokenizers
 
 
 def _scale_counts(counted: WordCounts, most: int) -> WordCounts:
-    """Returns words with counts in the same proportions, and at least 1, that are as many bytes."""
+    """Scales counts down to `most` bytes of text in all; each count is at least 1."""
     sizes = [len(word.encode()) for word in counted.words]
-    whole = sum(size * count for size, count in zip(sizes, counted.counts, strict=True))
-    if whole <= most:
+    total = sum(size * count for size, count in zip(sizes, counted.counts, strict=True))
+    if total <= most:
         return counted
-    shares = (max(1, count * most // whole) for count in counted.counts)
-    return WordCounts.of(dict(zip(counted.words, shares, strict=True)))
+    counts = (max(1, count * most // total) for count in counted.counts)
+    return WordCounts.of(dict(zip(counted.words, counts, strict=True)))
 
 
 def _normalizer(steps: list[normalizers.Normalizer], corpus: Corpus) -> normalizers.Normalizer:
@@ -97,7 +95,7 @@ def _normalizer(steps: list[normalizers.Normalizer], corpus: Corpus) -> normaliz
 
 
 def _pre_tokenize(untrained: tokenizers.Tokenizer, counted: WordCounts) -> WordCounts:
-    """Returns words as a tokenizer's normalizer and pre-tokenizer cut them."""
+    """Splits words by a tokenizer's normalizer and pre-tokenizer."""
     counts: collections.Counter[str] = collections.Counter()
     for word, count in zip(counted.words, counted.counts, strict=True):
         plain = untrained.normalizer.normalize_str(word)
@@ -107,13 +105,12 @@ def _pre_tokenize(untrained: tokenizers.Tokenizer, counted: WordCounts) -> WordC
 
 
 def _add_specials(trained: tokenizers.Tokenizer, vocab_size: int) -> None:
-    """Adds the specials, [unused] pieces up to `vocab_size`, and [CLS] A [SEP] B [SEP]."""
+    """Adds special tokens, [unused] ones up to `vocab_size`, and the template of texts."""
     mask = tokenizers.AddedToken(MASK, lstrip=True, special=True)  # as ModernBERT and RoBERTa
     trained.add_special_tokens([UNK, CLS, SEP, PAD, mask])
-    lacking = vocab_size - trained.get_vocab_size()
-    trained.add_special_tokens(vocabulary.unused(lacking))
+    trained.add_special_tokens(vocabulary.unused(vocab_size - trained.get_vocab_size()))
     trained.post_processor = processors.TemplateProcessing(
         single=f"{CLS}:0 $A:0 {SEP}:0",
         pair=f"{CLS}:0 $A:0 {SEP}:0 $B:1 {SEP}:1",
-        special_tokens=[(piece, trained.token_to_id(piece)) for piece in (CLS, SEP)],
+        special_tokens=[(token, trained.token_to_id(token)) for token in (CLS, SEP)],
     )

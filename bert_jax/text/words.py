@@ -1,10 +1,9 @@
-"""The words of a corpus, part by part: as numbers, and counted for the training of a vocabulary.
+"""Writes the words of a corpus as numbers, part by part, and counts them to train a vocabulary.
 
-Each part of the corpus leaves a file of its words with their counts, in sections by a hash of the
-word; sections of all files are added up one after another. So the counts are exact, whatever the
-size of the corpus, and memory is bounded. Of more than 250,000 different words those that occur
-most often train the vocabulary; of equally frequent ones some that a hash chooses, which favours no
-letter.
+Each part of the corpus writes a file of its words with their counts, in sections by a hash of the
+word. The sections of all files are then summed one after another, so counts are exact and memory is
+bounded for any size of corpus. At most 250,000 different words train the vocabulary, the most
+frequent ones; a hash breaks ties without preference for a letter.
 """
 
 import collections
@@ -19,27 +18,27 @@ import numpy as np
 from bert_jax.text.tokenizer import MAX_WORD, Case, Splitter, WordPiece
 from bert_jax.text.vocabulary import WordCounts
 
-# Different words that train a vocabulary.
+# Maximum number of different words that train a vocabulary.
 MOST_WORDS = 250_000
 
-# A word that is unknown for its length.
+# A word that is [UNK] because of its length.
 _UNKNOWN = f" {'a' * (MAX_WORD + 1)} "
 
-_MOST_OF_A_WORD = 4_000
+_LONGEST_STRETCH = 4_000
 _SECTIONS = 64
-# Different words held while counting; a part of more is counted in several goes.
+# Different words held in memory while counting; then the counts are written.
 _HELD = 300_000
 
 
 class WordNumbers(dict):
-    """Words met so far, numbered as they came; 0 is the end of a sentence, 1 any long word."""
+    """Numbers words in the order of their first use; 0 ends a sentence, 1 is any long word."""
 
     def __init__(self, first: int = 0):
         super().__init__({"\n": first, "": first + 1})
         self._first = first
 
     def __missing__(self, word: str) -> int:
-        if len(word) > MAX_WORD:  # all of them are unknown to WordPiece
+        if len(word) > MAX_WORD:  # WordPiece maps all of them to [UNK]
             return self[""]
         self[word] = number = self._first + len(self)
         return number
@@ -49,7 +48,7 @@ class NumberWriter:
     """Writes sentences as the numbers of their words, and the words with their counts.
 
     FOLDER/tokens.bin   uint32, the number of each word
-    FOLDER/words.txt    the words, in the order of their numbers; a word may stand there again
+    FOLDER/words.txt    the words, in the order of their numbers; a word may occur twice
     FOLDER/counts.json  how often each occurs, in sections
     """
 
@@ -62,9 +61,9 @@ class NumberWriter:
         names = ("tokens.bin", "words.txt", "counts.json")
         files = [open(folder / name, "wb") for name in names]  # noqa: SIM115
         self._tokens, self._words, self._sections = files
-        # Where the sections begin and the last one ends, for each time they were written.
+        # For each time the sections were written: their beginnings and the end of the last one.
         self.offsets: list[list[int]] = []
-        # Words of over MAX_WORD characters: all are [UNK], and none trains a vocabulary.
+        # Number of words longer than MAX_WORD: all are [UNK], and none trains a vocabulary.
         self.long_words = 0
 
     def add(self, sentences: Iterable[str]) -> np.ndarray:
@@ -88,14 +87,14 @@ class NumberWriter:
         return np.diff(ends, prepend=-1) - 1
 
     def close(self) -> None:
-        """Ends the files."""
+        """Writes the rest and closes the files."""
         self._flush()
         for file in (self._tokens, self._words, self._sections):
             file.close()
 
     def _flush(self) -> None:
         words = list(self._numbers)
-        # Lines are words, so the end of a sentence is written as none.
+        # The end of a sentence is a line feed, so it is written as an empty line.
         self._words.write("\n".join(["", *words[1:], ""]).encode())
         counted = zip(words[2:], self._counts[2:].tolist(), strict=True)
         self.offsets.append(_write_sections({w: n for w, n in counted if n}, self._sections))
@@ -104,7 +103,7 @@ class NumberWriter:
 
 
 class WordTable:
-    """The ids of each word of a part, to make its numbers into ids."""
+    """The ids of each word of a part, to convert word numbers to ids."""
 
     def __init__(self, words: Sequence[str], tokenizer: WordPiece):
         ids = [tokenizer.pieces_of[word] if word else [tokenizer.unk_id] for word in words]
@@ -117,13 +116,16 @@ class WordTable:
         self._firsts = np.cumsum(self._lengths, dtype=np.int64) - self._lengths
 
     def ids(self, numbers: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ids of sentences of so many words each, none 0, and how many each has, int64."""
+        """Returns the ids of sentences, and the number of ids of each, int64.
+
+        `counts` has the number of words of each sentence, all above 0.
+        """
         lengths = self._lengths[numbers]
         ends = np.cumsum(lengths, dtype=np.int64)
         starts = np.repeat(self._firsts[numbers] - ends + lengths, lengths)
         firsts = np.cumsum(counts, dtype=np.int64) - counts
-        pieces = np.add.reduceat(lengths, firsts, dtype=np.int64)
-        return self._ids[starts + np.arange(len(starts))], pieces
+        id_counts = np.add.reduceat(lengths, firsts, dtype=np.int64)
+        return self._ids[starts + np.arange(len(starts))], id_counts
 
 
 def read_words(path: pathlib.Path) -> list[str]:
@@ -132,10 +134,10 @@ def read_words(path: pathlib.Path) -> list[str]:
 
 
 def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> list[list[int]]:
-    """Counts what stands between blanks, for SentencePiece; returns offsets as `NumberWriter`.
+    """Counts the text between blanks for SentencePiece; returns offsets as `NumberWriter` has.
 
-    What is longer than 200 characters, as in scripts without blanks, comes in stretches, and what
-    follows the 4,000th not at all: SentencePiece passes over sentences of more bytes.
+    Text of over 200 characters without a blank, as in some scripts, is counted in stretches; after
+    4,000 characters it is dropped, since SentencePiece skips longer sentences.
     """
     offsets: list[list[int]] = []
     counts: dict[str, int] = {}
@@ -143,7 +145,7 @@ def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> lis
         for text in texts:
             text = text.lower() if case == "uncased" else text
             for word, count in collections.Counter(text.split()).items():
-                for start in range(0, min(len(word), _MOST_OF_A_WORD), MAX_WORD):
+                for start in range(0, min(len(word), _LONGEST_STRETCH), MAX_WORD):
                     stretch = word[start : start + MAX_WORD]
                     counts[stretch] = counts.get(stretch, 0) + count
             if len(counts) > _HELD:
@@ -167,7 +169,7 @@ def count(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> WordCounts:
                     for word, number in part.items():
                         counts[word] = counts.get(word, 0) + number
         counted.add(counts)
-        # Like words have like checksums, which Knuth's factor scatters over 32 bits.
+        # Similar words have similar checksums, which Knuth's factor spreads over 32 bits.
         kept += [(-n, _hash(word) * 2654435761 & 0xFFFFFFFF, word) for word, n in counts.items()]
         if len(kept) > MOST_WORDS:
             kept.sort()

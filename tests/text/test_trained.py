@@ -115,7 +115,7 @@ def test_a_text_too_small_leaves_more_pieces_unused(kind):
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused_by_name():
     settings = Corpus(sources=("text:x",), tokenizer_kind="byte_bpe")
-    with pytest.raises(InputError, match=r"model\.vocab_size=260: .* 261 pieces"):
+    with pytest.raises(InputError, match=r"model\.vocab_size=260: .* 261 tokens"):
         trained.train(COUNTED, 260, settings)
     settings = dataclasses.replace(settings, unused_pieces=100)
     with pytest.raises(InputError, match=r"corpus\.unused_pieces"):
