@@ -56,8 +56,7 @@ def main() -> None:
 def sample(count: int) -> list[str]:
     """Sentences of the sample text, taken evenly from all of it; again if there are too few."""
     read = documents.read(Corpus(sources=(measure.SAMPLE,)))
-    lines = [line for document in read for line in sentence_splitter.split(document, "en")]
-    found = [" ".join(line.split()) for line in lines]
+    found = [" ".join(line.split()) for d in read for line in sentence_splitter.split(d, "en")]
     return [found[i * max(len(found), count) // count % len(found)] for i in range(count)]
 
 

@@ -1,8 +1,8 @@
-"""Learning the merges of a WordPiece or a BPE vocabulary from counted words.
+"""Learns the merges of a WordPiece or BPE vocabulary from counted words.
 
-Byte-pair encoding as Hugging Face's trainer does it (tokenizers 0.23, models/bpe/trainer.rs), merge
-for merge: the same words give the same merges in the same order. That trainer takes texts alone,
-so that each word would have to be handed over as often as it occurs, and holds 0.9 KB a word.
+Reproduces Hugging Face's trainer of byte-pair encoding (tokenizers 0.23, models/bpe/trainer.rs):
+the same words give the same merges in the same order. That trainer takes only texts, so each word
+would have to be passed as often as it occurs, and needs 0.9 KB per word.
 """
 
 import heapq
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Pairs of pieces that stand together less often are not merged.
+# Pairs that occur less often are not merged.
 _LEAST_COUNT = 2
 
 
@@ -21,12 +21,12 @@ def learn(
     continuing: Sequence[str],
     size: int,
 ) -> list[tuple[str, str]]:
-    """Returns merges of the commonest pairs, which make up to `size` new pieces of characters.
+    """Returns merges of the most frequent pairs, which yield up to `size` new tokens.
 
-    Words differ, and none is empty; `counts` says how often each occurs. Characters outside of the
-    alphabet are passed over; `continuing` are those in it, as `##c`, that ever go on a word, or
-    none: then a piece is the same wherever it stands. Fewer pieces come about where no pair is left
-    that occurs twice.
+    Words are different and not empty; `counts` has how often each occurs. Characters outside the
+    alphabet are ignored. `continuing` has the characters that continue words, as `##c`; if it is
+    empty, a token is the same at any position of a word. There are fewer new tokens if no pair is
+    left that occurs twice.
     """
     pieces = [*alphabet, *continuing]
     merger = _Merger(words, np.array(counts, np.int64), pieces)
@@ -48,11 +48,11 @@ def learn(
 
 
 class _Merger:
-    """The words as pieces, and how often each pair of pieces stands together.
+    """The words as pieces, with the counts of all pairs of adjacent pieces.
 
-    A pair may be queued several times, each time with the words that it has newly come to stand
-    in, and its count is not lowered when it is merged: so the trainer has it, and its order of
-    merges depends on it.
+    As in Hugging Face's trainer, a pair may be queued several times, each time with the words in
+    which it is new, and its count is not reduced when it is merged: the order of merges depends on
+    this.
     """
 
     def __init__(self, words: Sequence[str], counts: np.ndarray, pieces: Sequence[str]):
@@ -62,7 +62,7 @@ class _Merger:
         starts = np.cumsum(lengths) - lengths
         first = np.zeros(len(text), bool)
         first[starts] = True
-        # Two tables from characters to pieces.
+        # Two tables from characters to pieces: for the first character of a word, and for others.
         table = np.full((2, int(text.max(initial=0)) + 1), -1, np.int32)
         for number, piece in enumerate(pieces):
             code = ord(piece[-1])
@@ -72,7 +72,7 @@ class _Merger:
             table[1] = table[0]
         known = table[0][text] >= 0
         holders = np.repeat(np.arange(len(words), dtype=np.int32), lengths)[known]
-        # int32, the pieces of all words one after another, each word where it began.
+        # int32, the pieces of all words; each word keeps its start when it becomes shorter.
         self._pieces = np.where(first, table[0][text], table[1][text])[known]
         self._lengths = np.bincount(holders, minlength=len(words)).astype(np.int32)
         self._starts = np.cumsum(self._lengths) - self._lengths
@@ -86,7 +86,7 @@ class _Merger:
         self._push(codes, holders)
 
     def pop(self) -> tuple[int, int, np.ndarray] | None:
-        """Returns the commonest pair, of those the one of the smallest ids, and words with it."""
+        """Returns the most frequent pair (ties: the smallest ids) and the words that have it."""
         while self._queue:
             negative, code, number, holders = self._queue[0]
             count = self._pairs[code]
@@ -100,7 +100,7 @@ class _Merger:
         return None
 
     def merge(self, left: int, right: int, new: int, holders: np.ndarray) -> None:
-        """Puts `new` in the place of each `left, right` in some words."""
+        """Replaces each pair `left, right` by `new` in the words `holders`."""
         lengths = self._lengths[holders]
         ends = np.cumsum(lengths)
         total = int(ends[-1])
@@ -108,17 +108,17 @@ class _Merger:
         where = np.arange(total) + (self._starts[holders] - ends + lengths)[row]
         pieces = self._pieces[where]
         at = np.flatnonzero((pieces[:-1] == left) & (pieces[1:] == right) & (row[:-1] == row[1:]))
-        if left == right:  # of places that overlap every other, from the left
+        if left == right:  # every other one of overlapping pairs, from the left
             begin = np.maximum.accumulate(np.where(np.diff(at, prepend=-2) > 1, at, 0))
             at = at[(at - begin) % 2 == 0]
         if not len(at):
             return
-        # Pairs that end: with the piece before, and the one behind, except the merged one itself.
+        # Pairs that vanish: with the piece before and the piece after, except the merged pair.
         before = at[(at > 0) & (row[at - 1] == row[at])] - 1
         behind = at[at + 2 < total] + 1
         behind = behind[row[behind] == row[behind + 1]]
         gone = np.concatenate([before, behind[~np.isin(behind, before)]])
-        # Between two merged pairs that touch, the trainer sees for a moment `new, left`.
+        # Between two adjacent merged pairs, the trainer temporarily has `new, left`.
         passing = row[at[1:][at[1:] == at[:-1] + 2]]
         self._count(_code(pieces[gone], pieces[gone + 1]), -self._counts[holders[row[gone]]])
         kept = np.ones(total, bool)
@@ -153,7 +153,7 @@ class _Merger:
             pairs[code] = pairs.get(code, 0) + value
 
     def _push(self, codes: np.ndarray, holders: np.ndarray) -> None:
-        """Queues pairs with the words that they have come to stand in."""
+        """Queues pairs with the words in which they are new."""
         if not len(codes):
             return
         order = np.lexsort((holders, codes))
@@ -172,5 +172,5 @@ class _Merger:
 
 
 def _code(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Returns a pair of ids as one int64, in the order of pairs."""
+    """Encodes pairs of ids as int64, in the order of pairs."""
     return (left.astype(np.int64) << 32) | right

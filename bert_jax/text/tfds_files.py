@@ -1,7 +1,7 @@
-"""Ready TFDS datasets, read from their folders without TensorFlow.
+"""Reads prepared TFDS datasets from their folders without TensorFlow.
 
-TFDS imports whatever module a dataset's features.json names, so the names are checked against a
-list before TFDS sees the folder: data is never code here.
+TFDS imports any module that a dataset's features.json names. So the names are checked against a
+list before TFDS opens the folder: data must not run code.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from bert_jax.errors import InputError
 from bert_jax.storage import copies
 from bert_jax.storage.storage import storage_of
 
-with epy.lazy_imports():  # it takes a third of a second, and most text lies in files
+with epy.lazy_imports():  # the import takes a third of a second, and most sources are files
     import tensorflow_datasets as tfds
 
 _KNOWN_FEATURES = frozenset(
@@ -34,7 +34,7 @@ _KNOWN_FEATURES = frozenset(
         "optional_feature.Optional",
     )
 )
-# What TFDS imports, wherever it stands in a features.json.
+# Keys of a features.json whose values TFDS imports, at any depth.
 _NAMING = ("pythonClassName", "python_class_name", "type", "proto_cls")
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
@@ -59,24 +59,26 @@ def find(name: str) -> epath.Path:
 
 
 def open_folder(folder: epath.PathLike) -> "tfds.core.DatasetBuilder":
-    """Returns a builder for the dataset in `folder`, whose features are seen to be plain data."""
-    folder, named = epath.Path(folder), []
+    """Returns a builder for the dataset in `folder`, after a check that its features are data."""
+    folder, names = epath.Path(folder), []
 
-    def note(fields: list[tuple[str, Any]]) -> None:
-        named.extend(value for key, value in fields if key in _NAMING and isinstance(value, str))
+    def collect(fields: list[tuple[str, Any]]) -> None:
+        names.extend(value for key, value in fields if key in _NAMING and isinstance(value, str))
 
     storage = storage_of(folder)
     try:
-        names = ("features.json", "dataset_info.json")
-        texts = {name: storage.read(folder / name).decode() for name in names}
-        json.loads(texts["features.json"], object_pairs_hook=note)
+        texts = {
+            name: storage_of(folder).read(folder / name).decode()
+            for name in ("features.json", "dataset_info.json")
+        }
+        json.loads(texts["features.json"], object_pairs_hook=collect)
         json.loads(texts["dataset_info.json"])
     except FileNotFoundError as error:
         missing = error.filename or folder / "features.json"
         raise InputError(f"{folder}: no TFDS dataset here (no {missing})") from error
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{folder}: damaged TFDS metadata ({error})") from error
-    for name in named:
+    for name in names:
         if name not in _KNOWN_FEATURES:
             raise InputError(
                 f"{folder / 'features.json'}: feature class {name!r} is not one of TFDS's plain "
@@ -84,14 +86,14 @@ def open_folder(folder: epath.PathLike) -> "tfds.core.DatasetBuilder":
             )
     try:
         with contextlib.ExitStack() as stack:
-            here = folder
-            if storage.is_bucket:  # TFDS would ask the bucket about every file
-                here = epath.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            local = folder
+            if storage_of(folder).is_bucket:  # TFDS would send a request for every file
+                local = epath.Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 for name, text in texts.items():
-                    (here / name).write_text(text)
-            builder = tfds.builder_from_directory(here)
+                    (local / name).write_text(text)
+            builder = tfds.builder_from_directory(local)
             features = builder.info.features
-    except Exception as error:  # TFDS raises many kinds; each means the folder cannot be read
+    except Exception as error:  # TFDS raises many kinds of exceptions for unreadable folders
         raise _unreadable(folder, error) from error
     if not isinstance(features, tfds.features.FeaturesDict):
         raise InputError(f"{folder / 'features.json'}: its examples have no named fields")
@@ -126,17 +128,17 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
     try:
         lengths = info.splits[split].shard_lengths
         files = list(zip(info.splits[split].filepaths, lengths, strict=True))
-    except Exception as error:  # as when it is opened
+    except Exception as error:  # as in open_folder
         raise _unreadable(folder, error) from error
-    if not files:  # as after the lengths were lost: TFDS would give an empty split
+    if not files:  # such as after the lengths were lost: TFDS would return an empty split
         raise InputError(
             f"{folder / 'dataset_info.json'}: lists no file of split {split!r}; put the whole "
             "file back"
         )
-    is_there = storage_of(folder).is_bucket
-    files = [(folder / path.name if is_there else path, count) for path, count in files]
+    in_bucket = storage_of(folder).is_bucket
+    files = [(folder / path.name if in_bucket else path, count) for path, count in files]
     total = max(sum(count for _, count in files), 1)
-    can_be_cut = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not is_there
+    can_be_cut = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not in_bucket
     size = info.splits[split].num_bytes
     return [(path, count, size * count // total, can_be_cut) for path, count in files]
 
@@ -144,10 +146,10 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
 def shard_records(
     folder: epath.PathLike, path: epath.PathLike, count: int, start: int = 0, stop: int = -1
 ) -> Iterator[dict[str, Any]]:
-    """Yields the examples of a file of a dataset's folder, or `start` to `stop` of them.
+    """Yields the examples of a file with `count` examples, or only those from `start` to `stop`.
 
-    A file in a bucket is fetched to this machine, and dropped once it was read. The folder holds
-    the metadata, the file `count` examples; `stop` is one past the last, -1: all.
+    A file in a bucket is copied to this machine, and deleted after reading. `folder` has the
+    metadata of the dataset; `stop` is one past the last example, -1: all.
 
     Raises:
       Unavailable: the bucket was out of reach for minutes.
@@ -155,8 +157,8 @@ def shard_records(
     path, info = epath.Path(path), open_folder(folder).info
     read = start
     with copies.local_copy(path) as (local,):
-        raw = _records_of(info.file_format.value, str(local), start, stop)
-        for record in _whole(path, raw, info.features):
+        raw = _read_raw(info.file_format.value, str(local), start, stop)
+        for record in _decode(path, raw, info.features):
             read += 1
             yield record
     expected = count if stop < 0 else stop
@@ -165,7 +167,7 @@ def shard_records(
 
 
 def class_labels(folder: epath.PathLike) -> "dict[str, tfds.features.ClassLabel]":
-    """Returns features whose numbers stand for classes, or are sequences of such, by their keys."""
+    """Returns the class-label features, also those within sequences, by their keys."""
     labels = {}
     for key, feature in open_folder(folder).info.features.items():
         if isinstance(feature, tfds.features.Sequence):
@@ -175,8 +177,8 @@ def class_labels(folder: epath.PathLike) -> "dict[str, tfds.features.ClassLabel]
     return labels
 
 
-def _whole(path: epath.Path, raw: Iterator[bytes], features: Any) -> Iterator[dict[str, Any]]:
-    """Yields the file's records, decoded; libraries raise many kinds of error over its bytes."""
+def _decode(path: epath.Path, raw: Iterator[bytes], features: Any) -> Iterator[dict[str, Any]]:
+    """Yields the decoded records of a file; turns the libraries' many errors into InputError."""
     while True:
         try:
             record = features.deserialize_example_np(next(raw))
@@ -192,8 +194,8 @@ def _damaged(path: epath.Path, reason: str) -> InputError:
     return InputError(f"{path}: missing or damaged ({reason}); put the whole file back")
 
 
-def _records_of(kind: str, path: str, start: int, stop: int) -> Iterator[bytes]:
-    if kind == "tfrecord":  # always all
+def _read_raw(kind: str, path: str, start: int, stop: int) -> Iterator[bytes]:
+    if kind == "tfrecord":  # always read whole
         import grain
 
         yield from grain.experimental.TFRecordIterDataset(path)
