@@ -217,7 +217,7 @@ def returned(trained: LoadedModel, architectures: dict[str, str], folder: pathli
         found = base.read(target)
         same = found.tokenizer.sha256 == trained.tokenizer.sha256
         came, went = (
-            weights.to_theirs(params, trained.model, architecture)
+            weights.export_tensors(params, trained.model, architecture)
             for params in (found.params, trained.params)
         )
         same = same and all(np.array_equal(came[name], value) for name, value in went.items())

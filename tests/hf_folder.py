@@ -72,4 +72,4 @@ def cut_in_shards(folder: pathlib.Path, listed: dict[str, str] | None = None) ->
 
 def names_of(base: Base) -> dict[str, np.ndarray]:
     """The tensors of a base by the names of this folder's."""
-    return weights.to_theirs(base.params, base.model, "BertForPreTraining")
+    return weights.export_tensors(base.params, base.model, "BertForPreTraining")

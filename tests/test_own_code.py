@@ -39,7 +39,7 @@ def nothing_is_named(monkeypatch):
     monkeypatch.setenv("BERT_JAX_CODE", "")
     monkeypatch.setattr(code_lib, "_named_paths", [])
     monkeypatch.setattr(code_lib, "_loaded", {})
-    for kept in (encoder._traced, step.abstract_state, step.make_eval_step, evaluators.logits_fn):
+    for kept in (encoder._trace, step.abstract_state, step.make_eval_step, evaluators.logits_fn):
         kept.cache_clear()
 
 

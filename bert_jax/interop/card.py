@@ -1,4 +1,4 @@
-"""The model card next to an exported model: what it was trained on, how, and how good it is."""
+"""The model card of an exported model: its text, its training and its scores."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ from bert_jax.errors import printable
 from bert_jax.interop.names import FAMILIES, PARTS, family
 from bert_jax.pretraining.loaded_model import LoadedModel
 
-# By the end of a class's name, what a hub calls its task.
+# The hub's name of a task by the suffix of a class.
 _TASKS = {
     "ForPreTraining": "fill-mask",
     "ForMaskedLM": "fill-mask",
@@ -24,9 +24,9 @@ _TASKS = {
     "ForMultipleChoice": "multiple-choice",
     "Model": "feature-extraction",
 }
-# Sources beyond these are counted, not named.
+# Maximum number of sources that are listed; further sources are counted.
 _NAMED = 50
-# Fields that say where files lie.
+# Fields with paths of files.
 _PATHS = ("corpus.sources", "corpus.tokenizer", "init_from", "task.train", "task.validation")
 _PATHS += ("vectors.teacher",)
 
@@ -40,21 +40,21 @@ def write(
     tuned: Finetuning | None = None,
     labels: Sequence[str] = (),
 ) -> str:
-    """Returns the text of README.md; names of files and runs are code: no markup is read there.
+    """Returns the text of README.md. Names of files and runs are code spans, without markup.
 
-    The architecture is the class that reads it; the form `adapter` is PEFT's, over a base in the
-    folder; a fine-tuning, if one has made it, has labels.
+    `architecture` is the class that reads the model; the form `adapter` is PEFT's, with a base in
+    the folder; `tuned` is the fine-tuning that made the model, with its labels.
     """
     task = next(task for end, task in _TASKS.items() if architecture.endswith(end))
-    name = FAMILIES[family(trained.model)].words
-    # What was imported was trained by others, or by a run that its source names.
+    name = FAMILIES[family(trained.model)].label
+    # An imported model was trained by others, or by the run that its source names.
     made = "fine-tuned" if tuned else "written" if trained.source else "pre-trained"
-    use = f", for texts as task.kind={tuned.task.kind} has them" if tuned else ""
+    use = f", for texts of task.kind={tuned.task.kind}" if tuned else ""
     library = "sentence-transformers" if task == "feature-extraction" else "transformers"
     fresh = [part.partition("/")[0] for part in trained.fresh]
     never = [part for part in fresh if part in PARTS.get(architecture, ())]
     lines = [
-        # What model hubs read: fixed words alone.
+        # Metadata for model hubs, without text of users.
         *("---", f"library_name: {library}", f"pipeline_tag: {task}"),
         *("tags:", f"- {name.lower()}", "---", ""),
         *(f"# {code(trained.name)}", ""),
@@ -80,28 +80,27 @@ def write(
 
 
 def code(text: str) -> str:
-    """Returns text as an inline code span, whatever it holds."""
+    """Returns any text as an inline code span."""
     return f"`{printable(text).replace('`', chr(39)) or ' '}`"
 
 
 def _how_to(architecture: str, folder: str, form: Literal["model", "adapter"]) -> list[str]:
-    """Returns Python that loads the folder."""
-    place, base = (
-        json.dumps(printable(path).replace("`", "'")) for path in (folder, f"{folder}/base")
-    )
+    """Returns Python code that loads the folder."""
+    paths = (folder, f"{folder}/base")
+    target, base = (json.dumps(printable(path).replace("`", "'")) for path in paths)
     lines = [f"from transformers import AutoTokenizer, {architecture}"]
-    load = f"{architecture}.from_pretrained({base if form == 'adapter' else place})"
+    load = f"{architecture}.from_pretrained({base if form == 'adapter' else target})"
     if form == "adapter":
         lines.insert(0, "from peft import PeftModel")
-        load = f"PeftModel.from_pretrained({load}, {place})"
-    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({place})"
+        load = f"PeftModel.from_pretrained({load}, {target})"
+    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({target})"
     return [*lines, "", tokenizer, f"model = {load}"]
 
 
 def _corpus(trained: LoadedModel) -> Iterator[str]:
     assert trained.manifest is not None
     for split, counts in trained.manifest["splits"].items():
-        shown = ", ".join(f"{n} {what}" for what, n in counts.items() if isinstance(n, int))
+        shown = ", ".join(f"{n} {noun}" for noun, n in counts.items() if isinstance(n, int))
         yield f"- {code(split)}: {shown}"
     yield f"- vocabulary: sha256 {code(trained.tokenizer.sha256)}"
     sources = trained.manifest["sources"]
@@ -116,8 +115,8 @@ def _corpus(trained: LoadedModel) -> Iterator[str]:
 def _fields(experiment: Experiment | Finetuning) -> Iterator[str]:
     for path, value in config.flatten(experiment, "identity"):
         if path in _PATHS:
-            # A card is made public, and where its author's files lie is nobody's concern.
+            # Cards are published; the paths of the author's files are private.
             values = value if isinstance(value, tuple) else (value,)
-            value = ", ".join(pathlib.PurePath(str(one)).name for one in values)
+            value = ", ".join(pathlib.PurePath(str(item)).name for item in values)
         if not path.startswith("model.") and value not in ("", ()):
             yield f"- {path}: {code(str(value))}"

@@ -1,9 +1,9 @@
-"""Fine-tuned runs as transformers has them: a whole model, or an adapter of PEFT over its base.
+"""Export of fine-tuned runs for transformers: a whole model, or an adapter for PEFT.
 
-Of a run that learned thin matrices (`adapt.how=lora`) the whole model has their products added to
-its kernels, while the adapter's folder keeps them apart: adapter_config.json,
-adapter_model.safetensors, and in `base` the class without them, whose head is zero until the
-adapter brings its own.
+A run with low-rank matrices (`adapt.how=lora`) is exported either as a whole model, with the
+products of the matrices added to kernels, or as an adapter: adapter_config.json,
+adapter_model.safetensors, and the base model in the folder `base`. The base's head is zero; the
+adapter has the trained head.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,13 +22,13 @@ from bert_jax.storage.copies import new_folder
 from bert_jax.tasks.predict import TaskModel
 from bert_jax.tasks.task_objective import merged_params
 
-# By `names.family`, and by the task's.
+# Classes of transformers by `names.family` and by kind of task.
 ARCHITECTURES = {
-    family: {kind: of.classes + ending for ending, kinds in names.TASKS.items() for kind in kinds}
-    for family, of in names.FAMILIES.items()
+    family: {kind: group.classes + end for end, kinds in names.TASKS.items() for kind in kinds}
+    for family, group in names.FAMILIES.items()
 }
-# What PEFT calls tasks. It has no word for a choice, and its class for questions drops
-# token_type_ids (0.21): such adapters name their base's class instead.
+# PEFT's names of tasks. It has no name for a choice, and its class for questions drops
+# token_type_ids (0.21): such adapters name the class of their base instead.
 _TASK_TYPES = {
     "classify": "SEQ_CLS",
     "pair": "SEQ_CLS",
@@ -41,10 +41,10 @@ Form = Literal["task", "adapter"]
 def export(
     model: TaskModel, form: Form, dtype: Literal["float32", "bfloat16"], target: epath.Path
 ) -> str:
-    """Writes a folder that transformers reads, or PEFT, whole or not at all.
+    """Writes a folder for transformers or PEFT, which appears at `target` when it is complete.
 
-    `adapter` is what was learned next to its base; bfloat16 rounds the weights. Nothing may be at
-    `target`. Returns the class that reads it.
+    `adapter` exports the trained parameters next to their base; bfloat16 rounds the weights.
+    `target` must not exist. Returns the class that reads the folder.
     """
     architecture = architecture_of(model)
     adapt = model.experiment.adapt
@@ -65,7 +65,7 @@ def export(
             (folder / "base").mkdir()
             _write_model(model, stated, params, architecture, dtype, folder / "base")
             _write_adapter(model, architecture, dtype, target, folder)
-        # What is longer was cut when this was learned.
+        # Longer texts were truncated in training, too.
         longest = model.experiment.task.max_sequence_length
         vocabularies.write(model.tokenizer, longest, INPUTS[names.family(model.model)], folder)
         text = card.write(
@@ -87,15 +87,15 @@ def architecture_of(model: TaskModel) -> str:
         f"adapts a base of model.code={model.model.code}": model.model.code,
         "adapts a base of model.direction=left_to_right, of which the last [SEP] is read and not "
         "[CLS]": model.model.direction == "left_to_right",
-        "reads the mean of all pieces (adapt.pooling=mean), as ModernBERT alone can": (
+        "reads the mean of all tokens (adapt.pooling=mean), which only ModernBERT supports": (
             model.pooling == "mean" and model.model.kind != "modern"
         ),
     }
-    for why, holds in reasons.items():
-        if holds:
+    for reason, applies in reasons.items():
+        if applies:
             raise InputError(
-                f"--as task: {model.experiment.name} {why}, for which transformers has no class; "
-                "`bert-jax predict` takes it"
+                f"--as task: {model.experiment.name} {reason}; transformers has no class for it: "
+                "use `bert-jax predict`"
             )
     return ARCHITECTURES[names.family(model.model)][model.experiment.task.kind]
 
@@ -120,7 +120,7 @@ def _write_model(
         fields |= dict.fromkeys(("seq_classif_dropout", "qa_dropout"), adapt.head_dropout_prob)
     vocabularies.write_json(folder / "config.json", fields)
     first = model.tokenizer.pad_id + 1
-    tensors = weights.to_theirs(jax.device_get(params), model.model, architecture, first)
+    tensors = weights.export_tensors(jax.device_get(params), model.model, architecture, first)
     write_tensors(folder / "model.safetensors", tensors, dtype)
 
 
@@ -128,28 +128,25 @@ def _write_model(
 
 
 def saved_modules(architecture: str, family: str, learned: Collection[str]) -> list[str]:
-    """Returns which modules of theirs an adapter keeps whole.
-
-    They are the head, and what is below it if that has learned, too.
-    """
+    """Returns the modules that an adapter saves whole: the head, and a trained part below it."""
     parts, head = names.HEADS[architecture]
-    if "." in head:  # RoBERTa's, of which the pooler is a part
+    if "." in head:  # RoBERTa's head, of which the pooler is a part
         return [head.partition(".")[0]]
-    below = names.FAMILIES[family]
-    # PEFT takes a module whose name ends like the head's, pre_classifier, for saved, too.
-    also = below.below in learned or (below.below in parts and below.module.endswith(head))
-    return [head, below.module] if also else [head]
+    group = names.FAMILIES[family]
+    # PEFT also saves a module whose name ends with the head's name, like pre_classifier.
+    has_below = group.below in learned or (group.below in parts and group.module.endswith(head))
+    return [head, group.module] if has_below else [head]
 
 
-def rank_patterns(thin: Mapping[str, np.ndarray], adapt: Adapt) -> dict[str, Mapping[str, float]]:
-    """Returns what PEFT scales otherwise: tensors of theirs that hold several kernels of ours.
+def rank_patterns(lora: Mapping[str, np.ndarray], adapt: Adapt) -> dict[str, Mapping[str, float]]:
+    """Returns the ranks and alphas of tensors that concatenate several kernels.
 
-    `thin` has lora_A, float32 [rank, inputs], and lora_B by their names, `adapt` the rank and the
-    alpha of one kernel.
+    `lora` has lora_A, float32 [rank, inputs], and lora_B by their names; `adapt` has the rank and
+    the alpha of one kernel.
     """
     ranks = {
         name.split(".", 3)[-1].removesuffix(".lora_A.weight"): len(value)
-        for name, value in thin.items()
+        for name, value in lora.items()
         if name.endswith("lora_A.weight") and len(value) != adapt.lora_rank
     }
     scale = adapt.lora_alpha / adapt.lora_rank
@@ -162,19 +159,18 @@ def _write_adapter(
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors.
 
-    Hu et al. 2021 add alpha / rank * up down to a kernel that lies as [out, in]; ours lie
-    transposed.
+    PEFT's kernels are [out, in] and ours [in, out]; both add alpha / rank times the product of the
+    low-rank matrices (Hu et al. 2021).
     """
     task, adapt = model.experiment.task, model.experiment.adapt
-    learned = jax.device_get(model.params)
-    thin = weights.thin_to_theirs(learned["lora"], model.model)
-    whole = weights.to_theirs(
-        jax.device_get(merged_params(adapt, model.params, model.fixed)), model.model, architecture
-    )
-    saved = saved_modules(architecture, names.family(model.model), set(learned))
-    tensors = thin | {
+    params = jax.device_get(model.params)
+    lora = weights.export_lora(params["lora"], model.model)
+    merged = jax.device_get(merged_params(adapt, model.params, model.fixed))
+    all_tensors = weights.export_tensors(merged, model.model, architecture)
+    saved = saved_modules(architecture, names.family(model.model), set(params))
+    tensors = lora | {
         name: value
-        for name, value in whole.items()
+        for name, value in all_tensors.items()
         if any(f".{module}." in f".{name}" for module in saved)
     }
     vocabularies.write_json(
@@ -189,9 +185,9 @@ def _write_adapter(
             "base_model_name_or_path": str(target / "base"),
             "r": adapt.lora_rank,
             "lora_alpha": adapt.lora_alpha,
-            **rank_patterns(thin, adapt),
+            **rank_patterns(lora, adapt),
             "lora_dropout": 0.0,
-            "target_modules": sorted({name.rsplit(".", 2)[0] for name in thin}),
+            "target_modules": sorted({name.rsplit(".", 2)[0] for name in lora}),
             "modules_to_save": saved,
             "bias": "none",
             "fan_in_fan_out": False,

@@ -1,4 +1,4 @@
-"""Hugging Face's names and shapes of tensors, and where ours are: the one place that knows both."""
+"""Names and shapes of Hugging Face tensors, and their paths in a parameter tree."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -6,10 +6,10 @@ from typing import Literal, NamedTuple
 
 from bert_jax.config import Model
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 Part = Literal["encoder", "pooler", "masked_lm", "next_sentence"]
 
-# What each of their classes holds.
+# The parts of the model in each class of transformers.
 PARTS: dict[str, tuple[Part, ...]] = {
     "BertForPreTraining": ("encoder", "pooler", "masked_lm", "next_sentence"),
     "BertForMaskedLM": ("encoder", "masked_lm"),
@@ -26,12 +26,12 @@ PARTS: dict[str, tuple[Part, ...]] = {
 
 
 class Family(NamedTuple):
-    """A family of theirs: whose names, and whose classes for tasks."""
+    """A family of models in transformers, with its own names and classes for tasks."""
 
-    words: str  # what it is called
-    classes: str  # how the names of its classes begin
-    below: Part  # what of pre-training stands below the head of a task that reads [CLS]
-    module: str  # what that is called there
+    label: str  # for messages
+    classes: str  # prefix of the names of its classes
+    below: Part  # the part of pre-training below the head of a task that reads [CLS]
+    module: str  # the name of this part in a class for tasks
 
 
 FAMILIES = {  # by `family`
@@ -40,7 +40,7 @@ FAMILIES = {  # by `family`
     "distilbert": Family("DistilBERT", "DistilBert", "pooler", "pre_classifier"),
     "modern": Family("ModernBERT", "ModernBert", "masked_lm", "head"),
 }
-# How the names of their classes for tasks end, and our `task.kind` of the same outputs.
+# Suffixes of the names of classes for tasks, and the values of `task.kind` with the same outputs.
 TASKS = {
     "ForSequenceClassification": ("classify", "pair", "regress"),
     "ForMultipleChoice": ("choice",),
@@ -49,22 +49,23 @@ TASKS = {
 }
 
 
-def _head(of: Family, ending: str) -> tuple[tuple[Part, ...], str]:
-    """Returns the parts under the head of a class for a task, and what that head is called."""
-    reads_cls = ending in ("ForSequenceClassification", "ForMultipleChoice")
+def _head(group: Family, suffix: str) -> tuple[tuple[Part, ...], str]:
+    """Returns the parts below the head of a class for a task, and the name of the head."""
+    reads_cls = suffix in ("ForSequenceClassification", "ForMultipleChoice")
     name = "classifier"
-    if of.below == "pooler" and ending == "ForQuestionAnswering":
+    if group.below == "pooler" and suffix == "ForQuestionAnswering":
         name = "qa_outputs"
-    elif of.classes == "Roberta" and ending == "ForSequenceClassification":
+    elif group.classes == "Roberta" and suffix == "ForSequenceClassification":
         name = ROBERTA_HEAD
-    # ModernBERT's stands over the head of its masked LM, whatever it reads.
-    return ("encoder", of.below) if reads_cls or of.below == "masked_lm" else ("encoder",), name
+    if reads_cls or group.below == "masked_lm":  # as all heads of ModernBERT
+        return ("encoder", group.below), name
+    return ("encoder",), name
 
 
-# RoBERTa's, and what its pooler is called there.
+# RoBERTa's head, and its pooler's prefixes in a base model and in a class for tasks.
 ROBERTA_HEAD, ROBERTA_POOLER = "classifier.out_proj", ("roberta.pooler.", "classifier.")
-# Of classes for tasks, what stands under the head, and what that is called.
-HEADS = {of.classes + ending: _head(of, ending) for of in FAMILIES.values() for ending in TASKS}
+# The parts below the head, and the name of the head, for each class for tasks.
+HEADS = {group.classes + end: _head(group, end) for group in FAMILIES.values() for end in TASKS}
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"
 MODERN_WORD_EMBEDDINGS = "model.embeddings.tok_embeddings.weight"
@@ -80,7 +81,7 @@ _LAYER = {
     "output": "output.dense",
     "output_layer_norm": "output.LayerNorm",
 }
-# What other families call BERT's tensors: the beginning of a name, and what stands there for it.
+# Prefixes of BERT's names, and the prefixes that other families have instead.
 _ROBERTA = {
     "bert.": "roberta.",
     "cls.predictions.transform.dense": "lm_head.dense",
@@ -105,7 +106,7 @@ _DISTILBERT_LAYER = {
     "output": "ffn.lin2",
     "output_layer_norm": "output_layer_norm",
 }
-# Ours that lie in one tensor of theirs, in this order.
+# The kernels that ModernBERT concatenates in one tensor, in this order.
 _MODERN_LAYER = {
     "attn.Wqkv": ("query", "key", "value"),
     "attn.Wo": ("attention_output",),
@@ -116,40 +117,39 @@ _DECODER_LAYER = {
     "attn.q_proj": ("query",),
     "attn.k_proj": ("key",),
     "attn.v_proj": ("value",),
-    **{name: ours for name, ours in _MODERN_LAYER.items() if name != "attn.Wqkv"},
+    **{name: kernels for name, kernels in _MODERN_LAYER.items() if name != "attn.Wqkv"},
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of theirs."""
+    """One tensor of a file of weights, or a part of it that is one leaf of the parameter tree."""
 
-    name: str  # theirs, with the prefix that it has under a head
-    shape: tuple[int, ...]  # theirs
-    path: tuple[str, ...]  # of the leaf of our tree that holds it
-    part: Part  # what it belongs to
-    # Its place along the leaf's first dimension; None if the leaf is not stacked.
-    layer: int | None = None
-    is_kernel: bool = False  # whether ours lies transposed
-    is_vocabulary: bool = False  # whether ours has rows of padding
-    # Number and count: ours is this one of so many equal parts of its first dimension.
+    name: str  # in the file, with the prefix that the encoder has below a head
+    shape: tuple[int, ...]  # in the file
+    path: tuple[str, ...]  # of the leaf in the parameter tree
+    part: Part
+    layer: int | None = None  # index along the leaf's first dimension; None: not stacked
+    is_kernel: bool = False  # whether the leaf is transposed
+    is_vocabulary: bool = False  # whether the leaf has padding rows
+    # (i, n): the leaf is the i-th of n equal parts along the tensor's first dimension.
     share: tuple[int, int] = (0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Naming:
-    """The names that others give to the same tensors."""
+    """The names of a model's tensors in files of one kind."""
 
-    tensors: Callable[[Model], Iterator[Tensor]]  # all of a model, the embeddings first
-    word_embeddings: str  # the name of the table that has a row a piece
-    output_bias: str  # the name of the other one
-    config: str = "config.json"  # the file that says the sizes
-    model: str = "BERT's pre-training model"  # what they are of, in words
-    prefix: str = ""  # of the encoder's, which files of an encoder alone lack
-    encoder: tuple[str, ...] = ()  # how those begin without it
-    # Copies that a file may hold of what stands elsewhere in it.
+    tensors: Callable[[Model], Iterator[Tensor]]  # all tensors of a model, the embeddings first
+    word_embeddings: str  # name of the word embeddings
+    output_bias: str  # name of the output bias, the other tensor with a row for each token
+    config: str = "config.json"  # the file with the sizes
+    model: str = "BERT's pre-training model"  # description of the model
+    prefix: str = ""  # prefix of the encoder's tensors, which files without heads omit
+    encoder: tuple[str, ...] = ()  # how the encoder's names begin without the prefix
+    # Names of tied copies that a file may hold, and of the original tensors.
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ignored: tuple[str, ...] = ()  # tensors that a file may hold and that mean nothing
+    ignored: tuple[str, ...] = ()  # tensors in files that have no effect
 
     def canonical(self, name: str) -> str:
         """Returns a name as newer versions write it, with its prefix."""
@@ -162,7 +162,7 @@ class Naming:
 
 
 def family(cfg: Model) -> str:
-    """Returns whose tensors a model's are: bert, roberta, distilbert; or its kind."""
+    """Returns the family of a model: bert, roberta, distilbert or modern."""
     if cfg.kind != "bert":
         return cfg.kind
     if cfg.position_offset:
@@ -170,7 +170,7 @@ def family(cfg: Model) -> str:
     return "bert" if cfg.type_vocab_size else "distilbert"
 
 
-def tensors(cfg: Model, of_layer: Mapping[str, str] = _LAYER) -> Iterator[Tensor]:
+def tensors(cfg: Model, layer_names: Mapping[str, str] = _LAYER) -> Iterator[Tensor]:
     """Yields all tensors of BertForPreTraining except copies."""
     width, inner = cfg.hidden_size, cfg.intermediate_size
     above = ("encoder", "embeddings")
@@ -178,24 +178,24 @@ def tensors(cfg: Model, of_layer: Mapping[str, str] = _LAYER) -> Iterator[Tensor
         "position": cfg.position_offset + cfg.max_position_embeddings,
         "segment": cfg.type_vocab_size,
     }
-    for ours, theirs in (("position", "position"), ("segment", "token_type")):
-        if not rows[ours]:
+    for table, hf_name in (("position", "position"), ("segment", "token_type")):
+        if not rows[table]:
             continue
-        name = f"bert.embeddings.{theirs}_embeddings.weight"
-        yield Tensor(name, (rows[ours], width), (*above, ours, "embedding"), "encoder")
+        name = f"bert.embeddings.{hf_name}_embeddings.weight"
+        yield Tensor(name, (rows[table], width), (*above, table, "embedding"), "encoder")
     word = (*above, "word", "embedding")
     shape = (cfg.vocab_size, width)
     yield Tensor(WORD_EMBEDDINGS, shape, word, "encoder", is_vocabulary=True)
     yield from _norm("bert.embeddings.LayerNorm", (*above, "layer_norm"), "encoder", width)
     sizes = {"intermediate": (inner, width), "output": (width, inner)}
     for layer in range(cfg.num_hidden_layers):
-        for ours, theirs in of_layer.items():
-            name, path = f"bert.encoder.layer.{layer}.{theirs}", ("encoder", "layers", ours)
-            if ours.endswith("norm"):
+        for module, hf_name in layer_names.items():
+            name, path = f"bert.encoder.layer.{layer}.{hf_name}", ("encoder", "layers", module)
+            if module.endswith("norm"):
                 yield from _norm(name, path, "encoder", width, layer)
             else:
-                out, into = sizes.get(ours, (width, width))
-                yield from _dense(name, path, "encoder", out, into, layer)
+                outputs, inputs = sizes.get(module, (width, width))
+                yield from _dense(name, path, "encoder", outputs, inputs, layer)
     yield from _dense("bert.pooler.dense", ("pooler",), "pooler", width, width)
     transform = "cls.predictions.transform"
     yield from _dense(f"{transform}.dense", ("masked_lm", "transform"), "masked_lm", width, width)
@@ -205,21 +205,28 @@ def tensors(cfg: Model, of_layer: Mapping[str, str] = _LAYER) -> Iterator[Tensor
     yield from _dense("cls.seq_relationship", ("next_sentence",), "next_sentence", 2, width)
 
 
-def _renamed(
-    cfg: Model, names: Mapping[str, str], of_layer: Mapping[str, str], parts: tuple[Part, ...]
+def _rename(
+    cfg: Model, names: Mapping[str, str], layer_names: Mapping[str, str], parts: tuple[Part, ...]
 ) -> Iterator[Tensor]:
-    """Yields BERT's tensors of these parts as another family names them."""
-    for tensor in tensors(cfg, of_layer):
+    """Yields BERT's tensors of these parts under the names of another family."""
+    for tensor in tensors(cfg, layer_names):
         if tensor.part in parts:
             old, new = next(item for item in names.items() if tensor.name.startswith(item[0]))
             yield dataclasses.replace(tensor, name=new + tensor.name.removeprefix(old))
 
 
 def _dense(
-    name: str, path: tuple[str, ...], part: Part, out: int, into: int, layer: int | None = None
+    name: str,
+    path: tuple[str, ...],
+    part: Part,
+    outputs: int,
+    inputs: int,
+    layer: int | None = None,
 ) -> Iterator[Tensor]:
-    yield Tensor(f"{name}.weight", (out, into), (*path, "kernel"), part, layer, is_kernel=True)
-    yield Tensor(f"{name}.bias", (out,), (*path, "bias"), part, layer)
+    yield Tensor(
+        f"{name}.weight", (outputs, inputs), (*path, "kernel"), part, layer, is_kernel=True
+    )
+    yield Tensor(f"{name}.bias", (outputs,), (*path, "bias"), part, layer)
 
 
 def _norm(
@@ -233,7 +240,7 @@ def modern_tensors(cfg: Model) -> Iterator[Tensor]:
     """Yields all tensors of ModernBertForMaskedLM, or its decoder, except copies."""
     width, inner = cfg.hidden_size, cfg.intermediate_size
     is_decoder = cfg.direction == "left_to_right"
-    of_layer, head = (_DECODER_LAYER, "lm_head") if is_decoder else (_MODERN_LAYER, "head")
+    layer_names, head = (_DECODER_LAYER, "lm_head") if is_decoder else (_MODERN_LAYER, "head")
 
     def norm(
         name: str, path: tuple[str, ...], layer: int | None = None, part: Part = "encoder"
@@ -247,20 +254,20 @@ def modern_tensors(cfg: Model) -> Iterator[Tensor]:
     sizes = {"mlp.Wi": (inner, width), "mlp.Wo": (width, inner)}
     for layer in range(cfg.num_hidden_layers):
         above, path = f"model.layers.{layer}", ("encoder", "layers")
-        if layer > 0:  # the first has none before its attention
+        if layer > 0:  # the first layer has no norm before its attention
             yield norm(f"{above}.attn_norm", (*path, "attention_layer_norm"), layer)
         yield norm(f"{above}.mlp_norm", (*path, "output_layer_norm"), layer)
-        for theirs, ours in of_layer.items():
-            out, into = sizes.get(theirs, (width, width))
-            for number, name in enumerate(ours):
+        for hf_name, modules in layer_names.items():
+            outputs, inputs = sizes.get(hf_name, (width, width))
+            for number, module in enumerate(modules):
                 yield Tensor(
-                    f"{above}.{theirs}.weight",
-                    (out * len(ours), into),
-                    (*path, name, "kernel"),
+                    f"{above}.{hf_name}.weight",
+                    (outputs * len(modules), inputs),
+                    (*path, module, "kernel"),
                     "encoder",
                     layer,
                     is_kernel=True,
-                    share=(number, len(ours)),
+                    share=(number, len(modules)),
                 )
     yield norm("model.final_norm", ("encoder", "final_layer_norm"))
     transform = ("masked_lm", "transform", "kernel")
@@ -278,7 +285,7 @@ _NO_PAIRS: tuple[Part, ...] = ("encoder", "pooler", "masked_lm")
 # By `family`.
 HUGGING_FACE = {
     "roberta": Naming(
-        lambda cfg: _renamed(cfg, _ROBERTA, _LAYER, _NO_PAIRS),
+        lambda cfg: _rename(cfg, _ROBERTA, _LAYER, _NO_PAIRS),
         "roberta.embeddings.word_embeddings.weight",
         "lm_head.bias",
         model="RoBERTa's masked LM",
@@ -291,7 +298,7 @@ HUGGING_FACE = {
         ignored=("roberta.embeddings.position_ids", "roberta.embeddings.token_type_ids"),
     ),
     "distilbert": Naming(
-        lambda cfg: _renamed(cfg, _DISTILBERT, _DISTILBERT_LAYER, _NO_PAIRS),
+        lambda cfg: _rename(cfg, _DISTILBERT, _DISTILBERT_LAYER, _NO_PAIRS),
         "distilbert.embeddings.word_embeddings.weight",
         "vocab_projector.bias",
         model="DistilBERT's masked LM",
@@ -310,7 +317,7 @@ HUGGING_FACE = {
             "cls.predictions.decoder.weight": WORD_EMBEDDINGS,
             "cls.predictions.decoder.bias": OUTPUT_BIAS,
         },
-        # Numbers 0, 1, 2, ... and zeros that older versions saved with the weights.
+        # Constants (0, 1, 2, ... and zeros) that older versions saved with the weights.
         ignored=("bert.embeddings.position_ids", "bert.embeddings.token_type_ids"),
     ),
     "modern": Naming(

@@ -179,7 +179,7 @@ class Settings:
     def extra_special_tokens(self) -> list[str]:
         """Returns the special tokens that are read as plain text: all except `special_tokens`."""
         tokens = list(self.tokenizer_json.get("added_tokens") or ())
-        tokens += [token for _, token in self._listed_tokens()]
+        tokens += [token for _, token in self._iterate_added_tokens()]
         special = [token["content"] for token in tokens if token.get("special")]
         return sorted({*special} - {*self.special_tokens.values()})
 
@@ -284,7 +284,7 @@ class Settings:
         in_json = {token["content"]: token for token in added_tokens}
         vocabulary = self._vocabulary() | in_json.keys()
         listed = set()
-        for file, token in self._listed_tokens():
+        for file, token in self._iterate_added_tokens():
             text = token["content"]
             listed.add(text)
             if text not in vocabulary:
@@ -301,7 +301,7 @@ class Settings:
                     reason = f"{text!r} is missing; {_SAVE_AGAIN}"
                     self._refuse(_TOKENIZER_CONFIG, "added_tokens_decoder", reason)
 
-    def _listed_tokens(self) -> Iterable[tuple[str, dict[str, Any]]]:
+    def _iterate_added_tokens(self) -> Iterable[tuple[str, dict[str, Any]]]:
         """Yields (file, token) for each added token listed outside tokenizer.json."""
         decoder = self.tokenizer_config.get("added_tokens_decoder")
         with reading(self._folder / _TOKENIZER_CONFIG):

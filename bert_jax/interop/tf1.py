@@ -1,10 +1,10 @@
 """TensorFlow 1 checkpoints as google-research/bert writes them, read without TensorFlow.
 
-PREFIX.index, PREFIX.data-*    the variables; PREFIX is bert_model.ckpt, or as it was released
-bert_config.json, vocab.txt    next to them
-tokenizer_config.json          ours, which their code passes over: whether text is lower-cased
+PREFIX.index, PREFIX.data-*    the variables; PREFIX is bert_model.ckpt or the name of a release
+bert_config.json, vocab.txt    in the same folder
+tokenizer_config.json          an extra file of ours: whether text is lower-cased
 
-Kernels lie as ours, [in, out], except those of the next sentence, which lie as Hugging Face's.
+Kernels are [in, out], except the next-sentence kernel, which is [out, in].
 PREFIX.index is a table of LevelDB (its doc/table_format.md): blocks of keys, each with a checksum.
 Its values are protocol buffers of tensorflow/core/protobuf/tensor_bundle.proto.
 """
@@ -24,35 +24,35 @@ from bert_jax.checkpoints.base import Base
 from bert_jax.config import Model
 from bert_jax.errors import InputError, reading
 from bert_jax.interop import configs, names, vocabularies, weights
-from bert_jax.interop.names import Naming, Say, Tensor
+from bert_jax.interop.names import Naming, Report, Tensor
 from bert_jax.storage.workdir import translate_os_errors
 
 _CONFIG, _PREFIX = "bert_config.json", "bert_model.ckpt"
-# A field of ours in bert_config.json; their code passes over it.
+# A key of ours in bert_config.json, which google-research/bert ignores.
 _GELU_FORM = "gelu_form"
 _FORMS: dict[str, Literal["gelu", "gelu_tanh"]] = {"erf": "gelu", "tanh": "gelu_tanh"}
-# Of a bert_config.json that says nothing of them.
+# Default of type_vocab_size in a bert_config.json.
 _TYPES = 16
-# What training keeps next to weights, and nobody goes on with: its steps, and Adam's moments.
-_OF_TRAINING = ("global_step", "/adam_m", "/adam_v")
+# Variables that are not imported: the step and Adam's moments.
+_TRAINING_STATE = ("global_step", "/adam_m", "/adam_v")
 _NSP = "cls.seq_relationship"
 
 
 def find(source: epath.Path) -> epath.Path | None:
-    """Returns the common beginning of the files of a checkpoint; None if `source` is none.
+    """Returns the prefix of a checkpoint's files; None if `source` is not a checkpoint.
 
-    `source` is that beginning, with or without .index, or a folder with one checkpoint and no
+    `source` is that prefix, with or without .index, or a folder with one checkpoint and no
     safetensors.
     """
     if source.is_dir():
         if any(source.glob("*.safetensors*")):
             return None
-        held = sorted(path.name.removesuffix(".index") for path in source.glob("*.ckpt*.index"))
-        if len(held) > 1 and _PREFIX not in held:
-            raise InputError(f"{source}: several checkpoints; name one of {', '.join(held)} there")
-        if not held:
+        prefixes = sorted(path.name.removesuffix(".index") for path in source.glob("*.ckpt*.index"))
+        if len(prefixes) > 1 and _PREFIX not in prefixes:
+            raise InputError(f"{source}: several checkpoints; add /NAME: {', '.join(prefixes)}")
+        if not prefixes:
             return None
-        return source / (_PREFIX if _PREFIX in held else held[0])
+        return source / (_PREFIX if _PREFIX in prefixes else prefixes[0])
     name = source.name.removesuffix(".index")
     if not name:
         return None
@@ -60,31 +60,31 @@ def find(source: epath.Path) -> epath.Path | None:
     return prefix if prefix.with_name(f"{prefix.name}.index").exists() else None
 
 
-def read(prefix: epath.Path, say: Say) -> Base:
+def read(prefix: epath.Path, report: Report) -> Base:
     """Reads the weights of a checkpoint as a base."""
     folder = prefix.parent
-    stated = read_config(folder / _CONFIG, say)
-    tokenizer = vocabularies.read_plain(folder, say)
-    params = variables(prefix, lambda name: not name.endswith(_OF_TRAINING))
+    stated = read_config(folder / _CONFIG, report)
+    tokenizer = vocabularies.read_plain(folder, report)
+    params = variables(prefix, lambda name: not name.endswith(_TRAINING_STATE))
     for name, value in params.items():
         if value.dtype != np.float32:
             raise InputError(f"{prefix}: variable {name!r} is {value.dtype}; only float32 is read")
     source = f"TensorFlow checkpoint {prefix.name} of {folder.absolute().name}"
-    return weights.fitted(params, NAMING, stated, tokenizer, prefix, source, say)
+    return weights.make_base(params, NAMING, stated, tokenizer, prefix, source, report)
 
 
-def read_config(path: epath.Path, say: Say) -> Model:
-    """Reads a bert_config.json as the Model section that it stands for.
+def read_config(path: epath.Path, report: Report) -> Model:
+    """Reads a bert_config.json as a Model section.
 
-    Their word `gelu` is erf in the code of the released models and tanh since February 2019; a
-    field of ours says which. Without it: erf, as transformers does.
+    `gelu` means erf in the code of the released models, and tanh since February 2019; the key
+    `gelu_form` says which. Without the key it means erf, as in transformers.
     """
     fields = {"type_vocab_size": _TYPES} | vocabularies.read_object(path)
     form = vocabularies.require(path, _GELU_FORM, fields.get(_GELU_FORM), [None, *_FORMS])
     if form is None and fields.get("hidden_act", "gelu") == "gelu":
-        say(
-            f"{path.name}: gelu is taken for the released models' form, erf; if these weights were "
-            f'trained by the code since February 2019, add "{_GELU_FORM}": "tanh" there'
+        report(
+            f"{path.name}: gelu means erf, as in the released models; if these weights were "
+            f'trained by the code since February 2019, add "{_GELU_FORM}": "tanh"'
         )
     cfg = configs.model_of(path, fields)
     return cfg if form is None else dataclasses.replace(cfg, hidden_act=_FORMS[form])
@@ -101,16 +101,16 @@ def _tensors(cfg: Model) -> Iterator[Tensor]:
         yield dataclasses.replace(tensor, name=_name(tensor.name))
 
 
-def _name(theirs: str) -> str:
-    """Returns the variable's name for Hugging Face's of a tensor."""
-    above, _, leaf = theirs.rpartition(".")
+def _name(hf_name: str) -> str:
+    """Returns the variable's name for the Hugging Face name of a tensor."""
+    above, _, leaf = hf_name.rpartition(".")
     if above.endswith("_embeddings"):
         above, _, leaf = above.rpartition(".")
     elif above.endswith("LayerNorm"):
         leaf = {"weight": "gamma", "bias": "beta"}[leaf]
     elif above == _NSP:
         leaf = {"weight": "output_weights", "bias": "output_bias"}[leaf]
-    elif theirs == names.OUTPUT_BIAS:
+    elif hf_name == names.OUTPUT_BIAS:
         leaf = "output_bias"
     else:
         leaf = {"weight": "kernel", "bias": "bias"}[leaf]
@@ -132,7 +132,7 @@ _DTYPES = {
 
 
 def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np.ndarray]:
-    """Reads the variables whose names are wanted, as they were written."""
+    """Reads the variables whose names are `wanted`, in their own types."""
     index = prefix.with_name(f"{prefix.name}.index")
     with translate_os_errors(index):
         content = index.read_bytes()
@@ -148,16 +148,16 @@ def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np
         with translate_os_errors(data):
             return np.memmap(data, np.uint8, "r")
 
-    held = {}
+    values = {}
     with reading(prefix, "put its whole files back"):
         for key, value in sorted(entries.items()):
-            # Those of slices of others begin with a zero.
+            # Keys of slices of other variables begin with a zero byte.
             if key[0] and wanted(name := key.decode()):
                 entry = dict(_fields(value))
                 if _SLICES in entry:
                     raise InputError(f"{prefix}: variable {name!r} is cut in slices; save it whole")
-                held[name] = _tensor(name, entry, shard)
-    return held
+                values[name] = _tensor(name, entry, shard)
+    return values
 
 
 def _tensor(name: str, entry: dict[int, Any], shard: Callable[[int], np.ndarray]) -> np.ndarray:
@@ -165,9 +165,9 @@ def _tensor(name: str, entry: dict[int, Any], shard: Callable[[int], np.ndarray]
     offset, size = entry.get(_OFFSET, 0), entry.get(_SIZE, 0)
     data = shard(entry.get(_SHARD, 0))[offset : offset + size].tobytes()
     if len(data) != size or _masked(google_crc32c.value(data)) != entry[_CHECKSUM]:
-        raise ValueError(f"the checksum of variable {name!r} is another")
+        raise ValueError(f"the checksum of variable {name!r} is wrong")
     dimensions = _fields(entry.get(_SHAPE, b""))
-    shape = [dict(_fields(of)).get(1, 0) for number, of in dimensions if number == 2]
+    shape = [dict(_fields(field)).get(1, 0) for number, field in dimensions if number == 2]
     return np.frombuffer(data, dtype).reshape(shape)
 
 
@@ -176,59 +176,59 @@ def _table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
     footer = content[-_FOOTER:]
     if len(footer) < _FOOTER or int.from_bytes(footer[-8:], "little") != _MAGIC:
         raise ValueError("not the index of a TensorFlow checkpoint, or cut off")
-    _, at = _varint(footer, 0)  # a block of notes comes first
-    _, at = _varint(footer, at)
-    for _, handle in _block(content, footer, at):
+    _, offset = _varint(footer, 0)  # the handle of the metaindex block
+    _, offset = _varint(footer, offset)
+    for _, handle in _block(content, footer, offset):
         yield from _block(content, handle, 0)
 
 
-def _block(content: bytes, handle: bytes, at: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yields the keys and values of the block whose offset and size stand in `handle`."""
-    offset, at = _varint(handle, at)
-    size, _ = _varint(handle, at)
-    block = content[offset : offset + size]
-    kind, checksum = content[offset + size], content[offset + size + 1 :][:4]
+def _block(content: bytes, handle: bytes, offset: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the keys and values of the block whose offset and size are in `handle`."""
+    start, offset = _varint(handle, offset)
+    size, _ = _varint(handle, offset)
+    block = content[start : start + size]
+    kind, checksum = content[start + size], content[start + size + 1 :][:4]
     if _masked(google_crc32c.value(block + bytes([kind]))) != int.from_bytes(checksum, "little"):
-        raise ValueError("the checksum of its index is another")
+        raise ValueError("the checksum of its index is wrong")
     if kind:
-        raise ValueError("its index is compressed, which is not read")
+        raise ValueError("its index is compressed, which is not supported")
     end = size - 4 - 4 * int.from_bytes(block[-4:], "little")  # where restart points begin
-    at, key = 0, b""
-    while at < end:
-        shared, at = _varint(block, at)
-        more, at = _varint(block, at)
-        length, at = _varint(block, at)
-        key = key[:shared] + block[at : at + more]
-        yield key, block[at + more : at + more + length]
-        at += more + length
+    offset, key = 0, b""
+    while offset < end:
+        shared, offset = _varint(block, offset)
+        added, offset = _varint(block, offset)
+        length, offset = _varint(block, offset)
+        key = key[:shared] + block[offset : offset + added]
+        yield key, block[offset + added : offset + added + length]
+        offset += added + length
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Yields the fields of a protocol buffer: their numbers, and integers or bytes."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
+    offset = 0
+    while offset < len(data):
+        tag, offset = _varint(data, offset)
         number, kind = tag >> 3, tag & 7
         if kind == 0:
-            value, at = _varint(data, at)
+            value, offset = _varint(data, offset)
         else:
             length = {1: 8, 5: 4}.get(kind)
             if length is None:
-                length, at = _varint(data, at)
-            value, at = data[at : at + length], at + length
+                length, offset = _varint(data, offset)
+            value, offset = data[offset : offset + length], offset + length
             if kind in (1, 5):
                 value = int.from_bytes(value, "little")
         yield number, value
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns a number of seven bits a byte, and where it ends."""
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
+    """Returns a number with seven bits in each byte, and the offset after the number."""
     value, shift = 0, 0
     while True:
-        byte = data[at]
-        value, at = value | (byte & 127) << shift, at + 1
+        byte = data[offset]
+        value, offset = value | (byte & 127) << shift, offset + 1
         if byte < 128:
-            return value, at
+            return value, offset
         shift += 7
 
 

@@ -1,8 +1,8 @@
-"""Tensors under others' names as our tree and back, and as a base.
+"""Conversion between Hugging Face tensors and parameter trees, and to a base.
 
-They keep each layer's tensors apart and kernels as [out, in], in ModernBERT some of them in one;
-ours are stacked along a first dimension L and lie as [in, out]. Rows of our vocabulary are padded
-(model.encoder).
+Hugging Face has separate tensors for each layer and kernels [out, in], some of which ModernBERT
+concatenates. Parameter trees have tensors stacked along a first dimension L, kernels [in, out], and
+vocabulary tables with padding rows (model.encoder).
 """
 
 import dataclasses
@@ -18,46 +18,46 @@ from bert_jax.checkpoints.base import Base
 from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import names
-from bert_jax.interop.names import Naming, Part, Say, Tensor
+from bert_jax.interop.names import Naming, Part, Report, Tensor
 from bert_jax.model import heads
 from bert_jax.model.encoder import padded_vocab_size
 from bert_jax.text.tokenizer import Tokenizer
 
-# Others pad the vocabulary's tables to a multiple of one of these.
+# Other libraries pad the vocabulary's tables to a multiple of one of these.
 _MULTIPLES = (8, 64, 128, 256, 512, 1024)
 _FRESH_SEED = 0
 
 
-def to_ours(
-    theirs: Mapping[str, np.ndarray], cfg: Model, where: str, naming: Naming | None = None
+def import_tensors(
+    tensors: Mapping[str, np.ndarray], cfg: Model, file: str, naming: Naming | None = None
 ) -> tuple[dict[str, Any], tuple[Part, ...]]:
-    """Returns our tree of the parts that are there, and the names of the parts that are not.
+    """Returns the parameter tree of the parts that tensors have, and the names of missing parts.
 
     Args:
-      theirs: float32 by canonical names, without copies.
-      cfg: the shape; its vocabulary has no padding, and rows of theirs beyond it are left out.
-      where: the file, for errors.
-      naming: whose names they are; None: Hugging Face's.
+      tensors: float32 by canonical names, without copies.
+      cfg: the shape, with a vocabulary without padding; later rows of tensors are left out.
+      file: the file, for errors.
+      naming: the names of the tensors; None: Hugging Face's.
     """
     naming = naming or names.HUGGING_FACE[names.family(cfg)]
-    wanted: dict[str, list[Tensor]] = {}
+    expected: dict[str, list[Tensor]] = {}
     for tensor in naming.tensors(cfg):
-        if tensor.part == "encoder":  # at once: the configuration may name any number of layers
-            _require_shape(tensor, theirs, where, naming.config)
-        wanted.setdefault(tensor.name, []).append(tensor)
-    for name in theirs:
-        if name not in wanted:
-            raise InputError(f"{where}: tensor {name!r} is none of {naming.model}")
-    there = {"encoder", *(wanted[name][0].part for name in theirs)}
-    held = [tensor for shares in wanted.values() for tensor in shares if tensor.part in there]
-    for tensor in held:
-        _require_shape(tensor, theirs, where, naming.config)
+        if tensor.part == "encoder":  # checked here: the configuration may name a billion layers
+            _require_shape(tensor, tensors, file, naming.config)
+        expected.setdefault(tensor.name, []).append(tensor)
+    for name in tensors:
+        if name not in expected:
+            raise InputError(f"{file}: tensor {name!r} is none of {naming.model}")
+    parts = {"encoder", *(expected[name][0].part for name in tensors)}
+    present = [tensor for shares in expected.values() for tensor in shares if tensor.part in parts]
+    for tensor in present:
+        _require_shape(tensor, tensors, file, naming.config)
     params: dict[str, Any] = {}
-    for tensor in held:
-        value = theirs[tensor.name]
+    for tensor in present:
+        value = tensors[tensor.name]
         if not np.isfinite(value).all():
             raise InputError(
-                f"{where}: tensor {tensor.name!r} holds values that are no numbers; take another "
+                f"{file}: tensor {tensor.name!r} has values that are not finite; use another "
                 "checkpoint"
             )
         if tensor.is_vocabulary:
@@ -65,30 +65,30 @@ def to_ours(
         number, count = tensor.share
         value = np.split(value, count)[number]
         _leaf(params, tensor, cfg)[...] = value.T if tensor.is_kernel else value
-    if cfg.kind == "modern":  # of a single layer they have none
+    if cfg.kind == "modern":  # a model of one layer has no tensor for it
         unused = {"scale": np.ones((cfg.num_hidden_layers, cfg.hidden_size), np.float32)}
         params["encoder"]["layers"].setdefault("attention_layer_norm", unused)
-    missing = tuple(part for part in names.PARTS["BertForPreTraining"] if part not in there)
+    missing = tuple(part for part in names.PARTS["BertForPreTraining"] if part not in parts)
     return params, missing
 
 
 def _require_shape(
-    tensor: Tensor, theirs: Mapping[str, np.ndarray], where: str, config: str
+    tensor: Tensor, tensors: Mapping[str, np.ndarray], file: str, config: str
 ) -> None:
-    if tensor.name not in theirs:
-        raise InputError(f"{where}: tensor {tensor.name!r} of {list(tensor.shape)} is missing")
-    shape = theirs[tensor.name].shape
+    if tensor.name not in tensors:
+        raise InputError(f"{file}: tensor {tensor.name!r} of {list(tensor.shape)} is missing")
+    shape = tensors[tensor.name].shape
     if tensor.is_vocabulary and len(shape) == len(tensor.shape):
         shape = (min(shape[0], tensor.shape[0]), *shape[1:])
     if shape != tensor.shape:
         raise InputError(
-            f"{where}: tensor {tensor.name!r} has the shape {list(theirs[tensor.name].shape)}, "
+            f"{file}: tensor {tensor.name!r} has the shape {list(tensors[tensor.name].shape)}, "
             f"{config} and the vocabulary say {list(tensor.shape)}"
         )
 
 
 def _leaf(params: dict[str, Any], tensor: Tensor, cfg: Model) -> np.ndarray:
-    """Returns the place of a tensor in our tree, made at its first use."""
+    """Returns the part of the tree that holds a tensor, allocated at its first use."""
     *above, name = tensor.path
     node = params
     for key in above:
@@ -100,24 +100,24 @@ def _leaf(params: dict[str, Any], tensor: Tensor, cfg: Model) -> np.ndarray:
     if tensor.layer is not None:
         shape = (cfg.num_hidden_layers, *shape)
     if name not in node:
-        # A norm that theirs do not have leaves what it is given as it is.
+        # A norm without a tensor, before the first attention of ModernBERT, keeps the scale 1.
         node[name] = np.full(shape, name == "scale", np.float32)
     leaf = node[name] if tensor.layer is None else node[name][tensor.layer]
     return leaf[: cfg.vocab_size] if tensor.is_vocabulary else leaf
 
 
-def to_theirs(
+def export_tensors(
     params: Mapping[str, Any], cfg: Model, architecture: str, first: int | None = None
 ) -> dict[str, np.ndarray]:
-    """Returns their tensors, float32, as the class `architecture` names them, without padding.
+    """Returns the tensors of the class `architecture`, float32, without padding.
 
-    A RoBERTa's positions begin in the row `first` of their table; None: as ours do.
+    `first` is the row of RoBERTa's first position in the exported table; None: as in `params`.
     """
     parts, head = names.HEADS.get(architecture) or (names.PARTS[architecture], "")
-    naming, theirs = names.HUGGING_FACE[names.family(cfg)], dict[str, np.ndarray]()
-    prefix = "" if head or "masked_lm" in parts else naming.prefix  # left out
+    naming, tensors = names.HUGGING_FACE[names.family(cfg)], dict[str, np.ndarray]()
+    prefix = "" if head or "masked_lm" in parts else naming.prefix  # removed from names
     for tensor in naming.tensors(cfg):
-        # Below the head of a task masked LM has no output.
+        # Below the head of a task, masked LM has no output.
         is_output = tensor.is_vocabulary and tensor.part == "masked_lm"
         if tensor.part not in parts or (head and is_output):
             continue
@@ -130,34 +130,34 @@ def to_theirs(
         if tensor.is_vocabulary:
             value = value[: cfg.vocab_size]
         if first is not None and cfg.position_offset and "position" in tensor.path:
-            more = first - cfg.position_offset  # of the rows before, which nothing reads
-            value = np.pad(value, ((max(more, 0), 0), (0, 0)))[max(-more, 0) :]
+            added = first - cfg.position_offset  # unused rows before the first position
+            value = np.pad(value, ((max(added, 0), 0), (0, 0)))[max(-added, 0) :]
         name = tensor.name.removeprefix(prefix)
         value = value.T if tensor.is_kernel else value
-        theirs[name] = np.concatenate([theirs[name], value]) if tensor.share[0] else value
+        tensors[name] = np.concatenate([tensors[name], value]) if tensor.share[0] else value
     if head == names.ROBERTA_HEAD:
-        theirs = {key.replace(*names.ROBERTA_POOLER): theirs[key] for key in theirs}
+        tensors = {key.replace(*names.ROBERTA_POOLER): tensors[key] for key in tensors}
     if head:
-        ours = jax.device_get(params["head"])
-        theirs |= {f"{head}.weight": ours["kernel"].T, f"{head}.bias": ours["bias"]}
-    return theirs
+        leaves = jax.device_get(params["head"])
+        tensors |= {f"{head}.weight": leaves["kernel"].T, f"{head}.bias": leaves["bias"]}
+    return tensors
 
 
 def without_head(
     tensors: Mapping[str, np.ndarray], cfg: Model, architecture: str
 ) -> dict[str, np.ndarray]:
-    """Returns what one of their classes for tasks has below its head, under pre-training's names.
+    """Returns the tensors of a class for tasks without its head, under the names of pre-training.
 
-    ModernBERT's masked LM has no output there: a bias of zeros takes its place.
+    ModernBERT's classes for tasks have no output of masked LM: its bias becomes zeros.
     """
     parts, name = names.HEADS[architecture]
     below = {key: tensors[key] for key in tensors if not key.startswith(f"{name}.")}
     if name == names.ROBERTA_HEAD:
-        theirs, ours = reversed(names.ROBERTA_POOLER)
+        task_prefix, prefix = reversed(names.ROBERTA_POOLER)
         below = {
-            ours + key.removeprefix(theirs) if key.startswith(theirs) else key: below[key]
-            for key in below
-            if not key.startswith(ours)  # a pooler that their head does not read
+            prefix + key.removeprefix(task_prefix) if key.startswith(task_prefix) else key: value
+            for key, value in below.items()
+            if not key.startswith(prefix)  # a pooler that the head does not read
         }
     if "masked_lm" in parts:
         rows = len(below.get(names.MODERN_WORD_EMBEDDINGS, ()))
@@ -165,22 +165,22 @@ def without_head(
     return below
 
 
-def thin_to_theirs(thin: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]:
-    """Returns thin matrices next to kernels as PEFT names them next to theirs, lora_A and lora_B.
+def export_lora(lora: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]:
+    """Returns the low-rank matrices of kernels under PEFT's names, lora_A and lora_B.
 
-    Of each kernel, by its name, `thin` has `down`, float32 [L, inputs, rank], and `up`, [L, rank,
+    For each kernel, by its name, `lora` has `down`, float32 [L, inputs, rank], and `up`, [L, rank,
     outputs].
 
     Returns:
-      float32 [n rank, inputs] and [outputs, n rank], n being how many of these kernels lie in the
-      tensor: each has ranks of its own there, which add nothing to the rows of the others.
+      float32 [n rank, inputs] and [outputs, n rank] for a tensor of n concatenated kernels. Each
+      kernel has its own ranks, which add nothing to the rows of the other kernels.
     """
-    theirs: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     for tensor in names.HUGGING_FACE[names.family(cfg)].tensors(cfg):
-        if tensor.layer is None or not tensor.is_kernel or tensor.path[-2] not in thin:
+        if tensor.layer is None or not tensor.is_kernel or tensor.path[-2] not in lora:
             continue
-        of = thin[tensor.path[-2]]
-        down, up = (np.asarray(of[name][tensor.layer]).T for name in ("down", "up"))
+        matrices = lora[tensor.path[-2]]
+        down, up = (np.asarray(matrices[name][tensor.layer]).T for name in ("down", "up"))
         number, count = tensor.share
         rows = np.zeros((count, *up.shape), np.float32)
         rows[number] = up
@@ -190,38 +190,38 @@ def thin_to_theirs(thin: Mapping[str, Any], cfg: Model) -> dict[str, np.ndarray]
             ("lora_B", rows.reshape(tensor.shape[0], -1), 1),
         ):
             name = f"{module}.{name}.weight"
-            held = [theirs[name]] if name in theirs else []
-            theirs[name] = np.concatenate([*held, value], axis)
-    return theirs
+            earlier = [tensors[name]] if name in tensors else []
+            tensors[name] = np.concatenate([*earlier, value], axis)
+    return tensors
 
 
-def fitted(
+def make_base(
     tensors: Mapping[str, np.ndarray],
     naming: Naming,
     stated: Model,
     tokenizer: Tokenizer,
     file: epath.Path,
     source: str,
-    say: Say,
+    report: Report,
 ) -> Base:
-    """Fits tensors of others to a base: rows of padding go, and parts that are missing are fresh.
+    """Makes a base of tensors: padding rows are removed, missing parts freshly initialised.
 
     Args:
       tensors: float32 by the names of `naming`, without copies.
-      stated: their shape as the configuration next to them has it, padding included.
-      source: in words, where they come from.
-      say: is given rows left out and parts freshly initialised.
+      stated: the shape in the configuration, including padding.
+      source: a description of where the tensors come from.
+      report: prints the removed rows and the initialised parts.
     """
-    cfg = _without_padding(stated, tokenizer.size, tensors, naming, file, say)
-    params, missing = to_ours(tensors, cfg, str(file), naming)
+    cfg = _without_padding(stated, tokenizer.size, tensors, naming, file, report)
+    params, missing = import_tensors(tensors, cfg, str(file), naming)
     if missing:
-        # The values of a seed, so that the same source makes the same base.
+        # A constant seed: the same source makes the same base.
         key = jax.random.key(_FRESH_SEED, impl="threefry2x32")
         fresh = jax.device_get(heads.init_params(cfg, key))
         for part in missing:
             params[part] = fresh[part]
-            held = ", ".join(f"{part}/{path}" for path in base_lib.flat(params[part]))
-            say(f"not in {file.name}, freshly initialised: {held}")
+            leaves = ", ".join(f"{part}/{path}" for path in base_lib.flat(params[part]))
+            report(f"not in {file.name}, freshly initialised: {leaves}")
     return Base(cfg, params, tokenizer, source, missing)
 
 
@@ -231,9 +231,9 @@ def _without_padding(
     tensors: Mapping[str, np.ndarray],
     naming: Naming,
     file: epath.Path,
-    say: Say,
+    report: Report,
 ) -> Model:
-    """Returns the model with as many pieces as the vocabulary has; the rows beyond are padding."""
+    """Returns the model with the size of the vocabulary; later rows of tables are padding."""
     name, rows = naming.word_embeddings, stated.vocab_size
     for table in (name, naming.output_bias):
         if table in tensors and tensors[table].shape[:1] != (rows,):
@@ -244,11 +244,11 @@ def _without_padding(
     if rows < size:
         raise InputError(
             f"{file}: tensor {name!r} has {rows} rows, the vocabulary next to it "
-            f"has {size} pieces; put the vocabulary there that belongs to these weights"
+            f"has {size} tokens; replace it with the vocabulary of these weights"
         )
     if rows != size:
         is_usual = rows in {-(-size // multiple) * multiple for multiple in _MULTIPLES}
-        line = f"the vocabulary has {size} pieces: rows {size} to {rows - 1} of the table left out"
-        doubt = "; no usual padding: look whether this vocabulary belongs to these weights"
-        say(line if is_usual else f"warning: {line}{doubt}")
+        line = f"the vocabulary has {size} tokens: rows {size} to {rows - 1} of the table left out"
+        doubt = "; not a usual padding: check that the vocabulary belongs to these weights"
+        report(line if is_usual else f"warning: {line}{doubt}")
     return dataclasses.replace(stated, vocab_size=size)

@@ -68,7 +68,7 @@ def open_folder(folder: epath.PathLike) -> "tfds.core.DatasetBuilder":
     storage = storage_of(folder)
     try:
         texts = {
-            name: storage_of(folder).read(folder / name).decode()
+            name: storage.read(folder / name).decode()
             for name in ("features.json", "dataset_info.json")
         }
         json.loads(texts["features.json"], object_pairs_hook=collect)
@@ -87,7 +87,7 @@ def open_folder(folder: epath.PathLike) -> "tfds.core.DatasetBuilder":
     try:
         with contextlib.ExitStack() as stack:
             local = folder
-            if storage_of(folder).is_bucket:  # TFDS would send a request for every file
+            if storage.is_bucket:  # TFDS would send a request for every file
                 local = epath.Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 for name, text in texts.items():
                     (local / name).write_text(text)

@@ -61,7 +61,7 @@ def ours(of: str, kind: str) -> dict:
     _, head = names.HEADS[architecture]
     held = theirs(of, kind)
     below = weights.without_head(held, MODELS[of], architecture)
-    params, _ = weights.to_ours(below, MODELS[of], "a test")
+    params, _ = weights.import_tensors(below, MODELS[of], "a test")
     params.get("masked_lm", {}).pop("output_bias", None)
     kernel, bias = held[f"{head}.weight"].T, held[f"{head}.bias"]
     return params | {"head": {"kernel": kernel, "bias": bias}}
@@ -108,7 +108,10 @@ def test_logits_are_those_of_the_class(of, kind):
 def test_tensors_are_those_of_the_class_bit_for_bit(of, kind):
     architecture = finetuned.ARCHITECTURES[of.split()[0]][kind]
     assert [architecture] == SAYS[f"{of} {kind}"]["config"]["architectures"]
-    found, expected = weights.to_theirs(ours(of, kind), MODELS[of], architecture), theirs(of, kind)
+    found, expected = (
+        weights.export_tensors(ours(of, kind), MODELS[of], architecture),
+        theirs(of, kind),
+    )
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, name)
@@ -192,7 +195,7 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
     assert head.labels == tuple(named[str(i)] for i in range(head.bias.size))
     assert kind in head.kinds
     assert (head.pooling == "mean") == (of == "modern over means" and kind == "classify")
-    other, _ = importing.with_tokenizer(base, base.tokenizer)
+    other, _ = importing.replace_tokenizer(base, base.tokenizer)
     assert other.head is base.head
 
 
@@ -254,8 +257,8 @@ def test_thin_matrices_of_several_kernels_in_one_tensor_add_the_same(of):
     fixed = {name: tree for name, tree in base.items() if name != "head"}
     whole = task_objective.merged_params(adapt, {"lora": thin, "head": base["head"]}, fixed)
     architecture = finetuned.ARCHITECTURES[of]["classify"]
-    expected = weights.to_theirs(jax.device_get(whole), cfg, architecture)
-    found, apart = dict(theirs(of, "classify")), weights.thin_to_theirs(thin, cfg)
+    expected = weights.export_tensors(jax.device_get(whole), cfg, architecture)
+    found, apart = dict(theirs(of, "classify")), weights.export_lora(thin, cfg)
     patterns = finetuned.rank_patterns(apart, adapt)
     for name in {name.rsplit(".", 2)[0] for name in apart}:
         down, up = (apart[f"{name}.lora_{letter}.weight"].astype(float) for letter in "AB")

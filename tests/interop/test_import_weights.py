@@ -72,7 +72,7 @@ TIED = {
 )
 def test_other_spellings_give_the_same_weights(tensors, config, tmp_path):
     base, _ = imported(hf_folder.write(tmp_path / "hf", tensors, config))
-    assert_identical(base.params, weights.to_ours(TENSORS, base.model, "golden")[0])
+    assert_identical(base.params, weights.import_tensors(TENSORS, base.model, "golden")[0])
     assert base.model.vocab_size == PIECES and not base.fresh
     # Nothing of the padding is kept: ours is zero, and masked out of the softmax.
     assert not base.params["encoder"]["embeddings"]["word"]["embedding"][PIECES:].any()
@@ -82,13 +82,13 @@ def test_other_spellings_give_the_same_weights(tensors, config, tmp_path):
 def test_any_rows_beyond_the_vocabulary_are_left_out_and_named(tmp_path):
     folder = hf_folder.write(tmp_path / "hf", padded(1035), {"vocab_size": 1035})
     base, lines = imported(folder)
-    assert_identical(base.params, weights.to_ours(TENSORS, base.model, "golden")[0])
-    assert "warning" in lines[0] and "1000 pieces: rows 1000 to 1034" in lines[0]
+    assert_identical(base.params, weights.import_tensors(TENSORS, base.model, "golden")[0])
+    assert "warning" in lines[0] and "1000 tokens: rows 1000 to 1034" in lines[0]
 
 
 def test_theirs_to_ours_to_theirs_keeps_every_bit(tmp_path):
     base, _ = imported(hf_folder.write(tmp_path / "hf"))
-    back = weights.to_theirs(base.params, base.model, "BertForPreTraining")
+    back = weights.export_tensors(base.params, base.model, "BertForPreTraining")
     assert back.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         np.testing.assert_array_equal(back[name], tensor, name)
@@ -113,7 +113,7 @@ def test_half_precision_is_read_exactly(tmp_path):
     halves = {name: t.astype(ml_dtypes.bfloat16) for name, t in TENSORS.items()}
     base, _ = imported(hf_folder.write(tmp_path / "hf", halves))
     whole = {name: t.astype(np.float32) for name, t in halves.items()}
-    assert_identical(base.params, weights.to_ours(whole, base.model, "golden")[0])
+    assert_identical(base.params, weights.import_tensors(whole, base.model, "golden")[0])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_half_precision_is_read_exactly(tmp_path):
 def test_parts_that_are_missing_are_fresh_and_named(architecture, missing, tmp_path):
     whole, _ = imported(hf_folder.write(tmp_path / "hf"))
     (tmp_path / "part").mkdir()
-    tensors = weights.to_theirs(whole.params, whole.model, architecture)
+    tensors = weights.export_tensors(whole.params, whole.model, architecture)
     config = {"architectures": [architecture]}
     base, lines = imported(hf_folder.write(tmp_path / "part" / "hf", tensors, config))
     assert base.fresh == missing
@@ -148,7 +148,7 @@ def test_parts_that_a_run_has_not_learned_are_fresh_in_its_base(monkeypatch):
         Model(), {}, tokenizer_lib.WordPiece(VOCAB, "cased"), fresh=("pooler",), step=3
     )
     monkeypatch.setattr(LoadedModel, "of", lambda folder, what: run)
-    base = importing._of_run(epath.Path("runs/x"), "params")
+    base = importing._read_run(epath.Path("runs/x"), "params")
     assert (base.source, base.fresh) == ("x, step 3", ("pooler",))
 
 
@@ -317,13 +317,16 @@ REFUSED = {
     "a missing shard": (without_shard, ["model-00002-of-00003", "no such", "index.json"]),
     "a tensor listed elsewhere": (
         lambda: shards(listed={QUERY: "model-00003-of-00003.safetensors"}),
-        [QUERY, "lists there", "model-00002-of-00003"],
+        [QUERY, "index.json", "model-00002-of-00003"],
     ),
     "a shard above": (
         lambda: shards(listed={QUERY: "../model.safetensors"}),
         ["index.json", QUERY, "../model.safetensors"],
     ),
-    "another model": (config(model_type="deberta-v2"), ["config.json", "deberta-v2", "distances"]),
+    "another model": (
+        config(model_type="deberta-v2"),
+        ["config.json", "deberta-v2", "relative positions"],
+    ),
     "a class with another head": (
         config(architectures=["BertForNextSentencePrediction"]),
         ["BertForNextSentencePrediction"],
@@ -336,7 +339,7 @@ REFUSED = {
     "another activation": (config(hidden_act="relu"), ["hidden_act", "relu"]),
     "a decoder of two texts": (config(add_cross_attention=True), ["add_cross_attention"]),
     "rows and config": (config(vocab_size=1001), ["[1000, 64]", "1001"]),
-    "a long vocabulary": (vocab([*VOCAB, "more"]), [WORD, "1000 rows", "1001 pieces"]),
+    "a long vocabulary": (vocab([*VOCAB, "more"]), [WORD, "1000 rows", "1001 tokens"]),
     "no vocabulary": (lambda: pathlib.Path("hf/vocab.txt").unlink(), ["vocab.txt"]),
     "sentencepiece": (sentencepiece, ["spiece.model", "tokenizer.json"]),
     "another tokenizer": (
@@ -356,7 +359,7 @@ REFUSED = {
     ),
     "weights that are no numbers": (
         tensors_are(TENSORS | {QUERY: np.full((64, 64), np.nan, np.float32)}),
-        [QUERY, "no numbers"],
+        [QUERY, "not finite"],
     ),
     "two cases": (
         lambda: (

@@ -61,7 +61,7 @@ def test_every_number_of_every_variable_has_its_place(folder):
     theirs = {
         (*tensor.path, tensor.layer): tensor.name for tensor in tf1.NAMING.tensors(base.model)
     }
-    values = weights.to_theirs(base.params, base.model, "BertForPreTraining")
+    values = weights.export_tensors(base.params, base.model, "BertForPreTraining")
     for tensor in names.tensors(base.model):
         name = theirs[(*tensor.path, tensor.layer)]
         wanted = numbers(name)
@@ -122,7 +122,7 @@ REFUSED = {
     "config and rows": (config(vocab_size=46), ["word_embeddings", "[45, 8]", "vocab_size=46"]),
     "a long vocabulary": (
         lambda: vocabulary([*SPECIALS, *(f"w{i}" for i in range(41))]),
-        ["word_embeddings", "45 rows", "46 pieces"],
+        ["word_embeddings", "45 rows", "46 tokens"],
     ),
 }
 

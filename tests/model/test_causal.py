@@ -54,7 +54,7 @@ def names_of(kind):
 @pytest.fixture(scope="module", params=make_causal.CONFIGS)
 def model(request):
     cfg = config_of(request.param)
-    params = weights.to_ours(theirs(request.param), cfg, "golden")[0]
+    params = weights.import_tensors(theirs(request.param), cfg, "golden")[0]
     fresh = heads.init_params(cfg, jax.random.key(0))
     return cfg, fresh | jax.tree.map(jnp.asarray, params)
 

@@ -50,7 +50,7 @@ def theirs_as_ours():
             ours_prefix + name.removeprefix(prefix).replace(attention, ".attention."): drawn[name]
             for name in there
         }
-        return weights.to_ours(renamed, CFG, "golden")[0]
+        return weights.import_tensors(renamed, CFG, "golden")[0]
 
     encoder = ours("encoder.", "bert.", ".pooler.", ".attention.")
     decoder_ = ours("decoder.", "", ".crossattention.", ".attention.")

@@ -40,7 +40,7 @@ def golden():
 def params():
     """Theirs in our tree; what they do not have is drawn."""
     shapes = {t.name: t.shape for t in names.modern_tensors(CFG)}
-    theirs = weights.to_ours(make_modern.weights(shapes), CFG, "golden")[0]
+    theirs = weights.import_tensors(make_modern.weights(shapes), CFG, "golden")[0]
     return heads.init_params(CFG, jax.random.key(0)) | jax.tree.map(jnp.asarray, theirs)
 
 
@@ -100,7 +100,7 @@ def test_logits_loss_and_gradients_are_as_pytorchs(params, batch, loop):
         for name, value in golden().items()
         if name.startswith("grad.")
     }
-    theirs = weights.to_ours(theirs, CFG, "gradients")[0]
+    theirs = weights.import_tensors(theirs, CFG, "gradients")[0]
     theirs["encoder"]["layers"]["attention_layer_norm"]["scale"][0] = 0  # they have none
     assert_close({part: gradients[part] for part in theirs}, theirs, 1e-5)
 

@@ -76,8 +76,8 @@ def params() -> dict:
 
 
 def convert(tensors: dict[str, np.ndarray]) -> dict:
-    """Returns PyTorch's tensors as a parameter tree."""
-    return weights.to_ours(tensors, CONFIG, "hf_bert_tiny")[0]
+    """Returns PyTorch's tensors in our tree."""
+    return weights.import_tensors(tensors, CONFIG, "hf_bert_tiny")[0]
 
 
 def batch() -> dict[str, jax.Array]:
