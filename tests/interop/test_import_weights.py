@@ -323,10 +323,7 @@ REFUSED = {
         lambda: shards(listed={QUERY: "../model.safetensors"}),
         ["index.json", QUERY, "../model.safetensors"],
     ),
-    "another model": (
-        config(model_type="deberta-v2"),
-        ["config.json", "deberta-v2", "relative positions"],
-    ),
+    "another model": (config(model_type="deberta-v2"), ["config.json", "deberta-v2", "relative"]),
     "a class with another head": (
         config(architectures=["BertForNextSentencePrediction"]),
         ["BertForNextSentencePrediction"],

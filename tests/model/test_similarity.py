@@ -63,9 +63,7 @@ def reference(vectors, keys, weights):
 @pytest.mark.parametrize("behind", [1, 2])
 def test_contrastive_equals_the_loop_over_candidates(behind):
     arrays = vectors, keys, weights = made(behind=behind)
-    loss, hits = jax.jit(lambda *arrays: similarity.contrastive_loss(Texts(*arrays), SCALE))(
-        *arrays
-    )
+    loss, hits = jax.jit(lambda *x: similarity.contrastive_loss(Texts(*x), SCALE))(*arrays)
     wanted = reference(vectors, keys, weights)
     assert loss[0] / loss[1] == pytest.approx(wanted[0], rel=1e-6)
     assert hits[0] / hits[1] == pytest.approx(wanted[1])
