@@ -1,6 +1,6 @@
-"""One vector a text: `similar`, its rows, its loss and its scores.
+"""The kind `similar`, with one vector for each text: its rows, its loss and its scores.
 
-Shape letters: B rows (of an example one after the other), S pieces, D width, E examples.
+Shape letters: B rows (those of an example are consecutive), S tokens, D width, E examples.
 """
 
 import dataclasses
@@ -44,9 +44,9 @@ _SCALE_RULE = sharding.Rule("head/scale")
 
 
 class Similar(TaskKind):
-    """The kind of `similar`: a row for each text, and of each row a vector.
+    """The kind of `similar`: a row and a vector for each text.
 
-    `outputs` is the teacher's width where a projection learns, else 0.
+    `outputs` is the width of the teacher's vectors, 0 without a teacher.
     """
 
     reads, column = "vectors", "cosine"
@@ -83,15 +83,15 @@ class Similar(TaskKind):
         """Returns the `cosine` of the two texts of each example."""
         if rows.rows_per_example == 1:
             raise InputError(
-                f"{examples[0].place}: task.kind=similar: this is one text, and a cosine is of "
-                "two; `bert-jax embed` and `search` take the run, `evaluate --task` scores it"
+                f"{examples[0].place}: task.kind=similar: this is one text, but a cosine needs "
+                "two; use the run in `bert-jax embed`, `search` or `evaluate --task`"
             )
         return [{"cosine": float(value)} for value in _cosines(np.stack(outputs))]
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Scores:
-        """Returns correlations of the cosine with scores; of queries how well texts are found."""
+        """Returns correlations of cosines with the scores of pairs, or retrieval scores."""
         del rows
-        if isinstance(examples[0], Passage):  # and so are all
+        if isinstance(examples[0], Passage):  # then all are
             return retrieval.scores(outputs, cast(Sequence[Passage], examples))
         pairs = cast(Sequence[Sentence], examples)
         truth = np.array([pair.label for pair in pairs], np.float32)
@@ -112,7 +112,7 @@ def roles_of(example: Sentence | Passage) -> list[Role]:
 
 
 def require_comparable(how: Vectors, model: Model) -> None:
-    """Raises InputError unless an encoder makes such vectors."""
+    """Raises InputError unless an encoder's vectors support these settings."""
     if how.dimensions and how.dimensions[-1] > model.hidden_size:
         raise InputError(
             f"vectors.dimensions={how.dimensions}: the encoder's vectors have {model.hidden_size} "
@@ -121,7 +121,7 @@ def require_comparable(how: Vectors, model: Model) -> None:
     if how.pooling == "cls" and model.direction != "both":
         raise InputError(
             f"vectors.pooling=cls: with model.direction={model.direction} the vector of [CLS] "
-            "knows nothing of the text; take mean or last"
+            "does not depend on the text; use mean or last"
         )
 
 
@@ -132,9 +132,9 @@ def _cosines(vectors: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class SimilarObjective(TaskObjective):
-    """The `Objective` of vectors, whose rows are compared with each other."""
+    """The `Objective` of vectors, which compares the rows of a batch with each other."""
 
-    how: Vectors = dataclasses.field(default_factory=Vectors)  # what is learned
+    how: Vectors = dataclasses.field(default_factory=Vectors)  # the settings of the loss
     pooling: similarity.Pooling = "mean"  # of `how`, or of the base
 
     @property
@@ -143,26 +143,26 @@ class SimilarObjective(TaskObjective):
         return ("loss", "accuracy") if self.how.loss == "contrastive" else ("loss",)
 
     def notes(self, task: Task) -> dict[str, Any]:
-        """Returns what is kept with checkpoints for those who ask for vectors."""
-        made = TextVectors(
+        """Returns metadata for checkpoints: settings for text vectors, and the teacher's width."""
+        vectors = TextVectors(
             self.pooling,
             normalize=True,
             max_length=task.max_sequence_length,
             query_prefix=task.query_prefix,
             text_prefix=task.text_prefix,
         )
-        return {"vectors": dataclasses.asdict(made), "teacher_width": self.outputs}
+        return {"vectors": dataclasses.asdict(vectors), "teacher_width": self.outputs}
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
-        """Returns where the parameters that learn are cut."""
+        """Returns the sharding rules of the trainable parameters."""
         head = {"learned": [_SCALE_RULE]}.get(self.how.temperature_is, [])
         if self.how.projection == "linear":
             return super().rules
         return [*(rule for rule in super().rules if rule != HEAD_RULE), *head]
 
     def init_params(self, key: jax.Array) -> Tree:
-        """Returns those that learn, fresh; an encoder in them is to be replaced by the base's."""
+        """Returns fresh trainable parameters; the caller replaces an encoder by the base's."""
         params = super().init_params(key)
         if self.how.temperature_is == "learned":
             params["head"] = {"scale": -jnp.log(jnp.full([1], self.how.temperature))}
@@ -185,8 +185,7 @@ class SimilarObjective(TaskObjective):
             hidden = encode(encoder, self.model, *ids, mask, noise, loop)
         return similarity.normalize(similarity.pool(hidden, mask, self.pooling))
 
-    # What is asked of a model is what its rows are compared by.
-    logits = vectors
+    logits = vectors  # the outputs of a model without a head
 
     def compare(
         self,
@@ -203,21 +202,20 @@ class SimilarObjective(TaskObjective):
         if how.loss == "distil":
             if "kernel" in head:
                 vectors = similarity.normalize(vectors @ head["kernel"] + head["bias"])
-            wanted, weights = batch["wanted"], batch["row_weights"]
-            sums = similarity.distillation_loss(vectors, wanted, weights, how.geometry, axes)
+            targets, weights = batch["wanted"], batch["row_weights"]
+            sums = similarity.distillation_loss(vectors, targets, weights, how.geometry, axes)
             return {"loss": sums}
         scale = jnp.exp(head["scale"][0]) if "scale" in head else 1 / how.temperature
-        together = self.rows_per_example
-        keys, weights = batch["keys"].reshape(-1, together), batch["row_weights"][::together]
+        per_example = self.rows_per_example
+        keys, weights = batch["keys"].reshape(-1, per_example), batch["row_weights"][::per_example]
         loss, hits = jnp.zeros(2), jnp.zeros(2)
         for size in how.dimensions or (vectors.shape[1],):
-            cut = vectors[:, :size].reshape(-1, together, size)
-            texts = Texts(cut, keys, weights)
+            texts = Texts(vectors[:, :size].reshape(-1, per_example, size), keys, weights)
             if how.loss == "cosine":
-                of_size = similarity.cosine_loss(texts, batch["scores"][::together])
+                size_loss = similarity.cosine_loss(texts, batch["scores"][::per_example])
             else:
-                of_size, hits = similarity.contrastive_loss(texts, scale, axes)
-            loss = jnp.stack([loss[0] + of_size[0], of_size[1]])
+                size_loss, hits = similarity.contrastive_loss(texts, scale, axes)
+            loss = jnp.stack([loss[0] + size_loss[0], size_loss[1]])
         return {"loss": loss} if how.loss == "cosine" else {"loss": loss, "accuracy": hits}
 
     def forward(
@@ -228,34 +226,34 @@ class SimilarObjective(TaskObjective):
         return self.compare(vectors, params, fixed, batch, noise, loop)
 
 
-# --- what is learned from ------------------------------------------------------------------------
+# --- training examples ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class PairTrainingSet:
-    """Rows that a run learns from."""
+    """The training examples of a run."""
 
-    examples: int  # an epoch
+    examples: int  # per epoch
     sha256: str
     batches: TaskBatches | CorpusPairs
     rows_per_example: int
-    rows: TaskRows | None  # None of a corpus, whose rows are made as they are asked for
-    width: int  # of a teacher's vectors; 0: there is none
+    rows: TaskRows | None  # None for a corpus, whose rows are computed for each batch
+    width: int  # of the teacher's vectors; 0 without a teacher
     keys: frozenset[int] = frozenset()  # `text_key` of the first two texts of each example
 
 
 def validation_task(task: Task) -> Task:
-    """Returns a task as its validation examples are read: without texts that answer nothing."""
+    """Returns the task for validation, which has no column of negatives."""
     return dataclasses.replace(task, negative_column="")
 
 
-def inherit_prompts(task: Task, known: TextVectors | None) -> Task:
-    """Returns a task with what a base puts before its texts, where the task names nothing."""
-    known = known or TextVectors()
+def inherit_prompts(task: Task, vectors: TextVectors | None) -> Task:
+    """Returns the task with the base's prompts where the task sets none."""
+    vectors = vectors or TextVectors()
     return dataclasses.replace(
         task,
-        query_prefix=task.query_prefix or known.query_prefix,
-        text_prefix=task.text_prefix or known.text_prefix,
+        query_prefix=task.query_prefix or vectors.query_prefix,
+        text_prefix=task.text_prefix or vectors.text_prefix,
     )
 
 
@@ -264,35 +262,35 @@ def read(
     model: Model,
     tokenizer: Tokenizer,
     tally: examples_lib.Tally,
-    teacher: Literal["asked", "left_out"] = "asked",
+    teacher: Literal["run", "skip"] = "run",
 ) -> PairTrainingSet:
-    """Reads what an experiment learns vectors from; a teacher's take a while.
+    """Reads the training examples, and computes the teacher's vectors unless `teacher` is "skip".
 
     `tally` counts the examples.
     """
     task, how = experiment.task, experiment.vectors
-    word, _, place = task.train[0].partition(":")
-    if word == "corpus":
-        return _read_corpus(experiment, tokenizer, *place.rpartition(":")[::2])
+    format_, _, path = task.train[0].partition(":")
+    if format_ == "corpus":
+        return _read_corpus(experiment, tokenizer, *path.rpartition(":")[::2])
     if how.loss == "distil":
         task = dataclasses.replace(task, second_column="")
     labelled: examples_lib.Labelled = "labelled" if how.loss == "cosine" else "unlabelled"
     examples = cast(list[Sentence], examples_lib.read(task, task.train, labelled, tally))
     kind = Similar(task, (), tokenizer)
-    rows, width, more = kind.rows(examples), 0, ""
+    rows, width, teacher_sha256 = kind.rows(examples), 0, ""
     if how.loss == "cosine":
         scaled = _scaled(examples, how)
         rows.numbers["scores"] = np.repeat(scaled, rows.rows_per_example)
-    if how.loss == "distil" and teacher == "asked":
-        wanted = _teacher_vectors(how, examples)
-        rows.numbers["wanted"], width = wanted, wanted.shape[1]
-        more = hashlib.sha256(np.ascontiguousarray(wanted).data).hexdigest()
+    if how.loss == "distil" and teacher == "run":
+        targets = _teacher_vectors(how, examples)
+        rows.numbers["wanted"], width = targets, targets.shape[1]
+        teacher_sha256 = hashlib.sha256(np.ascontiguousarray(targets).data).hexdigest()
         if how.projection == "none" and width != model.hidden_size:
             raise InputError(
-                f"vectors.teacher={how.teacher}: its vectors have {width} numbers, and the "
-                f"encoder's {model.hidden_size}; set vectors.projection=linear"
+                f"vectors.teacher={how.teacher}: its vectors have {width} numbers, but the "
+                f"encoder's have {model.hidden_size}; set vectors.projection=linear"
             )
-    sha256 = examples_lib.sha256(examples, (more,))
+    sha256 = examples_lib.sha256(examples, (teacher_sha256,))
     batches = TaskBatches(rows, tokenizer.pad_id, experiment.batch_size, experiment.seed)
     pairs = [dataclasses.replace(x, texts=x.texts[:2]) for x in examples if len(x.texts) > 1]
     keys = frozenset(map(examples_lib.text_key, pairs))
@@ -300,26 +298,26 @@ def read(
 
 
 def _read_corpus(
-    experiment: Finetuning, tokenizer: Tokenizer, place: str, how: str
+    experiment: Finetuning, tokenizer: Tokenizer, path: str, how: str
 ) -> PairTrainingSet:
-    task, folder = experiment.task, epath.Path(place)
+    task, folder = experiment.task, epath.Path(path)
     if how not in get_args(PairMethod):
         raise InputError(
-            f"task.train: corpus:{place}:{how}: end it in {', '.join(get_args(PairMethod))}"
+            f"task.train: corpus:{path}:{how}: end it in {', '.join(get_args(PairMethod))}"
         )
     prepared = OpenCorpus.open(folder / "corpus" if (folder / "corpus").exists() else folder)
     if prepared.tokenizer.sha256 != tokenizer.sha256:
         raise InputError(
-            f"task.train: corpus:{place}: was made with another vocabulary than the base has; "
-            "prepare the text with the base's"
+            f"task.train: corpus:{path}: its vocabulary is not that of the base; prepare the text "
+            "with the base's vocabulary"
         )
-    # A corpus has the blank before its texts.
-    asks, other = (tokenizer.encode(it.rstrip()) for it in (task.query_prefix, task.text_prefix))
+    # The tokens of a corpus include the blank before a text.
+    query, text = (tokenizer.encode(x.rstrip()) for x in (task.query_prefix, task.text_prefix))
     pairs = CorpusPairs(
         corpus.open_stream(prepared.folder, "train"),
         prepared.ids,
         cast(PairMethod, how),
-        (asks, other),
+        (query, text),
         experiment.batch_size,
         task.max_sequence_length,
         experiment.seed,
@@ -328,7 +326,7 @@ def _read_corpus(
 
 
 def _scaled(examples: Sequence[Sentence], how: Vectors) -> np.ndarray:
-    """Returns the scores of pairs as cosines from 0 to 1, float32 [E]."""
+    """Returns the scores of pairs, scaled to cosines from 0 to 1, float32 [E]."""
     low, high = how.score_range
     for example in examples:
         if example.label is None or not low <= float(example.label) <= high:
@@ -355,10 +353,10 @@ def _teacher_vectors(how: Vectors, examples: Sequence[Sentence]) -> np.ndarray:
     with reading(path, "name a file that `bert-jax embed` wrote"), np.load(path) as file:
         vectors = file["vectors"]
     if vectors.dtype == np.uint8:
-        raise InputError(f"vectors.teacher={how.teacher}: holds bits alone; write it unquantized")
+        raise InputError(f"vectors.teacher={how.teacher}: is quantized; embed without --quantize")
     if len(vectors) != len(examples):
         raise InputError(
-            f"vectors.teacher={how.teacher}: holds {len(vectors)} vectors, and there are "
+            f"vectors.teacher={how.teacher}: has {len(vectors)} vectors, but there are "
             f"{len(examples)} training examples; embed their texts again"
         )
     vectors = vectors.astype(np.float32)

@@ -1,10 +1,10 @@
-"""What may stand between an encoder's layers and the head of a tag: two BiLSTM layers.
+"""Two BiLSTM layers between an encoder's layers and the head for tags.
 
 BERT's feature-based approach (Devlin et al. 2018, section 5.3 and Table 7) reads some layers of a
-frozen encoder; ELMo's (Peters et al. 2018, section 3.3) all of them, mixed by weights that learn.
-The encoder is run at each step; a frozen one drops nothing and has no gradient.
+frozen encoder; ELMo's (Peters et al. 2018, section 3.3) all of them, mixed by trained weights. The
+encoder runs at each step; a frozen encoder has no dropout and no gradient.
 
-Shape letters: B rows, S sequence, D width, L layers of the encoder, N what is read of each piece.
+Shape letters: B rows, S sequence, D width, L layers of the encoder, N features of each token.
 """
 
 import jax
@@ -17,12 +17,12 @@ from bert_jax.model import layers, lstm
 from bert_jax.training.sharding import Rule
 
 _LAST = 4
-# By `adapt.features`, how many layers there must be.
+# The number of layers that `adapt.features` needs.
 _NEEDED = {"second_to_last": 2, "sum_last_four": _LAST, "concat_last_four": _LAST}
 
 
 def rules(features: Features) -> tuple[Rule, ...]:
-    """Returns where the parameters of a tagger are cut: nowhere. None if there is no tagger."""
+    """Returns rules that replicate the parameters of a tagger; () without a tagger."""
     gates = (Rule("tagger/(lower|upper)/gates/(kernel|bias)"),) if features else ()
     return (*gates, Rule("tagger/mixture/(weights|scale)")) if features == "mixed" else gates
 
@@ -30,7 +30,7 @@ def rules(features: Features) -> tuple[Rule, ...]:
 class Mixture(nnx.Module):
     """A sum of all layers with the softmax of `weights` [L + 1], times `scale` [].
 
-    What decays of parameters are kernels, embeddings and, as in the paper, these weights.
+    Weight decay applies to kernels, embeddings and, as in the paper, to these weights.
     """
 
     def __init__(self, count: int):
@@ -44,7 +44,7 @@ class Mixture(nnx.Module):
 
 
 class Tagger(nnx.Module):
-    """Two BiLSTM layers, each as wide as the encoder, over what `features` names of its layers."""
+    """Two BiLSTM layers as wide as the encoder, over the layers that `features` selects."""
 
     def __init__(self, cfg: Model, features: Features, *, rngs: nnx.Rngs):
         width = cfg.hidden_size
@@ -56,7 +56,7 @@ class Tagger(nnx.Module):
 
 
 def read(tagger: Tagger, features: Features, every: jax.Array) -> jax.Array:
-    """Returns what is read of each piece: [L + 1, B, S, D] of all layers -> float32 [B, S, N]."""
+    """Returns the features of each token: [L + 1, B, S, D] of all layers -> float32 [B, S, N]."""
     every = every.astype(jnp.float32)
     last = every[-_LAST:]
     if features == "mixed":
@@ -76,10 +76,10 @@ def run(
     noise: layers.Noise | None,
     rate: float,
 ) -> jax.Array:
-    """Runs the two layers over what is read of the encoder's, with dropout of what each reads.
+    """Runs the two layers over the encoder's features, with dropout on the input of each.
 
-    [L + 1, B, S, D], and `input_mask` int32 [B, S], 0 for padding -> [B, S, D], all but the mask in
-    the compute type.
+    Maps [L + 1, B, S, D] and `input_mask`, int32 [B, S], 0 for padding, to [B, S, D]. All but the
+    mask are of the compute type.
     """
     x = read(tagger, features, every)
     for number, layer in enumerate((tagger.lower, tagger.upper)):
@@ -90,12 +90,12 @@ def run(
 
 
 def require_layers(model: Model, features: Features, where: str) -> None:
-    """Raises InputError, which names `where`, unless an encoder has the layers that are read."""
+    """Raises InputError, which names `where`, unless the encoder has the layers for `features`."""
     needed = _NEEDED.get(features, 1)
     if model.num_hidden_layers < needed:
         raise InputError(
-            f"adapt.features={features}: {where} has {model.num_hidden_layers} layers, and "
-            f"{needed} are read; choose embeddings, last or mixed"
+            f"adapt.features={features}: {where} has {model.num_hidden_layers} layers, but "
+            f"{needed} are needed; choose embeddings, last or mixed"
         )
     if features and model.hidden_size % 2:
         raise InputError(

@@ -127,6 +127,6 @@ def test_a_tagger_learns_and_answers(base):
 def test_layers_that_are_not_there_are_refused(base):
     tuned.write_task(epath.Path("."), "tag", how="frozen")
     setting = "adapt.features=sum_last_four"
-    words = f"{setting}: base has 2 layers, and 4 are read"
+    words = f"{setting}: base has 2 layers, but 4 are needed"
     broken.fails(f"{tuned.FINETUNE} --set {setting}", words)
     assert not epath.Path("run").exists()
