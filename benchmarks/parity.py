@@ -100,7 +100,7 @@ def compare(model: str, folder: pathlib.Path, python: str) -> int:
     says = {"texts": TEXTS, "ids": ids, "architectures": architectures}
     (folder / "says.json").write_text(json.dumps(says))
     above = {part: trained.params[part] for part in ("pooler", "next_sentence")}
-    np.savez(folder / "above.npz", **base.flat(above))
+    np.savez(folder / "above.npz", **base.flatten(above))
     np.savez(folder / "outputs.npz", **outputs(trained, prepared, experiment))
     for name, trains in {"adamw": experiment, **also(experiment)}.items():
         if name == "adamw" or model == "bert":

@@ -1,12 +1,12 @@
-"""A base: weights to start from, as `import` writes them, whatever they were before.
+"""A base: weights to start from, in the format that `import` writes.
 
-B/base.json             the Model section, where the weights come from, which are fresh, how vectors
-                        of texts are made of them
+B/base.json             the Model section, the source of the weights, freshly initialized parts, how
+                        to compute vectors of texts
 B/params.safetensors    float32, by the paths of the tree: encoder/layers/query/kernel, ...
-B/moments.safetensors   Adam's means of gradients and of their squares, if they were asked for:
+B/moments.safetensors   Adam's means of gradients and of their squares, with --with-optimizer:
                         mean/encoder/layers/query/kernel, square/...
 B/head.safetensors      kernel and bias of the head of a task, if the source was fine-tuned for one
-B/tokenizer/            the tokenizer they belong to
+B/tokenizer/            the tokenizer of the weights
 B/COMPLETE              written last
 """
 
@@ -41,7 +41,7 @@ FORMAT_VERSION = 1
 
 _JSON, _WEIGHTS, _TOKENIZER = "base.json", "params.safetensors", "tokenizer"
 _MOMENTS, _HEAD = "moments.safetensors", "head.safetensors"
-# What of a model its weights do not depend on; all else must be as it was.
+# Fields of a model that may differ from those of the weights; all others must be equal.
 _FREE = ("compute_dtype", "dropout_rng", "initializer_range", "initialization")
 _FREE_ENDING = "dropout_prob"
 _FLOATS = {
@@ -53,139 +53,139 @@ _FLOATS = {
 
 @dataclasses.dataclass
 class Moments:
-    """The moments that the reference's Adam (`bert_adam`) keeps next to weights."""
+    """The moments of the reference's Adam (`bert_adam`)."""
 
-    step: int  # steps that it had done
-    mean: dict[str, Any]  # of the gradients, a tree like the parameters
-    square: dict[str, Any]  # of their squares, another
+    step: int  # steps done
+    mean: dict[str, Any]  # of the gradients; a tree like the parameters
+    square: dict[str, Any]  # of their squares; a tree like the parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class TextVectors:
-    """The way in which the vector of a text is made of those of its pieces."""
+    """How the vector of a text is computed from the hidden states of its tokens."""
 
-    # `mean` of all, [CLS] and [SEP] among them, the one of [CLS], or the last, of [SEP].
+    # The `mean` of all tokens with [CLS] and [SEP], the state of [CLS], or that of the last, [SEP].
     pooling: Literal["mean", "cls", "last"] = "mean"
-    normalize: bool = False  # whether it is scaled to length 1
-    # Pieces that are read, those two among them; 0: as many as there are positions.
+    normalize: bool = False  # whether the vector is scaled to length 1
+    # Most tokens that are read, with [CLS] and [SEP]; 0: the number of positions.
     max_length: int = 0
-    query_prefix: str = ""  # what stands before a text that asks
-    text_prefix: str = ""  # and before all others
+    query_prefix: str = ""  # prompt that is put before a query
+    text_prefix: str = ""  # prompt that is put before a document
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
     """The head of the task that a base was fine-tuned for."""
 
-    kinds: tuple[str, ...]  # of `task.kind`, those whose outputs these are
-    labels: tuple[str, ...]  # of the outputs; () where they have no names
+    kinds: tuple[str, ...]  # values of `task.kind` that the head fits
+    labels: tuple[str, ...]  # names of the outputs; () if they have none
     kernel: np.ndarray  # float32 [D, outputs]
     bias: np.ndarray  # float32 [outputs]
-    # What it reads of a whole text: the vector of [CLS], or the mean of all pieces.
+    # The hidden state that it reads: that of [CLS], or the mean of all tokens.
     pooling: Literal["cls", "mean"] = "cls"
 
 
 @dataclasses.dataclass
 class Base:
-    """Weights, and what they mean."""
+    """Weights with their model, tokenizer and origin."""
 
-    model: Model  # their shape
-    params: dict[str, Any]  # nested dict of float32 arrays, as model.heads.init_params gives it
-    tokenizer: tokenizer_lib.Tokenizer  # whose ids the rows of the word embeddings are
-    source: str = ""  # in words, where they come from
-    # Parts (`pooler`, `masked_lm`, `next_sentence`) that the source did not have; or of one that it
-    # had in part what is missing, `masked_lm/output_bias`.
+    model: Model
+    params: dict[str, Any]  # nested dict of float32 arrays, as from model.heads.init_params
+    tokenizer: tokenizer_lib.Tokenizer  # its ids are the rows of the word embeddings
+    source: str = ""  # description of where the weights come from
+    # Freshly initialized parts that the source did not have: `pooler`, `masked_lm`,
+    # `next_sentence`, or an array of a part, such as `masked_lm/output_bias`.
     fresh: tuple[str, ...] = ()
-    moments: Moments | None = None  # what a run that begins here begins with, too; None: with zeros
-    # Of the weights, and of the moments if there are some; "" before it is written.
+    moments: Moments | None = None  # initial moments of a run; None: zeros
+    # Hash of the weights, and of the moments if there are any; "" before it is written.
     sha256: str = ""
-    # As its source makes them; None if the source says nothing of it.
+    # How its source computes vectors; None if the source does not tell.
     vectors: TextVectors | None = None
-    head: Head | None = None  # None: it was fine-tuned for no task
+    head: Head | None = None  # None: the source was not fine-tuned for a task
 
 
 def is_base(folder: epath.Path) -> bool:
-    """Returns whether a complete base lies here."""
+    """Returns whether the folder holds a complete base."""
     return (folder / _JSON).exists() and is_complete(folder)
 
 
 def write(base: Base, folder: epath.Path) -> None:
-    """Writes a base into a new folder, whole or not at all."""
-    with new_folder(folder) as made:
-        write_tensors(made / _WEIGHTS, flat(base.params), {"format": "bert_jax"})
-        base.tokenizer.save(made / _TOKENIZER)
+    """Writes a base into a new folder, completely or not at all."""
+    with new_folder(folder) as new:
+        write_tensors(new / _WEIGHTS, flatten(base.params), {"format": "bert_jax"})
+        base.tokenizer.save(new / _TOKENIZER)
         record = {
             "format_version": FORMAT_VERSION,
             "model": dataclasses.asdict(base.model),
             "source": base.source,
             "fresh": list(base.fresh),
-            "weights_sha256": _sha256(made / _WEIGHTS),
+            "weights_sha256": _sha256(new / _WEIGHTS),
             "tokenizer_sha256": base.tokenizer.sha256,
             "vectors": base.vectors and dataclasses.asdict(base.vectors),
         }
         if base.moments is not None:
             trees = {"mean": base.moments.mean, "square": base.moments.square}
-            write_tensors(made / _MOMENTS, flat(trees), {"format": "bert_jax"})
+            write_tensors(new / _MOMENTS, flatten(trees), {"format": "bert_jax"})
             record["moments_step"] = base.moments.step
-            record["moments_sha256"] = _sha256(made / _MOMENTS)
+            record["moments_sha256"] = _sha256(new / _MOMENTS)
         if base.head is not None:
             tensors = {"kernel": base.head.kernel, "bias": base.head.bias}
-            write_tensors(made / _HEAD, tensors, {"format": "bert_jax"})
+            write_tensors(new / _HEAD, tensors, {"format": "bert_jax"})
             names = ("kinds", "labels", "pooling")
             record["head"] = {name: getattr(base.head, name) for name in names}
-            record["head_sha256"] = _sha256(made / _HEAD)
-        write_json(made / _JSON, record)
-        mark_complete(made)
+            record["head_sha256"] = _sha256(new / _HEAD)
+        write_json(new / _JSON, record)
+        mark_complete(new)
 
 
 def read(folder: epath.Path) -> Base:
-    """Opens a base, complete as `write` left it."""
+    """Reads a complete base; verifies its checksums."""
     if not is_base(folder):
         raise InputError(
             f"{folder}: no base here; make one with `bert-jax import SOURCE --workdir B` (SOURCE "
             "may be a run, too)"
         )
-    where, remedy = folder / _JSON, "import it again"
-    record = read_json(where, FORMAT_VERSION, remedy, remedy)
+    path, remedy = folder / _JSON, "import it again"
+    record = read_json(path, FORMAT_VERSION, remedy, remedy)
     tokenizer = tokenizer_lib.load(folder / _TOKENIZER)
     files = {"weights": _WEIGHTS, "moments": _MOMENTS, "head": _HEAD}
-    now = {f"{name}_sha256": _sha256(folder / file) for name, file in files.items()}
-    for name, sha256 in (now | {"tokenizer_sha256": tokenizer.sha256}).items():
+    hashes = {f"{name}_sha256": _sha256(folder / file) for name, file in files.items()}
+    for name, sha256 in (hashes | {"tokenizer_sha256": tokenizer.sha256}).items():
         if record.get(name, "") != sha256:
-            raise InputError(f"{where}: {name} differs from what lies next to it; {remedy}")
-    with reading(where, remedy):
-        model = config.section(Model, record["model"], f"{where}: model")
+            raise InputError(f"{path}: {name} is not that of the file in this folder; {remedy}")
+    with reading(path, remedy):
+        model = config.section(Model, record["model"], f"{path}: model")
         moments = None
-        if now["moments_sha256"]:
+        if hashes["moments_sha256"]:
             trees = _tree(folder / _MOMENTS)
             moments = Moments(record["moments_step"], trees["mean"], trees["square"])
         params, fresh = _tree(folder / _WEIGHTS), tuple(record["fresh"])
-        source, vectors, head = record["source"], vectors_of(record), None
-        if now["head_sha256"]:
+        source, vectors, head = record["source"], read_vectors(record), None
+        if hashes["head_sha256"]:
             kinds, labels = (tuple(record["head"][name]) for name in ("kinds", "labels"))
-            pooling = record["head"].get("pooling", "cls")  # once there was no other
+            pooling = record["head"].get("pooling", "cls")  # older versions had no other
             head = Head(kinds, labels, **read_tensors(folder / _HEAD), pooling=pooling)
-    sha256 = _together(now["weights_sha256"], now["moments_sha256"])
+    sha256 = _combine_hashes(hashes["weights_sha256"], hashes["moments_sha256"])
     return Base(model, params, tokenizer, source, fresh, moments, sha256, vectors, head)
 
 
-def vectors_of(record: Mapping[str, Any]) -> TextVectors | None:
-    """Returns how vectors are made, as a base or a run's checkpoint records it; None: unsaid."""
-    recorded = record.get("vectors")
-    return recorded and TextVectors(**recorded)
+def read_vectors(record: Mapping[str, Any]) -> TextVectors | None:
+    """Reads the TextVectors of a base's record or a checkpoint's notes; None if it has none."""
+    vectors = record.get("vectors")
+    return vectors and TextVectors(**vectors)
 
 
-def begins_with(folder: epath.Path) -> str:
-    """Returns a hash of the weights that lie here now, and of the moments."""
-    return _together(_sha256(folder / _WEIGHTS), _sha256(folder / _MOMENTS))
+def hash_weights(folder: epath.Path) -> str:
+    """Returns a hash of the weights in the folder now, and of the moments if there are any."""
+    return _combine_hashes(_sha256(folder / _WEIGHTS), _sha256(folder / _MOMENTS))
 
 
-def _together(params: str, moments: str) -> str:
+def _combine_hashes(params: str, moments: str) -> str:
     return hashlib.sha256(f"{params} {moments}".encode()).hexdigest() if moments else params
 
 
-def flat(params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the leaves of a tree by their paths."""
+def flatten(params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Returns {path: leaf} of a tree of parameters."""
     return {k: np.asarray(v) for k, v in traverse_util.flatten_dict(params, sep="/").items()}
 
 
@@ -194,7 +194,7 @@ def _tree(path: epath.Path) -> dict[str, Any]:
 
 
 def require_same_model(base: Base, model: Model, where: str) -> None:
-    """Raises InputError if the weights are those of a model of another shape or function."""
+    """Raises InputError if the weights belong to a model of another shape or function."""
     changed = [
         f"model.{line}"
         for line in config.differences(base.model, model, "all")
@@ -202,13 +202,13 @@ def require_same_model(base: Base, model: Model, where: str) -> None:
     ]
     if changed:
         raise InputError(
-            f"{where}: weights of another model (theirs -> yours: {'; '.join(changed)}); set these "
-            "fields to theirs"
+            f"{where}: weights of another model (base -> experiment: {'; '.join(changed)}); set "
+            "these fields to those of the base"
         )
 
 
 def require_same_tokenizer(base: Base, tokenizer: tokenizer_lib.Tokenizer, where: str) -> None:
-    """Raises InputError if ids would stand for other pieces than the weights were made with."""
+    """Raises InputError if the weights were trained with another tokenizer."""
     if base.tokenizer.sha256 != tokenizer.sha256:
         raise InputError(
             f"{where}: weights of another vocabulary than the corpus's; prepare the text with "
@@ -216,8 +216,8 @@ def require_same_tokenizer(base: Base, tokenizer: tokenizer_lib.Tokenizer, where
         )
 
 
-def start_of(experiment: Experiment) -> Base | None:
-    """Reads the weights that a run begins with; None: fresh ones."""
+def load_initial(experiment: Experiment) -> Base | None:
+    """Reads the base of `init_from`; None for a fresh initialization."""
     if not experiment.init_from:
         return None
     base = read(epath.Path(experiment.init_from))
@@ -225,16 +225,16 @@ def start_of(experiment: Experiment) -> Base | None:
     if base.moments is not None and experiment.optimizer.name != "bert_adam":
         raise InputError(
             f"init_from={experiment.init_from}: holds the moments of bert_adam, which "
-            f"optimizer.name={experiment.optimizer.name} does not go on with; import it without "
+            f"optimizer.name={experiment.optimizer.name} cannot use; import it without "
             "--with-optimizer"
         )
     return base
 
 
 def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
-    """Reads a file of safetensors by name; its floats of 16 and 32 bits as float32, losing nothing.
+    """Reads {name: tensor} of a safetensors file; floats of 16 and 32 bits become float32.
 
-    Other types are kept as raw bytes: those who want such a tensor see a `uint8` array.
+    Tensors of other types are returned as raw bytes, in a `uint8` array.
     """
     with translate_os_errors(path):
         content = path.read_bytes()
@@ -254,16 +254,16 @@ def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
 def write_tensors(
     path: epath.Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str]
 ) -> None:
-    """Writes tensors of any layout; equal tensors give equal bytes, with one metadata entry."""
-    # The library writes memory as it lies, whatever the strides say.
-    whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    content = save(whole, metadata)
+    """Writes tensors of any layout; equal tensors and one metadata entry give equal bytes."""
+    # The library writes the raw memory and ignores strides.
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    content = save(contiguous, metadata)
     with translate_os_errors(path):
         path.write_bytes(content)
 
 
 def _sha256(path: epath.Path) -> str:
-    """Returns the SHA-256 of a file that may be missing; "" if it is."""
+    """Returns the SHA-256 of a file; "" if it is missing."""
     if not path.exists():
         return ""
     with translate_os_errors(path), path.open("rb") as file:

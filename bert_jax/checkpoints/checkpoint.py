@@ -1,9 +1,9 @@
 """Reads checkpoints with Orbax, which only this module and `checkpoints.saves` import.
 
-A checkpoint is the state of training.step and a little JSON next to it: what the run is, what it
-ran on, and the metrics summed since the last line was written, so that the lines of a resumed run
-are those of an uninterrupted one. The JSON holds a checksum of every array, the same on any mesh,
-and one of itself: Orbax restores a flipped bit without a word.
+A checkpoint is the state of training.step and some JSON: the experiment, the environment, and the
+sums of metrics since the last line, so that a resumed run writes the same lines as one without
+interruption. The JSON holds a checksum of every array, which is the same on any mesh, and one of
+itself: Orbax restores a flipped bit without an error.
 
 A checkpoint is damaged if the checksums of its arrays differ in two reads, or if Orbax fails to
 restore it. Errors of the network or the machine are not damage (storage.retry): the read is retried
@@ -38,30 +38,27 @@ from bert_jax.training.checksums import checksums, path_of
 T = TypeVar("T")
 Saved = TypeVar("Saved", bound=Section)
 FORMAT_VERSION = 2
-_UNSEALED_VERSION = 1  # had no checksums
-# Prefix of the folders of damaged checkpoints, before their step.
-ASIDE = "damaged-"
+_VERSION_WITHOUT_CHECKSUMS = 1
+# Prefix of the names of damaged checkpoints' folders; their step follows.
+DAMAGED_PREFIX = "damaged-"
 
 
 class Damaged(InputError):
-    """A checkpoint that was read whole and is not what was saved."""
+    """A checkpoint could be read completely, but differs from what was saved."""
 
 
 @dataclasses.dataclass
 class Restored:
-    """A checkpoint that was read; of step 0, which has none, what would be read."""
+    """The content of a checkpoint, or of the initial state at step 0, which has no checkpoint."""
 
     step: int  # steps done
-    state: Any  # what was asked for of the state, as it was saved
-    metadata: dict[str, Any]  # the JSON that was saved with it
-    damaged: dict[int, str]  # newer checkpoints that cannot be used: {step: why}
+    state: Any  # the requested part of the state
+    metadata: dict[str, Any]  # the JSON that was saved with the state
+    damaged: dict[int, str]  # newer checkpoints that cannot be used: {step: reason}
 
 
 class Checkpoints:
-    """The checkpoints of one run, to be read: nothing is touched, the run may be saving meanwhile.
-
-    `checkpoints.saves` writes them.
-    """
+    """Reads the checkpoints of one run, which may be saving meanwhile; changes nothing."""
 
     def __init__(self, folder: epath.Path):
         self._folder, self._storage = folder, storage_of(folder)
@@ -73,22 +70,22 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """Returns the steps of whole checkpoints, the newest first; some may be damaged."""
+        """Returns the steps of complete checkpoints, newest first; some may be damaged."""
 
-        def listed() -> list[int]:
+        def list_steps() -> list[int]:
             if not self._folder.exists():
                 return []
             return sorted(checkpoint_steps(absolute(self._folder)), reverse=True)
 
-        return self._again(listed)
+        return self._retry(list_steps)
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """Returns the JSON that was saved with the state; raises as `restore`."""
+        """Returns the JSON that was saved with the state; raises the errors of `restore`."""
 
         def read(folder: epath.Path) -> dict[str, Any]:
             metadata = dict(typing.cast("dict[str, Any]", ocp.metadata(folder).custom_metadata))
-            version, seal = metadata["format_version"], metadata.pop("sha256", None)
-            if version != _UNSEALED_VERSION and seal != sha256_of(metadata):
+            version, checksum = metadata["format_version"], metadata.pop("sha256", None)
+            if version != _VERSION_WITHOUT_CHECKSUMS and checksum != hash_json(metadata):
                 raise ValueError("its metadata were changed")
             if version == FORMAT_VERSION and metadata["step"] != step:
                 raise ValueError(f"it is of step {metadata['step']}")
@@ -96,28 +93,28 @@ class Checkpoints:
 
         metadata = self._read(step, read)
         if (version := metadata["format_version"]) != FORMAT_VERSION:
-            ours = f"this version reads {FORMAT_VERSION}; use the bert-jax that wrote it"
-            raise InputError(f"{self._folder / str(step)}: format_version {version!r}, {ours}")
+            remedy = f"this version reads {FORMAT_VERSION}; use the bert-jax that wrote it"
+            raise InputError(f"{self._folder / str(step)}: format_version {version!r}, {remedy}")
         return metadata
 
     def experiment(self, step: int, kind: type[Saved] = Experiment) -> Saved:
-        """Returns the experiment that the checkpoint belongs to, an `Experiment` or the like."""
-        where = f"{self._folder / str(step)}"
-        return config.from_json(json.dumps(self.metadata(step)["experiment"]), where, kind)
+        """Returns the experiment of a checkpoint, an `Experiment` or another `kind` of section."""
+        path = f"{self._folder / str(step)}"
+        return config.from_json(json.dumps(self.metadata(step)["experiment"]), path, kind)
 
     def restore(self, step: int, abstract_state: Any) -> Restored:
-        """Reads the state of a step, laid out as `abstract_state` says, and compares its checksums.
+        """Reads the state of a step and verifies its checksums.
 
-        That is a tree of `jax.ShapeDtypeStruct` with shardings; a part of it restores that part.
+        `abstract_state` is a tree of `jax.ShapeDtypeStruct` with shardings, or a part of the tree.
 
         Raises:
-          Damaged: it is not what was written.
+          Damaged: the state is not the one that was saved.
           Unavailable: the storage has not answered for ten minutes.
         """
-        return self._load_verified(step, abstract_state, lambda what, error: error)
+        return self._load_verified(step, abstract_state, lambda name, error: error)
 
     def _load_verified(
-        self, step: int, abstract_state: Any, agreed: Callable[[str, str], str]
+        self, step: int, abstract_state: Any, first_error: Callable[[str, str], str]
     ) -> Restored:
         """Loads a checkpoint and verifies its checksums, in all processes together.
 
@@ -130,15 +127,15 @@ class Checkpoints:
                 restored = self._load(step, abstract_state)
             except Damaged as damage:
                 error = str(damage)
-            if error := agreed(f"{step} read", error):
+            if error := first_error(f"{step} read", error):
                 break  # `_load` has read it twice already
             assert restored is not None
-            if not (error := agreed(f"{step} checked", self._changed(restored))):
+            if not (error := first_error(f"{step} checked", self._find_change(restored))):
                 return restored
         raise Damaged(error)
 
     def _load(self, step: int, abstract_state: Any) -> Restored:
-        """Reads the metadata and the state of a step; each process by itself."""
+        """Reads the metadata and the state of a step, without waiting for other processes."""
         metadata = self.metadata(step)
 
         def read(folder: epath.Path) -> Any:
@@ -151,19 +148,19 @@ class Checkpoints:
 
         return Restored(step, self._read(step, read), metadata, {})
 
-    def _changed(self, restored: Restored) -> str:
-        """Returns which array is not what was saved, in words; "" if all are.
+    def _find_change(self, restored: Restored) -> str:
+        """Returns a message about an array that is not the one that was saved; "" if none.
 
         All processes that hold a part of the state compute its checksums together.
         """
         saved = restored.metadata["checksums"]
         with mesh_lib.translate_memory_errors():
-            now = checksums(restored.state)
-        names = [name for name, checksum in now.items() if saved.get(name) != checksum]
+            computed = checksums(restored.state)
+        names = [name for name, checksum in computed.items() if saved.get(name) != checksum]
         return self._damage(restored.step, f"{names[0]} is not what was saved") if names else ""
 
-    def abstract_state(self, step: int, place: jax.sharding.Sharding) -> Any:
-        """Returns all that a checkpoint holds, to lie at `place`, as `restore` takes it."""
+    def abstract_state(self, step: int, sharding: jax.sharding.Sharding) -> Any:
+        """Returns the abstract state of a whole checkpoint, all with one sharding."""
         saved = self.metadata(step)["checksums"]
 
         def read(folder: epath.Path) -> Any:
@@ -171,7 +168,7 @@ class Checkpoints:
             if {path_of(path) for path, _ in jax.tree.leaves_with_path(tree)} != saved.keys():
                 raise ValueError("it lists other arrays than were saved")
             return jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
             )
 
         return self._read(step, read)
@@ -180,24 +177,24 @@ class Checkpoints:
         self,
         abstract_state: Any,
         at_most: int | None = None,
-        agreed: Callable[[str, str], str] = lambda what, error: error,
+        first_error: Callable[[str, str], str] = lambda name, error: error,
     ) -> Restored | None:
-        """Reads the newest checkpoint, of step `at_most`, that is not damaged; None: there is none.
+        """Reads the newest checkpoint up to `at_most` that is not damaged; None if there is none.
 
-        `agreed` takes what was done and the error of this process, or "", and gives the first of
-        any: all come to it before they compute anything together. See also `restore`.
+        `first_error` takes a name and the error of this process ("" for none), and returns the
+        first error of all processes; they call it before each computation. See also `restore`.
         """
         damaged: dict[int, str] = {}
         for step in (step for step in self.steps if at_most is None or step <= at_most):
             try:
-                restored = self._load_verified(step, abstract_state, agreed)
+                restored = self._load_verified(step, abstract_state, first_error)
             except Damaged as damage:
                 damaged[step] = str(damage)
             else:
                 return dataclasses.replace(restored, damaged=damaged)
         if damaged:
             raise InputError(
-                f"{'; '.join(damaged.values())}: no checkpoint is left to go on from; put the "
+                f"{'; '.join(damaged.values())}: no checkpoint is left to resume from; put the "
                 "files back, or choose another --workdir to start again"
             )
         return None
@@ -205,90 +202,90 @@ class Checkpoints:
     def find_step(self, which: str) -> int:
         """Returns the step of a checkpoint: `newest`, `best` by its held-out loss, or a step."""
         steps, unreadable = self.steps, self.unreadable()
-        whole = [step for step in steps if step not in unreadable]
-        if not whole:
-            words = (f"{why}; put the files back" for why in unreadable.values())
-            raise InputError("; ".join(words) or f"{self._folder}: no checkpoint yet")
+        readable = [step for step in steps if step not in unreadable]
+        if not readable:
+            problems = (f"{reason}; put the files back" for reason in unreadable.values())
+            raise InputError("; ".join(problems) or f"{self._folder}: no checkpoint yet")
         if which == "newest":
-            return whole[0]
-        losses = {step: self.metadata(step)["held_out_loss"] for step in whole}
-        known = [(loss, step) for step, loss in losses.items() if loss is not None]
-        if which == "best" and known:
-            return min(known)[1]
+            return readable[0]
+        losses = {step: self.metadata(step)["held_out_loss"] for step in readable}
+        evaluated = [(loss, step) for step, loss in losses.items() if loss is not None]
+        if which == "best" and evaluated:
+            return min(evaluated)[1]
         if which.isdecimal() and int(which) in steps:
             return int(which)
         raise InputError(
             f"--checkpoint {which}: {self._folder} has none of this step or name; there are "
-            f"{', '.join(map(str, steps))}, of which {len(known)} were evaluated"
+            f"{', '.join(map(str, steps))}, of which {len(evaluated)} were evaluated"
         )
 
     def read(self, which: str, abstract_state: Any) -> Restored:
-        """Reads the checkpoint of that name; of damaged ones the newest is the one before."""
+        """Reads the checkpoint of that name; `newest` passes over damaged ones."""
         restored = self.newest(abstract_state) if which == "newest" else None
         if restored is None:
             return self.restore(self.find_step(which), abstract_state)
-        for why in restored.damaged.values():
-            logger.warning("%s; step %d is used instead", why, restored.step)
+        for reason in restored.damaged.values():
+            logger.warning("%s; step %d is used instead", reason, restored.step)
         return restored
 
     def unreadable(self) -> dict[int, str]:
-        """Returns the checkpoints whose metadata cannot be read: {step: why}."""
+        """Returns the checkpoints whose metadata cannot be read: {step: reason}."""
         damaged = {}
         for step in self.steps:
             try:
                 self.metadata(step)
             except Damaged as error:
-                if step in self.steps:  # a run at work may have removed it
+                if step in self.steps:  # a running run may have deleted it meanwhile
                     damaged[step] = str(error)
         return damaged
 
-    def _again(self, work: Callable[[], T]) -> T:
-        """Does what can be repeated with the folder, again after each passing fault."""
+    def _retry(self, work: Callable[[], T]) -> T:
+        """Calls `work`, which uses the folder, again after each transient error."""
         with translate_os_errors(self._folder), orbax_client(self._folder):
             denied = "wait" if self._was_allowed else "refuse"
-            done = retry.again(work, str(self._folder), denied=denied)
-        self._was_allowed = self._storage.is_bucket  # whose tokens expire
-        return done
+            result = retry.again(work, str(self._folder), denied=denied)
+        self._was_allowed = self._storage.is_bucket  # tokens for buckets expire
+        return result
 
     def _read(self, step: int, read: Callable[[epath.Path], T]) -> T:
-        """Reads something of a checkpoint's folder, again after each passing fault.
+        """Calls `read` with a checkpoint's folder, again after each transient error.
 
-        It is damaged if that fails once more where all files that are listed can be opened.
+        The checkpoint is damaged if reading fails twice although all its files can be opened.
         """
-        named = InputError | Unavailable | MemoryError | PermissionError
-        named |= jax.errors.JaxRuntimeError
+        other_errors = InputError | Unavailable | MemoryError | PermissionError
+        other_errors |= jax.errors.JaxRuntimeError
 
-        def once(all_open: bool = False) -> T:
+        def attempt(files_open: bool = False) -> T:
             try:
                 with _independent_reads():
                     return read(absolute(self._folder / str(step)))
             except Exception as error:
-                if isinstance(error, named) or retry.passes(error):
+                if isinstance(error, other_errors) or retry.passes(error):
                     raise
-                if all_open:
+                if files_open:
                     reason = str(error).split("\n")[0][:200]
                     raise Damaged(self._damage(step, reason)) from error
             _require_open(self._folder / str(step))
-            return once(all_open=True)
+            return attempt(files_open=True)
 
-        return self._again(once)
+        return self._retry(attempt)
 
     def _damage(self, step: int, reason: str) -> str:
         return f"{self._folder / str(step)}: damaged, cannot be restored ({reason})"
 
 
 def context() -> ocp.Context:
-    """Returns Orbax's settings as all checkpoints need them."""
+    """Returns the Orbax settings of all checkpoints."""
     settings = ocp.Context()
     settings.array.saving.use_compression = False
-    # Its store of shapes repeats what the arrays say, and nothing would notice a flipped bit there.
+    # Orbax's store of shapes repeats those of the arrays, and has no checksum.
     settings.array.saving.array_metadata_store = None
     settings.pytree.loading.partial_load = True
     return settings
 
 
 def orbax_client(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
-    """Has Orbax wait for a bucket as we do while entered; nothing for a folder of this machine."""
+    """Makes Orbax retry requests to a bucket while entered; no change for a local folder."""
     if not storage_of(folder).is_bucket:
         return contextlib.nullcontext()
     return foreign.use_bucket_client(_patient_files)
@@ -298,7 +295,7 @@ def orbax_client(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
 def _patient_files() -> Any:
     from bert_jax.storage.gcs import PatientFileSystem
 
-    # The lists of other processes' objects must be new; etils wants the last argument.
+    # No cache: lists must show new objects of other processes. etils needs the last argument.
     return PatientFileSystem(use_listings_cache=False, finalize_on_close=True)
 
 
@@ -311,17 +308,17 @@ def _independent_reads() -> Iterator[None]:
     So the count is reset after each read. Only saves increase the count, and all processes save
     together.
     """
-    settings, own = context(), jax.process_index()
+    settings, process = context(), jax.process_index()
     if jax.process_count() > 1:
-        settings.multiprocessing.primary_host = own
-        settings.multiprocessing.active_processes = {own}
-        settings.multiprocessing.barrier_sync_key_prefix = f"process_{own}"
+        settings.multiprocessing.primary_host = process
+        settings.multiprocessing.active_processes = {process}
+        settings.multiprocessing.barrier_sync_key_prefix = f"process_{process}"
     with foreign.restore_operation_ids(), settings:
         yield
 
 
 def _require_open(folder: epath.Path) -> None:
-    """Raises what keeps a file that is listed from being read; that is no damage of it."""
+    """Raises the error if a listed file cannot be opened, which is not damage."""
     for path in folder.iterdir() if folder.exists() else ():
         if path.is_dir():
             _require_open(path)
@@ -333,6 +330,6 @@ def _require_open(folder: epath.Path) -> None:
             raise Unavailable(f"{path}: listed, but not found where it is read") from error
 
 
-def sha256_of(metadata: dict[str, Any]) -> str:
-    """Returns a checksum of JSON: of a checkpoint's metadata, and so of its arrays' checksums."""
+def hash_json(metadata: dict[str, Any]) -> str:
+    """Returns a checksum of a checkpoint's metadata, which hold the checksums of its arrays."""
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()

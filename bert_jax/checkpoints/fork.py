@@ -1,12 +1,12 @@
-"""A run that begins with another run's checkpoint: a decay, or a fork.
+"""Runs that start from a checkpoint of another run, their parent: decays and forks.
 
-As long as the rate is at its peak nothing depends on when it will fall. So a run of the same
-experiment that decays from step N on (`optimizer.schedule=wsd`) is, up to there, the stable run
-itself, and begins with its checkpoint: what it comes to is what it would have come to from step 0,
-bit for bit. Its own experiment is therefore all there is to record.
+While the learning rate is at its peak, nothing depends on when it will fall. So a run of the same
+experiment that decays from step N on (`optimizer.schedule=wsd`) is identical to its parent up to
+step N. Started from the parent's checkpoint, it computes the same bits as from step 0, so that its
+own experiment describes it completely.
 
-A fork may have other settings than the run it leaves, so that its own do not tell how its state
-came about: origin.json keeps the other run's, and `Phase.row_offset` which rows come next.
+A fork may have other settings than its parent, so its own experiment does not tell how its state
+was computed: origin.json holds the parent's experiment, and `Phase.row_offset` the next rows.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from etils import epath
 
 from bert_jax import config
-from bert_jax.checkpoints.checkpoint import Checkpoints, sha256_of
+from bert_jax.checkpoints.checkpoint import Checkpoints, hash_json
 from bert_jax.config import Experiment
 from bert_jax.data import corpus
 from bert_jax.errors import InputError
@@ -33,16 +33,16 @@ from bert_jax.storage.workdir import (
     write_atomic,
 )
 
-# Fields in which a decay may differ from the stable run, next to the last phase's steps.
+# Fields in which a decay may differ from its parent, besides the steps of the last phase.
 _FREE = ("name:", "optimizer.decay_steps:", "optimizer.decay_shape:")
-# Fields in which a fork may not differ from the run it leaves: they say what the state is.
+# Fields in which a fork may not differ from its parent: they determine the form of the state.
 _FIXED = ("model.", "data.code:", "init_from:")
 
 
 class ForkPoint(NamedTuple):
-    """The checkpoint that a run begins with: of another run, after so many steps."""
+    """The checkpoint of another run, the parent, from which a run starts."""
 
-    workdir: Workdir
+    workdir: Workdir  # of the parent
     step: int
     command: Literal["decay", "fork"]
 
@@ -50,73 +50,73 @@ class ForkPoint(NamedTuple):
         return os.fspath(self.workdir.checkpoints / str(self.step))
 
     def saved(self) -> tuple[Experiment, str]:
-        """Returns the experiment of the checkpoint, and its checksum; InputError: not there."""
+        """Returns the experiment and checksum of the checkpoint; InputError if it is missing."""
         checkpoints = Checkpoints(self.workdir.checkpoints)
         if self.step not in checkpoints.steps:
-            there = ", ".join(map(str, checkpoints.steps)) or "none"
-            raise InputError(f"{self.command} {self}: no such checkpoint; there are {there}")
-        return checkpoints.experiment(self.step), sha256_of(checkpoints.metadata(self.step))
+            steps = ", ".join(map(str, checkpoints.steps)) or "none"
+            raise InputError(f"{self.command} {self}: no such checkpoint; there are {steps}")
+        return checkpoints.experiment(self.step), hash_json(checkpoints.metadata(self.step))
 
     def require(self, experiment: Experiment) -> None:
-        """Raises InputError unless the checkpoint is there, and this experiment may begin with it.
+        """Raises InputError unless the checkpoint exists and this experiment may start from it.
 
-        A decay must have the same stable part, and is refused, too, where something else than the
-        rate goes by the steps of all phases.
+        The experiment of a decay must equal its parent's before the decay. Only the learning rate
+        may depend on the number of all steps.
         """
         saved, _ = self.saved()
         changed = config.differences(saved, experiment, "identity")
         if self.command == "fork":
             if fixed := [line for line in changed if line.startswith(_FIXED)]:
-                why = f"of another model ({'; '.join(fixed)})"
+                reason = f"of another model ({'; '.join(fixed)})"
             elif self.step >= experiment.total_steps:
-                why = f"phases have {experiment.total_steps} steps alone"
+                reason = f"phases have only {experiment.total_steps} steps"
             elif experiment.corpus.tokenizer == "train" and (
                 saved.corpus.tokenizer != "train" or self.has_other_text(saved, experiment)
             ):
-                why = (
+                reason = (
                     "corpus.tokenizer=train makes another vocabulary of another text; add --set "
                     f"corpus.tokenizer={self.corpus / 'tokenizer'}"
                 )
             else:
                 return
-            raise InputError(f"fork {self}: {why}")
+            raise InputError(f"fork {self}: {reason}")
         last = f"phases.{len(saved.phases) - 1}.steps:"
-        first, stable = experiment.optimizer.warmup_steps, saved.total_steps
-        stable -= saved.optimizer.decay_steps
+        peak_start = experiment.optimizer.warmup_steps
+        peak_end = saved.total_steps - saved.optimizer.decay_steps
         if changed := [line for line in changed if not line.startswith((*_FREE, last))]:
-            why = f"its run has other settings ({'; '.join(changed)}) than the decay's"
-        elif not first <= self.step <= stable:
-            why = f"the rate is at its peak from step {first} to {stable}; name one of these"
+            reason = f"its run has other settings ({'; '.join(changed)}) than the decay"
+        elif not peak_start <= self.step <= peak_end:
+            reason = f"the rate is at its peak from step {peak_start} to {peak_end}; choose one"
         elif experiment.data.final_masked_lm_prob:
-            why = "data.final_masked_lm_prob depends on the number of steps; set it to 0"
+            reason = "data.final_masked_lm_prob depends on the number of steps; set it to 0"
         else:
             return
-        raise InputError(f"decay {self}: {why}")
+        raise InputError(f"decay {self}: {reason}")
 
     def has_other_text(self, saved: Experiment, experiment: Experiment) -> bool:
-        """Returns whether the rows of an experiment are others than the run's that is left.
+        """Returns whether the experiment has other text than its parent, and so other rows.
 
-        They are not by the file of a vocabulary, since both must have the same, nor by where the
-        same text lies; nor by weights of sources, with which rows are counted on in all.
+        The vocabulary's file does not matter, since both must have the same tokens, nor does the
+        path of the text, nor the shares of a mixture, whose rows are counted over all sources.
         """
-        ours, theirs = (dataclasses.asdict(one.corpus) for one in (experiment, saved))
-        changed = {name for name in ours if ours[name] != theirs[name]} - {"tokenizer", "mixture"}
+        new, old = (dataclasses.asdict(side.corpus) for side in (experiment, saved))
+        changed = {name for name in new if new[name] != old[name]} - {"tokenizer", "mixture"}
         is_moved = changed == {"sources"} and corpus.is_made_of(self.corpus, experiment.corpus)
         return bool(changed) and not is_moved
 
     @property
     def corpus(self) -> epath.Path:
-        """The corpus of the run that is left."""
+        """The corpus of the parent."""
         corpus_dir = load_experiment(self.workdir).run.corpus_dir
         return self.workdir.with_corpus(corpus_dir).corpus
 
     def begin(self, workdir: Workdir) -> None:
-        """Copies the lines up to the checkpoint, with which a run that has none begins."""
-        if _has_saved(workdir):
+        """Copies the parent's lines up to the checkpoint into a new run."""
+        if _has_checkpoint(workdir):
             return
         if self.command == "fork":
-            one, other = map(corpus.open_manifest, (self.corpus, workdir.corpus))
-            if one["tokenizer"] != other["tokenizer"]:
+            parent, fork = map(corpus.open_manifest, (self.corpus, workdir.corpus))
+            if parent["tokenizer"] != fork["tokenizer"]:
                 raise InputError(
                     f"{workdir.corpus}: has another vocabulary than {self.corpus}; remove it, and "
                     f"add --set corpus.tokenizer={self.corpus / 'tokenizer'}"
@@ -133,73 +133,73 @@ class ForkPoint(NamedTuple):
 def plan_decay(
     checkpoint: str, given: str | None, settings: Sequence[str]
 ) -> tuple[Experiment, dict[str, Any], ForkPoint]:
-    """Returns what decays from RUN/checkpoints/STEP on, its origin, and where it branches off.
+    """Returns the experiment of a decay from RUN/checkpoints/STEP, its origin and its fork point.
 
-    The experiment is that of the file `given`, None: the run's own, with these `settings`. What
-    decays from a fork is itself a fork, of the run which that one left.
+    `settings` change the experiment of the file `given`, or that of the parent if it is None. A
+    decay of a fork is recorded as a fork, too.
     """
-    branch = _parse_fork_point("decay", checkpoint)
-    saved = load_experiment(branch.workdir)
+    fork_point = _parse_fork_point("decay", checkpoint)
+    saved = load_experiment(fork_point.workdir)
     experiment = config.override(saved if given is None else config.load(given), settings)
     optimizer = experiment.optimizer
     if saved.optimizer.schedule != "wsd" or optimizer.decay_steps == 0:
         raise InputError(
             f"decay {checkpoint}: needs a run with optimizer.schedule=wsd, not "
-            f"{saved.optimizer.schedule}, and the steps of the decay, --set "
-            "optimizer.decay_steps=1000 say"
+            f"{saved.optimizer.schedule}, and a number of steps, for example --set "
+            "optimizer.decay_steps=1000"
         )
-    before = sum(phase.steps for phase in experiment.phases[:-1])
-    if branch.step < before:
+    phase_start = sum(phase.steps for phase in experiment.phases[:-1])
+    if fork_point.step < phase_start:
         raise InputError(
-            f"decay {checkpoint}: lies before the last phase, which begins at step {before}"
+            f"decay {checkpoint}: is before the last phase, which begins at step {phase_start}"
         )
-    last = branch.step + optimizer.decay_steps - before
-    changed = f"phases.{len(experiment.phases) - 1}.steps={last}"
+    steps = fork_point.step + optimizer.decay_steps - phase_start
+    changed = f"phases.{len(experiment.phases) - 1}.steps={steps}"
     experiment = config.override(experiment, [changed])
-    origin = config.origin_of(given or os.fspath(branch.workdir.experiment), settings, experiment)
-    if fork := fork_of(branch.workdir):
+    file = given or os.fspath(fork_point.workdir.experiment)
+    origin = config.origin_of(file, settings, experiment)
+    if fork := fork_of(fork_point.workdir):
         origin["fork"] = fork
-    return experiment, origin, branch
+    return experiment, origin, fork_point
 
 
 def plan_fork(
     checkpoint: str, given: str | None, settings: Sequence[str], workdir: Workdir
 ) -> tuple[Experiment, dict[str, Any] | None, ForkPoint]:
-    """Returns what a fork computes, where that comes from, and the checkpoint it begins with.
+    """Returns the experiment of a fork, its origin (None: keep the saved one) and its fork point.
 
-    Each phase goes on at its first row that was not seen, whatever its batch size; of another text
-    or seed none was. Once `workdir`, the fork's, has a checkpoint, nothing is asked of the run that
-    was left, and its rows and its record stay. For the other arguments see `plan_decay`.
+    Each phase continues at its first row that the parent has not seen, whatever its batch size;
+    with another text or seed, at the first row. Once `workdir`, that of the fork, has a checkpoint,
+    the parent is not read, and rows and origin stay. For the other arguments see `plan_decay`.
     """
-    branch, own = _parse_fork_point("fork", checkpoint), workdir.experiment
-    if _has_saved(workdir):
-        if fork_of(workdir).get("checkpoint") != str(branch):
-            raise InputError(f"{workdir.named}: holds another run than a fork of {branch}")
-        experiment = config.override(config.load(given or os.fspath(own)), settings)
+    fork_point, file = _parse_fork_point("fork", checkpoint), workdir.experiment
+    if _has_checkpoint(workdir):
+        if fork_of(workdir).get("checkpoint") != str(fork_point):
+            raise InputError(f"{workdir.named}: holds another run than a fork of {fork_point}")
+        experiment = config.override(config.load(given or os.fspath(file)), settings)
         phases = zip(experiment.phases, load_experiment(workdir).phases, strict=False)
         offsets = [saved.row_offset for _, saved in phases]
-        return _with_offsets(experiment, offsets), None, branch
-    (parent, sha256), own = branch.saved(), branch.workdir.experiment
-    experiment, origin = config.load_with_origin(given or os.fspath(own), settings)
+        return _set_row_offsets(experiment, offsets), None, fork_point
+    (parent, sha256), file = fork_point.saved(), fork_point.workdir.experiment
+    experiment, origin = config.load_with_origin(given or os.fspath(file), settings)
     tree = json.loads(config.to_json(parent))
-    origin["fork"] = {"checkpoint": str(branch), "sha256": sha256, "experiment": tree}
-    is_other = parent.seed != experiment.seed or branch.has_other_text(parent, experiment)
-    seen = [] if is_other else parent.rows_after(branch.step)
-    seen += [0] * len(experiment.phases)
-    now = experiment.rows_after(branch.step)
-    rows = zip(experiment.phases, seen, now, strict=False)
-    offsets = [phase.row_offset + one - other for phase, one, other in rows]
-    return _with_offsets(experiment, offsets), origin, branch
+    origin["fork"] = {"checkpoint": str(fork_point), "sha256": sha256, "experiment": tree}
+    has_new_rows = parent.seed != experiment.seed or fork_point.has_other_text(parent, experiment)
+    parent_rows = [] if has_new_rows else parent.rows_after(fork_point.step)
+    parent_rows += [0] * len(experiment.phases)
+    rows = zip(experiment.phases, parent_rows, experiment.rows_after(fork_point.step), strict=False)
+    offsets = [phase.row_offset + seen - counted for phase, seen, counted in rows]
+    return _set_row_offsets(experiment, offsets), origin, fork_point
 
 
 def find_pending_fork(workdir: Workdir) -> ForkPoint | None:
-    """Returns where a fork begins that was killed before its first save; None: there is none."""
-    record = {} if _has_saved(workdir) else fork_of(workdir)
+    """Returns the fork point of a fork that was killed before its first save, else None."""
+    record = {} if _has_checkpoint(workdir) else fork_of(workdir)
     return _parse_fork_point("fork", record["checkpoint"]) if record else None
 
 
-def _has_saved(workdir: Workdir) -> bool:
-    """Returns whether there is a checkpoint, not only one that a kill has cut off."""
+def _has_checkpoint(workdir: Workdir) -> bool:
+    """Returns whether the run has a complete checkpoint."""
     return bool(Checkpoints(workdir.checkpoints).steps)
 
 
@@ -210,6 +210,6 @@ def _parse_fork_point(command: Literal["decay", "fork"], checkpoint: str) -> For
     return ForkPoint(mirror.open_workdir(path.parent.parent), int(path.name), command)
 
 
-def _with_offsets(experiment: Experiment, offsets: list[int]) -> Experiment:
+def _set_row_offsets(experiment: Experiment, offsets: list[int]) -> Experiment:
     settings = [f"phases.{i}.row_offset={offset}" for i, offset in enumerate(offsets)]
     return config.override(experiment, settings)

@@ -1,8 +1,8 @@
-"""The checkpoints that a run writes, by Orbax, and what becomes of a save that does not succeed.
+"""Writes the checkpoints of a run with Orbax, and handles saves that fail.
 
-Saving is asynchronous: the state is copied, written behind the next steps, and counts only once it
-is whole. A save that is lost to a passing fault costs a run of one process nothing but time; of
-several, all end and start again.
+Saving is asynchronous: the state is copied and written during the next steps. A checkpoint counts
+only once it is complete. A save that fails with a transient error costs a run of one process only
+time; several processes all end and start again.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from orbax.checkpoint.utils import checkpoint_steps
 
 from bert_jax import foreign
 from bert_jax.checkpoints.checkpoint import (
-    ASIDE,
+    DAMAGED_PREFIX,
     FORMAT_VERSION,
     Checkpoints,
     context,
+    hash_json,
     orbax_client,
-    sha256_of,
 )
 from bert_jax.config import Run
 from bert_jax.distributed.peers import Peers
@@ -36,43 +36,42 @@ from bert_jax.storage import retry
 from bert_jax.storage.workdir import Workdir, absolute, translate_os_errors, write_json
 from bert_jax.training.checksums import checksums
 
-# Orbax's, in a whole checkpoint; in a bucket one without it is not whole.
+# Orbax writes this file into a complete checkpoint in a bucket.
 _COMMITTED = "commit_success.txt"
-# Orbax's, after the step of one that is not whole; it removes them before it saves.
+# Orbax adds this to the name of an incomplete checkpoint; it deletes such folders before it saves.
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class Saves(Checkpoints):
-    """The checkpoints of one run as it writes them; entered while it does.
+    """Writes the checkpoints of one run; must be entered while it does.
 
-    What of it is by one process for all, the others learn by `refresh`.
+    After process 0 has renamed or deleted checkpoints, the others call `refresh` to see it.
     """
 
     def __init__(self, workdir: Workdir, run: Run, peers: Peers, report: Callable[[str], None]):
         super().__init__(workdir.checkpoints)
-        self.step = 0  # of the newest checkpoint, perhaps still on its way
-        self._previous_step = 0  # of the checkpoint before it, whose save has ended
-        self.unsaved_reason = ""  # why the last steps are in no checkpoint; "" if they are
+        self.step = 0  # of the newest checkpoint, which may not be complete yet
+        self._previous_step = 0  # of the previous checkpoint, which is complete
+        self.unsaved_reason = ""  # why no checkpoint has the last steps; "" if one has them
         self._workdir, self._run, self._peers, self._report = workdir, run, peers, report
-        self._losses: dict[int, float | None] = {}  # of checkpoints
-        self._opened: ocp.training.Checkpointer | None = None
+        self._losses: dict[int, float | None] = {}  # {step: held-out loss} of checkpoints
+        self._orbax: ocp.training.Checkpointer | None = None
         self._is_saving = False
-        self._has_failed = False  # the save under way, in this process: `wait` will raise why
-        self._client = contextlib.ExitStack()  # while entered
-        self._remove_unfinished()  # by writers of a failed save that outlived its end
+        self._has_failed = False  # the current save has failed here: `wait` will raise its error
+        self._client = contextlib.ExitStack()  # entered with this object
+        self._remove_unfinished()  # threads of a failed save may have written files after its end
 
-    # --- to save --------------------------------------------------------------------------------
+    # --- save -----------------------------------------------------------------------------------
 
     def save(
         self, done: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
     ) -> None:
-        """Begins to save the state of training.step and the JSON; an earlier save must have ended.
+        """Starts to save the state of training.step and the JSON, after `wait_for_previous`.
 
-        The lowest held-out losses, of masked LM or of a task, are the best; None if it was not
-        evaluated at this step.
+        The best checkpoints have the lowest held-out loss; None if this step was not evaluated.
 
         Raises:
-          Unavailable: passing faults lasted too long, or there are several processes.
+          Unavailable: transient errors lasted too long, or there are several processes.
         """
         metadata = {
             "format_version": FORMAT_VERSION,
@@ -81,40 +80,40 @@ class Saves(Checkpoints):
             "held_out_loss": held_out_loss,
             **metadata,
         }
-        whole = metadata | {"sha256": sha256_of(metadata)}
+        metadata["sha256"] = hash_json(metadata)
         self._losses[done] = held_out_loss
 
         def begin() -> None:
             with self._writing():
-                self._checkpointer.save_async(done, state, force=True, custom_metadata=whole)
+                self._checkpointer.save_async(done, state, force=True, custom_metadata=metadata)
 
         self._outlast(begin)
         self._previous_step = self.step
         self.step, self.unsaved_reason, self._is_saving = done, "", True
 
     def poll(self) -> None:
-        """Notices that the save under way has failed, or has become a whole checkpoint."""
+        """Notices whether the current save has failed, or has become a complete checkpoint."""
         if self._has_failed:
             self.wait_for_previous()  # at once: the other processes wait for this one inside Orbax
-        if self._is_saving and self._opened and not self._opened.is_saving_in_progress():
+        if self._is_saving and self._orbax and not self._orbax.is_saving_in_progress():
             self._is_saving = False
-            with contextlib.suppress(Exception):  # of a bucket that is away, and not waited for
+            with contextlib.suppress(Exception):  # does not wait for a bucket without an answer
                 if self.step in checkpoint_steps(absolute(self._folder)):
                     self._record(self.step)
 
     def wait(self) -> None:
-        """Waits until what is being saved is on disk; a save that fails leaves nothing.
+        """Waits until the current save is on disk; deletes the files of a failed save.
 
         Raises:
-          Unavailable: it could not be written for now; the next save begins afresh.
+          Unavailable: the save failed with a transient error; the next one may succeed.
         """
         self._has_failed = False
         with self._writing():
-            if self._opened is not None:
-                self._opened.wait()
+            if self._orbax is not None:
+                self._orbax.wait()
 
     def wait_for_previous(self) -> None:
-        """Waits for the save before the one that is due, which takes the place of a lost one."""
+        """Waits for the previous save; if it has failed, the save that follows replaces it."""
         with self.tolerate_full_disk(self.step):  # a failed save has freed its space
             try:
                 self.wait()
@@ -125,7 +124,7 @@ class Saves(Checkpoints):
                 self._give_up(error)
 
     def finish(self, done: int, save: Callable[[], None] | None) -> None:
-        """Waits for the last save; one that was lost to a passing fault is made again by `save`."""
+        """Waits for the last save; repeats it with `save` if it failed with a transient error."""
         try:
             self.wait()
         except Unavailable as error:
@@ -133,23 +132,22 @@ class Saves(Checkpoints):
             if save is None:
                 raise
 
-            def again() -> None:
-                if done not in self.steps:  # removing an old one may have failed
+            def repeat() -> None:
+                if done not in self.steps:  # perhaps only the deletion of an old one has failed
                     save()
                     self.wait()
 
-            self._outlast(again)
+            self._outlast(repeat)
         self._record()
 
-    def skip(self, why: str) -> None:
-        """Notes why the last steps are not saved."""
-        self.unsaved_reason = (
-            f"not saved, since {why}; the newest checkpoint is of step {self.step}"
-        )
+    def skip(self, reason: str) -> None:
+        """Records why the last steps are not saved."""
+        newest = f"the newest checkpoint is of step {self.step}"
+        self.unsaved_reason = f"not saved, since {reason}; {newest}"
 
     @contextlib.contextmanager
     def tolerate_full_disk(self, done: int) -> Iterator[None]:
-        """Lets the run go on without a checkpoint on a full disk, where its settings say so."""
+        """Continues without a checkpoint on a full disk if `run.when_disk_is_full` allows it."""
         try:
             yield
         except DiskFull as error:
@@ -159,77 +157,78 @@ class Saves(Checkpoints):
             self._report(f"step {done}: {self.unsaved_reason}")
 
     def require_space(self, state: Any) -> None:
-        """Says whether the disk has too little room; raises DiskFull if no checkpoint fits."""
+        """Reports if the disk has too little space; raises DiskFull if no checkpoint fits."""
         if self._workdir.remote is not None or not self._peers.is_primary:
             return
-        run, one = self._run, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        run, size = self._run, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(self._workdir.root).free
-        # One more than are kept: an old one goes once the next is whole.
+        # One more than are kept: an old one is deleted after the next is complete.
         more = max(run.keep_checkpoints + run.keep_best + 1 - len(self.steps), 1)
-        words = (
+        message = (
             f"{self._folder}: its disk has {free / 1e6:,.1f} MB free, and {more} more "
-            f"checkpoints take {one / 1e6:,.1f} MB each; free some space"
+            f"checkpoints take {size / 1e6:,.1f} MB each; free some space"
         )
-        # What no memory holds, either, the first step names: no larger disk would help.
+        # If the memory is too small as well, a larger disk would not help: the first step fails.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if free < one < memory and run.when_disk_is_full == "stop":
-            raise DiskFull(f"{words} and run again")
-        if free < more * one:
-            self._report(words)
+        if free < size < memory and run.when_disk_is_full == "stop":
+            raise DiskFull(f"{message} and run again")
+        if free < more * size:
+            self._report(message)
 
-    # --- to go on -------------------------------------------------------------------------------
+    # --- resume ---------------------------------------------------------------------------------
 
     def resume_from(self, done: int) -> None:
-        """Begins with the checkpoint of this step, or with none."""
+        """Records that the run starts from the checkpoint of this step; 0 if there is none."""
         self.step, self.unsaved_reason = done, ""
         self._record()
 
     def rename_damaged(self, step: int) -> str:
-        """Renames a damaged checkpoint, so that it is no longer counted; by one process for all.
+        """Renames a damaged checkpoint, so that it no longer counts; called by process 0 only.
 
-        Returns its new name; "" if nothing of it is there.
+        Returns its new name; "" if it does not exist.
         """
         folder = self._folder / str(step)
 
         def rename() -> str:
             if not folder.exists():
                 return ""
-            # In a bucket it may have been moved in part, before a fault: the rest goes next to it.
+            # An earlier attempt may have moved a part of it in a bucket: the rest gets a number.
             ends = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
-            places = (self._folder / f"{ASIDE}{step}{end}" for end in ends)
-            aside = next(place for place in places if not place.exists())
+            paths = (self._folder / f"{DAMAGED_PREFIX}{step}{end}" for end in ends)
+            target = next(path for path in paths if not path.exists())
             with self._transient_faults():  # the object may have moved, and the answer be lost
-                folder.rename(aside)
-            if self._storage.is_bucket:  # where Orbax removes what has none as unfinished
-                (aside / _COMMITTED).write_text("")
-            return aside.name
+                folder.rename(target)
+            if self._storage.is_bucket:  # Orbax deletes folders without this file as unfinished
+                (target / _COMMITTED).write_text("")
+            return target.name
 
-        return self._again(rename)
+        return self._retry(rename)
 
     def refresh(self) -> None:
-        """Lists checkpoints again: else steps of removed ones cannot be saved again."""
-        if self._opened is not None:
-            self._again(self._opened.reload)
+        """Lists checkpoints again; otherwise steps of deleted ones could not be saved again."""
+        if self._orbax is not None:
+            self._retry(self._orbax.reload)
 
     def delete_after(self, step: int, send: Callable[[], None]) -> None:
-        """Removes newer checkpoints: of steps that will be done again, otherwise.
+        """Deletes checkpoints after `step`, whose steps will be repeated; called by process 0 only.
 
-        By one process for all. A start that misses one must not end there: `send` is called before.
+        First records the newest that remains and calls `send`, which copies the record to a bucket:
+        a later start must not report the deleted checkpoints as lost.
         """
         self._record(max((number for number in self.steps if number <= step), default=0))
         send()
 
-        def remove(folder: epath.Path) -> None:
-            # Half removed under its own name it would be a damaged one, perhaps the last.
-            gone = self._folder / f"{folder.name}{_UNFINISHED}"
-            gone.rmtree(missing_ok=True)
+        def delete(folder: epath.Path) -> None:
+            # Renames first: a partly deleted checkpoint would count as damaged.
+            renamed = self._folder / f"{folder.name}{_UNFINISHED}"
+            renamed.rmtree(missing_ok=True)
             if folder.exists():
                 with self._transient_faults():
-                    folder.rename(gone)
-                gone.rmtree()
+                    folder.rename(renamed)
+                renamed.rmtree()
 
         for newer in [number for number in self.steps if number > step]:
-            self._again(lambda number=newer: remove(self._folder / str(number)))
+            self._retry(lambda number=newer: delete(self._folder / str(number)))
 
     def __enter__(self) -> "Saves":
         self._client.enter_context(orbax_client(self._folder))
@@ -238,57 +237,57 @@ class Saves(Checkpoints):
     def __exit__(self, *_: object) -> None:
         with self._client:
             try:
-                if self._opened is not None:
+                if self._orbax is not None:
                     with self._writing():
-                        self._opened.close()
+                        self._orbax.close()
             finally:
                 self._remove_unfinished()
 
-    # --- how ------------------------------------------------------------------------------------
+    # --- internals ------------------------------------------------------------------------------
 
     @property
     def _checkpointer(self) -> ocp.training.Checkpointer:
-        """Orbax's own. It cannot be opened where one checkpoint is not readable."""
-        if self._opened is None:
+        """Orbax's checkpointer, opened on first use. All checkpoints must be readable then."""
+        if self._orbax is None:
             for step in self.steps:
                 self._losses[step] = self.metadata(step)["held_out_loss"]
             settings = context()
             _leave_barriers(settings.asynchronous, lambda: setattr(self, "_has_failed", True))
-            self._opened = ocp.training.Checkpointer(
+            self._orbax = ocp.training.Checkpointer(
                 absolute(self._folder),
                 context=settings,
                 preservation_policy=self,
                 cleanup_tmp_directories=True,
             )
-        return self._opened
+        return self._orbax
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Decides whether to keep each checkpoint, the oldest first: Orbax asks before it removes.
+        """Returns whether to keep each checkpoint, oldest first; Orbax calls it before it deletes.
 
-        Not its `best_fn` with `max_to_keep`, which removes the newest; nor its metrics, files
+        Orbax's `best_fn` with `max_to_keep` would delete the newest, and its metrics are files
         without which it cannot be opened.
         """
         del context
         run, steps = self._run, [checkpoint.step for checkpoint in checkpoints]
         losses = {step: self._losses.get(step) for step in steps}
-        known = sorted((loss, step) for step, loss in losses.items() if loss is not None)
-        kept = {*steps[-run.keep_checkpoints :], *(step for _, step in known[: run.keep_best])}
-        replayed = (steps[-1] - 1) // run.replay_every * run.replay_every if run.replay_every else 0
-        kept.update([step for step in steps if step <= replayed][-1:])
+        evaluated = sorted((loss, step) for step, loss in losses.items() if loss is not None)
+        kept = {*steps[-run.keep_checkpoints :], *(step for _, step in evaluated[: run.keep_best])}
+        checked = (steps[-1] - 1) // run.replay_every * run.replay_every if run.replay_every else 0
+        kept.update([step for step in steps if step <= checked][-1:])
         return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Names errors of a save; one that failed leaves nothing, and the next begins afresh."""
+        """Translates errors of a save; after a failure deletes its files and closes Orbax."""
         try:
             with translate_os_errors(self._folder), self._transient_faults():
                 yield
         except Exception:
-            # What Orbax remembers of its checkpoints may be wrong now.
-            opened, self._opened = self._opened, None
+            # Orbax's own list of checkpoints may be wrong now.
+            orbax, self._orbax = self._orbax, None
             with contextlib.suppress(Exception):
-                if opened is not None:
-                    opened.close()
+                if orbax is not None:
+                    orbax.close()
             self._remove_unfinished()
             raise
 
@@ -308,17 +307,17 @@ class Saves(Checkpoints):
             raise Unavailable(f"{self._folder}: {reason}; run again to resume") from error
 
     def _remove_unfinished(self) -> None:
-        """Removes what is unfinished, once nothing is being saved, lest a full disk stay full."""
+        """Deletes incomplete checkpoints, to free their space; nothing may be saving meanwhile."""
         if not self._peers.is_primary:
             return
-        # Orbax does the same where it begins to save.
+        # Orbax does the same only when it starts a save.
         with contextlib.suppress(Exception), orbax_client(self._folder):
             for path in self._folder.glob(f"*{_UNFINISHED}"):
                 path.rmtree()
             self._folder.rmdir()
 
     def _record(self, step: int | None = None) -> None:
-        """Writes down which checkpoint is whole: a start that misses it must not begin again."""
+        """Records the newest complete checkpoint, so that a later start notices if it is lost."""
         if self._peers.is_primary:
             step = max(self.steps, default=0) if step is None else step
             with contextlib.suppress(DiskFull):
@@ -332,7 +331,7 @@ class Saves(Checkpoints):
         self.step = self._previous_step
 
     def _outlast(self, work: Callable[[], None]) -> None:
-        """Does the work, again after each passing fault; once in several processes (`_give_up`)."""
+        """Does the work, again after each transient error; only once with several processes."""
         if self._peers.count > 1:
             work()
         else:
@@ -340,11 +339,11 @@ class Saves(Checkpoints):
 
 
 def _leave_barriers(options: ocp.options.AsyncOptions, fail: Callable[[], None]) -> None:
-    """Keeps a thread of a save from Orbax's barriers once it has failed, and calls `fail` then.
+    """Keeps a saving thread that has failed away from Orbax's barriers, and calls `fail` then.
 
     The other processes wait for its part at another barrier, and would not learn of the failure.
     """
-    options_below = options.v0  # as Orbax's older interface, below, takes them
+    make_options = options.v0  # the options of Orbax's older interface, which the new one uses
 
     def wait(*, key: str, timeout_ms: int) -> None:
         error = sys.exception()
@@ -353,4 +352,4 @@ def _leave_barriers(options: ocp.options.AsyncOptions, fail: Callable[[], None])
             raise error
         foreign.wait_at_barrier(key, timeout_ms)
 
-    options.v0 = lambda: dataclasses.replace(options_below(), barrier_sync_fn=wait)
+    options.v0 = lambda: dataclasses.replace(make_options(), barrier_sync_fn=wait)

@@ -300,7 +300,7 @@ def checkpoints(args: argparse.Namespace) -> int:
         words += ["newest"] * (row == 0) + ["best"] * (number == best)
         words += ["damaged"] * (number in damaged)
         print_now(f"{number:>10}  {saved_at}  {_megabytes(folder):>9.1f}  {', '.join(words)}")
-    for folder in sorted(run.checkpoints.glob(f"{checkpoint.ASIDE}*")):
+    for folder in sorted(run.checkpoints.glob(f"{checkpoint.DAMAGED_PREFIX}*")):
         print_now(f"{folder.name}: was found damaged and put aside, {_megabytes(folder):.1f} MB")
     if steps and steps[0] in metadata and _is_finished(experiment, metadata[steps[0]]):
         print_now("the run is finished")

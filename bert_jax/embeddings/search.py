@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from bert_jax.checkpoints.base import Base, flat
+from bert_jax.checkpoints.base import Base, flatten
 from bert_jax.embeddings import nearest as nearest_lib
 from bert_jax.embeddings.embed import Embedded, Embedder
 from bert_jax.errors import InputError, pluralize
@@ -202,7 +202,7 @@ def _fingerprint(model: Base, embedder: Embedder) -> str:
     settings = f"{model.model}/{model.tokenizer.sha256}/{embedder.features}/{embedder.max_length}"
     settings += model.vectors.text_prefix if model.vectors else ""
     digest = hashlib.sha256(settings.encode())
-    for name, values in sorted(flat(jax.device_get(model.params)).items()):
+    for name, values in sorted(flatten(jax.device_get(model.params)).items()):
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()

@@ -220,7 +220,7 @@ def make_base(
         fresh = jax.device_get(heads.init_params(cfg, key))
         for part in missing:
             params[part] = fresh[part]
-            leaves = ", ".join(f"{part}/{path}" for path in base_lib.flat(params[part]))
+            leaves = ", ".join(f"{part}/{path}" for path in base_lib.flatten(params[part]))
             report(f"not in {file.name}, freshly initialised: {leaves}")
     return Base(cfg, params, tokenizer, source, missing)
 

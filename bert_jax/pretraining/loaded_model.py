@@ -102,7 +102,7 @@ class LoadedModel(Base):
             prepared.tokenizer,
             fresh=fresh,
             moments=moments,
-            vectors=base_lib.vectors_of(restored.metadata.get("notes", {})),
+            vectors=base_lib.read_vectors(restored.metadata.get("notes", {})),
             name=experiment.name,
             step=done,
             experiment=experiment,

@@ -11,7 +11,7 @@ from etils import epath
 
 from bert_jax import config, system
 from bert_jax.checkpoints import base as base_lib
-from bert_jax.checkpoints.checkpoint import sha256_of
+from bert_jax.checkpoints.checkpoint import hash_json
 from bert_jax.checkpoints.fork import ForkPoint
 from bert_jax.config import Experiment, Model
 from bert_jax.data import batches, corpus, mixture
@@ -60,7 +60,7 @@ class OpenCorpus:
     @property
     def sha256(self) -> str:
         """Returns the hash of the manifest, which identifies the corpus."""
-        return sha256_of(self.manifest)
+        return hash_json(self.manifest)
 
     def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata was trained on this corpus."""
@@ -233,7 +233,7 @@ class PretrainingJob(Job):
     def require_start(self) -> None:
         """Raises InputError if the initial weights are missing or do not fit."""
         if self.fork_point is None:
-            base_lib.start_of(self.experiment)
+            base_lib.load_initial(self.experiment)
         else:
             self.fork_point.require(self.experiment)
 
@@ -258,7 +258,7 @@ class PretrainingJob(Job):
             base = epath.Path(experiment.init_from)
             if not base_lib.is_base(base):
                 self.report(f"resume: {base} is gone, so its weights are not compared")
-            elif base_lib.begins_with(base) != metadata["init_sha256"]:
+            elif base_lib.hash_weights(base) != metadata["init_sha256"]:
                 raise InputError(
                     f"init_from={base}: its weights are not those that this run began with; "
                     "restore them, or choose another --workdir"
@@ -342,7 +342,7 @@ class PretrainingJob(Job):
 
     def initial_state(self, fresh: step_lib.State) -> tuple[step_lib.State, str]:
         """Returns the fresh state, with the weights of `init_from` if it is set, and their hash."""
-        base = base_lib.start_of(self.experiment)
+        base = base_lib.load_initial(self.experiment)
         if base is None:
             return fresh, ""
         path = self.experiment.init_from
@@ -400,7 +400,7 @@ class PretrainingJob(Job):
 
         def open_probes(model: Model) -> int:
             opened_for[:] = model, self._notes
-            return self.probes.open(model, *setup, base_lib.vectors_of(self._notes))
+            return self.probes.open(model, *setup, base_lib.read_vectors(self._notes))
 
         def probe(params: Any, done: int) -> dict[str, Any]:
             if opened_for != [model := experiment.model_after(done), self._notes]:

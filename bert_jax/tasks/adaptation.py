@@ -78,7 +78,7 @@ class LoadedBase(base_lib.Base):
                 )
         fresh = tuple(name for name in trained.fresh if name in params)
         digest = hashlib.sha256(trained.tokenizer.sha256.encode())
-        for path, leaf in sorted(base_lib.flat(params).items()):
+        for path, leaf in sorted(base_lib.flatten(params).items()):
             digest.update(path.encode())
             digest.update(np.ascontiguousarray(leaf).data)
         if trained.head is not None and trained.head.pooling != "cls":

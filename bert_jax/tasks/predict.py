@@ -77,7 +77,7 @@ class TaskModel:
             )
         # In the order of the head's outputs; empty for regression and spans.
         self.labels = tuple(metadata["notes"]["labels"])
-        self._vectors = base_lib.vectors_of(metadata["notes"]) or loaded.vectors
+        self._vectors = base_lib.read_vectors(metadata["notes"]) or loaded.vectors
         prompted = inherit_prompts(task, self._vectors) if task.kind == "similar" else task
         self.kind = kind_of(prompted.with_fields(**reading), self.labels, loaded.tokenizer)
         weights = metadata["notes"].get("class_weights", ())  # older runs have none

@@ -152,7 +152,7 @@ def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
 
     def late(self):
         if self._is_saving:
-            self._opened.wait()
+            self._orbax.wait()
         look(self)
 
     monkeypatch.setattr(Saves, "save", watched)

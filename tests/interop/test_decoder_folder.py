@@ -46,8 +46,8 @@ def test_what_is_exported_comes_back_as_it_was(kind, tmp_path):
     base = huggingface.read_folder(epath.Path(tmp_path / "hf"), lambda line: None)
     assert base.model == dataclasses.replace(before.model, initialization="reference")
     assert base.fresh == ("pooler", "next_sentence")
-    ours = base_lib.flat(before.params)
-    for name, value in base_lib.flat(base.params).items():
+    ours = base_lib.flatten(before.params)
+    for name, value in base_lib.flatten(base.params).items():
         if name.split("/")[0] not in base.fresh:
             np.testing.assert_array_equal(value, ours[name], err_msg=name)
 

@@ -172,8 +172,8 @@ def test_a_fine_tuned_folder_becomes_a_base(of, kind, tmp_path):
         name: getattr(base.model, name)
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")
     }
-    expected = base_lib.flat(ours(of, kind))
-    found = base_lib.flat(base.params)
+    expected = base_lib.flatten(ours(of, kind))
+    found = base_lib.flatten(base.params)
     for name in expected.keys() - {"head/kernel", "head/bias"}:
         np.testing.assert_array_equal(found[name], expected[name], name)
     below = {name.split("/")[0] for name in expected} - {"head"}

@@ -73,7 +73,7 @@ def test_bfloat16_is_the_nearest_and_is_labelled(copy_of_run):
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
     name = "embeddings.position_embeddings.weight"
     rounded = whole[name].astype(ml_dtypes.bfloat16).astype(np.float32)
-    found = base_lib.flat(LoadedModel.of(epath.Path("base")).params)
+    found = base_lib.flatten(LoadedModel.of(epath.Path("base")).params)
     np.testing.assert_array_equal(found["encoder/embeddings/position/embedding"], rounded)
     assert json.loads(pathlib.Path("half/config.json").read_text())["dtype"] == "bfloat16"
     assert "bfloat16" in pathlib.Path("half/README.md").read_text()

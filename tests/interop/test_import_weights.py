@@ -132,7 +132,7 @@ def test_parts_that_are_missing_are_fresh_and_named(architecture, missing, tmp_p
     assert base.fresh == missing
     for part in missing:
         assert any(f"{part}/" in line and "fresh" in line for line in lines)
-        spread = base_lib.flat(base.params[part])
+        spread = base_lib.flatten(base.params[part])
         assert all(v.std() > 0.01 for name, v in spread.items() if name.endswith("kernel"))
     assert_identical(base.params["encoder"], whole.params["encoder"])
     place = tmp_path / "part" / "base"
@@ -238,9 +238,9 @@ def test_another_vocabulary_keeps_the_rows_of_shared_pieces(tmp_path, monkeypatc
     broken.said("import hf --workdir new --tokenizer vocab2.txt")
     new = base_lib.read(epath.Path("new"))
     assert new.model.vocab_size == len(pieces) > 1024 and new.tokenizer.vocab == pieces
-    leaves = base_lib.flat(new.params)
+    leaves = base_lib.flatten(new.params)
     for name in ("encoder/embeddings/word/embedding", "masked_lm/output_bias"):
-        table, before = leaves.pop(name), base_lib.flat(old.params)[name]
+        table, before = leaves.pop(name), base_lib.flatten(old.params)[name]
         assert len(table) == 2048 and not table[len(pieces) :].any()
         mean = before[:PIECES].astype(np.float64).mean(0)
         for row, piece in enumerate(pieces):
@@ -249,7 +249,7 @@ def test_another_vocabulary_keeps_the_rows_of_shared_pieces(tmp_path, monkeypatc
             else:
                 np.testing.assert_allclose(table[row], mean, rtol=1e-6)
     for name, value in leaves.items():
-        np.testing.assert_array_equal(value, base_lib.flat(old.params)[name], name)
+        np.testing.assert_array_equal(value, base_lib.flatten(old.params)[name], name)
 
 
 def fast(normalizer) -> dict:

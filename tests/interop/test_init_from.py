@@ -103,7 +103,7 @@ def test_pieces_added_to_a_vocabulary_begin_with_the_mean_and_without_moments(co
         ("zero", old.moments.mean, new.moments.mean),
         ("zero", old.moments.square, new.moments.square),
     ):
-        before, after = base_lib.flat(before), base_lib.flat(after)
+        before, after = base_lib.flatten(before), base_lib.flatten(after)
         for name in ("encoder/embeddings/word/embedding", "masked_lm/output_bias"):
             table, grown = before.pop(name)[:45], after.pop(name)
             np.testing.assert_array_equal(grown[:45], table)

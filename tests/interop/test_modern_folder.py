@@ -66,8 +66,8 @@ def test_what_is_exported_comes_back_as_it_was(kind, tmp_path):
     assert base.model == dataclasses.replace(
         MODEL, attention_probs_dropout_prob=0.1, initialization="reference"
     )
-    ours = base_lib.flat(trained().params)
-    for name, value in base_lib.flat(base.params).items():
+    ours = base_lib.flatten(trained().params)
+    for name, value in base_lib.flatten(base.params).items():
         if name.split("/")[0] not in base.fresh:
             np.testing.assert_array_equal(value, ours[name], err_msg=name)
 

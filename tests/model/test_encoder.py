@@ -55,7 +55,7 @@ def test_an_only_segment_is_that_of_both_texts(batch):
 
 
 def test_layers_of_a_stack_begin_differently(params):
-    for name, value in base_lib.flat(params["encoder"]["layers"]).items():
+    for name, value in base_lib.flatten(params["encoder"]["layers"]).items():
         assert not name.endswith("kernel") or not np.array_equal(value[0], value[1])
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from bert_jax.checkpoints.base import begins_with
+from bert_jax.checkpoints.base import hash_weights
 from bert_jax.config import Experiment, Finetuning, Row
 from bert_jax.config.comparison import REACH
 from bert_jax.data import corpus
@@ -96,7 +96,7 @@ class Comparison:
                     number += 1
                     folder = f"{experiment.run.corpus_dir}-{number}"
             files = [(k, v) for k, v in manifest["files"].items() if not k.startswith("dataset/")]
-            base = begins_with(epath.Path(experiment.init_from)) if experiment.init_from else ""
+            base = hash_weights(epath.Path(experiment.init_from)) if experiment.init_from else ""
             read = sha256([files, manifest.get("documents_of_sources"), base])
             self._read[row.name] = folder, read
 
