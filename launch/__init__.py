@@ -1,1 +1,1 @@
-"""How a command becomes processes on machines: `python -m launch NAME`."""
+"""Launchers, which start a run on this machine or on rented ones: `python -m launch NAME`."""

@@ -1,6 +1,6 @@
 """`python -m launch gke EXPERIMENT ...`: a run on GKE, as the JobSet of `launch.jobset`.
 
-The cluster has, or makes, the machines. Kubernetes starts the pods, and starts all of them again
+The cluster has the machines or creates them. Kubernetes starts the pods, and restarts all of them
 when one was preempted or lost, but not when the run itself has failed (`spec.FINAL`).
 """
 
@@ -12,46 +12,46 @@ from collections.abc import Iterator
 from bert_jax.errors import InputError
 
 from . import jobset
-from .spec import FINAL, Spec, script_that_writes, staging
+from .spec import FINAL, Spec, heredoc, staging_folder
 
-# To wait for pods that save before they end.
+# Seconds to wait for pods, which save before they end.
 _DELETE_SECONDS = 1200
 
 
 def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
-    """Yields the lines of the script that applies the JobSet, unless it is there already."""
+    """Yields the lines of the script that applies the JobSet."""
     if args.grace < 1:
         raise InputError(f"--grace {args.grace}: must be at least 1")
     pods = jobset.Pods(
-        image=jobset.checked_image(args.image),
+        image=jobset.require_pinned_image(args.image),
         namespace=args.namespace,
         service_account=args.service_account,
         capacity=jobset.capacity(args.spot, args.reservation),
         grace=args.grace,
         privileged=args.privileged,
     )
-    manifest = jobset.text(spec, pods)
-    path = staging(spec.name) / "manifest.yaml"
+    manifest = jobset.render_manifest(spec, pods)
+    path = staging_folder(spec.name) / "manifest.yaml"
     kubectl = ["kubectl", *_context(args), f"--namespace={args.namespace}"]
     get = [*kubectl, "get", "jobset", spec.name, "--ignore-not-found"]
-    of = f"--selector={jobset.OWNER}={spec.name}"
-    # Ends all pods as their grace allows, and waits for their end.
+    selector = f"--selector={jobset.OWNER}={spec.name}"
+    # Ends all pods within their grace period, and waits for their end.
     delete = shlex.join(
         [
             *(*kubectl, "delete", "jobset,configmap", spec.name, "--ignore-not-found"),
             *("--cascade=foreground", f"--timeout={_DELETE_SECONDS}s"),
         ]
     )
-    logs = [*kubectl, "logs", f"{of},{jobset.INDEX}=0", f"--container={jobset.CONTAINER}"]
+    logs = [*kubectl, "logs", f"{selector},{jobset.INDEX}=0", f"--container={jobset.CONTAINER}"]
     yield "#!/usr/bin/env bash"
     topology = spec.rented_topology
     yield f"# {spec.name}: {topology.name}, {topology.chips} chips on {spec.hosts} hosts;"
     yield f"# image {pods.image}, config sha256 {spec.sha256}."
     yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
-    yield f"# A pod that ends with exit code {', '.join(map(str, FINAL))} is the end. Any other end"
-    yield f"# but 0 (75 is a preemption) starts all pods again, {spec.retries} times at most."
-    yield "# Its pods, the log of its first host, and its end:"
-    yield f"#   {shlex.join([*kubectl, 'get', 'pods', of, '--output=wide'])}"
+    yield f"# Exit codes {', '.join(map(str, FINAL))} of a pod end the run. Others except 0, such"
+    yield f"# as 75 after a preemption, restart all pods, {spec.retries} times at most."
+    yield "# To list its pods, to follow the log of its first host, and to end it:"
+    yield f"#   {shlex.join([*kubectl, 'get', 'pods', selector, '--output=wide'])}"
     yield f"#   {shlex.join([*logs, '--tail=-1', '--follow'])}"
     yield f"#   {delete}"
     yield "set -eu"
@@ -64,8 +64,8 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
     yield "fi"
     yield ""
     yield shlex.join(["mkdir", "-p", os.fspath(path.parent)])
-    yield from script_that_writes(path, manifest)
-    yield "# One that goes on is not changed by this: another experiment of its name is refused."
+    yield from heredoc(path, manifest)
+    yield "# No change if it is running; another experiment of the same name is refused."
     yield f"if ! {shlex.join([*kubectl, 'apply', f'--filename={path}'])}; then"
     yield f'  [ -n "$there" ] || {delete}'
     yield "  exit 2"
@@ -74,8 +74,8 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
 
 
 def _context(args: argparse.Namespace) -> list[str]:
-    """Returns the flag that names the cluster as gcloud's get-credentials does; none: its own."""
-    place = (args.project, args.zone, args.cluster)
-    if any(place) and not all(place):
+    """Returns the flag with the context of gcloud's get-credentials; [] for the current context."""
+    cluster = (args.project, args.zone, args.cluster)
+    if any(cluster) and not all(cluster):
         raise InputError("name --cluster, --zone and --project together, or none of them")
-    return [f"--context=gke_{'_'.join(place)}"] if all(place) else []
+    return [f"--context=gke_{'_'.join(cluster)}"] if all(cluster) else []

@@ -1,4 +1,4 @@
-"""A launch specification as Kubernetes objects: a JobSet with a job a slice and a pod a host.
+"""A launch spec as Kubernetes objects: a JobSet with a job per slice and a pod per host.
 
 Names and meanings: JobSet's API v1alpha2 (jobset.sigs.k8s.io: failure policy, restart strategy,
 exclusive placement, index of a job), Kubernetes' Jobs (pod failure policy, completion index),
@@ -18,35 +18,35 @@ from bert_jax.errors import InputError
 from .spec import EXPERIMENT, FINAL, Spec, slice_names
 
 CONTAINER = "run"
-# Of the one group of pods; the pod of host 3 of slice 0 of NAME is NAME-hosts-0-3-XXXXX.
+# Name of the only group of pods; host 3 of slice 0 of NAME is the pod NAME-hosts-0-3-XXXXX.
 GROUP = "hosts"
-# Labels of the pods: their JobSet, their slice's number, and the number of each in its slice.
+# Labels of the pods: their JobSet, the number of the slice, and of the pod within the slice.
 OWNER = "jobset.sigs.k8s.io/jobset-name"
 SLICE = "jobset.sigs.k8s.io/job-index"
 INDEX = "batch.kubernetes.io/job-completion-index"
 SHA256 = "bert-jax/config-sha256"  # an annotation of the JobSet
 
-# Where the experiment's file is mounted, and where copies of corpora and compiled steps go.
+# Folders of the experiment's file, and of copies of corpora and compiled steps.
 CONFIG_FOLDER, CACHE_FOLDER = "/etc/bert_jax", "/cache"
-# jax's coordinator, on every generation of TPU; and the TPU's own, between hosts.
+# Ports of JAX's coordinator, on every generation of TPU, and of the TPU between hosts.
 COORDINATOR_PORT, TPU_PORT = 8482, 8471
 
-# Machines of one slice come minutes apart, and each pulls the image.
+# Machines of one slice start minutes apart, and each pulls the image.
 _ARRIVE_SECONDS = "900"
-_USER = 1000  # of the image
-_LARGEST_CONFIG = 1_000_000  # bytes that a ConfigMap holds, nearly
+_USER = 1000  # user of the image
+_LARGEST_CONFIG = 1_000_000  # bytes, slightly less than a ConfigMap may hold
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pods:
     """The settings of the pods in a cluster, beyond those of the run itself."""
 
-    image: str  # that they run, with a tag or digest
-    namespace: str  # that they live in
+    image: str  # with a tag or digest
+    namespace: str
     service_account: str  # of Kubernetes, which may use the bucket; "": the namespace's default
     capacity: dict[str, str]  # node labels that choose spot machines or a reservation
-    grace: int  # seconds between SIGTERM and SIGKILL, to finish the steps under way and save
-    # Whether they run as root with all rights, which some nodes want for their TPUs.
+    grace: int  # seconds between SIGTERM and SIGKILL, to finish dispatched steps and save
+    # Whether pods run as root with all rights, which some nodes require for their TPUs.
     privileged: bool
 
 
@@ -57,16 +57,16 @@ def capacity(spot: bool, reservation: str) -> dict[str, str]:
     return {"cloud.google.com/reservation-name": reservation} if reservation else {}
 
 
-def checked_image(image: str) -> str:
-    """Returns the image if its name fixes which one it is."""
-    last = image.rpartition("/")[2]
-    if "@sha256:" not in last and (":" not in last or last.endswith((":", ":latest"))):
+def require_pinned_image(image: str) -> str:
+    """Returns the image; raises InputError unless its name fixes one version."""
+    name = image.rpartition("/")[2]
+    if "@sha256:" not in name and (":" not in name or name.endswith((":", ":latest"))):
         raise InputError(f"--image {image}: name one version of it, IMAGE:TAG or IMAGE@sha256:...")
     return image
 
 
-def text(spec: Spec, pods: Pods) -> str:
-    """Returns the manifest, as YAML: a ConfigMap with the experiment, and the JobSet."""
+def render_manifest(spec: Spec, pods: Pods) -> str:
+    """Returns the manifest as YAML: a ConfigMap with the experiment, and the JobSet."""
     if len("".join([spec.config, *spec.code.values()]).encode()) > _LARGEST_CONFIG:
         raise InputError(f"{spec.experiment.name}: as JSON it is larger than a ConfigMap may be")
     metadata = {
@@ -82,22 +82,22 @@ def text(spec: Spec, pods: Pods) -> str:
         "immutable": True,
         "data": {EXPERIMENT: spec.config, **spec.code},
     }
-    both = [config, _jobset(spec, pods, metadata)]
-    return yaml.dump_all(both, Dumper=_Dumper, sort_keys=False, width=100, explicit_start=True)
+    objects = [config, _jobset(spec, pods, metadata)]
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=100, explicit_start=True)
 
 
 def _jobset(spec: Spec, pods: Pods, metadata: dict[str, Any]) -> dict[str, Any]:
     annotations = dict(metadata["annotations"])
     if spec.hosts > 1:
-        # All pods in one slice: a node pool of several machines is one.
+        # All pods of a job in one slice: a node pool of several machines is a slice.
         key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
         annotations[key] = "cloud.google.com/gke-nodepool"
     reasons = ["PodFailurePolicy"]
     failure = {"name": "failure", "action": "FailJobSet", "onJobFailureReasons": reasons}
     template, slices = {"spec": _job(spec, pods)}, spec.rented_topology.slices
     hosts = {"name": GROUP, "replicas": slices, "template": template}
-    # A pod that still saves holds the workdir. Of several slices each is started again by itself:
-    # the others do not wait for one that is away, nor end with one that is not needed.
+    # A pod that is still saving holds the workdir. Several slices restart independently: the others
+    # do not wait for a missing slice, nor end when a slice that is not needed ends.
     strategy, action = "BlockingRecreate", "RestartJobSet"
     if slices > 1:
         strategy, action = "Recreate", "RestartJob"
@@ -123,7 +123,7 @@ def _job(spec: Spec, pods: Pods) -> dict[str, Any]:
         "parallelism": spec.hosts // spec.rented_topology.slices,
         "completions": spec.hosts // spec.rented_topology.slices,
         "completionMode": "Indexed",
-        # The others of the slice cannot go on without one.
+        # A slice cannot continue if one of its pods is missing.
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": codes}]},
         "template": {
@@ -137,7 +137,7 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
     gke = slice_names(spec.rented_topology)
     if not gke.gke_accelerator:
         raise InputError(
-            f"--topology {spec.rented_topology.name}: GKE has none; choose another generation, or "
+            f"--topology {spec.rented_topology.name}: not on GKE; choose another generation, or "
             "`launch tpu_vm`"
         )
     account = {"serviceAccountName": pods.service_account} if pods.service_account else {}
@@ -145,10 +145,10 @@ def _pod(spec: Spec, pods: Pods) -> dict[str, Any]:
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": pods.grace,
-        # A container's process 1 does not hear a SIGTERM that it has no handler for yet.
+        # Process 1 of a container ignores SIGTERM until it has a handler for it.
         "shareProcessNamespace": True,
         **account,
-        "automountServiceAccountToken": False,  # it asks nothing of the cluster
+        "automountServiceAccountToken": False,  # pods do not use the cluster's API
         "nodeSelector": {
             "cloud.google.com/gke-tpu-accelerator": gke.gke_accelerator,
             "cloud.google.com/gke-tpu-topology": gke.gke_topology,
@@ -167,13 +167,13 @@ def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
     topology = spec.rented_topology
     chips = {"google.com/tpu": slice_names(topology).chips_per_host}
     command, *args = spec.command(posixpath.join(CONFIG_FOLDER, EXPERIMENT))
-    before = _numbered(spec.hosts // topology.slices) if topology.slices > 1 else []
+    prefix = _renumber_process(spec.hosts // topology.slices) if topology.slices > 1 else []
     rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     return {
         "name": CONTAINER,
         "image": pods.image,
-        "command": [*map(_verbatim, before), command],
-        "args": [_verbatim(arg) for arg in args],
+        "command": [*map(_escape, prefix), command],
+        "args": [_escape(arg) for arg in args],
         "env": _environment(spec),
         "ports": [{"containerPort": port} for port in (TPU_PORT, COORDINATOR_PORT)],
         "resources": {"requests": chips, "limits": dict(chips)},
@@ -185,30 +185,30 @@ def _container(spec: Spec, pods: Pods) -> dict[str, Any]:
     }
 
 
-def _numbered(hosts: int) -> list[str]:
-    """Returns words before a command that number its process among those of all slices."""
+def _renumber_process(hosts: int) -> list[str]:
+    """Returns a command prefix that numbers the process among those of all slices."""
     number = f"$((MEGASCALE_SLICE_ID * {hosts} + JAX_PROCESS_ID))"
     return ["/bin/sh", "-c", f'export JAX_PROCESS_ID={number}; exec "$0" "$@"']
 
 
 def _environment(spec: Spec) -> list[dict[str, Any]]:
-    """Returns the variables of a pod: from GKE's alone jax would not know which host is missing."""
+    """Returns the variables of a pod; with GKE's own, JAX could not name a missing host."""
     given = {"BERT_JAX_ARRIVE_WITHIN": _ARRIVE_SECONDS, "BERT_JAX_CACHE_DIR": CACHE_FOLDER}
     given |= {"JAX_NUM_PROCESSES": str(spec.hosts), **spec.environment}
     variables: list[dict[str, Any]] = [
-        {"name": name, "value": _verbatim(value)} for name, value in sorted(given.items())
+        {"name": name, "value": _escape(value)} for name, value in sorted(given.items())
     ]
     slices = spec.rented_topology.slices
-    firsts = [f"{spec.name}-{GROUP}-{one}-0.{spec.name}" for one in range(slices)]
+    firsts = [f"{spec.name}-{GROUP}-{number}-0.{spec.name}" for number in range(slices)]
     if spec.hosts > 1:
         addresses = ",".join(f"{first}:{COORDINATOR_PORT}" for first in firsts)
         index = f"metadata.annotations['{INDEX}']"
         variables += [
-            # The first process of each slice, as all pods of the JobSet can resolve it.
+            # The first process of each slice, by a name that all pods of the JobSet can resolve.
             {"name": "JAX_COORDINATOR_ADDRESS", "value": addresses},
             {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            # On the address inside the cluster alone.
+            # Listens only on the address inside the cluster.
             {"name": "JAX_COORDINATOR_BIND_ADDRESS", "value": f"$(POD_IP):{COORDINATOR_PORT}"},
         ]
     if slices > 1:
@@ -221,22 +221,22 @@ def _environment(spec: Spec) -> list[dict[str, Any]]:
     return variables
 
 
-def _verbatim(value: str) -> str:
-    """Returns the value so that Kubernetes takes no $(NAME) in it for a variable."""
+def _escape(value: str) -> str:
+    """Returns the value so that Kubernetes does not expand $(NAME) in it."""
     return value.replace("$", "$$")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such, and everything in full."""
+    """Writes texts of several lines as blocks, and repeated objects in full."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Has objects that stand twice written twice."""
+        """Writes an object that occurs twice in full, without an alias."""
         return True
 
 
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
     style = "|" if "\n" in value else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _represent_text)

@@ -1,8 +1,8 @@
 """`python -m launch local`: a run in several processes, all on this machine.
 
-Each has virtual devices on the CPU. It is how a pod is tried before there is one: the processes
-find each other, share the batches, save and stop together as on many hosts. An EXPERIMENT is
-launched as it is elsewhere, by the same specification; after `--` any command may stand.
+Each process has virtual CPU devices. This is a rehearsal of a pod: the processes find each other,
+share the batches, save and stop together as on many hosts. An EXPERIMENT is launched by the same
+spec as on rented machines; after `--` any command may follow.
 """
 
 import argparse
@@ -21,22 +21,22 @@ from bert_jax.errors import InputError
 from bert_jax.storage.workdir import translate_os_errors, write_atomic
 from bert_jax.tools.verify import pod
 
-from .spec import EXPERIMENT, Spec, is_final, say, script_that_writes, specify, staging
+from .spec import EXPERIMENT, Spec, heredoc, is_final, make_spec, report, staging_folder
 
 
 def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
-    """Runs a command, or the experiment of the flags, again after a preemption or a loss.
+    """Runs a command, or the experiment of the flags, which restarts after a loss of a process.
 
     Returns:
       The exit code: 0 finished; 75 stopped on request; else that of the process that failed first,
-      128 and the signal's number if it was killed.
+      128 plus the signal's number if it was killed.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # not every terminal speaks UTF-8
+            stream.reconfigure(errors="backslashreplace")  # not every terminal supports UTF-8
     if command is not None:
-        return _pod(command, args).code
-    spec = specify(
+        return _run_pod(command, args).code
+    spec = make_spec(
         args.experiment,
         args.set,
         workdir=args.workdir or "",
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
         retries=args.retries,
     )
     spec = dataclasses.replace(spec, workdir=spec.workdir or f"runs/{spec.experiment.name}")
-    file = staging(spec.name) / EXPERIMENT
+    file = staging_folder(spec.name) / EXPERIMENT
     if args.dry_run:
         print("\n".join(_script(spec, file, args)))
         return errors.FINISHED
@@ -56,15 +56,15 @@ def run(args: argparse.Namespace, command: Sequence[str] | None) -> int:
             write_atomic(epath.Path(file.with_name(name)), text)
     retries = spec.retries
     while True:
-        ended = _pod(spec.command(os.fspath(file)), args)
-        if is_final(ended.code) or ended.asked or not retries:
-            return ended.code
+        result = _run_pod(spec.command(os.fspath(file)), args)
+        if is_final(result.code) or result.asked or not retries:
+            return result.code
         retries -= 1
-        say(f"{spec.name}: exit code {ended.code}; starting it again, {retries} retries left")
+        report(f"{spec.name}: exit code {result.code}; starting it again, {retries} retries left")
 
 
-def _pod(command: Sequence[str], args: argparse.Namespace) -> pod.ProcessResult:
-    """Runs a command in a pod; `bert-jax` is that of this interpreter, whatever is on the path."""
+def _run_pod(command: Sequence[str], args: argparse.Namespace) -> pod.ProcessResult:
+    """Runs a command in a pod; `bert-jax` is that of this interpreter, not one on the path."""
     if command[0] == "bert-jax":
         command = [sys.executable, "-m", "bert_jax.cli", *command[1:]]
     elif shutil.which(command[0]) is None:
@@ -86,9 +86,9 @@ def _script(spec: Spec, file: pathlib.Path, args: argparse.Namespace) -> Iterato
     yield "set -eu"
     yield shlex.join(["mkdir", "-p", os.fspath(file.parent)])
     for name, text in {EXPERIMENT: spec.config, **spec.code}.items():
-        yield from script_that_writes(file.with_name(name), text)
-    given = ("processes", "devices_per_process", "slices", "arrive_within", "hang_after")
-    flags = (f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given)
+        yield from heredoc(file.with_name(name), text)
+    names = ("processes", "devices_per_process", "slices", "arrive_within", "hang_after")
+    flags = (f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names)
     package = __name__.rpartition(".")[0]
     start = [sys.executable, "-m", package, "local", *flags, f"--retries={spec.retries}"]
     yield shlex.join([*start, *spec.command(os.fspath(file))[2:]])

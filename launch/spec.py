@@ -1,7 +1,7 @@
-"""What is launched, wherever; what its slice is called where it is rented; what its end means.
+"""The spec of a launch, the names of TPU slices at Cloud TPU and GKE, and the final exit codes.
 
-A launcher renders a `Spec`: its command, once a host, in a folder that holds its experiment as
-EXPERIMENT, with its environment. How the processes find each other is the place's own matter.
+A launcher runs the command of a `Spec` once per host, with its environment, in a folder that holds
+the experiment's file EXPERIMENT. How the processes find each other is up to the launcher.
 """
 
 import contextlib
@@ -20,33 +20,33 @@ from bert_jax.config import Experiment, code
 from bert_jax.errors import InputError
 from bert_jax.storage.workdir import cache_folder
 
-if TYPE_CHECKING:  # it imports jax, and `launch local` starts its processes sooner without
+if TYPE_CHECKING:  # not at run time: it imports jax, which would delay `launch local`
     from bert_jax.tools.plan.topology import Topology
 
-# The resolved experiment's file, where the command runs.
+# Name of the resolved experiment's file, in the folder in which the command runs.
 EXPERIMENT = "experiment.json"
 
-# Cloud TPU takes 63 characters; a cluster's pods add the number of the host and more to theirs.
+# Cloud TPU allows 63 characters; the names of a cluster's pods also hold numbers.
 _LONGEST = 40
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_HASH = 8  # characters of the config's hash that tell names apart
+_HASH = 8  # characters of the config's hash, which make names unique
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One run, ready to be started."""
+    """Everything that a launcher needs to start a run."""
 
-    name: str  # of what is rented for it: lower case, digits and hyphens
+    name: str  # of the rented resources: lower case, digits and hyphens
     experiment: Experiment  # resolved
-    config: str  # the same as JSON, the text of the file EXPERIMENT
-    sha256: str  # of that text, in hexadecimal
-    workdir: str  # where the run keeps its files, as all hosts see it
-    topology: "Topology | None"  # the slice that it runs on; None: this machine
-    hosts: int  # how many, of all slices; one process each
-    extend: bool  # whether a run that finished may go on to more steps
+    config: str  # the experiment as JSON, the text of the file EXPERIMENT
+    sha256: str  # of `config`, in hexadecimal
+    workdir: str  # a path that all hosts see
+    topology: "Topology | None"  # the slice that the run uses; None: this machine
+    hosts: int  # of all slices; each runs one process
+    extend: bool  # whether a finished run may train more steps
     environment: Mapping[str, str]  # variables of each process
-    retries: int  # how many times it may be started again after a preemption or the loss of a host
-    # {name: text} of the file of its own objective or encoder, next to EXPERIMENT.
+    retries: int  # maximum number of restarts after a preemption or the loss of a host
+    # {name: text} of the files of a custom objective or encoder, next to EXPERIMENT.
     code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -56,14 +56,14 @@ class Spec:
         return self.topology
 
     def command(self, experiment: str = EXPERIMENT) -> tuple[str, ...]:
-        """Returns the command of each host, where `experiment` lies, with its code next to it."""
+        """Returns the command of each host; custom code is in the folder of `experiment`."""
         command, code = "extend" if self.extend else "pretrain", ()
         for name in self.code:
             code += ("--code", os.path.join(os.path.dirname(experiment), name))
         return ("bert-jax", command, experiment, "--workdir", self.workdir, *code)
 
 
-def specify(
+def make_spec(
     experiment: str,
     settings: Sequence[str],
     *,
@@ -75,10 +75,10 @@ def specify(
     environment: Mapping[str, str] | None = None,
     retries: int = 0,
 ) -> Spec:
-    """Returns the spec of an experiment's file, .py or .json, with settings as `--set` takes them.
+    """Returns the spec of an experiment's file, .py or .json, with settings of the form of `--set`.
 
-    Without `hosts` it is one process a host of the topology; without a name the experiment's and
-    the beginning of the config's hash.
+    The default of `hosts` is the number of hosts of the topology. The default name is that of the
+    experiment with the beginning of the config's hash.
     """
     resolved = config.override(config.load(experiment), settings)
     text = config.to_json(resolved)
@@ -91,7 +91,7 @@ def specify(
     if hosts is None:
         hosts = 1 if topology is None else slice_names(topology).hosts * topology.slices
     return Spec(
-        name=_derived_name(resolved.name, sha256) if name is None else name,
+        name=_default_name(resolved.name, sha256) if name is None else name,
         experiment=resolved,
         config=text,
         sha256=sha256,
@@ -105,27 +105,27 @@ def specify(
     )
 
 
-def _derived_name(name: str, sha256: str) -> str:
-    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    plain = plain if plain[:1].isalpha() else f"run-{plain}"
-    return f"{plain[: _LONGEST - _HASH - 1].strip('-')}-{sha256[:_HASH]}"
+def _default_name(name: str, sha256: str) -> str:
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    slug = slug if slug[:1].isalpha() else f"run-{slug}"
+    return f"{slug[: _LONGEST - _HASH - 1].strip('-')}-{sha256[:_HASH]}"
 
 
-def staging(name: str) -> pathlib.Path:
-    """Returns the folder of this machine's cache where the files of a launch are put together."""
+def staging_folder(name: str) -> pathlib.Path:
+    """Returns the folder in this machine's cache for the files of a launch."""
     return pathlib.Path(cache_folder()) / "launch" / name
 
 
-def say(line: str) -> None:
-    """Prints a line of ours; a terminal that has gone away ends nothing."""
+def report(line: str) -> None:
+    """Prints a line of the launcher; ignores a terminal that was closed."""
     with contextlib.suppress(OSError, ValueError):
         print(f"launch: {errors.printable(line)}", file=sys.stderr, flush=True)
 
 
-def script_that_writes(path: pathlib.Path, text: str) -> Iterator[str]:
+def heredoc(path: pathlib.Path, text: str) -> Iterator[str]:
     """Returns lines of bash that write a text, which ends with a newline, to a file."""
     end = "END"
-    while end in text.splitlines():  # a text of somebody else's may hold that line
+    while end in text.splitlines():  # the text itself must not end the heredoc
         end += "_"
     yield f"cat > {shlex.quote(str(path))} <<'{end}'"
     yield text.removesuffix("\n")
@@ -134,21 +134,21 @@ def script_that_writes(path: pathlib.Path, text: str) -> Iterator[str]:
 
 # --- Exit codes ---------------------------------------------------------------------------------
 
-# Exit codes that are the run's end; 0 is, too. Every other (74, 75, 134, a signal's) is the end of
-# a machine, its network or its neighbour, and the run is started again.
+# Exit codes after which a run is not restarted; neither is it after 0. Any other (74, 75, 134, a
+# signal's) is a failure of a machine, the network or another process, and the run is restarted.
 FINAL = (errors.FAILED, errors.BAD_INPUT, errors.INTERRUPTED)
 
 
 def is_final(code: int) -> bool:
-    """Returns whether a run that ended so is not started again."""
+    """Returns whether a run with this exit code is not restarted."""
     return code == errors.FINISHED or code in FINAL
 
 
-# --- What a slice is called ---------------------------------------------------------------------
+# --- Names of slices ----------------------------------------------------------------------------
 #
-# One spelling, v5e:8x8, is used everywhere else (`bert_jax.tools.plan.topology`). Cloud TPU calls
-# the same slice by a generation and a number, which counts cores up to v5p (two a chip; v4 and v5p
-# join them to one device, but count on) and chips on v5e and v6e. GKE names the generation and the
+# bert_jax names slices as v5e:8x8 (`bert_jax.tools.plan.topology`). Cloud TPU names the same slice
+# by a generation and a number. The number counts cores up to v5p, two per chip, even where v4 and
+# v5p join them into one device; on v5e and v6e it counts chips. GKE names the generation and the
 # shape in two labels of a node.
 #
 # Sources: Cloud TPU's pages of each generation (cloud.google.com/tpu/docs/v2 to v6e: shapes, types,
@@ -157,17 +157,16 @@ def is_final(code: int) -> bool:
 
 
 class _Generation(NamedTuple):
-    """How one generation is named."""
+    """The names of one generation of TPU."""
 
-    prefix: str  # of its accelerator types
-    counts: int  # what their number counts on a chip: its cores, or it alone
-    gke: str = ""  # label of its nodes; "" where GKE does not offer it
-    machine: str = ""  # type of its nodes in GKE, before the chips of one
-    runtime: str = "tpu-ubuntu2204-base"  # the image of its machines that is meant for JAX
-    # Sizes in chips of slices that are one machine with as many chips. All others have machines of
-    # 4.
+    prefix: str  # of accelerator types
+    counts: int  # per chip, in the number of an accelerator type: its cores, or 1
+    gke: str = ""  # label of the nodes; "" if GKE does not offer the generation
+    machine: str = ""  # machine type of the nodes in GKE, without the number of chips
+    runtime: str = "tpu-ubuntu2204-base"  # machine image for JAX
+    # Numbers of chips of slices that are one machine. All other slices have machines of 4 chips.
     whole_hosts: tuple[int, ...] = (4,)
-    single: tuple[str, str] = ("", "")  # label and type of a slice of one machine, if others
+    single: tuple[str, str] = ("", "")  # label and type of a slice of one machine, if different
 
 
 _CHIPS_A_HOST = 4
@@ -186,23 +185,21 @@ _GENERATIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SliceNames:
-    """One slice as it is rented."""
+    """The names and sizes of a slice at Cloud TPU and GKE."""
 
-    accelerator_type: str  # of Cloud TPU, v5litepod-64
-    runtime_version: str  # of Cloud TPU, the image of its machines
+    accelerator_type: str  # of Cloud TPU, such as v5litepod-64
+    runtime_version: str  # machine image of Cloud TPU
     hosts: int  # machines; each runs one process
-    chips_per_host: int  # of each machine
-    # Label cloud.google.com/gke-tpu-accelerator of GKE's nodes; "" where GKE does not offer the
-    # generation.
-    gke_accelerator: str
+    chips_per_host: int
+    gke_accelerator: str  # label cloud.google.com/gke-tpu-accelerator; "" if GKE does not offer it
     gke_topology: str  # label cloud.google.com/gke-tpu-topology, 8x8
     gke_machine_type: str  # of GKE's nodes
 
 
 def slice_names(topology: "Topology") -> SliceNames:
-    """Returns what Cloud TPU and GKE call a slice, of several each, and what it is made of."""
-    word, _, shape = topology.slice_name.partition(":")
-    generation, chips = _GENERATIONS[word], topology.chips // topology.slices
+    """Returns the names and sizes of a slice; with several slices, those of each."""
+    name, _, shape = topology.slice_name.partition(":")
+    generation, chips = _GENERATIONS[name], topology.chips // topology.slices
     is_single = chips in generation.whole_hosts
     chips_per_host = chips if is_single else _CHIPS_A_HOST
     label, machine = generation.gke, generation.machine

@@ -1,10 +1,10 @@
 """`python -m launch tpu_vm EXPERIMENT ...`: a run on the hosts of a TPU slice, rented for it.
 
-The script is `launch/tpu_vm.sh`, after lines that say what is rented and write what hosts are
-given. It builds the wheel of this very commit, asks for the machines, starts the run on all hosts,
-shows the log of the first, begins again on new machines after a preemption, and deletes the
-machines at the end, whatever the end. On the hosts jax finds the others by what the machine says of
-itself (`bert_jax.distributed.peers`).
+The script consists of lines that set what to rent and write the files for hosts, followed by
+`launch/tpu_vm.sh`. It builds a wheel of the current commit, requests the machines, starts the run
+on all hosts, shows the log of the first host, restarts on new machines after a preemption, and
+always deletes the machines at the end. On each host, JAX finds the other hosts by the machine's
+metadata (`bert_jax.distributed.peers`).
 """
 
 import argparse
@@ -19,21 +19,21 @@ import bert_jax
 from bert_jax.errors import InputError
 
 from . import checks
-from .spec import EXPERIMENT, FINAL, Spec, script_that_writes, slice_names, staging
+from .spec import EXPERIMENT, FINAL, Spec, heredoc, slice_names, staging_folder
 
-# What is the same in every launch: bash of this machine; and of each host, by name.
+# The part of the script that is the same in every launch; the scripts of hosts follow below.
 _BODY = pathlib.Path(__file__).with_suffix(".sh")
-# Seconds between looks at the request and the hosts, and between tries.
+# Seconds between two checks of the request and the hosts, and between two attempts.
 POLL = 30
-# Beyond the time in which the service must have found machines: to make them.
-_MAKING_SECONDS = 1800
+# Seconds to create the machines, after the service has found them.
+_CREATION_SECONDS = 1800
 
 _DURATION = re.compile(r"[1-9][0-9]{0,5}[smhd]")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-# Where a machine's own Python is older than what we need, uv brings one.
+# If a machine's own Python is too old, uv installs a newer one.
 _INSTALL = """\
-# Makes venv/ of the wheel.
+# Creates venv/ with the wheel.
 set -eu
 cd "$(dirname "$0")"
 [ -f venv/installed ] && exit 0
@@ -52,7 +52,7 @@ venv/bin/python -m pip install --quiet --disable-pip-version-check \\
 touch venv/installed
 """
 _START = """\
-# Starts the run, once, in a session that outlives this connection.
+# Starts the run, once, in a session that continues after this connection ends.
 set -eu
 cd "$(dirname "$0")"
 [ -f run.pid ] && exit 0
@@ -61,9 +61,9 @@ for _ in $(seq 300); do [ -f run.pid ] && exit 0; sleep 0.1; done
 echo "start.sh: the run did not start" >&2
 exit 1
 """
-# jax's coordinator listens on the address inside the network alone.
+# JAX's coordinator listens only on the address inside the network.
 _RUN = """\
-# The run: its exit code goes to run.exit.
+# Runs the command; writes its exit code to run.exit.
 cd "$(dirname "$0")"
 {environment}
 address="$(curl -sf -H 'Metadata-Flavor: Google' \\
@@ -78,19 +78,19 @@ wait $!
 echo $? > run.exit.new
 mv run.exit.new run.exit
 """
-# Marked, since ssh and gcloud print lines of their own.
+# The output has a prefix, since ssh and gcloud print lines of their own.
 _CODE = """\
-# Prints the exit code of the run, "running", or 134 of one that was killed with its machine.
+# Prints the exit code of the run, "running", or 134 if it was killed with its machine.
 cd "$(dirname "$0")"
 code=134
 kill -0 "$(cat run.pid)" 2>/dev/null && code=running
 [ -f run.exit ] && code="$(cat run.exit)"
-# Asked to end, it has not been preempted: who waits for it is to rent no other machines.
+# After a request to stop, 75 is no preemption: no new machines must be rented.
 [ "$code" = 75 ] && [ -f run.asked ] && code=130
 echo "bert-jax-run $code"
 """
 _STOP = """\
-# Asks the run to save and end, and waits for it.
+# Asks the run to save and stop, and waits until it ends.
 cd "$(dirname "$0")"
 touch run.asked
 [ -f run.exit ] || kill -s TERM "$(cat run.pid)" || exit 1
@@ -100,9 +100,9 @@ exit 1
 
 
 def host_files(spec: Spec) -> dict[str, str]:
-    """Returns the names and texts of what every host is given, except the wheel."""
-    given = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
-    environment = f"export {' '.join(given)}" if given else "# no variables of its own"
+    """Returns {name: text} of the files that every host is given, except the wheel."""
+    values = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())]
+    environment = f"export {' '.join(values)}" if values else "# no variables"
     return {
         EXPERIMENT: spec.config,
         **spec.code,
@@ -115,28 +115,28 @@ def host_files(spec: Spec) -> dict[str, str]:
 
 
 def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
-    """Yields the lines of the script that does all of a launch."""
+    """Yields the lines of the script that does the launch."""
     if not _DURATION.fullmatch(args.valid_until):
         raise InputError(
             f"--valid-until {args.valid_until}: write a whole number and one of s, m, h, d, like "
             "24h"
         )
-    commit = checks.head()
+    commit = checks.head_commit()
     topology = spec.rented_topology
     if topology.slices > 1:
         raise InputError(f"--topology {topology.name}: rents one slice; `launch gke` takes several")
-    known = slice_names(topology)
-    wait = int(args.valid_until[:-1]) * _SECONDS[args.valid_until[-1]] + _MAKING_SECONDS
+    names = slice_names(topology)
+    wait = int(args.valid_until[:-1]) * _SECONDS[args.valid_until[-1]] + _CREATION_SECONDS
     request = [
         f"--node-id={spec.name}",
-        f"--accelerator-type={known.accelerator_type}",
-        f"--runtime-version={args.runtime_version or known.runtime_version}",
+        f"--accelerator-type={names.accelerator_type}",
+        f"--runtime-version={args.runtime_version or names.runtime_version}",
         f"--valid-until-duration={args.valid_until}",
         *(f"--{tier}" for tier in ("spot", "reserved") if getattr(args, tier)),
     ]
-    where = [f"--zone={args.zone}", "--quiet"]
-    where[1:1] = [f"--project={args.project}"] if args.project else []
-    folder, there, texts = staging(spec.name), f"bert-jax/{spec.name}", host_files(spec)
+    location = [f"--zone={args.zone}", "--quiet"]
+    location[1:1] = [f"--project={args.project}"] if args.project else []
+    folder, remote, texts = staging_folder(spec.name), f"bert-jax/{spec.name}", host_files(spec)
     wheel = f"bert_jax-{bert_jax.__version__}-py3-none-any.whl"
     files = [os.fspath(folder / name) for name in sorted([*texts, wheel, "constraints.txt"])]
     values = {
@@ -148,31 +148,31 @@ def script(args: argparse.Namespace, spec: Spec) -> Iterator[str]:
         "CHECKOUT": os.fspath(checks.ROOT),
         "PYTHON": sys.executable,
         "FOLDER": os.fspath(folder),
-        "THERE": there,
+        "REMOTE": remote,
         "POLL": str(POLL),
         "WAIT": str(wait),
     }
-    lists = {"WHERE": where, "REQUEST": request, "FILES": files, "FINAL": map(str, FINAL)}
-    ssh = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", spec.name, *where]
+    lists = {"LOCATION": location, "REQUEST": request, "FILES": files, "FINAL": map(str, FINAL)}
+    ssh = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", spec.name, *location]
     queued = ["gcloud", "compute", "tpus", "queued-resources"]
     yield "#!/usr/bin/env bash"
     yield f"# {spec.name}: {topology.name}; chips: {topology.chips}, hosts: {spec.hosts};"
     yield f"# commit {commit}, config sha256 {spec.sha256}."
     yield "# Checked before, unless --force names it: the commit, the workdir, doctor, plan."
-    yield "# From elsewhere: how hosts stand, the log of the first, saving and ending, deleting:"
-    yield f"#   {shlex.join([*ssh, '--worker=all', f'--command=bash {there}/code.sh'])}"
-    yield f"#   {shlex.join([*ssh, '--worker=0', f'--command=tail -F {there}/run.log'])}"
-    yield f"#   {shlex.join([*ssh, '--worker=all', f'--command=bash {there}/stop.sh'])}"
-    yield f"#   {shlex.join([*queued, 'delete', spec.name, '--force', *where])}"
+    yield "# From another terminal: show the state of hosts, follow the log, save and stop, delete:"
+    yield f"#   {shlex.join([*ssh, '--worker=all', f'--command=bash {remote}/code.sh'])}"
+    yield f"#   {shlex.join([*ssh, '--worker=0', f'--command=tail -F {remote}/run.log'])}"
+    yield f"#   {shlex.join([*ssh, '--worker=all', f'--command=bash {remote}/stop.sh'])}"
+    yield f"#   {shlex.join([*queued, 'delete', spec.name, '--force', *location])}"
     yield "set -euo pipefail"
     for name, value in values.items():
         yield f"{name}={shlex.quote(value)}"
-    for name, words in lists.items():
-        yield f"{name}=({shlex.join(words)})"
+    for name, items in lists.items():
+        yield f"{name}=({shlex.join(items)})"
     yield ""
     yield "stage() {"
     for name in sorted(texts):
-        yield from script_that_writes(folder / name, texts[name])
+        yield from heredoc(folder / name, texts[name])
     yield "}"
     yield ""
     yield _BODY.read_text().removesuffix("\n")

@@ -119,7 +119,7 @@ def test_a_run_that_goes_on_under_other_code_says_so(copy_of_run, monkeypatch):
     (start, *_) = lines_of(pathlib.Path("run/timings.jsonl"))
     assert start["environment"] == json.loads(json.dumps(before))
     assert " -> " not in call("pretrain --workdir run")[1]
-    monkeypatch.setattr(environment, "code", lambda: "0" * 12)
+    monkeypatch.setattr(environment, "code_hash", lambda: "0" * 12)
     assert f"code {before['code']} -> {'0' * 12}" in call("pretrain --workdir run")[1]
     older = start["environment"] | {"devices": ["cpu", 77]}
     older["versions"] = older["versions"] | {"jax": "0.1"}

@@ -217,7 +217,7 @@ def test_a_launch_ships_the_code_next_to_the_config(tmp_path):
 
     small_run.write_text(tmp_path)
     file = write(tmp_path, "electra")
-    given = spec.specify(str(file), [], workdir="w", topology=None, hosts=1)
+    given = spec.make_spec(str(file), [], workdir="w", topology=None, hosts=1)
     assert given.code == {"experiment_code.py": file.read_text()}
     assert given.command("a/experiment.json")[-2:] == ("--code", "a/experiment_code.py")
 

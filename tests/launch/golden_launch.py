@@ -45,7 +45,7 @@ def dry_run(case: str, cache: str = "/cache") -> str:
     with (
         mock.patch.dict(os.environ, BERT_JAX_CACHE_DIR=cache),
         mock.patch.object(checks, "ROOT", pathlib.PurePosixPath("/checkout")),
-        mock.patch.object(checks, "head", lambda: "0123456789abcdef" * 2 + "01234567"),
+        mock.patch.object(checks, "head_commit", lambda: "0123456789abcdef" * 2 + "01234567"),
         mock.patch.object(sys, "executable", "python"),
         contextlib.chdir(ROOT),
         contextlib.redirect_stdout(out),

@@ -82,7 +82,7 @@ PODS = jobset.Pods(
 def files(folder: pathlib.Path, spec) -> None:
     """Writes the manifest of a spec."""
     folder.mkdir(parents=True)
-    (folder / "manifest.yaml").write_text(jobset.text(spec, PODS))
+    (folder / "manifest.yaml").write_text(jobset.render_manifest(spec, PODS))
 
 
 if __name__ == "__main__":

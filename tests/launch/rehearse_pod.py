@@ -76,7 +76,7 @@ def specified(
 ) -> spec.Spec:
     """The launch of the run gs://bucket/NAME."""
     own = (f"corpus.sources=text:{folder}/text", f"corpus.tokenizer={folder}/vocab.txt")
-    return spec.specify(
+    return spec.make_spec(
         str(ROOT / "experiments" / "bert_large_pod.py"),
         [*TOY, *own, f"run.corpus_dir=gs://bucket/{name}/corpus", *more],
         workdir=f"gs://bucket/{name}/run",

@@ -19,14 +19,14 @@ ALL = frozenset(checks.NAMES)
 
 def specified(workdir, *settings: str) -> spec.Spec:
     slice_ = topology.parse("v3:4x4")
-    return spec.specify("experiments/mini.py", settings, workdir=str(workdir), topology=slice_)
+    return spec.make_spec("experiments/mini.py", settings, workdir=str(workdir), topology=slice_)
 
 
 def check(workdir, *names: str) -> list[str]:
     """Does the named checks alone; returns what was printed."""
     printed = []
-    with mock.patch.object(checks, "say", printed.append):
-        checks.check(specified(workdir), ALL - set(names), 1.5)
+    with mock.patch.object(checks, "report", printed.append):
+        checks.run_checks(specified(workdir), ALL - set(names), 1.5)
     return printed
 
 
@@ -36,7 +36,7 @@ def test_what_is_overruled_is_not_looked_at(tmp_path):
 
 def test_a_clean_commit(checkout, tmp_path):
     assert check(tmp_path, "commit")
-    assert len(checks.head()) == 40
+    assert len(checks.head_commit()) == 40
     (checkout / "a\nb.py").write_text("")
     with pytest.raises(InputError, match=r"1 files differ .* commit them; --force commit launches"):
         check(tmp_path, "commit")
@@ -64,7 +64,7 @@ def test_a_workdir_in_a_bucket_that_may_be_written(objects):
 @pytest.mark.parametrize("setting", ["init_from=base", "run.corpus_dir=/x", "run.probes=sst2.py"])
 def test_files_of_this_machine_are_out_of_reach(tmp_path, setting):
     with pytest.raises(InputError, match=f"{setting}: rented machines do not see it"):
-        checks.check(specified(tmp_path, setting), ALL - {"workdir"}, None)
+        checks.run_checks(specified(tmp_path, setting), ALL - {"workdir"}, None)
 
 
 def test_machines_do_not_prepare_the_corpus(tmp_path):

@@ -69,7 +69,7 @@ def test_a_launch_applies_a_valid_manifest(cloud, launch):
 def test_what_doctor_says_is_written_before_a_script_takes_our_place(programs, monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw))
-    monkeypatch.setattr(checks, "check", lambda *given: print("a finding"))
+    monkeypatch.setattr(checks, "run_checks", lambda *given: print("a finding"))
     monkeypatch.setattr(os, "execvp", lambda *argv: raw.getvalue())
     given = ["gke", "experiments/mini.py", "--workdir", "gs://b/x", *FLAGS]
     assert __main__.main(given) == b"a finding\n"

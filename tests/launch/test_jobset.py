@@ -23,7 +23,7 @@ PODS = jobset.Pods(
 
 def specified(slice_name: str = "v5e:4x4", **more) -> spec.Spec:
     given = {"workdir": "gs://bucket/run", "retries": 10} | more
-    return spec.specify(
+    return spec.make_spec(
         "experiments/tiny.py",
         given.pop("settings", ()),
         topology=topology.parse(slice_name),
@@ -33,7 +33,7 @@ def specified(slice_name: str = "v5e:4x4", **more) -> spec.Spec:
 
 def made(what: spec.Spec, **pods) -> tuple[dict, dict]:
     """The ConfigMap and the JobSet as a cluster reads them, once the APIs have taken them."""
-    manifest = cluster.read(jobset.text(what, dataclasses.replace(PODS, **pods)))
+    manifest = cluster.read(jobset.render_manifest(what, dataclasses.replace(PODS, **pods)))
     for one in manifest:
         cluster.validate(one)
     return manifest
@@ -61,15 +61,15 @@ def test_a_slice_s_manifest_is_valid_and_asks_for_all_its_chips(word):
 def test_an_experiment_that_no_configmap_holds_is_named():
     what = dataclasses.replace(specified(), config="x" * 1_000_001)
     with pytest.raises(InputError, match="tiny: as JSON it is larger than a ConfigMap may be"):
-        jobset.text(what, PODS)
+        jobset.render_manifest(what, PODS)
 
 
 @pytest.mark.parametrize("image", ["bert-jax", "r/bert-jax:latest", "host:5000/bert-jax", "a/b:"])
 def test_an_image_that_may_change_under_the_run_is_refused(image):
     with pytest.raises(InputError, match=f"--image {image}: name one version of it"):
-        jobset.checked_image(image)
-    assert jobset.checked_image("host:5000/b:1") == "host:5000/b:1"
-    assert jobset.checked_image(digest := "b@sha256:" + 64 * "0") == digest
+        jobset.require_pinned_image(image)
+    assert jobset.require_pinned_image("host:5000/b:1") == "host:5000/b:1"
+    assert jobset.require_pinned_image(digest := "b@sha256:" + 64 * "0") == digest
 
 
 # --- How it ends ---

@@ -68,7 +68,7 @@ def test_every_slice_has_names_of_its_own_and_whole_hosts():
 
 def specified(experiment="experiments/tiny.py", **changes):
     given = {"workdir": "gs://b/x", "topology": topology.parse("v3:4x4")} | changes
-    return spec.specify(experiment, given.pop("settings", ()), **given)
+    return spec.make_spec(experiment, given.pop("settings", ()), **given)
 
 
 @pytest.mark.parametrize(

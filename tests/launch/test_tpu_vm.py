@@ -190,7 +190,7 @@ def test_what_is_kept_is_neither_deleted_nor_rented_again(cloud, launch):
     code, shown = launch("tpu_vm", *FLAGS, "--keep")
     assert code == 0, shown
     assert (cloud / "request").exists()
-    staged = {path: path.stat().st_mtime_ns for path in spec.staging("mini").glob("[!dl]*")}
+    staged = {path: path.stat().st_mtime_ns for path in spec.staging_folder("mini").glob("[!dl]*")}
     code, shown = launch("tpu_vm", *FLAGS, "--set", "seed=1")
     assert code == 2 and "mini is there already" in shown and (cloud / "request").exists()
     assert staged and staged == {path: path.stat().st_mtime_ns for path in staged}

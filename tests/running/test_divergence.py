@@ -417,7 +417,7 @@ def test_noise_and_learning_are_no_jumps():
 def test_the_step_of_a_jump_is_named_while_the_run_goes_on(file, tmp_path, monkeypatch):
     poison(monkeypatch, {11}, "masked_lm_ids", 0)  # which never is an answer
     monkeypatch.setattr(lines_lib, "_SHARE", 0.0)
-    monkeypatch.setattr(lines_lib, "_TIMES", 2.0)
+    monkeypatch.setattr(lines_lib, "_DEVIATIONS", 2.0)
     _, shown = pretrain(file, tmp_path / "w", "run.log_every=1")
     lines = [line for line in lines_of(tmp_path / "w") if line["kind"] == "train"]
     worst = {line["step"]: line["worst_step"] for line in lines}

@@ -2,9 +2,9 @@
 # bert-large-pod-SHA256: v5e:8x8, 64 chips on 16 hosts;
 # image registry.example/bert/bert-jax:1, config sha256 SHA256.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
-# A pod that ends with exit code 1, 2, 130 is the end. Any other end
-# but 0 (75 is a preemption) starts all pods again, 10 times at most.
-# Its pods, the log of its first host, and its end:
+# Exit codes 1, 2, 130 of a pod end the run. Others except 0, such
+# as 75 after a preemption, restart all pods, 10 times at most.
+# To list its pods, to follow the log of its first host, and to end it:
 #   kubectl --context=gke_project_us-west4-a_tpus --namespace=default get pods --selector=jobset.sigs.k8s.io/jobset-name=bert-large-pod-SHA256 --output=wide
 #   kubectl --context=gke_project_us-west4-a_tpus --namespace=default logs --selector=jobset.sigs.k8s.io/jobset-name=bert-large-pod-SHA256,batch.kubernetes.io/job-completion-index=0 --container=run --tail=-1 --follow
 #   kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-SHA256 --ignore-not-found --cascade=foreground --timeout=1200s
@@ -150,7 +150,7 @@ spec:
             - name: cache
               emptyDir: {}
 END
-# One that goes on is not changed by this: another experiment of its name is refused.
+# No change if it is running; another experiment of the same name is refused.
 if ! kubectl --context=gke_project_us-west4-a_tpus --namespace=default apply --filename=/cache/launch/bert-large-pod-SHA256/manifest.yaml; then
   [ -n "$there" ] || kubectl --context=gke_project_us-west4-a_tpus --namespace=default delete jobset,configmap bert-large-pod-SHA256 --ignore-not-found --cascade=foreground --timeout=1200s
   exit 2

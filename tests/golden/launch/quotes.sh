@@ -2,7 +2,7 @@
 # quotes: v6e:2x2; chips: 4, hosts: 1;
 # commit 0123456789abcdef0123456789abcdef01234567, config sha256 SHA256.
 # Checked before, unless --force names it: the commit, the workdir, doctor, plan.
-# From elsewhere: how hosts stand, the log of the first, saving and ending, deleting:
+# From another terminal: show the state of hosts, follow the log, save and stop, delete:
 #   gcloud compute tpus tpu-vm ssh quotes --zone=us-east5-b --quiet --worker=all '--command=bash bert-jax/quotes/code.sh'
 #   gcloud compute tpus tpu-vm ssh quotes --zone=us-east5-b --quiet --worker=0 '--command=tail -F bert-jax/quotes/run.log'
 #   gcloud compute tpus tpu-vm ssh quotes --zone=us-east5-b --quiet --worker=all '--command=bash bert-jax/quotes/stop.sh'
@@ -16,22 +16,22 @@ COMMIT=0123456789abcdef0123456789abcdef01234567
 CHECKOUT=/checkout
 PYTHON=python
 FOLDER=/cache/launch/quotes
-THERE=bert-jax/quotes
+REMOTE=bert-jax/quotes
 POLL=30
 WAIT=88200
-WHERE=(--zone=us-east5-b --quiet)
+LOCATION=(--zone=us-east5-b --quiet)
 REQUEST=(--node-id=quotes --accelerator-type=v6e-4 --runtime-version=v2-alpha-tpuv6e --valid-until-duration=24h)
 FILES=(/cache/launch/quotes/bert_jax-0.1.0-py3-none-any.whl /cache/launch/quotes/code.sh /cache/launch/quotes/constraints.txt /cache/launch/quotes/experiment.json /cache/launch/quotes/install.sh /cache/launch/quotes/run.sh /cache/launch/quotes/start.sh /cache/launch/quotes/stop.sh)
 FINAL=(1 2 130)
 
 stage() {
 cat > /cache/launch/quotes/code.sh <<'END'
-# Prints the exit code of the run, "running", or 134 of one that was killed with its machine.
+# Prints the exit code of the run, "running", or 134 if it was killed with its machine.
 cd "$(dirname "$0")"
 code=134
 kill -0 "$(cat run.pid)" 2>/dev/null && code=running
 [ -f run.exit ] && code="$(cat run.exit)"
-# Asked to end, it has not been preempted: who waits for it is to rent no other machines.
+# After a request to stop, 75 is no preemption: no new machines must be rented.
 [ "$code" = 75 ] && [ -f run.asked ] && code=130
 echo "bert-jax-run $code"
 END
@@ -39,7 +39,7 @@ cat > /cache/launch/quotes/experiment.json <<'END'
 EXPERIMENT
 END
 cat > /cache/launch/quotes/install.sh <<'END'
-# Makes venv/ of the wheel.
+# Creates venv/ with the wheel.
 set -eu
 cd "$(dirname "$0")"
 [ -f venv/installed ] && exit 0
@@ -58,7 +58,7 @@ venv/bin/python -m pip install --quiet --disable-pip-version-check \
 touch venv/installed
 END
 cat > /cache/launch/quotes/run.sh <<'END'
-# The run: its exit code goes to run.exit.
+# Runs the command; writes its exit code to run.exit.
 cd "$(dirname "$0")"
 export JAX_PLATFORMS=tpu,cpu
 address="$(curl -sf -H 'Metadata-Flavor: Google' \
@@ -74,7 +74,7 @@ echo $? > run.exit.new
 mv run.exit.new run.exit
 END
 cat > /cache/launch/quotes/start.sh <<'END'
-# Starts the run, once, in a session that outlives this connection.
+# Starts the run, once, in a session that continues after this connection ends.
 set -eu
 cd "$(dirname "$0")"
 [ -f run.pid ] && exit 0
@@ -84,7 +84,7 @@ echo "start.sh: the run did not start" >&2
 exit 1
 END
 cat > /cache/launch/quotes/stop.sh <<'END'
-# Asks the run to save and end, and waits for it.
+# Asks the run to save and stop, and waits until it ends.
 cd "$(dirname "$0")"
 touch run.asked
 [ -f run.exit ] || kill -s TERM "$(cat run.pid)" || exit 1
