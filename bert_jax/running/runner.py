@@ -118,7 +118,7 @@ class Trainer:
                     self._log_timing("end", {"outcome": "failed", "why": str(exception)})
                 raise
         if isinstance(error, Divergence):
-            self.saves.skip(f"it has to go back over the steps {error.bad[0]} to {error.bad[-1]}")
+            self.saves.skip(f"it must roll back over the steps {error.bad[0]} to {error.bad[-1]}")
         reason = str(error) if isinstance(error, RunFailure) else self.saves.unsaved_reason
         outcome = "finished" if self._is_finished and not reason else "stopped"
         outcome = "failed" if isinstance(error, RunFailure) else outcome
@@ -250,12 +250,12 @@ class Trainer:
         if isinstance(error, Divergence):
             target = "" if restored.step else " to step 0, since there is no earlier checkpoint"
             self.report(
-                f"{event}; going back{target}, and leaving out these and the one before "
+                f"{event}; rolling back{target}, and skipping these and the one before "
                 f"({self.job.inspection_hint(first)})"
             )
             restored.state = start.with_skipped(restored.state, skipped)
         else:
-            self.report(f"{event}; going back to step {restored.step}")
+            self.report(f"{event}; rolling back to step {restored.step}")
         self._resume_from(restored)
         if isinstance(error, Divergence):
             self.skipped = skipped  # `_resume_from` reads them only from a checkpoint
@@ -351,7 +351,7 @@ class Trainer:
         if self.experiment.optimizer.after_bad_steps == "stop":
             reason = "optimizer.after_bad_steps=stop"
         elif len(skipped) > SKIPPED_STEPS:
-            reason = f"{len(self.skipped)} steps are left out already"
+            reason = f"{len(self.skipped)} steps are skipped already"
         else:
             raise Divergence(bad)
         raise RunFailure(

@@ -180,8 +180,7 @@ def _await_same_steps(context: Context) -> None:
             return ", ".join(map(str, saved.steps))
 
     peers.agree("last save", "")  # before, process 0 may still be saving a checkpoint
-    remedy = "run again once all see the same files"
-    peers.await_same("checkpoints", list_steps, remedy, Unavailable)
+    peers.await_same("checkpoints", read, "run again once all see the same files", Unavailable)
 
 
 def _rename_damaged_checkpoints(context: Context, restored: Restored) -> None:
@@ -194,7 +193,7 @@ def _rename_damaged_checkpoints(context: Context, restored: Restored) -> None:
         unreadable = saved.unreadable() if unreadable else {}
         for number, reason in (unreadable | restored.damaged).items():
             new_name = saved.rename_damaged(number)
-            context.job.report(f"{reason}; now {new_name}, going on from step {restored.step}")
+            context.job.report(f"{reason}; now {new_name}, resuming from step {restored.step}")
 
     context.peers.run_on_primary("damaged", rename)
     saved.refresh()
@@ -203,7 +202,7 @@ def _rename_damaged_checkpoints(context: Context, restored: Restored) -> None:
 def _rename_lost_checkpoint(context: Context) -> None:
     """Renames and reports the newest checkpoint that was saved completely, if it is damaged now."""
     job, saved = context.job, context.saves
-    path, remedy = job.workdir.saved, "remove it to go on"
+    path, remedy = job.workdir.saved, "remove it to continue"
     step = read_json(path, 1, remedy, remedy)["step"] if path.exists() else 0
     with saved.cached_lists():
         newest = max(saved.steps, default=0)
@@ -214,11 +213,11 @@ def _rename_lost_checkpoint(context: Context) -> None:
     lost = f"{job.workdir.checkpoints / str(step)}: damaged, was saved whole (it is cut or gone)"
     if not newest:
         raise InputError(
-            f"{lost}, and no other checkpoint is left to go on from; put the files back, or "
+            f"{lost}, and no other checkpoint is left to resume from; put the files back, or "
             "choose another --workdir to start again"
         )
     new_name = saved.rename_damaged(step)
-    job.report(f"{lost}{f'; now {new_name}' * bool(new_name)}, going on from step {newest}")
+    job.report(f"{lost}{f'; now {new_name}' * bool(new_name)}, resuming from step {newest}")
 
 
 # --- excluded steps -----------------------------------------------------------------------------

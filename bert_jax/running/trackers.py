@@ -68,8 +68,8 @@ def _trackio(location: RunLocation, run_id: str) -> Tracker:
     import trackio
 
     name = run_id or f"{location.name}-{uuid.uuid4().hex[:8]}"
-    words = {"config": location.settings, "resume": "allow", "embed": False}
-    return _make_tracker(name, trackio.init(project=_PROJECT, name=name, **words))
+    options = {"config": location.settings, "resume": "allow", "embed": False}
+    return _make_tracker(name, trackio.init(project=_PROJECT, name=name, **options))
 
 
 def _wandb(location: RunLocation, run_id: str) -> Tracker:
@@ -77,11 +77,11 @@ def _wandb(location: RunLocation, run_id: str) -> Tracker:
     import wandb
 
     name = run_id or uuid.uuid4().hex
-    words = {"config": location.settings, "resume": "allow", "dir": location.folder}
-    words["settings"] = wandb.Settings(console="off", silent=True)
+    options = {"config": location.settings, "resume": "allow", "dir": location.folder}
+    options["settings"] = wandb.Settings(console="off", silent=True)
     if not os.environ.get("WANDB_MODE"):
-        words["mode"] = "offline"
-    return _make_tracker(name, wandb.init(project=_PROJECT, name=location.name, id=name, **words))
+        options["mode"] = "offline"
+    return _make_tracker(name, wandb.init(project=_PROJECT, name=location.name, id=name, **options))
 
 
 def _make_tracker(name: str, run: Any) -> Tracker:
@@ -181,7 +181,7 @@ def _send_lines(
         except Exception as error:
             trackers.pop(name, None)
             reason = f"{type(error).__name__}: {printable((str(error).splitlines() or [''])[0])}"
-            report(f"trackers: {name}: {reason}; the run goes on without it")
+            report(f"trackers: {name}: {reason}; the run continues without it")
 
     def send() -> None:
         lines = _read_lines(workdir)

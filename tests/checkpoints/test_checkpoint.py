@@ -109,7 +109,7 @@ def test_a_run_puts_a_damaged_checkpoint_aside_and_comes_to_the_same_bits(finish
     flipped_bit(run / "checkpoints" / "22")
     orbax_refuses(run / "checkpoints" / "16")
     outcome, shown = again(run)
-    assert outcome == "finished" and "now damaged-22, going on from step 20" in shown
+    assert outcome == "finished" and "now damaged-22, resuming from step 20" in shown
     assert "now damaged-16" in shown
     assert {"damaged-22", "damaged-16", "22", "20"} <= names(run)
     assert_same_run(run, finished_run / "run")

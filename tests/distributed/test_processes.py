@@ -230,7 +230,7 @@ def test_processes_roll_back_together(text):
     cut = ("--set", "parallelism.state=zero3")
     code, lines = pod(folder, "back2", 2, "0 9 poison", *run, folder / "back2", *cut)
     assert code == 0
-    said = [line for line in lines if "going back" in line]
+    said = [line for line in lines if "rolling back" in line]
     assert len(said) == 1 and said[0].startswith("[0] steps 9 to 11 have no finite loss")
     assert_same_metrics(folder / "back2", folder / "back1", 1e-5)
 

@@ -86,7 +86,7 @@ def gone_back(file):
 def test_a_run_goes_back_over_bad_steps_and_leaves_them_out(file, gone_back, tmp_path, monkeypatch):
     """What it comes to is the run of a step that leaves these out from the start."""
     workdir, shown, held = gone_back
-    assert "steps 5 to 7 have no finite loss or gradient; going back" in shown
+    assert "steps 5 to 7 have no finite loss or gradient; rolling back" in shown
     assert "--step 4` shows its text" in shown
     assert held[0] < held[1] and held[2:] == held[:2], (
         "two states may be more than there is room for"
@@ -126,8 +126,8 @@ def test_bad_steps_that_come_back_are_left_out_with_earlier_ones(file, tmp_path,
     """Those that it was at step 0 for are not forgotten when it goes back once more."""
     poison(monkeypatch, {5, 6, 7, 8, 9, 10, 14, 15, 16})
     outcome, shown = pretrain(file, tmp_path / "w", "phases.0.steps=18")
-    assert outcome == "finished" and shown.count("going back") == 3
-    assert shown.count("going back to step 0, since there is no earlier checkpoint") == 1
+    assert outcome == "finished" and shown.count("rolling back") == 3
+    assert shown.count("rolling back to step 0, since there is no earlier checkpoint") == 1
     skipped = final_state(tmp_path / "w")[1]["skipped_steps"]
     assert skipped[:13].tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 13, 14, 15, 16, -1]
     assert "12 steps skipped (3 to 10, 13 to 16)" in shown
@@ -139,7 +139,7 @@ def test_a_run_ends_where_no_checkpoint_is_old_enough(file, tmp_path, monkeypatc
     poison(monkeypatch, {11, 12, 13, 14, 15, 16})
     kept = ("run.checkpoint_every=2", "run.keep_checkpoints=2", "run.keep_best=0")
     outcome, shown = pretrain(file, tmp_path / "w", "phases.0.steps=20", *kept)
-    assert outcome == "failed" and shown.count("going back") == 1
+    assert outcome == "failed" and shown.count("rolling back") == 1
     assert "failed: steps 14 to 16 have no finite loss or gradient, and no checkpoint from" in shown
     assert "larger run.keep_checkpoints or a lower optimizer.peak_learning_rate" in shown
     left = {path.name for path in (tmp_path / "w" / "checkpoints").iterdir()}
@@ -151,7 +151,7 @@ def test_fewer_bad_steps_are_passed_over(file, tmp_path, monkeypatch):
     """Their lines say so, and have no loss; no state is saved while its newest steps are bad."""
     poison(monkeypatch, {5, 6, 8})
     outcome, shown = pretrain(file, tmp_path / "w", "run.checkpoint_every=1", "run.log_every=1")
-    assert outcome == "finished" and "going back" not in shown
+    assert outcome == "finished" and "rolling back" not in shown
     bad = [line for line in lines_of(tmp_path / "w") if line.get("bad_steps")]
     assert [line["step"] for line in bad] == [6, 7, 9] and "loss" not in bad[0]
     assert "step 6: not saved, since 1 steps up to it have no finite loss" in shown
@@ -175,7 +175,7 @@ def leaving_no_state():
 @pytest.mark.parametrize(
     ("at", "every", "why"),
     [
-        (8, 5, "since it has to go back over the steps 5 to 7"),
+        (8, 5, "since it must roll back over the steps 5 to 7"),
         (6, 4, "since 2 steps up to it have no finite loss"),
     ],
 )
@@ -226,7 +226,7 @@ def test_a_checkpoint_found_damaged_in_a_roll_back_is_saved_again(
 
     monkeypatch.setattr(Trainer, "_diverged", damaging)
     outcome, shown = pretrain(file, tmp_path / "w", "run.checkpoint_every=2")
-    assert outcome == "finished" and "now damaged-4, going on from step 2" in shown
+    assert outcome == "finished" and "now damaged-4, resuming from step 2" in shown
     assert_identical(final_state(tmp_path / "w")[1], final_state(gone_back[0])[1])
 
 
@@ -245,7 +245,7 @@ def test_a_stop_in_the_last_step_of_a_run_that_has_to_go_back_is_no_end(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_diverged", stopping)
         outcome, shown = pretrain(file, tmp_path / "w", *settings)
-    assert outcome == "stopped" and "not saved, since it has to go back" in shown
+    assert outcome == "stopped" and "not saved, since it must roll back" in shown
     assert pretrain(file, tmp_path / "w", *settings)[0] == "finished"
     assert final_state(tmp_path / "w")[0] == 8
 
@@ -295,7 +295,7 @@ def test_a_run_that_is_never_finite_fails_by_name(file, tmp_path):
     rate = "optimizer.peak_learning_rate=1e30"
     settings = (rate, "phases.0.steps=90", "optimizer.bad_steps_in_a_row=40")
     outcome, shown = pretrain(file, tmp_path / "w", *settings)
-    assert outcome == "failed" and "steps are left out already" in shown
+    assert outcome == "failed" and "steps are skipped already" in shown
     assert "peak_learning_rate" in shown
 
 

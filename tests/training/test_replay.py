@@ -254,7 +254,7 @@ def test_a_run_goes_back_before_a_device_that_erred(copy_of_run, finished_run, m
     sicken(monkeypatch, {6, 7, 10})
     outcome, shown = pretrain(copy_of_run / "small.py", copy_of_run / "w", "run.replay_every=5")
     device = f"device 2 of process 0 ({socket.gethostname()})"
-    words = f"step 10: {device} came to another result of the same rows; going back to step 4"
+    words = f"step 10: {device} came to another result of the same rows; rolling back to step 4"
     assert outcome == "finished" and words in shown
     assert_same_run(copy_of_run / "w", finished_run / "run")
     timings = map(json.loads, (copy_of_run / "w" / "timings.jsonl").read_text().splitlines())
@@ -272,7 +272,7 @@ def test_a_fork_goes_back_no_further_than_to_where_it_began(copy_of_run, monkeyp
         assert call(f"{fork} --workdir w")[0] == 74
     sicken(monkeypatch, {16})
     outcome, shown = pretrain(copy_of_run / "w" / "experiment.json", copy_of_run / "w")
-    assert outcome == "finished" and "; going back to step 16" in shown
+    assert outcome == "finished" and "; rolling back to step 16" in shown
     assert_identical(*(final_state(copy_of_run / name)[1] for name in ("w", "alone")))
 
 

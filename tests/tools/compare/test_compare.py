@@ -240,7 +240,7 @@ def test_other_weights_to_begin_with_are_other_values(here, monkeypatch):
     table = (here / "table.py").read_text()
     (here / "table.py").write_text(table.replace('["run.', '["init_from=base", "run.'))
     done, weights = fake_runs(monkeypatch), iter("aabb")
-    monkeypatch.setattr(runs, "begins_with", lambda folder: next(weights))
+    monkeypatch.setattr(runs, "hash_weights", lambda folder: next(weights))
     assert [compare(), compare()] == [0, 0] and len(done) == 8
 
 
