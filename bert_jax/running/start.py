@@ -180,7 +180,9 @@ def _await_same_steps(context: Context) -> None:
             return ", ".join(map(str, saved.steps))
 
     peers.agree("last save", "")  # before, process 0 may still be saving a checkpoint
-    peers.await_same("checkpoints", read, "run again once all see the same files", Unavailable)
+    peers.await_same(
+        "checkpoints", list_steps, "run again once all see the same files", Unavailable
+    )
 
 
 def _rename_damaged_checkpoints(context: Context, restored: Restored) -> None:
