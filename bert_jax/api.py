@@ -89,8 +89,8 @@ def pretrain(experiment: Experiment | Path, workdir: Path | None = None) -> Load
     experiment, run = _open_run(experiment, workdir)
     outcome = pretraining_job.pretrain(experiment, run, "keep", LoggedProgress())
     if outcome != "finished":
-        raise RuntimeError(f"{run.named}: the run has {outcome}; call again to resume it")
-    return load(run.named)
+        raise RuntimeError(f"{run.address}: the run has {outcome}; call again to resume it")
+    return load(run.address)
 
 
 def _open_run(experiment: Experiment | Path, workdir: Path | None) -> tuple[Experiment, Workdir]:

@@ -99,7 +99,7 @@ def require_writable_workdir(spec: Spec) -> None:
     if path and not path.startswith("gs://"):
         raise InputError(f"run.corpus_dir={path}: rented machines do not see it; name a bucket")
     workdir = mirror.open_to_write(spec.workdir, path)
-    buckets.require_writable(workdir.named)
+    buckets.require_writable(workdir.address)
 
 
 def require_healthy_corpus(spec: Spec) -> None:

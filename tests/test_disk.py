@@ -205,10 +205,10 @@ def test_a_copy_that_does_not_fit_leaves_nothing_half(disk, objects):
     objects.put("ids.bin", bytes(range(250)) * 400, {})
     disk.mount("size=60k")
     with pytest.raises(DiskFull, match=r"ids\.bin: the disk is full; free some space"):
-        copies.fetch(source, target)
+        copies.download(source, target)
     assert not tree(disk.folder)
     disk.mount("remount,size=1m")
-    copies.fetch(source, target)
+    copies.download(source, target)
     assert (target / "ids.bin").read_bytes() == bytes(range(250)) * 400
 
 

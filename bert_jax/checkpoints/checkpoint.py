@@ -243,7 +243,7 @@ class Checkpoints:
         """Calls `work`, which uses the folder, again after each transient error."""
         with translate_os_errors(self._folder), orbax_client(self._folder):
             denied = "wait" if self._was_allowed else "refuse"
-            result = retry.again(work, str(self._folder), denied=denied)
+            result = retry.call_with_retries(work, str(self._folder), denied=denied)
         self._was_allowed = self._storage.is_bucket  # tokens for buckets expire
         return result
 
@@ -260,7 +260,7 @@ class Checkpoints:
                 with _independent_reads():
                     return read(absolute(self._folder / str(step)))
             except Exception as error:
-                if isinstance(error, other_errors) or retry.passes(error):
+                if isinstance(error, other_errors) or retry.is_retryable(error):
                     raise
                 if files_open:
                     reason = str(error).split("\n")[0][:200]

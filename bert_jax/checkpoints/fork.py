@@ -127,7 +127,7 @@ class ForkPoint(NamedTuple):
                 with translate_os_errors(source):
                     text = source.read_text()
                 write_atomic(target, text)
-                JsonLines(target).forget_after(self.step)
+                JsonLines(target).delete_after(self.step)
 
 
 def plan_decay(
@@ -175,7 +175,7 @@ def plan_fork(
     fork_point, file = _parse_fork_point("fork", checkpoint), workdir.experiment
     if _has_checkpoint(workdir):
         if fork_of(workdir).get("checkpoint") != str(fork_point):
-            raise InputError(f"{workdir.named}: holds another run than a fork of {fork_point}")
+            raise InputError(f"{workdir.address}: holds another run than a fork of {fork_point}")
         experiment = config.override(config.load(given or os.fspath(file)), settings)
         phases = zip(experiment.phases, load_experiment(workdir).phases, strict=False)
         offsets = [saved.row_offset for _, saved in phases]

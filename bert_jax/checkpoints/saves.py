@@ -335,7 +335,7 @@ class Saves(Checkpoints):
         if self._peers.count > 1:
             work()
         else:
-            retry.again(work, f"{self._folder}")
+            retry.call_with_retries(work, f"{self._folder}")
 
 
 def _leave_barriers(options: ocp.options.AsyncOptions, fail: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from bert_jax.cli.parsing import Command, Parser
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
 from bert_jax.storage import mirror
 from bert_jax.storage.storage import storage_of
-from bert_jax.storage.workdir import require_plain, with_checksum
+from bert_jax.storage.workdir import require_no_special_file, with_checksum
 
 
 def _add_doctor_arguments(parser: Parser) -> None:
@@ -71,10 +71,10 @@ def plan(args: argparse.Namespace) -> int:
     path = epath.Path(args.out) if args.out else None
     if args.workdir:
         workdir = mirror.open_to_write(args.workdir)
-        workdir.require_ours()
-        path = workdir.named / "plan.json"
+        workdir.require_run_or_empty()
+        path = workdir.address / "plan.json"
     if path is not None:
-        require_plain(path)
+        require_no_special_file(path)
     plan = report.make_plan(experiment, slices, mode, args.price_per_chip_hour)
     for line in report.lines(plan):
         print_now(line)

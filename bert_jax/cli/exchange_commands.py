@@ -65,7 +65,7 @@ def import_base(args: argparse.Namespace) -> int:
         raise InputError("--keep: requires --vocabulary TEXT")
     if args.tokenizer and (args.vocabulary or args.add):
         raise InputError("--tokenizer: has its own tokens; remove --vocabulary and --add")
-    copies.require_new(epath.Path(args.workdir))
+    copies.require_new_folder(epath.Path(args.workdir))
     _require_source(args.source)
     from bert_jax.interop import importing
 
@@ -118,7 +118,7 @@ def _add_export_arguments(parser: Parser) -> None:
 def export(args: argparse.Namespace) -> int:
     """Writes a run, a fine-tuned run or a base for transformers."""
     out = epath.Path(args.out)
-    copies.require_new(out)
+    copies.require_new_folder(out)
     run = open_run_or_base(args.workdir)
     if not holds_finetuning(run):
         model = load_model(run, args.base, args.checkpoint)

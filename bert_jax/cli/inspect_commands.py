@@ -196,7 +196,7 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
     saved = workdir.load_experiment(run) if run.experiment.exists() else experiment
     if changed := config.differences(saved, experiment, "identity"):
         raise InputError(
-            f"--workdir {run.named}: its run has other settings ({'; '.join(changed)}); remove "
+            f"--workdir {run.address}: its run has other settings ({'; '.join(changed)}); remove "
             "EXPERIMENT and --set, or name another --workdir and the prepared corpus with "
             "--set run.corpus_dir=FOLDER"
         )

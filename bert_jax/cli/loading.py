@@ -102,7 +102,7 @@ def reject_flags(run: Workdir, reason: str, values: dict[str, object]) -> None:
     """
     for flag, value in values.items():
         if value not in (None, False, []):
-            raise InputError(f"{flag}: {run.named}: {reason}; remove {flag}")
+            raise InputError(f"{flag}: {run.address}: {reason}; remove {flag}")
 
 
 def load_model(
@@ -126,8 +126,8 @@ def load_model(
     if is_tuned:
         from bert_jax.tasks.predict import TaskModel
 
-        return TaskModel(os.fspath(run.named), base, checkpoint).encoder()
-    return LoadedModel.of(run.named, which=checkpoint)
+        return TaskModel(os.fspath(run.address), base, checkpoint).encoder()
+    return LoadedModel.of(run.address, which=checkpoint)
 
 
 def read_lines() -> Iterator[tuple[str, str]]:

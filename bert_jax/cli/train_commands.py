@@ -62,7 +62,7 @@ def prepare(args: argparse.Namespace) -> int:
     workdir = mirror.open_to_write(root, experiment.run.corpus_dir)
     from bert_jax.data import corpus
 
-    workdir.require_ours()
+    workdir.require_run_or_empty()
     vocab_size, workers = experiment.model.vocab_size, args.workers or system.cores()
     manifest = corpus.prepare(
         experiment.corpus, vocab_size, workdir.corpus, print_now, workers, args.beam
@@ -162,7 +162,7 @@ def auto(args: argparse.Namespace) -> int:
         progress.report(f"{root}: resumes with the experiment that was chosen for it")
         return _train(experiment, root, "keep", None, None)
     workdir = mirror.open_to_write(root)
-    workdir.require_ours()
+    workdir.require_run_or_empty()
     from bert_jax.tools.auto import choose_experiment
     from bert_jax.tools.compare.budget import Stopped
 

@@ -19,7 +19,7 @@ from etils import epath
 from bert_jax.data import workers
 from bert_jax.errors import InputError
 from bert_jax.storage import buckets
-from bert_jax.storage.retry import again
+from bert_jax.storage.retry import call_with_retries
 
 
 def run(items: Sequence[workers.WorkItem], options: str) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def _run_item(item: Any) -> None:  # Any: Beam inspects annotations and rejects 
         workers.run_item(item)
     except InputError as error:
         path = epath.Path(item.location) / f"{item.name}.error"
-        again(functools.partial(path.write_text, str(error)), str(path))
+        call_with_retries(functools.partial(path.write_text, str(error)), str(path))
 
 
 def _parse_options(options: str) -> Any:

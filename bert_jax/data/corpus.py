@@ -132,7 +132,7 @@ def local_corpus(folder: epath.Path, report: Report | None = None) -> epath.Path
             write_atomic(path, text)
         files = {n: entry for n, entry in listed.items() if not n.startswith("dataset/")}
         damaged = [n for n, entry in files.items() if _damage(copy / n, entry, "cheap")]
-        copies.fetch_all(
+        copies.download_all(
             folder,
             copy,
             damaged,
@@ -426,10 +426,10 @@ def _prepare_in_bucket(
         manifest = prepare(corpus, vocab_size, local, report, run.workers, run.beam)
         report(f"prepare: sending the corpus to {folder}")
         storage.write(folder / mirror.OWNER, Holder.me().text())
-        copies.send_all(local, folder, manifest["files"], report)
+        copies.upload_all(local, folder, manifest["files"], report)
         buckets.remove(
             folder / name  # left by another `prepare` that failed
-            for name in buckets.listing(folder)
+            for name in buckets.list_objects(folder)
             if name.split("/")[0] in ("tokenizer", "dataset", "stream", COUNTS)
             and name not in manifest["files"]
         )

@@ -65,7 +65,7 @@ class Part:
         objects = {e.path: e.listed for e in self.extents if e.listed}
         if any(e.kind == "parquet" for e in self.extents):  # several parts read ranges of one file
             objects = {p: listed for p, listed in objects.items() if listed.size <= PART_BYTES}
-        return copies.held(objects)
+        return copies.use_local_copies(objects)
 
     def documents(self, corpus: Corpus, tick: Tick = lambda characters: None) -> Iterator[Document]:
         """Yields the documents of this part; calls `tick` for each piece of text that is read."""
@@ -80,7 +80,7 @@ class Part:
 
     def _require_unchanged(self) -> None:
         for path, size, date in self.files:
-            if path in buckets.held_copies.get():  # the copy was verified
+            if path in buckets.local_copies.get():  # the copy was verified
                 continue
             with contextlib.suppress(InputError):
                 if text_sources.state(path) == {"bytes": size, "mtime_ns": date}:

@@ -37,7 +37,7 @@ from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     cache_folder,
     new_file,
-    no_link,
+    open_without_links,
     parse_json,
     translate_os_errors,
     with_checksum,
@@ -145,7 +145,7 @@ class PlanWorker:
     def begin(cls, path: str, stream: Stream, spec: PlanSpec) -> "PlanWorker | None":
         """Starts to make a plan; returns None if another process makes or has made it."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        lock = open(f"{path.removesuffix('.plan')}.lock", "ab", opener=no_link)  # noqa: SIM115
+        lock = open(f"{path.removesuffix('.plan')}.lock", "ab", opener=open_without_links)  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.exists(path):

@@ -42,7 +42,7 @@ class StopRequest:
         if self._is_shared:
             peers_lib.notice_sigterm()
         else:
-            retry.latest = float("inf")
+            retry.deadline = float("inf")
             self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
         self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
         return self
@@ -75,7 +75,7 @@ class StopRequest:
         if self._is_shared:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            retry.hurry()
+            retry.shorten_waits()
 
 
 class Watchdog:

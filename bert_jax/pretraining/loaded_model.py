@@ -307,7 +307,9 @@ def _read_checkpoint(
     saved = Checkpoints(workdir.checkpoints)
     newest = saved.experiment(saved.find_step("newest"))
     if changed := config.differences(newest, experiment, "identity"):
-        raise InputError(f"{workdir.named}: was trained with other settings ({'; '.join(changed)})")
+        raise InputError(
+            f"{workdir.address}: was trained with other settings ({'; '.join(changed)})"
+        )
     trained = objective.of(experiment.model, experiment.data)
     abstract = step.abstract_state(trained, experiment.optimizer, Parallelism(), mesh)
     restored = saved.read(which, {name: abstract[name] for name in names})

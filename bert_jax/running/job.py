@@ -139,7 +139,7 @@ class Job:
 
     def inspection_hint(self, step: int) -> str:
         """Returns which command shows the text of a step."""
-        return f"`bert-jax show --workdir {self.workdir.named} --step {step}`"
+        return f"`bert-jax show --workdir {self.workdir.address} --step {step}`"
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
         """Returns the `notes` of a checkpoint, as JSON, which later users of the model need.

@@ -125,7 +125,7 @@ class RunLines:
 
     def tallies(self) -> dict[str, Any]:
         """Returns what a checkpoint saves about each file; see `JsonLines.written`."""
-        return {name: lines.written() for name, lines in self._reproducible.items() if self._writes}
+        return {name: lines.tally() for name, lines in self._reproducible.items() if self._writes}
 
     def resume_from(self, step: int, tallies: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
         """Drops lines of later steps; yields each missing file with the number of its lost lines.
@@ -135,7 +135,7 @@ class RunLines:
         if not self._writes:
             return
         for name, lines in self._reproducible.items():
-            if lost := lines.forget_after(step or -1, tallies.get(name)):
+            if lost := lines.delete_after(step or -1, tallies.get(name)):
                 yield name, lost
         self.spikes = Spikes()
         for line in self.metrics.read():

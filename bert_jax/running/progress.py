@@ -312,7 +312,7 @@ class Profile:
             except (InputError, Unavailable, OSError, RuntimeError) as error:
                 self._report(f"no profile of {steps.replace('_', ' ')}: {error}")
             else:
-                path = self._workdir.named / "profile" / folder
+                path = self._workdir.address / "profile" / folder
                 self._report(f"profile of {steps.replace('_', ' ')}: {path}")
 
     def _copy(self, local: epath.Path, target: epath.Path) -> None:

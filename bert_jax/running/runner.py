@@ -85,7 +85,7 @@ class Trainer:
             stack.enter_context(mesh_lib.translate_memory_errors())
             # Keeps the timings of lost steps; drops a last line that a kill has cut off.
             if self.context.peers.is_primary:
-                self.lines.timings.forget_after(total)
+                self.lines.timings.delete_after(total)
             with self.clock.waiting("restore"):
                 restored = start.begin(self.context)
             self._resume_from(restored)

@@ -49,8 +49,8 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
             job.experiment = experiment = job.fit_to_slices(taken, policy.booked, policy.hosts)
         if not peers.is_primary:
             progress.silence()
-        stack.callback(setattr, retry, "say", retry.say)
-        retry.say = progress.report if peers.is_primary else peers.report
+        stack.callback(setattr, retry, "report", retry.report)
+        retry.report = progress.report if peers.is_primary else peers.report
         job.read()
         facts = {name: repr(value) for name, value in config.flatten(experiment)} | versions()
         facts |= {"python": platform.python_version(), "code of bert_jax": code_hash()}
@@ -115,7 +115,7 @@ def _show(result: Result, job: Job, lines: list[dict[str, Any]], excluded: tuple
         count, steps = skipped_steps(lines, excluded)
         parts += [f"{pluralize(count, 'step')} skipped ({steps})"] if count else []
         job.report("; ".join([f"finished: step {result.done}", *parts]))
-        path = job.workdir.named
+        path = job.workdir.address
         job.report(f"{path} holds the finished run; to start again {job.restart_hint}")
 
 
@@ -145,11 +145,11 @@ def _lock_workdir(job: Job, peers: Peers) -> Iterator[tuple[Mirror, Callable[[],
         with mirror:
             yield mirror, lambda: None
         return
-    workdir.require_ours()
+    workdir.require_run_or_empty()
     storage = storage_of(workdir.checkpoints)
     if not storage.names(workdir.checkpoints):
         job.require_start()  # before `prepare` makes a corpus in vain
-    with lock(workdir.root, workdir.named) as me:
+    with lock(workdir.root, workdir.address) as me:
         workdir.remove_unfinished()
         mirror.acquire(me)
         new_files = [name for name in RUN_FILES if not (workdir.root / name).exists()]
@@ -183,7 +183,7 @@ def _require_shared(workdir: Workdir, mirror: Mirror, peers: Peers) -> None:
         return mirror.token
 
     peers.wait_at_barrier("lock")
-    remedy = f"name a --workdir that all of them share, not {workdir.named}, and start them once"
+    remedy = f"name a --workdir that all of them share, not {workdir.address}, and start them once"
     peers.await_same("holder of the workdir", read_token, remedy, InputError)
 
 
@@ -203,7 +203,7 @@ def _require_resumable(job: Job) -> None:
         if is_last and experiment.total_steps > saved.total_steps:
             hint = "; to train more steps in the last phase, run `bert-jax extend`"
         raise InputError(
-            f"{workdir.named}: this run was started with other settings ({'; '.join(changed)}); "
+            f"{workdir.address}: this run was started with other settings ({'; '.join(changed)}); "
             f"use the old settings, or choose another --workdir{hint}"
         )
     for line in config.differences(saved, experiment, "placement"):

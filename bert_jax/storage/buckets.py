@@ -6,8 +6,8 @@ that is denied at its first use, are bad input. A permission that is denied late
 has expired, and is retried.
 
 Content is read from one generation of an object and compared with the size and the CRC32C that
-the bucket states. Lists, descriptions and ranges of an object have no checksum: they are requested
-twice, and both answers must agree. A mismatch is retried like a network fault.
+the bucket states. Lists, descriptions and ranges have no checksum: they are requested twice, and
+both responses must be equal. A mismatch is retried like a network fault.
 """
 
 import base64
@@ -32,13 +32,13 @@ from bert_jax.storage import retry
 
 T = TypeVar("T")
 Right = Literal["list", "read", "write", "replace"]
-# Their names in roles: storage.objects.list and so on.
+# The names of the permissions: storage.objects.list and so on.
 _PERMISSIONS = {"list": "list", "read": "get", "write": "create", "replace": "delete"}
 
-_PROBE = ".bert_jax.tmp"  # written and removed to see whether objects may be
-# Bytes read from a disk at a time, and of an opened object.
+_PROBE = ".bert_jax.tmp"  # written and removed to test the permissions
+# Bytes that are read at a time from a disk, and from an opened object.
 _BLOCK, _RANGE = 2**20, 2**22
-# Seconds for an answer to a request, for a connection, and between two of its bytes.
+# Time limits in seconds: a request, a connection, and between two bytes of a response.
 _REQUEST, _CONNECT, _BYTE = 600.0, 30.0, 120.0
 
 # (bucket, right) that were used with success.
@@ -46,13 +46,13 @@ _granted: set[tuple[str, Right]] = set()
 
 
 class Listed(NamedTuple):
-    """An object, as a list describes it."""
+    """The entry of an object in a list."""
 
     size: int  # in bytes
-    crc32c: str  # of its content, base64 as the bucket says it
-    updated: str  # when it was written, RFC 3339
+    crc32c: str  # of the content, base64
+    updated: str  # the time of the last write, RFC 3339
     generation: str  # changes with every write
-    encoding: str  # Content-Encoding: gzip, which clients unpack unasked
+    encoding: str  # Content-Encoding: clients decompress gzip unasked
 
 
 class Replaced(ConnectionError):
@@ -60,8 +60,8 @@ class Replaced(ConnectionError):
 
 
 # Local copies by the paths of their objects; this thread reads the copies (see `copies`).
-held_copies: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
-    "held_copies", default=types.MappingProxyType({})
+local_copies: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
+    "local_copies", default=types.MappingProxyType({})
 )
 
 
@@ -107,20 +107,20 @@ class BucketStorage:
                 headers, content = _files().call("GET", "b/{}/o/{}", *split(path), alt="media")
                 if "x-goog-hash" in headers and not gcs.is_unpacked(headers):
                     return content  # `gcs` has compared size and checksum
-                listed = _describe(path)
+                listed = _describe_once(path)
             content = _media(path, listed, 0, listed.size)
             if not _has_checksum(google_crc32c.Checksum(content), listed):
                 raise ConnectionError(f"{path}: the content does not match the bucket's checksum")
             return content
 
-        return _tried("read", path, read_whole, seconds)
+        return _retry("read", path, read_whole, seconds)
 
     def open(self, path: epath.PathLike) -> io.BufferedReader:
         """Returns a file that requests one range of an object at a time."""
-        if copy := held_copies.get().get(os.fspath(path)):
+        if copy := local_copies.get().get(os.fspath(path)):
             return open(copy, "rb")
         # fsspec buffers; our own client sends the requests, retries them and checks permissions.
-        return io.BufferedReader(_Ranges(path, _there(path)))
+        return io.BufferedReader(_Ranges(path, _require_object(path)))
 
     def sha256(self, path: epath.PathLike) -> str:
         """Returns the SHA-256 of an object."""
@@ -131,7 +131,7 @@ class BucketStorage:
         self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
     ) -> tuple[int, int]:
         """Returns size and time of an object; sends no request if `listed` is given."""
-        listed = listed or _there(path, seconds)
+        listed = listed or _require_object(path, seconds)
         date = datetime.datetime.fromisoformat(listed.updated)
         return listed.size, round(date.timestamp() * 1e9)
 
@@ -144,14 +144,14 @@ class BucketStorage:
     def exists(self, path: epath.Path) -> bool:
         """Returns whether the object exists."""
         try:
-            _tried("read", path, functools.partial(_describe, path))
+            _retry("read", path, functools.partial(_describe_once, path))
         except FileNotFoundError:
             return False
         return True
 
     def names(self, folder: epath.PathLike) -> set[str]:
         """Returns the names in a folder; none if it is missing."""
-        objects, folders = _listed(folder, "/", verify=False)
+        objects, folders = _list_folder(folder, "/", verify=False)
         return (objects.keys() | folders) - {_PROBE}
 
     @contextlib.contextmanager
@@ -164,41 +164,41 @@ class BucketStorage:
         from bert_jax.storage import gcs
 
         bucket, key = split(folder)
-        with gcs.answered_from(bucket, f"{key}/", listing(folder)):
+        with gcs.answered_from(bucket, f"{key}/", list_objects(folder)):
             yield
 
 
 def read_range(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
-    """Returns the bytes of an object, as it was listed, from `first` to `end`.
+    """Returns the bytes from `first` to `end` of an object that has not changed since `listed`.
 
-    Only their number is checked, since a bucket states checksums of whole objects alone.
+    Only their number is checked, since a bucket has checksums of whole objects only.
     """
 
     def fetch() -> bytes:
         try:
             return _media(path, listed, first, end)
         except Replaced as error:
-            if (now := about(path)) is not None and now.generation == listed.generation:
+            if (now := describe(path)) is not None and now.generation == listed.generation:
                 raise
             raise InputError(
                 f"{path}: changed while it was read; run again once nothing writes there"
             ) from error
 
-    return _tried("read", path, fetch)
+    return _retry("read", path, fetch)
 
 
 def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
-    """Asks once for the bytes of an object from `first` to `end`."""
+    """Requests the bytes of an object from `first` to `end` once."""
     if listed.encoding:
         raise InputError(
-            f"{path}: is stored with Content-Encoding: {listed.encoding}, and its length is not "
-            "that of its text; upload it without (gcloud storage cp), or as a .gz file"
+            f"{path}: is stored with Content-Encoding: {listed.encoding}; upload it without "
+            "(gcloud storage cp), or as a .gz file"
         )
     headers = {} if (first, end) == (0, listed.size) else {"Range": f"bytes={first}-{end - 1}"}
     request = {"alt": "media", "ifGenerationMatch": listed.generation, "headers": headers}
     try:
         _, content = _files().call("GET", "b/{}/o/{}", *split(path), **request)
-    except (FileExistsError, FileNotFoundError) as error:  # as gcsfs names 412 and 404
+    except (FileExistsError, FileNotFoundError) as error:  # gcsfs: HTTP 412 and 404
         raise Replaced(f"{path}: was replaced while it was read") from error
     if len(content) != end - first:
         raise ConnectionError(f"{path}: received {len(content)} of {end - first} bytes")
@@ -206,7 +206,7 @@ def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
 
 
 class _Ranges(fsspec.spec.AbstractBufferedFile):
-    """The bytes of an object as of a file, which holds a range of them."""
+    """A file that reads an object, one range at a time."""
 
     def __init__(self, path: epath.PathLike, listed: Listed):
         super().__init__(None, path, block_size=_RANGE, size=listed.size)
@@ -216,66 +216,62 @@ class _Ranges(fsspec.spec.AbstractBufferedFile):
         def ask() -> bytes:
             return read_range(self.path, self._listed, start, end)
 
-        return _tried("read", self.path, functools.partial(_ask_twice, ask))
+        return _retry("read", self.path, functools.partial(_ask_twice, ask))
 
 
 def _ask_twice(ask: Callable[[], T]) -> T:
-    """Asks twice for an answer without a checksum, and requires that both are equal."""
+    """Sends a request without a checksum twice, and requires equal responses."""
     first, second = ask(), ask()
     if first != second:
-        raise ConnectionError("two answers to the same request differ")
+        raise ConnectionError("two responses to the same request differ")
     return first
 
 
-def about(path: epath.PathLike, seconds: float | None = None) -> Listed | None:
-    """Returns what is known of an object; None if nothing is there."""
+def describe(path: epath.PathLike, seconds: float | None = None) -> Listed | None:
+    """Returns the entry of an object; None if it is missing."""
     try:
-        return _there(path, seconds)
+        return _require_object(path, seconds)
     except FileNotFoundError:
         return None
 
 
-def _there(path: epath.PathLike, seconds: float | None = None) -> Listed:
-    """Returns what is known of an object.
-
-    Raises:
-      FileNotFoundError: nothing is there.
-    """
-    ask = functools.partial(_ask_twice, functools.partial(_describe, path))
+def _require_object(path: epath.PathLike, seconds: float | None = None) -> Listed:
+    """Returns the entry of an object; raises FileNotFoundError if it is missing."""
+    ask = functools.partial(_ask_twice, functools.partial(_describe_once, path))
     try:
-        return _tried("read", path, ask, seconds)
+        return _retry("read", path, ask, seconds)
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path)) from error
 
 
-def _describe(path: epath.PathLike) -> Listed:
-    """Asks once about an object."""
+def _describe_once(path: epath.PathLike) -> Listed:
+    """Requests the entry of an object once."""
     item = _files().call("GET", "b/{}/o/{}", *split(path), json_out=True)
     with _translate_parse_errors():
         return _parse_item(item)
 
 
-def listing(
+def list_objects(
     folder: epath.PathLike, delimiter: Literal["", "/"] = "", seconds: float | None = None
 ) -> dict[str, Listed]:
-    """Returns all objects below a folder of a bucket, by their paths in it; `/`: those in it."""
-    return _listed(folder, delimiter, seconds)[0]
+    """Returns the objects below a folder by their paths; with "/" only those directly in it."""
+    return _list_folder(folder, delimiter, seconds)[0]
 
 
 def remove(paths: Iterable[epath.PathLike]) -> None:
-    """Removes objects; some may not be there."""
+    """Removes objects; missing ones are ignored."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            _tried("write", path, functools.partial(_files().rm_file, os.fspath(path)))
+            _retry("write", path, functools.partial(_files().rm_file, os.fspath(path)))
 
 
 def require_writable(folder: epath.Path) -> None:
-    """Raises InputError if objects of a bucket's folder may not be listed, read or written."""
-    probe = folder / _PROBE  # always this one: what a kill leaves goes the next time
-    _listed(folder, "/")
+    """Raises InputError unless objects of a folder may be listed, read and written."""
+    probe = folder / _PROBE  # always the same name, so that a later call removes it after a kill
+    _list_folder(folder, "/")
     put(probe, b"")
     put(probe, b"", right="replace")
-    with contextlib.suppress(FileNotFoundError):  # another has asked at the same moment
+    with contextlib.suppress(FileNotFoundError):  # another process tested at the same moment
         BucketStorage().read(probe)
     remove([probe])
 
@@ -283,20 +279,20 @@ def require_writable(folder: epath.Path) -> None:
 def put(
     path: epath.PathLike, data: bytes, seconds: float | None = None, right: Right = "write"
 ) -> None:
-    """Writes an object, or replaces it; where one is known to be there, that is the `right`."""
+    """Writes or replaces a small object; `right` names the permission for error messages."""
     try:
-        _tried(right, path, lambda: _files().pipe_file(os.fspath(path), data), seconds)
+        _retry(right, path, lambda: _files().pipe_file(os.fspath(path), data), seconds)
     except FileNotFoundError as error:
         raise InputError(f"{path}: there is no bucket {split(path)[0]}") from error
 
 
-def send(file: epath.PathLike, path: epath.PathLike) -> None:
-    """Writes an object, or replaces it, with the content of a local file of any size."""
-    _tried("write", path, lambda: _files().put_file(os.fspath(file), os.fspath(path)))
+def upload(file: epath.PathLike, path: epath.PathLike) -> None:
+    """Writes or replaces an object with the content of a local file of any size."""
+    _retry("write", path, lambda: _files().put_file(os.fspath(file), os.fspath(path)))
 
 
-def is_same(file: epath.PathLike, listed: Listed) -> bool:
-    """Returns whether a local file is an object's content."""
+def has_same_content(file: epath.PathLike, listed: Listed) -> bool:
+    """Returns whether a local file has the content of an object."""
     try:
         if os.stat(file).st_size != listed.size:
             return False
@@ -313,12 +309,12 @@ def _has_checksum(checksum: google_crc32c.Checksum, listed: Listed) -> bool:
     return base64.b64encode(checksum.digest()).decode() == listed.crc32c
 
 
-def _listed(
+def _list_folder(
     folder: epath.PathLike, delimiter: str, seconds: float | None = None, verify: bool = True
 ) -> tuple[dict[str, Listed], set[str]]:
-    """Returns objects and folders below a folder, by their paths in it.
+    """Returns objects and folders below a folder by their paths in it.
 
-    With `verify`, every page is requested twice, and both answers must be equal.
+    With `verify`, every page is requested twice, and both responses must be equal.
     """
     bucket, key = split(folder)
     prefix = f"{key}/" if key else ""
@@ -329,19 +325,19 @@ def _listed(
         ask = functools.partial(_request_page, bucket, prefix, delimiter, token)
         ask = functools.partial(_ask_twice, ask) if verify else ask
         try:
-            page_objects, page_folders, token = _tried("list", folder, ask, seconds)
+            page_objects, page_folders, token = _retry("list", folder, ask, seconds)
         except FileNotFoundError as error:
             raise InputError(f"{folder}: there is no bucket {bucket}") from error
         objects |= page_objects
         folders |= page_folders
-    objects.pop("", None)  # what the console makes for an empty folder
+    objects.pop("", None)  # the console creates it for an empty folder
     return objects, folders
 
 
 def _request_page(
     bucket: str, prefix: str, delimiter: str, token: str | None
 ) -> tuple[dict[str, Listed], set[str], str]:
-    """Asks once for a page of a list; returns objects, folders and the token of the next page."""
+    """Requests a page of a list once; returns objects, folders and the token of the next page."""
     query = {"prefix": prefix or None, "delimiter": delimiter or None, "pageToken": token}
     page = _files().call("GET", "b/{}/o", bucket, json_out=True, maxResults=1000, **query)
     with _translate_parse_errors():
@@ -354,11 +350,11 @@ def _request_page(
 
 @contextlib.contextmanager
 def _translate_parse_errors() -> Iterator[None]:
-    """Turns errors about a malformed answer into ConnectionError, which is retried."""
+    """Turns errors about a malformed response into ConnectionError, which is retried."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConnectionError(f"an answer is damaged ({error!r})") from error
+        raise ConnectionError(f"a response is damaged ({error!r})") from error
 
 
 def _parse_item(item: dict[str, Any]) -> Listed:
@@ -372,10 +368,10 @@ def split(path: epath.PathLike) -> tuple[str, str]:
     return bucket, key.strip("/")
 
 
-def _tried(
+def _retry(
     right: Right, path: epath.PathLike, work: Callable[[], T], seconds: float | None = None
 ) -> T:
-    """Does the work; again while the network fails, at most for so long (then Unavailable)."""
+    """Calls `work`, and retries it as `retry` does; names a permission that is denied."""
     bucket = split(path)[0]
 
     def attempt() -> T:
@@ -390,18 +386,18 @@ def _tried(
             reason = str(error).strip().replace("\n", " ")[:200]
             raise InputError(
                 f"{path}: this account may not {right} objects of the bucket {bucket} ({reason}); "
-                f"give it storage.objects.{_PERMISSIONS[right]}; roles/storage.objectUser holds "
-                "all that are needed"
+                f"give it storage.objects.{_PERMISSIONS[right]}; roles/storage.objectUser has all "
+                "that are needed"
             ) from error
         _granted.add((bucket, right))
         return done
 
-    return retry.again(attempt, os.fspath(path), seconds=seconds)
+    return retry.call_with_retries(attempt, os.fspath(path), seconds=seconds)
 
 
 @functools.cache
 def _files() -> Any:
-    """Returns the client. It is one for all threads: each request runs on a loop of fsspec's."""
+    """Returns the client, one for all threads: fsspec runs each request on its own event loop."""
     import aiohttp
 
     from bert_jax.storage.gcs import CheckedFileSystem

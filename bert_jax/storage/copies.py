@@ -1,6 +1,6 @@
-"""Folders that are whole or not there, and copies between this machine and buckets.
+"""Folders that are complete or missing, and copies of files between this machine and buckets.
 
-Copies take several streams; each file is checked, and copies are continued.
+Several streams copy files. Each file is checked, and an interrupted copy is continued.
 
 A corpus is mapped into memory, so it must lie on a local disk. Files that were copied before a
 break, or before a disk was full, are not copied again; there is no limit of time while bytes
@@ -34,20 +34,20 @@ from bert_jax.storage.workdir import (
     translate_os_errors,
 )
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
-# Streams at once, and bytes that each fetches at a time.
+# Number of parallel streams, and bytes of a request.
 STREAMS, PIECE = 8, 32 * 2**20
-# Objects of up to SMALL bytes are fetched REQUESTS at a time, since the wait for an answer is
+# REQUESTS objects of up to SMALL bytes are downloaded at once, since waiting for a response takes
 # longer than its transfer.
 SMALL, REQUESTS = 2**20, 32
-# Seconds between two lines about a copy.
+# Seconds between two lines about the progress of a copy.
 _TELL = 10.0
 
 
 @contextlib.contextmanager
 def copy_of(folder: epath.PathLike) -> Iterator[epath.Path]:
-    """Gives the place of this host's copy of a bucket's folder, for this process alone.
+    """Locks and yields the folder for this host's copy of a folder in a bucket.
 
     Others of this host wait as long as it is held.
     """
@@ -61,7 +61,7 @@ def copy_of(folder: epath.PathLike) -> Iterator[epath.Path]:
 
 @contextlib.contextmanager
 def local_copy(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[epath.Path]]:
-    """Gives files on this machine: themselves, or copies if all of them lie in a bucket.
+    """Yields local paths of files: the files themselves, or copies if all are in a bucket.
 
     Copies lie in `folder`, stay there and are not made twice; "": in the cache, and go at the end.
     """
@@ -77,11 +77,11 @@ def local_copy(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[
         targets = [epath.Path(folder) / path.name for path in there]
         for path, target in zip(there, targets, strict=True):
             if not target.exists():
-                fetch(path, target.parent)
+                download(path, target.parent)
         yield targets
 
 
-def require_new(folder: epath.Path) -> None:
+def require_new_folder(folder: epath.Path) -> None:
     """Raises InputError unless a folder is missing or empty."""
     require_local(folder)
     with translate_os_errors(folder):
@@ -91,21 +91,21 @@ def require_new(folder: epath.Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: epath.Path) -> Iterator[epath.Path]:
-    """Gives a folder to fill that takes its place, whole, at the end; a failure leaves nothing."""
-    require_new(folder)
-    folder = folder.absolute()  # else "." would have no folder above it
+    """Yields a temporary folder to fill, which is renamed at the end; an error leaves nothing."""
+    require_new_folder(folder)
+    folder = folder.absolute()  # "." has no parent
     with _temporary(folder) as temporary:
         yield temporary
-        os.rename(temporary, folder)  # also over an empty one
+        os.rename(temporary, folder)  # an empty folder may exist
 
 
 @contextlib.contextmanager
 def _temporary(folder: epath.Path) -> Iterator[epath.Path]:
-    """Gives an empty folder next to another, which is gone at the end if it is still there."""
+    """Yields an empty temporary folder next to another, and removes it at the end."""
     temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
     with create_folder(folder.parent), translate_os_errors(folder):
         try:
-            temporary.rmtree(missing_ok=True)  # of one that was killed
+            temporary.rmtree(missing_ok=True)  # left by a killed process
             temporary.mkdir()
             yield temporary
         finally:
@@ -115,7 +115,7 @@ def _temporary(folder: epath.Path) -> Iterator[epath.Path]:
 
 @contextlib.contextmanager
 def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
-    """Gives a local folder to fill, which lies at `target`, here or in a bucket, at the end.
+    """Yields a local folder to fill, which is moved to `target` at the end, also in a bucket.
 
     There it is whole as soon as it holds the file `last`, or not at all.
     """
@@ -124,7 +124,7 @@ def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
             folder = pathlib.Path(scratch)
             yield folder
             names = sorted(path.name for path in folder.iterdir() if path.name != last)
-            send_all(epath.Path(folder), target, names)
+            upload_all(epath.Path(folder), target, names)
             storage_of(target).write(target / last, (folder / last).read_text())
         return
     with _temporary(target) as folder:
@@ -135,7 +135,7 @@ def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
         try:
             os.rename(folder, target)
         except OSError:
-            if not (target / last).exists():  # else another worker of Beam was given the same task
+            if not (target / last).exists():  # if so, another worker of Beam had the same task
                 raise
 
 
@@ -144,9 +144,9 @@ def is_copy(folder: epath.Path) -> bool:
     return folder.parent == cache_folder() / "corpora"
 
 
-def fetch(path: epath.Path, folder: epath.Path) -> None:
-    """Copies one object into a local folder; see `fetch_all`."""
-    if (listed := buckets.about(path)) is None:
+def download(path: epath.Path, folder: epath.Path) -> None:
+    """Copies one object into a local folder; see `download_all`."""
+    if (listed := buckets.describe(path)) is None:
         raise InputError(f"{path}: is missing")
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def fetch(path: epath.Path, folder: epath.Path) -> None:
 
 
 @contextlib.contextmanager
-def held(objects: Mapping[str, buckets.Listed]) -> Iterator[None]:
+def use_local_copies(objects: Mapping[str, buckets.Listed]) -> Iterator[None]:
     """Makes this thread read local copies of objects, given by their paths, inside the context.
 
     All objects are copied to the cache at the beginning, and the copies are removed at the end.
@@ -170,20 +170,20 @@ def held(objects: Mapping[str, buckets.Listed]) -> Iterator[None]:
         files = {path: epath.Path(folder) / str(number) for number, path in enumerate(objects)}
         with translate_os_errors(sources):
             _download({path: (listed, files[path]) for path, listed in objects.items()})
-        token = buckets.held_copies.set({path: os.fspath(file) for path, file in files.items()})
+        token = buckets.local_copies.set({path: os.fspath(file) for path, file in files.items()})
         try:
             yield
         finally:
-            buckets.held_copies.reset(token)
+            buckets.local_copies.reset(token)
 
 
-def fetch_all(
+def download_all(
     source: epath.Path,
     target: epath.Path,
     names: Iterable[str],
     damage: Callable[[str, epath.Path], str],
     mend: str,
-    say: Say | None = None,
+    report: Report | None = None,
 ) -> None:
     """Copies objects of a folder to a local one, in several streams, each checked or not there.
 
@@ -194,11 +194,11 @@ def fetch_all(
       Unavailable: no answer for ten minutes, or a full disk; the files that are whole stay.
     """
     wanted = list(names)
-    there = buckets.listing(source) if wanted else {}
+    there = buckets.list_objects(source) if wanted else {}
     for name in wanted:
         if name not in there:
             raise InputError(f"{source / name}: is missing; {mend}")
-    progress = _Progress(f"copy of {source}", sum(there[name].size for name in wanted), say)
+    progress = _Progress(f"copy of {source}", sum(there[name].size for name in wanted), report)
     for name in wanted:
         with translate_os_errors(target):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -235,12 +235,12 @@ def _download(
             for size in map_pieces(fetch_piece, range(0, listed.size, PIECE)):
                 count(size)
                 done += size
-            if not buckets.is_same(file, listed):
+            if not buckets.has_same_content(file, listed):
                 count(-done)
                 raise ConnectionError("the content does not match the bucket's checksum")
             return done
 
-        return retry.again(fetch_pieces, path)
+        return retry.call_with_retries(fetch_pieces, path)
 
     large = [path for path, (listed, _) in files.items() if listed.size > SMALL]
     if len(large) < len(files):
@@ -252,49 +252,51 @@ def _download(
             fetch_one(path, pool.map)
 
 
-def send_all(
-    source: epath.Path, target: epath.Path, files: Iterable[str], say: Say | None = None
+def upload_all(
+    source: epath.Path, target: epath.Path, files: Iterable[str], report: Report | None = None
 ) -> None:
     """Copies files of a local folder to a bucket's, several at once; those there are not sent.
 
     `files` are paths in both folders.
     """
 
-    def wanted() -> list[str]:
-        there = buckets.listing(target)
-        return [f for f in files if f not in there or not buckets.is_same(source / f, there[f])]
+    def find_missing() -> list[str]:
+        there = buckets.list_objects(target)
+        return [
+            f for f in files if f not in there or not buckets.has_same_content(source / f, there[f])
+        ]
 
     def send(name: str) -> int:
         with translate_os_errors(source / name):
-            buckets.send(source / name, target / name)
+            buckets.upload(source / name, target / name)
             return os.stat(source / name).st_size
 
     files = list(files)
-    left = wanted()
+    left = find_missing()
     progress = _Progress(
-        f"sending to {target}", sum(os.stat(source / name).st_size for name in left), say
+        f"sending to {target}", sum(os.stat(source / name).st_size for name in left), report
     )
     with ThreadPoolExecutor(STREAMS) as pool:
         for size in pool.map(send, left):
             progress.add(size)
-    if left and (wrong := wanted()):
+    if left and (wrong := find_missing()):
         raise InputError(f"{target / wrong[0]}: is not as it was sent; run again")
 
 
 class _Progress:
-    """Says how far a copy is, now and then."""
+    """Reports the progress of a copy at times."""
 
-    def __init__(self, what: str, total: int, say: Say | None):
-        self._what, self._total, self._say, self._done = what, total, say, 0
+    def __init__(self, what: str, total: int, report: Report | None):
+        self._what, self._total, self._report, self._done = what, total, report, 0
         self._began = self._shown = time.monotonic()
 
     def add(self, size: int) -> None:
         """Counts bytes that were copied."""
         self._done += size
         now = time.monotonic()
-        if self._say is not None and 0 < self._done < self._total and now > self._shown + _TELL:
+        if self._report is not None and 0 < self._done < self._total and now > self._shown + _TELL:
             self._shown, rate = now, self._done / (now - self._began)
-            self._say(
+            self._report(
                 f"{self._what}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, "
                 f"{rate / 1e6:,.0f} MB/s, {duration((self._total - self._done) / rate)} left"
             )

@@ -1,6 +1,7 @@
-"""gcsfs, whose answers are checked; and as Orbax and jax reach buckets through epath.
+"""Subclasses of gcsfs's client: one checks responses, one retries requests of Orbax and jax.
 
-Imported on the first use of a bucket; in processes of our own by fsspec, too (see `process`).
+This module is imported on the first use of a bucket. In our own processes, fsspec gives epath,
+Orbax and jax the class `PatientFileSystem` (see `process`).
 """
 
 import asyncio
@@ -29,7 +30,7 @@ _RANGE, _CRC32C = re.compile(r"bytes (\d+)-(\d+)/(\d+)"), re.compile(r"crc32c=([
 
 
 class CheckedFileSystem(GCSFileSystem):
-    """Names faults that gcsfs does not: damaged answers, and a server that is no real one."""
+    """Raises errors for faults that gcsfs does not check: damaged responses, unknown requests."""
 
     async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -38,27 +39,27 @@ class CheckedFileSystem(GCSFileSystem):
                 _compare_with_headers(*answer)
             return answer
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConnectionError("an answer was cut short, or damaged") from error
+            raise ConnectionError("a response was cut short, or damaged") from error
         except HttpError as error:
             if int(error.code or 0) != 501:  # not implemented
                 raise
             raise InputError(
-                f"{_place(path, args)}: the server of this bucket does not know {method} {path} "
-                "(501); use one that does"
+                f"{_address(path, args)}: this bucket's server does not support {method} {path} "
+                "(501); use another server"
             ) from error
 
     call = asyn.sync_wrapper(_call)
 
 
 class PatientFileSystem(CheckedFileSystem):
-    """Tries a request as long as `retry.again` does its work.
+    """Retries a request as long as `retry.call_with_retries` does.
 
-    Orbax and jax ask in the middle of work that cannot be begun again from outside: in several
-    processes the others wait for the one whose request failed. Rights have been proven by then
-    (`mirror.open_workdir`), so that refused ones are a token that has expired.
+    Orbax and jax send requests in the middle of work that cannot be repeated as a whole, since
+    other processes wait for this one. The permissions were tested before, so a denied one means
+    that a token has expired, and is retried too.
     """
 
-    # One attempt: gcsfs itself tries six times, half a minute in all.
+    # Without the retries of gcsfs: six, in half a minute.
     _request = foreign.request_without_retries()
 
     async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +67,7 @@ class PatientFileSystem(CheckedFileSystem):
         answer = answers.find(method, path, args, kwargs) if answers else None
         if answer is not None:
             return answer
-        patience = retry.Patience(_place(path, args))
+        patience = retry.Patience(_address(path, args))
         while True:
             try:
                 answer = await super()._call(method, path, *args, **kwargs)
@@ -74,18 +75,18 @@ class PatientFileSystem(CheckedFileSystem):
                     answers.add(method, path, kwargs, answer)
                 return answer
             except Exception as error:
-                if not retry.passes(error):
+                if not retry.is_retryable(error):
                     raise
-                pause = patience.after(error)
+                pause = patience.next_wait(error)
             await asyncio.sleep(pause)
 
-    call = asyn.sync_wrapper(_call)  # by which opened files are written: that above is not patient
+    call = asyn.sync_wrapper(_call)  # overrides the inherited one, which would not retry
 
 
 class _AnswerCache:
-    """Answers to requests about a bucket's folder, from a list and from earlier answers.
+    """Responses to requests about a folder of a bucket, from a list and from earlier responses.
 
-    Assumes that no object has the folder's own name.
+    Assumes that no object has the name of the folder.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class _AnswerCache:
             }
             for name, listed in objects.items()
         }
-        # By address and range; taken from `previous` if the objects are the same.
+        # Contents by address and range; those of `previous` if the objects are unchanged.
         self._contents: dict[tuple[str, str], Any] = {}
         if previous is not None and (previous._bucket, previous._items) == (bucket, self._items):
             self._contents = previous._contents
@@ -112,10 +113,10 @@ class _AnswerCache:
     def find(
         self, method: str, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any | None:
-        """Returns the answer to a request; None: the bucket must be asked.
+        """Returns the response to a request, or None if it is not known.
 
         Raises:
-          FileNotFoundError: nothing is there.
+          FileNotFoundError: the object is missing.
         """
         if method != "GET" or time.monotonic() > self._end:
             return None
@@ -127,7 +128,7 @@ class _AnswerCache:
             return self._list_page(kwargs["prefix"], kwargs.get("delimiter"))
         if path == "b/{}/o/{}" and f"{args[1]}/".startswith(self._prefix):
             if args[1] not in self._items:
-                raise FileNotFoundError(_place(path, args))
+                raise FileNotFoundError(_address(path, args))
             return self._items[args[1]]
         return None
 
@@ -143,14 +144,14 @@ class _AnswerCache:
         return {"kind": "storage#objects", "items": items, "prefixes": list(folders)}
 
     def add(self, method: str, path: str, kwargs: Mapping[str, Any], answer: Any) -> None:
-        """Keeps the content of a small object; a request that changes anything ends all answers."""
+        """Keeps the content of a small object; a request that changes objects clears the cache."""
         if method != "GET":
             self._end = 0.0
         elif "alt=media" in path and len(answer[1]) < _SMALL:
             self._contents[path, str(kwargs.get("headers"))] = answer
 
 
-# The cached answers in use, if any; and those that were used last.
+# The cache in use, if any, and the last one.
 _answers: _AnswerCache | None = None
 _previous: _AnswerCache | None = None
 
@@ -187,10 +188,10 @@ def _compare_with_headers(headers: CIMultiDictProxy[str], content: bytes) -> Non
 
 
 def is_unpacked(headers: Mapping[str, str]) -> bool:
-    """Returns whether the client unpacked content that the bucket stores compressed (`Listed`)."""
+    """Returns whether the client decompressed content, see `Listed.encoding`."""
     return headers.get("x-goog-stored-content-encoding", "identity") != "identity"
 
 
-def _place(path: str, args: tuple[Any, ...]) -> str:
-    """Returns the bucket or the object of a request, for people."""
+def _address(path: str, args: tuple[Any, ...]) -> str:
+    """Returns the address of the bucket or object of a request, for messages."""
     return "gs://" + "/".join(args[:2]) if args else path

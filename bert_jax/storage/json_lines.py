@@ -1,4 +1,4 @@
-"""A file of JSON lines, each of a step: append, read, cut back to a step, check for damage."""
+"""Files of JSON lines, each of a step: append, read, truncate after a step, check for damage."""
 
 import hashlib
 import json
@@ -9,14 +9,14 @@ from etils import epath
 
 from bert_jax import errors
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import DiskFull, no_link, translate_os_errors, write_atomic
+from bert_jax.storage.workdir import DiskFull, open_without_links, translate_os_errors, write_atomic
 
 
 class JsonLines:
-    """A file of JSON lines, each with a `step`, flushed as it is written."""
+    """A file of JSON lines, each with a `step`. Each line is flushed to disk."""
 
     def __init__(self, path: epath.Path, when_full: Literal["stop", "go_on"] = "stop"):
-        # On a full disk `go_on` lets lines wait until there is space.
+        # With "go_on", lines wait in memory while the disk is full.
         self._path, self._when_full = path, when_full
         self._waiting = ""
 
@@ -31,8 +31,11 @@ class JsonLines:
 
     def _write(self) -> None:
         name = os.fspath(self._path)
-        # Without a buffer, which would hold what a full disk refused, and write it when it closes.
-        with translate_os_errors(self._path), open(name, "ab", buffering=0, opener=no_link) as file:
+        # Unbuffered: a buffer would keep bytes that a full disk refused, and write them on close.
+        with (
+            translate_os_errors(self._path),
+            open(name, "ab", buffering=0, opener=open_without_links) as file,
+        ):
             before, left = file.tell(), self._waiting.encode()
             try:
                 while left:
@@ -44,12 +47,12 @@ class JsonLines:
         self._waiting = ""
 
     def flush(self) -> None:
-        """Writes the waiting lines; a full disk is an error here, with `go_on` too."""
+        """Writes the waiting lines; raises DiskFull even with "go_on"."""
         if self._waiting:
             self._write()
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns all whole lines; a last one cut off by a kill is left out."""
+        """Returns all complete lines, without a last one that a kill has cut off."""
         lines = []
         for number, text in enumerate(self._raw(), 1):
             if text.endswith(b"\n"):
@@ -59,16 +62,17 @@ class JsonLines:
                     lines.append(line)
         return lines
 
-    def forget_after(self, step: int, written: dict[str, Any] | None = None) -> int:
-        """Drops the lines of steps after `step`, including lines that are not written yet.
+    def delete_after(self, step: int, written: dict[str, Any] | None = None) -> int:
+        """Deletes the lines of steps after `step`, including waiting lines.
 
-        `written` is what `written()` returned at this step's checkpoint. A missing file is taken
-        for removed on purpose. Returns how many lines a missing file had, else 0.
+        `written` is what `tally()` returned at the checkpoint of this step. A missing file is not
+        an error, since a user may have removed it. Returns how many lines a missing file had,
+        else 0.
         """
         self.flush()
-        if written and (damage := self.damage(step, written)):
+        if written and (damage := self.find_damage(step, written)):
             raise InputError(
-                f"{self._path}: damaged, {damage}; put the whole file back, or remove it to go on "
+                f"{self._path}: damaged, {damage}; restore the file, or remove it to continue "
                 "without its lines"
             )
         if not self._path.exists():
@@ -77,12 +81,12 @@ class JsonLines:
         write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
         return 0
 
-    def written(self) -> dict[str, Any]:
-        """Returns how many lines there are, and their SHA-256; see `damage`."""
+    def tally(self) -> dict[str, Any]:
+        """Returns how many lines there are, and their SHA-256; see `find_damage`."""
         return _tally(self._raw())
 
-    def damage(self, step: int, written: dict[str, Any]) -> str:
-        """Returns what is wrong with the lines `written` up to a checkpoint; "" if nothing is."""
+    def find_damage(self, step: int, written: dict[str, Any]) -> str:
+        """Returns how the lines up to a checkpoint differ from `written`; "" if they do not."""
         if not self._path.exists():
             return ""
         tally = _tally(self._raw()[: sum(line["step"] <= step for line in self.read())])

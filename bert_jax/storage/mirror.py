@@ -39,7 +39,7 @@ from bert_jax.storage.workdir import (
     cache_folder,
     is_locked,
     new_file,
-    require_run,
+    require_run_among,
     translate_os_errors,
     write_atomic,
 )
@@ -75,7 +75,7 @@ def _open(root: epath.PathLike, corpus_dir: str, folder: Literal["views", "runs"
     if folder == "views":
         _download(remote, local, _VIEW_FILES)
     else:
-        require_run(remote, storage_of(remote).names(remote) - {OWNER})
+        require_run_among(remote, storage_of(remote).names(remote) - {OWNER})
     return Workdir(local, corpus_dir, remote)
 
 
@@ -106,14 +106,14 @@ def read_holder(workdir: Workdir, seconds: float | None = None) -> Holder | None
 
 def _download(remote: epath.Path, folder: epath.Path, names: Iterable[str]) -> None:
     """Makes files of a local folder equal to those of the bucket, or removes them."""
-    objects = buckets.listing(remote, "/")
+    objects = buckets.list_objects(remote, "/")
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
             path = folder / name
             if name not in objects:
                 path.unlink(missing_ok=True)
-            elif not buckets.is_same(path, objects[name]):
+            elif not buckets.has_same_content(path, objects[name]):
                 data = storage_of(remote).read(remote / name, listed=objects[name])
                 with new_file(path) as temporary:
                     temporary.write_bytes(data)

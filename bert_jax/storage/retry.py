@@ -1,7 +1,7 @@
-"""Errors of networks and machines that pass, and trying again until they have.
+"""Which errors of networks and machines are temporary, and retries of work that meets them.
 
-The one place that knows them. Clients of buckets (gcsfs, aiohttp, google-auth), TensorStore below
-Orbax and the operating system each have their own words for the same few faults.
+Clients of buckets (gcsfs, aiohttp, google-auth), TensorStore (below Orbax) and the operating system
+report the same few faults by different exceptions.
 """
 
 import errno
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 # Seconds: the first wait, the longest, and how long a fault may last before a command gives up.
 FIRST_WAIT, LONGEST_WAIT, GIVE_UP = 0.5, 30.0, 600.0
-_HURRY = 30.0  # before one gives up that is asked to stop
+_LAST_WAIT = 30.0  # how long a fault may last once the process was asked to stop
 
 _KINDS = (Unavailable, TimeoutError, ConnectionError, ssl.SSLError)
 _KINDS += (http.client.HTTPException, socket.gaierror)
@@ -33,9 +33,9 @@ _ERRNO_NAMES = (
     *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "ENOMEM"),
 )
 _ERRNO = frozenset(getattr(errno, name) for name in _ERRNO_NAMES if hasattr(errno, name))
-# Of HTTP: too slow, too many requests, the server's own, except what it can never do (501).
+# HTTP: timeout, too many requests, and errors of the server except "not implemented".
 _STATUS = frozenset({408, 429, *range(500, 600)}) - {501}
-# A token that expired is answered so until it is renewed; so is an account without rights.
+# The answer to an account without permission, and to a token that has expired.
 _DENIED = frozenset({401, 403})
 CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "urllib3", "httpx", "httpcore", "botocore")
 _TRANSPORT = re.compile(
@@ -45,7 +45,7 @@ _TRANSPORT = re.compile(
 # Errors that clients raise for an answer that they cannot parse, such as one that is cut short.
 _UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError)
 _UNREADABLE += (AttributeError, AssertionError)
-# As TensorStore and gRPC write them into the text of a ValueError or a RuntimeError.
+# How TensorStore and gRPC name faults in the text of a ValueError or a RuntimeError.
 _TEXT = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|INTERNAL: .*HTTP)\b"
     r"|HTTP response code: (408|429|5(?!01)\d\d)"
@@ -54,84 +54,86 @@ _TEXT = re.compile(
 )
 _TEXT_DENIED = re.compile(
     r"\b(UNAUTHENTICATED|PERMISSION_DENIED)\b|HTTP response code: (401|403)"
-    r"|^Forbidden: "  # gcsfs's word for 403, in an OSError without a number
+    r"|^Forbidden: "  # how gcsfs reports 403, in an OSError without a number
 )
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns whether an error, or one that it came from, is the network's or the machine's.
+    """Returns whether an error, or one of its causes, is a temporary fault of network or machine.
 
-    Rights that are refused are not among them; see `is_denied`.
+    A denied permission is not; see `is_denied`.
     """
     return any(map(_is_transient, _chain(error)))
 
 
 def is_denied(error: BaseException) -> bool:
-    """Returns whether a bucket refused rights: none were given, or a token has expired.
+    """Returns whether a bucket denied a permission: it was never given, or a token has expired.
 
-    Until a bucket has been used with success it is bad input; from then on it passes.
+    It is bad input before the permission was used with success, and temporary afterwards.
     """
     return any(_status(e) in _DENIED or _says(e, _TEXT_DENIED) for e in _chain(error))
 
 
-def passes(error: BaseException) -> bool:
-    """Returns whether it is the network's or the machine's, or a right that was there before."""
+def is_retryable(error: BaseException) -> bool:
+    """Returns whether an error may go away: a temporary fault or a denied permission."""
     return is_transient(error) or is_denied(error)
 
 
-# When nothing is waited for any more, by time.monotonic().
-latest = math.inf
+# The time, by time.monotonic(), after which nothing is retried.
+deadline = math.inf
 
 
-def say(line: str) -> None:
-    """Shows a line, once for each piece of work that waits: a run puts its own function here."""
+def report(line: str) -> None:
+    """Reports that work is waiting; a run replaces this function by its own."""
 
 
-def hurry() -> None:
-    """Lets all wait for faults half a minute longer at most: the process is to stop."""
-    global latest
-    latest = min(latest, time.monotonic() + _HURRY)
+def shorten_waits() -> None:
+    """Ends all retries within half a minute, since the process is to stop."""
+    global deadline
+    deadline = min(deadline, time.monotonic() + _LAST_WAIT)
 
 
 class Patience:
-    """The waits between attempts at one piece of work, which grow.
+    """The growing waits between the attempts at one piece of work.
 
-    Faults of what `where` names may follow one another for so many seconds, None: ten minutes.
+    `where` names the work in messages. `seconds` is how long faults may last; None: ten minutes.
     """
 
     def __init__(self, where: str, seconds: float | None = None):
         self._where, self._seconds = where, GIVE_UP if seconds is None else seconds
         self._wait, self._end = FIRST_WAIT, 0.0
 
-    def after(self, error: BaseException) -> float:
+    def next_wait(self, error: BaseException) -> float:
         """Returns how many seconds to wait after a fault; raises Unavailable after too many."""
         now, reason = time.monotonic(), _reason(error)
         self._end = self._end or now + self._seconds
-        if now + self._wait > min(self._end, latest):
-            how = (
-                f"for {self._seconds:.0f} seconds" if self._end <= latest else "when asked to stop"
-            )
+        if now + self._wait > min(self._end, deadline):
+            is_late = self._end <= deadline
+            since = f"for {self._seconds:.0f} seconds" if is_late else "when asked to stop"
             raise Unavailable(
-                f"{self._where}: out of reach {how} ({reason}); run again to go on"
+                f"{self._where}: out of reach {since} ({reason}); run again to resume"
             ) from error
         if self._wait == 8 * FIRST_WAIT:
-            say(f"{self._where}: out of reach ({reason}); trying again")
-        # Not all hosts of a pod at the same moment.
+            report(f"{self._where}: out of reach ({reason}); trying again")
+        # Random, so that the hosts of a pod do not all retry at the same moment.
         wait, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
         return wait * random.uniform(0.5, 1.0)
 
 
-def again(
+def call_with_retries(
     work: Callable[[], T], where: str, *, denied: str = "wait", seconds: float | None = None
 ) -> T:
-    """Repeats the work, from its start, after each passing fault, with growing waits.
+    """Calls `work` until it succeeds, with growing waits after each temporary fault.
 
-    Refused rights are taken for a token that will be renewed (`wait`) or for bad input (`refuse`).
-    What has become bad input by then is raised at once, whatever it came from, and so is what does
-    not pass.
+    Args:
+      work: may be called again from its start.
+      where: names the work in messages.
+      denied: "wait" retries a denied permission, as after a token has expired; "refuse" raises
+        InputError.
+      seconds: how long faults may last; None: ten minutes.
 
     Raises:
-      Unavailable: faults lasted too long, see `Patience`.
+      Unavailable: faults lasted too long. All other errors of `work` are raised at once.
     """
     patience = Patience(where, seconds)
     while True:
@@ -142,14 +144,14 @@ def again(
         except Exception as error:
             if denied == "refuse" and is_denied(error):
                 raise InputError(f"{where}: may not be used ({_reason(error)})") from error
-            if not passes(error):
+            if not is_retryable(error):
                 raise
-            pause = patience.after(error)
+            pause = patience.next_wait(error)
         time.sleep(pause)
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """Returns the error and those it was raised from, the outermost first."""
+    """Returns the error and its causes, the outermost first."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -189,9 +191,9 @@ def _status(error: BaseException) -> int:
 
 
 def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
-    """Returns whether an error that has no kind of its own says so in its text."""
+    """Returns whether the text of an error of a general type matches."""
     if type(error).__name__ == "JaxRuntimeError":
-        return False  # the devices' own words, for other faults
+        return False  # devices use the same words for other faults
     plain = isinstance(error, OSError | ValueError | RuntimeError) or type(error) is Exception
     return plain and bool(pattern.search(str(error)))
 

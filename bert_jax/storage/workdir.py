@@ -1,23 +1,24 @@
-"""Where a run keeps its files, and the few rules by which files are written, on this machine.
+"""The files of a run, and the rules for writing files on this machine.
 
-A file is written next to its place and renamed, so that a reader sees the old text or the new. A
-folder counts only once it holds COMPLETE, which is written last; one without is rebuilt. A run in a
-bucket is written here, too: `mirror` sends it there.
+A file is written under a temporary name and renamed, so that a reader sees the old text or the new
+one. A folder is complete once it holds COMPLETE, which is written last; an incomplete folder is
+made again. The files of a run in a bucket are written on this machine too, and `mirror` uploads
+them.
 
     W/experiment.json       the resolved experiment
-    W/experiment_code.py    the file of its objective or encoder, if it has one of its own
+    W/experiment_code.py    the experiment's custom code, if it has any
     W/corpus/               the prepared corpus (see data.corpus)
-    W/checkpoints/          one folder a step (see checkpoints.checkpoint)
-    W/metrics.jsonl         what was computed: a function of experiment, corpus and step alone
-    W/predictions.jsonl     what the model predicted in a few fixed texts, as exact as the metrics
-    W/timings.jsonl         how long it took
-    W/saved.json            the step of the newest checkpoint that was seen whole
-    W/origin.json           which experiment file and --set strings the last start was given, and
-                            which checkpoint a fork began with
+    W/checkpoints/          one folder for each saved step (see checkpoints.checkpoint)
+    W/metrics.jsonl         metrics: a function of experiment, corpus and step alone
+    W/predictions.jsonl     sample predictions, as reproducible as the metrics
+    W/timings.jsonl         times
+    W/saved.json            the step of the newest checkpoint that was complete
+    W/origin.json           the experiment file and --set strings of the last start, and the
+                            checkpoint that a fork starts from
     W/profile/              traces of some steps (see running.progress)
-    W/plan.json             what it would take on TPUs (see tools.plan.report)
-    W/layers.json           what each layer knows (see tasks.layer_scores), and a page of it
-    W/launch.json           what was rented for the run, by a version before this
+    W/plan.json             the plan for TPUs (see tools.plan.report)
+    W/layers.json           scores of the layers (see tasks.layer_scores); layers.html shows them
+    W/launch.json           rented machines, written by older versions
 """
 
 import contextlib
@@ -45,7 +46,7 @@ T = TypeVar("T", bound=Section)
 
 COMPLETE = "COMPLETE"
 
-# What a run writes into its folder, except its corpus, its checkpoints and its traces.
+# The small files of a run: all except its corpus, its checkpoints and its traces.
 RUN_FILES = (
     "experiment.json",
     code.COPY,
@@ -56,12 +57,12 @@ RUN_FILES = (
     "predictions.jsonl",
     "timings.jsonl",
 )
-_OURS = {*RUN_FILES, "corpus", "checkpoints", "profile", "lock"}
-_OURS |= {"plan.json", "layers.json", "layers.html", "launch.json"}
-# What a process leaves of them that is killed while it writes.
+_RUN_NAMES = {*RUN_FILES, "corpus", "checkpoints", "profile", "lock"}
+_RUN_NAMES |= {"plan.json", "layers.json", "layers.html", "launch.json"}
+# Temporary files that a killed process has left.
 _UNFINISHED = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))})\.\w+\.tmp")
 
-# Of a record, its checksum.
+# The key of the checksum in a record.
 _CHECKSUM = "checksum"
 
 _LOCK_TRIES = 4
@@ -71,19 +72,19 @@ _FULL = "{}: the disk is full; free some space and run again"
 
 
 class Workdir:
-    """Names of the files of one run; for a run in a bucket `mirror.open_workdir` gives them."""
+    """The paths of the files of one run; see `mirror.open_workdir`."""
 
     def __init__(
         self, root: str | epath.PathLike, corpus_dir: str = "", remote: epath.Path | None = None
     ):
         require_local(root)
-        # On this machine; and the place in a bucket that it is written for, or was fetched from.
+        # The folder on this machine, and the folder in a bucket whose files it has.
         self.root, self.remote = epath.Path(root), remote
-        # Where users say that the run lies: in its bucket, or `root`.
-        self.named = self.root if remote is None else remote
-        # Below `named`: corpora are copied, and Orbax writes to buckets itself. Or elsewhere.
-        self.corpus = epath.Path(corpus_dir) if corpus_dir else self.named / "corpus"
-        self.checkpoints = self.named / "checkpoints"
+        # Where the run is, for users: `remote`, or `root` without a bucket.
+        self.address = self.root if remote is None else remote
+        # Not below `root`: corpora are copied apart, and Orbax writes to the bucket itself.
+        self.corpus = epath.Path(corpus_dir) if corpus_dir else self.address / "corpus"
+        self.checkpoints = self.address / "checkpoints"
         self.experiment = self.root / "experiment.json"
         self.metrics = self.root / "metrics.jsonl"
         self.predictions = self.root / "predictions.jsonl"
@@ -99,14 +100,14 @@ class Workdir:
         """Returns the workdir with its corpus in another folder; "": in the workdir."""
         return Workdir(self.root, corpus_dir, self.remote)
 
-    def require_ours(self) -> None:
-        """Raises InputError if the folder is there, and holds other things and no run."""
+    def require_run_or_empty(self) -> None:
+        """Raises InputError if the folder holds other files and no run."""
         with translate_os_errors(self.root):
             names = {path.name for path in self.root.iterdir()} if self.root.exists() else set()
-        require_run(self.root, names)
+        require_run_among(self.root, names)
 
     def remove_unfinished(self) -> None:
-        """Removes what a killed process left half written; by the one that holds the folder."""
+        """Removes temporary files of killed processes; requires the lock of the folder."""
         with translate_os_errors(self.root):
             for path in self.root.iterdir():
                 if _UNFINISHED.fullmatch(path.name):
@@ -114,7 +115,7 @@ class Workdir:
 
 
 def holds_finetuning(workdir: Workdir) -> bool:
-    """Tells whether a fine-tuned run lies here, not a pre-training, a base or nothing."""
+    """Returns whether the workdir holds a fine-tuned run."""
     if not workdir.experiment.exists():
         return False
     text, where = _experiment_text(workdir)
@@ -125,53 +126,53 @@ def load_experiment(workdir: Workdir, kind: type[T] = Experiment) -> T:
     """Reads the experiment that a run was started with."""
     if (workdir.root / "base.json").exists():
         raise InputError(
-            f"{workdir.named}: is a base, weights without a run; `evaluate`, `show` and `plan` ask "
-            "for an EXPERIMENT, too, and for its prepared corpus by --set run.corpus_dir=FOLDER"
+            f"{workdir.address}: is a base, not a run; name an EXPERIMENT too, and its prepared "
+            "corpus with --set run.corpus_dir=FOLDER"
         )
     if not workdir.experiment.exists():
         hint = ""
         if (workdir.root / "config.json").exists():
-            place = shlex.quote(os.fspath(workdir.named))
-            hint = "; for a folder that transformers wrote, first `bert-jax import "
-            hint += f"{place} --workdir B`, and name B"
-        raise InputError(f"{workdir.named}: no run here (no experiment.json){hint}")
+            path = shlex.quote(os.fspath(workdir.address))
+            hint = f"; import a folder of transformers first: `bert-jax import {path} --workdir B`"
+        raise InputError(f"{workdir.address}: no run here (no experiment.json){hint}")
     return files.from_json(*_experiment_text(workdir), kind)
 
 
 def _experiment_text(workdir: Workdir) -> tuple[bytes, str]:
-    """Returns the saved experiment as its file has it, and where it lies."""
-    return workdir.experiment.read_bytes(), str(workdir.named / workdir.experiment.name)
+    """Returns the content of experiment.json, and its address for messages."""
+    return workdir.experiment.read_bytes(), str(workdir.address / workdir.experiment.name)
 
 
 def fork_of(workdir: Workdir) -> dict[str, Any]:
-    """Returns the `checkpoint` that a fork began with, its `sha256` and `experiment`; {}: none."""
-    there = workdir.origin.exists()
-    return read_json(workdir.origin, files.FORMAT_VERSION).get("fork", {}) if there else {}
+    """Returns `checkpoint`, `sha256` and `experiment` that a fork starts from; {}: no fork."""
+    if not workdir.origin.exists():
+        return {}
+    return read_json(workdir.origin, files.FORMAT_VERSION).get("fork", {})
 
 
-def require_run(place: epath.PathLike, names: Iterable[str]) -> None:
-    """Raises InputError if a folder that holds these names holds other things and no run."""
+def require_run_among(folder: epath.PathLike, names: Iterable[str]) -> None:
+    """Raises InputError if the folder, which holds these names, has other files and no run."""
     names = set(names)
-    if names and not names & _OURS:
+    if names and not names & _RUN_NAMES:
         raise InputError(
-            f"{place}: holds other files and no run; choose another folder with --workdir"
+            f"{folder}: holds other files and no run; choose another folder with --workdir"
         )
 
 
 def require_local(path: epath.PathLike) -> None:
-    """Raises InputError if the path lies on no disk of this machine."""
+    """Raises InputError if the path is not on a disk of this machine."""
     if "://" in os.fspath(path):
         raise InputError(f"{path}: must be on a disk of this machine; name a local folder or file")
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """The process that holds a folder."""
+    """The process that has locked a folder, or owns a run in a bucket."""
 
-    token: str  # differs for each time that one is taken
-    host: str  # the machine's name
-    process: int  # its id there
-    since: float  # when it was taken, in seconds since 1970
+    token: str  # unique for each lock
+    host: str  # the name of the machine
+    process: int  # the process id
+    since: float  # the time of the lock, in seconds since 1970
 
     @classmethod
     def me(cls) -> "Holder":
@@ -180,7 +181,7 @@ class Holder:
 
     @classmethod
     def parse(cls, data: bytes) -> "Holder | None":
-        """Returns what `text` wrote; None for something else, of another version, say."""
+        """Returns the holder that `text` wrote; None for other content, such as a newer format."""
         with contextlib.suppress(InputError, OSError), reading("a holder"):
             record = json.loads(data)
             if record.pop("format_version") == _HOLDER_VERSION:
@@ -199,30 +200,31 @@ class Holder:
 
 
 def cache_folder() -> epath.Path:
-    """Returns where this machine keeps what it can make or copy again; see `--cache-dir`."""
+    """Returns the folder for files that can be made or copied again; see `--cache-dir`."""
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return epath.Path(os.environ.get("BERT_JAX_CACHE_DIR") or os.path.join(user, "bert_jax"))
 
 
 def absolute(path: epath.Path) -> epath.Path:
-    """Returns the path from the root on, whatever the current folder becomes."""
-    return path if "://" in os.fspath(path) else path.absolute()  # epath takes gs: for a folder
+    """Returns the absolute path."""
+    # epath would take "gs:" for the name of a folder.
+    return path if "://" in os.fspath(path) else path.absolute()
 
 
 def write_atomic(path: epath.Path, text: str | Iterable[str]) -> None:
-    """Replaces the file's text, given whole or in parts, in one step, flushed to disk."""
+    """Replaces a file atomically with the text, which may be given in parts; flushes it to disk."""
     with new_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.writelines((text,) if isinstance(text, str) else text)
 
 
 @contextlib.contextmanager
 def new_file(path: epath.Path) -> Iterator[epath.Path]:
-    """Gives a temporary file to write, which takes the file's place, flushed to disk, at the end.
+    """Yields a temporary path to write, which replaces the file, flushed to disk, at the end.
 
-    A failure leaves what was there before.
+    An error leaves the old file.
     """
     require_local(path)
-    require_plain(path)
+    require_no_special_file(path)
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with translate_os_errors(path):
         try:
@@ -236,25 +238,25 @@ def new_file(path: epath.Path) -> Iterator[epath.Path]:
             raise
 
 
-def no_link(path: str, flags: int) -> int:
-    """Opens a file for `open`, but no link, which could lead out of a folder of others."""
+def open_without_links(path: str, flags: int) -> int:
+    """Opens a file for `open`, but not a link, which could lead out of a folder of other users."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def require_plain(path: epath.PathLike) -> None:
-    """Raises InputError if something other than a file or a folder stands there."""
-    name = os.fspath(path)  # epath takes a device for a file
+def require_no_special_file(path: epath.PathLike) -> None:
+    """Raises InputError for a device, a pipe or a socket."""
+    name = os.fspath(path)  # epath regards a device as a file
     if os.path.exists(name) and not (os.path.isfile(name) or os.path.isdir(name)):
         raise InputError(f"{path}: is a device or a pipe; name a file")
 
 
 def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record with a checksum of all of it, which `read_json` compares."""
+    """Returns the record with its checksum, which `read_json` compares."""
     return {**record, _CHECKSUM: _checksum(record)}
 
 
 def write_json(path: epath.Path, record: dict[str, Any]) -> None:
-    """Replaces the file with a record and its checksum, as `read_json` reads them."""
+    """Replaces the file with a record and its checksum; `read_json` reads them."""
     write_atomic(path, json.dumps(with_checksum(record), indent=2) + "\n")
 
 
@@ -269,9 +271,9 @@ def read_json(
     mend: str = "use the bert-jax that wrote it",
     restore: str = "put the whole file back",
 ) -> dict[str, Any]:
-    """Reads a JSON object with a `format_version` and, if it was written with one, a checksum.
+    """Reads a JSON object with a `format_version`, and compares its checksum if it has one.
 
-    `mend` says what to do about another version, `restore` about a damaged file.
+    Error messages end with `mend` for another version, and with `restore` for a damaged file.
     """
     try:
         content = path.read_bytes()
@@ -279,7 +281,7 @@ def read_json(
         raise InputError(f"{path}: no such file") from error
     except OSError as error:
         if retry.is_transient(error):
-            raise Unavailable(f"{path}: {error.strerror}; run again to go on") from error
+            raise Unavailable(f"{path}: {error.strerror}; run again to resume") from error
         raise InputError(f"{path}: damaged, cannot be read ({error}); {restore}") from error
     return parse_json(content, path, format_version, mend, restore)
 
@@ -292,7 +294,7 @@ def parse_json(
     restore: str,
     seal: Literal["required", "optional"] = "optional",
 ) -> dict[str, Any]:
-    """Returns what `read_json` does, of a file whose content was read."""
+    """Parses the content of a file as `read_json` does."""
     value = json_object(content, f"{path}: damaged", f"; {restore}")
     if value.get("format_version") != format_version:
         raise InputError(
@@ -305,16 +307,16 @@ def parse_json(
 
 
 def mark_complete(folder: epath.Path) -> None:
-    """Marks a folder as holding all it should."""
+    """Marks a folder as complete."""
     write_atomic(folder / COMPLETE, "")
 
 
 def is_complete(folder: epath.Path) -> bool:
-    """Returns whether `mark_complete` was reached."""
+    """Returns whether the folder was marked as complete."""
     return (folder / COMPLETE).exists()
 
 
-# What an error of the file system says, where it does not pass.
+# Messages for permanent errors of the file system.
 _WORDS = {
     errno.EROFS: "cannot be written ({})",
     errno.EACCES: "may not be used ({})",
@@ -327,16 +329,12 @@ _WORDS = {
 
 @contextlib.contextmanager
 def translate_os_errors(path: epath.PathLike) -> Iterator[None]:
-    """Turns errors of the file system into one line that names the path.
-
-    Raises:
-      Unavailable: it fails for now; DiskFull of a full disk.
-    """
+    """Turns errors of the file system into InputError, Unavailable or DiskFull with the path."""
     try:
         yield
     except (InputError, Unavailable):
         raise
-    except BrokenPipeError:  # the reader of our output has left, and no file is at fault
+    except BrokenPipeError:  # not an error of a file: the reader of our output has ended
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -344,57 +342,59 @@ def translate_os_errors(path: epath.PathLike) -> Iterator[None]:
         if error.errno in _WORDS:
             raise InputError(f"{path}: {_WORDS[error.errno].format(error.strerror)}") from error
         reason = f"{error.filename or path}: {error.strerror or error}"
-        if retry.passes(error):
-            raise Unavailable(f"{reason}; run again to go on") from error
+        if retry.is_retryable(error):
+            raise Unavailable(f"{reason}; run again to resume") from error
         raise InputError(reason) from error
     except Exception as error:
-        # As libraries in C++ pass it on.
+        # How libraries in C++ report a full disk.
         if isinstance(error, RuntimeError | ValueError) and os.strerror(errno.ENOSPC) in str(error):
             raise DiskFull(_FULL.format(path)) from error
-        if retry.passes(error):
+        if retry.is_retryable(error):
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-            raise Unavailable(f"{path}: {reason}; run again to go on") from error
+            raise Unavailable(f"{path}: {reason}; run again to resume") from error
         raise
 
 
 @contextlib.contextmanager
 def lock(
-    folder: epath.Path, named: epath.PathLike | None = None, setting: str = "--workdir"
+    folder: epath.Path, address: epath.PathLike | None = None, setting: str = "--workdir"
 ) -> Iterator[Holder]:
-    """Holds the folder, made if need be, for this process; the system frees it when it dies.
+    """Locks the folder for this process, and creates it if needed; yields the holder.
 
-    Gives what `FOLDER/lock` says of this process meanwhile.
+    FOLDER/lock describes this process meanwhile. The lock ends with the process. If the context
+    raises and leaves no new files, the lock and a new folder are removed.
 
-    If what is done meanwhile fails and leaves nothing, the lock and the folder go too, where they
-    were not there before. `named` is what users call the folder; None: the same. `setting` is the
-    flag or field that chooses the folder.
+    Args:
+      folder: the folder.
+      address: the folder's name in messages; None: the folder.
+      setting: the flag or field that names the folder, for messages.
     """
     require_local(folder)
     path = folder / "lock"
     with create_folder(folder):
         with translate_os_errors(path):
             before = {other.name for other in folder.iterdir()}
-            file = _held(path, named or folder, setting)
+            file = _open_locked(path, address or folder, setting)
         with file:
             try:
                 me = Holder.me()
                 with translate_os_errors(path):
                     file.truncate(0)
                     file.write(me.text().encode())
-                    os.fsync(file)  # where a disk is shared, others see it from here on
+                    os.fsync(file)  # from now on, others see it on a shared disk
                 yield me
                 file.truncate(0)
             except BaseException:
                 with contextlib.suppress(OSError):
                     file.truncate(0)
                     if {other.name for other in folder.iterdir()} - before == {"lock"}:
-                        path.unlink()  # while it is held: later it may be another's
+                        path.unlink()  # still locked; later it may be another process's
                 raise
 
 
 @contextlib.contextmanager
 def create_folder(folder: epath.Path) -> Iterator[None]:
-    """Makes the folder and those above; on failure removes those of them that are empty."""
+    """Creates the folder and its parents; if the context raises, removes the new empty ones."""
     missing: list[epath.Path] = []
     try:
         with translate_os_errors(folder):
@@ -403,32 +403,32 @@ def create_folder(folder: epath.Path) -> Iterator[None]:
         yield
     except BaseException:
         for path in missing:
-            with contextlib.suppress(OSError, ValueError):  # epath's word for one not empty
+            with contextlib.suppress(OSError, ValueError):  # epath: ValueError if not empty
                 path.rmdir()
         raise
 
 
-def _held(path: epath.Path, named: epath.PathLike, setting: str) -> IO[bytes]:
+def _open_locked(path: epath.Path, address: epath.PathLike, setting: str) -> IO[bytes]:
     """Returns the lock file, opened and locked."""
     tries = 0
     while True:
         with contextlib.ExitStack() as stack:
-            file = open(os.fspath(path), "a+b", buffering=0, opener=no_link)  # noqa: SIM115
+            file = open(os.fspath(path), "a+b", buffering=0, opener=open_without_links)  # noqa: SIM115
             stack.callback(file.close)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # A holder that fails removes its lock: ours may be no longer the one there.
+                # Another holder may have removed the file that this process has opened.
                 if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     stack.pop_all()
                     return file
             except BlockingIOError as error:
                 tries += 1
-                if tries == _LOCK_TRIES:  # `is_locked` holds it for a moment
+                if tries == _LOCK_TRIES:  # `is_locked` holds the lock for a moment
                     file.seek(0)
                     holder = Holder.parse(file.read()) or "another process"
                     raise InputError(
-                        f"{named}: in use by {holder}; wait for it, or choose another folder with "
-                        f"{setting}"
+                        f"{address}: in use by {holder}; wait for it, or choose another folder "
+                        f"with {setting}"
                     ) from error
                 time.sleep(0.05)
 
@@ -437,7 +437,7 @@ def is_locked(folder: epath.Path) -> bool:
     """Returns whether a process of this machine holds the folder's lock."""
     try:
         with open(os.fspath(folder / "lock"), "rb") as file:
-            # Shared, so that two who ask do not see each other.
+            # Shared, so that two processes that ask do not disturb each other.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     except OSError as error:

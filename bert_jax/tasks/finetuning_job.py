@@ -156,7 +156,7 @@ class FinetuningJob(Job):
         labels = tuple(metadata["notes"]["labels"])
         if not changed and labels != self.labels:
             raise InputError(
-                f"{self.workdir.named}: the labels of this run are {quote_names(labels)}, but the "
+                f"{self.workdir.address}: this run has the labels {quote_names(labels)}, but the "
                 f"training examples have {quote_names(self.labels)}; restore the old labels, or "
                 "start again with another --workdir"
             )
@@ -315,7 +315,7 @@ class FinetuningJob(Job):
         """Raises InputError unless a checkpoint was trained on these examples."""
         if metadata["corpus_sha256"] != self.data_sha256:
             raise InputError(
-                f"{self.workdir.named}: the examples are not those that this run was trained on; "
+                f"{self.workdir.address}: the examples are not those that this run was trained on; "
                 "restore them, or start again with another --workdir"
             )
 

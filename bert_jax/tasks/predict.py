@@ -199,13 +199,13 @@ def _load_base(experiment: Finetuning, workdir: Workdir, sha256: str) -> LoadedB
         loaded = LoadedBase.of(experiment)
     except InputError as error:
         raise InputError(
-            f"{error}; the base of {workdir.named} is {experiment.init_from}: give its current "
+            f"{error}; the base of {workdir.address} is {experiment.init_from}: give its current "
             "folder with --from"
         ) from error
     if loaded.sha256 != sha256:
         raise InputError(
             f"{experiment.init_from}: its weights ({loaded.sha256[:12]}) are not those of the base "
-            f"of {workdir.named} ({sha256[:12]}); give the folder of that base with --from"
+            f"of {workdir.address} ({sha256[:12]}); give the folder of that base with --from"
         )
     return loaded
 

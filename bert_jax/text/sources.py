@@ -173,9 +173,9 @@ def _find_in_bucket(address: str, seconds: float | None) -> tuple[Files, bool]:
         literal = re.split(r"[*?[]", address)[0]
         folder, pattern = literal[: literal.rfind("/") + 1], glob_translate(address)
     has_name = buckets.is_bucket(folder) and buckets.split(address)[1]
-    if has_name and (entry := buckets.about(address, seconds)):
+    if has_name and (entry := buckets.describe(address, seconds)):
         return {address: entry}, False
-    objects = sorted(buckets.listing(folder, seconds=seconds).items())
+    objects = sorted(buckets.list_objects(folder, seconds=seconds).items())
     paths = {folder + name: entry for name, entry in objects if not name.endswith("/")}
     matches = re.compile(pattern or ".*").fullmatch
     return {path: entry for path, entry in paths.items() if matches(path)}, not pattern

@@ -136,7 +136,7 @@ def choose_experiment(
         kind = jax.devices()[0].device_kind
         raise InputError(f"auto: the speed of a {kind} is not known; use `bert-jax pretrain`")
     operations = speed * hours * 3600
-    name = config.name_of(os.fspath(workdir.named)) or "text"
+    name = config.name_of(os.fspath(workdir.address)) or "text"
     experiment = (
         _base_experiment(name, text, base) if base else _fresh_experiment(name, text, operations)
     )

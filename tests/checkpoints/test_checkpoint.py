@@ -276,7 +276,11 @@ def test_a_read_leaves_the_number_in_names_of_barriers_as_it_is(name, run, monke
 
 def test_a_storage_that_stays_away_is_unavailable_and_nothing_is_renamed(run, monkeypatch):
     monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(retry.again, "__kwdefaults__", retry.again.__kwdefaults__ | {"seconds": 1})
+    monkeypatch.setattr(
+        retry.call_with_retries,
+        "__kwdefaults__",
+        retry.call_with_retries.__kwdefaults__ | {"seconds": 1},
+    )
     monkeypatch.setattr(checkpoint.ocp, "load", failing(OSError(errno.EIO, "Input/output error")))
     with pytest.raises(Unavailable, match="out of reach for 1 seconds"):
         again(run)

@@ -70,7 +70,7 @@ if WHAT == "late":
         time.sleep(0.1)
 if WHAT == "blinded":
     retry.FIRST_WAIT = 0.1
-    retry.again.__kwdefaults__["seconds"] = 3.0
+    retry.call_with_retries.__kwdefaults__["seconds"] = 3.0
     if ME == WHO:
 
         def away(*args, **kwargs):
@@ -79,7 +79,7 @@ if WHAT == "blinded":
         checkpoint.ocp.load = away
 if os.environ.get("REPEATS"):
     retry.FIRST_WAIT = 0.01
-    again = retry.again
+    again = retry.call_with_retries
 
     def repeat(work, *args, **kwargs):
         faults = [ConnectionResetError("reset by peer") for _ in range(ME + 1)]
@@ -92,7 +92,7 @@ if os.environ.get("REPEATS"):
 
         return again(fail_at_first, *args, **kwargs)
 
-    retry.again = repeat
+    retry.call_with_retries = repeat
 args = [os.path.expandvars(arg) for arg in sys.argv[5:]]
 if args[0] == "@chdir":
     os.chdir(pathlib.Path(args[1]) / str(ME))

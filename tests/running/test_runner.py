@@ -161,7 +161,7 @@ def test_lines_survive_a_kill_in_the_middle_of_one(tmp_path):
     with open(tmp_path / "m.jsonl", "a") as file:
         file.write('{"step": 4, "x"')
     assert [line["step"] for line in lines.read()] == [1, 2, 3]
-    lines.forget_after(2)
+    lines.delete_after(2)
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "x": 0.1}\n{"step": 2, "x": 0.1}\n'
 
 

@@ -58,7 +58,7 @@ def read_opened(path):
 
 
 def read_fetched(path, tmp_path):
-    copies.fetch(path, epath.Path(tmp_path))
+    copies.download(path, epath.Path(tmp_path))
     return (tmp_path / path.name).read_bytes()
 
 
@@ -108,13 +108,13 @@ def test_a_large_file_is_sent_over_faults_and_told_from_a_changed_one(objects, t
     (tmp_path / "large").write_bytes(data)
     buckets._granted.add(("bucket", "write"))
     objects.fault = only("write", Fault(503), times=8)  # more than the client's own tries
-    buckets.send(tmp_path / "large", RUN / "large")
+    buckets.upload(tmp_path / "large", RUN / "large")
     assert objects.files() == {"run/large": data}
-    sent = buckets.about(RUN / "large")
-    assert sent is not None and buckets.is_same(tmp_path / "large", sent)
+    sent = buckets.describe(RUN / "large")
+    assert sent is not None and buckets.has_same_content(tmp_path / "large", sent)
     for other in (data[:-1], data[:-1] + b"x"):
         (tmp_path / "large").write_bytes(other)
-        assert not buckets.is_same(tmp_path / "large", sent)
+        assert not buckets.has_same_content(tmp_path / "large", sent)
 
 
 def test_a_token_or_a_role_that_is_refused_at_first_is_named(objects):

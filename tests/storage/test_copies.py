@@ -35,7 +35,7 @@ def fetch(target, say=None):
     def damage(name, file):
         return "" if file.read_bytes() == FILES[name] else "other bytes"
 
-    copies.fetch_all(THERE, epath.Path(target), wanted, damage, "put it back", say)
+    copies.download_all(THERE, epath.Path(target), wanted, damage, "put it back", say)
 
 
 def files(folder):
@@ -55,7 +55,7 @@ def sent(objects):
 
 
 def test_files_are_copied_both_ways_and_fetched_in_pieces(objects, tmp_path):
-    copies.send_all(filled(tmp_path / "from"), THERE, FILES)
+    copies.upload_all(filled(tmp_path / "from"), THERE, FILES)
     assert objects.files() == {f"corpus/{name}": data for name, data in FILES.items()}
     told = []
     fetch(tmp_path / "to", told.append)
@@ -73,12 +73,12 @@ def test_a_copy_goes_on_after_a_break_with_the_files_that_are_not_there(
         if kind == "read":
             fetch(tmp_path / "to")
             return files(tmp_path / "to")
-        copies.send_all(here, THERE, FILES)
+        copies.upload_all(here, THERE, FILES)
         return {n.removeprefix("corpus/"): data for n, data in objects.files().items()}
 
     here = filled(tmp_path / "from")
     if kind == "read":
-        copies.send_all(here, THERE, FILES)
+        copies.upload_all(here, THERE, FILES)
     monkeypatch.setattr(retry, "GIVE_UP", 0.1)
     objects.reset_faults()
     objects.fault = lambda method, name, what: (
@@ -111,10 +111,10 @@ def test_a_damaged_object_is_named_and_not_kept(damage, sent, tmp_path):
 
 
 def test_one_object_is_fetched_and_checked(sent, tmp_path):
-    copies.fetch(THERE / "a/large", epath.Path(tmp_path))
+    copies.download(THERE / "a/large", epath.Path(tmp_path))
     assert files(tmp_path) == {"large": LARGE}
     with pytest.raises(InputError, match="gs://bucket/corpus/none: is missing"):
-        copies.fetch(THERE / "none", epath.Path(tmp_path))
+        copies.download(THERE / "none", epath.Path(tmp_path))
 
 
 def test_processes_of_a_host_make_one_copy(objects):

@@ -158,7 +158,7 @@ def prepare() -> None:
 
 
 def corpus_objects() -> dict[str, str]:
-    listed = buckets.listing(epath.Path("gs://bucket/corpus"))
+    listed = buckets.list_objects(epath.Path("gs://bucket/corpus"))
     return {name: about.crc32c for name, about in listed.items() if name.startswith("stream/")}
 
 

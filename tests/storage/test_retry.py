@@ -95,30 +95,30 @@ def failing(times, error):
 
 def test_what_fails_for_a_while_is_done_in_the_end_with_growing_waits(waits, monkeypatch):
     said = []
-    monkeypatch.setattr(retry, "say", said.append)
-    assert retry.again(failing(6, PASSES[0]), "gs://b/x") == "done"
+    monkeypatch.setattr(retry, "report", said.append)
+    assert retry.call_with_retries(failing(6, PASSES[0]), "gs://b/x") == "done"
     assert len(waits) == 6 and waits[-1] > 5 * waits[0]
     assert len(said) == 1 and "gs://b/x" in said[0]
 
 
 def test_what_fails_for_long_is_unavailable(waits):
     with pytest.raises(Unavailable, match=r"gs://b/x: out of reach for 60 seconds"):
-        retry.again(failing(1000, TimeoutError()), "gs://b/x", seconds=60)
+        retry.call_with_retries(failing(1000, TimeoutError()), "gs://b/x", seconds=60)
     assert 30 < sum(waits) <= 60
 
 
 def test_who_is_to_stop_waits_for_half_a_minute(waits, monkeypatch):
-    monkeypatch.setattr(retry, "latest", math.inf)
+    monkeypatch.setattr(retry, "deadline", math.inf)
     calls = iter(range(1000))
 
     def work():
         if next(calls) == 3:
-            retry.hurry()
+            retry.shorten_waits()
             waits.append(0.0)  # the time
         raise TimeoutError
 
     with pytest.raises(Unavailable):
-        retry.again(work, "gs://b/x")
+        retry.call_with_retries(work, "gs://b/x")
     assert 15 < sum(waits[waits.index(0.0) :]) <= 30
 
 
@@ -127,13 +127,13 @@ def test_what_does_not_pass_or_was_found_to_be_bad_input_is_raised_at_once(waits
     refused.__cause__ = ValueError("PERMISSION_DENIED: no access")
     for error in (KeyError("x"), refused):
         with pytest.raises(type(error)):
-            retry.again(failing(1, error), "gs://b/x")
+            retry.call_with_retries(failing(1, error), "gs://b/x")
     assert not waits
 
 
 def test_rights_that_are_refused_are_bad_input_at_first_and_pass_later(waits):
     denied = ValueError("PERMISSION_DENIED: no access")
     with pytest.raises(InputError, match="may not be used"):
-        retry.again(failing(1, denied), "gs://b/x", denied="refuse")
+        retry.call_with_retries(failing(1, denied), "gs://b/x", denied="refuse")
     assert not waits
-    assert retry.again(failing(3, denied), "gs://b/x") == "done"
+    assert retry.call_with_retries(failing(3, denied), "gs://b/x") == "done"

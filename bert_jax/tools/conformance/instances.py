@@ -19,7 +19,7 @@ from bert_jax.config import Data
 from bert_jax.config.fields import PositiveCount, Section, Share, minimum
 from bert_jax.data import batches, draws, masking, pairs, stream
 from bert_jax.errors import InputError
-from bert_jax.storage.workdir import require_plain, translate_os_errors, write_atomic
+from bert_jax.storage.workdir import require_no_special_file, translate_os_errors, write_atomic
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 from bert_jax.text.vocabulary import read_vocab
 
@@ -112,7 +112,7 @@ def write(
     for path in (*texts, vocab):
         if target.resolve() == epath.Path(path).resolve():
             raise InputError(f"--out {out}: is a file of the input; name another file")
-    require_plain(target)
+    require_no_special_file(target)
     if target.is_dir() or not target.parent.is_dir():
         raise InputError(f"--out {out}: must be a file in a folder that exists")
     case = "uncased" if settings.do_lower_case else "cased"

@@ -46,7 +46,7 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
     workdir = mirror.open_workdir(path)
     if workdir.experiment.exists():
         return _examine_run(workdir)
-    for folder in (workdir.named, workdir.corpus):
+    for folder in (workdir.address, workdir.corpus):
         if storage_of(folder).exists(folder / COMPLETE):
             return prepared_corpus.examine(folder)
     sources = _sources(path)
@@ -58,7 +58,7 @@ def _examine_run(workdir: Workdir) -> list[Finding]:
     """Examines the corpus of a run, with the sequence lengths of its phases that learn pairs."""
     if holds_finetuning(workdir):
         raise InputError(
-            f"{workdir.named}: a fine-tuning has no corpus; use `bert-jax report` to see its "
+            f"{workdir.address}: a fine-tuning has no corpus; use `bert-jax report` to see its "
             "scores and mistakes"
         )
     experiment = load_experiment(workdir)

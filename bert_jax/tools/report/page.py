@@ -69,9 +69,9 @@ def _require_undamaged(record: Record) -> None:
         checkpoints = Checkpoints(workdir.checkpoints)
         metadata = checkpoints.metadata(checkpoints.find_step("newest"))
     for name, written in metadata.get("lines", {}).items():
-        if damage := JsonLines(workdir.root / name).damage(metadata["step"], written):
+        if damage := JsonLines(workdir.root / name).find_damage(metadata["step"], written):
             raise InputError(
-                f"{workdir.named}/{name}: {damage}; restore the whole file, or remove it to "
+                f"{workdir.address}/{name}: {damage}; restore the whole file, or remove it to "
                 "continue without its lines"
             )
 
@@ -96,7 +96,7 @@ def _read(workdirs: Sequence[str]) -> list[Record]:
     labels = [record.label for record in records]
     if len(set(labels)) < len(labels):
         for record in records:
-            record.label = str(record.workdir.named)
+            record.label = str(record.workdir.address)
     return records
 
 
@@ -110,7 +110,7 @@ def _page_path(records: list[Record], out: str | None) -> epath.Path:
         return path
     if len(records) > 1:
         return epath.Path("comparison.html")
-    return records[0].workdir.named / "report.html"
+    return records[0].workdir.address / "report.html"
 
 
 # --- the page ---
@@ -122,7 +122,7 @@ def render(
     price_per_chip_hour: float | None = None,
 ) -> str:
     """Returns the page of a run, or of several compared."""
-    root = ", ".join(str(record.workdir.named) for record in records)
+    root = ", ".join(str(record.workdir.address) for record in records)
     files = f"{root}: metrics.jsonl, predictions.jsonl, timings.jsonl, origin.json or plan.json"
     with reading(files):
         if len(records) > 1:

@@ -60,7 +60,7 @@ class _Child:
             (evaluators.PredictionSampler, "sample", self._sample_predictions),
             (Saves, "save", self._save),
             (start, "_start", self._restore),
-            (JsonLines, "forget_after", self._truncate_lines),
+            (JsonLines, "delete_after", self._truncate_lines),
             (corpus, "prepare", self._prepare),
         ):
             setattr(owner, name, _wrap(wrapper, getattr(owner, name)))
@@ -110,10 +110,10 @@ class _Child:
         self._reach("evaluation")  # after all batches; the line of the evaluation is written
         return ask(*args)
 
-    def _truncate_lines(self, forget_after: Callable, *args: Any) -> Any:
+    def _truncate_lines(self, delete_after: Callable, *args: Any) -> Any:
         self._reach("start", self._parts_done)
         self._parts_done += 1
-        return forget_after(*args)
+        return delete_after(*args)
 
     def _save(self, save: Callable, saves: Saves, saved_step: int, *args: Any) -> None:
         if (fault := self._due_fault("save")) is not None:

@@ -130,7 +130,7 @@ def test_a_plan_goes_into_the_workdir_and_a_run_may_start_there(answers, tmp_pat
     assert (workdir / "plan.json").exists()
     from bert_jax.storage.workdir import Workdir
 
-    Workdir(workdir).require_ours()
+    Workdir(workdir).require_run_or_empty()
 
 
 @pytest.mark.parametrize(
