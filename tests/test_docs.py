@@ -74,7 +74,7 @@ def test_a_command_that_is_shown_is_taken(page, line, monkeypatch):
     elif words[2].startswith("benchmarks."):
         assert (ROOT / (words[2].replace(".", "/") + ".py")).exists()
     else:
-        launch._parser().parse_args(words[3 : words.index("--") if "--" in words else None])
+        launch._make_parser().parse_args(words[3 : words.index("--") if "--" in words else None])
 
 
 def launches(*launchers: str) -> list[str]:

@@ -62,7 +62,7 @@ class Moments:
 
 @dataclasses.dataclass(frozen=True)
 class TextVectors:
-    """How the vector of a text is computed from the hidden states of its tokens."""
+    """The settings by which hidden states of tokens become the vector of a text."""
 
     # The `mean` of all tokens with [CLS] and [SEP], the state of [CLS], or that of the last, [SEP].
     pooling: Literal["mean", "cls", "last"] = "mean"

@@ -311,12 +311,9 @@ def _require_same(
 
 def is_made_of(folder: epath.Path, corpus: Corpus) -> bool:
     """Returns whether a corpus was made of the same files as the sources have, at any path."""
-    return storage_of(folder).exists(folder / COMPLETE) and _has_same_text(
-        open_manifest(folder), corpus
-    )
-
-
-def _has_same_text(manifest: dict[str, Any], corpus: Corpus) -> bool:
+    if not storage_of(folder).exists(folder / COMPLETE):
+        return False
+    manifest = open_manifest(folder)
     old, kinds = manifest["sources"], [source.partition(":")[0] for source in corpus.sources]
     if kinds != [source.partition(":")[0] for source in manifest["settings"]["sources"]]:
         return False

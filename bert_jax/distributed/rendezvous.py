@@ -38,7 +38,7 @@ _AGREE = 60.0
 
 
 class ProcessInfo(NamedTuple):
-    """How a process connects to the other processes of its run."""
+    """The data by which a process connects to the other processes of its run."""
 
     address: str  # host:port of process 0; with several slices, of the first process of each
     number: int  # of this process, from 0

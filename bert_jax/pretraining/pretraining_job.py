@@ -284,7 +284,7 @@ class PretrainingJob(Job):
         experiment = self.experiment
         self.optimizer, self.total_steps = experiment.optimizer, experiment.total_steps
         self.objective = objective_lib.of(experiment.model, experiment.data)
-        self.measured = objective_lib.metric_names(experiment)
+        self.metric_names = objective_lib.metric_names(experiment)
         self._peers, self._prepared = peers, OpenCorpus.open(self.workdir.corpus)
         corpus.require_rows(self._prepared.folder, experiment)
         self.data_sha256 = self._prepared.sha256
@@ -326,7 +326,7 @@ class PretrainingJob(Job):
         """Raises InputError if the corpus was changed since it was opened."""
         self._prepared.require_unchanged()
 
-    def operations(self, batch: Batch) -> int:
+    def count_flops(self, batch: Batch) -> int:
         """Returns the number of operations of a training step on a batch."""
         predictions = batch["masked_lm_positions"].shape[1]
         rows, length = batch["input_ids"].shape

@@ -162,7 +162,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended."""
+    """The end of a run."""
 
     outcome: Literal["finished", "stopped", "failed"]
     done: int  # steps

@@ -40,7 +40,7 @@ Tracker = tuple[str, Callable[[str, int, Mapping[str, float]], Any], Callable[[]
 
 
 class RunLocation(NamedTuple):
-    """What trackers are told about a run."""
+    """The names and the address of a run, for trackers."""
 
     folder: str  # the workdir, on this machine
     name: str  # of the experiment

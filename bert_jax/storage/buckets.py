@@ -84,7 +84,7 @@ def is_bucket(path: epath.PathLike) -> bool:
 
 
 class BucketStorage:
-    """`Storage` in buckets."""
+    """Objects in buckets, by the interface `Storage`."""
 
     is_bucket = True
 

@@ -64,7 +64,7 @@ class Storage(typing.Protocol):
 
 
 class LocalStorage:
-    """`Storage` on the disks of this machine."""
+    """Files on the disks of this machine, by the interface `Storage`."""
 
     is_bucket = False
 

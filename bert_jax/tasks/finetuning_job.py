@@ -179,8 +179,8 @@ class FinetuningJob(Job):
         size *= self._eval_rows.rows_per_example
         self.eval_batches = rows.eval_batches(self._eval_rows, pad_id, size)
         self._parts = self._kind.parts(self._held_out, self._tallies["validation"].examples)
-        self.measured, self.patience = self.objective.metrics, experiment.patience
-        self.fixed = self._base.fixed(self.objective, mesh)
+        self.metric_names, self.patience = self.objective.metrics, experiment.patience
+        self.frozen = self._base.fixed(self.objective, mesh)
         self._forward = compile_forward(self.objective, experiment.parallelism, mesh)
         guess = scores.guess(experiment.task, self.labels, self._held_out)
         self._baseline = ""
@@ -290,7 +290,7 @@ class FinetuningJob(Job):
         yield f"finetune: unknown tokens: {values}"
         yield from filter(None, (share.warning(name) for name, share in shares.items()))
 
-    def operations(self, batch: dict[str, jax.Array]) -> int:
+    def count_flops(self, batch: dict[str, jax.Array]) -> int:
         """Returns the number of operations of a training step on a batch."""
         # Counted as for adapt.how=full; other ways take about as many.
         model, (count, length) = self.objective.model, batch["input_ids"].shape
@@ -341,7 +341,7 @@ class FinetuningJob(Job):
 
     def _evaluate(self, params: Any, done: int) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and the main one as `score`."""
-        outputs, loss = self._forward(params, self.fixed, self.eval_batches, self._eval_rows)
+        outputs, loss = self._forward(params, self.frozen, self.eval_batches, self._eval_rows)
         by_name = self.scores(outputs)
         self._newest = outputs, by_name.get("no_answer_threshold")
         by_name |= self._newest_kind().part_scores(outputs, self._parts)

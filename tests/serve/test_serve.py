@@ -374,7 +374,7 @@ def test_what_the_model_cannot_compute_is_an_error_of_its_request_alone(vectors,
 
 def test_where_nothing_can_be_computed_any_more_the_service_ends(monkeypatch, vectors):
     broken = service.Service(Gate(vectors), endpoints.Limits())
-    monkeypatch.setattr(broken, "_turn", lambda: 1 // 0)
+    monkeypatch.setattr(broken, "_next_turn", lambda: 1 // 0)
     with service.listening("127.0.0.1", 0) as bound, ThreadPoolExecutor(1) as clients:
         bound.listen()
         clients.submit(exchange, bound.getsockname()[1], post({"input": "wa"}))

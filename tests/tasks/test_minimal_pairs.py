@@ -199,9 +199,9 @@ def test_a_base_is_asked_by_evaluate(tmp_path, monkeypatch):
     [
         ("wa " * 63, "--workdir base --task small_pairs.py", "pairs:1: 'wa wa wa"),
         ("\u200b", "--workdir base --task small_pairs.py", "pairs:1: "),
-        ("wa", "--task small_pairs.py", "--task: name the --workdir of a run or a base"),
+        ("wa", "--task small_pairs.py", "--task"),
         ("wa", "--workdir base --task nowhere.py", "nowhere.py: no such experiment file"),
-        ("wa", "small.py --workdir base --task small_pairs.py", "no EXPERIMENT"),
+        ("wa", "small.py --workdir base --task small_pairs.py", "EXPERIMENT"),
         ("wa", "--workdir headless --task small_pairs.py", "its masked LM head is untrained"),
     ],
 )

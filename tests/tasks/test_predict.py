@@ -316,7 +316,7 @@ def test_rows_whose_text_is_blank_have_no_prediction_and_are_counted(run):
     [
         ("--next xa wa", "--next: run: "),
         ("--top 3 wa", "--top: run: "),
-        ("--score wa", "TEXTS: --source and --score"),
+        ("--score wa", "TEXTS: "),
         ("--source text:test", "'text:test'"),
         ("--source jsonl:blank --out a.jsonl", "blank:2: column 'sentence'"),
         ("--score --source jsonl:strange", "strange:1: label 'odd'"),

@@ -223,7 +223,7 @@ def sicken(monkeypatch, sick, place=2):
 def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
     """The check before step 10 failed, that before step 5 did not."""
     trainer = Trainer.__new__(Trainer)  # as far as a roll-back needs it
-    trainer.done, trainer.start_step, trainer.skipped, saves = 10, begun_at, (), mock.Mock()
+    trainer.done, trainer.start_step, trainer.skipped, saves = 10, begun_at, (), mock.MagicMock()
     run = Run(replay_every=5, checkpoint_every=4)
     trainer.job = trainer.experiment = mock.Mock(run=run, **{"workdir.checkpoints": "c"})
     trainer.watchdog = trainer.report = trainer.lines = mock.Mock()

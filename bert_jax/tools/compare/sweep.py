@@ -22,7 +22,7 @@ from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.storage import storage_of
-from bert_jax.tasks import finetuning_job
+from bert_jax.tasks.finetuning_job import finetune
 from bert_jax.tools.report.render import PageTable
 
 FORMAT_VERSION = 1
@@ -98,9 +98,7 @@ def run(
         workdir = folder / member.folder
         progress.report(f"sweep {number} of {len(sweep)}: {member.folder}")
         # A finished run ends at once, unless its base or its examples have changed.
-        outcome = finetuning_job.finetune(
-            member.experiment, base, os.fspath(workdir), progress, member.origin
-        )
+        outcome = finetune(member.experiment, base, os.fspath(workdir), progress, member.origin)
         lines = JsonLines(mirror.open_workdir(workdir).metrics).read()
         scored = [line for line in lines if line["kind"] == "scores"]
         best = max(scored, key=lambda line: line["score"], default=None)

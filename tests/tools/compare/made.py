@@ -37,7 +37,7 @@ COLUMNS = (
 
 
 class Quiet:
-    def say(self, line):
+    def report(self, line):
         pass
 
 

@@ -183,7 +183,7 @@ def fake_tasks(monkeypatch):
         (folder / "experiment.json").write_text(config.to_json(experiment))
         return "finished"
 
-    monkeypatch.setattr(runs.job, "finetune", finetune)
+    monkeypatch.setattr(runs, "finetune", finetune)
     monkeypatch.setattr(runs, "_probe", lambda column, workdir: len(asked))
     return asked
 

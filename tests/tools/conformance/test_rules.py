@@ -121,10 +121,10 @@ CERTIFIED = config.load(BASE)
 
 def test_a_setting_that_leaves_the_paper_is_named_with_the_paper_s_and_its_comment():
     changes = {
-        "model.hidden_act": ("gelu_tanh", "'gelu'", "approximation by tanh"),
-        "corpus.repeated_documents": ("drop", "'keep'", "word for word"),
+        "model.hidden_act": ("gelu_tanh", "'gelu'", "tanh approximation"),
+        "corpus.repeated_documents": ("drop", "'keep'", "whole text"),
         "optimizer.name": ("adamw", "'bert_adam'", "3.16 times"),
-        "phases.1.batch_size": (512, "256", "Rows a step"),
+        "phases.1.batch_size": (512, "256", "Rows per step"),
     }
     before = checklist.deviations(CERTIFIED)
     for setting, (value, papers, comment) in changes.items():
