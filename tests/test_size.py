@@ -37,24 +37,24 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 828,
+    ".": 838,
     "checkpoints": 1_178,
-    "cli": 2_269,
+    "cli": 2_272,
     "config": 2_313,
-    "data": 3_686,
+    "data": 3_687,
     "distributed": 1_115,
     "embeddings": 1_333,
-    "interop": 2_682,
+    "interop": 2_684,
     "model": 3_069,
-    "pretraining": 1_094,
+    "pretraining": 1_103,
     "serve": 573,
-    "storage": 1_932,
+    "storage": 2_036,
     "tasks": 4_380,
     "text": 3_207,
-    "tools": 7_954,
+    "tools": 7_957,
     "training": 2_335,
     "benchmarks": 3_030,
-    "tests": 36_950,
+    "tests": 36_978,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

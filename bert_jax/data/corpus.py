@@ -83,8 +83,7 @@ def prepare(
       Unavailable: a bucket or a worker failed; run again to resume.
     """
     run = build.PartRunner(workers, beam)
-    storage = storage_of(folder)
-    if storage.is_bucket:
+    if (storage := storage_of(folder)).is_bucket:
         return _prepare_in_bucket(corpus, vocab_size, folder, run, report)
     with translate_os_errors(folder):
         _reject_other_files(folder, storage.names(folder))
@@ -236,11 +235,9 @@ def _require_intact(
     checked at every opening.
     """
     for name, entry in files.items():
-        damage = _damage(folder / name, entry, depth) if name.startswith(prefix) else ""
-        if damage:
-            raise InputError(
-                f"{folder / name}: missing or damaged ({damage}); {_remedy(folder, name)}"
-            )
+        if name.startswith(prefix) and (damage := _damage(folder / name, entry, depth)):
+            remedy = _remedy(folder, name)
+            raise InputError(f"{folder / name}: missing or damaged ({damage}); {remedy}")
 
 
 def _damage(path: epath.PathLike, entry: list[Any], depth: Literal["cheap", "full"]) -> str:
@@ -273,7 +270,7 @@ def _require_same(
     """Raises InputError if the folder was made from other text, settings or another tokenizer."""
     remedy = f"choose another {_SETTING}, or remove {folder} to prepare it again"
     settings = build.settings_of(corpus)
-    # A setting that an earlier version did not have had its default value.
+    # Settings that are missing in the manifest have their default.
     earlier = dataclasses.asdict(Corpus(sources=corpus.sources)) | manifest["settings"]
     is_moved = earlier["sources"] != settings["sources"] and _has_same_text(manifest, corpus)
     for name, value in {**settings, "vocab_size": vocab_size}.items():
@@ -311,9 +308,11 @@ def _require_same(
 
 def is_made_of(folder: epath.Path, corpus: Corpus) -> bool:
     """Returns whether a corpus was made of the same files as the sources have, at any path."""
-    if not storage_of(folder).exists(folder / COMPLETE):
-        return False
-    manifest = open_manifest(folder)
+    is_there = storage_of(folder).exists(folder / COMPLETE)
+    return is_there and _has_same_text(open_manifest(folder), corpus)
+
+
+def _has_same_text(manifest: dict[str, Any], corpus: Corpus) -> bool:
     old, kinds = manifest["sources"], [source.partition(":")[0] for source in corpus.sources]
     if kinds != [source.partition(":")[0] for source in manifest["settings"]["sources"]]:
         return False
@@ -404,8 +403,7 @@ def _prepare_in_bucket(
     After an interruption, finished and sent files are neither made nor sent again.
     """
     storage = storage_of(folder)
-    names = storage.names(folder)
-    if mirror.OWNER not in names:
+    if mirror.OWNER not in (names := storage.names(folder)):
         _reject_other_files(folder, names)
     if COMPLETE in names:
         return _reuse(corpus, vocab_size, folder, report)
