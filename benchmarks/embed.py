@@ -18,6 +18,7 @@ from bert_jax.config import Corpus, Parallelism
 from bert_jax.embeddings.embed import Embedder, Features
 from bert_jax.interop import importing
 from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.text import documents, sentence_splitter
 from bert_jax.training import mesh as mesh_lib
 
@@ -62,7 +63,7 @@ def sample(count: int) -> list[str]:
 
 def embedder_of(workdir: epath.PathLike, max_length: int) -> Embedder:
     """The encoder of a base or a run, on all devices."""
-    trained, mesh = LoadedModel.of(epath.Path(workdir)), mesh_lib.make_mesh(Parallelism())
+    trained, mesh = LoadedModel.of(open_workdir(workdir)), mesh_lib.make_mesh(Parallelism())
     return Embedder(trained, Features(), mesh, max_length)
 
 

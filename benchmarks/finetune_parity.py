@@ -26,6 +26,7 @@ from bert_jax.interop import huggingface
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.json_lines import JsonLines
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.finetuning_job import FinetuningJob, finetune
 from bert_jax.training import mesh as mesh_lib
@@ -57,7 +58,7 @@ def main() -> int:
 def one(experiment: Finetuning, place: pathlib.Path, peer: measure.Ask) -> dict[str, Any]:
     """Losses and scores of both sides with one seed."""
     finetune(experiment, None, str(place / "run"), Progress(LineConsole(quiet=True)))
-    base, workdir = LoadedModel.of(epath.Path(experiment.init_from)), Workdir(place / "run")
+    base, workdir = LoadedModel.of(open_workdir(experiment.init_from)), Workdir(place / "run")
     huggingface.export_weights(base, "encoder", "float32", epath.Path(place / "base"))
     lines = JsonLines(workdir.metrics).read()
     job = FinetuningJob(experiment, workdir, lambda line: None)

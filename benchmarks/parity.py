@@ -32,6 +32,7 @@ from bert_jax.model.kinds import encode
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.running import lines as lines_lib
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.text import tokenizer
 from bert_jax.training import feed, optimizer, step
 from bert_jax.training import mesh as mesh_lib
@@ -143,7 +144,7 @@ def make_model(
     corpus.prepare(experiment.corpus, experiment.model.vocab_size, place, lambda line: None)
     prepared = OpenCorpus.open(place)
     write_base(experiment.model, prepared.tokenizer, 0.02, folder / "base")
-    return LoadedModel.of(epath.Path(folder / "base")), prepared, experiment
+    return LoadedModel.of(open_workdir(folder / "base")), prepared, experiment
 
 
 def write_base(

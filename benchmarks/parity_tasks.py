@@ -23,6 +23,7 @@ from benchmarks import measure, parity
 from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Model, Optimizer, Run, Task
 from bert_jax.interop import finetuned
 from bert_jax.running.progress import LineConsole, Progress
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.finetuning_job import finetune
 from bert_jax.tasks.predict import TaskModel
@@ -95,7 +96,7 @@ def make(model: str, case: Case, place: pathlib.Path) -> None:
     )
     quiet = Progress(LineConsole(quiet=True))
     finetune(experiment, str(place / "base"), str(place / "run"), quiet)
-    tuned = TaskModel(str(place / "run"))
+    tuned = TaskModel(open_workdir(place / "run"))
     forms = ["task", "adapter"] if adapt["how"] == "lora" else ["task"]
     names = [finetuned.export(tuned, f, "float32", epath.Path(place / f)) for f in forms]
     (place / "says.json").write_text(json.dumps(says(tuned) | {"forms": forms, "class": names[0]}))

@@ -47,7 +47,7 @@ def load(path: Path, checkpoint: str = "newest", code: Path | None = None) -> Lo
     run = mirror.open_workdir(folder)
     has_config = (run.root / "config.json").exists()
     if base_lib.is_base(run.root) or run.experiment.exists() or not has_config:
-        return LoadedModel.of(folder, which=checkpoint)
+        return LoadedModel.of(run, which=checkpoint)
     return LoadedModel.load_base(huggingface.read_folder(run.root, lambda line: None), folder.name)
 
 

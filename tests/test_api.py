@@ -19,6 +19,7 @@ from bert_jax.interop import huggingface
 from bert_jax.model import heads, layers
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.storage.mirror import open_workdir
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_the_package_offers_them_and_loads_jax_only_then():
 def test_a_run_a_base_and_a_folder_of_transformers_give_the_same(model, tmp_path):
     folder = tmp_path / "theirs"
     huggingface.export_weights(
-        LoadedModel.of(epath.Path("run")), "pretraining", "float32", epath.Path(folder)
+        LoadedModel.of(open_workdir("run")), "pretraining", "float32", epath.Path(folder)
     )
     theirs = bert_jax.load(folder)
     ours = bert_jax.load("run")

@@ -31,6 +31,7 @@ from bert_jax import config
 from bert_jax.config import Finetuning
 from bert_jax.data import corpus
 from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.tasks.examples import parse_arguments
 from bert_jax.tasks.predict import TaskModel
 
@@ -91,7 +92,7 @@ def test_a_corpus_gives_the_batches_it_gave(folder, wanted):
 
 
 def test_a_fine_tuned_run_answers_as_it_did(folder, wanted):
-    model = TaskModel("tuned")
+    model = TaskModel(open_workdir("tuned"))
     (answer,) = model.predict(parse_arguments(model.task, [TEXT]))
     (expected,) = wanted["answers"]
     assert (answer["text"], answer["label"]) == (expected["text"], expected["label"])

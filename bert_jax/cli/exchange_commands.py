@@ -128,7 +128,7 @@ def export(args: argparse.Namespace) -> int:
         from bert_jax.interop import finetuned
         from bert_jax.tasks.predict import TaskModel
 
-        task = TaskModel(args.workdir, args.base, args.checkpoint)
+        task = TaskModel(run, args.base, args.checkpoint)
         form = _finetuned_form(task.experiment.task.kind, args.form, args.workdir)
         if form == "encoder":
             exported = _export_encoder(task.encoder(), form, args.dtype, out, task.experiment)

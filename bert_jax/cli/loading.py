@@ -126,8 +126,8 @@ def load_model(
     if is_tuned:
         from bert_jax.tasks.predict import TaskModel
 
-        return TaskModel(os.fspath(run.address), base, checkpoint).encoder()
-    return LoadedModel.of(run.address, which=checkpoint)
+        return TaskModel(run, base, checkpoint).encoder()
+    return LoadedModel.of(run, which=checkpoint)
 
 
 def read_lines() -> Iterator[tuple[str, str]]:

@@ -85,14 +85,14 @@ def predict(args: argparse.Namespace) -> int:
     if holds_finetuning(run):
         flags = {"--next": args.next, "--top": args.top}
         reject_flags(run, "no fine-tuned run takes this", flags)
-        return _do_task(args)
+        return _do_task(run, args)
     names = ("source", "score", "input", "out", "beam", *shared.COLUMN_FIELDS)
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     reject_flags(run, ONLY_FINETUNED, {**flags, "--from": args.base})
     return _fill_masks(run, args)
 
 
-def _do_task(args: argparse.Namespace) -> int:
+def _do_task(run: Workdir, args: argparse.Namespace) -> int:
     from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks import predict as predict_lib
 
@@ -106,7 +106,7 @@ def _do_task(args: argparse.Namespace) -> int:
         flag = flag.replace("_", "-")
         raise InputError(f"--{flag}: describes a file; name one with --source or --input")
     enable_compilation_cache()
-    model = predict_lib.TaskModel(args.workdir, args.base, args.checkpoint, args.beam, columns)
+    model = predict_lib.TaskModel(run, args.base, args.checkpoint, args.beam, columns)
     if args.input is not None:
         summary = predict_lib.predict_table(model, args.input, args.out)
         print_now(f"{printable(args.out)}: {printable(summary)}")
@@ -383,7 +383,7 @@ def serve(args: argparse.Namespace) -> int:
     caps = endpoints.Limits(args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows)
     with service.listening(args.host, args.port) as bound:
         enable_compilation_cache()
-        task = TaskModel(args.workdir, args.base, args.checkpoint) if is_tuned else None
+        task = TaskModel(run, args.base, args.checkpoint) if is_tuned else None
         if task is not None and task.experiment.task.kind != "similar":
             _reject_vector_flags(args)
             endpoint = endpoints.PredictEndpoint(task)

@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 import jax
 
 from bert_jax import errors, foreign
+from bert_jax import process as process_lib
 from bert_jax.distributed import rendezvous, slices
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.process import logger
 from bert_jax.storage import retry
 
 Kind = type[InputError | Unavailable]
@@ -82,7 +82,7 @@ class Peers:
 
     def report(self, line: str) -> None:
         """Logs a line that names this process."""
-        logger.warning("bert-jax: %s: %s", self._me, line)
+        process_lib.logger.warning("bert-jax: %s: %s", self._me, line)
 
     def owner(self, device: jax.Device) -> str:
         """Returns the process and the host of a device; all processes must call this together."""
@@ -311,7 +311,7 @@ class Peers:
         """Logs the failure and exits; process 0 exits last, as the others read from it."""
         self._ending.acquire()  # only one of two threads may exit; never released
         retry.shorten_waits()
-        logger.error("%s", failure["line"])
+        process_lib.logger.error("%s", failure["line"])
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self.is_primary:
                 deadline = time.monotonic() + _READ
@@ -358,6 +358,7 @@ def connect_processes(
     peers = None
     try:
         peers = _connect(wait, fit_to_slices)
+        process_lib.index = peers.number
         yield peers
         peers.close()
     except BaseException as error:

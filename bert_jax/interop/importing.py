@@ -17,6 +17,7 @@ from bert_jax.interop.names import Report
 from bert_jax.model.encoder import padded_vocab_size
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage import mirror
+from bert_jax.storage.workdir import Workdir
 from bert_jax.text import documents, fitting, sentence_splitter
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
@@ -75,7 +76,7 @@ def import_weights(
 def _read(source: epath.Path, report: Report, content: Literal["params", "with_moments"]) -> Base:
     run = mirror.open_workdir(source)
     if run.experiment.exists():
-        return _read_run(source, content)
+        return _read_run(run, content)
     if run.remote is not None:
         raise InputError(f"{source}: no run; copy checkpoints of other libraries to this machine")
     prefix = tf1.find(source)
@@ -84,12 +85,14 @@ def _read(source: epath.Path, report: Report, content: Literal["params", "with_m
     return huggingface.read_folder(source, report) if prefix is None else tf1.read(prefix, report)
 
 
-def _read_run(source: epath.Path, content: Literal["params", "with_moments"]) -> Base:
-    trained = LoadedModel.of(source, content)
+def _read_run(run: Workdir, content: Literal["params", "with_moments"]) -> Base:
+    trained = LoadedModel.of(run, content)
     fresh, experiment = trained.fresh, trained.experiment
     if "next_sentence" in trained.idle and experiment and not experiment.init_from:
         fresh = (*fresh, "next_sentence")
-    return dataclasses.replace(trained, source=f"{source.name}, step {trained.step}", fresh=fresh)
+    return dataclasses.replace(
+        trained, source=f"{run.address.name}, step {trained.step}", fresh=fresh
+    )
 
 
 def replace_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:

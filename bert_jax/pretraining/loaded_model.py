@@ -29,7 +29,6 @@ from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode
 from bert_jax.pretraining.evaluators import Arrays, Prediction, Predictor, logits_fn
 from bert_jax.pretraining.pretraining_job import OpenCorpus
-from bert_jax.storage import mirror
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.text.vocabulary import MASK
@@ -65,25 +64,24 @@ class LoadedModel(Base):
     idle: tuple[str, ...] = ()  # parts that no phase of the run has trained up to this step
 
     @classmethod
-    def of(cls, folder: epath.Path, what: What = "params", which: str = "newest") -> "LoadedModel":
+    def of(cls, run: Workdir, what: What = "params", which: str = "newest") -> "LoadedModel":
         """Reads a base, or a checkpoint of a run.
 
         Args:
-          folder: the folder of the base or the run.
+          run: the workdir of the run, or the folder of the base, opened.
           what: the parts of a checkpoint to read.
           which: a run's checkpoint: `newest`, `best`, or a step.
         """
-        run = mirror.open_workdir(folder)
         if base_lib.is_base(run.root):
-            _require_newest(folder, which)
-            return cls.load_base(base_lib.read(run.root), folder.name)
+            _require_newest(run.address, which)
+            return cls.load_base(base_lib.read(run.root), run.address.name)
         experiment = load_experiment(run)
         workdir = run.with_corpus(experiment.run.corpus_dir)
         prepared = OpenCorpus.open(workdir.corpus)
         if what == "with_moments" and experiment.optimizer.name != "bert_adam":
             raise InputError(
-                f"{folder}: --with-optimizer: optimizer.name={experiment.optimizer.name}; only "
-                "bert_adam's moments can be imported; remove --with-optimizer"
+                f"{run.address}: optimizer.name={experiment.optimizer.name}; only bert_adam's "
+                "moments can be imported; remove --with-optimizer"
             )
         names = ("params",) if what == "params" else ("params", "optimizer")
         mesh = mesh_lib.one_device()

@@ -145,7 +145,7 @@ def _start(context: Context, at_most: int | None) -> Restored:
 def _load_fork_point(
     fork_point: ForkPoint, context: Context, abstract: Any, first_error: Callable[[str, str], str]
 ) -> Restored:
-    """Restores the checkpoint that a run forks; a fork's own kind of optimizer starts anew."""
+    """Restores the checkpoint that a run forks; a fork's own kind of optimizer starts again."""
     job = context.job
     checkpoints = Checkpoints(fork_point.workdir.checkpoints)
     old, new = checkpoints.experiment(fork_point.step).optimizer, job.optimizer

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
 from bert_jax.model import flops
 from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.storage import mirror
 from bert_jax.tasks import tagger
 from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective
 from bert_jax.tasks.labels import Choices, NumberTask, Sentences, Tags
@@ -62,7 +62,7 @@ class LoadedBase(base_lib.Base):
         """Reads the base that an experiment names."""
         if not experiment.init_from:
             raise InputError("--from: name a base or a run whose encoder is to be adapted")
-        trained = LoadedModel.of(epath.Path(experiment.init_from))
+        trained = LoadedModel.of(mirror.open_workdir(experiment.init_from))
         adapt, generates = experiment.adapt, experiment.task.kind == "generate"
         require_usable(trained.model, experiment, experiment.init_from)
         names = {"encoder", "masked_lm" if generates else part_below_head(trained.model, "pooled")}

@@ -20,7 +20,6 @@ from bert_jax.errors import InputError, printable
 from bert_jax.model import heads
 from bert_jax.pretraining.loaded_model import LoadedModel, metrics_line
 from bert_jax.process import logger
-from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir, create_folder, load_experiment, write_atomic
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats, rows
@@ -42,7 +41,7 @@ class TaskModel:
     """A checkpoint of a fine-tuned run with its base, on all devices of this process.
 
     Args:
-      folder: the run's workdir.
+      workdir: the run's workdir, opened.
       base: the current path of the run's base; None: its path at training.
       which: the run's checkpoint: `newest`, `best` (by held-out loss), or a step.
       beams: the number of beams of the search for texts; None: one, as during training.
@@ -51,13 +50,12 @@ class TaskModel:
 
     def __init__(
         self,
-        folder: str,
+        workdir: Workdir,
         base: str | None = None,
         which: str = "newest",
         beams: int | None = None,
         reading: Mapping[str, str] = types.MappingProxyType({}),
     ):
-        workdir = mirror.open_workdir(folder)
         parallelism = Parallelism()  # the run's own is for the run's devices
         mesh = mesh_lib.make_mesh(parallelism)
         newest = load_experiment(workdir, Finetuning)
@@ -72,7 +70,7 @@ class TaskModel:
         self.task = task.with_fields(**reading)
         if beams is not None and task.kind != "generate":
             raise InputError(
-                f"--beam: the task of {folder} is task.kind={task.kind}, which generates no texts; "
+                f"--beam: {workdir.address} has task.kind={task.kind}, which generates no texts; "
                 "remove --beam"
             )
         # In the order of the head's outputs; empty for regression and spans.

@@ -30,6 +30,7 @@ from bert_jax.model.kinds import encode, encoder_of
 from bert_jax.model.similarity import Texts
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.storage import mirror
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
@@ -346,7 +347,9 @@ def _teacher_vectors(how: Vectors, examples: Sequence[Sentence]) -> np.ndarray:
     path = epath.Path(how.teacher)
     if path.suffix != ".npz":
         mesh = mesh_lib.make_mesh(Parallelism())
-        embedder = Embedder(LoadedModel.of(path), Features(length="unit"), mesh)
+        embedder = Embedder(
+            LoadedModel.of(mirror.open_workdir(path)), Features(length="unit"), mesh
+        )
         (role,) = roles_of(examples[0])
         parts = embedder.embed((example.texts[0] for example in examples), role)
         return np.concatenate([part.vectors for part in parts])

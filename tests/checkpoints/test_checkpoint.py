@@ -24,6 +24,7 @@ from bert_jax.config import Run
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.pretraining import loaded_model
 from bert_jax.storage import retry
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.checksums import checksums
@@ -118,7 +119,7 @@ def test_a_run_puts_a_damaged_checkpoint_aside_and_comes_to_the_same_bits(finish
 def test_readers_use_the_one_before_and_touch_nothing(run, capsys):
     cut_off(run / "checkpoints" / "22")
     other_window(run / "checkpoints" / "20")
-    trained = loaded_model.LoadedModel.of(epath.Path(run), "params")
+    trained = loaded_model.LoadedModel.of(open_workdir(run), "params")
     assert trained.step == 16
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all("step 16 is used instead" in line for line in said)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -68,8 +69,9 @@ def pod(folder, name, processes, deed, *args, flags=(), variables=None) -> tuple
 
 
 def said(lines, number) -> list[str]:
-    """What `bert-jax:` said in a process."""
-    return [line[4:] for line in lines if line.startswith(f"[{number}] bert-jax: ")]
+    """Returns the messages of a process, without the time and the process index of logged ones."""
+    prefix = rf"\[{number}\] ([WE]\d{{4}} [\d:]{{8}} process {number}\] )?(?=bert-jax: )"
+    return [re.sub(prefix, "", line) for line in lines if re.match(prefix, line)]
 
 
 def rows(folder, name) -> dict[int, dict[int, str]]:

@@ -19,6 +19,7 @@ from bert_jax.embeddings import embed, vector_files
 from bert_jax.errors import InputError
 from bert_jax.interop import importing
 from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.text import library
 
 WIDTH = 64
@@ -31,7 +32,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("embed")
     source = epath.Path(hf_folder.write(folder / "hf"))
     importing.import_weights(source, epath.Path(folder / "base"), None, lambda line: None)
-    return LoadedModel.of(epath.Path(folder / "base"))
+    return LoadedModel.of(open_workdir(folder / "base"))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from bert_jax.errors import InputError
 from bert_jax.interop import card, huggingface, vocabularies
 from bert_jax.model import heads
 from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.text import tokenizer as tokenizer_lib
 from bert_jax.text import trained, vocabulary
 
@@ -54,7 +55,7 @@ def test_what_is_imported_exported_and_imported_again_has_every_bit_and_says_the
     assert "A BERT written with bert_jax" in pathlib.Path("hf/README.md").read_text()
     weights = [pathlib.Path(base, "params.safetensors").read_bytes() for base in ("one", "two")]
     assert weights[0] == weights[1]
-    assert_identical(*(LoadedModel.of(epath.Path(name)).params for name in ("run", "two")))
+    assert_identical(*(LoadedModel.of(open_workdir(name)).params for name in ("run", "two")))
     ask = "predict --workdir {} wa[MASK] --top 3"
     assert broken.said(ask.format("run")) == broken.said(ask.format("one"))
     one, two = (broken.said(f"evaluate small.py --workdir {base}") for base in ("one", "two"))
@@ -73,7 +74,7 @@ def test_bfloat16_is_the_nearest_and_is_labelled(copy_of_run):
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
     name = "embeddings.position_embeddings.weight"
     rounded = whole[name].astype(ml_dtypes.bfloat16).astype(np.float32)
-    found = base_lib.flatten(LoadedModel.of(epath.Path("base")).params)
+    found = base_lib.flatten(LoadedModel.of(open_workdir("base")).params)
     np.testing.assert_array_equal(found["encoder/embeddings/position/embedding"], rounded)
     assert json.loads(pathlib.Path("half/config.json").read_text())["dtype"] == "bfloat16"
     assert "bfloat16" in pathlib.Path("half/README.md").read_text()
@@ -98,7 +99,7 @@ def test_the_exported_tokenizer_gives_our_ids_and_comes_back(case, tmp_path):
 def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy_of_run):
     words = dict.fromkeys([*["some", "words", "of", "text", "number"], *map(str, range(50))], 9)
     model = vocabulary.train_sentencepiece(vocabulary.WordCounts.of(words), 40, "bpe")
-    trained = LoadedModel.of(epath.Path("run"))
+    trained = LoadedModel.of(open_workdir("run"))
     trained = dataclasses.replace(trained, tokenizer=tokenizer_lib.SentencePiece(model, "cased"))
     with pytest.raises(InputError, match="sentencepiece vocabulary cannot be exported"):
         huggingface.export_weights(trained, "encoder", "float32", epath.Path("made/hf"))
@@ -144,12 +145,12 @@ def test_a_card_keeps_to_itself_where_files_lie(copy_of_run):
     places = {"train": ("jsonl:/home/me/a.jsonl",), "validation": ("beir:/home/me/b:test",)}
     task, teacher = Task(kind="similar", **places), Vectors(loss="distil", teacher="/home/me/t.npz")
     tuned = Finetuning(name="x", task=task, vectors=teacher)
-    text = card.write(LoadedModel.of(epath.Path("run")), "BertModel", "float32", "x", tuned=tuned)
+    text = card.write(LoadedModel.of(open_workdir("run")), "BertModel", "float32", "x", tuned=tuned)
     assert "t.npz" in text and "/home" not in text
 
 
 def test_hostile_names_are_code_in_the_model_card(copy_of_run):
-    trained = LoadedModel.of(epath.Path("run"))
+    trained = LoadedModel.of(open_workdir("run"))
     hostile = "x`</script>\n# hello ![](http://evil)\x1b[31m|`"
     trained.name, trained.manifest["sources"][0]["file"] = hostile, hostile
     text = card.write(trained, "BertModel", "float32", hostile)

@@ -16,6 +16,7 @@ from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import encode
 from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.text import library
 from bert_jax.text.tokenizer import joined
 
@@ -33,7 +34,7 @@ def imported(request, tmp_path_factory):
     huggingface.write_tensors(epath.Path(theirs / "model.safetensors"), tensors, "float32")
     importing.import_weights(epath.Path(theirs), epath.Path(folder / "base"), None, print)
     golden = dict(np.load(GOLDEN / "families" / f"{family}.npz"))
-    return family, tensors, golden, LoadedModel.of(epath.Path(folder / "base"))
+    return family, tensors, golden, LoadedModel.of(open_workdir(folder / "base"))
 
 
 def test_ids_hidden_states_and_scores_are_those_of_transformers(imported):

@@ -19,6 +19,7 @@ from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface, importing, vocabularies, weights
 from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.storage.workdir import Workdir
 from bert_jax.text import tokenizer as tokenizer_lib
 
 WORD = "bert.embeddings.word_embeddings.weight"
@@ -148,7 +149,7 @@ def test_parts_that_a_run_has_not_learned_are_fresh_in_its_base(monkeypatch):
         Model(), {}, tokenizer_lib.WordPiece(VOCAB, "cased"), fresh=("pooler",), step=3
     )
     monkeypatch.setattr(LoadedModel, "of", lambda folder, what: run)
-    base = importing._read_run(epath.Path("runs/x"), "params")
+    base = importing._read_run(Workdir("runs/x"), "params")
     assert (base.source, base.fresh) == ("x, step 3", ("pooler",))
 
 

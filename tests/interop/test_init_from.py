@@ -13,6 +13,7 @@ from small_run import final_state
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.storage.mirror import open_workdir
 
 # The learning rate of step 0 is 0, so that the parameters after it are those before it.
 FEW = "--set phases.0.steps=2 --set phases.1.steps=3"
@@ -47,7 +48,7 @@ def test_a_run_begins_with_the_weights_of_its_base_and_keeps_how_vectors_are_mad
     assert_identical(first["params"], base.params)
     assert not np.array_equal(last["params"]["pooler"]["kernel"], base.params["pooler"]["kernel"])
     broken.said("import new --workdir again")
-    trained = LoadedModel.of(epath.Path("new"))
+    trained = LoadedModel.of(open_workdir("new"))
     assert base_lib.read(epath.Path("again")).vectors == trained.vectors == CLS
 
 
@@ -127,7 +128,7 @@ def test_a_resume_with_other_weights_is_refused(copy_of_run):
     broken.refuses(broken.Case("other weights", again, ("init_from=base", "other weights")))
     pathlib.Path("base").rename("worse")
     broken.said(again)  # no base at all: a run may be carried elsewhere
-    assert LoadedModel.of(epath.Path("new")).vectors == CLS
+    assert LoadedModel.of(open_workdir("new")).vectors == CLS
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_is_made(copy_of_run):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import samples
 import tuned
-from etils import epath
 
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Task
 from bert_jax.embeddings import embed
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.serve import endpoints, service
+from bert_jax.storage.mirror import open_workdir
 
 
 def test_numbers_come_back_as_they_were_whether_read_as_float32_or_as_float64():
@@ -81,7 +81,7 @@ def test_questions_are_numbered_by_their_place_in_the_request():
 
 def test_a_text_that_asks_is_led_as_embed_leads_it(tmp_path):
     tuned.write_base(tmp_path / "base")
-    trained = LoadedModel.of(epath.Path(tmp_path / "base"))
+    trained = LoadedModel.of(open_workdir(tmp_path / "base"))
     trained.vectors = TextVectors(query_prefix="wa ", text_prefix="xa ")
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
     vectors, found = endpoints.EmbedEndpoint("led", embedder), {}

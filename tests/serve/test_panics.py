@@ -11,13 +11,13 @@ import pytest
 import samples
 import sentencex
 import tokenizers
-from etils import epath
 from test_serve import ask, exchange, is_error, post, running, until
 
 from bert_jax.embeddings import embed
 from bert_jax.errors import InputError
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.serve import endpoints, service
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.text import sentence_splitter
 from bert_jax.text.documents import Document
 
@@ -79,7 +79,7 @@ def test_the_error_names_the_text_and_its_location(folder, monkeypatch, command,
 
 def test_a_request_with_the_text_gets_500_and_later_requests_succeed(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    trained = LoadedModel.of(epath.Path("base"))
+    trained = LoadedModel.of(open_workdir("base"))
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
     with running(endpoints.EmbedEndpoint("base", embedder)) as port:
         error = is_error(ask(port, {"input": ["w7", TEXT]}), 500)

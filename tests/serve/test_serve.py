@@ -21,12 +21,12 @@ import samples
 import small_run
 import tuned
 from broken import fails
-from etils import epath
 
 from bert_jax.embeddings import embed
 from bert_jax.errors import InputError
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.serve import endpoints, service
+from bert_jax.storage.mirror import open_workdir
 
 TEXTS = ["wa wb", "", "xa " * 90, "wc ? xd", "\u65e5\x00 wa"]
 
@@ -34,7 +34,7 @@ TEXTS = ["wa wb", "", "xa " * 90, "wc ? xd", "\u65e5\x00 wa"]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     tuned.write_base(tmp_path_factory.mktemp("serve") / "base")
-    return LoadedModel.of(epath.Path(tmp_path_factory.getbasetemp() / "serve0" / "base"))
+    return LoadedModel.of(open_workdir(tmp_path_factory.getbasetemp() / "serve0" / "base"))
 
 
 @pytest.fixture(scope="module")

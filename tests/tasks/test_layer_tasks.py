@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import samples
 import tuned
-from etils import epath
 from scipy import stats
 
 import bert_jax
@@ -17,6 +16,7 @@ from bert_jax import config
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Parallelism
 from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import layer_scores, probes
 from bert_jax.tasks.adaptation import MeshEncoder, kind_of
@@ -55,7 +55,7 @@ def here(folder, monkeypatch):
 def asked(folder):
     files = [str(folder / f"{name}.py") for name in NAMES]
     done: list[str] = []
-    trained = LoadedModel.of(epath.Path(folder / "base"))
+    trained = LoadedModel.of(open_workdir(folder / "base"))
     known = layer_scores.score_layers(files, trained, done.append)
     assert len(done) == 4
     return {one["name"]: one for one in known["tasks"]}
@@ -115,7 +115,7 @@ def test_a_similarity_is_the_cosine_of_means(folder, asked):
 
 
 def test_a_similarity_is_of_means_whatever_its_base_pools(folder, asked):
-    trained = LoadedModel.of(epath.Path(folder / "base"))
+    trained = LoadedModel.of(open_workdir(folder / "base"))
     trained.vectors = TextVectors("cls")
     there = rows(folder, "regress", "test")
     pairs = [Sentence("", (row["sentence"], row["b"]), row["value"]) for row in there]

@@ -13,6 +13,7 @@ import pytest
 import tuned
 from safetensors.numpy import load_file
 
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.tasks import examples, predict, task_objective
 from bert_jax.tasks.predict import TaskModel
 
@@ -82,7 +83,7 @@ def test_answers_to_a_source_are_the_same_in_any_windows(run, monkeypatch):
 
 def test_examples_are_taken_as_they_are_needed(run, monkeypatch):
     monkeypatch.setattr(predict, "WINDOW", 2)
-    model, taken = TaskModel("run"), 0
+    model, taken = TaskModel(open_workdir("run")), 0
 
     def one_by_one():
         nonlocal taken
@@ -103,7 +104,7 @@ def test_best_and_numbered_checkpoints_are_chosen_by_name(run):
     assert found["step"] == best["step"]
     (found,) = tuned.predict("--score", "--checkpoint", str(min(kept)))
     assert found["step"] == min(kept)
-    first = TaskModel("run", None, str(min(kept)))
+    first = TaskModel(open_workdir("run"), None, str(min(kept)))
     assert first.evaluation == next(x for x in evaluations if x["step"] == min(kept))
     assert "step 32: every array is what was saved" in broken.said("checkpoints run --verify")
 
@@ -190,7 +191,7 @@ def test_an_exported_run_holds_what_transformers_writes(run, tmp_path):
         # Ours are of training, and the version is that of transformers.
         if not name.endswith(("dropout_prob", "dropout", "transformers_version")):
             assert written.get(name, value) == value, name
-    model = TaskModel("run")
+    model = TaskModel(open_workdir("run"))
     adapt = model.experiment.adapt
     merged = task_objective.merged_params(adapt, model.params, model.fixed)
     value = merged["encoder"]["layers"]["value"]["kernel"][0]

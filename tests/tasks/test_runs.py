@@ -17,6 +17,7 @@ from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Finetuning
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.running.lines import should_stop_early
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks.finetuning_job import FinetuningJob
 from bert_jax.tasks.rows import TaskBatches
@@ -92,7 +93,7 @@ def test_labels_are_learned_from_the_weights_of_the_run_and_a_fresh_head(full):
     setup, state = final_state(full)
     fresh = step.init_state(setup.objective, setup.optimizer, setup.experiment.seed)
     begun, _ = setup.initial_state(fresh)
-    theirs = jax.device_get(LoadedModel.of(epath.Path("run")).params)
+    theirs = jax.device_get(LoadedModel.of(open_workdir("run")).params)
     for name in ("encoder", "pooler"):
         assert_identical(jax.device_get(begun["params"][name]), theirs[name])
     kernels = [t["encoder"]["layers"]["query"]["kernel"] for t in (state["params"], theirs)]

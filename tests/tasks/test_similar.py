@@ -20,6 +20,7 @@ from bert_jax.config import Adapt, Finetuning, Parallelism, Task, Vectors
 from bert_jax.data import stream
 from bert_jax.data.batches import Ids
 from bert_jax.errors import InputError
+from bert_jax.storage.mirror import open_workdir
 from bert_jax.tasks import similar
 from bert_jax.tasks.examples import Sentence, Tally
 from bert_jax.tasks.predict import TaskModel
@@ -204,7 +205,7 @@ def test_pairs_are_learned_kept_and_asked(vectors, negative, here):
     assert found == [pytest.approx(expected[0]), None, pytest.approx(expected[1])]
     (scored,) = tuned.predict("--score")
     assert scored["loss"] == pytest.approx(1 - scored["spearman"])
-    assert TaskModel("run").experiment.task.negative_column == negative
+    assert TaskModel(open_workdir("run")).experiment.task.negative_column == negative
 
 
 def test_of_single_texts_there_is_no_cosine():
@@ -242,7 +243,7 @@ def test_a_run_and_its_base_are_scored_as_they_are(here):
         np.testing.assert_allclose(vectors["again", role], vectors["run", role], atol=1e-6)
     # What learns over it puts the same before its texts, though its task names nothing.
     broken.said("finetune task.py --from again --workdir further --set epochs=0.25")
-    kept = TaskModel("further").encoder().vectors
+    kept = TaskModel(open_workdir("further")).encoder().vectors
     assert (kept.pooling, kept.query_prefix, kept.text_prefix) == ("last", "wa wb ", "xa ")
     assert np.abs(vectors["run", "text"] - vectors["run", "query"]).max() > 1e-3
     np.testing.assert_array_equal(vectors["base", "text"], vectors["base", "query"])

@@ -257,5 +257,5 @@ def _real_tokens(record: Record) -> float:
 
 def _probe(column: Column, workdir: Workdir) -> float:
     probes = Probes([column.name.partition(":")[2]], PAIRS, column.name)
-    (score,) = score_probes(probes, LoadedModel.of(workdir.root))["scores"].values()
+    (score,) = score_probes(probes, LoadedModel.of(workdir))["scores"].values()
     return score
