@@ -6,7 +6,7 @@ Source: the recipe of Devlin et al. 2018 made small, without pairs (Liu et al. 2
 (Wettig et al. 2023); lead sections of Wikipedia, `{"title": ..., "text": ...}` a line. A unigram
 vocabulary keeps case, accents and blanks, so that what is generated is text again.
 Hardware: two CPU cores, ten minutes.
-Expected: a plateau for 800 steps, then held-out masked LM loss 3.7 nat below the unigram line.
+Expected: a plateau for 800 steps, then held-out masked LM loss 3.7 nat below the unigram baseline.
 """
 
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase, Run

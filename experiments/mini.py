@@ -7,7 +7,7 @@ recipe stands in mini_paper.py. The rate falls with width (2e-3; tiny.py has 4e-
 Hardware: two CPU cores, about an hour on the quickest that it ran on; 3 h 40 min where a large
 product of float32 is done at 160 GFLOP/s by both.
 Expected: with AdamW after an hour, the 6,160 steps of tables/hour.py, held-out masked LM 3.0 nat
-below the unigram line, 39 % of masked pieces right, next sentence at 0.67 where the majority is
+below the unigram baseline, 39 % of masked pieces right, next sentence at 0.67 where the majority is
 0.55; with Muon 0.08 nat more after 828 steps.
 """
 

@@ -4,8 +4,8 @@
 
 Source: the recipe of Devlin et al. 2018 made small; AdamW at a higher rate, as the run is short.
 Hardware: any CPU; three to six minutes on two cores.
-Expected: held-out masked LM loss half a nat below the unigram line, where tiny.py comes to two and
-a half in the same time; next sentence near its majority.
+Expected: held-out masked LM loss half a nat below the unigram baseline, where tiny.py comes to two
+and a half in the same time; next sentence near its majority baseline.
 """
 
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase, Run

@@ -101,7 +101,7 @@ def summary(line: dict[str, Any]) -> str:
         side = "below" if unigram >= loss else "above"
         words = [
             f"held-out {losses.TOKENS[metric]} {loss:.3f} nat, {abs(unigram - loss):.3f} {side} "
-            f"the unigram line {unigram:.3f}"
+            f"the unigram baseline {unigram:.3f}"
         ]
         words += [f"perplexity {line['perplexity']:.1f}"] if "perplexity" in line else []
         words.append(f"accuracy {right:.3f}")
