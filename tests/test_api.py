@@ -130,7 +130,7 @@ def test_what_cannot_be_asked_is_named(model, tmp_path):
         (lambda: model.layer_outputs(["wa", b"wb"]), r"texts\[1\]: b'wb'"),
         (lambda: model.tokenize(["wa"]), "text: "),
         (lambda: model.attention(None), "text: None"),
-        (lambda: model.layer_outputs("wa", layers=(2,)), "the model has layers 1 to 1"),
+        (lambda: model.layer_outputs("wa", layers=(2,)), "--layers 2"),
         (lambda: model.layer_outputs("wa " * 40), "42 tokens; the model reads 32"),
         (lambda: bert_jax.load(tmp_path), "no run here"),
         (lambda: bert_jax.load("run", checkpoint="3"), "3"),
