@@ -7,8 +7,7 @@ and scaled fresh weights (docs/learning.md); 30 % masked (Wettig et al. 2023); M
 2024) at high rates and no dropout, as the run is short. The paper's recipe at this size is
 tiny_paper.py.
 Hardware: any CPU; three to five minutes on two cores.
-Expected: held-out masked LM loss 2.6 nat below the unigram baseline; next sentence above its
-majority baseline.
+Expected: held-out masked LM loss 2.6 nat below the unigram baseline; next sentence above majority.
 """
 
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase, Run

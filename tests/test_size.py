@@ -38,23 +38,23 @@ AIMS = {
 }
 ABOVE = {
     ".": 838,
-    "checkpoints": 1_178,
+    "checkpoints": 1_176,
     "cli": 2_272,
     "config": 2_313,
     "data": 3_687,
-    "distributed": 1_115,
-    "embeddings": 1_333,
-    "interop": 2_684,
+    "distributed": 1_116,
+    "embeddings": 1_330,
+    "interop": 2_687,
     "model": 3_069,
-    "pretraining": 1_103,
-    "serve": 573,
-    "storage": 2_036,
-    "tasks": 4_380,
+    "pretraining": 1_101,
+    "serve": 572,
+    "storage": 2_039,
+    "tasks": 4_377,
     "text": 3_207,
     "tools": 7_957,
     "training": 2_335,
-    "benchmarks": 3_030,
-    "tests": 36_978,
+    "benchmarks": 3_034,
+    "tests": 36_991,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

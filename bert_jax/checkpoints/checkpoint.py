@@ -65,7 +65,7 @@ class Checkpoints:
         self._was_allowed = False
 
     def cached_lists(self) -> contextlib.AbstractContextManager[None]:
-        """Caches lists of the folder inside the context, which must not change it."""
+        """Caches lists of the folder; nothing may change the folder inside the context."""
         return self._storage.cached_lists(self._folder)
 
     @property

@@ -135,14 +135,14 @@ def _add_instances_arguments(parser: Parser) -> None:
         metavar="N",
         type=int,
         default=128,
-        help="most tokens in one [128]",
+        help="tokens per instance [128]",
     )
     parser.add_argument(
         "--max-predictions",
         metavar="N",
         type=int,
         default=20,
-        help="most masked tokens in one [20]",
+        help="masked tokens per instance [20]",
     )
     parser.add_argument(
         "--dupe-factor", metavar="N", type=int, default=10, help="passes over the text [10]"
@@ -193,11 +193,11 @@ COMMANDS = {
         "find what is wrong with text or a prepared corpus",
         _add_doctor_arguments,
         (shared.SETTINGS, shared.CACHE),
-        {FAILED: "a problem was found, or failure"},
+        {FAILED: "a problem was found, or the command failed"},
     ),
     "plan": Command(
         plan,
-        "compile the steps for TPU slices without having any: what fits, how fast, at what cost",
+        "estimate memory, speed and cost on TPU slices by compiling the steps, without a TPU",
         _add_plan_arguments,
         (shared.SAVED_EXPERIMENT, shared.PRICE, shared.WORKDIR, *shared.TRAINING_PARENTS),
     ),

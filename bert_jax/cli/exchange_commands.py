@@ -54,8 +54,8 @@ def _add_import_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--with-optimizer",
         action="store_true",
-        help="import bert_adam's moments too, if SOURCE is a run: a run that starts from this base "
-        "begins with them, at step 0 of its own schedule",
+        help="import bert_adam's moments too, if SOURCE is a run; new runs from this base start "
+        "with these moments and a fresh schedule",
     )
 
 
@@ -103,7 +103,7 @@ def _add_export_arguments(parser: Parser) -> None:
         choices=("pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"),
         help="which class the export is for. A run or a base: pretraining (BertForPreTraining), "
         "masked_lm (BertForMaskedLM), encoder (BertModel, sentence-transformers), causal_lm "
-        "(BertLMHeadModel), or those of ModernBERT. A fine-tuned run: task "
+        "(BertLMHeadModel), or ModernBERT's classes. A fine-tuned run: task "
         "(BertForSequenceClassification and the like), adapter (PEFT), encoder [task]",
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to write")
@@ -123,7 +123,7 @@ def export(args: argparse.Namespace) -> int:
     if not holds_finetuning(run):
         model = load_model(run, args.base, args.checkpoint)
         form = _pretrained_form(model.model, args.form, args.workdir)
-        exported = _export_encoder(model, form, args.dtype, out, None)
+        exported = _export_pretrained(model, form, args.dtype, out, None)
     else:
         from bert_jax.interop import finetuned
         from bert_jax.tasks.predict import TaskModel
@@ -131,7 +131,7 @@ def export(args: argparse.Namespace) -> int:
         task = TaskModel(run, args.base, args.checkpoint)
         form = _finetuned_form(task.experiment.task.kind, args.form, args.workdir)
         if form == "encoder":
-            exported = _export_encoder(task.encoder(), form, args.dtype, out, task.experiment)
+            exported = _export_pretrained(task.encoder(), form, args.dtype, out, task.experiment)
         else:
             architecture = finetuned.export(task, form, args.dtype, out)
             over = "adapter over " if form == "adapter" else ""
@@ -141,7 +141,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def _pretrained_form(model: Model, form: str | None, root: str) -> "Kind":
-    """Returns the form of the export of a run or base; raises InputError for one of other runs."""
+    """Returns the form of an export; raises InputError for a form of fine-tuned runs only."""
     from bert_jax.interop import huggingface
 
     # If nothing is supported, `export_weights` raises the error.
@@ -163,7 +163,7 @@ def _finetuned_form(kind: str, form: str | None, root: str) -> "Form | typing.Li
     return typing.cast("Form", form or supported[0])
 
 
-def _export_encoder(
+def _export_pretrained(
     model: "LoadedModel", form: "Kind", dtype: Dtype, out: epath.Path, finetuning: Finetuning | None
 ) -> str:
     """Exports an encoder with its pre-training heads; returns a description of the export."""

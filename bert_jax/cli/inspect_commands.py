@@ -38,8 +38,8 @@ def _add_evaluate_arguments(parser: Parser) -> None:
         action="append",
         default=[],
         help="score the run or base in --workdir on this task instead of held-out text; may be "
-        "repeated. Similarity tasks use the cosine of vectors, minimal pairs the likelihood of "
-        "both, all other tasks a linear probe",
+        "repeated. Similarity tasks are scored by the cosine of vectors, minimal pairs by the "
+        "likelihoods of their two sentences, all other tasks by a linear probe",
     )
     parser.add_argument(
         "--also",
@@ -196,9 +196,9 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
     saved = workdir.load_experiment(run) if run.experiment.exists() else experiment
     if changed := config.differences(saved, experiment, "identity"):
         raise InputError(
-            f"--workdir {run.address}: its run has other settings ({'; '.join(changed)}); remove "
-            "EXPERIMENT and --set, or name another --workdir and the prepared corpus with "
-            "--set run.corpus_dir=FOLDER"
+            f"--workdir {run.address}: its run has other settings ({'; '.join(changed)}); to show "
+            "this run, remove EXPERIMENT and --set; for other settings, name another --workdir, "
+            "and a prepared corpus with --set run.corpus_dir=FOLDER"
         )
     checkpoint = workdir.fork_of(run).get("checkpoint", "0")
     if args.step < int(checkpoint.rpartition("/")[2]):
@@ -359,7 +359,7 @@ def tokenize(args: argparse.Namespace) -> int:
 COMMANDS = {
     "report": Command(
         report,
-        "write one HTML page about a run, or about several compared",
+        "write an HTML page about a run, or a comparison of several",
         _add_report_arguments,
         (shared.PRICE, shared.CACHE),
     ),

@@ -79,20 +79,20 @@ def _add_predict_arguments(parser: Parser) -> None:
 
 
 def predict(args: argparse.Namespace) -> int:
-    """Does the task of a fine-tuned run, or fills [MASK]."""
+    """Predicts with a fine-tuned run, or fills [MASK]."""
     require_writable("--out", args.out)
     run = open_run_or_base(args.workdir)
     if holds_finetuning(run):
         flags = {"--next": args.next, "--top": args.top}
         reject_flags(run, "no fine-tuned run takes this", flags)
-        return _do_task(run, args)
+        return _predict_finetuned(run, args)
     names = ("source", "score", "input", "out", "beam", *shared.COLUMN_FIELDS)
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     reject_flags(run, ONLY_FINETUNED, {**flags, "--from": args.base})
     return _fill_masks(run, args)
 
 
-def _do_task(run: Workdir, args: argparse.Namespace) -> int:
+def _predict_finetuned(run: Workdir, args: argparse.Namespace) -> int:
     from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks import predict as predict_lib
 
@@ -193,7 +193,7 @@ def _add_embed_arguments(parser: Parser) -> None:
         "--quantize",
         choices=("none", "int8", "binary"),
         default="none",
-        help="write one byte or one bit for each number, and print the error of this [none]",
+        help="write one byte or one bit for each number, and print the quantization error [none]",
     )
 
 
@@ -201,7 +201,7 @@ def embed(args: argparse.Namespace) -> int:
     """Writes vectors of texts, or of their tokens."""
     require_writable("--out", args.out)
     run = open_run_or_base(args.workdir)
-    from bert_jax.embeddings import embed
+    from bert_jax.embeddings import embed as embed_lib
     from bert_jax.text import line_reader
 
     located_lines = line_reader.read(args.text_file) if args.text_file else read_lines()
@@ -222,7 +222,7 @@ def embed(args: argparse.Namespace) -> int:
         return f"{file}:{number - first}"
 
     out = epath.Path(args.out)
-    embed.write(embedder, read_texts(), out, print_now, args.role, args.quantize, name_text)
+    embed_lib.write(embedder, read_texts(), out, print_now, args.role, args.quantize, name_text)
     return FINISHED
 
 
@@ -317,7 +317,7 @@ def _add_serve_arguments(parser: Parser) -> None:
         "--host",
         metavar="H",
         default="127.0.0.1",
-        help="address to listen on; 0.0.0.0: all interfaces. Nobody is asked for a password "
+        help="address to listen on; 0.0.0.0: all interfaces. There is no authentication "
         "[127.0.0.1]",
     )
     parser.add_argument(
@@ -411,7 +411,7 @@ def _reject_vector_flags(args: argparse.Namespace) -> None:
 COMMANDS = {
     "predict": Command(
         predict,
-        "fill [MASK] and judge sentence pairs, or do the task of a fine-tuned run",
+        "fill [MASK] and judge sentence pairs, or predict with a fine-tuned run",
         _add_predict_arguments,
         (shared.COLUMNS, *shared.MODEL_PARENTS),
     ),
@@ -429,7 +429,7 @@ COMMANDS = {
     ),
     "serve": Command(
         serve,
-        "serve vectors, with OpenAI's API, or the answers of a fine-tuned run over HTTP",
+        "serve vectors (API as OpenAI's) or predictions of a fine-tuned run over HTTP",
         _add_serve_arguments,
         (shared.POOLING, shared.VECTORS, shared.NORMALIZE, *shared.MODEL_PARENTS),
     ),

@@ -67,7 +67,7 @@ class PatientFileSystem(CheckedFileSystem):
         answer = answers.find(method, path, args, kwargs) if answers else None
         if answer is not None:
             return answer
-        patience = retry.Patience(_address(path, args))
+        backoff = retry.Backoff(_address(path, args))
         while True:
             try:
                 answer = await super()._call(method, path, *args, **kwargs)
@@ -77,7 +77,7 @@ class PatientFileSystem(CheckedFileSystem):
             except Exception as error:
                 if not retry.is_retryable(error):
                     raise
-                pause = patience.next_wait(error)
+                pause = backoff.next_wait(error)
             await asyncio.sleep(pause)
 
     call = asyn.sync_wrapper(_call)  # overrides the inherited one, which would not retry

@@ -1,19 +1,19 @@
 """Runs in buckets: their small files are written on this machine and uploaded by a thread.
 
-A failed upload is tried again at the next one. (Corpora are copied by `copies`; Orbax writes
+A failed upload is repeated half a minute later. (Corpora are copied by `copies`; Orbax writes
 checkpoints to the bucket itself.)
 
     gs://B/W/OWNER       the process that owns the run
-    CACHE/runs/NAME/     the local folder of the run; .owner.json has its last owners' tokens
+    CACHE/runs/NAME/     the local folder of the run; .owner.json: who has written there
     CACHE/views/NAME/    the small files of a run, downloaded to be read
 
 A process that starts a run becomes its owner: it replaces the token in OWNER with its own. It reads
 OWNER again before each upload and each checkpoint, and ends if it finds another token. So the
 process that started last wins, and no process waits for another.
 
-If the local folder and the bucket differ at a start, the last owner decides. If it wrote into this
-local folder, the local files win, since some of their lines may not have been uploaded. Otherwise
-another machine has continued the run, and the files in the bucket win.
+If the local folder and the bucket differ at a start, it depends on the last owner which files win.
+If it wrote into this local folder, the local files win, since some of their lines may not have been
+uploaded. Otherwise another machine has continued the run, and the files in the bucket win.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def is_running(workdir: Workdir) -> bool:
     holder, last_time, last_kind = read_holder(workdir), 0.0, ""
     started = holder.since if holder else 0.0
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, IndexError):
-        # Whole lines end with a newline, so the last part is empty or the begin of a line.
+        # Whole lines end with a newline, so the last part is empty or an incomplete line.
         line = json.loads(workdir.timings.read_bytes().split(b"\n")[-2])
         last_time, last_kind = line["time"], line["kind"]
     has_ended = last_kind == "end" and last_time >= started
@@ -160,11 +160,11 @@ class Mirror:
             tokens.insert(0, last.token)
         else:
             _download(self._remote, self._local, RUN_FILES)
-        # The local file is written first. If this process is killed in between, OWNER still has
-        # the last owner, whose token is in the local file, so the local files still win.
+        # The local file is written first. If this process is killed in between, OWNER still names
+        # the last owner. Its token was kept if the local files won; they win again then.
         record = json.dumps({"format_version": 1, "tokens": tokens})
         write_atomic(self._local / _LOCAL_OWNERS, record)
-        if self._is_first:  # requires permission to create, then to replace
+        if self._is_first:  # tests the permission to create, then that to replace
             buckets.put(self._remote / OWNER, b"")
         buckets.put(self._remote / OWNER, me.text().encode(), right="replace")
 
@@ -179,7 +179,7 @@ class Mirror:
             self._upload(retry.GIVE_UP)
 
     def discard(self, files: Iterable[str]) -> None:
-        """Removes uploaded files of a run that was refused; ignores errors."""
+        """Removes what this start has uploaded, after it was refused; ignores errors."""
         if self._remote is None:
             return
         self._stop.set()

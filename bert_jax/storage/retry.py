@@ -1,4 +1,4 @@
-"""Which errors of networks and machines are temporary, and retries of work that meets them.
+"""Recognizes temporary errors of networks and machines, and retries work that raises them.
 
 Clients of buckets (gcsfs, aiohttp, google-auth), TensorStore (below Orbax) and the operating system
 report the same few faults by different exceptions.
@@ -23,22 +23,24 @@ T = TypeVar("T")
 
 # Seconds: the first wait, the longest, and how long a fault may last before a command gives up.
 FIRST_WAIT, LONGEST_WAIT, GIVE_UP = 0.5, 30.0, 600.0
-_LAST_WAIT = 30.0  # how long a fault may last once the process was asked to stop
+_STOP_GRACE = 30.0  # how long a fault may last once the process was asked to stop
 
-_KINDS = (Unavailable, TimeoutError, ConnectionError, ssl.SSLError)
-_KINDS += (http.client.HTTPException, socket.gaierror)
-_ERRNO_NAMES = (
+_TRANSIENT_TYPES = (Unavailable, TimeoutError, ConnectionError, ssl.SSLError)
+_TRANSIENT_TYPES += (http.client.HTTPException, socket.gaierror)
+_TRANSIENT_NAMES = (
     *("ESTALE", "EIO", "EMFILE", "ENFILE", "EAGAIN", "EINTR", "EBUSY", "ENOBUFS", "ENOLCK"),
     *("ETIMEDOUT", "EPIPE", "ENETDOWN", "ENETUNREACH", "ENETRESET", "ECONNABORTED"),
     *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "ENOMEM"),
 )
-_ERRNO = frozenset(getattr(errno, name) for name in _ERRNO_NAMES if hasattr(errno, name))
+_TRANSIENT_ERRNOS = frozenset(
+    getattr(errno, name) for name in _TRANSIENT_NAMES if hasattr(errno, name)
+)
 # HTTP: timeout, too many requests, and errors of the server except "not implemented".
-_STATUS = frozenset({408, 429, *range(500, 600)}) - {501}
+_TRANSIENT_STATUSES = frozenset({408, 429, *range(500, 600)}) - {501}
 # The answer to an account without permission, and to a token that has expired.
 _DENIED = frozenset({401, 403})
 CLIENTS = ("gcsfs", "aiohttp", "google", "requests", "urllib3", "httpx", "httpcore", "botocore")
-_TRANSPORT = re.compile(
+_TRANSIENT_CLASS_NAMES = re.compile(
     r"Connect|Transport|Timeout|Payload|Disconnected|Proxy|Retry|Refresh|OSError|DNS|Checksum"
     r"|Chunked|SSL"
 )
@@ -46,13 +48,13 @@ _TRANSPORT = re.compile(
 _UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError)
 _UNREADABLE += (AttributeError, AssertionError)
 # How TensorStore and gRPC name faults in the text of a ValueError or a RuntimeError.
-_TEXT = re.compile(
+_TRANSIENT_TEXT = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|INTERNAL: .*HTTP)\b"
     r"|HTTP response code: (408|429|5(?!01)\d\d)"
     r"|CURL error|Cannot connect|[Cc]onnection (reset|refused|aborted|closed)|[Tt]imed out"
     r"|Stale file handle|Input/output error|Too many open files|Temporary failure in name"
 )
-_TEXT_DENIED = re.compile(
+_DENIED_TEXT = re.compile(
     r"\b(UNAUTHENTICATED|PERMISSION_DENIED)\b|HTTP response code: (401|403)"
     r"|^Forbidden: "  # how gcsfs reports 403, in an OSError without a number
 )
@@ -69,9 +71,10 @@ def is_transient(error: BaseException) -> bool:
 def is_denied(error: BaseException) -> bool:
     """Returns whether a bucket denied a permission: it was never given, or a token has expired.
 
-    It is bad input before the permission was used with success, and temporary afterwards.
+    Before the first success it is the user's error; afterwards a token has expired, and it is
+    temporary.
     """
-    return any(_status(e) in _DENIED or _says(e, _TEXT_DENIED) for e in _chain(error))
+    return any(_status(e) in _DENIED or _says(e, _DENIED_TEXT) for e in _chain(error))
 
 
 def is_retryable(error: BaseException) -> bool:
@@ -90,10 +93,10 @@ def report(line: str) -> None:
 def shorten_waits() -> None:
     """Ends all retries within half a minute, since the process is to stop."""
     global deadline
-    deadline = min(deadline, time.monotonic() + _LAST_WAIT)
+    deadline = min(deadline, time.monotonic() + _STOP_GRACE)
 
 
-class Patience:
+class Backoff:
     """The growing waits between the attempts at one piece of work.
 
     `where` names the work in messages. `seconds` is how long faults may last; None: ten minutes.
@@ -104,12 +107,12 @@ class Patience:
         self._wait, self._end = FIRST_WAIT, 0.0
 
     def next_wait(self, error: BaseException) -> float:
-        """Returns how many seconds to wait after a fault; raises Unavailable after too many."""
+        """Returns the seconds to wait after a fault; raises Unavailable after too long."""
         now, reason = time.monotonic(), _reason(error)
         self._end = self._end or now + self._seconds
         if now + self._wait > min(self._end, deadline):
-            is_late = self._end <= deadline
-            since = f"for {self._seconds:.0f} seconds" if is_late else "when asked to stop"
+            timed_out = self._end <= deadline
+            since = f"for {self._seconds:.0f} seconds" if timed_out else "when asked to stop"
             raise Unavailable(
                 f"{self._where}: out of reach {since} ({reason}); run again to resume"
             ) from error
@@ -126,7 +129,7 @@ def call_with_retries(
     """Calls `work` until it succeeds, with growing waits after each temporary fault.
 
     Args:
-      work: may be called again from its start.
+      work: must be safe to call repeatedly.
       where: names the work in messages.
       denied: "wait" retries a denied permission, as after a token has expired; "refuse" raises
         InputError.
@@ -135,7 +138,7 @@ def call_with_retries(
     Raises:
       Unavailable: faults lasted too long. All other errors of `work` are raised at once.
     """
-    patience = Patience(where, seconds)
+    backoff = Backoff(where, seconds)
     while True:
         try:
             return work()
@@ -146,7 +149,7 @@ def call_with_retries(
                 raise InputError(f"{where}: may not be used ({_reason(error)})") from error
             if not is_retryable(error):
                 raise
-            pause = patience.next_wait(error)
+            pause = backoff.next_wait(error)
         time.sleep(pause)
 
 
@@ -163,13 +166,13 @@ def _is_transient(error: BaseException) -> bool:
     if isinstance(error, InputError | DiskFull):
         return False
     if status := _status(error):
-        return status in _STATUS
+        return status in _TRANSIENT_STATUSES
     return (
-        isinstance(error, _KINDS)
-        or (isinstance(error, OSError) and error.errno in _ERRNO)
-        or (_module(error) in CLIENTS and bool(_TRANSPORT.search(type(error).__name__)))
+        isinstance(error, _TRANSIENT_TYPES)
+        or (isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS)
+        or (_module(error) in CLIENTS and bool(_TRANSIENT_CLASS_NAMES.search(type(error).__name__)))
         or (isinstance(error, _UNREADABLE) and _is_raised_in_client(error))
-        or _says(error, _TEXT)
+        or _says(error, _TRANSIENT_TEXT)
     )
 
 
@@ -191,7 +194,7 @@ def _status(error: BaseException) -> int:
 
 
 def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
-    """Returns whether the text of an error of a general type matches."""
+    """Returns whether an error of a built-in type has a message that matches."""
     if type(error).__name__ == "JaxRuntimeError":
         return False  # devices use the same words for other faults
     plain = isinstance(error, OSError | ValueError | RuntimeError) or type(error) is Exception

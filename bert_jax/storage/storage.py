@@ -17,8 +17,8 @@ from bert_jax.storage.workdir import create_folder, translate_os_errors, write_a
 class Storage(typing.Protocol):
     """Operations on files, given by their paths.
 
-    `seconds` limits how long a request to a bucket is retried; None: ten minutes. `listed` is the
-    entry of an object in a list of its folder, which saves a request. A missing file raises
+    `seconds` limits how long a request to a bucket is retried; None: ten minutes. `listed`, the
+    object's entry in an earlier list of its folder, saves a request. A missing file raises
     FileNotFoundError.
     """
 
@@ -59,7 +59,7 @@ class Storage(typing.Protocol):
         ...
 
     def cached_lists(self, folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-        """Caches lists of a folder inside the context, which must not change it."""
+        """Caches lists of a folder; nothing may change the folder inside the context."""
         ...
 
 
@@ -117,5 +117,5 @@ _LOCAL, _BUCKETS = LocalStorage(), buckets.BucketStorage()
 
 
 def storage_of(path: epath.PathLike) -> Storage:
-    """Returns the storage of a path; raises InputError for an address that is not gs://."""
+    """Returns the storage of a path; raises InputError for other addresses than gs://."""
     return _BUCKETS if buckets.is_bucket(path) else _LOCAL
