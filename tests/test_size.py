@@ -49,7 +49,7 @@ ABOVE = {
     "pretraining": 1_101,
     "serve": 572,
     "storage": 2_039,
-    "tasks": 4_377,
+    "tasks": 4_383,
     "text": 3_207,
     "tools": 7_957,
     "training": 2_335,

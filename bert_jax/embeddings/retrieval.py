@@ -25,7 +25,7 @@ _DEPTH = 10
 class Passage:
     """A text of the corpus, or a query with its relevant texts."""
 
-    place: str  # FILE:LINE, for messages
+    location: str  # FILE:LINE, for messages
     id: str
     text: str
     # For a query, the grades above 0 of texts by text id; None for a text.
@@ -41,13 +41,13 @@ def read(path: str, split: str) -> list[Passage]:
     """
     folder = epath.Path(path)
     texts = [
-        Passage(place, record["_id"], " ".join(filter(None, (record["title"], record["text"]))))
-        for place, record in _records(folder / "corpus.jsonl")
+        Passage(location, record["_id"], " ".join(filter(None, (record["title"], record["text"]))))
+        for location, record in _records(folder / "corpus.jsonl")
     ]
     judged = _judgements(folder / "qrels" / f"{split}.tsv", {text.id for text in texts})
     queries = [
-        Passage(place, record["_id"], record["text"], judged.pop(record["_id"]))
-        for place, record in _records(folder / "queries.jsonl")
+        Passage(location, record["_id"], record["text"], judged.pop(record["_id"]))
+        for location, record in _records(folder / "queries.jsonl")
         if record["_id"] in judged
     ]
     if judged:
@@ -64,19 +64,19 @@ def _records(path: epath.Path) -> Iterator[tuple[str, dict[str, str]]]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 record = json.loads(line)
-                place = f"{path}:{number}"
+                location = f"{path}:{number}"
                 texts = {"text": record["text"] or "", "title": record.get("title") or ""}
                 for name, text in texts.items():
                     if not isinstance(text, str):
-                        raise InputError(f"{place}: {name}={text!r}: must be a string")
+                        raise InputError(f"{location}: {name}={text!r}: must be a string")
                     texts[name] = encodable(text)
                 if not "".join(texts.values()).strip():
-                    raise InputError(f"{place}: the text is blank; add text or remove the line")
+                    raise InputError(f"{location}: the text is blank; add text or remove the line")
                 record_id = str(record["_id"])
                 if record_id in seen:
-                    raise InputError(f"{place}: _id {record_id!r} occurs twice; make ids unique")
+                    raise InputError(f"{location}: _id {record_id!r} occurs twice; make ids unique")
                 seen.add(record_id)
-                yield place, {"_id": record_id} | texts
+                yield location, {"_id": record_id} | texts
 
 
 def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:

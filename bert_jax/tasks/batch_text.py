@@ -54,7 +54,7 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     assert rows is not None and isinstance(batches, TaskBatches)
     for row in batches.step_rows(done)[:most]:
         example = train[rows.notes[row][0] if rows.notes else row // per_example]
-        yield Text(f"\n{printable(example.place)}{_target_text(rows, int(row), labels)}")
+        yield Text(f"\n{printable(example.location)}{_target_text(rows, int(row), labels)}")
         tokens = [printable(base.tokenizer.piece(int(i))) for i in rows.ids[row]]
         text = mark_tokens(tokens, dict(_marks(rows, int(row), labels)))
         if isinstance(rows, TargetRows):

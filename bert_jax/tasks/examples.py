@@ -1,6 +1,6 @@
 """Reads, checks and hashes the examples of a task, and finds their labels.
 
-The `place` of an example is its location, for messages: FILE:LINE; "FILE: question ID" for a
+The `location` of an example is its location, for messages: FILE:LINE; "FILE: question ID" for a
 question; tfds:NAME:SPLIT:NUMBER for a record of a dataset, counted from 0.
 """
 
@@ -24,6 +24,7 @@ from bert_jax.tasks import formats
 from bert_jax.tasks.formats import field, quote_names, text_of
 from bert_jax.text.records import OnBroken
 
+Cells = list[Any]
 Labelled = Literal["labelled", "unlabelled"]
 NoAnswer = Literal["never", "possible"]
 
@@ -38,7 +39,7 @@ _SHOWN_LOCATIONS = 3
 class Sentence:
     """One text, or several related texts, with a label."""
 
-    place: str
+    location: str
     # One text for `classify` and `generate`; two for `pair`, `regress` and `similar`; for `choice`
     # the context, then the candidates.
     texts: tuple[str, ...]
@@ -50,7 +51,7 @@ class Sentence:
 class Tagged:
     """A sentence split into words, each with a tag."""
 
-    place: str  # of the first word
+    location: str  # of the first word
     words: tuple[str, ...]  # at least one
     tags: tuple[str, ...] | None  # one for each word; None if unlabelled
 
@@ -66,7 +67,7 @@ class Answer(NamedTuple):
 class Question:
     """A question whose answer is a part of its context."""
 
-    place: str
+    location: str
     id: str  # unique in a task
     question: str
     context: str  # unchanged, since answers are offsets in it
@@ -78,7 +79,7 @@ class Question:
 class MinimalPair:
     """Two texts that differ little; only the first is acceptable (Warstadt et al. 2020)."""
 
-    place: str
+    location: str
     good: str
     bad: str
     paradigm: str  # the phenomenon that the pair tests
@@ -130,16 +131,16 @@ class Tally:
     # The location and the error of each row that was skipped.
     broken: list[tuple[str, InputError]] = dataclasses.field(default_factory=list)
 
-    def record_broken(self, place: str, error: InputError) -> None:
+    def record_broken(self, location: str, error: InputError) -> None:
         """Records a broken row."""
-        self.broken.append((place, error))
+        self.broken.append((location, error))
 
     def __str__(self) -> str:
         """Returns the number of broken rows, and the locations of the first ones."""
-        places = [place for place, _ in self.broken]
-        shown = ", ".join(places[:_SHOWN_LOCATIONS])
-        shown += ", ..." if len(places) > _SHOWN_LOCATIONS else ""
-        return f"{len(places):,}" + (f" ({shown})" if places else "")
+        locations = [location for location, _ in self.broken]
+        shown = ", ".join(locations[:_SHOWN_LOCATIONS])
+        shown += ", ..." if len(locations) > _SHOWN_LOCATIONS else ""
+        return f"{len(locations):,}" + (f" ({shown})" if locations else "")
 
 
 def read(
@@ -158,7 +159,7 @@ def iterate(
     """
     columns = task.text_columns + (task.label_columns if labelled == "labelled" else ())
     task.require_readable("source", sources, columns)
-    place_by_id: dict[str, str] = {}  # of questions
+    location_by_id: dict[str, str] = {}  # of questions
     tally = Tally() if tally is None else tally
     for source in sources:
         count, first_broken = 0, len(tally.broken)
@@ -166,12 +167,12 @@ def iterate(
         for example in _read_source(task, source, columns, labelled, on_broken):
             count += 1
             if isinstance(example, Question):
-                if example.id in place_by_id:
+                if example.id in location_by_id:
                     raise InputError(
-                        f"{example.place}: {place_by_id[example.id]} has the same id; rename or "
-                        "remove one"
+                        f"{example.location}: {location_by_id[example.id]} has the same id; "
+                        "rename or remove one"
                     )
-                place_by_id[example.id] = example.place
+                location_by_id[example.id] = example.location
             yield example
         if not count:
             errors = [str(error) for _, error in tally.broken[first_broken:]]
@@ -185,8 +186,8 @@ def broken_row_handler(task: Task, tally: Tally) -> OnBroken:
     return tally.record_broken if task.broken_rows == "skip" else _raise_broken
 
 
-def _raise_broken(place: str, error: InputError) -> None:
-    del place  # the error names it
+def _raise_broken(location: str, error: InputError) -> None:
+    del location  # the error names it
     raise InputError(f"{error}; --broken-rows skip (task.broken_rows) skips such rows") from error
 
 
@@ -194,21 +195,21 @@ def _read_source(
     task: Task, source: str, columns: tuple[str, ...], labelled: Labelled, on_broken: OnBroken
 ) -> Iterator[Example]:
     if task.kind == "span":  # a question has no columns
-        for place, record in formats.questions(source):
+        for location, record in formats.questions(source):
             try:
-                yield _question_from_record(source, place, record, task.no_answer, labelled)
+                yield _question_from_record(source, location, record, task.no_answer, labelled)
             except InputError as error:
-                on_broken(place, error)
+                on_broken(location, error)
         return
     if source.startswith("beir:"):
         yield from retrieval.read(*source.removeprefix("beir:").rsplit(":", 1))
         return
-    for place, values in formats.rows(source, task.header, columns, on_broken):
+    for location, values in formats.rows(source, task.header, columns, on_broken):
         try:
-            example = example_from_cells(task, place, values)
+            example = example_from_cells(task, location, values)
             require_known_labels(task.labels, [example])
         except InputError as error:
-            on_broken(place, error)
+            on_broken(location, error)
         else:
             yield example
 
@@ -218,96 +219,94 @@ def is_blank(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def example_from_cells(task: Task, place: str, values: list[Any]) -> Example:
+def example_from_cells(task: Task, location: str, values: list[Any]) -> Example:
     """Builds an example from the cells of its text columns and, if read, its label columns."""
     count = len(task.text_columns)
-    return EXAMPLE_FORMATS[task.kind].from_cells(task, place, values[:count], values[count:])
+    return EXAMPLE_FORMATS[task.kind].from_cells(task, location, values[:count], values[count:])
 
 
-def _sentence_from_cells(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Sentence:
+def _sentence_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Sentence:
     columns = zip(task.text_columns, texts, strict=True)
-    checked = tuple(text_of(value, f"column {column!r}", place) for column, value in columns)
+    checked = tuple(text_of(value, f"column {column!r}", location) for column, value in columns)
     parse_label = _label_number if task.kind in ("regress", "similar") else _label_name
-    label = parse_label(labels[0], f"column {task.label_column!r}", place) if labels else None
-    return Sentence(place, checked, label)
+    label = parse_label(labels[0], f"column {task.label_column!r}", location) if labels else None
+    return Sentence(location, checked, label)
 
 
-def _minimal_pair_from_cells(
-    task: Task, place: str, texts: list[Any], labels: list[Any]
-) -> MinimalPair:
+def _minimal_pair_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> MinimalPair:
     columns = zip(task.text_columns, texts, strict=True)
-    good, bad = (text_of(value, f"column {column!r}", place) for column, value in columns)
+    good, bad = (text_of(value, f"column {column!r}", location) for column, value in columns)
     columns = zip((task.label_column, task.field_column), labels, strict=False)
-    names = [_label_name(value, f"column {column!r}", place) for column, value in columns]
+    names = [_label_name(value, f"column {column!r}", location) for column, value in columns]
     paradigm, field_name = names if len(names) == 2 else (*names, "")
-    return MinimalPair(place, good, bad, paradigm, field_name)
+    return MinimalPair(location, good, bad, paradigm, field_name)
 
 
-def _tagged_from_cells(task: Task, place: str, texts: list[Any], labels: list[Any]) -> Tagged:
+def _tagged_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Tagged:
     columns = (task.text_column, task.label_column)
     for column, value in zip(columns, [*texts, *labels], strict=False):
         if not isinstance(value, list) or not value:
             raise InputError(
-                f"{place}: column {column!r} must be a list of words or tags, not empty"
+                f"{location}: column {column!r} must be a list of words or tags, not empty"
             )
     # Equal words and equal tags share one object.
-    words = tuple(sys.intern(text_of(w, f"word {i}", place)) for i, w in enumerate(texts[0], 1))
+    words = tuple(sys.intern(text_of(w, f"word {i}", location)) for i, w in enumerate(texts[0], 1))
     if not labels:
-        return Tagged(place, words, None)
+        return Tagged(location, words, None)
     if len(labels[0]) != len(words):
-        raise InputError(f"{place}: {len(words)} words, but {len(labels[0])} tags")
-    tags = (sys.intern(_label_name(tag, f"tag {i}", place)) for i, tag in enumerate(labels[0], 1))
-    return Tagged(place, words, tuple(tags))
+        raise InputError(f"{location}: {len(words)} words, but {len(labels[0])} tags")
+    tags = (_label_name(tag, f"tag {i}", location) for i, tag in enumerate(labels[0], 1))
+    return Tagged(location, words, tuple(map(sys.intern, tags)))
 
 
 def _question_from_record(
     source: str, location: str, record: Mapping[str, Any], no_answer: NoAnswer, labelled: Labelled
 ) -> Question:
     id_ = text_of(field(record, "id", str, location), "id", location)
-    place = f"{source.removeprefix('squad:')}: question {id_}"
-    question = text_of(field(record, "question", str, place), "question", place)
-    context = text_of(field(record, "context", str, place), "context", place)
+    location = f"{source.removeprefix('squad:')}: question {id_}"
+    question = text_of(field(record, "question", str, location), "question", location)
+    context = text_of(field(record, "context", str, location), "context", location)
     if labelled == "unlabelled":
-        return Question(place, id_, question, context, (), True)
-    records = field(record, "answers", list, place)
-    answers = tuple(_answer_from_record(answer, context, place) for answer in records)
+        return Question(location, id_, question, context, (), True)
+    records = field(record, "answers", list, location)
+    answers = tuple(_answer_from_record(answer, context, location) for answer in records)
     if "is_impossible" in record:
-        impossible = field(record, "is_impossible", bool, place)
+        impossible = field(record, "is_impossible", bool, location)
         if impossible == bool(answers):
             count = "answers" if answers else "no answer"
-            raise InputError(f"{place}: is_impossible={impossible}, but it has {count}")
+            raise InputError(f"{location}: is_impossible={impossible}, but it has {count}")
     if not answers and no_answer == "never":
         raise InputError(
-            f"{place}: has no answer; set task.no_answer=possible, or remove the question"
+            f"{location}: has no answer; set task.no_answer=possible, or remove the question"
         )
-    return Question(place, id_, question, context, answers, bool(answers))
+    return Question(location, id_, question, context, answers, bool(answers))
 
 
-def _answer_from_record(answer: Any, context: str, place: str) -> Answer:
-    text = text_of(field(answer, "text", str, place), "the text of an answer", place)
-    start = field(answer, "answer_start", int, place)
+def _answer_from_record(answer: Any, context: str, location: str) -> Answer:
+    text = text_of(field(answer, "text", str, location), "the text of an answer", location)
+    start = field(answer, "answer_start", int, location)
     if start < 0 or context[start : start + len(text)] != text:
         raise InputError(
-            f"{place}: the answer {excerpt(text)} is not at character {start} of its context, but "
-            f"at {context.find(text)} (-1: nowhere)"
+            f"{location}: the answer {excerpt(text)} is not at character {start} of its context, "
+            f"but at {context.find(text)} (-1: nowhere)"
         )
     return Answer(text, start)
 
 
-def _label_name(value: Any, what: str, place: str) -> str:
+def _label_name(value: Any, what: str, location: str) -> str:
     """Returns the name of a label. Integers and booleans are converted as in JSON."""
     if value is None:
-        raise InputError(f"{place}: {what} is missing: the example has no label")
+        raise InputError(f"{location}: {what} is missing: the example has no label")
     if isinstance(value, bool | int):
         return json.dumps(value)
-    return text_of(value, what, place).strip()
+    return text_of(value, what, location).strip()
 
 
-def _label_number(value: Any, what: str, place: str) -> float:
+def _label_number(value: Any, what: str, location: str) -> float:
     text = value.strip() if isinstance(value, str) else json.dumps(value)
     number = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not math.isfinite(number):
-        raise InputError(f"{place}: {what} is {excerpt(text)}, not a finite number")
+        raise InputError(f"{location}: {what} is {excerpt(text)}, not a finite number")
     return number
 
 
@@ -318,11 +317,11 @@ class ExampleFormat(NamedTuple):
     """The format of a typed example of a task kind, and the functions that build examples."""
 
     line: str  # describes a typed line
-    # (task, place, cells of texts, cells of labels or []) -> example
+    # (task, location, cells of texts, cells of labels or []) -> example
     from_cells: Callable[[Task, str, list[Any], list[Any]], Example] = _sentence_from_cells
-    # (place, number of the example, typed texts) -> example
-    from_texts: Callable[[str, int, Sequence[str]], Example] = lambda place, number, texts: (
-        Sentence(place, tuple(texts), None)
+    # (location, number of the example, typed texts) -> example
+    from_texts: Callable[[str, int, Sequence[str]], Example] = lambda location, number, texts: (
+        Sentence(location, tuple(texts), None)
     )
 
 
@@ -334,12 +333,12 @@ EXAMPLE_FORMATS = {
     "tag": ExampleFormat(
         "words separated by blanks",
         _tagged_from_cells,
-        lambda place, number, texts: Tagged(place, tuple(texts[0].split()), None),
+        lambda location, number, texts: Tagged(location, tuple(texts[0].split()), None),
     ),
     "span": ExampleFormat(
         "QUESTION<tab>CONTEXT",
-        from_texts=lambda place, number, texts: Question(
-            place, str(number), texts[0], texts[1], (), True
+        from_texts=lambda location, number, texts: Question(
+            location, str(number), texts[0], texts[1], (), True
         ),
     ),
     "minimal_pairs": ExampleFormat("", _minimal_pair_from_cells),  # cannot be typed
@@ -347,11 +346,11 @@ EXAMPLE_FORMATS = {
 
 
 def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Example]:
-    """Yields an unlabelled example for each (place, line) that is not blank."""
+    """Yields an unlabelled example for each (location, line) that is not blank."""
     has_tabs = "<tab>" in EXAMPLE_FORMATS[task.kind].line
-    filled = ((place, line) for place, line in lines if line.strip())
-    for number, (place, line) in enumerate(filled, 1):
-        yield _parse_typed(task, place, line.split("\t") if has_tabs else [line], number)
+    filled = ((location, line) for location, line in lines if line.strip())
+    for number, (location, line) in enumerate(filled, 1):
+        yield _parse_typed(task, location, line.split("\t") if has_tabs else [line], number)
 
 
 def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterator[Example]:
@@ -369,15 +368,15 @@ def texts_per_example(task: Task) -> int:
     return 2 if task.kind == "span" else len(task.text_columns)
 
 
-def _parse_typed(task: Task, place: str, texts: Sequence[str], number: int) -> Example:
+def _parse_typed(task: Task, location: str, texts: Sequence[str], number: int) -> Example:
     count, line = texts_per_example(task), EXAMPLE_FORMATS[task.kind].line
     if len(texts) != count:
         raise InputError(
-            f"{place}: {len(texts)} texts, but task.kind={task.kind} takes {count}; write {line} "
-            "in a line, or give each text as one argument"
+            f"{location}: {len(texts)} texts, but task.kind={task.kind} takes {count}; write "
+            f"{line} in a line, or give each text as one argument"
         )
-    checked = [text_of(text, f"text {i}", place) for i, text in enumerate(texts, 1)]
-    return EXAMPLE_FORMATS[task.kind].from_texts(place, number, checked)
+    checked = [text_of(text, f"text {i}", location) for i, text in enumerate(texts, 1)]
+    return EXAMPLE_FORMATS[task.kind].from_texts(location, number, checked)
 
 
 # --- labels ---------------------------------------------------------------------------------------
@@ -429,7 +428,7 @@ def require_known_labels(labels: Sequence[str], examples: Sequence[Example]) -> 
             if name not in known:
                 what = f"word {number}: tag" if isinstance(example, Tagged) else "label"
                 raise InputError(
-                    f"{example.place}: {what} {excerpt(name)} is none of {quote_names(labels)}, "
+                    f"{example.location}: {what} {excerpt(name)} is none of {quote_names(labels)}, "
                     "the labels in task.labels or in the training examples; to learn it, list all "
                     "labels in task.labels; to skip such rows, list the other labels there and set "
                     "task.broken_rows=skip"
@@ -444,7 +443,7 @@ def sha256(examples: Iterable[Example], labels: Sequence[str]) -> str:
     digest = hashlib.sha256(json.dumps(labels).encode())
     for example in examples:
         names = (item.name for item in dataclasses.fields(example))
-        values = [getattr(example, name) for name in names if name != "place"]
+        values = [getattr(example, name) for name in names if name != "location"]
         # One line per example: JSON is unambiguous and contains no newlines.
         digest.update(f"\n{type(example).__name__}{json.dumps(values)}".encode())
     return digest.hexdigest()

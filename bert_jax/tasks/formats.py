@@ -49,15 +49,15 @@ def rows(
       word, in CoNLL.
     """
     is_table = source.partition(":")[0] in _TABLE_FORMATS
-    for place, names, values in records(source, header, on_broken=on_broken):
+    for location, names, values in records(source, header, on_broken=on_broken):
         try:
-            selected = cells(columns, names, values, place)
+            selected = cells(columns, names, values, location)
         except InputError as error:
             if is_table:  # every row lacks the column
                 raise
-            on_broken(place, error)
+            on_broken(location, error)
         else:
-            yield place, selected
+            yield location, selected
 
 
 def records(
@@ -77,11 +77,11 @@ def records(
     if format_ == "conll":
         return _conll(path, on_broken)
     located = _json_lines(path, on_broken) if format_ == "jsonl" else _dataset(source)
-    return ((place, list(record), list(record.values())) for place, record in located)
+    return ((location, list(record), list(record.values())) for location, record in located)
 
 
 def cells(
-    columns: Sequence[str], names: Sequence[str], values: Sequence[Any], place: str
+    columns: Sequence[str], names: Sequence[str], values: Sequence[Any], location: str
 ) -> list[Any]:
     """Returns the values of `columns` in a row; `names` must have each of them exactly once."""
     record, selected = dict(zip(names, values, strict=True)), []
@@ -93,7 +93,7 @@ def cells(
             problem = "no"
         if problem:
             raise InputError(
-                f"{place}: {problem} column {column!r} among "
+                f"{location}: {problem} column {column!r} among "
                 f"{quote_names(text_records.field_names(record))}; set the columns of the task in "
                 "task.text_column, task.label_column and others (see task.header)"
                 f"{text_records.separator_note(names)}"
@@ -125,24 +125,24 @@ def _conll(path: str, on_broken: OnBroken) -> Iterator[text_records.TableRow]:
             start = start if words else number
             words.append(columns)
         elif words:
-            place = f"{path}:{start}"
+            location = f"{path}:{start}"
             if sentence_error is None:
-                yield place, names, [list(column) for column in zip(*words, strict=True)]
+                yield location, names, [list(column) for column in zip(*words, strict=True)]
             else:
-                on_broken(place, sentence_error)
+                on_broken(location, sentence_error)
             words, sentence_error = [], None
 
 
 def _json_lines(path: str, on_broken: OnBroken) -> Iterator[Record]:
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
-            place = f"{path}:{number}"
+            location = f"{path}:{number}"
             try:
-                record = json_object(line, place)
+                record = json_object(line, location)
             except InputError as error:
-                on_broken(place, error)
+                on_broken(location, error)
             else:
-                yield place, record
+                yield location, record
 
 
 def _dataset(source: str) -> Iterator[Record]:
@@ -150,24 +150,27 @@ def _dataset(source: str) -> Iterator[Record]:
     folder = tfds_files.find(name)
     classes = tfds_files.class_labels(folder)
     for number, record in enumerate(tfds_files.records(folder, split)):
-        place = f"{source}:{number}"
-        yield place, {key: _plain(value, classes.get(key), place) for key, value in record.items()}
+        location = f"{source}:{number}"
+        yield (
+            location,
+            {key: _plain(value, classes.get(key), location) for key, value in record.items()},
+        )
 
 
-def _plain(value: Any, classes: Any, place: str) -> Any:
+def _plain(value: Any, classes: Any, location: str) -> Any:
     """Converts a value of TFDS: arrays to lists, class numbers to names, -1 (no label) to None."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
-        return {key: _plain(inner, None, place) for key, inner in value.items()}
+        return {key: _plain(inner, None, location) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner, classes, place) for inner in value]
+        return [_plain(inner, classes, location) for inner in value]
     if isinstance(value, bytes):
-        return text_records.decode_utf8(value, place)
+        return text_records.decode_utf8(value, location)
     if classes is None:
         return value
     if not -1 <= value < classes.num_classes:
-        raise InputError(f"{place}: class {value}, but there are {classes.num_classes} classes")
+        raise InputError(f"{location}: class {value}, but there are {classes.num_classes} classes")
     return None if value == -1 else classes.int2str(value)
 
 
@@ -193,23 +196,23 @@ def _squad_file(path: str) -> Iterator[Record]:
             paragraph_place = f"{article_place}.paragraphs[{j}]"
             context = field(paragraph, "context", str, paragraph_place)
             for k, record in enumerate(field(paragraph, "qas", list, paragraph_place)):
-                place = f"{paragraph_place}.qas[{k}]"
-                field(record, "id", str, place)
-                yield place, record | {"context": context}
+                location = f"{paragraph_place}.qas[{k}]"
+                field(record, "id", str, location)
+                yield location, record | {"context": context}
 
 
 def _squad_dataset(source: str) -> Iterator[Record]:
     """Yields each question of a dataset. TFDS stores answers as an object of lists."""
-    for place, record in _dataset(source):
+    for location, record in _dataset(source):
         answers = record.get("answers")
         if isinstance(answers, dict):
-            texts = field(answers, "text", list, place)
-            starts = field(answers, "answer_start", list, place)
+            texts = field(answers, "text", list, location)
+            starts = field(answers, "answer_start", list, location)
             if len(texts) != len(starts):
-                raise InputError(f"{place}: {len(texts)} answers and {len(starts)} answer_start")
+                raise InputError(f"{location}: {len(texts)} answers and {len(starts)} answer_start")
             pairs = zip(texts, starts, strict=True)
             record["answers"] = [{"text": text, "answer_start": start} for text, start in pairs]
-        yield place, record
+        yield location, record
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -223,15 +226,17 @@ def field(node: Any, key: str, of: type, where: str) -> Any:
     return node[key]
 
 
-def text_of(value: object, name: str, place: str) -> str:
+def text_of(value: object, name: str, location: str) -> str:
     """Returns `value`, which must be a text and not blank, in a form that UTF-8 can encode.
 
     JSON can contain halves of surrogate pairs; they become U+FFFD.
     """
     if not isinstance(value, str):
-        raise InputError(f"{place}: {name} is {json.dumps(value)[:_QUOTED_CHARACTERS]}, not a text")
+        raise InputError(
+            f"{location}: {name} is {json.dumps(value)[:_QUOTED_CHARACTERS]}, not a text"
+        )
     if not value.strip():
-        raise InputError(f"{place}: {name} is blank; fill it in, or remove the example")
+        raise InputError(f"{location}: {name} is blank; fill it in, or remove the example")
     return text_records.encodable(value)
 
 

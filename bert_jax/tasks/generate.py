@@ -72,10 +72,10 @@ class Generate(TaskKind):
     def rows(self, examples: Sequence[Sentence]) -> TargetRows:
         """Returns a row for each source, with its target; both are truncated at the end."""
         room, target_room = self._task.max_sequence_length - 2, self._task.max_target_length - 1
-        sources = [self.encode(example.texts[0], example.place) for example in examples]
+        sources = [self.encode(example.texts[0], example.location) for example in examples]
         ids = [joined(self._tokenizer, tokens[:room], None)[0] for tokens in sources]
         labelled = [example for example in examples if example.label is not None]
-        targets = [self.encode(str(example.label), example.place) for example in labelled]
+        targets = [self.encode(str(example.label), example.location) for example in labelled]
         return TargetRows(
             ids,
             np.array([len(row) for row in ids], np.int32),

@@ -29,7 +29,7 @@ class Sentences(TaskKind):
         """
         ids, first = [], []
         for example in examples:
-            tokens = [self.encode(text, example.place) for text in example.texts]
+            tokens = [self.encode(text, example.location) for text in example.texts]
             pairs = [(tokens[0], other) for other in tokens[1:]] or [(tokens[0], None)]
             for a, b in pairs:
                 row, start_b = joined(self._tokenizer, *self._truncate(a, b))
@@ -132,7 +132,7 @@ class Tags(TaskKind):
         ids, tags, weights, notes = [], [], [], []
         label_numbers = {label: i for i, label in enumerate(self._labels)}
         for number, example in enumerate(examples):
-            with prefix_errors(example.place):
+            with prefix_errors(example.location):
                 parts = self._split_words(example.words)
             for tokens, starts, words in parts:
                 row, _ = joined(self._tokenizer, tokens, None)

@@ -54,7 +54,7 @@ class MinimalPairs:
         # Equal texts are scored once, so that their scores are equal to the last bit.
         self._texts: dict[tuple[int, ...], int] = {}
         self._pair_texts = np.array(
-            [[self._number(t, pair.place) for t in (pair.good, pair.bad)] for pair in self.pairs]
+            [[self._number(t, pair.location) for t in (pair.good, pair.bad)] for pair in self.pairs]
         )
 
         def row_log_probabilities(
@@ -92,15 +92,15 @@ class MinimalPairs:
             "paradigms": _accuracy_by_name(right, [pair.paradigm for pair in self.pairs]),
         }
 
-    def _number(self, text: str, place: str) -> int:
+    def _number(self, text: str, location: str) -> int:
         """Returns the number of a text among the distinct texts."""
-        with prefix_errors(place):
+        with prefix_errors(location):
             ids = tuple(self._reader.tokenizer.encode(text))
         if not 1 <= len(ids) <= self._limit - 2:
             why = "has no tokens"
             if ids:
                 why = f"has {len(ids) + 2} tokens with [CLS] and [SEP], but a row {self._limit}"
-            raise InputError(f"{place}: {excerpt(text)}: {why}; remove the pair")
+            raise InputError(f"{location}: {excerpt(text)}: {why}; remove the pair")
         return self._texts.setdefault(ids, len(self._texts))
 
     def _log_likelihoods(self, params: Any) -> np.ndarray:

@@ -231,7 +231,7 @@ def predict(
     """Yields lines of JSON: the answers of a fine-tuned run, or its scores.
 
     Args:
-      texts: one or more texts, or (place, line) pairs; unused with sources or `score`.
+      texts: one or more texts, or (location, line) pairs; unused with sources or `score`.
       sources: of examples; with `score`, () means the run's validation examples.
       out: a file for the answers; None: they are yielded.
     """
@@ -326,38 +326,38 @@ def _predict_rows(
     added = [_PREDICTED] if column else [_PREDICTED, _PROBABILITY]
     is_empty = True
     while window := list(itertools.islice(records, WINDOW)):
-        is_empty, examples = False, dict[str, Example]()  # by place
-        for place, names, values in window:
+        is_empty, examples = False, dict[str, Example]()  # by location
+        for location, names, values in window:
             if existing := [name for name in added if name in names]:
-                raise InputError(f"{place}: has a column {existing[0]!r} already; rename it")
-            _require_json(values, place)
-            cells = formats.cells(task.text_columns, names, values, place)
+                raise InputError(f"{location}: has a column {existing[0]!r} already; rename it")
+            _require_json(values, location)
+            cells = formats.cells(task.text_columns, names, values, location)
             try:
-                examples[place] = examples_lib.example_from_cells(task, place, cells)
+                examples[location] = examples_lib.example_from_cells(task, location, cells)
             except InputError as error:
                 if task.broken_rows == "stop" and not any(map(examples_lib.is_blank, cells)):
                     raise
-                unread.record_broken(place, error)
+                unread.record_broken(location, error)
         answers = list(model.predict(examples.values())) if examples else []
         by_place = dict(zip(examples, answers, strict=True))
-        for place, names, values in window:
+        for location, names, values in window:
             predicted: list[Any] = [None] * len(added)
-            if answer := by_place.get(place):
+            if answer := by_place.get(location):
                 label = answer[column or "label"]
                 predicted = [label] if column else [label, answer["probabilities"][label]]
                 counts[str(label)] += 1
-            yield place, [*names, *added], [*values, *predicted]
+            yield location, [*names, *added], [*values, *predicted]
     if is_empty:
         raise InputError(f"{source}: holds no examples")
 
 
-def _require_json(values: Sequence[Any], place: str) -> None:
+def _require_json(values: Sequence[Any], location: str) -> None:
     """Raises InputError if a value is a number that JSON cannot represent, such as 1e400."""
     try:
         json.dumps(values, allow_nan=False)
     except ValueError as error:
         raise InputError(
-            f"{place}: holds a number that is not finite; write null or a smaller number"
+            f"{location}: holds a number that is not finite; write null or a smaller number"
         ) from error
 
 
@@ -372,17 +372,19 @@ def _table_lines(
     if suffix == ".tsv":
         quoting: Any = {"quoting": csv.QUOTE_NONE, "quotechar": None}
         table = csv.writer(file, lineterminator=end, delimiter="\t", **quoting)
-    for place, names, values in table_rows:
+    for location, names, values in table_rows:
         if suffix == ".jsonl":
             if len(set(names)) < len(names):
-                raise InputError(f"{place}: two columns have one name; rename one, or write .csv")
+                raise InputError(
+                    f"{location}: two columns have one name; rename one, or write .csv"
+                )
             yield _json(dict(zip(names, values, strict=True))) + "\n"
             continue
         lines = [values] if first or header == "none" else [names, values]
         first = first or names
         if sorted(names) != sorted(first):
             raise InputError(
-                f"{place}: has the columns {formats.quote_names(names)}, but the first row has "
+                f"{location}: has the columns {formats.quote_names(names)}, but the first row has "
                 f"{formats.quote_names(first)}; write a .jsonl file"
             )
         if names != first:  # JSON objects may have them in any order
@@ -392,7 +394,7 @@ def _table_lines(
                 yield table.writerow(map(_cell, line)).removesuffix("\r\n") + "\n"
             except csv.Error as error:
                 raise InputError(
-                    f"{place}: a cell holds a tab or a newline; write a .csv or .jsonl file"
+                    f"{location}: a cell holds a tab or a newline; write a .csv or .jsonl file"
                 ) from error
 
 

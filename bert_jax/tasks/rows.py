@@ -135,9 +135,9 @@ class TaskKind:
         self._task, self._labels, self._tokenizer = task, labels, tokenizer
         self.outputs = self.outputs or len(labels)
 
-    def encode(self, text: str, place: str) -> list[int]:
-        """Returns the token ids of a text; errors begin with `place`, the text's location."""
-        with prefix_errors(place):
+    def encode(self, text: str, location: str) -> list[int]:
+        """Returns the token ids of a text; errors begin with `location`."""
+        with prefix_errors(location):
             return self._tokenizer.encode(text)
 
     def rows(self, examples: Sequence[Any]) -> TaskRows:

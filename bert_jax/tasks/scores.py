@@ -264,15 +264,15 @@ def data_warnings(
     if shared := [example for example in held_out if text_key(example) in train_keys]:
         warnings_.append(
             f"{len(shared):,} of {len(held_out):,} validation examples have the text of a training "
-            f"example (the first: {shared[0].place}); scores of them say little about new texts"
+            f"example (the first: {shared[0].location}); scores of them say little about new texts"
         )
     for name, split in examples.items() if task.kind in _SINGLE_ANSWER_KINDS else ():
         answers: dict[int, Any] = {}
-        ambiguous: dict[int, str] = {}  # by text, the place of its second answer
+        ambiguous: dict[int, str] = {}  # by text, the location of its second answer
         for example in split:
             key, answer = text_key(example), _label_of(example)
             if answers.setdefault(key, answer) != answer:
-                ambiguous.setdefault(key, example.place)
+                ambiguous.setdefault(key, example.location)
         if ambiguous:
             warnings_.append(
                 f"{len(ambiguous):,} of {len(answers):,} texts of {name} have several "
@@ -315,7 +315,7 @@ def mistakes(
     worst = []
     for i in wrong[:_MOST]:
         truth, predicted = (" ".join(names)[:_CHARACTERS] for names in scored[i][:2])
-        mistake = {"place": examples[i].place, "truth": truth, "predicted": predicted}
+        mistake = {"place": examples[i].location, "truth": truth, "predicted": predicted}
         if "probabilities" in answers[i]:
             mistake["probability"] = answers[i]["probabilities"][answers[i]["label"]]
         worst.append(mistake | {"texts": [t[:_CHARACTERS] for t in display_texts(examples[i])]})

@@ -71,9 +71,9 @@ class Similar(TaskKind):
         for example in examples:
             texts = example.texts if isinstance(example, Sentence) else (example.text,)
             for role, text in zip(roles_of(example), texts, strict=True):
-                tokens = self.encode(text, example.place)
+                tokens = self.encode(text, example.location)
                 prefix = self._prefixes[role]
-                row = self.encode(prefix + text, example.place) if prefix else tokens
+                row = self.encode(prefix + text, example.location) if prefix else tokens
                 ids.append(joined(self._tokenizer, row[: self._limit - 2], None)[0])
                 keys.append(zlib.crc32(np.array(tokens[: self._text_tokens], np.uint32).tobytes()))
         first = np.array([len(row) for row in ids], np.int32)
@@ -84,7 +84,7 @@ class Similar(TaskKind):
         """Returns the `cosine` of the two texts of each example."""
         if rows.rows_per_example == 1:
             raise InputError(
-                f"{examples[0].place}: task.kind=similar: this is one text, but a cosine needs "
+                f"{examples[0].location}: task.kind=similar: this is one text, but a cosine needs "
                 "two; use the run in `bert-jax embed`, `search` or `evaluate --task`"
             )
         return [{"cosine": float(value)} for value in _cosines(np.stack(outputs))]
@@ -332,7 +332,7 @@ def _scaled(examples: Sequence[Sentence], how: Vectors) -> np.ndarray:
     for example in examples:
         if example.label is None or not low <= float(example.label) <= high:
             raise InputError(
-                f"{example.place}: the score {example.label} is not within "
+                f"{example.location}: the score {example.label} is not within "
                 f"vectors.score_range={how.score_range}; correct one of them"
             )
     values = np.array([example.label for example in examples], np.float32)

@@ -29,7 +29,7 @@ class Window(NamedTuple):
     question: int  # its number
     offset: int  # position in the row where the context starts
     # int32 [n, 2], for each token of the context, the character range of its word.
-    places: np.ndarray
+    spans: np.ndarray
     counts: np.ndarray  # bool [n], whether the token has most context in this window
 
 
@@ -63,14 +63,14 @@ class SpanTask(TaskKind):
         contexts: dict[str, tuple[list[int], np.ndarray]] = {}
         cut = 0
         for number, example in enumerate(examples):
-            question = self.encode(example.question, example.place)
+            question = self.encode(example.question, example.location)
             cut += len(question) > self._longest_question
             question = question[: self._longest_question]
             if example.context not in contexts:
-                with prefix_errors(example.place):
+                with prefix_errors(example.location):
                     contexts[example.context] = self._tokenize_context(example.context)
-            tokens, places = contexts[example.context]
-            answer = _answer_tokens(example, places)
+            tokens, spans = contexts[example.context]
+            answer = _answer_tokens(example, spans)
             starts = self._window_starts(len(tokens), len(question))
             room = self._room(len(question))
             best_windows = _best_windows(len(tokens), starts, room)
@@ -80,7 +80,7 @@ class SpanTask(TaskKind):
                 ids.append(row)
                 first.append(first_segment_length(self._tokenizer, row, offset))
                 counts = best_windows[start:end] == window
-                notes.append(Window(number, offset, places[start:end], counts))
+                notes.append(Window(number, offset, spans[start:end], counts))
                 if answer is not None and start <= answer[0] and answer[1] < end:
                     targets.append([offset + p - start for p in answer])
                 else:
@@ -93,9 +93,9 @@ class SpanTask(TaskKind):
 
     def count_rows(self, example: Question, most: int) -> int:
         """Returns the number of rows of an example; stops counting above `most`."""
-        question = len(self.encode(example.question, example.place)[: self._longest_question])
+        question = len(self.encode(example.question, example.location)[: self._longest_question])
         room, tokens = self._room(question), 0
-        with prefix_errors(example.place):
+        with prefix_errors(example.location):
             for _, _, ids in self._tokenizer.words(example.context):
                 tokens += len(ids)
                 if tokens > room + (most - 1) * min(self._task.document_stride, room):
@@ -152,11 +152,11 @@ class SpanTask(TaskKind):
     def _tokenize_context(self, context: str) -> tuple[list[int], np.ndarray]:
         """Returns the token ids of a context, and the characters of their words, int32 [n, 2]."""
         tokens: list[int] = []
-        places: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         for start, end, ids in self._tokenizer.words(context):
             tokens += ids
-            places += [(start, end)] * len(ids)
-        return tokens, np.array(places, np.int32).reshape(-1, 2)
+            spans += [(start, end)] * len(ids)
+        return tokens, np.array(spans, np.int32).reshape(-1, 2)
 
     def _predicted(
         self, outputs: Outputs, rows: TaskRows, examples: Sequence[Question]
@@ -171,7 +171,7 @@ class SpanTask(TaskKind):
             no_answer_scores[number] = min(no_answer_scores[number], float(logits[0].sum()))
             context = examples[number].context
             for score, start, end in self._best_spans(logits, window):
-                text = context[window.places[start, 0] : window.places[end, 1]]
+                text = context[window.spans[start, 0] : window.spans[end, 1]]
                 candidates[number].append((score, text))
         predicted = []
         for answers, no_answer in zip(candidates, no_answer_scores, strict=True):
@@ -185,7 +185,7 @@ class SpanTask(TaskKind):
 
     def _best_spans(self, logits: np.ndarray, window: Window) -> list[tuple[float, int, int]]:
         """Returns (score, first, last token in the window) of the best answers of a row."""
-        logits = logits[window.offset : window.offset + len(window.places)]
+        logits = logits[window.offset : window.offset + len(window.spans)]
         order = np.argsort(-logits, axis=0, kind="stable")[:_CANDIDATES]
         starts, ends = order[:, 0], order[:, 1]
         starts = starts[window.counts[starts]]
@@ -197,12 +197,12 @@ class SpanTask(TaskKind):
         return [(float(score[i]), int(starts[a[i]]), int(ends[b[i]])) for i in best]
 
 
-def _answer_tokens(example: Question, places: np.ndarray) -> tuple[int, int] | None:
+def _answer_tokens(example: Question, spans: np.ndarray) -> tuple[int, int] | None:
     """Returns the first and last token of the first answer; None if there are none."""
     if not example.answers:
         return None
     text, start = example.answers[0]
-    inside = (places[:, 1] > start) & (places[:, 0] < start + len(text))
+    inside = (spans[:, 1] > start) & (spans[:, 0] < start + len(text))
     (tokens,) = np.nonzero(inside)
     return (int(tokens[0]), int(tokens[-1])) if len(tokens) else None
 

@@ -70,7 +70,7 @@ def test_columns_have_numbers_where_no_line_names_them(tmp_path):
     settings = {"header": "none", "text_column": "3", "label_column": "1"}
     found = read(tmp_path, "tsv", "gj04\t1\t\tOur friends.\ngj04\t0\t*\tHim here.\n", **settings)
     assert [(e.texts, e.label) for e in found] == [(("Our friends.",), "1"), (("Him here.",), "0")]
-    assert found[0].place.endswith("x.tsv:1")
+    assert found[0].location.endswith("x.tsv:1")
 
 
 def test_a_source_is_read_for_its_kind(tmp_path):
@@ -91,7 +91,7 @@ def test_cells_of_csv_hold_newlines_and_much_text_and_those_of_tsv_quotation_mar
     content = f'sentence,label\n"one\ntwo\r\n\nthree",a\n"{long}",b\n'
     first, second = read(tmp_path, "csv", content)
     assert (first.texts, second.texts) == (("one\ntwo\n\nthree",), (long,))
-    assert (first.place[-2:], second.place[-2:]) == (":2", ":6")
+    assert (first.location[-2:], second.location[-2:]) == (":2", ":6")
     (found,) = read(tmp_path, "tsv", 'sentence\tlabel\n"half a quote\ta\n')
     assert found.texts == ('"half a quote',)
 
@@ -102,7 +102,7 @@ def test_sources_are_read_in_order_and_may_be_compressed(tmp_path):
     sources = (f"jsonl:{tmp_path}/b.jsonl", f"tsv:{tmp_path}/a.tsv.gz")
     found = examples.read(task(), sources, "labelled")
     assert [e.label for e in found] == ["1", "0"] * 2
-    assert found[2].place == f"{tmp_path}/a.tsv.gz:2"
+    assert found[2].location == f"{tmp_path}/a.tsv.gz:2"
 
 
 # What a text or label of these files can be: TSV parts columns at tabs and lines at newlines.
@@ -143,7 +143,7 @@ def test_words_and_tags_stand_in_lines_of_columns(tmp_path):
     content = "当\tO\n-DOCSTART-\tO\n中\u3000国\tB-LOC\n \t \n国\tO"
     found = read(tmp_path, "conll", content, kind="words")
     assert [e.words for e in found] == [("当",), ("中\u3000国",), ("国",)]
-    assert [e.place[-2:] for e in found] == [":1", ":3", ":5"]
+    assert [e.location[-2:] for e in found] == [":1", ":3", ":5"]
 
 
 def test_values_of_json_and_numbers(tmp_path):
@@ -283,7 +283,7 @@ def test_texts_are_typed_in_lines_and_as_arguments():
     assert parsed(task("tag"), " a  b\tc ")[0].words == ("a", "b", "c")
     first, second = parsed(task("span", "squad:x"), "a ?\t b c", "", " \t", "d ?\te")
     assert (first.id, first.question, first.context) == ("1", "a ?", " b c")
-    assert (second.id, second.place) == ("2", "f:4")
+    assert (second.id, second.location) == ("2", "f:4")
     pairs = list(examples.parse_arguments(task("pair"), ["a", "b", "c\td", "e"]))
     assert [pair.texts for pair in pairs] == [("a", "b"), ("c\td", "e")]
     for kind, line, what in (

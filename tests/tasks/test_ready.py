@@ -83,7 +83,7 @@ def pairs(source, labelled="labelled", **settings):
 def test_classes_are_called_by_their_names(source):
     first, second = pairs(source)
     assert (first.texts, first.label) == (("A é", "B"), "same")
-    assert (second.place, second.label) == (f"{source}:1", "not_same")
+    assert (second.location, second.label) == (f"{source}:1", "not_same")
 
 
 def test_labels_may_be_booleans_integers_floats_classes_without_names_or_missing():
@@ -101,7 +101,7 @@ def test_words_and_tags_are_sequences():
 
 def test_answers_are_nested_features():
     first, second = read("span", "tfds:squad:train", no_answer="possible", max_sequence_length=384)
-    assert first.place == "tfds:squad:train: question q1"
+    assert first.location == "tfds:squad:train: question q1"
     assert (first.context, first.answers) == (CONTEXT, (Answer("12 m", 7), Answer("12", 7)))
     assert (second.question, second.answers, second.has_answer) == ("How wide?", (), False)
 

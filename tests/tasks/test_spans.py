@@ -48,7 +48,7 @@ def test_a_window_by_hand():
     assert rows.first.tolist() == [5]
     window = rows.notes[0]
     assert (window.question, window.offset) == (0, 5)
-    texts = [context[a:b] for a, b in window.places]
+    texts = [context[a:b] for a, b in window.spans]
     assert texts == ["Caf\u00e9", "until", "until", ",", "\u65e5", "\u672c"]
     # An answer that is part of a word is all of its pieces.
     assert rows.numbers["starts"].tolist() == [6] and rows.numbers["ends"].tolist() == [9]
@@ -66,7 +66,7 @@ def test_questions_are_cut_and_leave_their_room_to_the_context():
     rows = kind().rows(asked)
     assert rows.ids[0][:5].tolist() == ids("[CLS] wc wd we [SEP]")
     first, second = (next(w for w in rows.notes if w.question == number) for number in (0, 1))
-    assert len(first.places) == 21 and len(second.places) == 23
+    assert len(first.spans) == 21 and len(second.spans) == 23
     assert len(rows.ids[0]) == LONGEST and rows.cut_questions == 1
 
 
@@ -82,7 +82,7 @@ def test_two_separators_between_texts_leave_no_piece_out(longest):
     rows = of_two.rows([asked])
     assert of_two.count_rows(asked, 99) == len(rows.ids)
     assert max(map(len, rows.ids)) <= LONGEST
-    counted = np.concatenate([window.places[window.counts, 0] for window in rows.notes])
+    counted = np.concatenate([window.spans[window.counts, 0] for window in rows.notes])
     assert len(counted) == len(set(counted.tolist())) == 60
 
 
@@ -120,12 +120,12 @@ def test_windows_cover_every_piece_and_each_counts_where_it_has_best_windows(pie
     for most in {1, count // 2 or 1, count, 2 * count}:
         found = kind(document_stride=stride).count_rows(example, most)
         assert found == count if count <= most else found > most
-    assert [len(w.places) for w in rows.notes] == [length for _, length in windows]
+    assert [len(w.spans) for w in rows.notes] == [length for _, length in windows]
     counted = collections.Counter()
     for number, (window, (start, length)) in enumerate(zip(rows.notes, windows, strict=True)):
         expected = [slow_is_max_context(windows, number, start + i) for i in range(length)]
         assert window.counts.tolist() == expected
-        counted.update(window.places[window.counts, 0].tolist())
+        counted.update(window.spans[window.counts, 0].tolist())
         words = rows.ids[number][window.offset : window.offset + length].tolist()
         assert words == [ids(WORDS[(start + i) % 20])[0] for i in range(length)]
     assert set(counted.values()) <= {1} and len(counted) == pieces
