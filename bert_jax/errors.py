@@ -21,7 +21,7 @@ _MEANINGS = {
 # The meanings for commands that train.
 TRAINING_CODES = {
     UNAVAILABLE: "the machine or the network failed (a bucket out of reach, a host that did not\n"
-    "       arrive, a hang, a full disk); run again to resume (the launchers do)",
+    "       arrive, a hang, a full disk); run again to resume (`bert-jax launch` does)",
     STOPPED: "stopped on request with the state saved; run again to resume",
     INTERRUPTED: "Ctrl-C before training, or a second one during it",
     LOST: "a run in several processes lost another process or the coordinator",
@@ -35,7 +35,7 @@ def exit_codes(overrides: Mapping[int, str]) -> str:
 
 
 class _OneLineError(Exception):
-    """An error whose message is one line, even if it quotes line ends and control characters."""
+    """An error whose message is one line, even if it quotes newlines and control characters."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -61,9 +61,7 @@ _PARSER_ERRORS += (ValueError, zipfile.BadZipFile)
 
 
 @contextlib.contextmanager
-def reading(
-    path: str | os.PathLike[str], remedy: str = "put the whole file back"
-) -> Iterator[None]:
+def reading(path: str | os.PathLike[str], remedy: str = "restore the file") -> Iterator[None]:
     """Turns the exceptions of a parser into InputError: the file is damaged."""
     try:
         yield

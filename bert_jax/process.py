@@ -64,10 +64,12 @@ def prepare_process() -> None:
     sys.unraisablehook = _report_unraisable
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
-    # Both "gs" and "gcs" lead to the class "gcs". It is given as a string: gcsfs is optional.
+    # fsspec opens gs:// by the class that is registered as "gcs". Its name is a string, since gcsfs
+    # may not be installed.
     fsspec.register_implementation("gcs", "bert_jax.storage.gcs.PatientFileSystem", clobber=True)
 
 
 def _report_unraisable(unraisable: Any) -> None:
+    # gcsfs and aiohttp raise this when they are finalized after the loop has ended.
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)

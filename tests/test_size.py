@@ -39,7 +39,7 @@ AIMS = {
 ABOVE = {
     ".": 838,
     "checkpoints": 1_176,
-    "cli": 2_272,
+    "cli": 2_274,
     "config": 2_313,
     "data": 3_687,
     "distributed": 1_116,

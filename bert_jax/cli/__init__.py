@@ -90,7 +90,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     program = _program_parser()
     is_debugging = program.parse_args(words[:first]).debug
     if first == len(words):
-        program.error("name a COMMAND")
+        program.error("COMMAND is missing")
     name, rest = words[first], words[first + 1 :]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -98,18 +98,18 @@ def _parse(words: list[str]) -> argparse.Namespace:
         raise InputError(f"{name}: no such command; {hint}")
     _reject_old_syntax(name, rest)
     command = COMMANDS[name]
-    known = argparse.Namespace(command=command, words=rest, debug=is_debugging)
+    namespace = argparse.Namespace(command=command, words=rest, debug=is_debugging)
     if name == "launch":  # it has a parser of its own
-        return known
+        return namespace
     parser = command.parser(name)
-    # argparse has a method for positional arguments between flags, and one for those after "--".
+    # `parse_intermixed_args` takes positional arguments between flags, but not after "--".
     parse_rest = parser.parse_args if "--" in rest else parser.parse_intermixed_args
-    return parse_rest(rest, known)
+    return parse_rest(rest, namespace)
 
 
 def _reject_old_syntax(name: str, words: Sequence[str]) -> None:
     """Raises InputError for a flag or word that has become a command."""
-    if (name, *words[:1]) == ("conformance", "instances"):
+    if name == "conformance" and list(words[:1]) == ["instances"]:
         raise InputError("conformance instances: is now `bert-jax conformance-instances`")
     if name == "pretrain":
         for flag in (word.partition("=")[0] for word in words):
@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         code_file = getattr(args, "code", None)
         if getattr(args, "cache_dir", None):
-            # Child processes inherit the variable. A folder of a machine is not part of a config.
+            # A variable, which child processes inherit: the config has no paths of a machine.
             os.environ["BERT_JAX_CACHE_DIR"] = os.path.abspath(args.cache_dir)
         if code_file:
             name_file(code_file)

@@ -51,7 +51,7 @@ def resolve_experiment(path: str | None, settings: Sequence[str], root: str | No
 def open_run(
     path: str | None, settings: Sequence[str], root: str | None
 ) -> tuple[Experiment, Workdir]:
-    """Returns what `resolve_experiment` does, and the workdir of the run, opened to read it."""
+    """Returns the experiment (see `resolve_experiment`) and the workdir, opened for reading."""
     if path is not None:
         experiment = resolve_experiment(path, settings, None)
         return experiment, mirror.open_workdir(root_of(experiment, root), experiment.run.corpus_dir)
@@ -69,7 +69,7 @@ def open_run_or_base(root: str) -> Workdir:
     """Opens a run or a base; raises InputError if there is neither, before jax is imported."""
     run = mirror.open_workdir(root)
     if not (run.root / "base.json").exists() and not workdir.holds_finetuning(run):
-        workdir.load_experiment(run)  # which raises the error
+        workdir.load_experiment(run)  # raises unless it is a pre-training run
     return run
 
 

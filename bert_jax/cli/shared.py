@@ -1,6 +1,6 @@
 """The arguments that several commands share, as parent parsers.
 
-Their groups have titles, so that the help of a command shows its own flags first.
+argparse shows groups with titles last, so that the help of a command begins with its own flags.
 """
 
 import argparse
@@ -79,7 +79,7 @@ BASE_OF_FINETUNED.add_argument_group(_SHARED).add_argument(
     "--from",
     dest="base",
     metavar="BASE",
-    help="the base or run that a fine-tuned run started from, if it was moved",
+    help="new folder of the base or run that the fine-tuned run started from, if that was moved",
 )
 
 PRICE = _parent()
@@ -103,13 +103,13 @@ _group = COLUMNS.add_argument_group("columns of the files of examples")
 _group.add_argument(
     "--text",
     metavar="COLUMN",
-    help="column of the text, or of the first text of a pair [as in the task, else sentence]",
+    help="column of the text, or of the first text of a pair [as in the task, else 'sentence']",
 )
 _group.add_argument(
-    "--second", metavar="COLUMN", help="column of the second text, for pairs and regressions"
+    "--second", metavar="COLUMN", help="column of the second text, for tasks with pairs of texts"
 )
 _group.add_argument(
-    "--label", metavar="COLUMN", help="column of the answer [as in the task, else label]"
+    "--label", metavar="COLUMN", help="column of the answer [as in the task, else 'label']"
 )
 _group.add_argument(
     "--header",
@@ -177,6 +177,6 @@ NORMALIZE.add_argument_group(_VECTORS).add_argument(
     help="scale each vector to length 1 [as in the run or base]",
 )
 
-# The parents that most commands that train, and most that use a model, have in common.
+# The parents of most commands that train, and of most commands that use a model.
 TRAINING_PARENTS = (SETTINGS, CUSTOM_CODE, CACHE)
 MODEL_PARENTS = (CUSTOM_CODE, CACHE, CHECKPOINT, BASE_OF_FINETUNED)

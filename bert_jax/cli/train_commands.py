@@ -88,15 +88,15 @@ def extend(args: argparse.Namespace) -> int:
 
 def _pretrain(args: argparse.Namespace, end: Literal["keep", "extend"]) -> int:
     system.use_one_memory_pool()
-    origin, branch = None, None
-    if args.experiment is None:
+    origin, fork_point = None, None
+    if args.experiment is None:  # the run in --workdir, perhaps a fork without a checkpoint yet
         experiment, run = open_run(None, args.set, args.workdir)
         from bert_jax.checkpoints.fork import find_pending_fork
 
-        branch = find_pending_fork(run)
+        fork_point = find_pending_fork(run)
     else:
         experiment, origin = config.load_with_origin(args.experiment, args.set)
-    return _train(experiment, args.workdir, end, origin, branch)
+    return _train(experiment, args.workdir, end, origin, fork_point)
 
 
 def _train(
@@ -104,16 +104,16 @@ def _train(
     root: str | None,
     end: Literal["keep", "extend"],
     origin: dict[str, Any] | None,
-    branch: "ForkPoint | None",
+    fork_point: "ForkPoint | None",
 ) -> int:
     """Trains a run; returns the exit code.
 
     Args:
       experiment: what to train.
       root: the argument of --workdir.
-      end: "extend" allows more steps in the last phase than a saved run has.
+      end: "keep" requires the steps of the saved run; "extend" allows more in the last phase.
       origin: the record of where the experiment comes from; None keeps the saved record.
-      branch: the checkpoint of another run that this run begins with.
+      fork_point: the checkpoint of another run that this run begins with.
     """
     from bert_jax.pretraining import pretraining_job
     from bert_jax.tasks.probes import Probes
@@ -123,7 +123,9 @@ def _train(
     for note in config.notes(experiment):
         progress.report(note)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
-    outcome = pretraining_job.pretrain(experiment, workdir, end, progress, origin, probes, branch)
+    outcome = pretraining_job.pretrain(
+        experiment, workdir, end, progress, origin, probes, fork_point
+    )
     return _CODES[outcome]
 
 
@@ -196,8 +198,8 @@ def fork(args: argparse.Namespace) -> int:
     from bert_jax.checkpoints.fork import plan_fork
 
     workdir = mirror.open_workdir(args.workdir)
-    experiment, origin, branch = plan_fork(args.checkpoint, args.experiment, args.set, workdir)
-    return _train(experiment, args.workdir, "keep", origin, branch)
+    experiment, origin, fork_point = plan_fork(args.checkpoint, args.experiment, args.set, workdir)
+    return _train(experiment, args.workdir, "keep", origin, fork_point)
 
 
 def decay(args: argparse.Namespace) -> int:
@@ -205,8 +207,8 @@ def decay(args: argparse.Namespace) -> int:
     system.use_one_memory_pool()
     from bert_jax.checkpoints.fork import plan_decay
 
-    experiment, origin, branch = plan_decay(args.checkpoint, args.experiment, args.set)
-    return _train(experiment, args.workdir, "keep", origin, branch)
+    experiment, origin, fork_point = plan_decay(args.checkpoint, args.experiment, args.set)
+    return _train(experiment, args.workdir, "keep", origin, fork_point)
 
 
 def _add_compare_arguments(parser: Parser) -> None:
@@ -279,8 +281,8 @@ def _add_finetune_arguments(parser: Parser) -> None:
         metavar="FIELD=V1,V2",
         action="append",
         default=[],
-        help="train a run for each value, e.g. seed=1,2,3, or each combination of values; print "
-        "means over seeds",
+        help="train a run for each value, e.g. seed=1,2,3; with several --sweep for each "
+        "combination; print means over seeds",
     )
 
 
@@ -290,7 +292,7 @@ def finetune(args: argparse.Namespace) -> int:
     if args.sweep:
         if args.taskfile is None:
             raise InputError("--sweep: needs a TASKFILE; see experiments/tasks/ for examples")
-        _task_of_flags(args)
+        _task_fields_of_flags(args)  # raises if there are any
         from bert_jax.tools.compare import sweep
 
         members = sweep.members(args.taskfile, args.set, args.sweep)
@@ -309,7 +311,7 @@ def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, An
 
     The origin is None for a saved run, which has its record already.
     """
-    task = _task_of_flags(args)
+    task = _task_fields_of_flags(args)
     if args.taskfile is not None:
         return config.load_with_origin(args.taskfile, args.set, Finetuning)
     if task or not args.workdir:
@@ -317,7 +319,7 @@ def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, An
     return load_saved_experiment(open_existing_run(args.workdir), args.set, Finetuning), None
 
 
-def _task_of_flags(args: argparse.Namespace) -> dict[str, Any]:
+def _task_fields_of_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of a task that flags set; raises InputError if there is a TASKFILE too."""
     fields = {name: name for name in ("kind", "train", "validation")} | shared.COLUMN_FIELDS
     given = [flag for flag in fields if getattr(args, flag) not in (None, [])]
@@ -363,7 +365,7 @@ COMMANDS = {
     ),
     "extend": Command(
         extend,
-        "train a run beyond its end: --set phases.N.steps=... of the last phase",
+        "continue a finished run; raise the steps of its last phase with --set phases.N.steps=N",
         parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_PARENTS),
         codes=TRAINING_CODES,
     ),

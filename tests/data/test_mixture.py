@@ -130,7 +130,7 @@ def test_a_part_is_planned_as_the_same_documents_by_themselves():
 @pytest.mark.long
 def test_large_sources_are_planned_as_small_ones(tmp_path, monkeypatch):
     """Each by a process of its own, even if there are more sources than a host keeps plans of."""
-    count = plans._KEPT + 1
+    count = plans._PLANS_KEPT + 1
     whole = write_stream(tmp_path / "train", 10 * count)
 
     def of_parts():
