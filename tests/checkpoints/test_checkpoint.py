@@ -145,7 +145,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(run):
 def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
     """So that a kill in between leaves the step of the newest."""
     seen = {}
-    save, look = Saves.save, Saves.look
+    save, look = Saves.save, Saves.poll
 
     def watched(self, step, *args):
         seen[step] = json.loads((copy_of_run / "other" / "saved.json").read_text())["step"]

@@ -165,7 +165,7 @@ def test_probes_run_before_between_and_after_and_change_nothing(folder, finished
     assert sum(line.get("probes_seconds", 0) > 0 for line in timings) >= 2
     broken.said(f"report {tmp_path}/with")
     page = (tmp_path / "with" / "report.html").read_text()
-    for words in ("layer reads off", "Probe letters", ">commonest<", "Minimal pairs minimal"):
+    for words in ("on the frozen encoder", "Probe letters", ">commonest<", "Minimal pairs minimal"):
         assert words in page, words
 
 
@@ -185,7 +185,7 @@ def test_vectors_that_get_lost_are_spoken_of(folder, copy_of_run, tmp_path):
     (folder / "own").write_text("\n".join(map(json.dumps, texts)) + "\n")
     settings = f"init_from={base}", "optimizer.peak_learning_rate=0.3", probed(folder, "near")
     outcome, shown = pretrain(folder / "small.py", tmp_path / "run", *settings)
-    assert outcome == "finished" and f"{base} gives vectors of texts" in shown
+    assert outcome == "finished"
     before, *_, after = (line["scores"]["near"] for line in lines(tmp_path / "run"))
     assert before > 0.99 and after < 0.9
     assert f"near was {before:.4f} in {base}" in shown
