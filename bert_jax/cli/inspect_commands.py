@@ -25,7 +25,7 @@ from bert_jax.cli.loading import (
     resolve_experiment,
 )
 from bert_jax.cli.parsing import Command, Parser, integer
-from bert_jax.config import Experiment, Finetuning, Parallelism, explain
+from bert_jax.config import Experiment, Finetuning, explain
 from bert_jax.errors import FAILED, FINISHED, InputError, prefix_errors
 from bert_jax.storage import mirror, workdir
 from bert_jax.storage.storage import storage_of
@@ -61,20 +61,11 @@ def evaluate(args: argparse.Namespace) -> int:
     experiment, run = open_run(args.experiment, args.set, args.workdir)
     require_corpus(run)
     from bert_jax.pretraining import evaluators
-    from bert_jax.pretraining.loaded_model import load_params
-    from bert_jax.pretraining.pretraining_job import OpenCorpus
+    from bert_jax.pretraining.loaded_model import score_held_out
     from bert_jax.running.environment import enable_compilation_cache
-    from bert_jax.training import mesh as mesh_lib
-    from bert_jax.training import objective as objective_lib
 
     enable_compilation_cache()
-    prepared = OpenCorpus.open(run.corpus)
-    parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
-    mesh = mesh_lib.make_mesh(parallelism)
-    params, step = load_params(experiment, run, prepared, mesh, args.checkpoint)
-    objective = objective_lib.of(experiment.model_scored(step), experiment.data)
-    rows = prepared.held_out(experiment, mesh)
-    metrics = evaluators.evaluate(rows, params, objective, parallelism, mesh)
+    step, metrics = score_held_out(experiment, run, args.checkpoint)
     print(f"step {step}: {evaluators.summary(metrics)}")
     print(json.dumps({"step": step, **metrics}))
     return FINISHED
@@ -190,7 +181,7 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
         return itertools.chain(config.notes(finetuning), lines)
     experiment, run = open_run(args.experiment, args.set, args.workdir)
     require_corpus(run)
-    from bert_jax import api
+    from bert_jax.pretraining import row_text
     from bert_jax.pretraining.pretraining_job import OpenCorpus
 
     saved = workdir.load_experiment(run) if run.experiment.exists() else experiment
@@ -206,7 +197,7 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
             f"--step {args.step}: this run was forked from {checkpoint}; for earlier steps name "
             "the --workdir of the run that it was forked from"
         )
-    lines = api.show(experiment, OpenCorpus.open(run.corpus), args.step, args.rows)
+    lines = row_text.show(experiment, OpenCorpus.open(run.corpus), args.step, args.rows)
     return itertools.chain(config.notes(experiment), lines)
 
 

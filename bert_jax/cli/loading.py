@@ -124,9 +124,9 @@ def load_model(
 
     enable_compilation_cache()
     if is_tuned:
-        from bert_jax.tasks.predict import TaskModel
+        from bert_jax.tasks.predict import FinetunedModel
 
-        return TaskModel(run, base, checkpoint).encoder()
+        return FinetunedModel.load(run, base, checkpoint)
     return LoadedModel.of(run, which=checkpoint)
 
 

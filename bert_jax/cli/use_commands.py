@@ -185,9 +185,10 @@ def _add_embed_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--role",
-        choices=("text", "query"),
-        default="text",
-        help="role of the texts, for an encoder with a prompt for each role [text]",
+        type=lambda word: "document" if word == "text" else word,  # text: its old name
+        choices=("document", "query"),
+        default="document",
+        help="role of the texts, for an encoder with a prompt for each role [document]",
     )
     parser.add_argument(
         "--quantize",

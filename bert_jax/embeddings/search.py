@@ -186,7 +186,7 @@ class Index:
         """Yields the vectors of (line number, text); an error names the line."""
         texts = [text for _, text in lines]
         return self._embedder.embed(
-            texts, "text", lambda number: f"{self._path}:{lines[number - 1][0]}"
+            texts, "document", lambda number: f"{self._path}:{lines[number - 1][0]}"
         )
 
     def _take_missing(self, missing: set[bytes]) -> Iterator[tuple[bytes, int, str]]:

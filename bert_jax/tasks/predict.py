@@ -16,9 +16,9 @@ from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
 from bert_jax.config import Finetuning, Parallelism
-from bert_jax.errors import InputError, printable
+from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.model import heads
-from bert_jax.pretraining.loaded_model import LoadedModel, metrics_line
+from bert_jax.pretraining.loaded_model import LoadedModel, list_texts, metrics_line
 from bert_jax.process import logger
 from bert_jax.storage.workdir import Workdir, create_folder, load_experiment, write_atomic
 from bert_jax.tasks import examples as examples_lib
@@ -165,6 +165,19 @@ class TaskModel:
         answers = self.kind.answers(outputs, task_rows, examples)
         return line | {"examples": len(examples)} | scores, _add_inputs(examples, answers)
 
+    def score_sources(
+        self, sources: Sequence[str], tally: Tally
+    ) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+        """Returns what `score` returns, for the labelled examples of sources.
+
+        Args:
+          sources: as in `task.validation`; none: the validation examples of the run.
+          tally: counts the examples of each source and the broken ones.
+        """
+        known = self.task.with_fields(labels=self.labels)
+        examples = examples_lib.read(known, tuple(sources) or known.validation, "labelled", tally)
+        return self.score(examples, tally.examples)
+
     def outputs(self, examples: Sequence[Example]) -> tuple[list[np.ndarray], float, rows.TaskRows]:
         """Returns the outputs of each row and the mean loss (as `Forward`), and the rows."""
         task_rows = self.kind.rows(examples)
@@ -177,6 +190,57 @@ class TaskModel:
         size = -(-size // self._shards) * self._shards * task_rows.rows_per_example
         batches = rows.eval_batches(task_rows, self._pad_id, size)
         return *self._forward(self.params, self.fixed, batches, task_rows), task_rows
+
+
+@dataclasses.dataclass(repr=False)
+class FinetunedModel(LoadedModel):
+    """A fine-tuned model: its encoder, with the methods of `LoadedModel`, and its task.
+
+    `fill` raises InputError, since the heads of pre-training are not fine-tuned.
+    """
+
+    task_model: TaskModel = dataclasses.field(kw_only=True)
+
+    @classmethod
+    def load(
+        cls, run: Workdir, base: str | None = None, checkpoint: str = "newest"
+    ) -> "FinetunedModel":
+        """Reads a checkpoint of a fine-tuned run; the arguments are those of `TaskModel`."""
+        task_model = TaskModel(run, base, checkpoint)
+        encoder = task_model.encoder()
+        fields = {f.name: getattr(encoder, f.name) for f in dataclasses.fields(LoadedModel)}
+        return cls(**fields, task_model=task_model)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The label names in the order of the head's outputs; () for a task without labels."""
+        return self.task_model.labels
+
+    def predict(self, texts: Iterable[str | Sequence[str]]) -> list[dict[str, Any]]:
+        """Returns the answers to examples, as `bert-jax predict` writes them.
+
+        Args:
+          texts: for each example its text, or a sequence of its texts.
+        """
+        task, flat = self.task_model.task, list[str]()
+        count = examples_lib.texts_per_example(task)
+        for position, example in enumerate(list_texts(texts) if isinstance(texts, str) else texts):
+            parts = list_texts(example, f"texts[{position}]")
+            if len(parts) != count:
+                raise InputError(
+                    f"texts[{position}]: has {pluralize(len(parts), 'text')}; "
+                    f"task.kind={task.kind} takes {count}"
+                )
+            flat += parts
+        return list(self.task_model.predict(examples_lib.parse_arguments(task, flat)))
+
+    def score(self, sources: Sequence[str] = ()) -> dict[str, Any]:
+        """Returns `step`, `loss`, `score` and all scores by name on labelled examples.
+
+        Args:
+          sources: as in `task.validation`, such as "tsv:FILE"; none: the run's validation examples.
+        """
+        return self.task_model.score_sources(sources, Tally())[0]
 
 
 def _add_inputs(
@@ -238,9 +302,7 @@ def predict(
     task = model.task
     scores, tally = None, examples_lib.Tally()
     if what == "score":
-        known = task.with_fields(labels=model.labels)
-        examples = examples_lib.read(known, sources or task.validation, "labelled", tally)
-        scores, answers = model.score(examples, tally.examples)
+        scores, answers = model.score_sources(sources, tally)
     elif sources:
         answers = model.predict(examples_lib.iterate(task, sources, "unlabelled", tally))
     elif isinstance(texts, Sequence):

@@ -55,7 +55,7 @@ class Similar(TaskKind):
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         super().__init__(task, labels, tokenizer)
         self._limit = task.max_sequence_length
-        self._prefixes = {"query": task.query_prefix, "text": task.text_prefix}
+        self._prefixes = {"query": task.query_prefix, "document": task.text_prefix}
         # Tokens of a text that fit behind the longer prefix, as in `CorpusPairs`.
         longest = max(len(tokenizer.encode(x.rstrip())) for x in self._prefixes.values())
         self._text_tokens = max(self._limit - 2 - longest, 0)
@@ -104,12 +104,12 @@ def roles_of(example: Sentence | Passage) -> list[Role]:
     """Returns the role of each text of an example, which decides its prefix.
 
     The first of several texts is a query, and so is a query of a BEIR folder. Every other text has
-    the role "text", a single text too, since `embed` uses that role by default.
+    the role "document", a single text too, since `embed` uses that role by default.
     """
     if isinstance(example, Passage):
-        return ["text" if example.relevant is None else "query"]
+        return ["document" if example.relevant is None else "query"]
     count = len(example.texts)
-    return ["query", *["text"] * (count - 1)] if count > 1 else ["text"]
+    return ["query", *["document"] * (count - 1)] if count > 1 else ["document"]
 
 
 def require_comparable(how: Vectors, model: Model) -> None:

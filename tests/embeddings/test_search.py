@@ -31,9 +31,9 @@ class Letters:
     def passages(self, text):
         return text.split("|")
 
-    def embed(self, texts, role="text", name_text=None):
+    def embed(self, texts, role="document", name_text=None):
         for text in texts:
-            assert role in ("text", "query")
+            assert role in ("document", "query")
             self.given.append(text)
             self.roles.append(role)
             counts = np.array([text.count(chr(97 + i)) for i in range(26)], np.float32)
@@ -54,7 +54,7 @@ def test_what_is_new_alone_is_embedded_and_a_text_that_went_is_not_found(tmp_pat
     first, later = Letters(), Letters()
     (answers,) = index_of(tmp_path, first).nearest(["ab"], 9)
     assert first.given == ["abc", "xyz", "aab", "ab"]
-    assert first.roles == ["text", "text", "text", "query"]
+    assert first.roles == ["document", "document", "document", "query"]
     assert [(answer.line, answer.text) for answer in answers] == [
         (5, "aab"),
         (1, "abc"),

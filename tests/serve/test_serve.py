@@ -217,7 +217,7 @@ BAD = [
     ({"input": "w" * 2**24}, 413, "2097152 bytes", None),
     ({"input": "wa", "model": 1}, 400, "model: ", "model"),
     ({"input": "wa", "encoding_format": "hex"}, 400, "base64", "encoding_format"),
-    ({"input": "wa", "role": "ask"}, 400, "role: must be text or query", "role"),
+    ({"input": "wa", "role": "ask"}, 400, "role: must be document or query", "role"),
     ({"input": "wa", "dimensions": 17}, 400, "16 numbers", "dimensions"),
 ]
 
