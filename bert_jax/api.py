@@ -15,7 +15,7 @@ from etils import epath
 from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Experiment, Finetuning, Parallelism
-from bert_jax.config.code import name_file
+from bert_jax.config.code import set_code_file
 from bert_jax.data import corpus
 from bert_jax.data.batches import Batch
 from bert_jax.embeddings import nearest
@@ -38,7 +38,7 @@ from bert_jax.running.progress import LoggedProgress, NotebookProgress
 from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment
 from bert_jax.tasks import finetuning_job, probes
-from bert_jax.tasks.predict import FinetunedModel
+from bert_jax.tasks.finetuned_model import FinetunedModel
 from bert_jax.training import mesh as mesh_lib
 
 Path = str | os.PathLike[str]
@@ -137,7 +137,7 @@ def load(
       For a fine-tuned run a `FinetunedModel`, which also predicts labels, tags or answers.
     """
     if code is not None:
-        name_file(os.fspath(code))
+        set_code_file(os.fspath(code))
     folder = epath.Path(path)
     run = mirror.open_workdir(folder)
     if holds_finetuning(run):
@@ -214,10 +214,10 @@ def embed(
     role: TextRole = "document",
     pooling: Literal["mean", "cls", "last"] | None = None,
     layers: Sequence[int] = (-1,),
-    length: Literal["as_is", "unit"] | None = None,
+    normalize: bool | None = None,
 ) -> Floats:
     """Returns the vector of each text, float32 [texts, W]; see `LoadedModel.embed`."""
-    return _load(model).embed(texts, pooling, layers, length, role)
+    return _load(model).embed(texts, pooling, layers, normalize, role)
 
 
 def search(
@@ -240,7 +240,7 @@ def search(
       For each query its hits, best first: `line` (from 1), `score` and `text`.
     """
     loaded, asked = _load(model), list_texts(queries, "queries")
-    embedder = Embedder(loaded, Features(length="unit"), mesh_lib.make_mesh(Parallelism()))
+    embedder = Embedder(loaded, Features(normalize=True), mesh_lib.make_mesh(Parallelism()))
     if isinstance(texts, str | os.PathLike):
         folder = epath.Path(vectors if vectors is not None else f"{os.fspath(texts)}.vectors")
         index = search_lib.Index(os.fspath(texts), folder, loaded, embedder, logger.info)

@@ -149,8 +149,8 @@ def test_predict_and_embed_take_generators_and_give_what_the_methods_give(model)
     assert [answer["masks"] for answer in answers] == [p.masks for p in model.fill(texts)]
     (pair,) = bert_jax.predict("run", [("wa wb", "xc xd")])
     assert pair == {"masks": [], "is_next": model.fill("wa wb", "xc xd").is_next}
-    vectors = bert_jax.embed(model, (text for text in texts), length="unit")
-    np.testing.assert_array_equal(vectors, model.embed(texts, length="unit"))
+    vectors = bert_jax.embed(model, (text for text in texts), normalize=True)
+    np.testing.assert_array_equal(vectors, model.embed(texts, normalize=True))
     for call, words in (
         (lambda: bert_jax.predict(model, ["wa", None]), r"texts\[1\]: None"),
         (lambda: bert_jax.predict(model, [("wa", 3)]), r"texts\[0\]\[1\]: 3"),

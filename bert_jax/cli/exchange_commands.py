@@ -28,7 +28,9 @@ def _add_import_arguments(parser: Parser) -> None:
         "keeps its embedding",
     )
     parser.add_argument(
+        "--prune-vocabulary",
         "--vocabulary",
+        dest="vocabulary",
         metavar="TEXT",
         help="a file or folder of text, or a source as in corpus.sources; tokens that this text "
         "does not use are removed",
@@ -38,7 +40,7 @@ def _add_import_arguments(parser: Parser) -> None:
         metavar="N",
         type=int,
         default=0,
-        help="with --vocabulary: keep only the N most common tokens; 0: all [0]",
+        help="with --prune-vocabulary: keep only the N most common tokens; 0: all [0]",
     )
     parser.add_argument("--add", metavar="FILE", help="words, one a line, that become tokens")
     parser.add_argument(
@@ -52,9 +54,11 @@ def _add_import_arguments(parser: Parser) -> None:
 def import_base(args: argparse.Namespace) -> int:
     """Turns another library's checkpoint, or a run, into a base."""
     if args.keep and not args.vocabulary:
-        raise InputError("--keep: requires --vocabulary TEXT")
+        raise InputError("--keep: requires --prune-vocabulary TEXT")
     if args.tokenizer and (args.vocabulary or args.add):
-        raise InputError("--tokenizer: has its own tokens; remove --vocabulary and --add")
+        raise InputError(
+            "--tokenizer: replaces the vocabulary; remove --prune-vocabulary and --add"
+        )
     copies.require_new_folder(epath.Path(args.workdir))
     _require_source(args.source)
     from bert_jax.interop import importing
@@ -64,16 +68,16 @@ def import_base(args: argparse.Namespace) -> int:
         epath.Path(args.workdir),
         args.tokenizer,
         print_now,
-        "with_moments" if args.with_optimizer else "params",
-        args.vocabulary or "",
-        args.keep,
-        args.add or "",
+        content="with_moments" if args.with_optimizer else "params",
+        text=args.vocabulary or "",
+        limit=args.keep,
+        words=args.add or "",
     )
     return FINISHED
 
 
 def _require_source(source: str) -> None:
-    """Raises InputError, before jax is loaded, if SOURCE is nothing that can be imported."""
+    """Raises InputError, before jax is loaded, if there is nothing at SOURCE."""
     name = source.removesuffix(".index")  # the prefix of a TensorFlow checkpoint's files
     if "://" in source or os.path.isdir(source) or os.path.isfile(f"{name}.index"):
         return
@@ -106,7 +110,7 @@ def _add_export_arguments(parser: Parser) -> None:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Writes a run, a fine-tuned run or a base for transformers."""
+    """Exports a run, a fine-tuned run or a base in the format of Hugging Face transformers."""
     out = epath.Path(args.out)
     copies.require_new_folder(out)
     model = load_model(open_run_or_base(args.workdir), args.base, args.checkpoint)
@@ -130,8 +134,8 @@ COMMANDS = {
     ),
     "export": Command(
         export,
-        "write a run, a fine-tuned run or a base for transformers",
+        "export a run, a fine-tuned run or a base in the format of Hugging Face transformers",
         _add_export_arguments,
-        (shared.RUN_OR_BASE, *shared.MODEL_PARENTS),
+        (shared.RUN_OR_BASE, *shared.MODEL_FLAGS),
     ),
 }

@@ -64,8 +64,8 @@ class Features:
     layers: tuple[int, ...] = (-1,)
     # Concatenates the vectors of several layers, or averages them.
     combine: Literal["concat", "mean"] = "concat"
-    # Length of a vector: not scaled, or scaled to 1; None: as the run or base has it.
-    length: Literal["as_is", "unit"] | None = None
+    # Whether vectors are scaled to length 1; None: as the run or base has it.
+    normalize: bool | None = None
     # Keeps only the first numbers of a vector, before scaling (Kusupati et al. 2022); 0: all.
     dimensions: int = 0
 
@@ -107,9 +107,10 @@ class Embedder:
         model, positions = base.model, base.model.max_position_embeddings
         defaults = base.vectors or TextVectors()
         pooling = features.pooling or defaults.pooling
-        is_unit = defaults.normalize and pooling != "tokens"
-        length = features.length or ("unit" if is_unit else "as_is")
-        self.features = dataclasses.replace(features, pooling=pooling, length=length)
+        normalize = features.normalize
+        if normalize is None:
+            normalize = defaults.normalize and pooling != "tokens"
+        self.features = dataclasses.replace(features, pooling=pooling, normalize=normalize)
         if max_length and not 3 <= max_length <= positions:
             raise InputError(
                 f"--max-length {max_length}: must be from 3 to the model's {positions}"
@@ -376,7 +377,7 @@ def _compile(
         vectors = _pool(combined, rows, features.pooling or "mean")
         if features.dimensions:
             vectors = vectors[..., : features.dimensions]
-        if features.length == "unit":
+        if features.normalize:
             norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
             vectors = vectors / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
         return vectors

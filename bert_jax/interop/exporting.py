@@ -8,7 +8,7 @@ from bert_jax.config import Model
 from bert_jax.errors import InputError
 from bert_jax.interop import finetuned, huggingface
 from bert_jax.pretraining.loaded_model import LoadedModel
-from bert_jax.tasks.predict import FinetunedModel
+from bert_jax.tasks.finetuned_model import FinetunedModel
 
 # The form of an export determines the class that reads it. The first four are of models that are
 # not fine-tuned; `task` and `adapter` are of fine-tuned models, which may also have `encoder`.

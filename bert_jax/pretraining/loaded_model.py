@@ -186,7 +186,7 @@ class LoadedModel(Base):
         texts: Texts,
         pooling: Literal["mean", "cls", "last"] | None = None,
         layers: Sequence[int] = (-1,),
-        length: Literal["as_is", "unit"] | None = None,
+        normalize: bool | None = None,
         role: TextRole = "document",
     ) -> Floats:
         """Returns the vector of each text, float32 [texts, W]; see `embeddings.embed.Features`.
@@ -194,7 +194,7 @@ class LoadedModel(Base):
         The run or the base determines arguments that are None. Texts are truncated to its maximum
         length. `role` selects the prompt, for a model with a prompt for each role.
         """
-        features = Features(pooling=pooling, layers=tuple(layers), length=length)
+        features = Features(pooling=pooling, layers=tuple(layers), normalize=normalize)
         embedder = Embedder(self, features, mesh_lib.make_mesh(Parallelism()))
         parts = [part.vectors for part in embedder.embed(list_texts(texts), role)]
         return np.concatenate(parts) if parts else np.empty((0, embedder.width), np.float32)

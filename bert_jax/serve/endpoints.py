@@ -107,7 +107,7 @@ class EmbedEndpoint:
         return _listing({"model": body["model"], "usage": usage}, data)
 
     def _shorten(self, vector: np.ndarray) -> np.ndarray:
-        if self._embedder.features.length == "as_is":
+        if not self._embedder.features.normalize:
             return vector
         return vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)
 

@@ -16,9 +16,9 @@ from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
 from bert_jax.config import Finetuning, Parallelism
-from bert_jax.errors import InputError, pluralize, printable
+from bert_jax.errors import InputError, printable
 from bert_jax.model import heads
-from bert_jax.pretraining.loaded_model import LoadedModel, list_texts, metrics_line
+from bert_jax.pretraining.loaded_model import LoadedModel, metrics_line
 from bert_jax.process import logger
 from bert_jax.storage.workdir import Workdir, create_folder, load_experiment, write_atomic
 from bert_jax.tasks import examples as examples_lib
@@ -190,57 +190,6 @@ class TaskModel:
         size = -(-size // self._shards) * self._shards * task_rows.rows_per_example
         batches = rows.eval_batches(task_rows, self._pad_id, size)
         return *self._forward(self.params, self.fixed, batches, task_rows), task_rows
-
-
-@dataclasses.dataclass(repr=False)
-class FinetunedModel(LoadedModel):
-    """A fine-tuned model: its encoder, with the methods of `LoadedModel`, and its task.
-
-    `fill` raises InputError, since the heads of pre-training are not fine-tuned.
-    """
-
-    task_model: TaskModel = dataclasses.field(kw_only=True)
-
-    @classmethod
-    def load(
-        cls, run: Workdir, base: str | None = None, checkpoint: str = "newest"
-    ) -> "FinetunedModel":
-        """Reads a checkpoint of a fine-tuned run; the arguments are those of `TaskModel`."""
-        task_model = TaskModel(run, base, checkpoint)
-        encoder = task_model.encoder()
-        fields = {f.name: getattr(encoder, f.name) for f in dataclasses.fields(LoadedModel)}
-        return cls(**fields, task_model=task_model)
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The label names in the order of the head's outputs; () for a task without labels."""
-        return self.task_model.labels
-
-    def predict(self, texts: Iterable[str | Sequence[str]]) -> list[dict[str, Any]]:
-        """Returns the answers to examples, as `bert-jax predict` writes them.
-
-        Args:
-          texts: for each example its text, or a sequence of its texts.
-        """
-        task, flat = self.task_model.task, list[str]()
-        count = examples_lib.texts_per_example(task)
-        for position, example in enumerate(list_texts(texts) if isinstance(texts, str) else texts):
-            parts = list_texts(example, f"texts[{position}]")
-            if len(parts) != count:
-                raise InputError(
-                    f"texts[{position}]: has {pluralize(len(parts), 'text')}; "
-                    f"task.kind={task.kind} takes {count}"
-                )
-            flat += parts
-        return list(self.task_model.predict(examples_lib.parse_arguments(task, flat)))
-
-    def score(self, sources: Sequence[str] = ()) -> dict[str, Any]:
-        """Returns `step`, `loss`, `score` and all scores by name on labelled examples.
-
-        Args:
-          sources: as in `task.validation`, such as "tsv:FILE"; none: the run's validation examples.
-        """
-        return self.task_model.score_sources(sources, Tally())[0]
 
 
 def _add_inputs(

@@ -21,7 +21,7 @@ from bert_jax.embeddings import retrieval
 from bert_jax.embeddings.embed import Embedder, Features, Role
 from bert_jax.embeddings.retrieval import Passage
 from bert_jax.embeddings.text_pairs import CorpusPairs, PairMethod
-from bert_jax.errors import InputError, reading
+from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.model import layers, similarity
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.attention import Packing
@@ -348,12 +348,15 @@ def _teacher_vectors(how: Vectors, examples: Sequence[Sentence]) -> np.ndarray:
     if path.suffix != ".npz":
         mesh = mesh_lib.make_mesh(Parallelism())
         embedder = Embedder(
-            LoadedModel.of(mirror.open_workdir(path)), Features(length="unit"), mesh
+            LoadedModel.of(mirror.open_workdir(path)), Features(normalize=True), mesh
         )
         (role,) = roles_of(examples[0])
         parts = embedder.embed((example.texts[0] for example in examples), role)
         return np.concatenate([part.vectors for part in parts])
-    with reading(path, "name a file that `bert-jax embed` wrote"), np.load(path) as file:
+    with (
+        translate_parser_errors(path, "name a file that `bert-jax embed` wrote"),
+        np.load(path) as file,
+    ):
         vectors = file["vectors"]
     if vectors.dtype == np.uint8:
         raise InputError(f"vectors.teacher={how.teacher}: is quantized; embed without --quantize")

@@ -23,7 +23,7 @@ MODEL = types.SimpleNamespace(
 class Letters:
     """An embedder of letters counted, of length 1; remembers what it was given."""
 
-    width, max_length, features, cut = 26, 9, Features(length="unit"), 0
+    width, max_length, features, cut = 26, 9, Features(normalize=True), 0
 
     def __init__(self):
         self.given, self.roles = [], []
@@ -96,7 +96,7 @@ def test_what_a_kill_cut_off_is_embedded_again(name, left, tmp_path):
 def test_vectors_of_another_encoder_or_way_are_not_mixed(tmp_path):
     write(tmp_path, "abc")
     index_of(tmp_path, Letters())
-    for name, value in (("features", Features(pooling="cls", length="unit")), ("max_length", 7)):
+    for name, value in (("features", Features(pooling="cls", normalize=True)), ("max_length", 7)):
         otherwise = Letters()
         setattr(otherwise, name, value)
         with pytest.raises(InputError, match=r"made\.json"):
