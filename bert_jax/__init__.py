@@ -4,10 +4,36 @@ import importlib
 import typing
 
 __version__ = "0.1.0"
-__all__ = ["batches", "load", "pretrain"]  # see bert_jax.api
+__all__ = [  # see bert_jax.api
+    "FinetunedModel",
+    "LoadedModel",
+    "batches",
+    "embed",
+    "evaluate",
+    "export",
+    "finetune",
+    "import_weights",
+    "load",
+    "predict",
+    "pretrain",
+    "search",
+]
 
 if typing.TYPE_CHECKING:
-    from bert_jax.api import batches, load, pretrain
+    from bert_jax.api import (
+        FinetunedModel,
+        LoadedModel,
+        batches,
+        embed,
+        evaluate,
+        export,
+        finetune,
+        import_weights,
+        load,
+        predict,
+        pretrain,
+        search,
+    )
 else:  # hidden from type checkers, which would accept any attribute of the module
 
     def __getattr__(name: str) -> object:

@@ -1,54 +1,262 @@
-"""Functions for notebooks: load a trained model, compute the batch of a step, pre-train.
+"""The functions of `import bert_jax`: each does what the command of the same name does.
 
-They are `bert_jax.load`, `bert_jax.batches` and `bert_jax.pretrain`. Paths are strings or `pathlib`
-paths. Shape letters: B rows, S positions, P predictions.
+Paths are strings or `pathlib` paths, of this machine or of a bucket. A model is a path, or the
+result of `load`. Shape letters: B rows, S positions, P predictions, W width of a vector.
 """
 
+import dataclasses
 import os
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from etils import epath
-from rich.text import Text
 
 from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
-from bert_jax.config import Data, Experiment
-from bert_jax.config.code import name_file
+from bert_jax.config import Experiment, Finetuning, Parallelism
+from bert_jax.config.code import set_code_file
 from bert_jax.data import corpus
-from bert_jax.data.batches import Batch, TrainBatches
-from bert_jax.data.mixture import MixedBatches
-from bert_jax.errors import InputError, printable
-from bert_jax.interop import huggingface
+from bert_jax.data.batches import Batch
+from bert_jax.embeddings import nearest
+from bert_jax.embeddings import search as search_lib
+from bert_jax.embeddings.embed import Embedder, Features, TextRole
+from bert_jax.embeddings.search import SearchHit
+from bert_jax.errors import InputError
+from bert_jax.interop import exporting, huggingface, importing
 from bert_jax.pretraining import pretraining_job
-from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.pretraining.loaded_model import (
+    Floats,
+    LoadedModel,
+    Texts,
+    list_texts,
+    score_held_out,
+)
 from bert_jax.pretraining.pretraining_job import OpenCorpus
-from bert_jax.running.progress import LoggedProgress
-from bert_jax.storage import mirror
-from bert_jax.storage.workdir import Workdir
-from bert_jax.tasks.batch_text import mark_tokens
-from bert_jax.text.tokenizer import Tokenizer
+from bert_jax.process import logger
+from bert_jax.running.progress import LoggedProgress, NotebookProgress
+from bert_jax.storage import copies, mirror
+from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment
+from bert_jax.tasks import finetuning_job, probes
+from bert_jax.tasks.finetuned_model import FinetunedModel
+from bert_jax.training import mesh as mesh_lib
 
 Path = str | os.PathLike[str]
 
+# --- train ----------------------------------------------------------------------------------------
 
-def load(path: Path, checkpoint: str = "newest", code: Path | None = None) -> LoadedModel:
-    """Loads a model from a run, a base, or a folder that transformers wrote.
+
+def pretrain(
+    experiment: Experiment | Path,
+    workdir: Path | None = None,
+    settings: Sequence[str] = (),
+    progress: bool = False,
+) -> LoadedModel:
+    """Starts or resumes a pre-training run, trains it to its last step, and loads the result.
+
+    The logger `bert_jax` receives the lines that the command prints (level INFO).
+
+    Args:
+      experiment: a value, an experiment file, or a resolved config as JSON.
+      workdir: the run's folder; None: runs/NAME.
+      settings: changes of the experiment, such as "phases.0.steps=100".
+      progress: whether to show a bar on standard error, which is updated in place.
+
+    Raises:
+      RuntimeError: the run ended before its last step.
+    """
+    experiment, run = _open_run(experiment, workdir, settings)
+    outcome = pretraining_job.pretrain(experiment, run, "keep", _make_progress(progress))
+    _require_finished(outcome, run.address)
+    return load(run.address)
+
+
+def finetune(
+    task: Finetuning | Path,
+    base: Path | None = None,
+    workdir: Path | None = None,
+    settings: Sequence[str] = (),
+    progress: bool = False,
+) -> FinetunedModel:
+    """Starts or resumes the fine-tuning of a base or a run on a task, and loads the result.
+
+    Args:
+      task: a value, a task file, or a resolved config as JSON.
+      base: the base or run whose encoder is fine-tuned; None: the one that `task` names.
+      workdir: the folder of the new run; None: runs/NAME.
+      settings: changes of the task, such as "task.train=tsv:train.tsv".
+      progress: whether to show a bar on standard error, which is updated in place.
+
+    Raises:
+      RuntimeError: the run ended before its last step.
+    """
+    if not isinstance(task, Finetuning):
+        task = config.load(os.fspath(task), kind=Finetuning)
+    task = config.override(task, settings)
+    root = f"runs/{task.name}" if workdir is None else os.fspath(workdir)
+    encoder = None if base is None else os.fspath(base)
+    outcome = finetuning_job.finetune(task, encoder, root, _make_progress(progress))
+    _require_finished(outcome, root)
+    return FinetunedModel.load(mirror.open_workdir(root), encoder)
+
+
+def _open_run(
+    experiment: Experiment | Path, workdir: Path | None, settings: Sequence[str] = ()
+) -> tuple[Experiment, Workdir]:
+    if not isinstance(experiment, Experiment):
+        experiment = config.load(os.fspath(experiment))
+    experiment = config.override(experiment, settings)
+    root = f"runs/{experiment.name}" if workdir is None else workdir
+    return experiment, mirror.open_to_write(root, experiment.run.corpus_dir)
+
+
+def _make_progress(shows_bar: bool) -> LoggedProgress:
+    return NotebookProgress() if shows_bar else LoggedProgress()
+
+
+def _require_finished(outcome: str, address: Path) -> None:
+    if outcome != "finished":
+        raise RuntimeError(f"{address}: the run has {outcome}; call again to resume it")
+
+
+# --- load and use ---------------------------------------------------------------------------------
+
+
+def load(
+    path: Path, checkpoint: str = "newest", code: Path | None = None, base: Path | None = None
+) -> LoadedModel:
+    """Loads a model from a run, a fine-tuned run, a base, or a folder that transformers wrote.
 
     Args:
       path: the folder; a run or a base may also be in a bucket.
-      checkpoint: a run's checkpoint: `newest`, `best` (by held-out loss), or a step.
+      checkpoint: a run's checkpoint: `newest`, `best` (by held-out loss or score), or a step.
       code: the file of a run's custom objective or encoder; it runs if its hash is the saved one.
+      base: for a fine-tuned run, where its base is now; None: where it was during training.
+
+    Returns:
+      For a fine-tuned run a `FinetunedModel`, which also predicts labels, tags or answers.
     """
     if code is not None:
-        name_file(os.fspath(code))
+        set_code_file(os.fspath(code))
     folder = epath.Path(path)
     run = mirror.open_workdir(folder)
+    if holds_finetuning(run):
+        return FinetunedModel.load(run, None if base is None else os.fspath(base), checkpoint)
+    if base is not None:
+        raise InputError(f"base: {folder} is not a fine-tuned run; remove base")
     has_config = (run.root / "config.json").exists()
     if base_lib.is_base(run.root) or run.experiment.exists() or not has_config:
         return LoadedModel.of(run, which=checkpoint)
-    return LoadedModel.load_base(huggingface.read_folder(run.root, lambda line: None), folder.name)
+    return LoadedModel.load_base(huggingface.read_folder(run.root, logger.info), folder.name)
+
+
+def _load(model: LoadedModel | Path) -> LoadedModel:
+    return model if isinstance(model, LoadedModel) else load(model)
+
+
+def predict(
+    model: LoadedModel | Path, texts: Iterable[str | Sequence[str]]
+) -> list[dict[str, Any]]:
+    """Fills [MASK] and judges sentence pairs, or predicts with a fine-tuned model.
+
+    Args:
+      model: a model, or the path of one.
+      texts: for each example its text, or a sequence of its texts: (A, B) for a pair, (question,
+        context) for an answer.
+
+    Returns:
+      A dict for each example. A fine-tuned model gives what its command writes as JSON, such as
+      `label` and `probabilities`. Other models give `masks`, the most likely tokens of each [MASK]
+      with their probabilities, and `is_next`, the probability that B follows A, or None.
+    """
+    loaded = _load(model)
+    if isinstance(loaded, FinetunedModel):
+        return loaded.predict(texts)
+    answers = []
+    for position, example in enumerate(texts):
+        parts = list_texts(example, f"texts[{position}]")
+        if not 1 <= len(parts) <= 2:
+            raise InputError(f"texts[{position}]: has {len(parts)} texts; give one or two")
+        second = parts[1] if len(parts) == 2 else None
+        answers.append(dataclasses.asdict(loaded.fill(parts[0], second)))
+    return answers
+
+
+def evaluate(path: Path, checkpoint: str = "newest", tasks: Sequence[Path] = ()) -> dict[str, Any]:
+    """Scores a checkpoint: on held-out rows, on the validation examples of its task, or on tasks.
+
+    Args:
+      path: a run or a fine-tuned run; with `tasks` also a base.
+      checkpoint: `newest`, `best`, or a step.
+      tasks: task files; they are scored without fine-tuning, by probes of the frozen encoder.
+
+    Returns:
+      `step` and the metrics by name, as `bert-jax evaluate` prints them as JSON.
+    """
+    if tasks:
+        loaded = load(path, checkpoint)
+        names = [os.fspath(task) for task in tasks]
+        scores = probes.score_probes(probes.Probes(names, pairs=None, where="tasks"), loaded)
+        return {"step": loaded.step, **scores}
+    run = mirror.open_workdir(path)
+    if holds_finetuning(run):
+        return FinetunedModel.load(run, None, checkpoint).score()
+    experiment = load_experiment(run)
+    step, metrics = score_held_out(
+        experiment, run.with_corpus(experiment.run.corpus_dir), checkpoint
+    )
+    return {"step": step, **metrics}
+
+
+def embed(
+    model: LoadedModel | Path,
+    texts: Texts,
+    role: TextRole = "document",
+    pooling: Literal["mean", "cls", "last"] | None = None,
+    layers: Sequence[int] = (-1,),
+    normalize: bool | None = None,
+) -> Floats:
+    """Returns the vector of each text, float32 [texts, W]; see `LoadedModel.embed`."""
+    return _load(model).embed(texts, pooling, layers, normalize, role)
+
+
+def search(
+    model: LoadedModel | Path,
+    texts: Path | Iterable[str],
+    queries: Texts,
+    top: int = 10,
+    vectors: Path | None = None,
+) -> list[list[SearchHit]]:
+    """Finds the texts that are nearest to queries, by the cosine of their vectors.
+
+    Args:
+      model: a model, or the path of one.
+      texts: the path of a file with a text on each line, or the texts themselves.
+      queries: one or several.
+      top: the number of texts to find for each query.
+      vectors: for a file, the folder that keeps its vectors; None: FILE.vectors.
+
+    Returns:
+      For each query its hits, best first: `line` (from 1), `score` and `text`.
+    """
+    loaded, asked = _load(model), list_texts(queries, "queries")
+    embedder = Embedder(loaded, Features(normalize=True), mesh_lib.make_mesh(Parallelism()))
+    if isinstance(texts, str | os.PathLike):
+        folder = epath.Path(vectors if vectors is not None else f"{os.fspath(texts)}.vectors")
+        index = search_lib.Index(os.fspath(texts), folder, loaded, embedder, logger.info)
+        return index.nearest(asked, top) if asked else []
+    known = list_texts(texts)
+    if vectors is not None:
+        raise InputError("vectors: keeps the vectors of a file; give the path of one as texts")
+    if not known or not asked:
+        return [[] for _ in asked]
+    blocks = (part.vectors for part in embedder.embed(known))
+    encoded = np.concatenate([part.vectors for part in embedder.embed(asked, "query")])
+    numbers, scores = nearest.nearest(blocks, encoded, min(top, len(known)))
+    return [
+        [SearchHit(n + 1, float(s), known[n]) for n, s in zip(row.tolist(), near, strict=True)]
+        for row, near in zip(numbers, scores, strict=True)
+    ]
 
 
 def batches(experiment: Experiment | Path, step: int, workdir: Path | None = None) -> Batch:
@@ -67,104 +275,67 @@ def batches(experiment: Experiment | Path, step: int, workdir: Path | None = Non
     experiment, run = _open_run(experiment, workdir)
     if not 0 <= step < experiment.total_steps:
         raise InputError(f"step {step}: the run has steps 0 to {experiment.total_steps - 1}")
-    cfg, size = experiment.corpus, experiment.model.vocab_size
-    corpus.prepare(cfg, size, run.corpus, lambda line: None)
+    corpus.prepare(experiment.corpus, experiment.model.vocab_size, run.corpus, logger.info)
     phase, first = experiment.phase_at(step)
     train = OpenCorpus.open(run.corpus).train_batches(experiment, phase)
     return train.batch(step - first, np.arange(experiment.phases[phase].batch_size))
 
 
-def pretrain(experiment: Experiment | Path, workdir: Path | None = None) -> LoadedModel:
-    """Starts or resumes a run, trains it to its last step, and loads the result.
+# --- exchange -------------------------------------------------------------------------------------
 
-    The logger `bert_jax` receives the lines that the command prints (level INFO).
+
+def import_weights(
+    source: Path,
+    workdir: Path,
+    tokenizer: Path | None = None,
+    vocabulary: Path | None = None,
+    keep: int = 0,
+    add: Path | None = None,
+) -> LoadedModel:
+    """Turns another library's checkpoint, or a run, into a base, and loads the base.
 
     Args:
-      experiment: a value, an experiment file, or a resolved config as JSON.
-      workdir: the run's folder; None: runs/NAME.
-
-    Raises:
-      RuntimeError: the run ended before its last step.
+      source: a folder of `save_pretrained`, a TensorFlow 1 checkpoint, or a run.
+      workdir: the folder of the base, which must not exist.
+      tokenizer: a WordPiece vocabulary or a tokenizer folder to use instead of the source's.
+      vocabulary: a text; tokens that this text does not use are removed.
+      keep: with `vocabulary`, the number of most frequent tokens to keep; 0: all that are used.
+      add: a file of words, one on each line, that become tokens.
     """
-    experiment, run = _open_run(experiment, workdir)
-    outcome = pretraining_job.pretrain(experiment, run, "keep", LoggedProgress())
-    if outcome != "finished":
-        raise RuntimeError(f"{run.address}: the run has {outcome}; call again to resume it")
-    return load(run.address)
-
-
-def _open_run(experiment: Experiment | Path, workdir: Path | None) -> tuple[Experiment, Workdir]:
-    if not isinstance(experiment, Experiment):
-        experiment = config.load(os.fspath(experiment))
-    root = f"runs/{experiment.name}" if workdir is None else workdir
-    return experiment, mirror.open_to_write(root, experiment.run.corpus_dir)
-
-
-# --- a batch as text ------------------------------------------------------------------------------
-
-
-def show(experiment: Experiment, prepared: OpenCorpus, done: int, rows: int) -> Iterator[Text]:
-    """Yields lines about the first `rows` rows of the step after `done` steps."""
-    if not 0 <= done < experiment.total_steps:
-        raise InputError(f"--step {done}: the run has steps 0 to {experiment.total_steps - 1}")
-    phase, first = experiment.phase_at(done)
-    spec = experiment.phases[phase]
-    train, data = prepared.train_batches(experiment, phase), experiment.data_of(phase)
-    batch = train.batch(done - first, np.arange(spec.batch_size))
-    origins, notes = _origins(train, batch["rows"].astype(np.int64), experiment.corpus.sources)
-    yield Text(
-        f"step {done}: phase {phase}, its step {done - first} of {spec.steps}, "
-        f"{spec.batch_size} rows of {spec.sequence_length}"
+    if keep and vocabulary is None:
+        raise InputError("keep: requires vocabulary, the text whose tokens are counted")
+    target = epath.Path(workdir)
+    copies.require_new_folder(target)
+    importing.import_weights(
+        epath.Path(source),
+        target,
+        None if tokenizer is None else os.fspath(tokenizer),
+        logger.info,
+        text="" if vocabulary is None else os.fspath(vocabulary),
+        limit=keep,
+        words="" if add is None else os.fspath(add),
     )
-    yield from map(Text, notes)
-    for i in range(min(rows, spec.batch_size)):
-        title = f"row {batch['rows'][i]} ({origins[i]})"
-        if "next_sentence_labels" in batch:
-            label = batch["next_sentence_labels"][i]
-            title += f": B {LABELS[data.units][label]}"
-        yield Text(f"\n{title}")
-        tokens = row_tokens(batch, i, prepared.tokenizer, data)
-        truth = {i: token.truth for i, token in enumerate(tokens) if token.truth is not None}
-        yield mark_tokens([token.text for token in tokens], truth)
+    return load(target)
 
 
-def _origins(
-    train: TrainBatches | MixedBatches, rows: np.ndarray, sources: tuple[str, ...]
-) -> tuple[list[str], list[str]]:
-    """Returns the origin of each row of a phase, int64 [B], and lines about the whole batch."""
-    if isinstance(train, MixedBatches):
-        source, numbers = train.order.locate(rows)
-        counts = np.bincount(source, minlength=len(sources)).tolist()
-        notes = [f"{s}: {c} of {len(rows)} rows" for s, c in zip(sources, counts, strict=True)]
-        return [f"{sources[s]}, its row {n}" for s, n in zip(source, numbers, strict=True)], notes
-    epochs, slots = np.divmod(rows, train.rows_per_epoch)
-    notes = []
-    for epoch in np.unique(epochs):
-        planned = train.rows_planned(int(epoch))
-        excess = planned - train.rows_per_epoch
-        note = f"{abs(excess)} of {planned} planned rows {'dropped' if excess > 0 else 'repeated'}"
-        note = note if excess else "each of its planned rows once"
-        notes.append(f"epoch {epoch}: {train.rows_per_epoch} rows, {note}")
-    return [f"epoch {e}, slot {s}" for e, s in zip(epochs, slots, strict=True)], notes
+def export(
+    model: LoadedModel | Path,
+    folder: Path,
+    form: exporting.Form | None = None,
+    dtype: exporting.Dtype = "float32",
+) -> str:
+    """Writes a model for transformers, PEFT or sentence-transformers.
 
+    Args:
+      model: a model, or the path of one.
+      folder: the folder to write, which must not exist.
+      form: as `bert-jax export --as`; None: `task` for a fine-tuned model, or `encoder` if its task
+        is to make vectors. Other models require it.
+      dtype: the type of the weights that are written.
 
-# The relation of B to A, by `data.units` and the label.
-LABELS = {"pairs": ("follows", "is random"), "swapped_pairs": ("follows", "comes before A")}
-
-
-class ShownToken(NamedTuple):
-    """A token of a row, for display; control characters are escaped."""
-
-    text: str  # the model's input
-    truth: str | None  # the original token if the model must predict it; else None
-
-
-def row_tokens(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> list[ShownToken]:
-    """Returns the tokens of one row, without padding; causal targets are not marked."""
-    columns = ("masked_lm_positions", "masked_lm_ids", "masked_lm_weights")
-    predicted = zip(*(batch[name][i].tolist() for name in columns), strict=True)
-    truth = {} if data.unpredicted else {p: label for p, label, weight in predicted if weight}
-    ids = batch["input_ids"][i, : int(batch["input_mask"][i].sum())].tolist()
-    shown = [printable(tokenizer.piece(token)) for token in ids]
-    known = [printable(tokenizer.piece(truth[p])) if p in truth else None for p in range(len(ids))]
-    return list(map(ShownToken, shown, known))
+    Returns:
+      The class of transformers that reads the folder.
+    """
+    target = epath.Path(folder)
+    copies.require_new_folder(target)
+    return exporting.export(_load(model), target, form, dtype)

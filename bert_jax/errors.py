@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
-UNAVAILABLE, STOPPED, INTERRUPTED, LOST = 74, 75, 130, 134
+UNAVAILABLE, STOPPED, INTERRUPTED, PEER_LOST = 74, 75, 130, 134
 
 # The meanings for all commands. A command can override them, see `exit_codes`.
 _MEANINGS = {
@@ -19,12 +19,12 @@ _MEANINGS = {
     INTERRUPTED: "Ctrl-C",
 }
 # The meanings for commands that train.
-TRAINING_CODES = {
+TRAINING_CODE_MEANINGS = {
     UNAVAILABLE: "the machine or the network failed (a bucket out of reach, a host that did not\n"
-    "       arrive, a hang, a full disk); run again to resume (`bert-jax launch` does)",
+    "       arrive, a hang, a full disk); run again to resume, as `bert-jax launch` does",
     STOPPED: "stopped on request with the state saved; run again to resume",
     INTERRUPTED: "Ctrl-C before training, or a second one during it",
-    LOST: "a run in several processes lost another process or the coordinator",
+    PEER_LOST: "a run in several processes lost another process or the coordinator",
 }
 
 
@@ -50,7 +50,7 @@ class Unavailable(_OneLineError):
 
 
 class DiskFull(Unavailable):
-    """A full disk. Waiting does not help."""
+    """A full disk. A retry without more space does not help."""
 
 
 # Maximum number of characters of a text that a message quotes.
@@ -61,7 +61,9 @@ _PARSER_ERRORS += (ValueError, zipfile.BadZipFile)
 
 
 @contextlib.contextmanager
-def reading(path: str | os.PathLike[str], remedy: str = "restore the file") -> Iterator[None]:
+def translate_parser_errors(
+    path: str | os.PathLike[str], remedy: str = "restore the file"
+) -> Iterator[None]:
     """Turns the exceptions of a parser into InputError: the file is damaged."""
     try:
         yield
@@ -70,11 +72,11 @@ def reading(path: str | os.PathLike[str], remedy: str = "restore the file") -> I
         raise InputError(f"{path}: damaged ({reason}); {remedy}") from error
 
 
-class RustErrors:
+class TranslateRustErrors:
     """Turns the errors and panics of a Rust library within the context into InputError.
 
     pyo3 raises a panic as a BaseException, so `except Exception` does not catch it. `describe`
-    returns the message. It is called only on an error, since a context is entered for each text.
+    returns the message; it is a function, so that only an error pays for making a message.
     """
 
     def __init__(self, describe: Callable[[], str]):
@@ -110,12 +112,12 @@ def prefix_errors(where: str) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """Escapes control characters: a corpus may contain escape sequences of terminals."""
+    """Escapes control characters: a corpus may contain ANSI escape sequences."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def excerpt(text: str) -> str:
-    """Returns a text in quotes for a message; a long text is truncated, with its length."""
+    """Returns a text in quotes for a message; a long text is truncated and its length appended."""
     is_short = len(text) <= _EXCERPT_CHARACTERS
     return repr(text) if is_short else f"{text[:_EXCERPT_CHARACTERS]!r}... ({len(text)} characters)"
 
@@ -126,7 +128,7 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds: 4210.0 as 1 h 10 min."""
+    """Formats seconds: 4210.0 as 1 h 10 min; days from three days on."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,6 +1,8 @@
 """What a notebook calls: a model is loaded from anywhere and asked; batches and runs by value."""
 
 import contextlib
+import dataclasses
+import itertools
 import subprocess
 import sys
 
@@ -14,6 +16,7 @@ from etils import epath
 import bert_jax
 from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.base import TextVectors
 from bert_jax.errors import InputError
 from bert_jax.interop import huggingface
 from bert_jax.model import heads, layers
@@ -135,6 +138,110 @@ def test_what_cannot_be_asked_is_named(model, tmp_path):
         (lambda: bert_jax.load(tmp_path), "no run here"),
         (lambda: bert_jax.load("run", checkpoint="3"), "3"),
         (lambda: bert_jax.pretrain(tmp_path / "none.py"), "no such experiment file"),
+    ):
+        with pytest.raises(InputError, match=words):
+            call()
+
+
+def test_predict_and_embed_take_generators_and_give_what_the_methods_give(model):
+    texts = ["wa [MASK]", "xb [MASK] xd ."]
+    answers = bert_jax.predict(model, (text for text in texts))
+    assert [answer["masks"] for answer in answers] == [p.masks for p in model.fill(texts)]
+    (pair,) = bert_jax.predict("run", [("wa wb", "xc xd")])
+    assert pair == {"masks": [], "is_next": model.fill("wa wb", "xc xd").is_next}
+    vectors = bert_jax.embed(model, (text for text in texts), normalize=True)
+    np.testing.assert_array_equal(vectors, model.embed(texts, normalize=True))
+    for call, words in (
+        (lambda: bert_jax.predict(model, ["wa", None]), r"texts\[1\]: None"),
+        (lambda: bert_jax.predict(model, [("wa", 3)]), r"texts\[0\]\[1\]: 3"),
+        (lambda: bert_jax.predict(model, [("wa", "wb", "wc")]), r"texts\[0\]: has 3"),
+        (lambda: bert_jax.load("run", base="run"), "base: run is not a fine-tuned run"),
+        (lambda: bert_jax.import_weights("run", "new", keep=3), "keep: requires vocabulary"),
+        (lambda: bert_jax.search(model, ["wa"], "wa", vectors="v"), "vectors: "),
+    ):
+        with pytest.raises(InputError, match=words):
+            call()
+
+
+def test_the_role_selects_the_prompt(model):
+    prompted = dataclasses.replace(
+        model, vectors=TextVectors(query_prefix="wa ", text_prefix="xa ")
+    )
+    for role, prefix in (("document", "xa "), ("query", "wa ")):
+        vectors = bert_jax.embed(prompted, ["wb"], role)
+        np.testing.assert_allclose(vectors, model.embed([f"{prefix}wb"]), rtol=1e-5)
+
+
+def test_evaluate_gives_the_metrics_of_the_last_line(model):
+    scores = bert_jax.evaluate("run")
+    assert scores["step"] == 22 and scores["loss"] == pytest.approx(model.evaluation["loss"])
+
+
+def test_search_finds_the_same_in_a_file_and_in_a_list(model, tmp_path):
+    texts = ["wa wb wc", "xa xb xc", "wa wb wd", "xd xe"]
+    (tmp_path / "texts").write_text("\n".join(texts) + "\n")
+    queries = ["wa wb wc", "xa xb"]
+    found = bert_jax.search(model, texts, queries, top=2)
+    kept = bert_jax.search(model, tmp_path / "texts", queries, top=2)
+    assert [[(hit.line, hit.text) for hit in hits] for hits in found] == [
+        [(hit.line, hit.text) for hit in hits] for hits in kept
+    ]
+    best = found[0][0]
+    assert (best.line, best.text) == (1, texts[0]) and best.score == pytest.approx(1, abs=1e-5)
+    assert len(bert_jax.search(model, texts, "wa", top=9)[0]) == 4
+    assert bert_jax.search(model, [], ["wa"]) == [[]]
+
+
+def test_an_export_is_imported_again(model, tmp_path):
+    assert bert_jax.export(model, tmp_path / "out", "masked_lm") == "BertForMaskedLM"
+    base = bert_jax.import_weights(tmp_path / "out", tmp_path / "base")
+    np.testing.assert_allclose(base.embed(["wa wb"]), model.embed(["wa wb"]), rtol=1e-6)
+    for call, words in (
+        (lambda: bert_jax.export(model, tmp_path / "more"), "choose pretraining or masked_lm"),
+        (lambda: bert_jax.export(model, tmp_path / "more", "task"), "is not fine-tuned"),
+        (lambda: bert_jax.export(model, tmp_path / "out", "masked_lm"), "out"),
+    ):
+        with pytest.raises(InputError, match=words):
+            call()
+    assert not (tmp_path / "more").exists()
+
+
+def test_a_fine_tuned_model_predicts_embeds_and_scores(model, tmp_path, capfd):
+    rows = [
+        (f"w{a} w{b}" if n % 2 else f"x{a} x{b}", "wx"[n % 2 == 0])
+        for n, (a, b) in enumerate(itertools.product("abcd", "abcd"))
+    ]
+    (tmp_path / "train.tsv").write_text("".join(f"{text}\t{label}\n" for text, label in rows))
+    task = config.Task(
+        kind="classify",
+        train=(f"tsv:{tmp_path}/train.tsv",),
+        validation=(f"tsv:{tmp_path}/train.tsv",),
+        header="none",
+        text_column="0",
+        label_column="1",
+        max_sequence_length=32,
+    )
+    tuning = config.Finetuning(name="wx", task=task, epochs=2, batch_size=4)
+    settings = ["optimizer.peak_learning_rate=3e-3", "seed=3"]
+    tuned = bert_jax.finetune(tuning, "run", tmp_path / "tuned", settings, progress=True)
+    captured = capfd.readouterr()
+    assert captured.out == "" and "8/8" in captured.err
+    answers = tuned.predict(text for text, _ in rows)
+    assert tuned.labels == ("w", "x") and {answer["label"] for answer in answers} <= {"w", "x"}
+    share = np.mean(
+        [answer["label"] == label for answer, (_, label) in zip(answers, rows, strict=True)]
+    )
+    assert tuned.score()["accuracy"] == pytest.approx(share)
+    again = bert_jax.load(tmp_path / "tuned")
+    assert isinstance(again, bert_jax.FinetunedModel) and again.step == tuned.step == 8
+    assert bert_jax.predict(again, [rows[0][0]]) == answers[:1]
+    assert bert_jax.evaluate(tmp_path / "tuned")["accuracy"] == pytest.approx(share)
+    assert again.embed(["wa"]).shape == (1, 16)
+    assert bert_jax.export(again, tmp_path / "out") == "BertForSequenceClassification"
+    for call, words in (
+        (lambda: again.fill("wa [MASK]"), "masked_lm head is untrained"),
+        (lambda: again.predict([("wa", "wb")]), r"texts\[0\]: has 2 texts"),
+        (lambda: again.predict(["wa", None]), r"texts\[1\]: None"),
     ):
         with pytest.raises(InputError, match=words):
             call()

@@ -68,12 +68,12 @@ def test_set_changes_fields_of_every_type():
 )
 def test_a_setting_without_effect_is_noted_and_compared(setting):
     changed = config.override(EXPERIMENT, [setting])
-    (note,) = config.notes(changed)
+    (note,) = config.notes_on_settings(changed)
     (difference,) = config.differences(EXPERIMENT, changed, "identity")
     assert setting in note and difference.startswith(setting.partition("=")[0])
-    assert config.notes(EXPERIMENT) == []
+    assert config.notes_on_settings(EXPERIMENT) == []
     of_use = f"{MODERN} {CLIP} optimizer.schedule=wsd optimizer.name=muon".split()
-    assert config.notes(config.override(EXPERIMENT, [*of_use, setting])) == []
+    assert config.notes_on_settings(config.override(EXPERIMENT, [*of_use, setting])) == []
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_a_setting_without_effect_is_noted_and_compared(setting):
 )
 def test_a_setting_without_effect_is_noted_of_a_fine_tuning_too(of_no_use, settings, of_use):
     plain, given = Finetuning(name="x", task=TASK), settings.split()
-    notes = config.notes(config.override(plain, [of_no_use, *given]))
+    notes = config.notes_on_settings(config.override(plain, [of_no_use, *given]))
     assert {s.partition("=")[0] for s in given} == {
         note.split()[1].partition("=")[0] for note in notes
     }
-    assert config.notes(config.override(plain, [*of_use.split(), *given])) == []
+    assert config.notes_on_settings(config.override(plain, [*of_use.split(), *given])) == []
 
 
 def test_a_text_may_begin_with_a_mask():

@@ -31,7 +31,13 @@ assert_type(answer, Prediction)
 assert_type(answer.masks, list[list[tuple[str, float]]])
 assert_type(answer.is_next, float | None)
 assert_type(model.fill(["We [MASK].", "You [MASK]."]), list[Prediction])
-assert_type(model.embed(["We shall."], length="unit"), npt.NDArray[np.float32])
+assert_type(model.embed(["We shall."], normalize=True), npt.NDArray[np.float32])
+assert_type(bert_jax.embed("run", ["We shall."], role="query"), npt.NDArray[np.float32])
+tuned = bert_jax.finetune("task.py", base="runs/tiny", settings=["seed=1"])
+assert_type(tuned, bert_jax.FinetunedModel)
+assert_type(tuned.labels, tuple[str, ...])
+assert_type(bert_jax.search(model, ["We shall."], "We")[0][0].score, float)
+assert_type(bert_jax.export(tuned, "out", "task"), str)
 batch = bert_jax.batches("tiny", 7)
 assert_type(batch, dict[str, np.ndarray])
 masked_lm, _ = model.apply(model.params, batch)
@@ -44,6 +50,8 @@ MISUSES = {
     "model.fill(['We [MASK].']).masks": "missing-attribute",
     "model.embed('We shall.', pooling='middle')": "bad-argument-type",
     "bert_jax.batches('tiny', '7')": "bad-argument-type",
+    "bert_jax.embed(model, ['We shall.'], role='text')": "bad-argument-type",
+    "bert_jax.export(model, 'out', 'onnx')": "bad-argument-type",
     "bert_jax.train_bert('tiny')": "missing-attribute",
 }
 

@@ -26,7 +26,7 @@ from safetensors.numpy import save
 
 from bert_jax import config
 from bert_jax.config import Experiment, Model
-from bert_jax.errors import InputError, RustErrors, reading
+from bert_jax.errors import InputError, TranslateRustErrors, translate_parser_errors
 from bert_jax.storage.copies import new_folder
 from bert_jax.storage.workdir import (
     is_complete,
@@ -153,7 +153,7 @@ def read(folder: epath.Path) -> Base:
     for name, sha256 in (hashes | {"tokenizer_sha256": tokenizer.sha256}).items():
         if record.get(name, "") != sha256:
             raise InputError(f"{path}: {name} is not that of the file in this folder; {remedy}")
-    with reading(path, remedy):
+    with translate_parser_errors(path, remedy):
         model = config.section(Model, record["model"], f"{path}: model")
         moments = None
         if hashes["moments_sha256"]:
@@ -238,7 +238,9 @@ def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
     """
     with translate_os_errors(path):
         content = path.read_bytes()
-    with RustErrors(lambda: f"{path}: damaged or cut off; restore the complete safetensors file"):
+    with TranslateRustErrors(
+        lambda: f"{path}: damaged or cut off; restore the complete safetensors file"
+    ):
         entries = deserialize(content)
     tensors: dict[str, np.ndarray] = {}
     for name, tensor in entries:

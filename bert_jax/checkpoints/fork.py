@@ -27,7 +27,7 @@ from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import (
     Workdir,
     absolute,
-    fork_of,
+    fork_record,
     load_experiment,
     translate_os_errors,
     write_atomic,
@@ -158,7 +158,7 @@ def plan_decay(
     experiment = config.override(experiment, [changed])
     file = given or os.fspath(fork_point.workdir.experiment)
     origin = config.origin_of(file, settings, experiment)
-    if fork := fork_of(fork_point.workdir):
+    if fork := fork_record(fork_point.workdir):
         origin["fork"] = fork
     return experiment, origin, fork_point
 
@@ -174,7 +174,7 @@ def plan_fork(
     """
     fork_point, file = _parse_fork_point("fork", checkpoint), workdir.experiment
     if _has_checkpoint(workdir):
-        if fork_of(workdir).get("checkpoint") != str(fork_point):
+        if fork_record(workdir).get("checkpoint") != str(fork_point):
             raise InputError(f"{workdir.address}: holds another run than a fork of {fork_point}")
         experiment = config.override(config.load(given or os.fspath(file)), settings)
         phases = zip(experiment.phases, load_experiment(workdir).phases, strict=False)
@@ -194,7 +194,7 @@ def plan_fork(
 
 def find_pending_fork(workdir: Workdir) -> ForkPoint | None:
     """Returns the fork point of a fork that was killed before its first save, else None."""
-    record = {} if _has_checkpoint(workdir) else fork_of(workdir)
+    record = {} if _has_checkpoint(workdir) else fork_record(workdir)
     return _parse_fork_point("fork", record["checkpoint"]) if record else None
 
 

@@ -20,7 +20,7 @@ from bert_jax.cli import (
     use_commands,
 )
 from bert_jax.cli.parsing import Command, Parser
-from bert_jax.config.code import name_file, was_used
+from bert_jax.config.code import set_code_file, was_used
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
 from bert_jax.process import prepare_process
 from bert_jax.system import restart_in_utf8_mode
@@ -67,7 +67,9 @@ def _summary(name: str, command: Command) -> str:
 
 def _program_parser() -> Parser:
     """Returns the parser of the options before COMMAND."""
-    parser = Parser("bert-jax", "plain text in, a pre-trained BERT out", errors.TRAINING_CODES)
+    parser = Parser(
+        "bert-jax", "plain text in, a pre-trained BERT out", errors.TRAINING_CODE_MEANINGS
+    )
     lines = ["commands (`bert-jax COMMAND --help` describes one):"]
     for title, commands in GROUPS.items():
         lines += ["", f"  {title}:", *(_summary(*item) for item in commands.items())]
@@ -78,7 +80,7 @@ def _program_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the arguments of a command. Their attribute `command` is the Command."""
+    """Returns the arguments of a command. `.command` is the Command to run."""
     try:
         return _parse(list(argv))
     except flags.Error as error:  # a value of one of absl's flags
@@ -86,12 +88,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    first = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
+    command_index = next(
+        (i for i, word in enumerate(words) if not word.startswith("-")), len(words)
+    )
     program = _program_parser()
-    is_debugging = program.parse_args(words[:first]).debug
-    if first == len(words):
+    is_debugging = program.parse_args(words[:command_index]).debug
+    if command_index == len(words):
         program.error("COMMAND is missing")
-    name, rest = words[first], words[first + 1 :]
+    name, rest = words[command_index], words[command_index + 1 :]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
@@ -121,8 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command in this process and returns its exit code; `--help` raises SystemExit.
 
     Args:
-      argv: the arguments. None: sys.argv; the command then runs under absl.app, which ends the
-        process with the exit code.
+      argv: the arguments. If None, they are those of sys.argv, and the command runs under absl.app,
+        which ends the process with the exit code: the function does not return.
     """
     if argv is None:
         restart_in_utf8_mode()
@@ -154,10 +158,10 @@ def _run(args: argparse.Namespace) -> int:
     try:
         code_file = getattr(args, "code", None)
         if getattr(args, "cache_dir", None):
-            # A variable, which child processes inherit: the config has no paths of a machine.
+            # An environment variable, because child processes inherit it.
             os.environ["BERT_JAX_CACHE_DIR"] = os.path.abspath(args.cache_dir)
         if code_file:
-            name_file(code_file)
+            set_code_file(code_file)
         exit_code = args.command.run(args)
         if code_file and exit_code == FINISHED and not was_used(code_file):
             print(
@@ -185,7 +189,7 @@ def _report(error: BaseException, words: Sequence[str]) -> int:
         kind: type[Exception] = InputError
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             kind = errors.DiskFull
-            if error.filename is None:  # only writes to standard output have no file name
+            if error.filename is None:  # standard output; all other writes here name their file
                 error.filename = "standard output"
                 _drop_output()
         if error.filename is not None:

@@ -1,4 +1,4 @@
-"""The commands that check text, experiments and this code before an expensive run."""
+"""The commands that check text, experiments and bert-jax itself before an expensive run."""
 
 import argparse
 import json
@@ -31,9 +31,9 @@ def doctor(args: argparse.Namespace) -> int:
     may_exist = "://" in args.path or os.path.exists(args.path)
     if not may_exist and not config.is_shipped(args.path):
         raise InputError(f"{args.path}: no such file, folder or experiment")
-    from bert_jax.tools import doctor
+    from bert_jax.tools import doctor as doctor_lib
 
-    problems = doctor.print_findings(doctor.examine(args.path, args.set))
+    problems = doctor_lib.print_findings(doctor_lib.examine(args.path, args.set))
     return FAILED if problems else FINISHED
 
 
@@ -58,7 +58,7 @@ def _add_plan_arguments(parser: Parser) -> None:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Compiles the steps of an experiment for TPU slices."""
+    """Estimates memory, speed and cost on TPU slices by compiling the steps."""
     experiment = resolve_experiment(args.experiment, args.set, args.workdir)
     if args.workdir and args.out:
         raise InputError("--out: the plan goes into --workdir; remove one of the two")
@@ -88,7 +88,8 @@ def _add_verify_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--workdir",
         metavar="W",
-        help="folder for the test runs; earlier ones there are removed [runs/NAME-verify]",
+        help="folder for the test runs; earlier test runs in this folder are removed "
+        "[runs/NAME-verify]",
     )
     parser.add_argument("--rounds", metavar="N", type=int, default=20, help="number of kills [20]")
     parser.add_argument(
@@ -103,22 +104,22 @@ def _add_verify_arguments(parser: Parser) -> None:
 def verify_resume(args: argparse.Namespace) -> int:
     """Kills a run at random moments and compares it with a run that was not killed."""
     experiment = config.override(config.load(args.experiment), args.set)
-    from bert_jax.tools.verify import verify_resume
+    from bert_jax.tools.verify import verify_resume as verify_lib
 
     root = epath.Path(args.workdir or f"runs/{experiment.name}-verify")
-    differences = verify_resume.verify(experiment, root, args.rounds, args.seed, print_now)
+    differences = verify_lib.verify(experiment, root, args.rounds, args.seed, print_now)
     return FAILED if differences else FINISHED
 
 
 def conformance(args: argparse.Namespace) -> int:
-    """Checks that this code follows the rules of google-research/bert."""
+    """Checks that bert-jax computes data, model and updates as google-research/bert does."""
     has_experiment = args.experiment or args.workdir or args.set
     experiment = None
     if has_experiment:
         experiment = resolve_experiment(args.experiment, args.set, args.workdir)
     from bert_jax.tools.conformance import checklist
 
-    return FINISHED if checklist.print_rules(experiment) else FAILED
+    return FINISHED if checklist.check_rules(experiment) else FAILED
 
 
 def _add_instances_arguments(parser: Parser) -> None:
@@ -199,20 +200,20 @@ COMMANDS = {
         plan,
         "estimate memory, speed and cost on TPU slices by compiling the steps, without a TPU",
         _add_plan_arguments,
-        (shared.SAVED_EXPERIMENT, shared.PRICE, shared.WORKDIR, *shared.TRAINING_PARENTS),
+        (shared.SAVED_EXPERIMENT, shared.PRICE, shared.WORKDIR, *shared.TRAINING_FLAGS),
     ),
     "verify-resume": Command(
         verify_resume,
         "kill a run at random moments and prove that it resumes exactly",
         _add_verify_arguments,
         (shared.EXPERIMENT, shared.SETTINGS, shared.CACHE),
-        {FAILED: "a run that was killed differs from one that was not, or failure"},
+        {FAILED: "a run that was killed differs from one that was not, or the command failed"},
     ),
     "conformance": Command(
         conformance,
-        "check the rules of google-research/bert; list where an EXPERIMENT differs",
+        "check conformance with google-research/bert; list where an EXPERIMENT deviates from it",
         parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, shared.SETTINGS),
-        codes={FAILED: "a rule of the reference is broken, or failure"},
+        codes={FAILED: "a rule of the reference is broken, or the command failed"},
     ),
     "conformance-instances": Command(
         write_instances,

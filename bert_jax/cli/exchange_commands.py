@@ -3,24 +3,14 @@
 import argparse
 import os
 import re
-import typing
 
 from etils import epath
 
 from bert_jax.cli import shared
 from bert_jax.cli.loading import load_model, open_run_or_base, print_now
 from bert_jax.cli.parsing import Command, Parser
-from bert_jax.config import Finetuning, Model
 from bert_jax.errors import FINISHED, InputError, printable
 from bert_jax.storage import copies
-from bert_jax.storage.workdir import holds_finetuning
-
-if typing.TYPE_CHECKING:
-    from bert_jax.interop.finetuned import Form
-    from bert_jax.interop.huggingface import Kind
-    from bert_jax.pretraining.loaded_model import LoadedModel
-
-Dtype = typing.Literal["float32", "bfloat16"]
 
 
 def _add_import_arguments(parser: Parser) -> None:
@@ -38,7 +28,9 @@ def _add_import_arguments(parser: Parser) -> None:
         "keeps its embedding",
     )
     parser.add_argument(
+        "--prune-vocabulary",
         "--vocabulary",
+        dest="vocabulary",
         metavar="TEXT",
         help="a file or folder of text, or a source as in corpus.sources; tokens that this text "
         "does not use are removed",
@@ -48,7 +40,7 @@ def _add_import_arguments(parser: Parser) -> None:
         metavar="N",
         type=int,
         default=0,
-        help="with --vocabulary: keep only the N most common tokens; 0: all [0]",
+        help="with --prune-vocabulary: keep only the N most common tokens; 0: all [0]",
     )
     parser.add_argument("--add", metavar="FILE", help="words, one a line, that become tokens")
     parser.add_argument(
@@ -62,9 +54,11 @@ def _add_import_arguments(parser: Parser) -> None:
 def import_base(args: argparse.Namespace) -> int:
     """Turns another library's checkpoint, or a run, into a base."""
     if args.keep and not args.vocabulary:
-        raise InputError("--keep: requires --vocabulary TEXT")
+        raise InputError("--keep: requires --prune-vocabulary TEXT")
     if args.tokenizer and (args.vocabulary or args.add):
-        raise InputError("--tokenizer: has its own tokens; remove --vocabulary and --add")
+        raise InputError(
+            "--tokenizer: replaces the vocabulary; remove --prune-vocabulary and --add"
+        )
     copies.require_new_folder(epath.Path(args.workdir))
     _require_source(args.source)
     from bert_jax.interop import importing
@@ -74,16 +68,16 @@ def import_base(args: argparse.Namespace) -> int:
         epath.Path(args.workdir),
         args.tokenizer,
         print_now,
-        "with_moments" if args.with_optimizer else "params",
-        args.vocabulary or "",
-        args.keep,
-        args.add or "",
+        content="with_moments" if args.with_optimizer else "params",
+        text=args.vocabulary or "",
+        limit=args.keep,
+        words=args.add or "",
     )
     return FINISHED
 
 
 def _require_source(source: str) -> None:
-    """Raises InputError, before jax is loaded, if SOURCE is nothing that can be imported."""
+    """Raises InputError, before jax is loaded, if there is nothing at SOURCE."""
     name = source.removesuffix(".index")  # the prefix of a TensorFlow checkpoint's files
     if "://" in source or os.path.isdir(source) or os.path.isfile(f"{name}.index"):
         return
@@ -116,62 +110,19 @@ def _add_export_arguments(parser: Parser) -> None:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Writes a run, a fine-tuned run or a base for transformers."""
+    """Exports a run, a fine-tuned run or a base in the format of Hugging Face transformers."""
     out = epath.Path(args.out)
     copies.require_new_folder(out)
-    run = open_run_or_base(args.workdir)
-    if not holds_finetuning(run):
-        model = load_model(run, args.base, args.checkpoint)
-        form = _pretrained_form(model.model, args.form, args.workdir)
-        exported = _export_pretrained(model, form, args.dtype, out, None)
-    else:
-        from bert_jax.interop import finetuned
-        from bert_jax.tasks.predict import TaskModel
+    model = load_model(open_run_or_base(args.workdir), args.base, args.checkpoint)
+    from bert_jax.interop import exporting
 
-        task = TaskModel(run, args.base, args.checkpoint)
-        form = _finetuned_form(task.experiment.task.kind, args.form, args.workdir)
-        if form == "encoder":
-            exported = _export_pretrained(task.encoder(), form, args.dtype, out, task.experiment)
-        else:
-            architecture = finetuned.export(task, form, args.dtype, out)
-            over = "adapter over " if form == "adapter" else ""
-            exported = f"{printable(task.experiment.name)}, step {task.step}: {over}{architecture}"
-    print_now(f"exported {exported}, {args.dtype}, in {printable(args.out)}")
+    architecture = exporting.export(model, out, args.form, args.dtype)
+    over = "adapter over " if args.form == "adapter" else ""
+    print_now(
+        f"exported {printable(model.name)}, step {model.step}: {over}{architecture}, {args.dtype}, "
+        f"in {printable(args.out)}"
+    )
     return FINISHED
-
-
-def _pretrained_form(model: Model, form: str | None, root: str) -> "Kind":
-    """Returns the form of an export; raises InputError for a form of fine-tuned runs only."""
-    from bert_jax.interop import huggingface
-
-    # If nothing is supported, `export_weights` raises the error.
-    supported = huggingface.forms_of(model)
-    if supported and form not in ("pretraining", "masked_lm", "encoder", "causal_lm"):
-        given = "--as" if form is None else f"--as {form}: {root} is not fine-tuned"
-        raise InputError(f"{given}: choose {' or '.join(supported)}")
-    return typing.cast("Kind", form or "encoder")
-
-
-def _finetuned_form(kind: str, form: str | None, root: str) -> "Form | typing.Literal['encoder']":
-    """Returns the form of the export of a fine-tuned run; raises InputError if unsupported."""
-    supported = ("encoder",) if kind == "similar" else ("task", "adapter", "encoder")
-    if form is not None and form not in supported:
-        raise InputError(
-            f"--as {form}: {root} was trained with task.kind={kind}; choose "
-            f"{' or '.join(supported)}"
-        )
-    return typing.cast("Form", form or supported[0])
-
-
-def _export_pretrained(
-    model: "LoadedModel", form: "Kind", dtype: Dtype, out: epath.Path, finetuning: Finetuning | None
-) -> str:
-    """Exports an encoder with its pre-training heads; returns a description of the export."""
-    from bert_jax.interop import huggingface
-
-    huggingface.export_weights(model, form, dtype, out, finetuning)
-    architecture = huggingface.architecture_of(model.model, form)
-    return f"{printable(model.name)}, step {model.step}: {architecture}"
 
 
 COMMANDS = {
@@ -183,8 +134,8 @@ COMMANDS = {
     ),
     "export": Command(
         export,
-        "write a run, a fine-tuned run or a base for transformers",
+        "export a run, a fine-tuned run or a base in the format of Hugging Face transformers",
         _add_export_arguments,
-        (shared.RUN_OR_BASE, *shared.MODEL_PARENTS),
+        (shared.RUN_OR_BASE, *shared.MODEL_FLAGS),
     ),
 }

@@ -12,7 +12,7 @@ from etils import epath
 from bert_jax import config
 from bert_jax.cli import shared
 from bert_jax.cli.loading import (
-    ONLY_FINETUNED,
+    ONLY_FINETUNED_REASON,
     get_column_fields,
     load_model,
     load_saved_experiment,
@@ -25,7 +25,7 @@ from bert_jax.cli.loading import (
     resolve_experiment,
 )
 from bert_jax.cli.parsing import Command, Parser, integer
-from bert_jax.config import Experiment, Finetuning, Parallelism, explain
+from bert_jax.config import Experiment, Finetuning, explain
 from bert_jax.errors import FAILED, FINISHED, InputError, prefix_errors
 from bert_jax.storage import mirror, workdir
 from bert_jax.storage.storage import storage_of
@@ -61,20 +61,11 @@ def evaluate(args: argparse.Namespace) -> int:
     experiment, run = open_run(args.experiment, args.set, args.workdir)
     require_corpus(run)
     from bert_jax.pretraining import evaluators
-    from bert_jax.pretraining.loaded_model import load_params
-    from bert_jax.pretraining.pretraining_job import OpenCorpus
+    from bert_jax.pretraining.loaded_model import score_held_out
     from bert_jax.running.environment import enable_compilation_cache
-    from bert_jax.training import mesh as mesh_lib
-    from bert_jax.training import objective as objective_lib
 
     enable_compilation_cache()
-    prepared = OpenCorpus.open(run.corpus)
-    parallelism = Parallelism()  # not the run's own, which is for the devices it was trained on
-    mesh = mesh_lib.make_mesh(parallelism)
-    params, step = load_params(experiment, run, prepared, mesh, args.checkpoint)
-    objective = objective_lib.of(experiment.model_scored(step), experiment.data)
-    rows = prepared.held_out(experiment, mesh)
-    metrics = evaluators.evaluate(rows, params, objective, parallelism, mesh)
+    step, metrics = score_held_out(experiment, run, args.checkpoint)
     print(f"step {step}: {evaluators.summary(metrics)}")
     print(json.dumps({"step": step, **metrics}))
     return FINISHED
@@ -82,35 +73,36 @@ def evaluate(args: argparse.Namespace) -> int:
 
 def _evaluate_tasks(args: argparse.Namespace) -> int:
     if args.experiment is not None or args.set or not args.workdir:
-        raise InputError("--task: requires a --workdir; remove EXPERIMENT and --set")
+        missing = "" if args.workdir else "add --workdir; "
+        raise InputError(f"--task: scores a workdir; {missing}EXPERIMENT and --set do not apply")
     runs = {root: open_run_or_base(root) for root in (args.workdir, *args.also)}
     for run in runs.values():
         if not workdir.holds_finetuning(run):
-            reject_flags(run, ONLY_FINETUNED, {"--from": args.base})
+            reject_flags(run, ONLY_FINETUNED_REASON, {"--from": args.base})
     from bert_jax.tasks import probes
 
     tasks = probes.Probes(args.task, pairs=None, where="--task", fields=get_column_fields(args))
     for root, run in runs.items():
         model = load_model(run, args.base, args.checkpoint)
-        answer = probes.score_probes(tasks, model)
-        for line in _score_lines(answer, f"{root}: " if args.also else ""):
+        results = probes.score_probes(tasks, model)
+        for line in _score_lines(results, f"{root}: " if args.also else ""):
             print(line)
-        print(json.dumps({"workdir": root, "step": model.step, **answer}))
+        print(json.dumps({"workdir": root, "step": model.step, **results}))
     return FINISHED
 
 
-def _score_lines(answer: dict[str, Any], prefix: str) -> Iterator[str]:
-    """Yields the scores of tasks in words."""
+def _score_lines(results: dict[str, Any], prefix: str) -> Iterator[str]:
+    """Yields a line for the score of each task."""
     from bert_jax.tasks import minimal_pairs
 
-    for name, score in answer["scores"].items():
-        if name in answer.get("minimal_pairs", {}):
-            yield from minimal_pairs.score_lines(f"{prefix}{name}", answer["minimal_pairs"][name])
-        elif name in answer.get("similar", {}):
-            scores = (f"{metric} {value:.4f}" for metric, value in answer["similar"][name].items())
+    for name, score in results["scores"].items():
+        if name in results.get("minimal_pairs", {}):
+            yield from minimal_pairs.score_lines(f"{prefix}{name}", results["minimal_pairs"][name])
+        elif name in results.get("similar", {}):
+            scores = (f"{metric} {value:.4f}" for metric, value in results["similar"][name].items())
             yield f"{prefix}{name}  {', '.join(scores)}"
         else:
-            majority = answer["majority"][name]
+            majority = results["majority"][name]
             yield f"{prefix}{name}  {score:.4f}, majority baseline {majority:.4f}"
 
 
@@ -135,8 +127,8 @@ def layers(args: argparse.Namespace) -> int:
     if args.attention is not None and not args.attention.strip():
         raise InputError("--attention: a text is needed")
     workdir.require_local(args.workdir)  # the results are written there
-    run, attention = open_run_or_base(args.workdir), None
-    record: dict[str, Any] = {}
+    run = open_run_or_base(args.workdir)
+    attention, record = None, dict[str, Any]()
     model = load_model(run, None, args.checkpoint, allow_finetuned=False)
     from bert_jax.tasks import layer_scores as layers_lib
     from bert_jax.tools.report import page
@@ -149,7 +141,7 @@ def layers(args: argparse.Namespace) -> int:
         for line in page.table_of_layers(record).lines():
             print(line)
         workdir.write_json(run.layers, record)
-    elif run.layers.exists():
+    elif run.layers.exists():  # the page keeps the scores of an earlier command
         record = workdir.read_json(run.layers, layers_lib.FORMAT_VERSION)
     page.write_layers(run.root / "layers.html", model.name, record, attention)
     print_now(f"layers: {run.root / 'layers.html'}")
@@ -187,27 +179,27 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
 
         finetuning = load_saved_experiment(saved_run, args.set, Finetuning)
         lines = batch_text.show(finetuning, args.step, args.rows)
-        return itertools.chain(config.notes(finetuning), lines)
+        return itertools.chain(config.notes_on_settings(finetuning), lines)
     experiment, run = open_run(args.experiment, args.set, args.workdir)
     require_corpus(run)
-    from bert_jax import api
+    from bert_jax.pretraining import row_text
     from bert_jax.pretraining.pretraining_job import OpenCorpus
 
-    saved = workdir.load_experiment(run) if run.experiment.exists() else experiment
-    if changed := config.differences(saved, experiment, "identity"):
+    saved_experiment = workdir.load_experiment(run) if run.experiment.exists() else experiment
+    if changed := config.differences(saved_experiment, experiment, "identity"):
         raise InputError(
-            f"--workdir {run.address}: its run has other settings ({'; '.join(changed)}); to show "
-            "this run, remove EXPERIMENT and --set; for other settings, name another --workdir, "
-            "and a prepared corpus with --set run.corpus_dir=FOLDER"
+            f"--workdir {run.address}: the run was started with other settings "
+            f"({'; '.join(changed)}); to show the run, remove EXPERIMENT and --set; to show your "
+            "settings, name a new --workdir and a prepared corpus: --set run.corpus_dir=FOLDER"
         )
-    checkpoint = workdir.fork_of(run).get("checkpoint", "0")
+    checkpoint = workdir.fork_record(run).get("checkpoint", "0")
     if args.step < int(checkpoint.rpartition("/")[2]):
         raise InputError(
             f"--step {args.step}: this run was forked from {checkpoint}; for earlier steps name "
             "the --workdir of the run that it was forked from"
         )
-    lines = api.show(experiment, OpenCorpus.open(run.corpus), args.step, args.rows)
-    return itertools.chain(config.notes(experiment), lines)
+    lines = row_text.show(experiment, OpenCorpus.open(run.corpus), args.step, args.rows)
+    return itertools.chain(config.notes_on_settings(experiment), lines)
 
 
 def _add_config_arguments(parser: Parser) -> None:
@@ -254,8 +246,8 @@ def _add_report_arguments(parser: Parser) -> None:
 
 def report(args: argparse.Namespace) -> int:
     """Writes an HTML page about runs."""
-    for run in args.run:
-        open_run_or_base(run)
+    for root in args.run:
+        open_run_or_base(root)  # raises if there is none, before jax is imported
     from bert_jax.tools.report import page
 
     every = args.every if args.follow else None
@@ -288,17 +280,17 @@ def checkpoints(args: argparse.Namespace) -> int:
     losses = {n: m["held_out_loss"] for n, m in metadata.items() if m["held_out_loss"] is not None}
     best = min(losses, key=lambda n: (losses[n], n), default=None)
     if not steps:
-        print_now(f"{run.checkpoints}: no checkpoint yet")
+        print_now(f"{run.checkpoints}: no undamaged checkpoint")
     else:
-        if fork := workdir.fork_of(run):
+        if fork := workdir.fork_record(run):
             print_now(f"forked from {fork['checkpoint']} (sha256 {fork['sha256'][:12]})")
         print_now(f"{'step':>10}  {'saved':<16}  {'MB':>9}  held-out loss")
     for row, number in enumerate(steps):  # the newest first
         folder = run.checkpoints / str(number)
         saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().mtime))
         words = [f"{losses[number]:.3f}" if number in losses else "-"]
-        words += ["newest"] * (row == 0) + ["best"] * (number == best)
-        words += ["damaged"] * (number in damaged)
+        labels = {"newest": row == 0, "best": number == best, "damaged": number in damaged}
+        words += [label for label, applies in labels.items() if applies]
         print_now(f"{number:>10}  {saved_at}  {_megabytes(folder):>9.1f}  {', '.join(words)}")
     for folder in sorted(run.checkpoints.glob(f"{checkpoint.DAMAGED_PREFIX}*")):
         print_now(f"{folder.name}: was found damaged and put aside, {_megabytes(folder):.1f} MB")
@@ -367,7 +359,7 @@ COMMANDS = {
         checkpoints,
         "list a run's checkpoints: steps, sizes, held-out losses",
         _add_checkpoints_arguments,
-        codes={FAILED: "failure; with --verify, a checkpoint is damaged"},
+        codes={FAILED: "the command failed, or --verify found a damaged checkpoint"},
     ),
     "evaluate": Command(
         evaluate,
@@ -376,7 +368,7 @@ COMMANDS = {
         (
             shared.SAVED_EXPERIMENT,
             shared.WORKDIR,
-            *shared.TRAINING_PARENTS,
+            *shared.TRAINING_FLAGS,
             shared.CHECKPOINT,
             shared.COLUMNS,
             shared.BASE_OF_FINETUNED,

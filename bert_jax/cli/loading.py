@@ -20,7 +20,7 @@ if typing.TYPE_CHECKING:
 T = typing.TypeVar("T", bound=Section)
 
 # Why a flag is rejected for a pre-trained run or a base; see `reject_flags`.
-ONLY_FINETUNED = "only a fine-tuned run takes this"
+ONLY_FINETUNED_REASON = "only a fine-tuned run takes this"
 
 
 def open_existing_run(root: str | None) -> Workdir:
@@ -61,7 +61,7 @@ def open_run(
 
 
 def root_of(experiment: Experiment, root: str | None) -> str:
-    """Returns the argument of --workdir, or without one the experiment's own folder."""
+    """Returns the argument of --workdir if it is given, else runs/NAME."""
     return root or f"runs/{experiment.name}"
 
 
@@ -74,7 +74,7 @@ def open_run_or_base(root: str) -> Workdir:
 
 
 def require_writable(flag: str, path: str | None) -> None:
-    """Raises InputError unless a file can be written at `path`, before there is work to lose."""
+    """Raises InputError unless a file can be written at `path`; is called before any work."""
     if path is None or "://" in path:
         return
     if os.path.isdir(path):
@@ -108,25 +108,25 @@ def reject_flags(run: Workdir, reason: str, values: dict[str, object]) -> None:
 def load_model(
     run: Workdir, base: str | None, checkpoint: str, allow_finetuned: bool = True
 ) -> "LoadedModel":
-    """Loads the model of a run or base; of a fine-tuned run, its encoder.
+    """Loads the model of a run or a base. The model of a fine-tuned run is a FinetunedModel.
 
     Args:
       run: the workdir that `open_run_or_base` returned.
       base: the argument of --from.
       checkpoint: the argument of --checkpoint.
-      allow_finetuned: whether the command takes fine-tuned runs.
+      allow_finetuned: whether the command takes fine-tuned runs; if not, they raise InputError.
     """
     is_tuned = allow_finetuned and workdir.holds_finetuning(run)
     if not is_tuned:
-        reject_flags(run, ONLY_FINETUNED, {"--from": base})
+        reject_flags(run, ONLY_FINETUNED_REASON, {"--from": base})
     from bert_jax.pretraining.loaded_model import LoadedModel
     from bert_jax.running.environment import enable_compilation_cache
 
     enable_compilation_cache()
     if is_tuned:
-        from bert_jax.tasks.predict import TaskModel
+        from bert_jax.tasks.finetuned_model import FinetunedModel
 
-        return TaskModel(run, base, checkpoint).encoder()
+        return FinetunedModel.load(run, base, checkpoint)
     return LoadedModel.of(run, which=checkpoint)
 
 

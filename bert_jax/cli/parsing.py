@@ -50,7 +50,9 @@ class Command(NamedTuple):
     summary: str
     add_arguments: Callable[[Parser], None] = _add_nothing
     parents: tuple[argparse.ArgumentParser, ...] = ()
-    codes: Mapping[int, str] = types.MappingProxyType({})  # exit codes with a meaning of their own
+    codes: Mapping[int, str] = types.MappingProxyType(
+        {}
+    )  # meanings that differ from `errors.exit_codes`
 
     def parser(self, name: str) -> Parser:
         """Returns the parser of the command."""

@@ -1,6 +1,7 @@
 """The arguments that several commands share, as parent parsers.
 
-argparse shows groups with titles last, so that the help of a command begins with its own flags.
+Shared flags are in titled groups, which argparse prints last: the help of a command begins with
+its own flags. The help of a flag ends with its default in brackets.
 """
 
 import argparse
@@ -8,8 +9,8 @@ import argparse
 from bert_jax.cli.parsing import integers, number
 
 _EXPERIMENT_HELP = (
-    "a .py file that defines experiment(), the name of an experiment that is included (tiny, "
-    "bert_base), or a config in .json as `bert-jax config` prints it"
+    "a .py file that defines experiment(), the name of a shipped experiment (tiny, bert_base)"
+    ", or a config in .json as `bert-jax config` prints it"
 )
 
 
@@ -62,7 +63,7 @@ CUSTOM_CODE = _parent()
 CUSTOM_CODE.add_argument_group(_SHARED).add_argument(
     "--code",
     metavar="FILE",
-    help="the .py file with the experiment's custom code; it is run only if its hash is the one in "
+    help="the .py file with the experiment's custom code; it is run only if its hash is in "
     "the config",
 )
 
@@ -79,7 +80,7 @@ BASE_OF_FINETUNED.add_argument_group(_SHARED).add_argument(
     "--from",
     dest="base",
     metavar="BASE",
-    help="new folder of the base or run that the fine-tuned run started from, if that was moved",
+    help="current folder of the base or run that was fine-tuned, if the folder has moved since",
 )
 
 PRICE = _parent()
@@ -90,7 +91,7 @@ PRICE.add_argument(
     help="price of one chip for an hour, in any currency, to show costs",
 )
 
-# The fields of a task, by the flags that set them.
+# The fields of a task that the flags of COLUMNS set, by the names of the flags.
 COLUMN_FIELDS = {
     "text": "text_column",
     "second": "second_column",
@@ -132,7 +133,7 @@ POOLING.add_argument_group(_VECTORS).add_argument(
     "[as in the run or base, else mean]",
 )
 
-VECTORS = _parent()
+VECTORS = _parent()  # without --pooling, whose choices differ, and --normalize, which few take
 _group = VECTORS.add_argument_group(_VECTORS)
 _group.add_argument(
     "--layers",
@@ -152,8 +153,8 @@ _group.add_argument(
     metavar="N",
     type=int,
     default=0,
-    help="maximum number of tokens of a text, longer texts are cut; 0: as in the run or base, "
-    "else the number of the model's positions [0]",
+    help="maximum number of tokens of a text, longer texts are truncated; 0: as in the run or "
+    "base, else the maximum length of the model [0]",
 )
 _group.add_argument(
     "--batch-tokens",
@@ -178,5 +179,5 @@ NORMALIZE.add_argument_group(_VECTORS).add_argument(
 )
 
 # The parents of most commands that train, and of most commands that use a model.
-TRAINING_PARENTS = (SETTINGS, CUSTOM_CODE, CACHE)
-MODEL_PARENTS = (CUSTOM_CODE, CACHE, CHECKPOINT, BASE_OF_FINETUNED)
+TRAINING_FLAGS = (SETTINGS, CUSTOM_CODE, CACHE)
+MODEL_FLAGS = (CUSTOM_CODE, CACHE, CHECKPOINT, BASE_OF_FINETUNED)

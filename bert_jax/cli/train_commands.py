@@ -16,7 +16,7 @@ from bert_jax.cli.loading import (
 )
 from bert_jax.cli.parsing import Command, Parser, integer
 from bert_jax.config import Experiment, Finetuning
-from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_CODES, InputError
+from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_CODE_MEANINGS, InputError
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import lock
 
@@ -70,7 +70,7 @@ def prepare(args: argparse.Namespace) -> int:
     corpus.require_rows(workdir.corpus, experiment)
     if args.verify:
         corpus.verify(workdir.corpus)
-        print_now(f"corpus: every file of {workdir.corpus} is as it was made")
+        print_now(f"corpus: all files of {workdir.corpus} match their recorded checksums")
     tokens = manifest["splits"]["train"]["tokens"]
     print_now(f"corpus: {workdir.corpus} is ready, {tokens} tokens to train on")
     return FINISHED
@@ -111,7 +111,8 @@ def _train(
     Args:
       experiment: what to train.
       root: the argument of --workdir.
-      end: "keep" requires the steps of the saved run; "extend" allows more in the last phase.
+      end: "keep" requires the number of steps of the saved run; "extend" allows more in the last
+        phase.
       origin: the record of where the experiment comes from; None keeps the saved record.
       fork_point: the checkpoint of another run that this run begins with.
     """
@@ -120,7 +121,7 @@ def _train(
 
     progress = make_progress()
     workdir = mirror.open_to_write(root_of(experiment, root), experiment.run.corpus_dir)
-    for note in config.notes(experiment):
+    for note in config.notes_on_settings(experiment):
         progress.report(note)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
     outcome = pretraining_job.pretrain(
@@ -138,7 +139,7 @@ def _add_auto_arguments(parser: Parser) -> None:
         metavar="H",
         type=float,
         required=True,
-        help="how long the run may take on this machine, from now on",
+        help="time that the run may take on this machine; a run that exists is resumed as it is",
     )
     parser.add_argument(
         "--base", metavar="B", help="continue with the encoder of this base instead of a new one"
@@ -155,9 +156,9 @@ def auto(args: argparse.Namespace) -> int:
         raise InputError(f"--hours {args.hours}: must be a number above 0")
     root = args.workdir or f"runs/{config.name_of(args.text) or 'text'}"
     progress = make_progress()
-    run = mirror.open_workdir(root)
-    if run.experiment.exists():
-        experiment = load_saved_experiment(run, args.set, Experiment)
+    existing = mirror.open_workdir(root)
+    if existing.experiment.exists():
+        experiment = load_saved_experiment(existing, args.set, Experiment)
         if config.source_of_text(args.text) not in experiment.corpus.sources:
             sources = " ".join(experiment.corpus.sources)
             raise InputError(f"TEXT {args.text}: the run in {root} reads {sources}")
@@ -166,16 +167,17 @@ def auto(args: argparse.Namespace) -> int:
     workdir = mirror.open_to_write(root)
     workdir.require_run_or_empty()
     from bert_jax.tools.auto import choose_experiment
-    from bert_jax.tools.compare.budget import Stopped
+    from bert_jax.tools.compare.budget import MeasurementEnded
 
     try:
         experiment, origin = choose_experiment(
             args.text, args.hours, args.base, args.set, workdir, progress
         )
-    except Stopped as stopped:
-        again = "; run the same command again" if stopped.args[0] == "stopped" else ""
-        progress.report(f"auto: {stopped.args[0]} while the speed was measured{again}")
-        return _CODES[stopped.args[0]]
+    except MeasurementEnded as error:
+        (outcome,) = error.args
+        again = "; run the same command again" if outcome == "stopped" else ""
+        progress.report(f"auto: {outcome} while the speed was measured{again}")
+        return _CODES[outcome]
     return _train(experiment, root, "keep", origin, None)
 
 
@@ -212,7 +214,9 @@ def decay(args: argparse.Namespace) -> int:
 
 
 def _add_compare_arguments(parser: Parser) -> None:
-    parser.add_argument("table", metavar="TABLE", help="a .py file that defines table()")
+    parser.add_argument(
+        "table", metavar="TABLE", help="a .py file whose table() lists the runs to compare"
+    )
     parser.add_argument(
         "--workdir", metavar="W", help="folder of the runs and their results [runs/NAME]"
     )
@@ -233,7 +237,7 @@ def compare(args: argparse.Namespace) -> int:
     for line in results.lines():
         progress.report(line)
     if (results.root / "table.html").exists():
-        progress.report(f"compare: {results.root / 'table.html'}, table.txt, table.csv next to it")
+        progress.report(f"compare: wrote {results.root / 'table.html'}, table.txt and table.csv")
     return _CODES[outcome]
 
 
@@ -243,7 +247,7 @@ def _add_finetune_arguments(parser: Parser) -> None:
         metavar="TASKFILE",
         nargs="?",
         help="a .py file whose experiment() returns a Finetuning, or such a config in .json "
-        "[--kind, --train, --validation and the flags for columns describe the task]",
+        "[then --kind, --train, --validation and the flags for columns describe the task]",
     )
     parser.add_argument(
         "--kind",
@@ -269,7 +273,7 @@ def _add_finetune_arguments(parser: Parser) -> None:
         "--from",
         dest="base",
         metavar="BASE",
-        help="the base or run whose encoder is adapted [init_from of the config]",
+        help="the base or run whose encoder is fine-tuned [init_from of the config]",
     )
     parser.add_argument(
         "--workdir",
@@ -281,8 +285,8 @@ def _add_finetune_arguments(parser: Parser) -> None:
         metavar="FIELD=V1,V2",
         action="append",
         default=[],
-        help="train a run for each value, e.g. seed=1,2,3; with several --sweep for each "
-        "combination; print means over seeds",
+        help="train a run for each value, e.g. seed=1,2,3; with several --sweep, for each "
+        "combination; means over seeds are printed",
     )
 
 
@@ -301,7 +305,7 @@ def finetune(args: argparse.Namespace) -> int:
     from bert_jax.tasks import finetuning_job
 
     progress = make_progress()
-    for note in config.notes(experiment):
+    for note in config.notes_on_settings(experiment):
         progress.report(note)
     return _CODES[finetuning_job.finetune(experiment, args.base, args.workdir, progress, origin)]
 
@@ -339,48 +343,48 @@ COMMANDS = {
     "pretrain": Command(
         pretrain,
         "pre-train a run; the same command resumes it",
-        parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_PARENTS),
-        codes=TRAINING_CODES,
+        parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_FLAGS),
+        codes=TRAINING_CODE_MEANINGS,
     ),
     "auto": Command(
         auto,
         "choose an experiment for a text, this machine and a number of hours, and pre-train it",
         _add_auto_arguments,
-        (shared.WORKDIR, *shared.TRAINING_PARENTS),
-        TRAINING_CODES,
+        (shared.WORKDIR, *shared.TRAINING_FLAGS),
+        TRAINING_CODE_MEANINGS,
     ),
     "fork": Command(
         fork,
         "pre-train a new run from a checkpoint of another one, with other settings",
         _add_fork_arguments,
-        shared.TRAINING_PARENTS,
-        TRAINING_CODES,
+        shared.TRAINING_FLAGS,
+        TRAINING_CODE_MEANINGS,
     ),
     "decay": Command(
         decay,
         "decay the learning rate from a checkpoint of another run, in a new run",
         _add_fork_arguments,
-        shared.TRAINING_PARENTS,
-        TRAINING_CODES,
+        shared.TRAINING_FLAGS,
+        TRAINING_CODE_MEANINGS,
     ),
     "extend": Command(
         extend,
-        "continue a finished run; raise the steps of its last phase with --set phases.N.steps=N",
-        parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_PARENTS),
-        codes=TRAINING_CODES,
+        "continue a finished run; raise the steps of its last phase with --set phases.I.steps=N",
+        parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_FLAGS),
+        codes=TRAINING_CODE_MEANINGS,
     ),
     "finetune": Command(
         finetune,
-        "adapt the encoder of a base or a run to a task; the same command resumes it",
+        "fine-tune the encoder of a base or a run on a task; the same command resumes it",
         _add_finetune_arguments,
-        (shared.COLUMNS, *shared.TRAINING_PARENTS),
-        TRAINING_CODES,
+        (shared.COLUMNS, *shared.TRAINING_FLAGS),
+        TRAINING_CODE_MEANINGS,
     ),
     "compare": Command(
         compare,
         "train the runs of a table at equal budgets and compare them; the same command resumes",
         _add_compare_arguments,
         (shared.CACHE,),
-        TRAINING_CODES,
+        TRAINING_CODE_MEANINGS,
     ),
 }

@@ -9,7 +9,7 @@ from etils import epath
 
 from bert_jax.cli import shared
 from bert_jax.cli.loading import (
-    ONLY_FINETUNED,
+    ONLY_FINETUNED_REASON,
     get_column_fields,
     load_model,
     open_run_or_base,
@@ -27,7 +27,7 @@ if typing.TYPE_CHECKING:
     from bert_jax.embeddings.embed import Embedder
     from bert_jax.pretraining.loaded_model import LoadedModel
 
-_PREVIEW_CHARACTERS = 200  # of a text that `search` prints
+_PREVIEW_CHARACTERS = 200  # maximum number that `search` prints of a text
 
 
 def _add_predict_arguments(parser: Parser) -> None:
@@ -35,12 +35,14 @@ def _add_predict_arguments(parser: Parser) -> None:
         "texts",
         metavar="TEXTS",
         nargs="*",
-        help="a text with [MASK]; for a fine-tuned run all texts of one example, e.g. QUESTION "
-        "CONTEXT [lines of standard input, texts separated by tabs]",
+        help="texts with [MASK]; of a fine-tuned run, texts of examples [lines of standard "
+        "input, tabs between texts]",
     )
-    parser.add_argument("--workdir", metavar="W", required=True, help="a run")
     parser.add_argument(
-        "--next", metavar="B", help="a second text: print whether it follows the first"
+        "--workdir", metavar="W", required=True, help="a run, a base or a fine-tuned run"
+    )
+    parser.add_argument(
+        "--next", metavar="B", help="second text: print whether it follows the first"
     )
     parser.add_argument(
         "--top", metavar="K", type=integer(1), help="tokens to print for each [MASK] [5]"
@@ -50,19 +52,19 @@ def _add_predict_arguments(parser: Parser) -> None:
         metavar="SOURCE",
         action="append",
         default=[],
-        help="fine-tuned run: answer the examples of a file, written as in task.train, e.g. "
+        help="fine-tuned run: predict for the examples of a file, written as in task.train, e.g. "
         "tsv:FILE; may be repeated",
     )
     parser.add_argument(
         "--score",
         action="store_true",
-        help="fine-tuned run: print scores instead of answers, by default on task.validation",
+        help="fine-tuned run: print scores instead of predictions, by default on task.validation",
     )
     parser.add_argument(
         "--input",
         metavar="FILE",
-        help="fine-tuned run: a .csv, .tsv or .jsonl to answer; its rows go to --out with a column "
-        "`predicted`, and `probability` if the answers are labels",
+        help="fine-tuned run: a .csv, .tsv or .jsonl to predict for; its rows go to --out with a "
+        "column `predicted`, and `probability` if the predictions are labels",
     )
     parser.add_argument(
         "--beam",
@@ -73,7 +75,7 @@ def _add_predict_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="fine-tuned run: file to write answers to, as JSON lines [standard output]; with "
+        help="fine-tuned run: file to write predictions to, as JSON lines [standard output]; with "
         "--input a .csv, .tsv or .jsonl",
     )
 
@@ -88,7 +90,7 @@ def predict(args: argparse.Namespace) -> int:
         return _predict_finetuned(run, args)
     names = ("source", "score", "input", "out", "beam", *shared.COLUMN_FIELDS)
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
-    reject_flags(run, ONLY_FINETUNED, {**flags, "--from": args.base})
+    reject_flags(run, ONLY_FINETUNED_REASON, {**flags, "--from": args.base})
     return _fill_masks(run, args)
 
 
@@ -111,6 +113,7 @@ def _predict_finetuned(run: Workdir, args: argparse.Namespace) -> int:
         summary = predict_lib.predict_table(model, args.input, args.out)
         print_now(f"{printable(args.out)}: {printable(summary)}")
         return FINISHED
+    # All texts of the command line, or a (location, line) pair for each example.
     texts = args.texts or read_lines()
     mode = "score" if args.score else "predict"
     for line in predict_lib.predict(model, texts, tuple(args.source), mode, args.out):
@@ -126,10 +129,10 @@ def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
     from bert_jax.text.tokenizer import UnknownShare
     from bert_jax.text.vocabulary import MASK
 
-    predictor = Predictor(model.model, model.tokenizer)
+    predictor = Predictor(model.model, model.tokenizer)  # tokenizes, to count unknown tokens
     unknown = UnknownShare(model.tokenizer)
-    queries = [("TEXTS", text, args.next) for text in args.texts]
-    for where, a, b in queries or _read_pairs():
+    inputs = [("TEXTS", text, args.next) for text in args.texts]
+    for where, a, b in inputs or _read_pairs():
         with prefix_errors(where):
             if model.head is not None and MASK not in f"{a} {b}":
                 kinds = model.head.kinds
@@ -185,9 +188,10 @@ def _add_embed_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--role",
-        choices=("text", "query"),
-        default="text",
-        help="role of the texts, for an encoder with a prompt for each role [text]",
+        type=lambda word: "document" if word == "text" else word,  # text: its old name
+        choices=("document", "query"),
+        default="document",
+        help="role of the texts, for an encoder with a prompt for each role [document]",
     )
     parser.add_argument(
         "--quantize",
@@ -206,7 +210,7 @@ def embed(args: argparse.Namespace) -> int:
 
     located_lines = line_reader.read(args.text_file) if args.text_file else read_lines()
     _, embedder = _load_embedder(run, args, args.normalize)
-    # For each file: the number of texts in the files before it, and its name.
+    # For each file that has been opened: the number of texts before it, and its name.
     starts: list[tuple[int, str]] = []
 
     def read_texts() -> Iterator[str]:
@@ -217,7 +221,7 @@ def embed(args: argparse.Namespace) -> int:
             yield line
 
     def name_text(number: int) -> str:
-        """Returns FILE:LINE of a text, whose number counts from 1 over all files."""
+        """Returns FILE:LINE for error messages; `number` counts texts from 1 over all files."""
         first, file = max(start for start in starts if start[0] < number)
         return f"{file}:{number - first}"
 
@@ -243,7 +247,7 @@ def _load_embedder(
         pooling=args.pooling,
         layers=args.layers,
         combine=args.combine,
-        length=None if normalize is None else "unit" if normalize else "as_is",
+        normalize=normalize,
         dimensions=args.dimensions,
     )
     model = load_model(run, args.base, args.checkpoint)
@@ -254,7 +258,7 @@ def _load_embedder(
 def _add_search_arguments(parser: Parser) -> None:
     parser.add_argument(
         "texts",
-        metavar="TEXTS",
+        metavar="TEXT_FILE",
         help="a file with a text on each line, also compressed; empty lines are skipped",
     )
     parser.add_argument(
@@ -270,6 +274,7 @@ def _add_search_arguments(parser: Parser) -> None:
         "--top", metavar="K", type=integer(1), default=10, help="number of texts to find [10]"
     )
     parser.add_argument(
+        "--long-texts",
         "--long",
         choices=("beginning", "passages"),
         default="beginning",
@@ -279,7 +284,8 @@ def _add_search_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--vectors",
         metavar="FOLDER",
-        help="where the vectors of TEXTS are kept, so that they are computed once [TEXTS.vectors]",
+        help="where the vectors of TEXT_FILE are kept, so that they are computed once "
+        "[TEXT_FILE.vectors]",
     )
 
 
@@ -297,7 +303,7 @@ def search(args: argparse.Namespace) -> int:
 
     folder = epath.Path(args.vectors or f"{args.texts}.vectors")
     model, embedder = _load_embedder(run, args, True)
-    index = search_lib.Index(args.texts, folder, model, embedder, print_now, args.long)
+    index = search_lib.Index(args.texts, folder, model, embedder, print_now, args.long_texts)
     if args.queries is not None:
         index.answer_file(args.queries, epath.Path(args.out), args.top)
         return FINISHED
@@ -349,11 +355,12 @@ def _add_serve_arguments(parser: Parser) -> None:
         help="maximum number of bytes in a request [2097152]",
     )
     parser.add_argument(
+        "--max-windows",
         "--max-rows",
         metavar="N",
         type=integer(1, 65536),
         default=128,
-        help="maximum number of windows that a context is split into [128]",
+        help="maximum number of windows into which the context of a question is split [128]",
     )
     parser.add_argument(
         "--timeout",
@@ -369,7 +376,7 @@ def serve(args: argparse.Namespace) -> int:
     run = open_run_or_base(args.workdir)
     is_tuned = holds_finetuning(run)
     if not is_tuned:
-        reject_flags(run, ONLY_FINETUNED, {"--from": args.base})
+        reject_flags(run, ONLY_FINETUNED_REASON, {"--from": args.base})
     from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks.predict import TaskModel
 
@@ -380,8 +387,10 @@ def serve(args: argparse.Namespace) -> int:
             f"serve: {error.name} is not installed: pip install 'bert-jax[serve]'"
         ) from error
 
-    caps = endpoints.Limits(args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_rows)
-    with service.listening(args.host, args.port) as bound:
+    limits = endpoints.Limits(
+        args.queue, args.max_texts, args.max_bytes, args.timeout, args.max_windows
+    )
+    with service.listening(args.host, args.port) as listener:
         enable_compilation_cache()
         task = TaskModel(run, args.base, args.checkpoint) if is_tuned else None
         if task is not None and task.experiment.task.kind != "similar":
@@ -390,7 +399,7 @@ def serve(args: argparse.Namespace) -> int:
         else:
             model, embedder = _load_embedder(run, args, args.normalize)
             endpoint = endpoints.EmbedEndpoint(model.name, embedder)
-        service.serve(endpoint, bound, caps, print_now)
+        service.serve(endpoint, listener, limits, print_now)
     return FINISHED
 
 
@@ -413,24 +422,24 @@ COMMANDS = {
         predict,
         "fill [MASK] and judge sentence pairs, or predict with a fine-tuned run",
         _add_predict_arguments,
-        (shared.COLUMNS, *shared.MODEL_PARENTS),
+        (shared.COLUMNS, *shared.MODEL_FLAGS),
     ),
     "embed": Command(
         embed,
         "write vectors of texts, or of their tokens",
         _add_embed_arguments,
-        (shared.VECTORS, shared.NORMALIZE, shared.RUN_OR_BASE, *shared.MODEL_PARENTS),
+        (shared.VECTORS, shared.NORMALIZE, shared.RUN_OR_BASE, *shared.MODEL_FLAGS),
     ),
     "search": Command(
         search,
         "find the texts of a file that are nearest to a query, by the cosine of their vectors",
         _add_search_arguments,
-        (shared.POOLING, shared.VECTORS, shared.RUN_OR_BASE, *shared.MODEL_PARENTS),
+        (shared.POOLING, shared.VECTORS, shared.RUN_OR_BASE, *shared.MODEL_FLAGS),
     ),
     "serve": Command(
         serve,
-        "serve vectors (API as OpenAI's) or predictions of a fine-tuned run over HTTP",
+        "serve vectors (OpenAI-compatible API) or predictions of a fine-tuned run over HTTP",
         _add_serve_arguments,
-        (shared.POOLING, shared.VECTORS, shared.NORMALIZE, *shared.MODEL_PARENTS),
+        (shared.POOLING, shared.VECTORS, shared.NORMALIZE, *shared.MODEL_FLAGS),
     ),
 }

@@ -18,7 +18,7 @@ from bert_jax.config.files import (
     load_table,
     load_with_origin,
     name_of,
-    notes,
+    notes_on_settings,
     origin_of,
     override,
     section,

@@ -45,11 +45,11 @@ def own(function: Callable[..., Any]) -> str:
     if not CODE.fullmatch(reference):
         raise InputError(f"{path}: rename it; only letters, digits, _ . and - may be in its name")
     _loaded[sha256] = names, content.decode()
-    name_file(str(path))
+    set_code_file(str(path))
     return reference
 
 
-def name_file(path: str) -> None:
+def set_code_file(path: str) -> None:
     """Allows a file to be run if a config names its hash, as `--code` does."""
     _read(pathlib.Path(path))
     _named_paths.append(os.path.abspath(path))

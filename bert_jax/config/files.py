@@ -321,7 +321,7 @@ _REMOVED = {
 _RENAMED = {"task.blank_cells": "task.broken_rows"}
 
 
-def notes(experiment: Section) -> list[str]:
+def notes_on_settings(experiment: Section) -> list[str]:
     """Returns a line for each setting that has no effect."""
     values, lines = dict(flatten(experiment)), []
     for path, section, name in _leaves(experiment, ""):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from bert_jax.errors import InputError, reading
+from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.storage.workdir import (
     create_folder,
     mark_complete,
@@ -50,7 +50,7 @@ class Stream:
         folder = epath.Path(folder)
         path, maps = folder / "stream.json", {}
         arrays = read_json(path, FORMAT_VERSION, _remedy(folder), _remedy(folder))
-        with reading(path, _remedy(folder)):
+        with translate_parser_errors(path, _remedy(folder)):
             for name, (dtype, count) in arrays["arrays"].items():
                 path, expected = folder / f"{name}.bin", np.dtype(dtype).itemsize * count
                 if not path.exists() or path.stat().length != expected:

@@ -222,7 +222,7 @@ class Peers:
                 f"bert-jax: lost another process ({reason}); start all of them again, the run "
                 "resumes from its newest checkpoint"
             )
-            code = errors.LOST
+            code = errors.PEER_LOST
         elif code == errors.FAILED and self._failure is None:
             traceback.print_exception(error)
         if not is_shared:

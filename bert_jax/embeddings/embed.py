@@ -39,9 +39,10 @@ from bert_jax.model.kinds import encode
 from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import mesh as mesh_lib
 
-# The role of a text in search: `text` is a document. Most encoders have the same vectors for both
-# roles. `led`: the prompt is already in the text.
-Role = Literal["text", "query", "led"]
+# The role of a text in search. Most encoders have the same vectors for both roles. The texts of
+# `prompted` begin with their prompt already.
+TextRole = Literal["document", "query"]
+Role = TextRole | Literal["prompted"]
 
 # Limits of a window: its texts and their characters; limit of the vectors in memory: their bytes.
 _TEXTS, _CHARACTERS, _BYTES = 8_192, 2**24, 2**28
@@ -63,8 +64,8 @@ class Features:
     layers: tuple[int, ...] = (-1,)
     # Concatenates the vectors of several layers, or averages them.
     combine: Literal["concat", "mean"] = "concat"
-    # Length of a vector: not scaled, or scaled to 1; None: as the run or base has it.
-    length: Literal["as_is", "unit"] | None = None
+    # Whether vectors are scaled to length 1; None: as the run or base has it.
+    normalize: bool | None = None
     # Keeps only the first numbers of a vector, before scaling (Kusupati et al. 2022); 0: all.
     dimensions: int = 0
 
@@ -106,9 +107,10 @@ class Embedder:
         model, positions = base.model, base.model.max_position_embeddings
         defaults = base.vectors or TextVectors()
         pooling = features.pooling or defaults.pooling
-        is_unit = defaults.normalize and pooling != "tokens"
-        length = features.length or ("unit" if is_unit else "as_is")
-        self.features = dataclasses.replace(features, pooling=pooling, length=length)
+        normalize = features.normalize
+        if normalize is None:
+            normalize = defaults.normalize and pooling != "tokens"
+        self.features = dataclasses.replace(features, pooling=pooling, normalize=normalize)
         if max_length and not 3 <= max_length <= positions:
             raise InputError(
                 f"--max-length {max_length}: must be from 3 to the model's {positions}"
@@ -128,7 +130,8 @@ class Embedder:
                 f"--dimensions {features.dimensions}: the vectors have {self.width} numbers"
             )
         self.width = features.dimensions or self.width
-        self.prefixes = {"query": defaults.query_prefix, "text": defaults.text_prefix, "led": ""}
+        document, query = defaults.text_prefix, defaults.query_prefix
+        self.prefixes = {"document": document, "query": query, "prompted": ""}
         # Maximum number of tokens of a text, including [CLS] and [SEP].
         self.max_length = max_length or defaults.max_length or positions
         self.texts = self.cut = 0  # texts embedded so far, and how many of them were truncated
@@ -153,7 +156,7 @@ class Embedder:
         return max(len(self._tokenizer.piece(i)) for i in range(self._tokenizer.size))
 
     def embed(
-        self, texts: Iterable[str], role: Role = "text", name_text: NameText = _NAME_TEXT
+        self, texts: Iterable[str], role: Role = "document", name_text: NameText = _NAME_TEXT
     ) -> Iterator[Embedded]:
         """Yields the vectors of texts in their order, some thousands of texts at a time."""
         with ThreadPoolExecutor(1) as tokenizer:  # tokenizes the next window while devices compute
@@ -168,7 +171,7 @@ class Embedder:
 
     def passages(self, text: str) -> list[str]:
         """Splits a long text between words into parts of similar length that need no truncation."""
-        room = max(self.max_length - 2 - len(self._tokenizer.encode(self.prefixes["text"])), 1)
+        room = max(self.max_length - 2 - len(self._tokenizer.encode(self.prefixes["document"])), 1)
         if len(text.encode()) <= room:  # a token has at least one byte of the text
             return [text]
         words = [(start, len(ids)) for start, _, ids in self._tokenizer.words(text)]
@@ -268,7 +271,7 @@ def write(
     texts: Iterable[str],
     path: epath.Path,
     report: Callable[[str], None],
-    role: Role = "text",
+    role: Role = "document",
     quantize: Quantize = "none",
     name_text: NameText = _NAME_TEXT,
 ) -> None:
@@ -374,7 +377,7 @@ def _compile(
         vectors = _pool(combined, rows, features.pooling or "mean")
         if features.dimensions:
             vectors = vectors[..., : features.dimensions]
-        if features.length == "unit":
+        if features.normalize:
             norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
             vectors = vectors / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
         return vectors

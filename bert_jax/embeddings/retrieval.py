@@ -14,7 +14,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax.embeddings import nearest as nearest_lib
-from bert_jax.errors import InputError, reading
+from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.text.records import encodable
 
 # Scores depend on the first texts of a ranking only.
@@ -59,7 +59,7 @@ def read(path: str, split: str) -> list[Passage]:
 
 def _records(path: epath.Path) -> Iterator[tuple[str, dict[str, str]]]:
     seen = set[str]()
-    with reading(path, "each line must be a JSON object with _id and text"):
+    with translate_parser_errors(path, "each line must be a JSON object with _id and text"):
         lines = path.read_text().split("\n")
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -82,7 +82,9 @@ def _records(path: epath.Path) -> Iterator[tuple[str, dict[str, str]]]:
 def _judgements(path: epath.Path, known: set[str]) -> dict[str, dict[str, int]]:
     """Returns the grades above 0 of texts for each query; the last judgement of a text counts."""
     judged: dict[str, dict[str, int]] = {}
-    with reading(path, "each line must be query id, text id and relevance, separated by tabs"):
+    with translate_parser_errors(
+        path, "each line must be query id, text id and relevance, separated by tabs"
+    ):
         rows = csv.reader(path.read_text().splitlines()[1:], delimiter="\t")
         for number, (query, text, relevance) in enumerate(rows, start=2):
             if text not in known:

@@ -186,7 +186,7 @@ class Index:
         """Yields the vectors of (line number, text); an error names the line."""
         texts = [text for _, text in lines]
         return self._embedder.embed(
-            texts, "text", lambda number: f"{self._path}:{lines[number - 1][0]}"
+            texts, "document", lambda number: f"{self._path}:{lines[number - 1][0]}"
         )
 
     def _take_missing(self, missing: set[bytes]) -> Iterator[tuple[bytes, int, str]]:
@@ -199,7 +199,13 @@ class Index:
 
 def _fingerprint(model: Base, embedder: Embedder) -> str:
     """Returns a hash of an encoder's weights, its tokenizer, and the embedder's settings."""
-    settings = f"{model.model}/{model.tokenizer.sha256}/{embedder.features}/{embedder.max_length}"
+    chosen = embedder.features
+    # Written as before `length` became `normalize`, so that folders of vectors stay usable.
+    features = (
+        f"Features(pooling={chosen.pooling!r}, layers={chosen.layers}, combine={chosen.combine!r}, "
+        f"length={'unit' if chosen.normalize else 'as_is'!r}, dimensions={chosen.dimensions})"
+    )
+    settings = f"{model.model}/{model.tokenizer.sha256}/{features}/{embedder.max_length}"
     settings += model.vectors.text_prefix if model.vectors else ""
     digest = hashlib.sha256(settings.encode())
     for name, values in sorted(flatten(jax.device_get(model.params)).items()):

@@ -7,7 +7,7 @@ from etils import epath
 
 from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Model
-from bert_jax.errors import InputError, reading
+from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.interop.settings import Settings
 from bert_jax.interop.vocabularies import read_object, require, write_json
 from bert_jax.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def read(
     longest = settings.max_length(model.max_position_embeddings)
     if not listed.exists():
         return TextVectors(max_length=longest) if longest else None
-    with reading(listed, _REMEDY):
+    with translate_parser_errors(listed, _REMEDY):
         entries = json.loads(listed.read_text())
         modules = [(entry["type"].split(".")[-1], entry["path"]) for entry in entries]
     if modules not in (_MODULES, _MODULES[:2]):
@@ -59,7 +59,7 @@ def read(
         if value:
             raise InputError(f"{listed}: with {name}={value!r}: not supported; {_REMEDY}")
     prompts = settings_file.get("prompts") or {}
-    with reading(path, _REMEDY):  # join raises if a prompt is not a string
+    with translate_parser_errors(path, _REMEDY):  # join raises if a prompt is not a string
         prefixes = {
             role: "".join([prompts[name] for name in prompt_names if prompts.get(name)][:1])
             for role, prompt_names in _PROMPTS.items()

@@ -13,7 +13,7 @@ import tokenizers
 from etils import epath
 
 from bert_jax.config import Model
-from bert_jax.errors import InputError, json_object, reading
+from bert_jax.errors import InputError, json_object, translate_parser_errors
 from bert_jax.text import library
 
 
@@ -170,7 +170,9 @@ class Settings:
         self.tokenizer_class = self._find_class()
         self.special_tokens = self._read_special_tokens()
         path = folder / library.FILE
-        with reading(path, "replace it with the file that the tokenizers library wrote"):
+        with translate_parser_errors(
+            path, "replace it with the file that the tokenizers library wrote"
+        ):
             self._require_truncation_at_end()
             self._require_added_tokens()
             if self.tokenizer_json and self.tokenizer_class not in GENERIC_CLASSES:
@@ -304,7 +306,7 @@ class Settings:
     def _iterate_added_tokens(self) -> Iterable[tuple[str, dict[str, Any]]]:
         """Yields (file, token) for each added token listed outside tokenizer.json."""
         decoder = self.tokenizer_config.get("added_tokens_decoder")
-        with reading(self._folder / _TOKENIZER_CONFIG):
+        with translate_parser_errors(self._folder / _TOKENIZER_CONFIG):
             yield from ((_TOKENIZER_CONFIG, dict(token)) for token in (decoder or {}).values())
         for file in [_TOKENIZER_CONFIG] + [_SPECIAL_TOKENS_MAP] * (decoder is None):
             for key in _EXTRA_TOKEN_RULES:

@@ -22,7 +22,7 @@ from etils import epath
 
 from bert_jax.checkpoints.base import Base
 from bert_jax.config import Model
-from bert_jax.errors import InputError, reading
+from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.interop import configs, names, vocabularies, weights
 from bert_jax.interop.names import Naming, Report, Tensor
 from bert_jax.storage.workdir import translate_os_errors
@@ -136,7 +136,7 @@ def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np
     index = prefix.with_name(f"{prefix.name}.index")
     with translate_os_errors(index):
         content = index.read_bytes()
-    with reading(prefix, "put its whole files back"):
+    with translate_parser_errors(prefix, "put its whole files back"):
         entries = dict(_table(content))
         header = dict(_fields(entries.pop(b"")))
         if header.get(_ENDIANNESS):
@@ -149,7 +149,7 @@ def variables(prefix: epath.Path, wanted: Callable[[str], bool]) -> dict[str, np
             return np.memmap(data, np.uint8, "r")
 
     values = {}
-    with reading(prefix, "put its whole files back"):
+    with translate_parser_errors(prefix, "put its whole files back"):
         for key, value in sorted(entries.items()):
             # Keys of slices of other variables begin with a zero byte.
             if key[0] and wanted(name := key.decode()):

@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 from etils import epath
 
-from bert_jax.errors import InputError, json_object, reading
+from bert_jax.errors import InputError, json_object, translate_parser_errors
 from bert_jax.interop.names import Report
 from bert_jax.interop.settings import GENERIC_CLASSES, Settings
 from bert_jax.text import library, vocabulary
@@ -63,7 +63,7 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
     fast, parts = folder / library.FILE, settings.tokenizer_json
     config_path = folder / "tokenizer_config.json"
     is_generic = settings.tokenizer_class in GENERIC_CLASSES
-    with reading(fast):
+    with translate_parser_errors(fast):
         kind, vocab = parts.get("model", {}).get("type", "WordPiece"), _pieces(parts, is_generic)
     if kind != "WordPiece":
         return library.read(fast, settings.special_tokens)

@@ -22,12 +22,12 @@ from bert_jax.checkpoints.base import Base, Moments
 from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
 from bert_jax.config import Experiment, Parallelism
 from bert_jax.embeddings import embed as embed_lib
-from bert_jax.embeddings.embed import Embedder, Features
+from bert_jax.embeddings.embed import Embedder, Features, TextRole
 from bert_jax.errors import InputError
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode
-from bert_jax.pretraining.evaluators import Arrays, Prediction, Predictor, logits_fn
+from bert_jax.pretraining.evaluators import Arrays, Prediction, Predictor, evaluate, logits_fn
 from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, load_experiment
@@ -37,7 +37,7 @@ from bert_jax.training import objective, step
 from bert_jax.training import optimizer as optimizer_lib
 
 What = Literal["params", "with_moments"]
-Texts = str | Sequence[str]
+Texts = str | Iterable[str]
 Floats = npt.NDArray[np.float32]
 # For each head, the remedy if it is not trained.
 _REMEDIES = {
@@ -130,7 +130,7 @@ class LoadedModel(Base):
 
     @typing.overload
     def fill(
-        self, text: Sequence[str], next_text: Sequence[str] | None = None, top: int = 5
+        self, text: Iterable[str], next_text: Iterable[str] | None = None, top: int = 5
     ) -> list[Prediction]: ...
 
     def fill(
@@ -186,15 +186,17 @@ class LoadedModel(Base):
         texts: Texts,
         pooling: Literal["mean", "cls", "last"] | None = None,
         layers: Sequence[int] = (-1,),
-        length: Literal["as_is", "unit"] | None = None,
+        normalize: bool | None = None,
+        role: TextRole = "document",
     ) -> Floats:
         """Returns the vector of each text, float32 [texts, W]; see `embeddings.embed.Features`.
 
-        The run or the base determines arguments that are None. Texts are cut to its maximum length.
+        The run or the base determines arguments that are None. Texts are truncated to its maximum
+        length. `role` selects the prompt, for a model with a prompt for each role.
         """
-        features = Features(pooling=pooling, layers=tuple(layers), length=length)
+        features = Features(pooling=pooling, layers=tuple(layers), normalize=normalize)
         embedder = Embedder(self, features, mesh_lib.make_mesh(Parallelism()))
-        parts = [part.vectors for part in embedder.embed(list_texts(texts))]
+        parts = [part.vectors for part in embedder.embed(list_texts(texts), role)]
         return np.concatenate(parts) if parts else np.empty((0, embedder.width), np.float32)
 
     def attention(self, text: str) -> tuple[list[str], Floats]:
@@ -286,6 +288,25 @@ def load_params(
         return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
     restored = _read_checkpoint(experiment, workdir, prepared, mesh, ("params",), which)
     return restored.state["params"], restored.step
+
+
+def score_held_out(
+    experiment: Experiment, run: Workdir, which: str
+) -> tuple[int, dict[str, float]]:
+    """Returns the step of a run's checkpoint and its metrics on the held-out rows.
+
+    Args:
+      experiment: the run's experiment; fields of placement may differ.
+      run: the workdir, opened with the corpus.
+      which: the checkpoint: `newest`, `best`, or a step.
+    """
+    prepared = OpenCorpus.open(run.corpus)
+    parallelism = Parallelism()  # the run's own is for the devices of its training
+    mesh = mesh_lib.make_mesh(parallelism)
+    params, done = load_params(experiment, run, prepared, mesh, which)
+    scored = objective.of(experiment.model_scored(done), experiment.data)
+    held_out = prepared.held_out(experiment, mesh)
+    return done, evaluate(held_out, params, scored, parallelism, mesh)
 
 
 def _require_newest(folder: epath.Path, which: str) -> None:

@@ -32,6 +32,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 from rich.text import Text
+from tqdm import tqdm
 
 from bert_jax import foreign
 from bert_jax.errors import InputError, Unavailable, duration
@@ -120,16 +121,7 @@ class Progress:
 
     def train(self, line: dict[str, float], seconds: dict[str, float]) -> None:
         """Shows a training line of metrics.jsonl and its timings."""
-        bad = line.get("bad_steps", 0.0)
-        fields = _PRETRAINING if losses.find_task(line, losses.TOKENS) else _TASK
-        parts = [f"{label} {line[name]:.3f}" for label, name in fields if name in line]
-        if "padding" in seconds:
-            parts.append(
-                f"{seconds['real_tokens_per_second']:,.0f} tokens/s, {seconds['padding']:.0%} "
-                "padding"
-            )
-        if bad:
-            parts.append(f"{bad:.0%} of steps skipped, not finite")
+        parts = self._describe(line, seconds)
         if self._bar is not None:
             self._bar.update(
                 self._bar.task_ids[0], completed=line["step"], description="  ".join(parts)
@@ -139,6 +131,19 @@ class Progress:
             self._seconds += seconds.get("seconds", 0.0) - seconds.get("compilation_seconds", 0.0)
             step, time_left = f"step {line['step']}/{self._total}", self._time_left(line["step"])
             self.report("  ".join([step, *parts, f"{time_left} left"]))
+
+    def _describe(self, line: dict[str, float], seconds: dict[str, float]) -> list[str]:
+        """Returns losses, speed and skipped steps of a training line in words."""
+        fields = _PRETRAINING if losses.find_task(line, losses.TOKENS) else _TASK
+        parts = [f"{label} {line[name]:.3f}" for label, name in fields if name in line]
+        if "padding" in seconds:
+            parts.append(
+                f"{seconds['real_tokens_per_second']:,.0f} tokens/s, {seconds['padding']:.0%} "
+                "padding"
+            )
+        if bad := line.get("bad_steps", 0.0):
+            parts.append(f"{bad:.0%} of steps skipped, not finite")
+        return parts
 
     def _time_left(self, done: float) -> str:
         seconds_per_step = self._seconds / max(self._steps, 1)
@@ -160,6 +165,30 @@ class LoggedProgress(Progress):
         """Logs a line."""
         if not self._is_silent:
             logger.info("%s", line)
+
+
+class NotebookProgress(LoggedProgress):
+    """Also shows a bar on standard error, which a notebook or a terminal updates in place."""
+
+    def __init__(self):
+        super().__init__()
+        self._notebook_bar: tqdm | None = None
+
+    @contextlib.contextmanager
+    def bar(self, done: int, total: int) -> Iterator[None]:
+        """Shows steps `done` to `total` while entered."""
+        with super().bar(done, total), tqdm(total=total, initial=done, unit=" steps") as bar:
+            bar.disable = bar.disable or self._is_silent
+            self._notebook_bar = bar
+            yield
+        self._notebook_bar = None
+
+    def train(self, line: dict[str, float], seconds: dict[str, float]) -> None:
+        """Shows and logs a training line."""
+        super().train(line, seconds)
+        if self._notebook_bar is not None:
+            self._notebook_bar.set_postfix_str("  ".join(self._describe(line, seconds)), False)
+            self._notebook_bar.update(line["step"] - self._notebook_bar.n)
 
 
 # Names of waits that are no part of steps; the rest of a lap is. Waiting for data counts as steps,

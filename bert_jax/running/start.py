@@ -27,7 +27,7 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.running.environment import describe_changes
 from bert_jax.running.job import Context
 from bert_jax.storage import retry
-from bert_jax.storage.workdir import fork_of, read_json, write_atomic, write_json
+from bert_jax.storage.workdir import fork_record, read_json, write_atomic, write_json
 from bert_jax.training import feed, step
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.replay import SilentCorruption
@@ -109,7 +109,7 @@ def write_experiment(context: Context) -> None:
     for name, source in code.files(experiment).items():
         write_atomic(workdir.root / name, source)
     if origin is not None:
-        if (fork := fork_of(workdir)) and context.saves.steps:  # the run stays a fork
+        if (fork := fork_record(workdir)) and context.saves.steps:  # the run stays a fork
             origin = {"fork": fork} | origin
         write_json(workdir.origin, origin)
 

@@ -72,9 +72,11 @@ class EmbedEndpoint:
         """Returns the texts, each with the prefix of its role."""
         if body.get("encoding_format") not in (None, "float", "base64"):
             raise RequestError(400, "encoding_format: must be float or base64", "encoding_format")
-        role = "text" if body.get("role") is None else body["role"]
-        if role not in ("text", "query"):
-            raise RequestError(400, "role: must be text or query", "role")
+        role = (
+            "document" if body.get("role") in (None, "text") else body["role"]
+        )  # text: its old name
+        if role not in ("document", "query"):
+            raise RequestError(400, "role: must be document or query", "role")
         size, width = body.get("dimensions"), self._embedder.width
         if size is not None and not (type(size) is int and 1 <= size <= width):
             raise RequestError(400, f"dimensions: vectors have {width} numbers", "dimensions")
@@ -83,7 +85,7 @@ class EmbedEndpoint:
 
     def compute(self, items: list[str]) -> list[tuple[np.ndarray, int]]:
         """Returns the vector of each text, float32 [W], and its number of tokens."""
-        parts = list(self._embedder.embed(items, "led", lambda _: "input"))
+        parts = list(self._embedder.embed(items, "prompted", lambda _: "input"))
         vectors = np.concatenate([part.vectors for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
         return list(zip(vectors, lengths.tolist(), strict=True))
@@ -105,7 +107,7 @@ class EmbedEndpoint:
         return _listing({"model": body["model"], "usage": usage}, data)
 
     def _shorten(self, vector: np.ndarray) -> np.ndarray:
-        if self._embedder.features.length == "as_is":
+        if not self._embedder.features.normalize:
             return vector
         return vector / max(float(np.linalg.norm(vector)), np.finfo(np.float32).tiny)
 

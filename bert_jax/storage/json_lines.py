@@ -56,7 +56,7 @@ class JsonLines:
         lines = []
         for number, text in enumerate(self._raw(), 1):
             if text.endswith(b"\n"):
-                with errors.reading(f"{self._path}:{number}", "mend or remove it"):
+                with errors.translate_parser_errors(f"{self._path}:{number}", "mend or remove it"):
                     line = json.loads(text)
                     line["step"] = int(line["step"])
                     lines.append(line)

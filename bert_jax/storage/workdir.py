@@ -39,7 +39,7 @@ from typing import IO, Any, Literal, TypeVar
 from etils import epath
 
 from bert_jax.config import Experiment, Finetuning, Section, code, files
-from bert_jax.errors import DiskFull, InputError, Unavailable, json_object, reading
+from bert_jax.errors import DiskFull, InputError, Unavailable, json_object, translate_parser_errors
 from bert_jax.storage import retry
 
 T = TypeVar("T", bound=Section)
@@ -143,7 +143,7 @@ def _experiment_text(workdir: Workdir) -> tuple[bytes, str]:
     return workdir.experiment.read_bytes(), str(workdir.address / workdir.experiment.name)
 
 
-def fork_of(workdir: Workdir) -> dict[str, Any]:
+def fork_record(workdir: Workdir) -> dict[str, Any]:
     """Returns `checkpoint`, `sha256` and `experiment` that a fork starts from; {}: no fork."""
     if not workdir.origin.exists():
         return {}
@@ -182,7 +182,7 @@ class Holder:
     @classmethod
     def parse(cls, data: bytes) -> "Holder | None":
         """Returns the holder that `text` wrote; None for other content, such as a newer format."""
-        with contextlib.suppress(InputError, OSError), reading("a holder"):
+        with contextlib.suppress(InputError, OSError), translate_parser_errors("a holder"):
             record = json.loads(data)
             if record.pop("format_version") == _HOLDER_VERSION:
                 holder = cls(**record)

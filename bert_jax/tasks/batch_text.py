@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from rich.text import Text
 
 from bert_jax.config import Finetuning
 from bert_jax.errors import InputError, printable
+from bert_jax.pretraining.row_text import mark_tokens
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
 from bert_jax.tasks.adaptation import LoadedBase, kind_of
@@ -96,12 +97,3 @@ def _marks(rows: TaskRows, row: int, labels: Sequence[str]) -> Iterator[tuple[in
     elif "starts" in rows.numbers and rows.numbers["ends"][row]:
         start, end = int(rows.numbers["starts"][row]), int(rows.numbers["ends"][row])
         yield from {end: "last", start: "first" if start != end else "answer"}.items()
-
-
-def mark_tokens(tokens: Sequence[str], marks: Mapping[int, str]) -> Text:
-    """Returns tokens as one line; a token with a mark is written {token|mark}."""
-    text = Text()
-    for position, token in enumerate(tokens):
-        word = f"{{{token}|{marks[position]}}}" if position in marks else token
-        text.append(word, style="bold" if position in marks else "").append(" ")
-    return text

@@ -165,6 +165,19 @@ class TaskModel:
         answers = self.kind.answers(outputs, task_rows, examples)
         return line | {"examples": len(examples)} | scores, _add_inputs(examples, answers)
 
+    def score_sources(
+        self, sources: Sequence[str], tally: Tally
+    ) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+        """Returns what `score` returns, for the labelled examples of sources.
+
+        Args:
+          sources: as in `task.validation`; none: the validation examples of the run.
+          tally: counts the examples of each source and the broken ones.
+        """
+        known = self.task.with_fields(labels=self.labels)
+        examples = examples_lib.read(known, tuple(sources) or known.validation, "labelled", tally)
+        return self.score(examples, tally.examples)
+
     def outputs(self, examples: Sequence[Example]) -> tuple[list[np.ndarray], float, rows.TaskRows]:
         """Returns the outputs of each row and the mean loss (as `Forward`), and the rows."""
         task_rows = self.kind.rows(examples)
@@ -238,9 +251,7 @@ def predict(
     task = model.task
     scores, tally = None, examples_lib.Tally()
     if what == "score":
-        known = task.with_fields(labels=model.labels)
-        examples = examples_lib.read(known, sources or task.validation, "labelled", tally)
-        scores, answers = model.score(examples, tally.examples)
+        scores, answers = model.score_sources(sources, tally)
     elif sources:
         answers = model.predict(examples_lib.iterate(task, sources, "unlabelled", tally))
     elif isinstance(texts, Sequence):

@@ -21,7 +21,7 @@ from bert_jax.embeddings import retrieval
 from bert_jax.embeddings.embed import Embedder, Features, Role
 from bert_jax.embeddings.retrieval import Passage
 from bert_jax.embeddings.text_pairs import CorpusPairs, PairMethod
-from bert_jax.errors import InputError, reading
+from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.model import layers, similarity
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.attention import Packing
@@ -55,7 +55,7 @@ class Similar(TaskKind):
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         super().__init__(task, labels, tokenizer)
         self._limit = task.max_sequence_length
-        self._prefixes = {"query": task.query_prefix, "text": task.text_prefix}
+        self._prefixes = {"query": task.query_prefix, "document": task.text_prefix}
         # Tokens of a text that fit behind the longer prefix, as in `CorpusPairs`.
         longest = max(len(tokenizer.encode(x.rstrip())) for x in self._prefixes.values())
         self._text_tokens = max(self._limit - 2 - longest, 0)
@@ -104,12 +104,12 @@ def roles_of(example: Sentence | Passage) -> list[Role]:
     """Returns the role of each text of an example, which decides its prefix.
 
     The first of several texts is a query, and so is a query of a BEIR folder. Every other text has
-    the role "text", a single text too, since `embed` uses that role by default.
+    the role "document", a single text too, since `embed` uses that role by default.
     """
     if isinstance(example, Passage):
-        return ["text" if example.relevant is None else "query"]
+        return ["document" if example.relevant is None else "query"]
     count = len(example.texts)
-    return ["query", *["text"] * (count - 1)] if count > 1 else ["text"]
+    return ["query", *["document"] * (count - 1)] if count > 1 else ["document"]
 
 
 def require_comparable(how: Vectors, model: Model) -> None:
@@ -348,12 +348,15 @@ def _teacher_vectors(how: Vectors, examples: Sequence[Sentence]) -> np.ndarray:
     if path.suffix != ".npz":
         mesh = mesh_lib.make_mesh(Parallelism())
         embedder = Embedder(
-            LoadedModel.of(mirror.open_workdir(path)), Features(length="unit"), mesh
+            LoadedModel.of(mirror.open_workdir(path)), Features(normalize=True), mesh
         )
         (role,) = roles_of(examples[0])
         parts = embedder.embed((example.texts[0] for example in examples), role)
         return np.concatenate([part.vectors for part in parts])
-    with reading(path, "name a file that `bert-jax embed` wrote"), np.load(path) as file:
+    with (
+        translate_parser_errors(path, "name a file that `bert-jax embed` wrote"),
+        np.load(path) as file,
+    ):
         vectors = file["vectors"]
     if vectors.dtype == np.uint8:
         raise InputError(f"vectors.teacher={how.teacher}: is quantized; embed without --quantize")

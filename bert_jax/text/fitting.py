@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from etils import epath
 
-from bert_jax.errors import InputError, RustErrors, excerpt, reading
+from bert_jax.errors import InputError, TranslateRustErrors, excerpt, translate_parser_errors
 from bert_jax.text import library, vocabulary
 from bert_jax.text.library import Library
 from bert_jax.text.tokenizer import Tokenizer, WordPiece, basic_tokens
@@ -94,7 +94,7 @@ def with_words(tokenizer: Tokenizer, path: epath.Path) -> tuple[Tokenizer, Origi
     are tokens already are skipped.
     """
     form = _form_of(tokenizer)
-    with reading(path, "write one word per line, as UTF-8"):
+    with translate_parser_errors(path, "write one word per line, as UTF-8"):
         lines = path.read_bytes().decode("utf-8-sig").splitlines()
     known, new = set(form.tokens), {}
     for number, line in enumerate(lines, 1):
@@ -208,7 +208,9 @@ class _LibraryForm:
                 "first"
             )
         text, normalizer = f" {word}", self._tokenizer.normalizer
-        with RustErrors(lambda: f"tokenizer.json: cannot split {excerpt(word)}; remove this word"):
+        with TranslateRustErrors(
+            lambda: f"tokenizer.json: cannot split {excerpt(word)}; remove this word"
+        ):
             text = text if normalizer is None else normalizer.normalize_str(text)
             parts = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         return parts[0][0] if len(parts) == 1 else None

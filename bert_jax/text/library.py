@@ -19,7 +19,13 @@ import numpy as np
 import tokenizers
 from etils import epath
 
-from bert_jax.errors import InputError, RustErrors, excerpt, json_object, reading
+from bert_jax.errors import (
+    InputError,
+    TranslateRustErrors,
+    excerpt,
+    json_object,
+    translate_parser_errors,
+)
 from bert_jax.storage.workdir import write_atomic
 
 FILE = "tokenizer.json"
@@ -104,14 +110,16 @@ class Library:
     def _encode(self, text: str) -> tokenizers.Encoding:
         remedy = "remove or shorten this text, or use another tokenizer"
         problem = f"{_LIBRARY} cannot tokenize"
-        with RustErrors(lambda: f"{self._where}: {problem} {excerpt(text)}; {remedy}"):
+        with TranslateRustErrors(lambda: f"{self._where}: {problem} {excerpt(text)}; {remedy}"):
             return self._library.encode(text, add_special_tokens=False)
 
     def _tokenize_word(self, word: str) -> list[int] | None:
         """Returns a word's ids, with the blank before it; None if they depend on the context."""
         normalizer = self._library.normalizer
         ids = self._encode(word).ids
-        with RustErrors(lambda: f"{self._where}: {_LIBRARY} cannot normalize {excerpt(word)}"):
+        with TranslateRustErrors(
+            lambda: f"{self._where}: {_LIBRARY} cannot normalize {excerpt(word)}"
+        ):
             plain = word if normalizer is None else normalizer.normalize_str(word)
         # A normalizer may add blanks, which join those of the neighbours; an added token may remove
         # its neighbours' blanks.
@@ -145,7 +153,7 @@ class Library:
 
     def decode(self, ids: list[int]) -> str:
         """Returns readable text from the file's decoder; special tokens are written by name."""
-        with RustErrors(lambda: f"{self._where}: {_LIBRARY} cannot decode {len(ids)} ids"):
+        with TranslateRustErrors(lambda: f"{self._where}: {_LIBRARY} cannot decode {len(ids)} ids"):
             return self._library.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: epath.Path) -> None:
@@ -188,7 +196,7 @@ class Library:
         if any(token.startswith("##") for token in self._tokens):
             begins = [not token.startswith("##") for token in self._tokens]
         elif by_bytes:
-            with RustErrors(lambda: f"{self._where}: {_LIBRARY} cannot decode its tokens"):
+            with TranslateRustErrors(lambda: f"{self._where}: {_LIBRARY} cannot decode its tokens"):
                 texts = self._library.decode_batch([[i] for i in range(self.size)], False)
             begins = [
                 token[:1] == BYTE_BLANK and "\ufffd" not in text and not text.isspace()
@@ -222,7 +230,7 @@ def read(path: epath.Path, special_names: Mapping[str, str] | None = None) -> Li
 
     `special_names` gives the names if they are known.
     """
-    with reading(path, "put the file there as its library wrote it"):
+    with translate_parser_errors(path, "put the file there as its library wrote it"):
         names = _read_special_names(path) if special_names is None else special_names
         return Library(path.read_bytes(), names, str(path))
 
@@ -250,7 +258,7 @@ _LIBRARY = f"the tokenizers library {tokenizers.__version__}"
 
 def open_tokenizer(content: bytes, parts: dict[str, Any], where: str) -> tokenizers.Tokenizer:
     """Opens a tokenizer.json in its library; `parts` is the parsed file."""
-    with RustErrors(lambda: f"{where}: save it with {_LIBRARY}, which cannot read it"):
+    with TranslateRustErrors(lambda: f"{where}: save it with {_LIBRARY}, which cannot read it"):
         library = tokenizers.Tokenizer.from_buffer(content)
     if parts["model"].get("dropout"):
         raise InputError(
@@ -269,7 +277,9 @@ def read_template(tok: tokenizers.Tokenizer, where: str) -> tuple[int, tuple[int
       The ids of `cls`, `between` and `sep`, and the segment of B and the last `sep`: 0 or 1.
     """
     texts = ("a", *tok.get_vocab())
-    with RustErrors(lambda: f"{where}: save it with {_LIBRARY}, which cannot tokenize any text"):
+    with TranslateRustErrors(
+        lambda: f"{where}: save it with {_LIBRARY}, which cannot tokenize any text"
+    ):
         text = next(t for t in texts if tok.encode(t, add_special_tokens=False).ids)
         single, pair = tok.encode(text), tok.encode(text, text)
     size, gap = single.sequence_ids.count(0), pair.sequence_ids.count(None) - 2

@@ -5,7 +5,7 @@ import itertools
 import sentencex
 
 from bert_jax.config import Corpus
-from bert_jax.errors import RustErrors, excerpt, prefix_errors
+from bert_jax.errors import TranslateRustErrors, excerpt, prefix_errors
 from bert_jax.text.documents import Document
 
 # sentencex treats any quoted or bracketed text as one sentence. Sentences from this length on are
@@ -62,7 +62,7 @@ def ends_of(count: int, corpus: Corpus) -> list[int]:
 def _segment(text: str, language: str, blanked: dict[int, str]) -> list[str]:
     """Splits a text where sentencex splits it with the characters in `blanked` replaced."""
     plain = text if blanked is _BLANKED and text.isascii() else text.translate(blanked)
-    with RustErrors(lambda: f"sentencex cannot split {excerpt(text)}; remove this text"):
+    with TranslateRustErrors(lambda: f"sentencex cannot split {excerpt(text)}; remove this text"):
         sentences = sentencex.segment(language, plain)
     ends = itertools.accumulate(map(len, sentences), initial=0)
     return [text[a:b] for a, b in itertools.pairwise([*ends, len(text)])]

@@ -19,7 +19,7 @@ import numpy as np
 import sentencepiece
 from etils import epath
 
-from bert_jax.errors import InputError, reading
+from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.storage.workdir import read_json, write_atomic
 from bert_jax.text import library, vocabulary
 
@@ -205,7 +205,7 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
         if not file.exists():
             raise InputError(f"{path}: no {library.FILE}; give a vocab.txt, or {library.CONVERT}")
         record = read_json(file, FORMAT_VERSION)
-        with reading(file):
+        with translate_parser_errors(file):
             name = {"wordpiece": "vocab.txt", "sentencepiece": "sentencepiece.model"}[
                 record["kind"]
             ]

@@ -23,7 +23,7 @@ from bert_jax.checkpoints import fork as fork_lib
 from bert_jax.checkpoints.saves import Saves
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.pretraining.pretraining_job import OpenCorpus
-from bert_jax.storage.workdir import Workdir, fork_of
+from bert_jax.storage.workdir import Workdir, fork_record
 from bert_jax.tools.verify.faults import Fault, Plan
 
 # Phases of 14 and 8 steps, a checkpoint every 4, of which all are kept.
@@ -119,9 +119,9 @@ def test_a_fork_with_the_same_settings_is_what_the_run_comes_to_bit_for_bit(copy
     assert_identical(final_state(one), final_state(other))
     for name in ("metrics.jsonl", "experiment.json"):
         assert (one / name).read_bytes() == (other / name).read_bytes()
-    record = fork_of(Workdir(one))
+    record = fork_record(Workdir(one))
     assert call("pretrain w/experiment.json --workdir w") == (0, "")
-    assert fork_of(Workdir(one)) == record != {}
+    assert fork_record(Workdir(one)) == record != {}
 
 
 def test_other_batches_go_on_at_the_rows_that_were_not_seen(copy_of_run):
@@ -159,7 +159,7 @@ def test_a_fork_that_is_resumed_keeps_its_rows(file, copy_of_run, monkeypatch):
     first = config.override(config.load("small.py"), ["phases.1.row_offset=4"])
     (copy_of_run / "run" / "experiment.json").write_text(config.to_json(first))
     place = f"{copy_of_run}/other/checkpoints/16"
-    monkeypatch.setattr(fork_lib, "fork_of", lambda workdir: {"checkpoint": place})
+    monkeypatch.setattr(fork_lib, "fork_record", lambda workdir: {"checkpoint": place})
     resumed, *_ = fork_lib.plan_fork(place, file, (), Workdir(copy_of_run / "run"))
     assert [phase.row_offset for phase in resumed.phases] == [0, 4]
 
@@ -186,7 +186,7 @@ def test_a_decay_of_a_fork_is_a_fork(runs, tmp_path):
     settings = "phases.0.batch_size=16", "phases.1.steps=4"
     assert call(fork(runs, tmp_path / "one", *settings)) == (0, "")
     assert call(branch(tmp_path, tmp_path / "two", run="one")) == (0, "")
-    assert fork_of(Workdir(tmp_path / "two")) == fork_of(Workdir(tmp_path / "one")) != {}
+    assert fork_record(Workdir(tmp_path / "two")) == fork_record(Workdir(tmp_path / "one")) != {}
     fails(f"pretrain {tmp_path}/two/experiment.json --workdir {tmp_path}/three", "row_offset=-64")
 
 
@@ -260,9 +260,9 @@ def test_a_run_is_no_fork_for_one_that_was_killed_in_its_workdir(copy_of_run, mo
     """Before its first save, after which a run with other settings is refused there."""
     monkeypatch.setattr(Saves, "require_space", Mock(side_effect=Unavailable("at once")))
     assert call(fork(".", "w", step=16, run="run"))[0] == 74
-    assert fork_of(Workdir(copy_of_run / "w"))
+    assert fork_record(Workdir(copy_of_run / "w"))
     assert call("pretrain small.py --workdir w --set seed=7")[0] == 74
-    assert not fork_of(Workdir(copy_of_run / "w"))
+    assert not fork_record(Workdir(copy_of_run / "w"))
 
 
 def test_lines_of_steps_that_a_fork_will_do_are_never_there(copy_of_run):

@@ -108,7 +108,7 @@ def test_what_stands_before_a_text_is_cut_with_it(trained):
 @pytest.mark.parametrize("pooling", ["mean", "tokens"])
 def test_vectors_of_length_one(pooling, trained, texts):
     plain, *_ = embedded(trained, texts, pooling=pooling)
-    unit, *_ = embedded(trained, texts, pooling=pooling, length="unit")
+    unit, *_ = embedded(trained, texts, pooling=pooling, normalize=True)
     close(unit, plain / np.linalg.norm(plain, axis=1, keepdims=True))
 
 

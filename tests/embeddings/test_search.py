@@ -23,7 +23,7 @@ MODEL = types.SimpleNamespace(
 class Letters:
     """An embedder of letters counted, of length 1; remembers what it was given."""
 
-    width, max_length, features, cut = 26, 9, Features(length="unit"), 0
+    width, max_length, features, cut = 26, 9, Features(normalize=True), 0
 
     def __init__(self):
         self.given, self.roles = [], []
@@ -31,9 +31,9 @@ class Letters:
     def passages(self, text):
         return text.split("|")
 
-    def embed(self, texts, role="text", name_text=None):
+    def embed(self, texts, role="document", name_text=None):
         for text in texts:
-            assert role in ("text", "query")
+            assert role in ("document", "query")
             self.given.append(text)
             self.roles.append(role)
             counts = np.array([text.count(chr(97 + i)) for i in range(26)], np.float32)
@@ -54,7 +54,7 @@ def test_what_is_new_alone_is_embedded_and_a_text_that_went_is_not_found(tmp_pat
     first, later = Letters(), Letters()
     (answers,) = index_of(tmp_path, first).nearest(["ab"], 9)
     assert first.given == ["abc", "xyz", "aab", "ab"]
-    assert first.roles == ["text", "text", "text", "query"]
+    assert first.roles == ["document", "document", "document", "query"]
     assert [(answer.line, answer.text) for answer in answers] == [
         (5, "aab"),
         (1, "abc"),
@@ -96,7 +96,7 @@ def test_what_a_kill_cut_off_is_embedded_again(name, left, tmp_path):
 def test_vectors_of_another_encoder_or_way_are_not_mixed(tmp_path):
     write(tmp_path, "abc")
     index_of(tmp_path, Letters())
-    for name, value in (("features", Features(pooling="cls", length="unit")), ("max_length", 7)):
+    for name, value in (("features", Features(pooling="cls", normalize=True)), ("max_length", 7)):
         otherwise = Letters()
         setattr(otherwise, name, value)
         with pytest.raises(InputError, match=r"made\.json"):

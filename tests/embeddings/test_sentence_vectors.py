@@ -16,6 +16,6 @@ def test_vectors_equal_those_of_sentence_transformers(pooling, normalize):
     expected = np.load(pathlib.Path(__file__).with_name("sentences.npz"))
     base = make_sentences.base_of(pooling, normalize)
     embedder = Embedder(base, Features(), mesh_lib.one_device())
-    for role in ("text", "query"):
+    for role, name in (("document", "text"), ("query", "query")):
         (part,) = embedder.embed(make_sentences.TEXTS, role)
-        np.testing.assert_allclose(part.vectors, expected[f"{pooling}_{role}"], atol=2e-6)
+        np.testing.assert_allclose(part.vectors, expected[f"{pooling}_{name}"], atol=2e-6)

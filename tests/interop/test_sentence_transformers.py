@@ -101,7 +101,7 @@ def test_vectors_are_made_as_the_folder_says_unless_a_flag_says_otherwise(tmp_pa
     assert broken.call("import hf --workdir base")[0] == 0
     found = vectors("--workdir base")
     model = bert_jax.load("hf")
-    np.testing.assert_array_equal(found, model.embed(TEXTS, "cls", length="unit"))
+    np.testing.assert_array_equal(found, model.embed(TEXTS, "cls", normalize=True))
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-6)
     short = [TEXTS[0], "w12 " * 14, TEXTS[2]]
     np.testing.assert_array_equal(found, model.embed(short))

@@ -86,10 +86,10 @@ def test_a_text_that_asks_is_led_as_embed_leads_it(tmp_path):
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
     vectors, found = endpoints.EmbedEndpoint("led", embedder), {}
     assert "'wa '" in vectors.about
-    for role in (None, "text", "query"):
+    for role in (None, "text", "document", "query"):
         ((text, _),) = vectors.items({"input": "wb", "role": role}, endpoints.Limits())
         ((found[role], length),) = vectors.compute([text])
-        (part,) = embedder.embed(["wb"], role or "text")
+        (part,) = embedder.embed(["wb"], "query" if role == "query" else "document")
         np.testing.assert_array_equal(found[role], part.vectors[0])
         assert length == 4
     assert np.abs(found["query"] - found["text"]).max() > 0.1

@@ -151,7 +151,7 @@ def test_vectors_are_those_of_embed_as_numbers_and_as_bytes(port, embedder):
     # Alone: among others it is a row of a larger product, whose sums are rounded otherwise.
     (alone,) = embedder.embed(TEXTS[:1])
     cut = alone.vectors[0, :8]
-    if embedder.features.length == "unit":
+    if embedder.features.normalize:
         cut = cut / np.linalg.norm(cut)
     np.testing.assert_allclose(body["data"][0]["embedding"], cut, rtol=1e-6)
 
@@ -217,7 +217,7 @@ BAD = [
     ({"input": "w" * 2**24}, 413, "2097152 bytes", None),
     ({"input": "wa", "model": 1}, 400, "model: ", "model"),
     ({"input": "wa", "encoding_format": "hex"}, 400, "base64", "encoding_format"),
-    ({"input": "wa", "role": "ask"}, 400, "role: must be text or query", "role"),
+    ({"input": "wa", "role": "ask"}, 400, "role: must be document or query", "role"),
     ({"input": "wa", "dimensions": 17}, 400, "16 numbers", "dimensions"),
 ]
 

@@ -42,14 +42,14 @@ def test_texts_that_differ_only_after_the_cut_have_equal_keys(prefixes):
 
 @pytest.mark.parametrize(
     ("second", "roles"),
-    [("", ["text"]), ("b", ["query", "text"]), ("bc", ["query", "text", "text"])],
+    [("", ["document"]), ("b", ["query", "document"]), ("bc", ["query", "document", "document"])],
 )
 def test_prefixes_follow_the_roles(second, roles):
     columns = dict(zip(("second_column", "negative_column"), second, strict=False))
     source = ("jsonl:x",)
     task = Task(kind="similar", train=source, validation=("beir:x:test",), query_prefix="wa ",
                 text_prefix="wb ", **columns)  # fmt: skip
-    kind, prefixes = Similar(task, (), kinds.TOKENIZER), {"query": "wa", "text": "wb"}
+    kind, prefixes = Similar(task, (), kinds.TOKENIZER), {"query": "wa", "document": "wb"}
     rows = kind.rows([Sentence("", ("wc wd",) * len(roles), None)])
     assert [row.tolist() for row in rows.ids] == [
         kinds.ids(f"[CLS] {prefixes[role]} wc wd [SEP]") for role in roles
@@ -111,8 +111,8 @@ def test_a_base_is_scored_by_the_vectors_that_embed_gives(prompted):
     probe.open(reader)
     run = functools.partial(probes.jit_vectors(reader), base.params, None)
     scored = np.stack(run_rows(run, probe._batches, probe._rows, mesh))
-    embedder = Embedder(base, Features(length="unit"), mesh)
-    for column, role in enumerate(("query", "text")):
+    embedder = Embedder(base, Features(normalize=True), mesh)
+    for column, role in enumerate(("query", "document")):
         texts = [example.texts[column] for example in probe.examples]
         (part,) = embedder.embed(texts, role)
         np.testing.assert_allclose(scored[column::2], part.vectors, atol=1e-6)

@@ -56,7 +56,7 @@ def laps(
     their frequency is not part of a recipe.
 
     Raises:
-      Stopped: the run was asked to stop.
+      MeasurementEnded: the run was asked to stop.
     """
     phases = tuple(dataclasses.replace(p, steps=2 * timed) for p in experiment.phases)
     never = 2 * timed * len(phases) + 1
@@ -76,7 +76,7 @@ def laps(
     try:
         outcome = pretraining_job.pretrain(short, workdir, "keep", progress)
         if outcome != "finished":
-            raise Stopped(outcome)
+            raise MeasurementEnded(outcome)
         lines = JsonLines(workdir.timings).read()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -84,5 +84,5 @@ def laps(
     return [trained[2 * timed * number] for number in range(1, len(phases) + 1)]
 
 
-class Stopped(Exception):
+class MeasurementEnded(Exception):
     """A short run ended early; the only argument is its outcome."""

@@ -61,7 +61,7 @@ class Comparison:
         if self._table.cpu_seconds:
             try:
                 self._time()
-            except budget.Stopped as stopped:
+            except budget.MeasurementEnded as stopped:
                 return stopped.args[0]
         self._set_members()
         self._write()

@@ -26,7 +26,7 @@ def check() -> Iterator[ReferenceRule]:
             yield from part.check()
 
 
-def print_rules(experiment: Experiment | None) -> bool:
+def check_rules(experiment: Experiment | None) -> bool:
     """Prints a line for each rule, and an experiment's deviations; returns whether all rules hold.
 
     With an experiment differences are printed as bounds, so the text is the same on every machine.

@@ -15,7 +15,7 @@ from etils import epath
 from bert_jax import config
 from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Experiment, Finetuning
-from bert_jax.errors import InputError, reading
+from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.storage import storage_of
@@ -124,7 +124,7 @@ def render(
     """Returns the page of a run, or of several compared."""
     root = ", ".join(str(record.workdir.address) for record in records)
     files = f"{root}: metrics.jsonl, predictions.jsonl, timings.jsonl, origin.json or plan.json"
-    with reading(files):
+    with translate_parser_errors(files):
         if len(records) > 1:
             values = _comparison_values(records)
         else:

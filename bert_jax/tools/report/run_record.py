@@ -12,12 +12,12 @@ from typing import Any, Literal
 import numpy as np
 
 from bert_jax import config
-from bert_jax.api import LABELS, ShownToken, row_tokens
 from bert_jax.config import Data, Experiment, Finetuning, Phase
 from bert_jax.data import batches, corpus, draws, masking, mixture, pairs, sentences
 from bert_jax.data.stream import Stream
-from bert_jax.errors import printable, reading
+from bert_jax.errors import printable, translate_parser_errors
 from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.row_text import LABELS, ShownToken, row_tokens
 from bert_jax.running.lines import EVALUATIONS
 from bert_jax.storage import mirror
 from bert_jax.storage.json_lines import JsonLines
@@ -68,7 +68,7 @@ class Record:
 
         lines = JsonLines(workdir.metrics).read()
         timings = JsonLines(workdir.timings).read()
-        with reading(workdir.timings):
+        with translate_parser_errors(workdir.timings):
             last = timings[-1] if timings else {"kind": "end", "outcome": "not started"}
             state = last["outcome"] if last.get("kind") == "end" else "killed"
         return cls(

@@ -126,7 +126,7 @@ def run(
         for signal_number, handler in handlers.items():
             signal.signal(signal_number, handler)
     # A process that loses another process fails because of that one; jax aborts it.
-    causes = [m for m in failed if m.code not in (-signal.SIGABRT, errors.LOST)]
+    causes = [m for m in failed if m.code not in (-signal.SIGABRT, errors.PEER_LOST)]
     first = next(iter([*causes, *failed]), None)
     if first is None:
         stopped = any(member.code == errors.STOPPED for member in members)

@@ -1,0 +1,70 @@
+"""Exports a loaded model of any kind as a folder for other libraries."""
+
+from typing import Literal, cast
+
+from etils import epath
+
+from bert_jax.config import Model
+from bert_jax.errors import InputError
+from bert_jax.interop import finetuned, huggingface
+from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.tasks.finetuned_model import FinetunedModel
+
+# The form of an export determines the class that reads it. The first four are of models that are
+# not fine-tuned; `task` and `adapter` are of fine-tuned models, which may also have `encoder`.
+Form = Literal["pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+def export(model: LoadedModel, target: epath.Path, form: Form | None, dtype: Dtype) -> str:
+    """Writes a model to the folder `target`, which must not exist.
+
+    Args:
+      model: a model, fine-tuned or not.
+      target: the folder; it appears when it is complete.
+      form: the form; None: the only or usual one of a fine-tuned model.
+      dtype: the type of the weights; bfloat16 rounds them.
+
+    Returns:
+      The name of the class that reads the folder.
+
+    Raises:
+      InputError: the model has no such form, or is not fine-tuned and `form` is None.
+    """
+    if not isinstance(model, FinetunedModel):
+        return _export_encoder(
+            model, _pretrained_form(model.model, form, model.name), dtype, target
+        )
+    task_model = model.task_model
+    supported = (
+        ("encoder",) if task_model.task.kind == "similar" else ("task", "adapter", "encoder")
+    )
+    chosen = form or supported[0]
+    if chosen not in supported:
+        raise InputError(
+            f"--as {form}: {model.name} was trained with task.kind={task_model.task.kind}; choose "
+            f"{' or '.join(supported)}"
+        )
+    if chosen == "encoder":
+        return _export_encoder(model, "encoder", dtype, target)
+    return finetuned.export(task_model, cast(finetuned.Form, chosen), dtype, target)
+
+
+def _pretrained_form(model: Model, form: Form | None, name: str) -> huggingface.Kind:
+    """Returns the form; raises InputError if it is None or only fine-tuned models have it."""
+    supported = huggingface.forms_of(model)
+    if not supported:
+        return "encoder"  # for `export_weights`, which raises the error
+    if form in (None, "task", "adapter"):
+        given = "--as" if form is None else f"--as {form}: {name} is not fine-tuned"
+        raise InputError(f"{given}: choose {' or '.join(supported)}")
+    return cast(huggingface.Kind, form)
+
+
+def _export_encoder(
+    model: LoadedModel, form: huggingface.Kind, dtype: Dtype, target: epath.Path
+) -> str:
+    """Exports an encoder, with the pre-training heads that the form has."""
+    finetuning = model.task_model.experiment if isinstance(model, FinetunedModel) else None
+    huggingface.export_weights(model, form, dtype, target, finetuning)
+    return huggingface.architecture_of(model.model, form)

@@ -1,0 +1,90 @@
+"""Shows the batch of a pre-training step as text: tokens, and what the model must predict."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from rich.text import Text
+
+from bert_jax.config import Data, Experiment
+from bert_jax.data.batches import Batch, TrainBatches
+from bert_jax.data.mixture import MixedBatches
+from bert_jax.errors import InputError, printable
+from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.text.tokenizer import Tokenizer
+
+
+def show(experiment: Experiment, prepared: OpenCorpus, done: int, rows: int) -> Iterator[Text]:
+    """Yields lines about the first `rows` rows of the step after `done` steps."""
+    if not 0 <= done < experiment.total_steps:
+        raise InputError(f"--step {done}: the run has steps 0 to {experiment.total_steps - 1}")
+    phase, first = experiment.phase_at(done)
+    spec = experiment.phases[phase]
+    train, data = prepared.train_batches(experiment, phase), experiment.data_of(phase)
+    batch = train.batch(done - first, np.arange(spec.batch_size))
+    origins, notes = _origins(train, batch["rows"].astype(np.int64), experiment.corpus.sources)
+    yield Text(
+        f"step {done}: phase {phase}, its step {done - first} of {spec.steps}, "
+        f"{spec.batch_size} rows of {spec.sequence_length}"
+    )
+    yield from map(Text, notes)
+    for i in range(min(rows, spec.batch_size)):
+        title = f"row {batch['rows'][i]} ({origins[i]})"
+        if "next_sentence_labels" in batch:
+            label = batch["next_sentence_labels"][i]
+            title += f": B {LABELS[data.units][label]}"
+        yield Text(f"\n{title}")
+        tokens = row_tokens(batch, i, prepared.tokenizer, data)
+        truth = {i: token.truth for i, token in enumerate(tokens) if token.truth is not None}
+        yield mark_tokens([token.text for token in tokens], truth)
+
+
+def _origins(
+    train: TrainBatches | MixedBatches, rows: np.ndarray, sources: tuple[str, ...]
+) -> tuple[list[str], list[str]]:
+    """Returns the origin of each row of a phase, int64 [B], and lines about the whole batch."""
+    if isinstance(train, MixedBatches):
+        source, numbers = train.order.locate(rows)
+        counts = np.bincount(source, minlength=len(sources)).tolist()
+        notes = [f"{s}: {c} of {len(rows)} rows" for s, c in zip(sources, counts, strict=True)]
+        return [f"{sources[s]}, its row {n}" for s, n in zip(source, numbers, strict=True)], notes
+    epochs, slots = np.divmod(rows, train.rows_per_epoch)
+    notes = []
+    for epoch in np.unique(epochs):
+        planned = train.rows_planned(int(epoch))
+        excess = planned - train.rows_per_epoch
+        note = f"{abs(excess)} of {planned} planned rows {'dropped' if excess > 0 else 'repeated'}"
+        note = note if excess else "each of its planned rows once"
+        notes.append(f"epoch {epoch}: {train.rows_per_epoch} rows, {note}")
+    return [f"epoch {e}, slot {s}" for e, s in zip(epochs, slots, strict=True)], notes
+
+
+# The relation of B to A, by `data.units` and the label.
+LABELS = {"pairs": ("follows", "is random"), "swapped_pairs": ("follows", "comes before A")}
+
+
+class ShownToken(NamedTuple):
+    """A token of a row, for display; control characters are escaped."""
+
+    text: str  # the model's input
+    truth: str | None  # the original token if the model must predict it; else None
+
+
+def row_tokens(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> list[ShownToken]:
+    """Returns the tokens of one row, without padding; causal targets are not marked."""
+    columns = ("masked_lm_positions", "masked_lm_ids", "masked_lm_weights")
+    predicted = zip(*(batch[name][i].tolist() for name in columns), strict=True)
+    truth = {} if data.unpredicted else {p: label for p, label, weight in predicted if weight}
+    ids = batch["input_ids"][i, : int(batch["input_mask"][i].sum())].tolist()
+    shown = [printable(tokenizer.piece(token)) for token in ids]
+    known = [printable(tokenizer.piece(truth[p])) if p in truth else None for p in range(len(ids))]
+    return list(map(ShownToken, shown, known))
+
+
+def mark_tokens(tokens: Sequence[str], marks: Mapping[int, str]) -> Text:
+    """Returns tokens as one line; a token with a mark is written {token|mark}."""
+    text = Text()
+    for position, token in enumerate(tokens):
+        word = f"{{{token}|{marks[position]}}}" if position in marks else token
+        text.append(word, style="bold" if position in marks else "").append(" ")
+    return text
