@@ -14,6 +14,9 @@ endif
 # The linter of the Dockerfile, in an environment of its own.
 IMAGE := .venv-image
 
+# What builds the site of the documentation, in an environment of its own.
+SITE := .venv-docs
+
 # What `make bench-torch` compares with, in an environment of its own.
 TORCH := .venv-torch
 
@@ -21,7 +24,7 @@ TORCH := .venv-torch
 PLANS := .venv-plans
 LIBTPU := $(shell sed -n 's/.*"libtpu": "\([0-9.]*\)".*/\1/p' tests/golden/plans/*.json | sort -u)
 
-.PHONY: all pretrain test test-long test-nightly fuzz lint settings bench scale-run scale-text rehearse-pod bench-torch bench-embed bench-serve parity plans \
+.PHONY: all pretrain test test-long test-nightly fuzz lint reference docs bench scale-run scale-text rehearse-pod bench-torch bench-embed bench-serve parity plans \
   image-lint clean another-interpreter
 
 all: $(STAMP)
@@ -62,9 +65,15 @@ test-long: $(STAMP)
 # bit once more on programs that are compiled as for a user: before a release.
 BITS := tests/tools/verify tests/checkpoints/test_fork.py \
   $(addprefix tests/running/test_,divergence.py resume.py)
-test-nightly: $(STAMP)
+test-nightly: $(STAMP) $(VENV)/notebook
 	$(BIN)/python -m pytest -m nightly
 	TESTS_COMPILE=as_for_users $(BIN)/python -m pytest -m 'long and not nightly' -n 3 $(BITS)
+
+# What executes the notebook of the tutorial.
+$(VENV)/notebook: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt ipykernel nbclient
+	@touch $@
 
 # A pod of four hosts, its bucket away at times, preempted and moved, on this machine; half an hour.
 rehearse-pod: $(STAMP)
@@ -76,9 +85,21 @@ fuzz: $(STAMP)
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest -n 0 tests/test_random_*.py
 	FUZZ_EXAMPLES=300 $(BIN)/python -m pytest tests/text tests/data tests/tasks
 
-# docs/settings.md, from the fields themselves.
-settings: $(STAMP)
-	$(BIN)/python docs/settings.py > docs/settings.md
+# The pages of docs/reference that are generated from the code.
+reference: $(STAMP)
+	$(BIN)/python docs/generate.py
+
+# The documentation as a website, in build/site. A warning is an error.
+docs: $(SITE)/installed
+	$(SITE)/bin/sphinx-build --quiet --fresh-env --fail-on-warning --keep-going docs build/site
+	@echo "the site is in build/site/index.html"
+
+$(SITE)/installed: constraints.txt
+	rm -rf $(SITE)
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt furo myst-parser sphinx
+	@touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check
@@ -157,4 +178,4 @@ $(IMAGE)/installed:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(TORCH) $(PLANS) $(IMAGE) build *.egg-info
+	rm -rf $(VENV) $(TORCH) $(PLANS) $(IMAGE) $(SITE) build *.egg-info

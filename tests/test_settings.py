@@ -1,4 +1,4 @@
-"""The fields of an experiment as help, errors and docs/settings.md show them."""
+"""The fields of an experiment as help and errors show them, and the generated pages of docs/."""
 
 import dataclasses
 import pathlib
@@ -53,21 +53,21 @@ def test_help_is_at_most_60_lines_and_shows_own_flags_first(command, capsys, mon
     assert places == sorted(places) and places[0] > 0
 
 
-def test_the_page_of_settings_is_what_is_generated():
-    page = runpy.run_path(str(ROOT / "docs" / "settings.py"))["page"]
-    assert (ROOT / "docs" / "settings.md").read_text() == page()
+def test_the_generated_pages_are_current():
+    pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["pages"]()
+    folder = ROOT / "docs" / "reference"
+    changed = [name for name, page in pages.items() if (folder / name).read_text() != page]
+    assert not changed, "run `make reference`"
 
 
-def test_what_people_change_can_be_had_as_it_stands():
-    """As the table in docs/training.md has it."""
-    papers = config.override(config.load("tiny"), ["data.masked_lm_prob=0.15"])
-    page = (ROOT / "docs" / "training.md").read_text()
-    table = page.partition("## What people change")[2].partition("##")[0]
-    rows = [line.split("|")[1:4] for line in table.splitlines() if "`" in line]
-    examples = [re.findall(r"`(\S+=\S+)`", settings) for _, settings, _ in rows]
-    assert len(list(filter(None, examples))) == 9
-    for changes in filter(None, examples):
-        assert config.override(papers, changes) != papers, changes
+def test_settings_on_the_pages_name_fields_that_exist():
+    known = {path for kind in KINDS for path in leaves(kind)}
+    sections = "|".join({path.partition(".")[0] for path in known if "." in path})
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    setting = re.compile(rf"`((?:{sections})\.[\w.]+)=")
+    fields = {(page.name, field) for page in pages for field in setting.findall(page.read_text())}
+    wrong = [item for item in fields if re.sub(r"\.\d+\.", ".N.", item[1]) not in known]
+    assert fields and not wrong
 
 
 def test_a_field_a_section_or_all_are_explained():
