@@ -10,10 +10,10 @@ from typing import Any
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
 UNAVAILABLE, STOPPED, INTERRUPTED, PEER_LOST = 74, 75, 130, 134
 
-# The meanings for all commands. A command can override them, see `exit_codes`.
+# The meanings for all commands. A command overrides these texts with `Command.codes`.
 _MEANINGS = {
     FINISHED: "finished",
-    FAILED: "failure",
+    FAILED: "the command failed",
     BAD_INPUT: "bad input or usage",
     UNAVAILABLE: "the machine or the network failed (a full disk, a bucket out of reach)",
     INTERRUPTED: "Ctrl-C",
@@ -24,11 +24,11 @@ TRAINING_CODE_MEANINGS = {
     "       arrive, a hang, a full disk); run again to resume, as `bert-jax launch` does",
     STOPPED: "stopped on request with the state saved; run again to resume",
     INTERRUPTED: "Ctrl-C before training, or a second one during it",
-    PEER_LOST: "a run in several processes lost another process or the coordinator",
+    PEER_LOST: "the process lost contact with another process of its run or with the coordinator",
 }
 
 
-def exit_codes(overrides: Mapping[int, str]) -> str:
+def format_exit_codes(overrides: Mapping[int, str]) -> str:
     """Formats the exit codes and their meanings, for the end of a command's help."""
     meanings = sorted((_MEANINGS | dict(overrides)).items())
     return "exit codes:\n" + "".join(f"  {code:<4} {meaning}\n" for code, meaning in meanings)
@@ -50,7 +50,7 @@ class Unavailable(_OneLineError):
 
 
 class DiskFull(Unavailable):
-    """A full disk. A retry without more space does not help."""
+    """A full disk. Unlike after other failures, waiting does not help; space must be freed."""
 
 
 # Maximum number of characters of a text that a message quotes.
@@ -76,7 +76,7 @@ class TranslateRustErrors:
     """Turns the errors and panics of a Rust library within the context into InputError.
 
     pyo3 raises a panic as a BaseException, so `except Exception` does not catch it. `describe`
-    returns the message; it is a function, so that only an error pays for making a message.
+    returns the message; it is a function, so that the message is made only on an error.
     """
 
     def __init__(self, describe: Callable[[], str]):
@@ -92,13 +92,14 @@ class TranslateRustErrors:
 
 
 def json_object(content: str | bytes, where: object, remedy: str = "") -> dict[str, Any]:
-    """Parses a JSON object; error messages begin with `where` and end with `remedy`."""
+    """Parses a JSON object; error messages begin with `where` and end with "; " and `remedy`."""
+    ending = f"; {remedy}" if remedy else ""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON ({error}){remedy}") from error
+        raise InputError(f"{where}: not JSON ({error}){ending}") from error
     if not isinstance(value, dict):
-        raise InputError(f"{where}: not a JSON object{remedy}")
+        raise InputError(f"{where}: not a JSON object{ending}")
     return value
 
 
@@ -128,7 +129,7 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds: 4210.0 as 1 h 10 min; days from three days on."""
+    """Formats seconds: 4210.0 as 1 h 10 min; from 3 days on, as days and hours."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -106,7 +106,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     if name == "launch":  # it has a parser of its own
         return namespace
     parser = command.parser(name)
-    # `parse_intermixed_args` takes positional arguments between flags, but not after "--".
+    # `parse_intermixed_args` allows positional arguments between flags, but mishandles "--".
     parse_rest = parser.parse_args if "--" in rest else parser.parse_intermixed_args
     return parse_rest(rest, namespace)
 
@@ -189,7 +189,9 @@ def _report(error: BaseException, words: Sequence[str]) -> int:
         kind: type[Exception] = InputError
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             kind = errors.DiskFull
-            if error.filename is None:  # standard output; all other writes here name their file
+            if (
+                error.filename is None
+            ):  # standard output; bert_jax names the file of all other writes
                 error.filename = "standard output"
                 _drop_output()
         if error.filename is not None:

@@ -42,7 +42,8 @@ def _add_plan_arguments(parser: Parser) -> None:
         "--topology",
         metavar="SLICES",
         required=True,
-        help="TPU slices to plan for, separated by commas: v5e:8x8,4*v5e:8x8",
+        help="TPU slices to plan for, separated by commas: v5e:8x8, or 4*v5e:8x8 for four slices "
+        "in one run",
     )
     parser.add_argument(
         "--out",
@@ -112,7 +113,7 @@ def verify_resume(args: argparse.Namespace) -> int:
 
 
 def conformance(args: argparse.Namespace) -> int:
-    """Checks that bert-jax computes data, model and updates as google-research/bert does."""
+    """Checks that bert-jax makes the data, losses and updates that google-research/bert makes."""
     has_experiment = args.experiment or args.workdir or args.set
     experiment = None
     if has_experiment:
@@ -130,20 +131,20 @@ def _add_instances_arguments(parser: Parser) -> None:
         help="a file with a sentence on each line and a blank line between documents",
     )
     parser.add_argument("--vocab", metavar="FILE", required=True, help="a vocab.txt")
-    parser.add_argument("--out", metavar="FILE", required=True, help="the JSON lines to write")
+    parser.add_argument("--out", metavar="FILE", required=True, help="JSON lines file to write")
     parser.add_argument(
         "--max-seq-length",
         metavar="N",
         type=int,
         default=128,
-        help="tokens per instance [128]",
+        help="maximum tokens per instance [128]",
     )
     parser.add_argument(
         "--max-predictions",
         metavar="N",
         type=int,
         default=20,
-        help="masked tokens per instance [20]",
+        help="maximum masked tokens per instance [20]",
     )
     parser.add_argument(
         "--dupe-factor", metavar="N", type=int, default=10, help="passes over the text [10]"
@@ -200,7 +201,7 @@ COMMANDS = {
         plan,
         "estimate memory, speed and cost on TPU slices by compiling the steps, without a TPU",
         _add_plan_arguments,
-        (shared.SAVED_EXPERIMENT, shared.PRICE, shared.WORKDIR, *shared.TRAINING_FLAGS),
+        (shared.OPTIONAL_EXPERIMENT, shared.PRICE, shared.WORKDIR, *shared.TRAINING_FLAGS),
     ),
     "verify-resume": Command(
         verify_resume,
@@ -211,9 +212,9 @@ COMMANDS = {
     ),
     "conformance": Command(
         conformance,
-        "check conformance with google-research/bert; list where an EXPERIMENT deviates from it",
-        parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, shared.SETTINGS),
-        codes={FAILED: "a rule of the reference is broken, or the command failed"},
+        "check conformance with google-research/bert; also list where an EXPERIMENT deviates",
+        parents=(shared.OPTIONAL_EXPERIMENT, shared.WORKDIR, shared.SETTINGS),
+        codes={FAILED: "a check failed, or the command failed"},
     ),
     "conformance-instances": Command(
         write_instances,

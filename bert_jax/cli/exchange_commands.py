@@ -17,7 +17,7 @@ def _add_import_arguments(parser: Parser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a folder as save_pretrained writes it, a TensorFlow 1 checkpoint (its folder, or the "
+        help="a Hugging Face model folder (save_pretrained), a TensorFlow 1 checkpoint (folder, or "
         "prefix of its files) with bert_config.json and vocab.txt, or the workdir of a run",
     )
     parser.add_argument("--workdir", metavar="W", required=True, help="folder to write the base to")
@@ -117,7 +117,7 @@ def export(args: argparse.Namespace) -> int:
     from bert_jax.interop import exporting
 
     architecture = exporting.export(model, out, args.form, args.dtype)
-    over = "adapter over " if args.form == "adapter" else ""
+    over = "adapter for " if args.form == "adapter" else ""
     print_now(
         f"exported {printable(model.name)}, step {model.step}: {over}{architecture}, {args.dtype}, "
         f"in {printable(args.out)}"

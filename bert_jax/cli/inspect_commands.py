@@ -73,8 +73,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
 def _evaluate_tasks(args: argparse.Namespace) -> int:
     if args.experiment is not None or args.set or not args.workdir:
-        missing = "" if args.workdir else "add --workdir; "
-        raise InputError(f"--task: scores a workdir; {missing}EXPERIMENT and --set do not apply")
+        missing = "give --workdir" if not args.workdir else "remove EXPERIMENT and --set"
+        raise InputError(f"--task: {missing}")
     runs = {root: open_run_or_base(root) for root in (args.workdir, *args.also)}
     for run in runs.values():
         if not workdir.holds_finetuning(run):
@@ -116,7 +116,7 @@ def _add_layers_arguments(parser: Parser) -> None:
         "similarities by the cosine of the layer's vectors",
     )
     parser.add_argument(
-        "--attention", metavar="TEXT", help="draw where each head attends in this text"
+        "--attention", metavar="TEXT", help="draw the attention maps of each layer for this text"
     )
 
 
@@ -230,7 +230,7 @@ def _add_report_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="the page to write [W/report.html, or comparison.html for several runs]",
+        help="the page to write [RUN/report.html, or comparison.html for several runs]",
     )
     parser.add_argument(
         "--follow", action="store_true", help="write the page again while the run trains"
@@ -280,7 +280,7 @@ def checkpoints(args: argparse.Namespace) -> int:
     losses = {n: m["held_out_loss"] for n, m in metadata.items() if m["held_out_loss"] is not None}
     best = min(losses, key=lambda n: (losses[n], n), default=None)
     if not steps:
-        print_now(f"{run.checkpoints}: no undamaged checkpoint")
+        print_now(f"{run.checkpoints}: all checkpoints were damaged")
     else:
         if fork := workdir.fork_record(run):
             print_now(f"forked from {fork['checkpoint']} (sha256 {fork['sha256'][:12]})")
@@ -366,7 +366,7 @@ COMMANDS = {
         "score a checkpoint on held-out text, or on minimal pairs and other tasks",
         _add_evaluate_arguments,
         (
-            shared.SAVED_EXPERIMENT,
+            shared.OPTIONAL_EXPERIMENT,
             shared.WORKDIR,
             *shared.TRAINING_FLAGS,
             shared.CHECKPOINT,
@@ -376,7 +376,7 @@ COMMANDS = {
     ),
     "layers": Command(
         layers,
-        "score each layer on tasks, and draw where its heads attend; writes W/layers.html",
+        "score each layer on tasks, and draw attention maps; writes W/layers.html",
         _add_layers_arguments,
         (shared.RUN_OR_BASE, shared.CUSTOM_CODE, shared.CACHE, shared.CHECKPOINT),
     ),
@@ -384,13 +384,13 @@ COMMANDS = {
         show,
         "decode the batch of a step: text, masks, labels",
         _add_show_arguments,
-        (shared.SAVED_EXPERIMENT, shared.WORKDIR, shared.SETTINGS, shared.CACHE),
+        (shared.OPTIONAL_EXPERIMENT, shared.WORKDIR, shared.SETTINGS, shared.CACHE),
     ),
     "config": Command(
         print_config,
         "print the resolved experiment as JSON, or explain its fields",
         _add_config_arguments,
-        (shared.SAVED_EXPERIMENT, shared.WORKDIR, shared.SETTINGS),
+        (shared.OPTIONAL_EXPERIMENT, shared.WORKDIR, shared.SETTINGS),
     ),
     "tokenize": Command(
         tokenize,

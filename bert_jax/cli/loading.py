@@ -66,15 +66,15 @@ def root_of(experiment: Experiment, root: str | None) -> str:
 
 
 def open_run_or_base(root: str) -> Workdir:
-    """Opens a run or a base; raises InputError if there is neither, before jax is imported."""
+    """Opens a run or a base; raises InputError if there is neither. Does not import jax."""
     run = mirror.open_workdir(root)
     if not (run.root / "base.json").exists() and not workdir.holds_finetuning(run):
         workdir.load_experiment(run)  # raises unless it is a pre-training run
     return run
 
 
-def require_writable(flag: str, path: str | None) -> None:
-    """Raises InputError unless a file can be written at `path`; is called before any work."""
+def require_file_path(flag: str, path: str | None) -> None:
+    """Raises InputError unless `path` can be a file. Commands call it before they compute."""
     if path is None or "://" in path:
         return
     if os.path.isdir(path):
@@ -114,7 +114,7 @@ def load_model(
       run: the workdir that `open_run_or_base` returned.
       base: the argument of --from.
       checkpoint: the argument of --checkpoint.
-      allow_finetuned: whether the command takes fine-tuned runs; if not, they raise InputError.
+      allow_finetuned: whether the command takes fine-tuned runs; if not, one raises InputError.
     """
     is_tuned = allow_finetuned and workdir.holds_finetuning(run)
     if not is_tuned:

@@ -26,12 +26,12 @@ class Parser(argparse_flags.ArgumentParser):
             prog=program,
             usage=f"{program} [options] [arguments]",
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=errors.exit_codes(codes),
+            epilog=errors.format_exit_codes(codes),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             parents=list(parents),
             allow_abbrev=False,
         )
-        foreign.accept_negative_lists(self)
+        foreign.accept_negative_lists(self)  # values such as -4,-3, which look like flags
         self.add_argument("--debug", action="store_true", help="show tracebacks of errors")
 
     def error(self, message: str) -> NoReturn:
@@ -52,7 +52,7 @@ class Command(NamedTuple):
     parents: tuple[argparse.ArgumentParser, ...] = ()
     codes: Mapping[int, str] = types.MappingProxyType(
         {}
-    )  # meanings that differ from `errors.exit_codes`
+    )  # meanings that differ from `errors.format_exit_codes`
 
     def parser(self, name: str) -> Parser:
         """Returns the parser of the command."""

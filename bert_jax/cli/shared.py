@@ -21,8 +21,8 @@ def _parent() -> argparse.ArgumentParser:
 EXPERIMENT = _parent()
 EXPERIMENT.add_argument("experiment", metavar="EXPERIMENT", help=_EXPERIMENT_HELP)
 
-SAVED_EXPERIMENT = _parent()
-SAVED_EXPERIMENT.add_argument(
+OPTIONAL_EXPERIMENT = _parent()
+OPTIONAL_EXPERIMENT.add_argument(
     "experiment",
     metavar="EXPERIMENT",
     nargs="?",
@@ -80,7 +80,7 @@ BASE_OF_FINETUNED.add_argument_group(_SHARED).add_argument(
     "--from",
     dest="base",
     metavar="BASE",
-    help="current folder of the base or run that was fine-tuned, if the folder has moved since",
+    help="new location of the model that the run was fine-tuned from, if that was moved",
 )
 
 PRICE = _parent()
@@ -91,7 +91,7 @@ PRICE.add_argument(
     help="price of one chip for an hour, in any currency, to show costs",
 )
 
-# The fields of a task that the flags of COLUMNS set, by the names of the flags.
+# Maps each flag of COLUMNS to the field of a task that it sets.
 COLUMN_FIELDS = {
     "text": "text_column",
     "second": "second_column",
@@ -133,7 +133,7 @@ POOLING.add_argument_group(_VECTORS).add_argument(
     "[as in the run or base, else mean]",
 )
 
-VECTORS = _parent()  # without --pooling, whose choices differ, and --normalize, which few take
+VECTORS = _parent()  # --pooling and --normalize are apart, since some commands have only these
 _group = VECTORS.add_argument_group(_VECTORS)
 _group.add_argument(
     "--layers",

@@ -89,7 +89,9 @@ def extend(args: argparse.Namespace) -> int:
 def _pretrain(args: argparse.Namespace, end: Literal["keep", "extend"]) -> int:
     system.use_one_memory_pool()
     origin, fork_point = None, None
-    if args.experiment is None:  # the run in --workdir, perhaps a fork without a checkpoint yet
+    if (
+        args.experiment is None
+    ):  # resumes the run in --workdir; starts it if it is a fork without a checkpoint
         experiment, run = open_run(None, args.set, args.workdir)
         from bert_jax.checkpoints.fork import find_pending_fork
 
@@ -111,10 +113,10 @@ def _train(
     Args:
       experiment: what to train.
       root: the argument of --workdir.
-      end: "keep" requires the number of steps of the saved run; "extend" allows more in the last
-        phase.
+      end: with "keep" the number of steps must equal that of the saved run; with "extend" the
+        last phase may have more.
       origin: the record of where the experiment comes from; None keeps the saved record.
-      fork_point: the checkpoint of another run that this run begins with.
+      fork_point: the checkpoint of another run that this run starts from.
     """
     from bert_jax.pretraining import pretraining_job
     from bert_jax.tasks.probes import Probes
@@ -139,10 +141,10 @@ def _add_auto_arguments(parser: Parser) -> None:
         metavar="H",
         type=float,
         required=True,
-        help="time that the run may take on this machine; a run that exists is resumed as it is",
+        help="time that the run may take on this machine; ignored if a run is resumed",
     )
     parser.add_argument(
-        "--base", metavar="B", help="continue with the encoder of this base instead of a new one"
+        "--base", metavar="B", help="start from the weights of this base instead of random weights"
     )
 
 
@@ -161,7 +163,9 @@ def auto(args: argparse.Namespace) -> int:
         experiment = load_saved_experiment(existing, args.set, Experiment)
         if config.source_of_text(args.text) not in experiment.corpus.sources:
             sources = " ".join(experiment.corpus.sources)
-            raise InputError(f"TEXT {args.text}: the run in {root} reads {sources}")
+            raise InputError(
+                f"TEXT {args.text}: {root} holds a run on {sources}; choose another --workdir"
+            )
         progress.report(f"{root}: resumes with the experiment that was chosen for it")
         return _train(experiment, root, "keep", None, None)
     workdir = mirror.open_to_write(root)
@@ -195,11 +199,11 @@ def _add_fork_arguments(parser: Parser) -> None:
 
 
 def fork(args: argparse.Namespace) -> int:
-    """Trains a new run that begins with a checkpoint of another one."""
+    """Trains a new run that starts from a checkpoint of another run."""
     system.use_one_memory_pool()
     from bert_jax.checkpoints.fork import plan_fork
 
-    workdir = mirror.open_workdir(args.workdir)
+    workdir = mirror.open_workdir(args.workdir)  # which may hold this fork already
     experiment, origin, fork_point = plan_fork(args.checkpoint, args.experiment, args.set, workdir)
     return _train(experiment, args.workdir, "keep", origin, fork_point)
 
@@ -247,7 +251,7 @@ def _add_finetune_arguments(parser: Parser) -> None:
         metavar="TASKFILE",
         nargs="?",
         help="a .py file whose experiment() returns a Finetuning, or such a config in .json "
-        "[then --kind, --train, --validation and the flags for columns describe the task]",
+        "; without it, --kind, --train, --validation and the flags for columns describe the task",
     )
     parser.add_argument(
         "--kind",
@@ -343,7 +347,7 @@ COMMANDS = {
     "pretrain": Command(
         pretrain,
         "pre-train a run; the same command resumes it",
-        parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_FLAGS),
+        parents=(shared.OPTIONAL_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_FLAGS),
         codes=TRAINING_CODE_MEANINGS,
     ),
     "auto": Command(
@@ -370,7 +374,7 @@ COMMANDS = {
     "extend": Command(
         extend,
         "continue a finished run; raise the steps of its last phase with --set phases.I.steps=N",
-        parents=(shared.SAVED_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_FLAGS),
+        parents=(shared.OPTIONAL_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_FLAGS),
         codes=TRAINING_CODE_MEANINGS,
     ),
     "finetune": Command(
@@ -382,7 +386,7 @@ COMMANDS = {
     ),
     "compare": Command(
         compare,
-        "train the runs of a table at equal budgets and compare them; the same command resumes",
+        "train the runs of a table with equal budgets and compare them; run again to resume",
         _add_compare_arguments,
         (shared.CACHE,),
         TRAINING_CODE_MEANINGS,

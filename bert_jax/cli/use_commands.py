@@ -16,7 +16,7 @@ from bert_jax.cli.loading import (
     print_now,
     read_lines,
     reject_flags,
-    require_writable,
+    require_file_path,
 )
 from bert_jax.cli.parsing import Command, Parser, integer, number
 from bert_jax.config import Parallelism
@@ -42,7 +42,7 @@ def _add_predict_arguments(parser: Parser) -> None:
         "--workdir", metavar="W", required=True, help="a run, a base or a fine-tuned run"
     )
     parser.add_argument(
-        "--next", metavar="B", help="second text: print whether it follows the first"
+        "--next", metavar="B", help="second text: print the probability that it follows"
     )
     parser.add_argument(
         "--top", metavar="K", type=integer(1), help="tokens to print for each [MASK] [5]"
@@ -63,7 +63,7 @@ def _add_predict_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--input",
         metavar="FILE",
-        help="fine-tuned run: a .csv, .tsv or .jsonl to predict for; its rows go to --out with a "
+        help="fine-tuned run: a .csv, .tsv or .jsonl to predict for; its lines go to --out with a "
         "column `predicted`, and `probability` if the predictions are labels",
     )
     parser.add_argument(
@@ -82,7 +82,7 @@ def _add_predict_arguments(parser: Parser) -> None:
 
 def predict(args: argparse.Namespace) -> int:
     """Predicts with a fine-tuned run, or fills [MASK]."""
-    require_writable("--out", args.out)
+    require_file_path("--out", args.out)
     run = open_run_or_base(args.workdir)
     if holds_finetuning(run):
         flags = {"--next": args.next, "--top": args.top}
@@ -188,7 +188,7 @@ def _add_embed_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--role",
-        type=lambda word: "document" if word == "text" else word,  # text: its old name
+        type=lambda word: "document" if word == "text" else word,  # `text` is the old name
         choices=("document", "query"),
         default="document",
         help="role of the texts, for an encoder with a prompt for each role [document]",
@@ -203,7 +203,7 @@ def _add_embed_arguments(parser: Parser) -> None:
 
 def embed(args: argparse.Namespace) -> int:
     """Writes vectors of texts, or of their tokens."""
-    require_writable("--out", args.out)
+    require_file_path("--out", args.out)
     run = open_run_or_base(args.workdir)
     from bert_jax.embeddings import embed as embed_lib
     from bert_jax.text import line_reader
@@ -297,7 +297,7 @@ def search(args: argparse.Namespace) -> int:
         raise InputError("QUERY: --queries reads them from a file; remove QUERY")
     if "://" in args.texts and args.vectors is None:
         raise InputError(f"{args.texts}: is in a bucket; name a local folder with --vectors")
-    require_writable("--out", args.out)
+    require_file_path("--out", args.out)
     run = open_run_or_base(args.workdir)
     from bert_jax.embeddings import search as search_lib
 
@@ -420,7 +420,7 @@ def _reject_vector_flags(args: argparse.Namespace) -> None:
 COMMANDS = {
     "predict": Command(
         predict,
-        "fill [MASK] and judge sentence pairs, or predict with a fine-tuned run",
+        "fill [MASK], judge whether a sentence follows, or predict with a fine-tuned run",
         _add_predict_arguments,
         (shared.COLUMNS, *shared.MODEL_FLAGS),
     ),

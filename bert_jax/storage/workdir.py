@@ -295,7 +295,7 @@ def parse_json(
     seal: Literal["required", "optional"] = "optional",
 ) -> dict[str, Any]:
     """Parses the content of a file as `read_json` does."""
-    value = json_object(content, f"{path}: damaged", f"; {restore}")
+    value = json_object(content, f"{path}: damaged", restore)
     if value.get("format_version") != format_version:
         raise InputError(
             f"{path}: format_version {value.get('format_version')!r}, "
