@@ -234,7 +234,7 @@ def table(months: list[Month]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Prints the tables of docs/reliability.md."""
+    """Prints the tables of docs/results/reliability.md."""
     seeds = range(20)
     print("| chips | rows a batch | 1 x | 10 x | 32 x |\n|---|---|---|---|---|")
     for chips, rows in ((4, 3_840), (4, 4_096), (8, 7_680), (8, 8_192)):

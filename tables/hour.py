@@ -6,7 +6,7 @@ Source: experiments/mini_paper.py and experiments/mini.py, on novels; the tasks'
 Hardware: two CPU cores, two hours and a half; 6,500 seconds of CPU a run are an hour of both, as
 far as XLA keeps them busy.
 Expected: mini.py 0.36 nat ahead, and in chunks; in sentiment and similarity neither (see
-docs/learning.md).
+docs/results/learning.md).
 """
 
 from bert_jax import config

@@ -6,7 +6,7 @@ Source: Devlin et al. 2018 made small (experiments/tiny_paper.py), on the speech
 each row keeps what the rows before it changed. The encoder is ModernBERT's (Warner et al. 2024),
 two thirds as wide inside, since it is gated, with both layers global.
 Hardware: any CPU; an hour and a half on two cores; 300 seconds of CPU are each run's steps.
-Expected: no dropout and the encoder bring most, more masks the rest (docs/learning.md).
+Expected: no dropout and the encoder bring most, more masks the rest (docs/results/learning.md).
 """
 
 import dataclasses

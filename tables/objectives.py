@@ -9,7 +9,7 @@ chunks of experiments/tasks/conll2000.py, fine-tuned, with a BiLSTM on top, and 
 frozen encoder, mixed as ELMo's are; and how much alike the pairs of experiments/tasks/stsb.py are.
 The files of both are wanted.
 Hardware: any CPU, an hour on two cores; 150 seconds of CPU are each run's steps.
-Expected: both sides ahead of one when fine-tuned (docs/learning.md); in the paper, too.
+Expected: both sides ahead of one when fine-tuned (docs/results/learning.md); in the paper, too.
 """
 
 from bert_jax import config

@@ -7,7 +7,7 @@ encoder (experiments/mini_paper.py without dropout), masked and left to right. E
 32 rows, about the 2,560 pieces that Peters et al. 2018 have in theirs.
 Hardware: two CPU cores, three hours; 1,200 seconds of CPU are each run's steps.
 Expected: fine-tuned (one seed) 0.905 of chunks for masked LM with next sentence, 0.896 without,
-0.857 left to right, 0.863 for ELMo; see docs/learning.md.
+0.857 left to right, 0.863 for ELMo; see docs/results/learning.md.
 """
 
 import dataclasses

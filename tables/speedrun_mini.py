@@ -5,7 +5,7 @@
 Source: the changes of tables/speedrun.py, each on top of experiments/mini.py, on novels; all rows
 are scored on the same held-out rows.
 Hardware: two CPU cores, an hour and a half; 900 seconds of CPU are each run's steps.
-Expected: Muon 0.11 nat ahead of AdamW, and 0.14 more with half the rows (docs/learning.md).
+Expected: Muon 0.11 nat ahead of AdamW, and 0.14 more with half the rows (docs/results/learning.md).
 """
 
 import dataclasses

@@ -104,7 +104,7 @@ class Bucket:
         self.hidden: set[str] = set()  # names that a lagging list does not show yet
         self.sessions: dict[str, tuple[str, dict[str, str], bytearray]] = {}
         self.exists = True
-        self.role = "objectUser"  # which docs/pods.md names
+        self.role = "objectUser"  # which docs/howto/use-a-bucket.md names
         self.writes: list[tuple[str, int]] = []  # names and bytes
         self.reset_faults()
 

@@ -203,7 +203,7 @@ def test_rows_that_are_compared_are_neither_clipped_in_parts_nor_moved(name, val
 
 
 def test_the_page_s_own_example_keeps_to_the_protocol(tmp_path):
-    page = (ROOT / "docs" / "extending.md").read_text()
+    page = (ROOT / "docs" / "howto" / "write-an-objective.md").read_text()
     block = page.split("```python\n")[1].split("```")[0]
     (tmp_path / "my_objective.py").write_text(block)
     shutil.copy(ROOT / "experiments" / "tiny.py", tmp_path)

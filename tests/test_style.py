@@ -88,7 +88,7 @@ def violations() -> list[str]:
                 modules.append((path.stem, name))
     for kind, places in (("class", classes), ("module", modules)):
         lines += [f"{kind} {name} {' '.join(found)}" for name, found in duplicates(places).items()]
-    for path in [ROOT / "README.md", ROOT / "WORKSPACE.md", *(ROOT / "docs").glob("*.md")]:
+    for path in [ROOT / "README.md", ROOT / "WORKSPACE.md", *(ROOT / "docs").rglob("*.md")]:
         if wide := [line for line in prose(path.read_text()) if len(line) > WIDTH]:
             lines.append(f"wide {path.relative_to(ROOT).as_posix()} {len(wide)}")
     return sorted(lines)

@@ -127,7 +127,7 @@ def similarity_warning(line: dict[str, Any], lines: list[dict[str, Any]], base: 
     first = next((x["scores"] for x in lines if x["kind"] == "probes" and x["step"] == 0), {})
     warnings = (
         f"; {name} was {first[name]:.4f} in {base}: training makes its text vectors worse; "
-        "docs/search.md tells how to restore them"
+        "docs/howto/train-text-vectors.md tells how to restore them"
         for name in line["similar"]
         if name in first and line["scores"][name] < first[name] - _LOST_SCORE
     )

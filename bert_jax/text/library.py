@@ -181,7 +181,7 @@ class Library:
             raise InputError(
                 f"{where}: {'; '.join(missing)}: add special tokens such as [PAD] and [MASK] "
                 f"(give other names in {NAMING[0]} next to it) and a TemplateProcessing, and save "
-                "it again; docs/data.md has an example"
+                "it again; docs/howto/import-a-model.md has an example"
             )
 
     def _find_continuations(self) -> np.ndarray:

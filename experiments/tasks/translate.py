@@ -3,11 +3,11 @@
     bert-jax finetune experiments/tasks/translate.py --from runs/leads --workdir runs/translate
 
 Source: Rothe et al. 2020, BERT2BERT with shared embeddings; sentences of STS-B (Cer et al. 2017)
-and their machine translations (`stsb_multi_mt`), joined by docs/generate.md. The base is that of
-leads.py.
+and their machine translations (`stsb_multi_mt`), joined by docs/howto/generate-text.md. The base is
+that of leads.py.
 Hardware: two CPU cores, minutes.
 Expected: a chrF near 0.39, greedy; a base of random weights guesses worse, and writes as well
-(docs/generate.md).
+(docs/howto/generate-text.md).
 """
 
 from bert_jax.config import Adapt, Finetuning, Optimizer, Parallelism, Run, Task

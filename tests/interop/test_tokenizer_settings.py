@@ -200,7 +200,7 @@ def test_ids_equal_those_of_sentence_transformers(number, tmp_path):
 
 
 def test_the_documentation_lists_every_key():
-    text = (pathlib.Path(__file__).parents[2] / "docs" / "interop.md").read_text()
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()
     for file, rules in RULES.items():
         for key in rules:
             assert f"`{key}`" in text, (file, key)

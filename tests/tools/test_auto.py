@@ -164,7 +164,7 @@ def test_more_operations_want_a_larger_encoder(here):
 
 
 def test_the_page_has_the_rule():
-    page = pathlib.Path(__file__).parents[2] / "docs" / "learning.md"
+    page = pathlib.Path(__file__).parents[2] / "docs" / "results" / "learning.md"
     table = page.read_text().split("| from so many operations on |")[1].split("\n\n")[0]
     rows = [line.strip("| ").replace(",", "").split() for line in table.splitlines()[2:]]
     numbers = [[float(word) for word in row if word != "|"] for row in rows]

@@ -11,7 +11,7 @@ from stand_in import compiled
 
 from bert_jax.tools.plan import estimate, hlo, schedule, topology, work
 
-# Milliseconds of a step, as docs/performance.md has them.
+# Milliseconds of a step, as docs/results/performance.md has them.
 MS = {
     "large_512_v5e": 46.88,
     "large_128_v5e": 27.44,
