@@ -44,17 +44,17 @@ ABOVE = {
     "data": 3_687,
     "distributed": 1_116,
     "embeddings": 1_341,
-    "interop": 2_759,
+    "interop": 2_760,
     "model": 3_069,
-    "pretraining": 1_212,
+    "pretraining": 1_220,
     "serve": 574,
     "storage": 2_039,
     "tasks": 4_452,
     "text": 3_219,
-    "tools": 7_957,
+    "tools": 7_960,
     "training": 2_335,
     "benchmarks": 3_034,
-    "tests": 37_106,
+    "tests": 37_114,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

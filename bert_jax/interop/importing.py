@@ -11,7 +11,7 @@ from etils import epath
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import Base, Moments
 from bert_jax.config import Corpus
-from bert_jax.errors import InputError, printable
+from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.interop import huggingface, tf1
 from bert_jax.interop.names import Report
 from bert_jax.model.encoder import padded_vocab_size
@@ -67,7 +67,8 @@ def import_weights(
         more += f"; vectors of texts: {vectors.pooling}{length}, at most {longest} tokens"
     report(
         printable(
-            f"imported {source} to {target}: {cfg.num_hidden_layers} layers, {cfg.hidden_size} "
+            f"imported {source} to {target}: {pluralize(cfg.num_hidden_layers, 'layer')}, "
+            f"{cfg.hidden_size} "
             f"wide, {cfg.vocab_size} tokens, {base.tokenizer.case}{more}"
         )
     )

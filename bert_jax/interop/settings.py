@@ -47,7 +47,7 @@ _SPECIAL_TOKEN_RULES = {
 }
 _EXTRA_TOKEN_RULES = dict.fromkeys(
     ("additional_special_tokens", "extra_special_tokens"),
-    _honoured("must be in the vocabulary; read as plain text, which import hf prints"),
+    _honoured("must be in the vocabulary; read as plain text, which `bert-jax import` prints"),
 )
 _ALWAYS_TRUE = _refused("bert-jax always does this", (None, True))
 _OVERFLOW = _ignored("affects tokens after the truncation, which are not used")

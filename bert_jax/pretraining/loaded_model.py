@@ -191,8 +191,16 @@ class LoadedModel(Base):
     ) -> Floats:
         """Returns the vector of each text, float32 [texts, W]; see `embeddings.embed.Features`.
 
-        The run or the base determines arguments that are None. Texts are truncated to its maximum
-        length. `role` selects the prompt, for a model with a prompt for each role.
+        Texts are truncated to the maximum length of the run or the base.
+
+        Args:
+          texts: one or several.
+          pooling: the mean of the vectors of all tokens, or the vector of [CLS] or of the last
+            token; None: as the run or base has it, else the mean.
+          layers: 0 is the embeddings, 1 the first layer; negative numbers count from the last, -1.
+            The vectors of several layers are concatenated.
+          normalize: whether vectors are scaled to length 1; None: as the run or base has it.
+          role: selects the prompt, for a model with a prompt for each role.
         """
         features = Features(pooling=pooling, layers=tuple(layers), normalize=normalize)
         embedder = Embedder(self, features, mesh_lib.make_mesh(Parallelism()))

@@ -205,7 +205,6 @@ def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
     """
     size = next(size for size in reversed(SIZES) if operations >= size.operations)
     vocab_size = min(size.tokens, max(1_000, text.bytes // _BYTES_PER_TOKEN // 1_000 * 1_000))
-    is_latin = text.language in _WORDS
     recipe = config.load(os.fspath(SHIPPED / "tiny.py"))
     model = dataclasses.replace(
         recipe.model,
@@ -217,10 +216,11 @@ def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
         max_position_embeddings=512,
         compute_dtype=_compute_type(),
     )
-    case = "uncased" if text.language == "en" or not is_latin else "cased"
+    # Lower-casing also strips accents, which turns й into и and drops the vowel signs of Hindi.
+    case = "uncased" if text.language == "en" else "cased"
     text_corpus = _corpus(text, case=case)
     if text.language in ("ja", "th"):  # no spaces between words
-        text_corpus = dataclasses.replace(text_corpus, tokenizer_kind="unigram", case="cased")
+        text_corpus = dataclasses.replace(text_corpus, tokenizer_kind="unigram")
     rate = recipe.optimizer.peak_learning_rate * recipe.model.hidden_size / size.width
     optimizer = dataclasses.replace(recipe.optimizer, peak_learning_rate=rate, warmup_steps=1)
     return _experiment(name, "", model, text_corpus, size.rows, optimizer)

@@ -163,6 +163,14 @@ def test_more_operations_want_a_larger_encoder(here):
     assert "about" not in auto.expected_loss(small, 9_000)
 
 
+@pytest.mark.parametrize(
+    ("language", "case"), [("en", "uncased"), ("ru", "cased"), ("hi", "cased")]
+)
+def test_only_english_is_lower_cased_since_this_also_strips_accents(language, case):
+    text = auto.Text("text:x", 1_000_000, 100, language)
+    assert auto._fresh_experiment("w", text, 9e12).corpus.case == case
+
+
 def test_the_page_has_the_rule():
     page = pathlib.Path(__file__).parents[2] / "docs" / "results" / "learning.md"
     table = page.read_text().split("| from so many operations on |")[1].split("\n\n")[0]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from bert_jax import config
 from bert_jax.config import Experiment
-from bert_jax.errors import InputError, printable
+from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.model import flops
 from bert_jax.tools.plan import compile as compile_lib
 from bert_jax.tools.plan import estimate
@@ -314,7 +314,10 @@ def lines(plan: Entry) -> Iterator[str]:
 
 def _slice_lines(entry: Entry) -> Iterator[str]:
     chips, devices = entry["chips"], entry["devices"]
-    yield f"{entry['topology']}: {chips:,} chips, {devices:,} devices ({entry['device_kind']})"
+    yield (
+        f"{entry['topology']}: {pluralize(chips, 'chip')}, {pluralize(devices, 'device')} "
+        f"({entry['device_kind']})"
+    )
     for name, value in entry["exchange"]["compiler_options"].items():
         yield f"  compiler option: {name}={value}"
     for phase in entry["phases"]:
