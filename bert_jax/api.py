@@ -329,8 +329,8 @@ def export(
     Args:
       model: a model, or the path of one.
       folder: the folder to write, which must not exist.
-      form: as `bert-jax export --as`; None: `task` for a fine-tuned model, or `encoder` if its task
-        is to make vectors. Other models require it.
+      form: as the flag --as of `bert-jax export`; None: `task` for a fine-tuned model, or `encoder`
+        if its task is to make vectors. Other models require it.
       dtype: the type of the weights that are written.
 
     Returns:

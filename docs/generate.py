@@ -329,9 +329,19 @@ def find_classes(value: Any) -> list[type]:
 
 
 def methods(shown: type) -> list[Any]:
-    """Returns the public methods of a class, without class methods and properties."""
-    members = (member for name, member in inspect.getmembers(shown) if not name.startswith("_"))
+    """Returns the public methods of a class, but not those inherited from a public class."""
+    inherited = {
+        name for base in public_bases(shown) for name in dir(base) if name not in vars(shown)
+    }
+    names = [name for name in dir(shown) if not name.startswith("_") and name not in inherited]
+    members = [getattr(shown, name) for name in names]
     return [m for m in members if inspect.isfunction(m) and m.__module__.startswith("bert_jax")]
+
+
+def public_bases(shown: type) -> list[type]:
+    """Returns the base classes that `bert_jax` offers, which have sections of their own."""
+    public = [getattr(bert_jax, name) for name in bert_jax.__all__]
+    return [base for base in shown.__mro__[1:] if base in public]
 
 
 def describe_function(title: str, function: Any) -> Iterator[str]:
@@ -344,7 +354,8 @@ def describe_function(title: str, function: Any) -> Iterator[str]:
         if parameter.name != "self"
     ]
     signature = str(inspect.Signature(parameters)).replace("'", '"')
-    yield from ["", f"## {title}", "", f"`{function.__name__}{signature} -> {result}`", ""]
+    call = textwrap.wrap(f"`{function.__name__}{signature} -> {result}`", 100)
+    yield from ["", f"## {title}", "", *call, ""]
     yield from format_docstring(inspect.getdoc(function) or "", hints)
 
 
@@ -352,8 +363,13 @@ def describe_class(shown: type) -> Iterator[str]:
     """Yields the sections of a class: its fields, its properties and its public methods."""
     yield from ["", f"## {shown.__name__}", ""]
     yield from format_docstring(inspect.getdoc(shown) or "", {})
-    # Base classes first, as the fields of a dataclass are.
-    owners = [owner for owner in reversed(shown.__mro__) if owner.__module__.startswith("bert_jax")]
+    # Base classes first, as the fields of a dataclass are; public ones have their own sections.
+    inherited = {owner for base in public_bases(shown) for owner in base.__mro__}
+    owners = [
+        owner
+        for owner in reversed(shown.__mro__)
+        if owner.__module__.startswith("bert_jax") and owner not in inherited
+    ]
     items = [item for owner in owners for item in describe_fields(owner)]
     yield from ["", *items] if items else []
     for method in methods(shown):

@@ -9,9 +9,8 @@ uses most; 170 of the 278 million parameters go. Masks and the rate as Gururanga
 (further pre-training on a domain) have them; it stays at its peak until the last tenth, so that a
 run can be gone on with.
 Hardware: 8 TPU v5e chips.
-Expected: not run at this size; docs/howto/continue-a-published-encoder.md has a run of a smaller
-encoder. `bert-jax plan` of it for v5e:2x4: 12.8 of 16 GiB a chip, half an hour, 32 % of the chips'
-peak.
+Expected: not run at this size (docs/results/learning.md has a smaller run). Plan for v5e:2x4: 12.8
+of 16 GiB a chip, half an hour, 32 % of the chips' peak.
 """
 
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Phase, Run

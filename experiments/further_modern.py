@@ -7,9 +7,8 @@
 Source: weights of Warner et al. 2024 (ModernBERT), and its masks, 30 %; the rate is warmed up
 again, to less than theirs, and falls in the last tenth alone, so that a run can be gone on with.
 Hardware: 8 TPU v5e chips.
-Expected: not run at this size; docs/howto/continue-a-published-encoder.md has a run of a smaller
-encoder. `bert-jax plan` of it for v5e:2x4: 12.6 of 16 GiB a chip, 0.8 hours, 29 % of the chips'
-peak.
+Expected: not run at this size (docs/results/learning.md has a smaller run). Plan for v5e:2x4: 12.6
+of 16 GiB a chip, 0.8 hours, 29 % of the chips' peak.
 """
 
 from bert_jax.config import Corpus, Data, Experiment, Model, Optimizer, Parallelism, Phase, Run

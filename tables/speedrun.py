@@ -6,8 +6,7 @@ Source: Muon (Jordan et al. 2024), a causal beginning (Gisserot-Boukhlef et al. 
 (Wettig et al. 2023), each on top of experiments/tiny.py; all rows are scored on the same held-out
 rows. A row is ahead where its `reach:` is smaller than that of `tiny`; a record wants three seeds.
 Hardware: any CPU; 9 runs of three to eight minutes each.
-Expected: with Muon 2.5 nat below the unigram baseline in 0.86 of the time
-(docs/results/learning.md).
+Expected: Muon is 2.5 nat below the unigram baseline in 0.86 of the time (results/learning.md).
 """
 
 import dataclasses

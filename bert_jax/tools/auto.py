@@ -1,8 +1,7 @@
 """Auto: chooses an experiment for a text, this machine and a number of hours.
 
-docs/results/learning.md explains the choice, with the runs from which its rule was derived. The
-choice depends on a sample of the text, the speed of a large matrix product, and the time of a few
-steps.
+docs/results/learning.md explains the choice, with the runs behind its rule. The choice depends on a
+sample of the text, the speed of a large matrix product, and the time of a few steps.
 """
 
 import collections
@@ -73,8 +72,7 @@ class Size(NamedTuple):
 
 # At 2.1e14 operations the second size is 0.12 nat better than the first on one text, 0.03 and 0.07
 # worse on two; at 5e13 at least 0.3 worse. At 6.5e14 it is 0.07 better than the first and 0.05 than
-# the third. The limits of the third and later sizes are not measured (see
-# docs/results/learning.md).
+# the third. The limits of the third and later sizes are not measured (docs/results/learning.md).
 SIZES = (
     Size(0.0, 2, 128, 32, 8_000),
     Size(2e14, 4, 128, 32, 8_000),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import types
 import unicodedata
 
@@ -173,9 +174,9 @@ def test_only_english_is_lower_cased_since_this_also_strips_accents(language, ca
 
 def test_the_page_has_the_rule():
     page = pathlib.Path(__file__).parents[2] / "docs" / "results" / "learning.md"
-    table = page.read_text().split("| from so many operations on |")[1].split("\n\n")[0]
-    rows = [line.strip("| ").replace(",", "").split() for line in table.splitlines()[2:]]
-    numbers = [[float(word) for word in row if word != "|"] for row in rows]
+    table = page.read_text().split("| operations, from |")[1].split("\n\n")[0]
+    rows = [re.sub(r"(\d),(\d{3})\b", r"\1\2", line) for line in table.splitlines()[2:]]
+    numbers = [[float(word) for word in re.findall(r"[\d.e]+", row)] for row in rows]
     assert numbers == [list(map(float, size)) for size in auto.SIZES]
 
 
