@@ -176,7 +176,7 @@ class Index:
         if self._embedder.cut and self._cut == "beginning":
             report(
                 f"{self._folder}: only the first {self._embedder.max_length} tokens of "
-                f"{pluralize(self._embedder.cut, 'text')} are searched; add --long passages"
+                f"{pluralize(self._embedder.cut, 'text')} are searched; add --long-texts passages"
             )
         if missing:
             raise InputError(f"{self._path}: changed while it was read; run again")

@@ -62,7 +62,7 @@ class EmbedEndpoint:
 
     def __init__(self, name: str, embedder: Embedder):
         self.name, self._embedder = name, embedder
-        self.about = f"{embedder.width} numbers a vector"
+        self.about = f"{embedder.width} numbers per vector"
         if prefix := embedder.prefixes["query"]:
             self.about += f'; requests with "role": "query" get the prefix {prefix!r}'
         self.warm = embedder.warm  # raises if the model cannot compute
