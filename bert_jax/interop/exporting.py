@@ -22,14 +22,11 @@ def export(model: LoadedModel, target: epath.Path, form: Form | None, dtype: Dty
     Args:
       model: a model, fine-tuned or not.
       target: the folder; it appears when it is complete.
-      form: the form; None: the only or usual one of a fine-tuned model.
+      form: the form; None: the only or usual one of a fine-tuned model; other models need one.
       dtype: the type of the weights; bfloat16 rounds them.
 
     Returns:
       The name of the class that reads the folder.
-
-    Raises:
-      InputError: the model has no such form, or is not fine-tuned and `form` is None.
     """
     if not isinstance(model, FinetunedModel):
         return _export_encoder(
