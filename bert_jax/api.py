@@ -7,7 +7,7 @@ result of `load`. Shape letters: B rows, S positions, P predictions, W width of 
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from etils import epath
@@ -42,6 +42,7 @@ from bert_jax.tasks.finetuned_model import FinetunedModel
 from bert_jax.training import mesh as mesh_lib
 
 Path = str | os.PathLike[str]
+T = TypeVar("T", Experiment, Finetuning)
 
 # --- train ----------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ def finetune(
     """
     if not isinstance(task, Finetuning):
         task = config.load(os.fspath(task), kind=Finetuning)
-    task = config.override(task, settings)
+    task = _override(task, settings)
     root = f"runs/{task.name}" if workdir is None else os.fspath(workdir)
     encoder = None if base is None else os.fspath(base)
     outcome = finetuning_job.finetune(task, encoder, root, _make_progress(progress))
@@ -105,9 +106,15 @@ def _open_run(
 ) -> tuple[Experiment, Workdir]:
     if not isinstance(experiment, Experiment):
         experiment = config.load(os.fspath(experiment))
-    experiment = config.override(experiment, settings)
+    experiment = _override(experiment, settings)
     root = f"runs/{experiment.name}" if workdir is None else workdir
     return experiment, mirror.open_to_write(root, experiment.run.corpus_dir)
+
+
+def _override(experiment: T, settings: Sequence[str]) -> T:
+    if isinstance(settings, str):
+        raise InputError(f"settings: {settings!r} is one text; give a list of texts")
+    return config.override(experiment, settings)
 
 
 def _make_progress(shows_bar: bool) -> LoggedProgress:
@@ -173,7 +180,7 @@ def predict(
     if isinstance(loaded, FinetunedModel):
         return loaded.predict(texts)
     answers = []
-    for position, example in enumerate(texts):
+    for position, example in enumerate([texts] if isinstance(texts, str) else texts):
         parts = list_texts(example, f"texts[{position}]")
         if not 1 <= len(parts) <= 2:
             raise InputError(f"texts[{position}]: has {len(parts)} texts; give one or two")

@@ -147,6 +147,7 @@ def test_predict_and_embed_take_generators_and_give_what_the_methods_give(model)
     texts = ["wa [MASK]", "xb [MASK] xd ."]
     answers = bert_jax.predict(model, (text for text in texts))
     assert [answer["masks"] for answer in answers] == [p.masks for p in model.fill(texts)]
+    assert bert_jax.predict(model, texts[0]) == answers[:1]
     (pair,) = bert_jax.predict("run", [("wa wb", "xc xd")])
     assert pair == {"masks": [], "is_next": model.fill("wa wb", "xc xd").is_next}
     vectors = bert_jax.embed(model, (text for text in texts), normalize=True)
@@ -155,6 +156,7 @@ def test_predict_and_embed_take_generators_and_give_what_the_methods_give(model)
         (lambda: bert_jax.predict(model, ["wa", None]), r"texts\[1\]: None"),
         (lambda: bert_jax.predict(model, [("wa", 3)]), r"texts\[0\]\[1\]: 3"),
         (lambda: bert_jax.predict(model, [("wa", "wb", "wc")]), r"texts\[0\]: has 3"),
+        (lambda: bert_jax.pretrain("small.py", "run", "seed=1"), "settings: 'seed=1' is one text"),
         (lambda: bert_jax.load("run", base="run"), "base: run is not a fine-tuned run"),
         (lambda: bert_jax.import_weights("run", "new", keep=3), "keep: requires vocabulary"),
         (lambda: bert_jax.search(model, ["wa"], "wa", vectors="v"), "vectors: "),

@@ -37,7 +37,7 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 1_038,
+    ".": 1_045,
     "checkpoints": 1_178,
     "cli": 2_245,
     "config": 2_313,
@@ -54,7 +54,7 @@ ABOVE = {
     "tools": 7_960,
     "training": 2_335,
     "benchmarks": 3_034,
-    "tests": 37_233,
+    "tests": 37_235,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
