@@ -51,7 +51,7 @@ def test_the_commands_of_the_tutorial_run(folder):
     output = ""
     for command in commands:
         # Fewer steps of pre-training, so that the test takes a minute.
-        fewer = "experiments/tiny.py --set phases.0.steps=60"
+        fewer = "experiments/tiny.py --set phases.0.steps=60 --set optimizer.warmup_steps=6"
         command = command.replace("experiments/tiny.py", fewer)
         script = ["bash", "-euo", "pipefail", "-c", command]
         done = subprocess.run(script, cwd=folder, capture_output=True, text=True, check=False)
