@@ -7,7 +7,7 @@ result of `load`. Shape letters: B rows, S positions, P predictions, W width of 
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from etils import epath
@@ -22,13 +22,14 @@ from bert_jax.embeddings import nearest
 from bert_jax.embeddings import search as search_lib
 from bert_jax.embeddings.embed import Embedder, Features, TextRole
 from bert_jax.embeddings.search import SearchHit
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, require_choice
 from bert_jax.interop import exporting, huggingface, importing
 from bert_jax.pretraining import pretraining_job
 from bert_jax.pretraining.loaded_model import (
     Floats,
     LoadedModel,
     Texts,
+    list_examples,
     list_texts,
     score_held_out,
 )
@@ -180,7 +181,7 @@ def predict(
     if isinstance(loaded, FinetunedModel):
         return loaded.predict(texts)
     answers = []
-    for position, example in enumerate([texts] if isinstance(texts, str) else texts):
+    for position, example in enumerate(list_examples(texts)):
         parts = list_texts(example, f"texts[{position}]")
         if not 1 <= len(parts) <= 2:
             raise InputError(f"texts[{position}]: has {len(parts)} texts; give one or two")
@@ -246,6 +247,8 @@ def search(
     Returns:
       For each query its hits, best first: `line` (from 1), `score` and `text`.
     """
+    if top < 1:
+        raise InputError(f"top: {top} must be at least 1")
     loaded, asked = _load(model), list_texts(queries, "queries")
     embedder = Embedder(loaded, Features(normalize=True), mesh_lib.make_mesh(Parallelism()))
     if isinstance(texts, str | os.PathLike):
@@ -343,6 +346,8 @@ def export(
     Returns:
       The class of transformers that reads the folder.
     """
+    require_choice("form", form, (None, *get_args(exporting.Form)))
+    require_choice("dtype", dtype, get_args(exporting.Dtype))
     target = epath.Path(folder)
     copies.require_new_folder(target)
     return exporting.export(_load(model), target, form, dtype)

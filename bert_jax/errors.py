@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
@@ -101,6 +101,12 @@ def json_object(content: str | bytes, where: object, remedy: str = "") -> dict[s
     if not isinstance(value, dict):
         raise InputError(f"{where}: not a JSON object{ending}")
     return value
+
+
+def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raises InputError unless an argument of the Python API has one of these values."""
+    if value not in choices:
+        raise InputError(f"{name}: {value!r} must be one of {', '.join(map(repr, choices))}")
 
 
 @contextlib.contextmanager

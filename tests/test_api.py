@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import pathlib
 import subprocess
 import sys
 
@@ -160,9 +161,17 @@ def test_predict_and_embed_take_generators_and_give_what_the_methods_give(model)
         (lambda: bert_jax.load("run", base="run"), "base: run is not a fine-tuned run"),
         (lambda: bert_jax.import_weights("run", "new", keep=3), "keep: requires vocabulary"),
         (lambda: bert_jax.search(model, ["wa"], "wa", vectors="v"), "vectors: "),
+        (lambda: bert_jax.search(model, ["wa"], "wa", top=0), "top: 0"),
+        (lambda: bert_jax.search(model, ["wa"], "wa", top=-1), "top: -1"),
+        (lambda: bert_jax.predict(model, None), "texts: None"),
+        (lambda: bert_jax.embed(model, ["wa"], role="text"), "role: 'text'"),
+        (lambda: bert_jax.embed(model, ["wa"], pooling="max"), "pooling: 'max'"),
+        (lambda: bert_jax.export(model, "new", "masked_lm", "int8"), "dtype: 'int8'"),
+        (lambda: bert_jax.export(model, "new", "onnx"), "'onnx'"),
     ):
         with pytest.raises(InputError, match=words):
             call()
+    assert not pathlib.Path("new").exists()
 
 
 def test_the_role_selects_the_prompt(model):
@@ -234,6 +243,7 @@ def test_a_fine_tuned_model_predicts_embeds_and_scores(model, tmp_path, capfd):
         [answer["label"] == label for answer, (_, label) in zip(answers, rows, strict=True)]
     )
     assert tuned.score()["accuracy"] == pytest.approx(share)
+    assert tuned.score(task.validation[0]) == tuned.score(task.validation) == tuned.score()
     again = bert_jax.load(tmp_path / "tuned")
     assert isinstance(again, bert_jax.FinetunedModel) and again.step == tuned.step == 8
     assert bert_jax.predict(again, [rows[0][0]]) == answers[:1]

@@ -23,7 +23,7 @@ from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
 from bert_jax.config import Experiment, Parallelism
 from bert_jax.embeddings import embed as embed_lib
 from bert_jax.embeddings.embed import Embedder, Features, TextRole
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, require_choice
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode
@@ -202,6 +202,8 @@ class LoadedModel(Base):
           normalize: whether vectors are scaled to length 1; None: as the run or base has it.
           role: selects the prompt, for a model with a prompt for each role.
         """
+        require_choice("pooling", pooling, (None, "mean", "cls", "last"))
+        require_choice("role", role, typing.get_args(TextRole))
         features = Features(pooling=pooling, layers=tuple(layers), normalize=normalize)
         embedder = Embedder(self, features, mesh_lib.make_mesh(Parallelism()))
         parts = [part.vectors for part in embedder.embed(list_texts(texts), role)]
@@ -270,6 +272,13 @@ def list_texts(texts: Texts, name: str = "texts") -> list[str]:
     for position, text in enumerate(texts := list(texts)):
         _require_text(text, f"{name}[{position}]")
     return texts
+
+
+def list_examples(examples: Iterable[str | Sequence[str]]) -> list[str | Sequence[str]]:
+    """Returns examples, each a text or a sequence of texts, as a list; a text is one example."""
+    if isinstance(examples, str) or not isinstance(examples, Iterable):
+        return [*list_texts(examples)]
+    return list(examples)
 
 
 def _require_text(value: object, name: str) -> None:

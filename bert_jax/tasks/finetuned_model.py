@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bert_jax.errors import InputError, pluralize
-from bert_jax.pretraining.loaded_model import LoadedModel, list_texts
+from bert_jax.pretraining.loaded_model import LoadedModel, list_examples, list_texts
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.examples import Tally
@@ -44,7 +44,7 @@ class FinetunedModel(LoadedModel):
         """
         task, flat = self.task_model.task, list[str]()
         count = examples_lib.texts_per_example(task)
-        for position, example in enumerate(list_texts(texts) if isinstance(texts, str) else texts):
+        for position, example in enumerate(list_examples(texts)):
             parts = list_texts(example, f"texts[{position}]")
             if len(parts) != count:
                 raise InputError(
@@ -54,10 +54,12 @@ class FinetunedModel(LoadedModel):
             flat += parts
         return list(self.task_model.predict(examples_lib.parse_arguments(task, flat)))
 
-    def score(self, sources: Sequence[str] = ()) -> dict[str, Any]:
+    def score(self, sources: str | Sequence[str] = ()) -> dict[str, Any]:
         """Returns `step`, `loss`, `score` and all scores by name on labelled examples.
 
         Args:
-          sources: as in `task.validation`, such as "tsv:FILE"; none: the run's validation examples.
+          sources: one or several, as in `task.validation`, such as "tsv:FILE"; none: the validation
+            examples of the run.
         """
-        return self.task_model.score_sources(sources, Tally())[0]
+        listed = [sources] if isinstance(sources, str) else sources
+        return self.task_model.score_sources(listed, Tally())[0]
