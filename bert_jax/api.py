@@ -35,7 +35,7 @@ from bert_jax.pretraining.loaded_model import (
 )
 from bert_jax.pretraining.pretraining_job import OpenCorpus
 from bert_jax.process import logger
-from bert_jax.running.progress import LoggedProgress, NotebookProgress
+from bert_jax.running.progress import BarProgress, LoggedProgress
 from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment
 from bert_jax.tasks import finetuning_job, probes
@@ -59,9 +59,9 @@ def pretrain(
     The logger `bert_jax` receives the lines that the command prints (level INFO).
 
     Args:
-      experiment: a value, an experiment file, or a resolved config as JSON.
+      experiment: an `Experiment`, the path of an experiment file, or of a resolved config in JSON.
       workdir: the run's folder; None: runs/NAME.
-      settings: changes of the experiment, such as "phases.0.steps=100".
+      settings: fields to override, such as "phases.0.steps=100".
       progress: whether to show a bar on standard error, which is updated in place.
 
     Raises:
@@ -83,10 +83,10 @@ def finetune(
     """Starts or resumes the fine-tuning of a base or a run on a task, and loads the result.
 
     Args:
-      task: a value, a task file, or a resolved config as JSON.
+      task: a `Finetuning`, the path of a task file, or of a resolved config in JSON.
       base: the base or run whose encoder is fine-tuned; None: the one that `task` names.
       workdir: the folder of the new run; None: runs/NAME.
-      settings: changes of the task, such as "task.train=tsv:train.tsv".
+      settings: fields to override, such as "task.train=tsv:train.tsv".
       progress: whether to show a bar on standard error, which is updated in place.
 
     Raises:
@@ -96,10 +96,10 @@ def finetune(
         task = config.load(os.fspath(task), kind=Finetuning)
     task = _override(task, settings)
     root = f"runs/{task.name}" if workdir is None else os.fspath(workdir)
-    encoder = None if base is None else os.fspath(base)
-    outcome = finetuning_job.finetune(task, encoder, root, _make_progress(progress))
+    base_path = None if base is None else os.fspath(base)
+    outcome = finetuning_job.finetune(task, base_path, root, _make_progress(progress))
     _require_finished(outcome, root)
-    return FinetunedModel.load(mirror.open_workdir(root), encoder)
+    return FinetunedModel.load(mirror.open_workdir(root), base_path)
 
 
 def _open_run(
@@ -119,7 +119,7 @@ def _override(experiment: T, settings: Sequence[str]) -> T:
 
 
 def _make_progress(shows_bar: bool) -> LoggedProgress:
-    return NotebookProgress() if shows_bar else LoggedProgress()
+    return BarProgress() if shows_bar else LoggedProgress()
 
 
 def _require_finished(outcome: str, address: Path) -> None:
@@ -137,8 +137,9 @@ def load(
 
     Args:
       path: the folder; a run or a base may also be in a bucket.
-      checkpoint: a run's checkpoint: `newest`, `best` (by held-out loss or score), or a step.
-      code: the file of a run's custom objective or encoder; it runs if its hash is the saved one.
+      checkpoint: a run's checkpoint: `newest`, `best` (by held-out loss), or a step.
+      code: the Python file of a run's custom objective or encoder; it is executed only if its
+        hash is the one that the run has saved.
       base: for a fine-tuned run, where its base is now; None: where it was during training.
 
     Returns:
@@ -165,7 +166,7 @@ def _load(model: LoadedModel | Path) -> LoadedModel:
 def predict(
     model: LoadedModel | Path, texts: Iterable[str | Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Fills [MASK] and judges sentence pairs, or predicts with a fine-tuned model.
+    """Fills [MASK] and scores whether B follows A, or predicts with a fine-tuned model.
 
     Args:
       model: a model, or the path of one.
@@ -173,9 +174,9 @@ def predict(
         context) for an answer.
 
     Returns:
-      A dict for each example. A fine-tuned model gives what its command writes as JSON, such as
-      `label` and `probabilities`. Other models give `masks`, the most likely tokens of each [MASK]
-      with their probabilities, and `is_next`, the probability that B follows A, or None.
+      A dict for each example. A fine-tuned model gives what `bert-jax predict` writes as JSON, such
+      as `label` and `probabilities`. Other models give `masks`, the most likely tokens of each
+      [MASK] with their probabilities, and `is_next`, the probability that B follows A, or None.
     """
     loaded = _load(model)
     if isinstance(loaded, FinetunedModel):
@@ -249,23 +250,26 @@ def search(
     """
     if top < 1:
         raise InputError(f"top: {top} must be at least 1")
-    loaded, asked = _load(model), list_texts(queries, "queries")
+    loaded, query_list = _load(model), list_texts(queries, "queries")
     embedder = Embedder(loaded, Features(normalize=True), mesh_lib.make_mesh(Parallelism()))
     if isinstance(texts, str | os.PathLike):
         folder = epath.Path(vectors if vectors is not None else f"{os.fspath(texts)}.vectors")
         index = search_lib.Index(os.fspath(texts), folder, loaded, embedder, logger.info)
-        return index.nearest(asked, top) if asked else []
-    known = list_texts(texts)
+        return index.nearest(query_list, top) if query_list else []
+    text_list = list_texts(texts)
     if vectors is not None:
-        raise InputError("vectors: keeps the vectors of a file; give the path of one as texts")
-    if not known or not asked:
-        return [[] for _ in asked]
-    blocks = (part.vectors for part in embedder.embed(known))
-    encoded = np.concatenate([part.vectors for part in embedder.embed(asked, "query")])
-    numbers, scores = nearest.nearest(blocks, encoded, min(top, len(known)))
+        raise InputError("vectors: applies only if texts is the path of a file; remove vectors")
+    if not text_list or not query_list:
+        return [[] for _ in query_list]
+    blocks = (part.vectors for part in embedder.embed(text_list))
+    encoded = np.concatenate([part.vectors for part in embedder.embed(query_list, "query")])
+    indices, scores = nearest.nearest(blocks, encoded, top)
     return [
-        [SearchHit(n + 1, float(s), known[n]) for n, s in zip(row.tolist(), near, strict=True)]
-        for row, near in zip(numbers, scores, strict=True)
+        [
+            SearchHit(i + 1, float(score), text_list[i])
+            for i, score in zip(row.tolist(), row_scores, strict=True)
+        ]
+        for row, row_scores in zip(indices, scores, strict=True)
     ]
 
 
@@ -273,14 +277,14 @@ def batches(experiment: Experiment | Path, step: int, workdir: Path | None = Non
     """Returns the batch of any step, without the steps before; prepares the corpus if needed.
 
     Args:
-      experiment: a value, an experiment file, or a resolved config as JSON.
-      step: the number of steps before this one, over all phases.
+      experiment: an `Experiment`, the path of an experiment file, or of a resolved config in JSON.
+      step: the index of the step, from 0, counted over all phases.
       workdir: the run's folder; None: runs/NAME.
 
     Returns:
       NumPy arrays: input_ids, segment_ids, input_mask int32 [B, S]; masked_lm_positions,
       masked_lm_ids int32 and masked_lm_weights float32 [B, P]; next_sentence_labels int32 [B], 1
-      if B is random; rows uint32 [B]; row_weights float32 [B].
+      if the second sentence is random; rows uint32 [B]; row_weights float32 [B].
     """
     experiment, run = _open_run(experiment, workdir)
     if not 0 <= step < experiment.total_steps:
@@ -308,7 +312,7 @@ def import_weights(
       source: a folder of `save_pretrained`, a TensorFlow 1 checkpoint, or a run.
       workdir: the folder of the base, which must not exist.
       tokenizer: a WordPiece vocabulary or a tokenizer folder to use instead of the source's.
-      vocabulary: a text; tokens that this text does not use are removed.
+      vocabulary: a file or folder of text; tokens that this text does not use are removed.
       keep: with `vocabulary`, the number of most frequent tokens to keep; 0: all that are used.
       add: a file of words, one on each line, that become tokens.
     """
@@ -344,7 +348,7 @@ def export(
       dtype: the type of the weights that are written.
 
     Returns:
-      The class of transformers that reads the folder.
+      The name of the class that reads the folder, such as `BertForMaskedLM`.
     """
     require_choice("form", form, (None, *get_args(exporting.Form)))
     require_choice("dtype", dtype, get_args(exporting.Dtype))

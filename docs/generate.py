@@ -111,7 +111,7 @@ def section_table(title: str, fields: Sequence[Setting]) -> Iterator[str]:
     for field in fields:
         value = " ".join(f"`{word}`" for word in field.choices) or field.type
         default = f"`{field.default}`" if field.default else ""
-        default = "(given)" if field.default is None else default
+        default = "(required)" if field.default is None else default
         yield row(f"`{field.path}`", value, default, mark_code(field.comment))
 
 

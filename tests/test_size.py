@@ -37,7 +37,7 @@ AIMS = {
     "tests": 23_000,
 }
 ABOVE = {
-    ".": 1_056,
+    ".": 1_060,
     "checkpoints": 1_178,
     "cli": 2_245,
     "config": 2_313,
@@ -46,15 +46,15 @@ ABOVE = {
     "embeddings": 1_341,
     "interop": 2_760,
     "model": 3_069,
-    "pretraining": 1_229,
+    "pretraining": 1_232,
     "serve": 574,
     "storage": 2_039,
-    "tasks": 4_454,
+    "tasks": 4_458,
     "text": 3_219,
     "tools": 7_960,
     "training": 2_335,
     "benchmarks": 3_034,
-    "tests": 37_245,
+    "tests": 37_256,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -10,8 +10,8 @@ from bert_jax.interop import finetuned, huggingface
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.tasks.finetuned_model import FinetunedModel
 
-# The form of an export determines the class that reads it. The first four are of models that are
-# not fine-tuned; `task` and `adapter` are of fine-tuned models, which may also have `encoder`.
+# The form of an export determines the class that reads it. A model that is not fine-tuned can be
+# exported in the first four forms, a fine-tuned one as `task`, `adapter` or `encoder`.
 Form = Literal["pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -22,14 +22,14 @@ def export(model: LoadedModel, target: epath.Path, form: Form | None, dtype: Dty
     Args:
       model: a model, fine-tuned or not.
       target: the folder; it appears when it is complete.
-      form: the form; None: the only or usual one of a fine-tuned model; other models need one.
+      form: the form; None: the default of a fine-tuned model; other models require one.
       dtype: the type of the weights; bfloat16 rounds them.
 
     Returns:
       The name of the class that reads the folder.
     """
     if not isinstance(model, FinetunedModel):
-        return _export_encoder(
+        return _export_transformers(
             model, _pretrained_form(model.model, form, model.name), dtype, target
         )
     task_model = model.task_model
@@ -43,25 +43,26 @@ def export(model: LoadedModel, target: epath.Path, form: Form | None, dtype: Dty
             f"{' or '.join(supported)}"
         )
     if chosen == "encoder":
-        return _export_encoder(model, "encoder", dtype, target)
+        return _export_transformers(model, "encoder", dtype, target)
     return finetuned.export(task_model, cast(finetuned.Form, chosen), dtype, target)
 
 
 def _pretrained_form(model: Model, form: Form | None, name: str) -> huggingface.Kind:
-    """Returns the form; raises InputError if it is None or only fine-tuned models have it."""
+    """Returns the form; raises InputError if it is missing or applies only to fine-tuned models."""
     supported = huggingface.forms_of(model)
     if not supported:
-        return "encoder"  # for `export_weights`, which raises the error
+        return "encoder"  # `export_weights` raises InputError: no class supports the model
     if form in (None, "task", "adapter"):
         given = "--as" if form is None else f"--as {form}: {name} is not fine-tuned"
         raise InputError(f"{given}: choose {' or '.join(supported)}")
     return cast(huggingface.Kind, form)
 
 
-def _export_encoder(
+def _export_transformers(
     model: LoadedModel, form: huggingface.Kind, dtype: Dtype, target: epath.Path
 ) -> str:
     """Exports an encoder, with the pre-training heads that the form has."""
+    # For the model card.
     finetuning = model.task_model.experiment if isinstance(model, FinetunedModel) else None
     huggingface.export_weights(model, form, dtype, target, finetuning)
     return huggingface.architecture_of(model.model, form)

@@ -35,14 +35,17 @@ def show(experiment: Experiment, prepared: OpenCorpus, done: int, rows: int) -> 
             title += f": B {LABELS[data.units][label]}"
         yield Text(f"\n{title}")
         tokens = row_tokens(batch, i, prepared.tokenizer, data)
-        truth = {i: token.truth for i, token in enumerate(tokens) if token.truth is not None}
+        truth = {p: token.truth for p, token in enumerate(tokens) if token.truth is not None}
         yield mark_tokens([token.text for token in tokens], truth)
 
 
 def _origins(
     train: TrainBatches | MixedBatches, rows: np.ndarray, sources: tuple[str, ...]
 ) -> tuple[list[str], list[str]]:
-    """Returns the origin of each row of a phase, int64 [B], and lines about the whole batch."""
+    """Returns a description of the origin of each row, and lines about the whole batch.
+
+    `rows` are the row numbers in the phase, int64 [B].
+    """
     if isinstance(train, MixedBatches):
         source, numbers = train.order.locate(rows)
         counts = np.bincount(source, minlength=len(sources)).tolist()
@@ -77,8 +80,8 @@ def row_tokens(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> list[S
     truth = {} if data.unpredicted else {p: label for p, label, weight in predicted if weight}
     ids = batch["input_ids"][i, : int(batch["input_mask"][i].sum())].tolist()
     shown = [printable(tokenizer.piece(token)) for token in ids]
-    known = [printable(tokenizer.piece(truth[p])) if p in truth else None for p in range(len(ids))]
-    return list(map(ShownToken, shown, known))
+    labels = [printable(tokenizer.piece(truth[p])) if p in truth else None for p in range(len(ids))]
+    return list(map(ShownToken, shown, labels))
 
 
 def mark_tokens(tokens: Sequence[str], marks: Mapping[int, str]) -> Text:

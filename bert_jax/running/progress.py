@@ -167,28 +167,28 @@ class LoggedProgress(Progress):
             logger.info("%s", line)
 
 
-class NotebookProgress(LoggedProgress):
+class BarProgress(LoggedProgress):
     """Also shows a bar on standard error, which a notebook or a terminal updates in place."""
 
     def __init__(self):
         super().__init__()
-        self._notebook_bar: tqdm | None = None
+        self._step_bar: tqdm | None = None
 
     @contextlib.contextmanager
     def bar(self, done: int, total: int) -> Iterator[None]:
         """Shows steps `done` to `total` while entered."""
         with super().bar(done, total), tqdm(total=total, initial=done, unit=" steps") as bar:
             bar.disable = bar.disable or self._is_silent
-            self._notebook_bar = bar
+            self._step_bar = bar
             yield
-        self._notebook_bar = None
+        self._step_bar = None
 
     def train(self, line: dict[str, float], seconds: dict[str, float]) -> None:
         """Shows and logs a training line."""
         super().train(line, seconds)
-        if self._notebook_bar is not None:
-            self._notebook_bar.set_postfix_str("  ".join(self._describe(line, seconds)), False)
-            self._notebook_bar.update(line["step"] - self._notebook_bar.n)
+        if self._step_bar is not None:
+            self._step_bar.set_postfix_str("  ".join(self._describe(line, seconds)), False)
+            self._step_bar.update(line["step"] - self._step_bar.n)
 
 
 # Names of waits that are no part of steps; the rest of a lap is. Waiting for data counts as steps,

@@ -1,4 +1,4 @@
-"""A fine-tuned model for programs: its encoder, its predictions and its scores."""
+"""A fine-tuned model as a Python object: its encoder, its predictions and its scores."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -25,10 +25,13 @@ class FinetunedModel(LoadedModel):
     def load(
         cls, run: Workdir, base: str | None = None, checkpoint: str = "newest"
     ) -> "FinetunedModel":
-        """Reads a checkpoint of a fine-tuned run; the arguments are those of `TaskModel`."""
+        """Reads a checkpoint of a fine-tuned run.
+
+        `base` is where the base of the run is now; None: where it was during training.
+        """
         task_model = TaskModel(run, base, checkpoint)
-        encoder = task_model.encoder()
-        fields = {f.name: getattr(encoder, f.name) for f in dataclasses.fields(LoadedModel)}
+        loaded = task_model.encoder()
+        fields = {f.name: getattr(loaded, f.name) for f in dataclasses.fields(LoadedModel)}
         return cls(**fields, task_model=task_model)
 
     @property
@@ -37,7 +40,7 @@ class FinetunedModel(LoadedModel):
         return self.task_model.labels
 
     def predict(self, texts: Iterable[str | Sequence[str]]) -> list[dict[str, Any]]:
-        """Returns the answers to examples, as `bert-jax predict` writes them.
+        """Returns the prediction for each example, as `bert-jax predict` writes it.
 
         Args:
           texts: for each example its text, or a sequence of its texts.
@@ -55,11 +58,12 @@ class FinetunedModel(LoadedModel):
         return list(self.task_model.predict(examples_lib.parse_arguments(task, flat)))
 
     def score(self, sources: str | Sequence[str] = ()) -> dict[str, Any]:
-        """Returns `step`, `loss`, `score` and all scores by name on labelled examples.
+        """Returns `step`, `loss`, `score` (the main metric of the task) and all metrics by name.
 
         Args:
           sources: one or several, as in `task.validation`, such as "tsv:FILE"; none: the validation
             examples of the run.
         """
         listed = [sources] if isinstance(sources, str) else sources
-        return self.task_model.score_sources(listed, Tally())[0]
+        metrics, _ = self.task_model.score_sources(listed, Tally())
+        return metrics

@@ -1,5 +1,6 @@
 """The nearest texts: exact, and each text is embedded once."""
 
+import hashlib
 import json
 import types
 
@@ -156,3 +157,13 @@ def test_a_run_is_asked(copy_of_run):
 def test_flags_that_do_not_go_together_are_refused(wrong, copy_of_run):
     (copy_of_run / "t.txt").write_text("a\n")
     broken.fails(["search", "--workdir", "run", "t.txt", *wrong])
+
+
+def test_vectors_of_former_versions_are_used_again():
+    """The text that was hashed before `Features.length` became `normalize`."""
+    features = "Features(pooling=None, layers=(-1,), combine='concat', length='unit', dimensions=0)"
+    digest = hashlib.sha256(f"{MODEL.model}/{MODEL.tokenizer.sha256}/{features}/9".encode())
+    for name, values in sorted(search.flatten(MODEL.params).items()):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(values).data)
+    assert search._fingerprint(MODEL, Letters()) == digest.hexdigest()
