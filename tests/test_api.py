@@ -181,6 +181,10 @@ def test_the_role_selects_the_prompt(model):
     for role, prefix in (("document", "xa "), ("query", "wa ")):
         vectors = bert_jax.embed(prompted, ["wb"], role)
         np.testing.assert_allclose(vectors, model.embed([f"{prefix}wb"]), rtol=1e-5)
+    document = bert_jax.embed(prompted, ["wb"], "document", normalize=True)[0]
+    query = bert_jax.embed(prompted, ["wb"], "query", normalize=True)[0]
+    ((hit,),) = bert_jax.search(prompted, ["wb"], "wb")
+    assert hit.score == pytest.approx(document @ query, abs=1e-5) and hit.score < 0.999
 
 
 def test_evaluate_gives_the_metrics_of_the_last_line(model):
