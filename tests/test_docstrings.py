@@ -72,3 +72,42 @@ def test_what_a_docstring_says_first():
             assert not badly_begun(source), path
         assert not list(words(source)), path
         assert not list(repeats(source)), path
+
+
+def undocumented_methods(sources):
+    """Yields public methods without a docstring that override no documented method.
+
+    A method that overrides another inherits its docstring, as `help` and Sphinx show it.
+    """
+    trees = [ast.parse(source) for source in sources]
+    classes = {n.name: n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+
+    def methods(node):
+        functions = [child for child in node.body if isinstance(child, ast.FunctionDef)]
+        return [f for f in functions if not any("overload" in ast.unparse(d) for d in f.decorator_list)]
+
+    def ancestors(node):
+        for base in node.bases:
+            name = ast.unparse(base).partition("[")[0].rpartition(".")[2]
+            if name in classes:
+                yield classes[name]
+                yield from ancestors(classes[name])
+
+    for node in classes.values():
+        inherited = {m.name for base in ancestors(node) for m in methods(base) if documents(m)}
+        for method in methods(node):
+            is_public = not (node.name.startswith("_") or method.name.startswith("_"))
+            if is_public and not documents(method) and method.name not in inherited:
+                yield f"{node.name}.{method.name}"
+
+
+def documents(node):
+    return ast.get_docstring(node) is not None
+
+
+def test_a_method_has_a_docstring_or_inherits_one():
+    assert list(undocumented_methods(path.read_text() for path in FILES)) == []
+    base = 'class A:\n  def run(self):\n    "Runs."\n'
+    assert not list(undocumented_methods([base, "class B(A[int]):\n  def run(self): ..."]))
+    assert list(undocumented_methods([base, "class B(A):\n  def stop(self): ..."])) == ["B.stop"]
+    assert list(undocumented_methods([base, "class B:\n  def run(self): ..."])) == ["B.run"]

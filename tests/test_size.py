@@ -54,7 +54,7 @@ ABOVE = {
     "tools": 7_960,
     "training": 2_335,
     "benchmarks": 3_034,
-    "tests": 37_260,
+    "tests": 37_310,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
