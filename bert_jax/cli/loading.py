@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator, Sequence
 
 from bert_jax import config
-from bert_jax.cli.shared import COLUMN_FIELDS
+from bert_jax.cli.parsing import reject_flags
 from bert_jax.config import Experiment, Section
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror, workdir
@@ -18,9 +18,6 @@ if typing.TYPE_CHECKING:
     from bert_jax.pretraining.loaded_model import LoadedModel
 
 T = typing.TypeVar("T", bound=Section)
-
-# Why a flag is rejected for a pre-trained run or a base; see `reject_flags`.
-ONLY_FINETUNED_REASON = "only a fine-tuned run takes this"
 
 
 def open_existing_run(root: str | None) -> Workdir:
@@ -92,42 +89,33 @@ def require_corpus(run: Workdir) -> None:
         raise InputError(f"{run.corpus}: no prepared corpus here; run `bert-jax prepare` first")
 
 
-def reject_flags(run: Workdir, reason: str, values: dict[str, object]) -> None:
-    """Raises InputError for the first flag that was given but does not apply to a run.
-
-    Args:
-      run: the run.
-      reason: why the flags do not apply.
-      values: the values of the flags, by flag.
-    """
-    for flag, value in values.items():
-        if value not in (None, False, []):
-            raise InputError(f"{flag}: {run.address}: {reason}; remove {flag}")
+def reject_finetuned_flags(run: Workdir, args: argparse.Namespace, *flags: str) -> None:
+    """Raises InputError if a flag is given that only a fine-tuned run takes, and this is none."""
+    if not workdir.holds_finetuning(run):
+        reason = f"{run.address}: only a fine-tuned run takes this"
+        reject_flags(args, ("--from", *flags), reason)
 
 
 def load_model(
-    run: Workdir, base: str | None, checkpoint: str, allow_finetuned: bool = True
+    run: Workdir, args: argparse.Namespace, allow_finetuned: bool = True
 ) -> "LoadedModel":
     """Loads the model of a run or a base. The model of a fine-tuned run is a FinetunedModel.
 
     Args:
       run: the workdir that `open_run_or_base` returned.
-      base: the argument of --from.
-      checkpoint: the argument of --checkpoint.
+      args: the arguments, with --checkpoint and --from.
       allow_finetuned: whether the command takes fine-tuned runs; if not, one raises InputError.
     """
-    is_tuned = allow_finetuned and workdir.holds_finetuning(run)
-    if not is_tuned:
-        reject_flags(run, ONLY_FINETUNED_REASON, {"--from": base})
+    reject_finetuned_flags(run, args)
     from bert_jax.pretraining.loaded_model import LoadedModel
     from bert_jax.running.environment import enable_compilation_cache
 
     enable_compilation_cache()
-    if is_tuned:
+    if allow_finetuned and workdir.holds_finetuning(run):
         from bert_jax.tasks.finetuned_model import FinetunedModel
 
-        return FinetunedModel.load(run, base, checkpoint)
-    return LoadedModel.of(run, which=checkpoint)
+        return FinetunedModel.load(run, args.base, args.checkpoint)
+    return LoadedModel.of(run, which=args.checkpoint)
 
 
 def read_lines() -> Iterator[tuple[str, str]]:
@@ -140,9 +128,3 @@ def read_lines() -> Iterator[tuple[str, str]]:
 def print_now(line: str) -> None:
     """Prints a line and flushes the output."""
     print(line, flush=True)
-
-
-def get_column_fields(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the fields of a task that the flags of `shared.COLUMNS` set."""
-    given = {field: getattr(args, flag) for flag, field in COLUMN_FIELDS.items()}
-    return {field: value for field, value in given.items() if value is not None}
