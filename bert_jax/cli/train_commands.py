@@ -158,11 +158,16 @@ def _train(
         type=float,
         required=True,
     ),
+    Argument(
+        "--language CODE",
+        "language of the text, as in corpus.language: its rules split sentences, and English is "
+        "lower-cased [assumed from the script; en for Latin letters]",
+    ),
     Argument("--base B", "start from the weights of this base instead of random weights"),
     shared.WORKDIR,
     *shared.TRAINING_FLAGS,
 )
-def auto(args: argparse.Namespace) -> int:
+def train_auto(args: argparse.Namespace) -> int:
     """Chooses an experiment for a text and a number of hours, and trains it.
 
     If --workdir has a run already, it is resumed with the experiment that was chosen for it.
@@ -170,11 +175,12 @@ def auto(args: argparse.Namespace) -> int:
     system.use_one_memory_pool()
     if not 0 < args.hours < float("inf"):
         raise InputError(f"--hours {args.hours}: must be a number above 0")
+    settings = [*args.set, *([f"corpus.language={args.language}"] if args.language else [])]
     root = args.workdir or f"runs/{config.name_of(args.text) or 'text'}"
     progress = make_progress()
     existing = mirror.open_workdir(root)
     if existing.experiment.exists():
-        experiment = load_saved_experiment(existing, args.set, Experiment)
+        experiment = load_saved_experiment(existing, settings, Experiment)
         if config.source_of_text(args.text) not in experiment.corpus.sources:
             sources = " ".join(experiment.corpus.sources)
             raise InputError(
@@ -184,19 +190,21 @@ def auto(args: argparse.Namespace) -> int:
         return _train(experiment, root, "keep", None, None)
     workdir = mirror.open_to_write(root)
     workdir.require_run_or_empty()
-    from bert_jax.tools.auto import choose_experiment
+    from bert_jax.tools import auto
     from bert_jax.tools.compare.budget import MeasurementEnded
 
+    request = auto.Request(args.text, args.hours, args.base, settings)
     try:
-        experiment, origin = choose_experiment(
-            args.text, args.hours, args.base, args.set, workdir, progress
-        )
+        choice = auto.choose_experiment(request, workdir, progress)
     except MeasurementEnded as error:
         (outcome,) = error.args
         again = "; run the same command again" if outcome == "stopped" else ""
         progress.report(f"auto: {outcome} while the speed was measured{again}")
         return _CODES[outcome]
-    return _train(experiment, root, "keep", origin, None)
+    for reason in choice.reasons:
+        progress.report(reason)
+    origin = config.origin_of("the command line", settings, choice.experiment)
+    return _train(choice.experiment, root, "keep", origin, None)
 
 
 _FORK_ARGUMENTS = (
