@@ -199,25 +199,9 @@ def embed(args: argparse.Namespace) -> int:
     from bert_jax.embeddings import embed as embed_lib
     from bert_jax.text import line_reader
 
-    located_lines = line_reader.read(args.text_file) if args.text_file else read_lines()
+    lines = line_reader.read(args.text_file) if args.text_file else read_lines()
     _, embedder = _load_embedder(run, args, args.normalize)
-    # For each file that has been opened: the number of texts before it, and its name.
-    starts: list[tuple[int, str]] = []
-
-    def read_texts() -> Iterator[str]:
-        for index, (where, line) in enumerate(located_lines):
-            file, _, line_number = where.rpartition(":")
-            if line_number == "1":
-                starts.append((index, file))
-            yield line
-
-    def name_text(number: int) -> str:
-        """Returns FILE:LINE for error messages; `number` counts texts from 1 over all files."""
-        first, file = max(start for start in starts if start[0] < number)
-        return f"{file}:{number - first}"
-
-    out = epath.Path(args.out)
-    embed_lib.write(embedder, read_texts(), out, print_now, args.role, args.quantize, name_text)
+    embed_lib.write(embedder, lines, epath.Path(args.out), print_now, args.role, args.quantize)
     return FINISHED
 
 
