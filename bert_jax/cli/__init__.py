@@ -180,7 +180,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(error: BaseException, words: Sequence[str]) -> int:
-    """Prints the error of a command in one line; returns the exit code."""
     if isinstance(error, KeyError) and str(error.args[0]).endswith("://"):
         # etils raises KeyError("s3://") for an address that it has no backend for.
         path = next((word for word in words if error.args[0] in word), error.args[0])

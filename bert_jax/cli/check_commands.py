@@ -66,7 +66,7 @@ def doctor(args: argparse.Namespace) -> int:
 )
 def plan(args: argparse.Namespace) -> int:
     """Estimates memory, speed and cost on TPU slices by compiling the steps."""
-    experiment = resolve_experiment(args.experiment, args.set, args.workdir)
+    experiment = resolve_experiment(args)
     if args.workdir and args.out:
         raise InputError("--out: the plan goes into --workdir; remove one of the two")
     from bert_jax.tools.plan import topology
@@ -125,10 +125,8 @@ def verify_resume(args: argparse.Namespace) -> int:
 )
 def conformance(args: argparse.Namespace) -> int:
     """Checks that bert-jax makes the data, losses and updates that google-research/bert makes."""
-    has_experiment = args.experiment or args.workdir or args.set
-    experiment = None
-    if has_experiment:
-        experiment = resolve_experiment(args.experiment, args.set, args.workdir)
+    is_given = args.experiment or args.workdir or args.set
+    experiment = resolve_experiment(args) if is_given else None
     from bert_jax.tools.conformance import checklist
 
     return FINISHED if checklist.check_rules(experiment) else FAILED

@@ -147,7 +147,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.task:
         return _evaluate_tasks(args)
     reject_flags(args, ("--also", "--from", *shared.COLUMN_FLAGS), "requires --task")
-    experiment, run = open_run(args.experiment, args.set, args.workdir)
+    experiment, run = open_run(args)
     require_corpus(run)
     from bert_jax.pretraining import evaluators
     from bert_jax.pretraining.loaded_model import score_held_out
@@ -180,7 +180,6 @@ def _evaluate_tasks(args: argparse.Namespace) -> int:
 
 
 def _score_lines(results: dict[str, Any], prefix: str) -> Iterator[str]:
-    """Yields a line for the score of each task."""
     from bert_jax.tasks import minimal_pairs
 
     for name, score in results["scores"].items():
@@ -267,7 +266,7 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
         finetuning = load_saved_experiment(saved_run, args.set, Finetuning)
         lines = batch_text.show(finetuning, args.step, args.rows)
         return itertools.chain(config.notes_on_settings(finetuning), lines)
-    experiment, run = open_run(args.experiment, args.set, args.workdir)
+    experiment, run = open_run(args)
     require_corpus(run)
     from bert_jax.pretraining import row_text
     from bert_jax.pretraining.pretraining_job import OpenCorpus
@@ -308,7 +307,7 @@ def print_config(args: argparse.Namespace) -> int:
         # `config --explain FIELD` needs no experiment.
         print(explain.explain(args.explain))
         return FINISHED
-    experiment = resolve_experiment(args.experiment, args.set, args.workdir)
+    experiment = resolve_experiment(args)
     print(config.to_json(experiment), end="")
     return FINISHED
 

@@ -32,29 +32,22 @@ def load_saved_experiment(run: Workdir, settings: Sequence[str], kind: type[T]) 
     return config.override(workdir.load_experiment(run, kind), settings)
 
 
-def resolve_experiment(path: str | None, settings: Sequence[str], root: str | None) -> Experiment:
-    """Returns the experiment of a file, or of the run in `root` if there is no file.
-
-    Args:
-      path: the file, or the name of a shipped experiment.
-      settings: changes, FIELD=VALUE.
-      root: the argument of --workdir.
-    """
-    if path is None:
-        return load_saved_experiment(open_existing_run(root), settings, Experiment)
-    return config.override(config.load(path), settings)
+def resolve_experiment(args: argparse.Namespace) -> Experiment:
+    """Returns the experiment that EXPERIMENT names, or of the run in --workdir, with --set."""
+    if args.experiment is None:
+        return open_run(args)[0]
+    return config.override(config.load(args.experiment), args.set)
 
 
-def open_run(
-    path: str | None, settings: Sequence[str], root: str | None
-) -> tuple[Experiment, Workdir]:
-    """Returns the experiment (see `resolve_experiment`) and the workdir, opened for reading."""
-    if path is not None:
-        experiment = resolve_experiment(path, settings, None)
-        return experiment, mirror.open_workdir(root_of(experiment, root), experiment.run.corpus_dir)
-    run = open_existing_run(root)
-    experiment = load_saved_experiment(run, settings, Experiment)
-    return experiment, run.with_corpus(experiment.run.corpus_dir)
+def open_run(args: argparse.Namespace) -> tuple[Experiment, Workdir]:
+    """Returns the experiment (see `resolve_experiment`) and its workdir, opened for reading."""
+    if args.experiment is None:
+        run = open_existing_run(args.workdir)
+        experiment = load_saved_experiment(run, args.set, Experiment)
+        return experiment, run.with_corpus(experiment.run.corpus_dir)
+    experiment = resolve_experiment(args)
+    root = root_of(experiment, args.workdir)
+    return experiment, mirror.open_workdir(root, experiment.run.corpus_dir)
 
 
 def root_of(experiment: Experiment, root: str | None) -> str:

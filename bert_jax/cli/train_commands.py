@@ -60,7 +60,7 @@ def make_progress() -> "Progress":
 )
 def prepare(args: argparse.Namespace) -> int:
     """Makes a corpus."""
-    experiment = resolve_experiment(args.experiment, args.set, args.workdir)
+    experiment = resolve_experiment(args)
     root = root_of(experiment, args.workdir)
     workdir = mirror.open_to_write(root, experiment.run.corpus_dir)
     from bert_jax.data import corpus
@@ -108,7 +108,7 @@ def _pretrain(args: argparse.Namespace, end: Literal["keep", "extend"]) -> int:
     origin, fork_point = None, None
     if args.experiment is None:
         # Resumes the run in --workdir, or starts a fork that has no checkpoint yet.
-        experiment, run = open_run(None, args.set, args.workdir)
+        experiment, run = open_run(args)
         from bert_jax.checkpoints.fork import find_pending_fork
 
         fork_point = find_pending_fork(run)
@@ -124,10 +124,9 @@ def _train(
     origin: dict[str, Any] | None,
     fork_point: "ForkPoint | None",
 ) -> int:
-    """Trains a run; returns the exit code.
+    """Trains an experiment; returns the exit code.
 
     Args:
-      experiment: what to train.
       root: the argument of --workdir.
       end: with "keep" the number of steps must equal that of the saved run; with "extend" the
         last phase may have more.

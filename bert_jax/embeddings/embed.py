@@ -338,7 +338,6 @@ def layer_numbers(numbers: tuple[int, ...], model: Model) -> tuple[int, ...]:
 
 
 def _truncate_layers(depth: int, params: heads.Params) -> heads.Params:
-    """Returns the parameters with only the first `depth` layers."""
     encoder = params["encoder"]
     layers = jax.tree.map(lambda stacked: stacked[:depth], encoder["layers"])
     return params | {"encoder": encoder | {"layers": layers}}

@@ -73,8 +73,6 @@ _EVERY = 3
 
 
 class _Field(NamedTuple):
-    """How a key of config.json is read."""
-
     key: str
     field: str = ""  # the field of Model; "": none, the value must be one of `allowed`
     # Supported values (and Model's values for them), or the type of a number; None: any.

@@ -107,8 +107,6 @@ def estimate(program: Program, topology: Topology, places: Sequence[Location]) -
 
 
 class _Timeline:
-    """Follows a schedule, and adds up its times."""
-
     def __init__(self, program: Program, topology: Topology, places: Sequence[Location]):
         tpu = topology.tpu
         self.clock_hz = tpu.clock_hz

@@ -191,7 +191,6 @@ def _slice_entry(
     outcomes: Sequence[Outcome],
     price_per_chip_hour: float | None,
 ) -> Entry:
-    """Returns the entry of one slice, from the outcomes of all phases."""
     method = method_of(topology.tpu.kind, topology.slices)
     phases = [phase_entry(experiment, n, topology, outcome) for n, outcome in enumerate(outcomes)]
     hours = [entry["hours"] for entry in phases]

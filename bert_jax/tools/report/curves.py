@@ -102,7 +102,6 @@ def learning_plots(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot
 
 
 def _finetuning_plots(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plot]:
-    """Returns the plots of fine-tunings, made by `plot`."""
     tuned = [record for record in records if isinstance(record.experiment, Finetuning)]
     tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
     main = ", ".join(dict.fromkeys(task.main_score for task in tasks))
