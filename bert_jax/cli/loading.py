@@ -94,10 +94,7 @@ def load_model(
 ) -> "LoadedModel":
     """Loads the model of a run or a base. The model of a fine-tuned run is a FinetunedModel.
 
-    Args:
-      run: the workdir that `open_run_or_base` returned.
-      args: the arguments, with --checkpoint and --from.
-      allow_finetuned: whether the command takes fine-tuned runs; if not, one raises InputError.
+    Raises InputError for a fine-tuned run unless the command takes these.
     """
     reject_finetuned_flags(run, args)
     from bert_jax.pretraining.loaded_model import LoadedModel

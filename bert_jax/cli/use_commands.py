@@ -210,10 +210,7 @@ def _load_embedder(
 ) -> "tuple[LoadedModel, Embedder]":
     """Returns the model of a run or base and its embedder.
 
-    Args:
-      run: the workdir that `open_run_or_base` returned.
-      args: the arguments, with --pooling and those of `shared.VECTORS`.
-      normalize: whether vectors are scaled to length 1; None: as in the run or base.
+    `normalize`: whether vectors are scaled to length 1; None: as in the run or base.
     """
     from bert_jax.embeddings import embed
     from bert_jax.training import mesh as mesh_lib

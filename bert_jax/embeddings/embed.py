@@ -86,9 +86,6 @@ class Embedder:
     """An encoder, replicated on each device of a mesh; texts are sharded over the devices.
 
     Args:
-      base: a model with an encoder.
-      features: the vectors to return.
-      mesh: the devices.
       max_length: tokens at which a text is truncated; 0: as the run or base has it, else the
         number of positions of the model.
       batch_tokens: tokens of a row, at least `max_length`; 0: 512 on a CPU, 16,384 elsewhere.

@@ -58,9 +58,7 @@ class Index:
     Args:
       path: a file with one text on each line; blank lines are skipped.
       folder: folder of the vectors.
-      model: a model with an encoder.
       embedder: computes the vectors, of length 1.
-      report: prints a line of progress.
       cut: how a text longer than `embedder.max_length` is searched: by its beginning only, or split
         into passages, each of which is a text.
     """

@@ -147,12 +147,7 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
 
 
 def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
-    """Returns the size of a text, and what a sample shows about its letters.
-
-    Args:
-      path: file or folder of text, or a source as in `corpus.sources`.
-      settings: `--set` strings; `corpus.language` sets the language.
-    """
+    """Returns facts about a text, from a sample; a `corpus.language` in the settings holds."""
     with prefix_errors(f"TEXT {path}"):
         text_corpus = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
     given = _parse_settings(settings)

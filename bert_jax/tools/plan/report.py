@@ -56,8 +56,8 @@ def make_plan(
     outcomes = iter(compile_lib.compile_all(jobs, _log_progress))
     slices = []
     for topology in topologies:
-        of_slice = [next(outcomes) for _ in numbers]
-        entry = _slice_entry(experiment, topology, of_slice, price_per_chip_hour)
+        phase_outcomes = [next(outcomes) for _ in numbers]
+        entry = _slice_entry(experiment, topology, phase_outcomes, price_per_chip_hour)
         if mode == "search":
             entry["search"] = _search(experiment, topology)
         else:
@@ -332,8 +332,8 @@ def _slice_lines(entry: Entry) -> Iterator[str]:
         yield f"  recipe: {entry['hours']:,.1f} hours, {entry['chip_hours']:,.0f} chip-hours{cost}"
     if search := entry.get("search"):
         yield (
-            f"  search: of {search['compiled']} layouts of a phase {search['unfit']} do not fit; "
-            f"the best:{'' if search['ranked'] else ' none'}"
+            f"  search: {search['unfit']} of {search['compiled']} layouts of single phases do not "
+            f"fit; the best of all phases:{'' if search['ranked'] else ' none'}"
         )
         for ranked in search["ranked"]:
             settings = " ".join(f"--set {setting}" for setting in ranked["settings"])
@@ -404,9 +404,8 @@ def _time_lines(phase: Entry) -> Iterator[str]:
     for name, reason in reasons.items():
         if seconds[name] or name in ("products", "collectives"):
             yield f"      {name.replace('_', ' '):<12}{1e3 * seconds[name]:8.2f} ms  {reason}"
-    uncounted = [f"{one['count']} x {one['name']}" for one in kernels if one["cycles"] is None]
-    if uncounted:
-        names = ", ".join(uncounted)
+    unknown = (kernel for kernel in kernels if kernel["cycles"] is None)
+    if names := ", ".join(f"{kernel['count']} x {kernel['name']}" for kernel in unknown):
         yield f"      kernels of unknown cycles, estimated by their bytes alone: {names}"
     busy = ", ".join(f"{axis} {1e3 * time:.2f} ms" for axis, time in links["busy"].items())
     if busy:
