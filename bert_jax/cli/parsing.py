@@ -28,10 +28,10 @@ class Argument:
         if metavar := " ".join(words[len(flags) :]):
             options["metavar"] = metavar
         elif not {"choices", "action"} & options.keys():
-            options["action"] = "store_true"
+            options |= {"action": "store_true", "default": False}
         self.names = flags or [declaration.lower()]
         self.dest = options.get("dest", self.names[0].lstrip("-").replace("-", "_"))
-        self.default = options.get("default", False if "action" in options else None)
+        self.default = options.get("default")
         self.group, self.options = group, {"help": help, **options}
 
 
