@@ -156,7 +156,7 @@ class Embedder:
         return self.embed_lines(lines, role)
 
     def embed_lines(self, lines: Iterable[Line], role: Role = "document") -> Iterator[Embedded]:
-        """Is like `embed`, with locations of the texts."""
+        """Yields what `embed` yields, for texts with locations."""
         with ThreadPoolExecutor(1) as tokenizer:  # tokenizes the next window while devices compute
             pending = None
             for window in _windows(lines):

@@ -85,7 +85,7 @@ class Text(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a user asks for."""
+    """The arguments of a choice."""
 
     text: str  # file or folder of text, or a source as in `corpus.sources`
     hours: float  # time on this machine, from now to the end of the run

@@ -33,7 +33,7 @@ class Letters:
         return text.split("|")
 
     def embed(self, texts, role="document"):
-        return self.embed_lines((("", text) for text in texts), role)
+        return self.embed_lines(enumerate(texts), role)
 
     def embed_lines(self, lines, role="document"):
         for _, text in lines:

@@ -128,9 +128,7 @@ def _probe_plots(records: Sequence[Record], plot: Callable[..., Plot]) -> list[P
     newest = [record.probes[-1] for record in records if record.probes]
     plots = []
     for name in dict.fromkeys(name for line in newest for name in line["scores"]):
-        levels = [
-            (x["majority"][name], "majority baseline") for x in newest[:1] if name in x["majority"]
-        ]
+        levels = [(x["majority"][name], "majority") for x in newest[:1] if name in x["majority"]]
         plots.append(plot(f"Probe {name}", f"probe {name}", _PROBED, levels=levels))
     if len(records) == 1:
         plots += _minimal_pairs(records[0])
