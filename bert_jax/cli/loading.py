@@ -83,7 +83,7 @@ def require_corpus(run: Workdir) -> None:
 
 
 def reject_finetuned_flags(run: Workdir, args: argparse.Namespace, *flags: str) -> None:
-    """Raises InputError if a flag is given that only a fine-tuned run takes, and this is none."""
+    """Raises InputError if a run is not fine-tuned, and --from or one of the flags is given."""
     if not workdir.holds_finetuning(run):
         reason = f"{run.address}: only a fine-tuned run takes this"
         reject_flags(args, ("--from", *flags), reason)
