@@ -67,6 +67,13 @@ def test_words_may_stand_on_both_sides_of_flags_and_numbers_have_bounds():
         fails(words, why)
 
 
+def test_a_flag_that_is_not_given_has_the_default_that_its_argument_states():
+    for name, command in cli.COMMANDS.items():
+        defaults = {action.dest: action.default for action in command.parser(name)._actions}
+        flags = [argument for argument in command.arguments if argument.names[0][0] == "-"]
+        assert {a.dest: a.default for a in flags}.items() <= defaults.items()
+
+
 def test_an_answer_without_a_model_is_given_without_jax():
     """Help, slips and what is not there take a third of a second of CPU."""
     code = (

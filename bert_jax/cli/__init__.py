@@ -7,7 +7,7 @@ import io
 import os
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from absl import app, flags, logging
 
@@ -19,13 +19,16 @@ from bert_jax.cli import (
     train_commands,
     use_commands,
 )
-from bert_jax.cli.parsing import Command, Parser
+from bert_jax.cli.parsing import Command, CommandTable, Parser
 from bert_jax.config.code import set_code_file, was_used
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
 from bert_jax.process import prepare_process
 from bert_jax.system import restart_in_utf8_mode
 
+_LAUNCH = CommandTable()
 
+
+@_LAUNCH.add("launch", "start a run in several processes, here or on rented machines")
 def launch(args: argparse.Namespace) -> int:
     """Starts a run in several processes."""
     from bert_jax.launch.__main__ import main
@@ -33,11 +36,8 @@ def launch(args: argparse.Namespace) -> int:
     return main(args.words)
 
 
-_LAUNCH = {
-    "launch": Command(launch, "start a run in several processes, here or on rented machines")
-}
 # The commands in the order of the help.
-GROUPS: dict[str, Mapping[str, Command]] = {
+GROUPS = {
     "train": train_commands.COMMANDS,
     "use": use_commands.COMMANDS,
     "exchange": exchange_commands.COMMANDS,
@@ -101,11 +101,11 @@ def _parse(words: list[str]) -> argparse.Namespace:
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         raise InputError(f"{name}: no such command; {hint}")
     _reject_old_syntax(name, rest)
-    command = COMMANDS[name]
-    namespace = argparse.Namespace(command=command, words=rest, debug=is_debugging)
+    chosen = COMMANDS[name]
+    namespace = argparse.Namespace(command=chosen, words=rest, debug=is_debugging)
     if name == "launch":  # it has a parser of its own
         return namespace
-    parser = command.parser(name)
+    parser = chosen.parser(name)
     # `parse_intermixed_args` allows positional arguments between flags, but mishandles "--".
     parse_rest = parser.parse_args if "--" in rest else parser.parse_intermixed_args
     return parse_rest(rest, namespace)
@@ -180,7 +180,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(error: BaseException, words: Sequence[str]) -> int:
-    """Prints the error of a command in one line; returns the exit code."""
     if isinstance(error, KeyError) and str(error.args[0]).endswith("://"):
         # etils raises KeyError("s3://") for an address that it has no backend for.
         path = next((word for word in words if error.args[0] in word), error.args[0])

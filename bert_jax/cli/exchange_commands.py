@@ -8,49 +8,47 @@ from etils import epath
 
 from bert_jax.cli import shared
 from bert_jax.cli.loading import load_model, open_run_or_base, print_now
-from bert_jax.cli.parsing import Command, Parser
+from bert_jax.cli.parsing import Argument, CommandTable
 from bert_jax.errors import FINISHED, InputError, printable
 from bert_jax.storage import copies
 
+COMMANDS = CommandTable()
 
-def _add_import_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="a Hugging Face model folder (save_pretrained), a TensorFlow 1 checkpoint (folder, or "
+
+@COMMANDS.add(
+    "import",
+    "turn another library's checkpoint, or a run, into a base, which runs can start from",
+    Argument(
+        "SOURCE",
+        "a Hugging Face model folder (save_pretrained), a TensorFlow 1 checkpoint (folder, or "
         "prefix of its files) with bert_config.json and vocab.txt, or the workdir of a run",
-    )
-    parser.add_argument("--workdir", metavar="W", required=True, help="folder to write the base to")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FILE_OR_FOLDER",
-        help="another WordPiece vocabulary to use instead; a token that is in both vocabularies "
+    ),
+    Argument("--workdir W", "folder to write the base to", required=True),
+    Argument(
+        "--tokenizer FILE_OR_FOLDER",
+        "another WordPiece vocabulary to use instead; a token that is in both vocabularies "
         "keeps its embedding",
-    )
-    parser.add_argument(
-        "--prune-vocabulary",
-        "--vocabulary",
-        dest="vocabulary",
-        metavar="TEXT",
-        help="a file or folder of text, or a source as in corpus.sources; tokens that this text "
+    ),
+    Argument(
+        "--prune-vocabulary --vocabulary TEXT",
+        "a file or folder of text, or a source as in corpus.sources; tokens that this text "
         "does not use are removed",
-    )
-    parser.add_argument(
-        "--keep",
-        metavar="N",
+        dest="vocabulary",
+    ),
+    Argument(
+        "--keep N",
+        "with --prune-vocabulary: keep only the N most common tokens; 0: all [0]",
         type=int,
         default=0,
-        help="with --prune-vocabulary: keep only the N most common tokens; 0: all [0]",
-    )
-    parser.add_argument("--add", metavar="FILE", help="words, one a line, that become tokens")
-    parser.add_argument(
+    ),
+    Argument("--add FILE", "words, one a line, that become tokens"),
+    Argument(
         "--with-optimizer",
-        action="store_true",
-        help="import bert_adam's moments too, if SOURCE is a run; new runs from this base start "
+        "import bert_adam's moments too, if SOURCE is a run; new runs from this base start "
         "with these moments and a fresh schedule",
-    )
-
-
+    ),
+    shared.CUSTOM_CODE,
+)
 def import_base(args: argparse.Namespace) -> int:
     """Turns another library's checkpoint, or a run, into a base."""
     if args.keep and not args.vocabulary:
@@ -90,30 +88,33 @@ def _require_source(source: str) -> None:
     )
 
 
-def _add_export_arguments(parser: Parser) -> None:
-    parser.add_argument(
+@COMMANDS.add(
+    "export",
+    "export a run, a fine-tuned run or a base in the format of Hugging Face transformers",
+    Argument(
         "--as",
-        dest="form",
-        choices=("pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"),
-        help="which class the export is for. A run or a base: pretraining (BertForPreTraining), "
+        "which class the export is for. A run or a base: pretraining (BertForPreTraining), "
         "masked_lm (BertForMaskedLM), encoder (BertModel, sentence-transformers), causal_lm "
         "(BertLMHeadModel), or ModernBERT's classes. A fine-tuned run: task "
         "(BertForSequenceClassification and the like), adapter (PEFT), encoder [task]",
-    )
-    parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to write")
-    parser.add_argument(
+        dest="form",
+        choices=("pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"),
+    ),
+    Argument("--out FOLDER", "folder to write", required=True),
+    Argument(
         "--dtype",
+        "type of the weights written; float32 loses nothing [float32]",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="type of the weights written; float32 loses nothing [float32]",
-    )
-
-
+    ),
+    shared.RUN_OR_BASE,
+    *shared.MODEL_FLAGS,
+)
 def export(args: argparse.Namespace) -> int:
     """Exports a run, a fine-tuned run or a base in the format of Hugging Face transformers."""
     out = epath.Path(args.out)
     copies.require_new_folder(out)
-    model = load_model(open_run_or_base(args.workdir), args.base, args.checkpoint)
+    model = load_model(open_run_or_base(args.workdir), args)
     from bert_jax.interop import exporting
 
     architecture = exporting.export(model, out, args.form, args.dtype)
@@ -123,19 +124,3 @@ def export(args: argparse.Namespace) -> int:
         f"in {printable(args.out)}"
     )
     return FINISHED
-
-
-COMMANDS = {
-    "import": Command(
-        import_base,
-        "turn another library's checkpoint, or a run, into a base, which runs can start from",
-        _add_import_arguments,
-        (shared.CUSTOM_CODE,),
-    ),
-    "export": Command(
-        export,
-        "export a run, a fine-tuned run or a base in the format of Hugging Face transformers",
-        _add_export_arguments,
-        (shared.RUN_OR_BASE, *shared.MODEL_FLAGS),
-    ),
-}

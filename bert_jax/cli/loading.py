@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator, Sequence
 
 from bert_jax import config
-from bert_jax.cli.shared import COLUMN_FIELDS
+from bert_jax.cli.parsing import reject_flags
 from bert_jax.config import Experiment, Section
 from bert_jax.errors import InputError
 from bert_jax.storage import mirror, workdir
@@ -18,9 +18,6 @@ if typing.TYPE_CHECKING:
     from bert_jax.pretraining.loaded_model import LoadedModel
 
 T = typing.TypeVar("T", bound=Section)
-
-# Why a flag is rejected for a pre-trained run or a base; see `reject_flags`.
-ONLY_FINETUNED_REASON = "only a fine-tuned run takes this"
 
 
 def open_existing_run(root: str | None) -> Workdir:
@@ -35,29 +32,22 @@ def load_saved_experiment(run: Workdir, settings: Sequence[str], kind: type[T]) 
     return config.override(workdir.load_experiment(run, kind), settings)
 
 
-def resolve_experiment(path: str | None, settings: Sequence[str], root: str | None) -> Experiment:
-    """Returns the experiment of a file, or of the run in `root` if there is no file.
-
-    Args:
-      path: the file, or the name of a shipped experiment.
-      settings: changes, FIELD=VALUE.
-      root: the argument of --workdir.
-    """
-    if path is None:
-        return load_saved_experiment(open_existing_run(root), settings, Experiment)
-    return config.override(config.load(path), settings)
+def resolve_experiment(args: argparse.Namespace) -> Experiment:
+    """Returns the experiment that EXPERIMENT names, or of the run in --workdir, with --set."""
+    if args.experiment is None:
+        return open_run(args)[0]
+    return config.override(config.load(args.experiment), args.set)
 
 
-def open_run(
-    path: str | None, settings: Sequence[str], root: str | None
-) -> tuple[Experiment, Workdir]:
-    """Returns the experiment (see `resolve_experiment`) and the workdir, opened for reading."""
-    if path is not None:
-        experiment = resolve_experiment(path, settings, None)
-        return experiment, mirror.open_workdir(root_of(experiment, root), experiment.run.corpus_dir)
-    run = open_existing_run(root)
-    experiment = load_saved_experiment(run, settings, Experiment)
-    return experiment, run.with_corpus(experiment.run.corpus_dir)
+def open_run(args: argparse.Namespace) -> tuple[Experiment, Workdir]:
+    """Returns the experiment (see `resolve_experiment`) and its workdir, opened for reading."""
+    if args.experiment is None:
+        run = open_existing_run(args.workdir)
+        experiment = load_saved_experiment(run, args.set, Experiment)
+        return experiment, run.with_corpus(experiment.run.corpus_dir)
+    experiment = resolve_experiment(args)
+    root = root_of(experiment, args.workdir)
+    return experiment, mirror.open_workdir(root, experiment.run.corpus_dir)
 
 
 def root_of(experiment: Experiment, root: str | None) -> str:
@@ -92,42 +82,30 @@ def require_corpus(run: Workdir) -> None:
         raise InputError(f"{run.corpus}: no prepared corpus here; run `bert-jax prepare` first")
 
 
-def reject_flags(run: Workdir, reason: str, values: dict[str, object]) -> None:
-    """Raises InputError for the first flag that was given but does not apply to a run.
-
-    Args:
-      run: the run.
-      reason: why the flags do not apply.
-      values: the values of the flags, by flag.
-    """
-    for flag, value in values.items():
-        if value not in (None, False, []):
-            raise InputError(f"{flag}: {run.address}: {reason}; remove {flag}")
+def reject_finetuned_flags(run: Workdir, args: argparse.Namespace, *flags: str) -> None:
+    """Raises InputError if a run is not fine-tuned, and --from or one of the flags is given."""
+    if not workdir.holds_finetuning(run):
+        reason = f"{run.address}: only a fine-tuned run takes this"
+        reject_flags(args, ("--from", *flags), reason)
 
 
 def load_model(
-    run: Workdir, base: str | None, checkpoint: str, allow_finetuned: bool = True
+    run: Workdir, args: argparse.Namespace, allow_finetuned: bool = True
 ) -> "LoadedModel":
     """Loads the model of a run or a base. The model of a fine-tuned run is a FinetunedModel.
 
-    Args:
-      run: the workdir that `open_run_or_base` returned.
-      base: the argument of --from.
-      checkpoint: the argument of --checkpoint.
-      allow_finetuned: whether the command takes fine-tuned runs; if not, one raises InputError.
+    Raises InputError for a fine-tuned run unless the command takes these.
     """
-    is_tuned = allow_finetuned and workdir.holds_finetuning(run)
-    if not is_tuned:
-        reject_flags(run, ONLY_FINETUNED_REASON, {"--from": base})
+    reject_finetuned_flags(run, args)
     from bert_jax.pretraining.loaded_model import LoadedModel
     from bert_jax.running.environment import enable_compilation_cache
 
     enable_compilation_cache()
-    if is_tuned:
+    if allow_finetuned and workdir.holds_finetuning(run):
         from bert_jax.tasks.finetuned_model import FinetunedModel
 
-        return FinetunedModel.load(run, base, checkpoint)
-    return LoadedModel.of(run, which=checkpoint)
+        return FinetunedModel.load(run, args.base, args.checkpoint)
+    return LoadedModel.of(run, which=args.checkpoint)
 
 
 def read_lines() -> Iterator[tuple[str, str]]:
@@ -140,9 +118,3 @@ def read_lines() -> Iterator[tuple[str, str]]:
 def print_now(line: str) -> None:
     """Prints a line and flushes the output."""
     print(line, flush=True)
-
-
-def get_column_fields(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the fields of a task that the flags of `shared.COLUMNS` set."""
-    given = {field: getattr(args, flag) for flag, field in COLUMN_FIELDS.items()}
-    return {field: value for field, value in given.items() if value is not None}

@@ -1,15 +1,38 @@
-"""A command, its parser, and converters of its arguments."""
+"""Commands, their arguments and parsers, and converters of arguments."""
 
 import argparse
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from absl.flags import argparse_flags
 
 from bert_jax import errors, foreign
 from bert_jax.errors import InputError
+
+
+class Argument:
+    """An argument of a command: a flag with a value, a flag without one, or a positional word.
+
+    Args:
+      declaration: `--top K`, `--verify`, or NAME for a word that the command finds in `args.name`.
+      help: what it means; ends with its default in brackets.
+      group: title of the group under which the help lists it; "" for the command's own arguments.
+      options: further arguments of `argparse.ArgumentParser.add_argument`.
+    """
+
+    def __init__(self, declaration: str, help: str, group: str = "", **options: Any):
+        words = declaration.split(" ")
+        flags = [word for word in words if word.startswith("-")]
+        if metavar := " ".join(words[len(flags) :]):
+            options["metavar"] = metavar
+        elif not {"choices", "action"} & options.keys():
+            options |= {"action": "store_true", "default": False}
+        self.names = flags or [declaration.lower()]
+        self.dest = options.get("dest", self.names[0].lstrip("-").replace("-", "_"))
+        self.default = options.get("default")
+        self.group, self.options = group, {"help": help, **options}
 
 
 class Parser(argparse_flags.ArgumentParser):
@@ -20,7 +43,7 @@ class Parser(argparse_flags.ArgumentParser):
         program: str,
         summary: str,
         codes: Mapping[int, str],
-        parents: Sequence[argparse.ArgumentParser] = (),
+        arguments: Sequence[Argument] = (),
     ):
         super().__init__(
             prog=program,
@@ -28,37 +51,68 @@ class Parser(argparse_flags.ArgumentParser):
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=errors.format_exit_codes(codes),
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            parents=list(parents),
             allow_abbrev=False,
         )
         foreign.accept_negative_lists(self)  # values such as -4,-3, which look like flags
         self.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        groups: dict[str, Any] = {"": self}
+        for argument in arguments:
+            if argument.group not in groups:
+                groups[argument.group] = self.add_argument_group(argument.group)
+            groups[argument.group].add_argument(*argument.names, **argument.options)
 
     def error(self, message: str) -> NoReturn:
         """Raises InputError."""
         raise InputError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
-def _add_nothing(parser: Parser) -> None:
-    pass
+def find_given(args: argparse.Namespace, flags: Iterable[str]) -> dict[Argument, Any]:
+    """Returns {argument: value} of the flags that have another value than their default."""
+    known = (argument for argument in args.command.arguments if argument.names[0] in flags)
+    values = {argument: getattr(args, argument.dest) for argument in known}
+    return {argument: value for argument, value in values.items() if value != argument.default}
+
+
+def reject_flags(args: argparse.Namespace, flags: Iterable[str], reason: str) -> None:
+    """Raises InputError for the first of the flags that was given, with the reason."""
+    for argument in find_given(args, flags):
+        flag = argument.names[0]
+        raise InputError(f"{flag}: {reason}; remove {flag}")
+
+
+Run = Callable[[argparse.Namespace], int]  # does a command and returns the exit code
 
 
 class Command(NamedTuple):
     """A command: what it does, its summary for the help, and its arguments."""
 
-    run: Callable[[argparse.Namespace], int]  # returns the exit code
+    run: Run
     summary: str
-    add_arguments: Callable[[Parser], None] = _add_nothing
-    parents: tuple[argparse.ArgumentParser, ...] = ()
-    codes: Mapping[int, str] = types.MappingProxyType(
-        {}
-    )  # meanings that differ from `errors.format_exit_codes`
+    arguments: tuple[Argument, ...]
+    codes: Mapping[int, str]  # meanings that differ from `errors.format_exit_codes`
 
     def parser(self, name: str) -> Parser:
         """Returns the parser of the command."""
-        parser = Parser(f"bert-jax {name}", self.summary, self.codes, self.parents)
-        self.add_arguments(parser)
-        return parser
+        return Parser(f"bert-jax {name}", self.summary, self.codes, self.arguments)
+
+
+class CommandTable(dict[str, Command]):
+    """Commands by name, in the order of the help."""
+
+    def add(
+        self,
+        name: str,
+        summary: str,
+        *arguments: Argument,
+        codes: Mapping[int, str] = types.MappingProxyType({}),
+    ) -> Callable[[Run], Run]:
+        """Returns a decorator that adds a function as a command; see `Command`."""
+
+        def decorate(run: Run) -> Run:
+            self[name] = Command(run, summary, arguments, codes)
+            return run
+
+        return decorate
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:

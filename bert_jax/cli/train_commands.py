@@ -1,6 +1,7 @@
 """The commands that make corpora and train runs."""
 
 import argparse
+import functools
 import typing
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from bert_jax.cli.loading import (
     resolve_experiment,
     root_of,
 )
-from bert_jax.cli.parsing import Command, Parser, integer
+from bert_jax.cli.parsing import Argument, CommandTable, find_given, integer
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_CODE_MEANINGS, InputError
 from bert_jax.storage import mirror
@@ -23,6 +24,9 @@ from bert_jax.storage.workdir import lock
 if typing.TYPE_CHECKING:
     from bert_jax.checkpoints.fork import ForkPoint
     from bert_jax.running.progress import Progress
+
+COMMANDS = CommandTable()
+_add_training = functools.partial(COMMANDS.add, codes=TRAINING_CODE_MEANINGS)
 
 # The exit codes of runs, by how they ended.
 _CODES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED}
@@ -35,29 +39,28 @@ def make_progress() -> "Progress":
     return Progress(LineConsole())
 
 
-def _add_prepare_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="check every file of the prepared corpus against its hash",
-    )
-    parser.add_argument(
-        "--workers",
-        metavar="N",
+@COMMANDS.add(
+    "prepare",
+    "make the corpus: tokenizer, token ids, splits",
+    Argument("--verify", "check every file of the prepared corpus against its hash"),
+    Argument(
+        "--workers N",
+        "processes that do the work; any number makes the same corpus [all cores]",
         type=integer(1),
-        help="processes that do the work; any number makes the same corpus [all cores]",
-    )
-    parser.add_argument(
-        "--beam",
-        metavar="'RUNNER OPTIONS'",
-        help="do the work with Apache Beam, e.g. 'DataflowRunner --project=P --region=R "
+    ),
+    Argument(
+        "--beam 'RUNNER OPTIONS'",
+        "do the work with Apache Beam, e.g. 'DataflowRunner --project=P --region=R "
         "--temp_location=gs://B/tmp' (needs the [beam] extra)",
-    )
-
-
+    ),
+    shared.EXPERIMENT,
+    shared.WORKDIR,
+    shared.SETTINGS,
+    shared.CACHE,
+)
 def prepare(args: argparse.Namespace) -> int:
     """Makes a corpus."""
-    experiment = resolve_experiment(args.experiment, args.set, args.workdir)
+    experiment = resolve_experiment(args)
     root = root_of(experiment, args.workdir)
     workdir = mirror.open_to_write(root, experiment.run.corpus_dir)
     from bert_jax.data import corpus
@@ -76,11 +79,25 @@ def prepare(args: argparse.Namespace) -> int:
     return FINISHED
 
 
+@_add_training(
+    "pretrain",
+    "pre-train a run; the same command resumes it",
+    shared.OPTIONAL_EXPERIMENT,
+    shared.WORKDIR,
+    *shared.TRAINING_FLAGS,
+)
 def pretrain(args: argparse.Namespace) -> int:
     """Starts or resumes a pre-training run."""
     return _pretrain(args, "keep")
 
 
+@_add_training(
+    "extend",
+    "continue a finished run; raise the steps of its last phase with --set phases.I.steps=N",
+    shared.OPTIONAL_EXPERIMENT,
+    shared.WORKDIR,
+    *shared.TRAINING_FLAGS,
+)
 def extend(args: argparse.Namespace) -> int:
     """Continues a run beyond its end."""
     return _pretrain(args, "extend")
@@ -89,10 +106,9 @@ def extend(args: argparse.Namespace) -> int:
 def _pretrain(args: argparse.Namespace, end: Literal["keep", "extend"]) -> int:
     system.use_one_memory_pool()
     origin, fork_point = None, None
-    if (
-        args.experiment is None
-    ):  # resumes the run in --workdir; starts it if it is a fork without a checkpoint
-        experiment, run = open_run(None, args.set, args.workdir)
+    if args.experiment is None:
+        # Resumes the run in --workdir, or starts a fork that has no checkpoint yet.
+        experiment, run = open_run(args)
         from bert_jax.checkpoints.fork import find_pending_fork
 
         fork_point = find_pending_fork(run)
@@ -108,10 +124,9 @@ def _train(
     origin: dict[str, Any] | None,
     fork_point: "ForkPoint | None",
 ) -> int:
-    """Trains a run; returns the exit code.
+    """Trains an experiment; returns the exit code.
 
     Args:
-      experiment: what to train.
       root: the argument of --workdir.
       end: with "keep" the number of steps must equal that of the saved run; with "extend" the
         last phase may have more.
@@ -132,23 +147,26 @@ def _train(
     return _CODES[outcome]
 
 
-def _add_auto_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "text", metavar="TEXT", help="a file or folder of text, or a source as in corpus.sources"
-    )
-    parser.add_argument(
-        "--hours",
-        metavar="H",
+@_add_training(
+    "auto",
+    "choose an experiment for a text, this machine and a number of hours, and pre-train it",
+    Argument("TEXT", "a file or folder of text, or a source as in corpus.sources"),
+    Argument(
+        "--hours H",
+        "time that the run may take on this machine; ignored if a run is resumed",
         type=float,
         required=True,
-        help="time that the run may take on this machine; ignored if a run is resumed",
-    )
-    parser.add_argument(
-        "--base", metavar="B", help="start from the weights of this base instead of random weights"
-    )
-
-
-def auto(args: argparse.Namespace) -> int:
+    ),
+    Argument(
+        "--language CODE",
+        "language of the text, as in corpus.language: its rules split sentences, and English is "
+        "lower-cased [assumed from the script; en for Latin letters]",
+    ),
+    Argument("--base B", "start from the weights of this base instead of random weights"),
+    shared.WORKDIR,
+    *shared.TRAINING_FLAGS,
+)
+def train_auto(args: argparse.Namespace) -> int:
     """Chooses an experiment for a text and a number of hours, and trains it.
 
     If --workdir has a run already, it is resumed with the experiment that was chosen for it.
@@ -156,11 +174,12 @@ def auto(args: argparse.Namespace) -> int:
     system.use_one_memory_pool()
     if not 0 < args.hours < float("inf"):
         raise InputError(f"--hours {args.hours}: must be a number above 0")
+    settings = [*args.set, *([f"corpus.language={args.language}"] if args.language else [])]
     root = args.workdir or f"runs/{config.name_of(args.text) or 'text'}"
     progress = make_progress()
     existing = mirror.open_workdir(root)
     if existing.experiment.exists():
-        experiment = load_saved_experiment(existing, args.set, Experiment)
+        experiment = load_saved_experiment(existing, settings, Experiment)
         if config.source_of_text(args.text) not in experiment.corpus.sources:
             sources = " ".join(experiment.corpus.sources)
             raise InputError(
@@ -170,34 +189,38 @@ def auto(args: argparse.Namespace) -> int:
         return _train(experiment, root, "keep", None, None)
     workdir = mirror.open_to_write(root)
     workdir.require_run_or_empty()
-    from bert_jax.tools.auto import choose_experiment
+    from bert_jax.tools import auto
     from bert_jax.tools.compare.budget import MeasurementEnded
 
+    request = auto.Request(args.text, args.hours, args.base, settings)
     try:
-        experiment, origin = choose_experiment(
-            args.text, args.hours, args.base, args.set, workdir, progress
-        )
+        choice = auto.choose_experiment(request, workdir, progress)
     except MeasurementEnded as error:
         (outcome,) = error.args
         again = "; run the same command again" if outcome == "stopped" else ""
         progress.report(f"auto: {outcome} while the speed was measured{again}")
         return _CODES[outcome]
-    return _train(experiment, root, "keep", origin, None)
+    for reason in choice.reasons:
+        progress.report(reason)
+    origin = config.origin_of("the command line", settings, choice.experiment)
+    return _train(choice.experiment, root, "keep", origin, None)
 
 
-def _add_fork_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint of a run, RUN/checkpoints/STEP"
-    )
-    parser.add_argument(
-        "experiment",
-        metavar="EXPERIMENT",
-        nargs="?",
-        help="an experiment, as `pretrain` takes it [the experiment of RUN]",
-    )
-    parser.add_argument("--workdir", metavar="NEW", required=True, help="workdir of the new run")
+_FORK_ARGUMENTS = (
+    Argument("CHECKPOINT", "a checkpoint of a run, RUN/checkpoints/STEP"),
+    Argument(
+        "EXPERIMENT", "an experiment, as `pretrain` takes it [the experiment of RUN]", nargs="?"
+    ),
+    Argument("--workdir NEW", "workdir of the new run", required=True),
+    *shared.TRAINING_FLAGS,
+)
 
 
+@_add_training(
+    "fork",
+    "pre-train a new run from a checkpoint of another one, with other settings",
+    *_FORK_ARGUMENTS,
+)
 def fork(args: argparse.Namespace) -> int:
     """Trains a new run that starts from a checkpoint of another run."""
     system.use_one_memory_pool()
@@ -208,6 +231,11 @@ def fork(args: argparse.Namespace) -> int:
     return _train(experiment, args.workdir, "keep", origin, fork_point)
 
 
+@_add_training(
+    "decay",
+    "decay the learning rate from a checkpoint of another run, in a new run",
+    *_FORK_ARGUMENTS,
+)
 def decay(args: argparse.Namespace) -> int:
     """Trains a new run that decays the learning rate from a checkpoint of another one."""
     system.use_one_memory_pool()
@@ -217,15 +245,13 @@ def decay(args: argparse.Namespace) -> int:
     return _train(experiment, args.workdir, "keep", origin, fork_point)
 
 
-def _add_compare_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "table", metavar="TABLE", help="a .py file whose table() lists the runs to compare"
-    )
-    parser.add_argument(
-        "--workdir", metavar="W", help="folder of the runs and their results [runs/NAME]"
-    )
-
-
+@_add_training(
+    "compare",
+    "train the runs of a table with equal budgets and compare them; run again to resume",
+    Argument("TABLE", "a .py file whose table() lists the runs to compare"),
+    Argument("--workdir W", "folder of the runs and their results [runs/NAME]"),
+    shared.CACHE,
+)
 def compare(args: argparse.Namespace) -> int:
     """Trains the runs of a table and compares them."""
     system.use_one_memory_pool()
@@ -245,55 +271,45 @@ def compare(args: argparse.Namespace) -> int:
     return _CODES[outcome]
 
 
-def _add_finetune_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "taskfile",
-        metavar="TASKFILE",
-        nargs="?",
-        help="a .py file whose experiment() returns a Finetuning, or such a config in .json "
+@_add_training(
+    "finetune",
+    "fine-tune the encoder of a base or a run on a task; the same command resumes it",
+    Argument(
+        "TASKFILE",
+        "a .py file whose experiment() returns a Finetuning, or such a config in .json "
         "; without it, --kind, --train, --validation and the flags for columns describe the task",
-    )
-    parser.add_argument(
-        "--kind",
-        choices=typing.get_args(config.Kind),
-        help="kind of the task",
-    )
-    parser.add_argument(
-        "--train",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="training examples: .csv, .tsv, .jsonl, .conll, SQuAD's .json, or a source as in "
+        nargs="?",
+    ),
+    Argument("--kind", "kind of the task", choices=typing.get_args(config.Kind)),
+    Argument(
+        "--train FILE",
+        "training examples: .csv, .tsv, .jsonl, .conll, SQuAD's .json, or a source as in "
         "task.train; may be repeated",
-    )
-    parser.add_argument(
-        "--validation",
-        metavar="FILE",
         action="append",
         default=[],
-        help="examples to score on; may be repeated",
-    )
-    parser.add_argument(
-        "--from",
+    ),
+    Argument(
+        "--validation FILE", "examples to score on; may be repeated", action="append", default=[]
+    ),
+    Argument(
+        "--from BASE",
+        "the base or run whose encoder is fine-tuned [init_from of the config]",
         dest="base",
-        metavar="BASE",
-        help="the base or run whose encoder is fine-tuned [init_from of the config]",
-    )
-    parser.add_argument(
-        "--workdir",
-        metavar="W",
-        help="workdir of the run [runs/NAME], or folder of the runs of a sweep [runs/NAME-sweep]",
-    )
-    parser.add_argument(
-        "--sweep",
-        metavar="FIELD=V1,V2",
+    ),
+    Argument(
+        "--workdir W",
+        "workdir of the run [runs/NAME], or folder of the runs of a sweep [runs/NAME-sweep]",
+    ),
+    Argument(
+        "--sweep FIELD=V1,V2",
+        "train a run for each value, e.g. seed=1,2,3; with several --sweep, for each "
+        "combination; means over seeds are printed",
         action="append",
         default=[],
-        help="train a run for each value, e.g. seed=1,2,3; with several --sweep, for each "
-        "combination; means over seeds are printed",
-    )
-
-
+    ),
+    *shared.COLUMNS,
+    *shared.TRAINING_FLAGS,
+)
 def finetune(args: argparse.Namespace) -> int:
     """Fine-tunes a model on a task, once or for each setting of a sweep."""
     system.use_one_memory_pool()
@@ -329,66 +345,8 @@ def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, An
 
 def _task_fields_of_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of a task that flags set; raises InputError if there is a TASKFILE too."""
-    fields = {name: name for name in ("kind", "train", "validation")} | shared.COLUMN_FIELDS
-    given = [flag for flag in fields if getattr(args, flag) not in (None, [])]
-    if args.taskfile is not None and given:
-        flag = given[0].replace("_", "-")
-        raise InputError(f"--{flag}: {args.taskfile} sets this already; change it with --set")
-    return {fields[flag]: getattr(args, flag) for flag in given}
-
-
-COMMANDS = {
-    "prepare": Command(
-        prepare,
-        "make the corpus: tokenizer, token ids, splits",
-        _add_prepare_arguments,
-        (shared.EXPERIMENT, shared.WORKDIR, shared.SETTINGS, shared.CACHE),
-    ),
-    "pretrain": Command(
-        pretrain,
-        "pre-train a run; the same command resumes it",
-        parents=(shared.OPTIONAL_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_FLAGS),
-        codes=TRAINING_CODE_MEANINGS,
-    ),
-    "auto": Command(
-        auto,
-        "choose an experiment for a text, this machine and a number of hours, and pre-train it",
-        _add_auto_arguments,
-        (shared.WORKDIR, *shared.TRAINING_FLAGS),
-        TRAINING_CODE_MEANINGS,
-    ),
-    "fork": Command(
-        fork,
-        "pre-train a new run from a checkpoint of another one, with other settings",
-        _add_fork_arguments,
-        shared.TRAINING_FLAGS,
-        TRAINING_CODE_MEANINGS,
-    ),
-    "decay": Command(
-        decay,
-        "decay the learning rate from a checkpoint of another run, in a new run",
-        _add_fork_arguments,
-        shared.TRAINING_FLAGS,
-        TRAINING_CODE_MEANINGS,
-    ),
-    "extend": Command(
-        extend,
-        "continue a finished run; raise the steps of its last phase with --set phases.I.steps=N",
-        parents=(shared.OPTIONAL_EXPERIMENT, shared.WORKDIR, *shared.TRAINING_FLAGS),
-        codes=TRAINING_CODE_MEANINGS,
-    ),
-    "finetune": Command(
-        finetune,
-        "fine-tune the encoder of a base or a run on a task; the same command resumes it",
-        _add_finetune_arguments,
-        (shared.COLUMNS, *shared.TRAINING_FLAGS),
-        TRAINING_CODE_MEANINGS,
-    ),
-    "compare": Command(
-        compare,
-        "train the runs of a table with equal budgets and compare them; run again to resume",
-        _add_compare_arguments,
-        (shared.CACHE,),
-        TRAINING_CODE_MEANINGS,
-    ),
-}
+    given = find_given(args, ("--kind", "--train", "--validation", *shared.COLUMN_FLAGS))
+    for argument in given if args.taskfile is not None else ():
+        flag = argument.names[0]
+        raise InputError(f"{flag}: {args.taskfile} sets this already; change it with --set")
+    return {argument.dest: value for argument, value in given.items()}

@@ -7,7 +7,6 @@ Shape letters: S tokens of a row, N texts of a row, W width of a vector.
 """
 
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,9 +69,8 @@ class Features:
     dimensions: int = 0
 
 
-# Returns the name of a text in an error message, given the text's number, which starts at 1.
-NameText = Callable[[int], str]
-_NAME_TEXT: NameText = "text {}".format
+# A text with its location for error messages before it.
+Line = tuple[str, str]
 
 
 @dataclasses.dataclass
@@ -88,9 +86,6 @@ class Embedder:
     """An encoder, replicated on each device of a mesh; texts are sharded over the devices.
 
     Args:
-      base: a model with an encoder.
-      features: the vectors to return.
-      mesh: the devices.
       max_length: tokens at which a text is truncated; 0: as the run or base has it, else the
         number of positions of the model.
       batch_tokens: tokens of a row, at least `max_length`; 0: 512 on a CPU, 16,384 elsewhere.
@@ -155,15 +150,17 @@ class Embedder:
             return 0
         return max(len(self._tokenizer.piece(i)) for i in range(self._tokenizer.size))
 
-    def embed(
-        self, texts: Iterable[str], role: Role = "document", name_text: NameText = _NAME_TEXT
-    ) -> Iterator[Embedded]:
+    def embed(self, texts: Iterable[str], role: Role = "document") -> Iterator[Embedded]:
         """Yields the vectors of texts in their order, some thousands of texts at a time."""
+        lines = ((f"text {number}", text) for number, text in enumerate(texts, 1))
+        return self.embed_lines(lines, role)
+
+    def embed_lines(self, lines: Iterable[Line], role: Role = "document") -> Iterator[Embedded]:
+        """Yields what `embed` yields, for texts with locations."""
         with ThreadPoolExecutor(1) as tokenizer:  # tokenizes the next window while devices compute
-            pending, count, encode_texts = None, 0, functools.partial(self._encode, name_text)
-            for window in _windows(texts):
-                pending, done = tokenizer.submit(encode_texts, window, role, count), pending
-                count += len(window)
+            pending = None
+            for window in _windows(lines):
+                pending, done = tokenizer.submit(self._encode, window, role), pending
                 if done is not None:
                     yield from self._embed_ids(done.result())
             if pending is not None:
@@ -194,17 +191,12 @@ class Embedder:
                 offsets = np.array([0, length - 2, length - 2])
                 self._compute(texts, offsets, np.empty((length, self.width), np.float32))
 
-    def _encode(
-        self, name_text: NameText, texts: Sequence[str], role: Role, offset: int
-    ) -> list[np.ndarray]:
-        """Returns the token ids of texts with [CLS], the role's prefix and [SEP], not truncated.
-
-        `offset` is the number of texts in earlier windows, for error messages.
-        """
+    def _encode(self, lines: Sequence[Line], role: Role) -> list[np.ndarray]:
+        """Returns the token ids of texts with [CLS], the role's prefix and [SEP], not truncated."""
         tok, prefix = self._tokenizer, self.prefixes[role]
         ids = []
-        for number, text in enumerate(texts, offset + 1):
-            with prefix_errors(name_text(number)):
+        for location, text in lines:
+            with prefix_errors(location):
                 ids.append(np.array([tok.cls_id, *tok.encode(prefix + text), tok.sep_id], np.int32))
         self.unknown.add(ids)
         return ids
@@ -268,19 +260,18 @@ class Embedder:
 
 def write(
     embedder: Embedder,
-    texts: Iterable[str],
+    lines: Iterable[Line],
     path: epath.Path,
     report: Callable[[str], None],
     role: Role = "document",
     quantize: Quantize = "none",
-    name_text: NameText = _NAME_TEXT,
 ) -> None:
     """Writes the vectors of texts to a file (see `vector_files`) and reports progress."""
     start = reported = time.monotonic()
     dtype, width = dtype_and_width(quantize, embedder.width)
     sample = np.empty((0, embedder.width), np.float32)  # measures the loss by quantization
     with vector_files.open_writer(path, width, embedder.longest_token, dtype) as add:
-        for part in embedder.embed(texts, role, name_text):
+        for part in embedder.embed_lines(lines, role):
             add(quantize_vectors(part.vectors, quantize), part.pieces)
             if quantize != "none":
                 sample = np.concatenate([sample, part.vectors[: SAMPLE - len(sample)]])
@@ -309,12 +300,12 @@ def write(
 # --- on the host --------------------------------------------------------------------------------
 
 
-def _windows(texts: Iterable[str]) -> Iterator[list[str]]:
-    window: list[str] = []
+def _windows(lines: Iterable[Line]) -> Iterator[list[Line]]:
+    window: list[Line] = []
     characters = 0
-    for text in texts:
-        window.append(text)
-        characters += len(text)
+    for line in lines:
+        window.append(line)
+        characters += len(line[1])
         if len(window) == _TEXTS or characters >= _CHARACTERS:
             yield window
             window, characters = [], 0
@@ -344,7 +335,6 @@ def layer_numbers(numbers: tuple[int, ...], model: Model) -> tuple[int, ...]:
 
 
 def _truncate_layers(depth: int, params: heads.Params) -> heads.Params:
-    """Returns the parameters with only the first `depth` layers."""
     encoder = params["encoder"]
     layers = jax.tree.map(lambda stacked: stacked[:depth], encoder["layers"])
     return params | {"encoder": encoder | {"layers": layers}}

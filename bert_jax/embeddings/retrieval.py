@@ -35,9 +35,7 @@ class Passage:
 def read(path: str, split: str) -> list[Passage]:
     """Returns the queries that have judgements, then all texts, in the order of the files.
 
-    Args:
-      path: a folder of BEIR.
-      split: the name of a file of qrels/.
+    `path` is a folder of BEIR, `split` the name of a file of qrels/.
     """
     folder = epath.Path(path)
     texts = [

@@ -23,7 +23,7 @@ from etils import epath
 
 from bert_jax.checkpoints.base import Base, flatten
 from bert_jax.embeddings import nearest as nearest_lib
-from bert_jax.embeddings.embed import Embedded, Embedder
+from bert_jax.embeddings.embed import Embedder
 from bert_jax.errors import InputError, pluralize
 from bert_jax.storage.workdir import (
     absolute,
@@ -58,9 +58,7 @@ class Index:
     Args:
       path: a file with one text on each line; blank lines are skipped.
       folder: folder of the vectors.
-      model: a model with an encoder.
       embedder: computes the vectors, of length 1.
-      report: prints a line of progress.
       cut: how a text longer than `embedder.max_length` is searched: by its beginning only, or split
         into passages, each of which is a text.
     """
@@ -161,8 +159,8 @@ class Index:
             reported = time.monotonic()
             texts = self._take_missing(missing)
             while batch := list(itertools.islice(texts, _SAVED)):
-                lines = [(line, text) for _, line, text in batch]
-                new = np.concatenate([part.vectors for part in self._embed_lines(lines)])
+                lines = [(f"{self._path}:{line}", text) for _, line, text in batch]
+                new = np.concatenate([p.vectors for p in self._embedder.embed_lines(lines)])
                 for file, content in (
                     (vectors, new.tobytes()),
                     (keys, b"".join(key for key, *_ in batch)),
@@ -181,13 +179,6 @@ class Index:
         if missing:
             raise InputError(f"{self._path}: changed while it was read; run again")
         return rows
-
-    def _embed_lines(self, lines: Sequence[tuple[int, str]]) -> Iterator[Embedded]:
-        """Yields the vectors of (line number, text); an error names the line."""
-        texts = [text for _, text in lines]
-        return self._embedder.embed(
-            texts, "document", lambda number: f"{self._path}:{lines[number - 1][0]}"
-        )
 
     def _take_missing(self, missing: set[bytes]) -> Iterator[tuple[bytes, int, str]]:
         """Yields key, line number and text of each key in `missing`, and removes the key."""

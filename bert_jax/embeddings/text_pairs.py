@@ -39,13 +39,9 @@ class CorpusPairs:
     """Batches of pairs of a corpus. Can be pickled.
 
     Args:
-      stream: the documents.
-      ids: the ids of special tokens.
-      method: how the two texts of an example are drawn.
       prefixes: token ids before the first texts, and before the second texts.
       examples: examples of a step.
       length: maximum number of tokens of a row, S.
-      seed: seed of all draws.
     """
 
     def __init__(

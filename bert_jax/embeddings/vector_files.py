@@ -40,9 +40,7 @@ def open_writer(
 
     Args:
       path: the file, whose suffix selects the format. An existing file is replaced.
-      width: numbers in a vector.
       longest_token: characters of the longest token; 0 if each text has one vector.
-      dtype: type of the numbers.
     """
     if path.suffix not in _WRITERS:
         raise InputError(f"{path}: the name must end in {', '.join(_WRITERS)}")

@@ -85,7 +85,6 @@ def code(text: str) -> str:
 
 
 def _how_to(architecture: str, folder: str, form: Literal["model", "adapter"]) -> list[str]:
-    """Returns Python code that loads the folder."""
     paths = (folder, f"{folder}/base")
     target, base = (json.dumps(printable(path).replace("`", "'")) for path in paths)
     lines = [f"from transformers import AutoTokenizer, {architecture}"]

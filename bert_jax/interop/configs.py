@@ -73,8 +73,6 @@ _EVERY = 3
 
 
 class _Field(NamedTuple):
-    """How a key of config.json is read."""
-
     key: str
     field: str = ""  # the field of Model; "": none, the value must be one of `allowed`
     # Supported values (and Model's values for them), or the type of a number; None: any.
@@ -224,7 +222,7 @@ def _architectures(fields: dict[str, Any]) -> list[Any]:
 
 
 def _roberta(path: epath.Path, fields: dict[str, Any]) -> Model:
-    """Reads a RoBERTa, whose positions begin behind the number of the padding's piece."""
+    """Reads a RoBERTa, whose positions begin after the id of the padding token."""
     values = _convert(path, _ROBERTA_KEYS, fields)
     first, rows = fields.get("pad_token_id", 1), values["max_position_embeddings"]
     for name, value in (("pad_token_id", first), ("max_position_embeddings", rows)):

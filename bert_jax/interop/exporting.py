@@ -20,8 +20,7 @@ def export(model: LoadedModel, target: epath.Path, form: Form | None, dtype: Dty
     """Writes a model to the folder `target`, which must not exist.
 
     Args:
-      model: a model, fine-tuned or not.
-      target: the folder; it appears when it is complete.
+      target: appears when it is complete.
       form: the form; None: the default of a fine-tuned model; other models require one.
       dtype: the type of the weights; bfloat16 rounds them.
 

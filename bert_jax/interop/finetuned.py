@@ -108,7 +108,6 @@ def _write_model(
     dtype: str,
     folder: epath.Path,
 ) -> None:
-    """Writes config.json and weights."""
     task, adapt = model.experiment.task, model.experiment.adapt
     fields = configs.fields_of(stated, architecture, dtype)
     fields |= configs.task_fields(

@@ -208,7 +208,6 @@ def tensors(cfg: Model, layer_names: Mapping[str, str] = _LAYER) -> Iterator[Ten
 def _rename(
     cfg: Model, names: Mapping[str, str], layer_names: Mapping[str, str], parts: tuple[Part, ...]
 ) -> Iterator[Tensor]:
-    """Yields BERT's tensors of these parts under the names of another family."""
     for tensor in tensors(cfg, layer_names):
         if tensor.part in parts:
             old, new = next(item for item in names.items() if tensor.name.startswith(item[0]))

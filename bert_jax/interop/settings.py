@@ -149,11 +149,7 @@ _SAVE_AGAIN = f"save the tokenizer again; {library.CONVERT}"
 
 
 class Settings:
-    """The settings of a Hugging Face folder, checked by `RULES`.
-
-    Args:
-      folder: the folder; config.json may be missing.
-    """
+    """The settings of a Hugging Face folder, checked by `RULES`; config.json may be missing."""
 
     def __init__(self, folder: epath.Path):
         self._folder = folder

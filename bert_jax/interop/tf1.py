@@ -94,7 +94,6 @@ def read_config(path: epath.Path, report: Report) -> Model:
 
 
 def _tensors(cfg: Model) -> Iterator[Tensor]:
-    """Yields the variables of a pre-training model."""
     for tensor in names.tensors(cfg):
         if tensor.is_kernel and not tensor.name.startswith(_NSP):
             tensor = dataclasses.replace(tensor, shape=tensor.shape[::-1], is_kernel=False)
@@ -102,7 +101,6 @@ def _tensors(cfg: Model) -> Iterator[Tensor]:
 
 
 def _name(hf_name: str) -> str:
-    """Returns the variable's name for the Hugging Face name of a tensor."""
     above, _, leaf = hf_name.rpartition(".")
     if above.endswith("_embeddings"):
         above, _, leaf = above.rpartition(".")
@@ -172,7 +170,6 @@ def _tensor(name: str, entry: dict[int, Any], shard: Callable[[int], np.ndarray]
 
 
 def _table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yields the keys and values of a table."""
     footer = content[-_FOOTER:]
     if len(footer) < _FOOTER or int.from_bytes(footer[-8:], "little") != _MAGIC:
         raise ValueError("not the index of a TensorFlow checkpoint, or cut off")

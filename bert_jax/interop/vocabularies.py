@@ -64,7 +64,10 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
     config_path = folder / "tokenizer_config.json"
     is_generic = settings.tokenizer_class in GENERIC_CLASSES
     with translate_parser_errors(fast):
-        kind, vocab = parts.get("model", {}).get("type", "WordPiece"), _pieces(parts, is_generic)
+        kind, vocab = (
+            parts.get("model", {}).get("type", "WordPiece"),
+            _list_tokens(parts, is_generic),
+        )
     if kind != "WordPiece":
         return library.read(fast, settings.special_tokens)
     case = _case(folder, parts, settings.tokenizer_config)
@@ -111,7 +114,7 @@ def read_plain(folder: epath.Path, report: Report) -> tokenizer_lib.WordPiece:
     return tokenizer_lib.WordPiece(vocab, case)
 
 
-def _pieces(parts: dict[str, Any], is_generic: bool) -> list[str] | None:
+def _list_tokens(parts: dict[str, Any], is_generic: bool) -> list[str] | None:
     """Returns the tokens of a tokenizer.json by id; None unless `WordPiece` tokenizes the same."""
     model, ids = parts.get("model", {}), parts.get("model", {}).get("vocab", {})
     pre_tokenizer = parts.get("pre_tokenizer") or {"type": None if is_generic else _PRE_TOKENIZER}

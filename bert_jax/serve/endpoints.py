@@ -85,7 +85,7 @@ class EmbedEndpoint:
 
     def compute(self, items: list[str]) -> list[tuple[np.ndarray, int]]:
         """Returns the vector of each text, float32 [W], and its number of tokens."""
-        parts = list(self._embedder.embed(items, "prompted", lambda _: "input"))
+        parts = list(self._embedder.embed_lines((("input", item) for item in items), "prompted"))
         vectors = np.concatenate([part.vectors for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
         return list(zip(vectors, lengths.tolist(), strict=True))

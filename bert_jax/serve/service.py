@@ -271,7 +271,6 @@ def _is_fault(result: Any) -> bool:
 
 
 async def _wait_for_disconnect(request: Request) -> None:
-    """Returns when the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -1,7 +1,7 @@
-"""Auto: chooses an experiment for a text, this machine and a number of hours.
+"""Chooses an experiment for a text, this machine and a number of hours.
 
-docs/results/learning.md explains the choice, with the runs behind its rule. The choice depends on a
-sample of the text, the speed of a large matrix product, and the time of a few steps.
+The choice depends on a sample of the text, the speed of a large matrix product, and the time of a
+few steps. docs/results/learning.md has the runs behind its rule.
 """
 
 import collections
@@ -9,10 +9,9 @@ import dataclasses
 import itertools
 import math
 import os
-import re
 import time
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -30,32 +29,12 @@ from bert_jax.storage.workdir import Workdir
 from bert_jax.text import documents
 from bert_jax.tools.compare import budget
 
-# Languages of scripts other than Latin, by the first word of a letter's Unicode name.
-_SCRIPTS = {"CYRILLIC": "ru", "GREEK": "el", "ARABIC": "ar", "HEBREW": "he", "DEVANAGARI": "hi"}
-_SCRIPTS |= {"HANGUL": "ko", "HIRAGANA": "ja", "KATAKANA": "ja", "CJK": "zh", "THAI": "th"}
-_SCRIPTS |= {"ARMENIAN": "hy", "GEORGIAN": "ka", "BENGALI": "bn", "TAMIL": "ta"}
-# For each language in Latin script, common words that are rare in the other languages.
-_WORDS = {
-    "en": "the and of to is that it was for with",
-    "fr": "les des est une dans et du qui pour au",
-    "de": "der die und das ist nicht den von mit ein",
-    "es": "los las el una por del y es con para",
-    "it": "il di che non della per è una gli con",
-    "pt": "os as não uma do da em para com ao",
-    "nl": "het een van en dat niet zijn op voor met",
-    "sv": "och att det som en är på av för inte",
-    "da": "og at det er en af til ikke på der",
-    "pl": "i w na się nie z do że jest to",
-    "cs": "a se na je že v to s jako by",
-    "ro": "și de în la cu nu pe este din mai",
-    "hu": "a az és hogy nem egy is volt meg de",
-    "fi": "ja on ei se että oli hän mutta kun myös",
-    "tr": "ve bir bu da için ile de çok ne gibi",
-    "vi": "của và là có không được cho một người các",
-    "id": "yang dan di untuk dengan itu dari ini pada tidak",
-}
-# Settings that are needed to read the sample of a text.
-_SAMPLE_SETTINGS = ("corpus.text_field", "corpus.encoding")
+# The language that is assumed for a script, by the first word of the names of its letters.
+_LANGUAGES = {"LATIN": "en", "CYRILLIC": "ru", "GREEK": "el", "ARABIC": "ar", "HEBREW": "he"}
+_LANGUAGES |= {"DEVANAGARI": "hi", "BENGALI": "bn", "TAMIL": "ta", "THAI": "th", "HANGUL": "ko"}
+_LANGUAGES |= {"CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "ARMENIAN": "hy", "GEORGIAN": "ka"}
+# Fields of a corpus that determine how the sample is read, and its language.
+_SAMPLE_FIELDS = ("text_field", "encoding", "language")
 # Number of characters of the sample, and of the parts of the text from which they come.
 _SAMPLE, _PARTS = 200_000, 20
 
@@ -102,35 +81,40 @@ class Text(NamedTuple):
     bytes: int  # size of its files, without decompression
     files: int
     language: str  # a code of `corpus.language`
+    case: Literal["cased", "uncased"]  # as in `corpus.case`
 
 
-def choose_experiment(
-    path: str,
-    hours: float,
-    base: str | None,
-    settings: Sequence[str],
-    workdir: Workdir,
-    progress: Progress,
-) -> tuple[Experiment, dict[str, Any]]:
-    """Returns the experiment for a text and a number of hours, and its origin.
+class Request(NamedTuple):
+    """The arguments of a choice."""
 
-    Makes the corpus and times steps in the workdir. Reports four lines: the choice, its reasons and
-    the expected result.
+    text: str  # file or folder of text, or a source as in `corpus.sources`
+    hours: float  # time on this machine, from now to the end of the run
+    base: (
+        str | None
+    )  # a folder made by `import`, whose encoder is trained further; None: a fresh one
+    settings: Sequence[str]  # `--set` strings, which override the choice
 
-    Args:
-      path: file or folder of text, or a source as in `corpus.sources`.
-      hours: time on this machine, from now to the end of the run.
-      base: a folder made by `import`, whose encoder is trained further; None: a fresh encoder.
-      settings: `--set` strings, which override the choice.
-      workdir: workdir of the run; its last part is the run's name.
-      progress: receives the lines.
+
+class Choice(NamedTuple):
+    """The experiment for a request, and lines that explain it."""
+
+    experiment: Experiment
+    reasons: list[str]
+
+
+def choose_experiment(request: Request, workdir: Workdir, progress: Progress) -> Choice:
+    """Makes the corpus and times steps in a workdir; returns the experiment that fits the hours.
+
+    The last part of the workdir is the run's name.
     """
     start_time = time.monotonic()
+    _, hours, base, settings = request
+    given = _parse_settings(settings)
     if rendezvous.read_process_info():  # before processes are connected, jax knows only this one
         raise InputError("auto: times the steps of a single process; use `bert-jax pretrain`")
-    if any(setting.partition("=")[0].strip() == "phases.0.steps" for setting in settings):
+    if "phases.0.steps" in given:
         raise InputError("--set phases.0.steps: --hours sets the steps; remove this --set")
-    text = examine_text(path, settings)
+    text = examine_text(request.text, settings)
     speed = hardware.peak_flops(_compute_type())
     if speed is None:
         kind = jax.devices()[0].device_kind
@@ -149,17 +133,27 @@ def choose_experiment(
     left = hours * 3600 - (time.monotonic() - start_time)
     experiment = _with_steps(experiment, seconds, left, f"--hours {hours:g}")
     experiment = config.override(experiment, settings)
-    for line in _summary(experiment, text, manifest, operations, seconds, left):
-        progress.report(line)
-    return experiment, config.origin_of("the command line", settings, experiment)
+    tokens = manifest["splits"]["train"]["tokens"]
+    assumed = " (assumed from the script; set it with --language)"
+    language = text.language + ("" if "corpus.language" in given else assumed)
+    why = "that of the base" if base else f"for a budget of {operations:.1e} operations"
+    reasons = [
+        f"text: {text.bytes / 1e6:,.1f} MB in {pluralize(text.files, 'file')}, language "
+        f"{language}, {text.case}; {tokens:,} tokens to train on",
+        f"model: {_shape(experiment.model)}, {why}",
+        *_describe_steps(experiment, tokens, seconds, left),
+    ]
+    return Choice(experiment, reasons)
 
 
 def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
-    """Returns the size of a text and its language, which a sample of the text shows."""
+    """Returns facts about a text, from a sample; a `corpus.language` in the settings holds."""
     with prefix_errors(f"TEXT {path}"):
         text_corpus = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
-    needed = [s.strip() for s in settings if s.partition("=")[0].strip() in _SAMPLE_SETTINGS]
-    text_corpus = config.override(text_corpus, [s.removeprefix("corpus.") for s in needed])
+    given = _parse_settings(settings)
+    fields = {name: given.get(f"corpus.{name}") for name in _SAMPLE_FIELDS}
+    needed = [f"{name}={value}" for name, value in fields.items() if value is not None]
+    text_corpus = config.override(text_corpus, needed)
     extents = list(documents.extents(text_corpus))
     sample = ""
     for extent in extents[:: max(1, len(extents) // _PARTS)]:
@@ -169,13 +163,20 @@ def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
             sample += part[: end - len(sample)]
             if len(sample) >= end:
                 break
-    size = sum(extent.bytes for extent in extents)
-    return Text(text_corpus.sources[0], size, len(extents), detect_language(sample))
+    size, script = sum(extent.bytes for extent in extents), find_script(sample)
+    language = text_corpus.language if fields["language"] else _LANGUAGES.get(script, "en")
+    # Lower-casing also strips accents, which turns й into и and drops the vowel signs of Hindi.
+    case = "uncased" if (language, script) == ("en", "LATIN") else "cased"
+    return Text(text_corpus.sources[0], size, len(extents), language, case)
 
 
-def detect_language(sample: str) -> str:
-    """Returns the language code of a text, by its letters or its commonest words; else en."""
-    sample = unicodedata.normalize("NFC", sample)  # a separate accent would end a word
+def _parse_settings(settings: Sequence[str]) -> dict[str, str]:
+    parts = (setting.partition("=") for setting in settings)
+    return {name.strip(): value for name, _, value in parts}
+
+
+def find_script(sample: str) -> str:
+    """Returns the commonest script of a text, as the names of its letters begin in Unicode."""
     letters = collections.Counter(filter(str.isalpha, sample))
     scripts: collections.Counter[str] = collections.Counter()
     for letter, count in letters.items():
@@ -183,13 +184,8 @@ def detect_language(sample: str) -> str:
     # Japanese also uses Chinese characters; a text without kana is Chinese.
     kana = scripts["HIRAGANA"] + scripts["KATAKANA"]
     if kana > 0.05 * scripts.total():
-        return "ja"
-    commonest = max(scripts, key=scripts.__getitem__, default="LATIN")
-    if commonest != "LATIN":
-        return _SCRIPTS.get(commonest, "en")
-    words = collections.Counter(re.findall(r"[^\W\d_]+", sample.lower()))
-    hits = {code: sum(words[w] for w in common.split()) for code, common in _WORDS.items()}
-    return max(hits, key=hits.__getitem__)
+        return "HIRAGANA"
+    return max(scripts, key=scripts.__getitem__, default="LATIN")
 
 
 def _compute_type() -> Literal["float32", "bfloat16"]:
@@ -214,9 +210,7 @@ def _fresh_experiment(name: str, text: Text, operations: float) -> Experiment:
         max_position_embeddings=512,
         compute_dtype=_compute_type(),
     )
-    # Lower-casing also strips accents, which turns й into и and drops the vowel signs of Hindi.
-    case = "uncased" if text.language == "en" else "cased"
-    text_corpus = _corpus(text, case=case)
+    text_corpus = _corpus(text, case=text.case)
     if text.language in ("ja", "th"):  # no spaces between words
         text_corpus = dataclasses.replace(text_corpus, tokenizer_kind="unigram")
     rate = recipe.optimizer.peak_learning_rate * recipe.model.hidden_size / size.width
@@ -339,27 +333,18 @@ def _shape(model: Model) -> str:
     return f"{layers} of {model.hidden_size}, vocabulary of {model.vocab_size:,} tokens"
 
 
-def _summary(
-    experiment: Experiment,
-    text: Text,
-    manifest: dict[str, Any],
-    operations: float,
-    seconds: float,
-    left: float,
-) -> list[str]:
-    """Returns lines that explain the choice."""
-    phase, tokens = experiment.phases[0], manifest["splits"]["train"]["tokens"]
+def _describe_steps(
+    experiment: Experiment, tokens: int, seconds: float, left: float
+) -> Iterator[str]:
+    """Yields lines about the steps of a run on a corpus of `tokens`, and about its end."""
+    phase = experiment.phases[0]
     seen = phase.steps * phase.batch_size * phase.sequence_length
-    loss = expected_loss(experiment, seen)
-    why = f"for a budget of {operations:.1e} operations"
-    why = "that of the base" if experiment.init_from else why
-    end = time.strftime("%H:%M", time.localtime(time.time() + left))
-    return [
-        f"text: {text.bytes / 1e6:,.1f} MB in {pluralize(text.files, 'file')}, language "
-        f"{text.language}; {tokens:,} tokens to train on",
-        f"model: {_shape(experiment.model)}, {why}",
+    yield (
         f"steps: {phase.steps:,} of {phase.batch_size} x {phase.sequence_length} tokens, "
-        f"{seconds:.3g} s each: {seen / tokens:.1f} epochs",
-        f"expect: held-out masked LM {loss}, at {end}, in {duration(left)}; if it is stopped, run "
-        "the same command again to resume",
-    ]
+        f"{seconds:.3g} s each: {seen / tokens:.1f} epochs"
+    )
+    end = time.strftime("%H:%M", time.localtime(time.time() + left))
+    yield (
+        f"expect: held-out masked LM {expected_loss(experiment, seen)}, at {end}, in "
+        f"{duration(left)}; if it is stopped, run the same command again to resume"
+    )

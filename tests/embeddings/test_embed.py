@@ -160,7 +160,7 @@ def test_what_is_not_finite_is_not_written(trained, texts, tmp_path):
     broken = dataclasses.replace(trained, params=params)
     embedder = embed.Embedder(broken, embed.Features(), samples.mesh_of(1))
     with pytest.raises(InputError, match="texts 1 to 16: the model computes numbers that are not"):
-        embed.write(embedder, texts, epath.Path(tmp_path / "v.npz"), print)
+        embed.write(embedder, enumerate(texts), epath.Path(tmp_path / "v.npz"), print)
     assert not list(tmp_path.iterdir())
 
 
@@ -200,7 +200,7 @@ def test_the_number_of_texts_that_were_cut_is_shown(trained, tmp_path):
     shown = []
     embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1), max_length=5)
     path = epath.Path(tmp_path / "v.npz")
-    embed.write(embedder, ["w9 w9 w9", "w9 w9 w9 w9", "", "w7 " * 99], path, shown.append)
+    embed.write(embedder, enumerate(["w9 " * 3, "w9 " * 4, "", "w7 " * 99]), path, shown.append)
     assert shown[0].startswith(f"{path}: 4 texts, 64 numbers per vector; ")
     assert shown[1:] == ["truncated to 5 tokens: 2 of 4 texts"]
 
@@ -213,7 +213,7 @@ def test_smaller_vectors_are_those_of_the_whole_ones(quantize, trained, texts, t
         embedder = embed.Embedder(trained, embed.Features(), samples.mesh_of(1))
         for suffix in vector_files._WRITERS:
             path = epath.Path(tmp_path / f"{how}{suffix}")
-            embed.write(embedder, texts, path, shown.append, quantize=how)
+            embed.write(embedder, enumerate(texts), path, shown.append, quantize=how)
         read[how] = np.load(tmp_path / f"{how}.npz")["vectors"]
     whole, small = read["none"], read[quantize]
     if quantize == "int8":

@@ -32,8 +32,11 @@ class Letters:
     def passages(self, text):
         return text.split("|")
 
-    def embed(self, texts, role="document", name_text=None):
-        for text in texts:
+    def embed(self, texts, role="document"):
+        return self.embed_lines(enumerate(texts), role)
+
+    def embed_lines(self, lines, role="document"):
+        for _, text in lines:
             assert role in ("document", "query")
             self.given.append(text)
             self.roles.append(role)

@@ -18,15 +18,10 @@ from bert_jax.tools.compare import budget
 
 SENTENCES = {
     "en": "It is the house of the man that was here with us, and the dog is for sale.",
-    "fr": "Les enfants du village et le maire sont dans une maison qui est au bord des champs.",
-    "de": "Der Mann und die Frau sind nicht in dem Haus, das von den Kindern gebaut ist.",
-    "es": "Los niños del pueblo y el alcalde están en una casa por el río con las vacas.",
-    "pt": "Os meninos não estão em uma casa do povoado com as vacas da avó para comer ao sol.",
     "ru": "Дети и староста стоят у дома на берегу реки.",
-    "zh": "孩子们在河边的房子里。",
+    "hi": "बच्चे और मुखिया नदी के किनारे घर के पास खड़े हैं।",
     "ja": "子供たちは川のそばの家にいます。",
     "el": "Τα παιδιά είναι στο σπίτι.",
-    "vi": "Những đứa trẻ và ông trưởng làng là người của một ngôi nhà trong các cánh đồng.",
 }
 
 
@@ -55,15 +50,27 @@ def timed(monkeypatch, rate):
 
 
 @pytest.mark.parametrize("code", SENTENCES)
-def test_a_language_is_known_by_its_letters_or_words(code):
-    for form in ("NFC", "NFD"):
-        assert auto.detect_language(unicodedata.normalize(form, SENTENCES[code])) == code
+def test_a_language_is_assumed_from_the_script_and_only_english_is_lower_cased(here, code):
+    (here / "d.txt").write_text(unicodedata.normalize("NFD", SENTENCES[code]))
+    text = auto.examine_text("d.txt")
+    assert (text.language, text.case) == (code, "uncased" if code == "en" else "cased")
+
+
+def test_a_language_that_is_given_holds(here, monkeypatch):
+    (here / "d.txt").write_text("Les enfants du village sont au bord des champs.")
+    experiment, said = chosen(monkeypatch, "corpus.language=fr", text="d.txt")
+    assert (experiment.corpus.language, experiment.corpus.case) == ("fr", "cased")
+    assert not any("--language" in line for line in said)
+    assert "language en (assumed" in "".join(chosen(monkeypatch, text="d.txt")[1])
+    (here / "d.txt").write_text("తెలుగు")  # of a script for which no language is assumed
+    assert auto.examine_text("d.txt").case == "cased"
+    assert auto.examine_text("d.txt", ["corpus.language=en"]).case == "cased"
 
 
 @pytest.mark.long
 def test_a_run_is_chosen_once_and_then_goes_on_as_it_is(here, monkeypatch):
     asked = timed(monkeypatch, rate=0.25)
-    command = "auto text --hours 0.05 --workdir w"
+    command = "auto text --hours 0.05 --workdir w --language en"
     said = broken.said(f"{command} --set data.short_seq_prob=0.2")
     saved = config.load("w/experiment.json")
     # 180 seconds are 45 steps, of which 9 evaluations take a third each; the corpus took some, too.
@@ -89,8 +96,9 @@ def chosen(monkeypatch, *settings, text="text", workdir="w", base=None):
     monkeypatch.setattr(auto.corpus, "prepare", lambda *a: said.append(f"{a[2]}") or made)
     monkeypatch.setattr(auto.corpus, "require_rows", lambda *_: None)
     progress = types.SimpleNamespace(report=said.append)
-    experiment, _ = auto.choose_experiment(text, 0.05, base, settings, Workdir(workdir), progress)
-    return experiment, said
+    request = auto.Request(text, 0.05, base, settings)
+    experiment, reasons = auto.choose_experiment(request, Workdir(workdir), progress)
+    return experiment, said + reasons
 
 
 def test_what_is_set_holds_so_that_the_same_command_changes_nothing(here, monkeypatch):
@@ -106,9 +114,9 @@ def test_what_is_set_holds_so_that_the_same_command_changes_nothing(here, monkey
 
 
 def test_text_is_looked_at_in_the_field_and_encoding_that_are_set(here, monkeypatch):
-    (here / "d.jsonl").write_text(json.dumps({"body": SENTENCES["fr"]}))
+    (here / "d.jsonl").write_text(json.dumps({"body": SENTENCES["el"]}))
     experiment, _ = chosen(monkeypatch, "corpus.text_field =body", text="d.jsonl")
-    assert (experiment.corpus.language, experiment.corpus.text_field) == ("fr", "body")
+    assert (experiment.corpus.language, experiment.corpus.text_field) == ("el", "body")
     (here / "d.txt").write_text(SENTENCES["ru"], encoding="utf-16")
     experiment, _ = chosen(monkeypatch, "corpus.encoding=utf-16", text="d.txt")
     assert experiment.corpus.language == "ru"
@@ -164,14 +172,6 @@ def test_more_operations_want_a_larger_encoder(here):
     assert "about" not in auto.expected_loss(small, 9_000)
 
 
-@pytest.mark.parametrize(
-    ("language", "case"), [("en", "uncased"), ("ru", "cased"), ("hi", "cased")]
-)
-def test_only_english_is_lower_cased_since_this_also_strips_accents(language, case):
-    text = auto.Text("text:x", 1_000_000, 100, language)
-    assert auto._fresh_experiment("w", text, 9e12).corpus.case == case
-
-
 def test_the_page_has_the_rule():
     page = pathlib.Path(__file__).parents[2] / "docs" / "results" / "learning.md"
     table = page.read_text().split("| operations, from |")[1].split("\n\n")[0]
@@ -210,7 +210,6 @@ def test_a_base_goes_on_with_its_own_model_and_vocabulary(copy_of_run, monkeypat
         (["text", "--hours", "0.001"], "--hours 0.001"),
         (["text", "--hours", "0.001", "--set", "phases.0.steps=9"], "phases.0.steps"),
         (["text", "--hours", "1", "--base", "nowhere"], "nowhere"),
-        (["text", "--hours", "1", "--extend"], "--extend"),
     ],
 )
 def test_what_cannot_be_chosen_is_named(here, monkeypatch, args, named):

@@ -149,7 +149,6 @@ class Comparison:
         self._write()
 
     def _run_member(self, member: TableRun) -> session.Outcome:
-        """Does a run, and measures it."""
         experiment = member.experiment
         workdir = Workdir(member.folder, experiment.run.corpus_dir)
         probes = Probes(experiment.run.probes) if experiment.run.probes else None

@@ -148,7 +148,7 @@ def table(record: dict[str, Any]) -> Iterator[str]:
         + [_format(group[name]) for name in ("mean", "deviation")]
         for group in groups
     ]
-    yield "of the last evaluations, over seeds, the mean and the standard deviation (n - 1):"
+    yield "mean and standard deviation (n - 1) over seeds, of the last evaluations:"
     yield from PageTable([*groups[0]["settings"], "runs", "mean", "deviation"], rows, 0).lines()
 
 

@@ -6,8 +6,8 @@ import math
 from bert_jax import config
 from bert_jax.storage.workdir import Workdir, write_atomic
 from bert_jax.tools.compare.results import Results
-from bert_jax.tools.report import curves, figures, run_comparison
-from bert_jax.tools.report.figures import Figure
+from bert_jax.tools.report import curves, run_comparison
+from bert_jax.tools.report.figures import Figure, draw_all, draw_dots
 from bert_jax.tools.report.render import PageTable, page
 from bert_jax.tools.report.run_record import Record
 
@@ -44,13 +44,15 @@ def _html(results: Results) -> str:
         origin |= {f"measured by bert-jax {version}" for _, version, _ in entries}
         rows.append({"name": row.name, "changed": changed, "origin": origin})
         before = row.experiment
+    figures = [*_dots(results), *_curves(results)]
     return page(
         "table.html",
         title=results.table.name,
         results=results,
         table=results.page_table([column.title for column in results.columns]),
+        notes=[results.again] if results.again else [],
         rows=rows,
-        figures=[*_dots(results), *_curves(results)],
+        learning=[("", figures)] if figures else [],
     )
 
 
@@ -63,7 +65,7 @@ def _dots(results: Results) -> list[Figure]:
         if known:
             runs, values, errors = zip(*known.values(), strict=True)
             bars = [0.0 if math.isnan(error) else error for error in errors]
-            svg = figures.draw_dots([*known], values, bars, f"dots-{number}")
+            svg = draw_dots([*known], values, bars, f"dots-{number}")
             note = "Bars are standard errors of the mean over seeds." if max(runs) > 1 else ""
             pictures.append(Figure(column.title, note, svg))
     return pictures
@@ -83,4 +85,4 @@ def _curves(results: Results) -> list[Figure]:
         if all(axis.cumulate(record) for record in records):
             # The first plot shows held-out losses of masked tokens.
             plots += [plot for plot in curves.learning_plots(records, axis) if not plot.empty][:1]
-    return figures.draw_all(plots, (), "curve")
+    return draw_all(plots, (), "curve")

@@ -93,7 +93,6 @@ def create(documents: Documents, ids: batches.Ids, settings: InstanceSettings) -
 
 
 def _unpadded_row(batch: batches.Batch) -> dict[str, Any]:
-    """Returns the single row of a batch without its padding."""
     length, predicted = int(batch["input_mask"].sum()), int(batch["masked_lm_weights"].sum())
     return {
         "input_ids": batch["input_ids"][0, :length].tolist(),

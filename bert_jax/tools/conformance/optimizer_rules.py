@@ -146,7 +146,6 @@ def _decay() -> ReferenceRule:
 
 
 def _cores() -> Iterator[ReferenceRule]:
-    """Compares the gradient of a step over all cores with the gradients of single cores."""
     norm, compared = 0.1, f"a step of {_CORES} cores with single cores"
     single = list(_gradients())
     lengths = [float(optax.global_norm(gradient)) for gradient in single]

@@ -69,7 +69,6 @@ def _examine_run(workdir: Workdir) -> list[Finding]:
 
 
 def _pair_lengths(experiment: Experiment) -> tuple[int, ...]:
-    """Returns the sequence lengths of the phases that learn pairs."""
     lengths = {
         phase.sequence_length
         for number, phase in enumerate(experiment.phases)

@@ -24,12 +24,9 @@ _SHOWN = 30
 
 
 def examine(folder: epath.Path, lengths: tuple[int, ...] = (128, 512)) -> list[Finding]:
-    """Examines a prepared corpus.
+    """Examines the corpus in a folder.
 
-    Args:
-      folder: the corpus folder.
-      lengths: sequence lengths to plan pairs for, by default the paper's; empty if no pairs are
-        learned.
+    Plans pairs for the sequence lengths, by default the paper's; none if no pairs are learned.
     """
     folder = corpus_lib.local_corpus(folder)
     manifest = corpus_lib.open_manifest(folder)

@@ -68,7 +68,10 @@ def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
             file_corpus = dataclasses.replace(source_corpus, sources=(f"{kind}:{path}",))
             size = 0 if kind == "parquet" else text_sources.state(path, listed=listed)["bytes"]
             files.append((file_corpus, path, size))
-    findings = _Survey(corpus, files).findings()
+    reader, survey = _Reader(files), _Survey(corpus)
+    for document in reader.read():
+        survey.add(document)
+    findings = survey.findings(reader)
     for line in text_sources.describe_unread(prepared_as or corpus):
         findings += LEFT_OUT.check(1, line=printable(line))
     return findings
@@ -114,10 +117,8 @@ def _other_layout(document: Document, lines: list[str], split: list[str], langua
     if document.layout == "sentences_by_line":
         text = document.text[:_BEGINNING]
         beginning = dataclasses.replace(document, pieces=[text], layout="paragraphs_by_line")
-        count, least = (
-            len(sentence_splitter.split(beginning, language)),
-            len(beginning.paragraphs()),
-        )
+        count = len(sentence_splitter.split(beginning, language))
+        least = len(beginning.paragraphs())
         return "paragraphs_by_line" if count > _SENTENCES_PER_PARAGRAPH * least else ""
     if document.layout == "paragraphs_by_line":
         short = [line for line in lines if len(line) <= _WRAPPED]
@@ -138,69 +139,94 @@ def _other_layout(document: Document, lines: list[str], split: list[str], langua
 # --- documents ---
 
 
-class _Survey:
-    """Reads the documents once, and counts their faults.
+class _Reader:
+    """Reads the documents of files; records why files are refused.
 
     Args:
-      corpus: settings of the corpus.
       files: (corpus with this file as its only source, name, bytes or 0 if unknown) of each file.
     """
 
-    def __init__(self, corpus: Corpus, files: list[tuple[Corpus, str, int]]):
-        self._corpus, self._characters = corpus, Characters()
+    def __init__(self, files: list[tuple[Corpus, str, int]]):
+        self._files = files
         # {message without file names and numbers: (file, message) pairs}.
         self._refused: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)
-        self._count = self._read = self._repeats = self._ones = 0
+        self.characters, self.is_sample = 0, False
+
+    def read(self) -> Iterator[Document]:
+        """Yields the documents; if there is very much text, a part of those of random files."""
+        most_of_a_file = _MOST
+        if sum(size for *_, size in self._files) > _MOST:
+            random.Random(0).shuffle(self._files)
+            most_of_a_file = max(_MOST_OF_A_FILE, _MOST // len(self._files))
+        for corpus, name, size in self._files:
+            if self.characters > _MOST:
+                self.is_sample = True
+                return
+            start = self.characters
+            try:
+                if size:
+                    line_reader.require_not_utf8([name], corpus.encoding)
+                for document in documents.read(corpus):
+                    if self.characters > _MOST or self.characters - start > most_of_a_file:
+                        self.is_sample = True
+                        break
+                    self.characters += len(document.text)
+                    yield document
+            except InputError as error:
+                reason = re.split(r"[(;]", str(error).replace(name, ""))[0]
+                self._refused[re.sub(r"\d+", "", reason)].append((name, str(error)))
+
+    def refusals(self) -> list[Finding]:
+        """Returns a finding for each reason why files are refused, the commonest first."""
+        by_reason = sorted(self._refused.values(), key=len, reverse=True)
+        rare = list(itertools.chain.from_iterable(by_reason[_REASONS:]))
+        findings: list[Finding] = []
+        for files in filter(None, (*by_reason[:_REASONS], rare)):
+            names = [os.path.basename(name) for name, _ in files[1 : 1 + _NAMED]]
+            names += [f"{len(files) - 1 - _NAMED:,} more"] * (len(files) > 1 + _NAMED)
+            also = f"; also {', '.join(names)}" if names else ""
+            count = pluralize(len(files), "file")
+            findings += REFUSED.check(len(files), printable(files[0][1] + also), count=count)
+        return findings
+
+
+@dataclasses.dataclass
+class _Tally:
+    """A number of documents, and an example: the first one."""
+
+    count: int = 0
+    example: str = ""
+
+    def add(self, example: str) -> None:
+        self.count += 1
+        self.example = self.example or example
+
+
+class _Survey:
+    """Counts the faults of documents."""
+
+    def __init__(self, corpus: Corpus):
+        self._corpus, self._characters = corpus, Characters()
+        self._texts, self._ones, self._repeats = _Tally(), _Tally(), _Tally()
+        self._layouts: dict[str, _Tally] = collections.defaultdict(_Tally)
         self._seen: set[int] = set()  # hashes of whole texts
-        self._any = self._repeated = self._one = ""  # examples
         self._sentences, self._largest = 0, (0, "")  # number; (number, example) of a document
         self._long: list[int] = []  # characters of each long sentence
         self._longest = (0, "")  # (characters, example)
-        self._layouts: dict[str, list[str]] = collections.defaultdict(list)
-        self._size = sum(size for *_, size in files)
-        self._is_sample = False
-        self._most_of_a_file = max(_MOST_OF_A_FILE, _MOST // max(len(files), 1))
-        if self._size > _MOST:
-            random.Random(0).shuffle(files)
-        for file_corpus, name, size in files:
-            for document in self._documents(file_corpus, name, is_text=size > 0):
-                self._add(document)
 
-    def _documents(self, corpus: Corpus, name: str, is_text: bool) -> Iterator[Document]:
-        """Yields documents of a file until enough is read; records why a file is refused."""
-        most = self._most_of_a_file if self._size > _MOST else _MOST
-        start = self._read
-        if start > _MOST:
-            self._is_sample = True
-            return
-        try:
-            if is_text:
-                line_reader.require_not_utf8([name], corpus.encoding)
-            for document in documents.read(corpus):
-                if self._read > _MOST or self._read - start > most:
-                    self._is_sample = True
-                    return
-                self._read += len(document.text)
-                yield document
-        except InputError as error:
-            reason = re.split(r"[(;]", str(error).replace(name, ""))[0]
-            self._refused[re.sub(r"\d+", "", reason)].append((name, str(error)))
-
-    def _add(self, document: Document) -> None:
+    def add(self, document: Document) -> None:
+        """Counts the faults of a document."""
         self._characters.add(document)
         all_split, known = list[str](), len(self._seen)
         for text, split in sentence_splitter.split_document(document, self._corpus):
             excerpt = example(document.location(0), text)
-            self._any = self._any or excerpt
-            self._count += 1
+            self._texts.add(excerpt)
             self._sentences += len(split)
             self._largest = max(self._largest, (len(split), excerpt))
             if len(split) == 1:
-                self._ones += 1
-                self._one = self._one or excerpt
+                self._ones.add(excerpt)
             if (digest := hash(text)) in self._seen:
-                self._repeats += 1
-                self._repeated = self._repeated or excerpt
+                self._repeats.add(excerpt)
             self._seen.add(digest)
             all_split += split
         if len(self._seen) == known:
@@ -212,44 +238,31 @@ class _Survey:
                 self._long.append(len(sentence))
         lines = document.text.split("\n")
         if layout := _other_layout(document, lines, all_split, self._corpus.language):
-            self._layouts[layout].append(example(document.location(0), document.text))
+            self._layouts[layout].add(example(document.location(0), document.text))
 
-    def _refusals(self) -> list[Finding]:
-        """Returns a finding for each reason why files are refused, the commonest first."""
-        by_reason = sorted(self._refused.values(), key=len, reverse=True)
-        rare = list(itertools.chain.from_iterable(by_reason[_REASONS:]))
-        findings: list[Finding] = []
-        for files in (*by_reason[:_REASONS], rare):
-            if files:
-                names = [os.path.basename(name) for name, _ in files[1 : 1 + _NAMED]]
-                names += [f"{len(files) - 1 - _NAMED:,} more"] * (len(files) > 1 + _NAMED)
-                also = f"; also {', '.join(names)}" if names else ""
-                count = pluralize(len(files), "file")
-                findings += REFUSED.check(len(files), printable(files[0][1] + also), count=count)
-        return findings
-
-    def findings(self) -> list[Finding]:
-        """Returns the findings."""
-        findings = self._refusals()
-        if not self._refused and not self._is_sample:
-            least, different = 2 * LEAST_VALIDATION_DOCUMENTS, len(self._seen)
+    def findings(self, reader: _Reader) -> list[Finding]:
+        """Returns the findings about the documents of a reader, and about files it refused."""
+        findings, total = reader.refusals(), self._texts.count
+        different, needed = len(self._seen), 2 * LEAST_VALIDATION_DOCUMENTS
+        if not findings and not reader.is_sample:
             count = pluralize(different, "different document")
-            findings += TOO_FEW.check(least - different, self._any, count=count, least=least)
-        if not self._count:
+            excerpt = self._texts.example
+            findings += TOO_FEW.check(needed - different, excerpt, count=count, least=needed)
+        if not total:
             return findings
-        sample = f" (in a sample of {self._read / 1e6:,.3g} million characters)"
-        scope = sample if self._is_sample else ""
-        number = self._ones, self._count, self._one
+        sample = f" (in a sample of {reader.characters / 1e6:,.3g} million characters)"
+        scope = sample if reader.is_sample else ""
+        number = self._ones.count, total, self._ones.example
         findings += finding.check_documents(finding.ONE_SENTENCE, *number)
-        if len(self._seen) >= 2 * LEAST_VALIDATION_DOCUMENTS:
+        if different >= needed:
             largest, excerpt = self._largest
             findings += finding.dominant_document(largest, self._sentences, excerpt, scope)
         if self._corpus.repeated_documents == "keep":
-            number = self._repeats, self._count, self._repeated
+            number = self._repeats.count, total, self._repeats.example
             findings += finding.check_documents(finding.REPEATED, *number)
-        long = self._long, self._read, f"{_LONG:,} characters{scope}", self._longest[1]
+        long = self._long, reader.characters, f"{_LONG:,} characters{scope}", self._longest[1]
         findings += finding.long_sentences(*long)
-        for layout, examples in self._layouts.items():
-            counts = {"count": len(examples), "documents": self._count, "scope": scope}
-            findings += LAYOUTS[layout].check(len(examples) / self._count, examples[0], **counts)
+        for layout, tally in self._layouts.items():
+            counts = {"count": tally.count, "documents": total, "scope": scope}
+            findings += LAYOUTS[layout].check(tally.count / total, tally.example, **counts)
         return findings + self._characters.findings(scope)

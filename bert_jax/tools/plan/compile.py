@@ -172,7 +172,6 @@ def compile_all(
 
 
 def _cached_outcome(job: CompileJob) -> Outcome | None:
-    """Returns the outcome of an earlier compilation, if it is in the cache."""
     with contextlib.suppress(FileNotFoundError, LookupError, TypeError, ValueError):
         return Outcome.from_json(_cache_path(job).read_text())
     return None

@@ -107,16 +107,14 @@ def estimate(program: Program, topology: Topology, places: Sequence[Location]) -
 
 
 class _Timeline:
-    """Follows a schedule, and adds up its times."""
-
     def __init__(self, program: Program, topology: Topology, places: Sequence[Location]):
         tpu = topology.tpu
         self.clock_hz = tpu.clock_hz
         self.bandwidth = topology.device_bandwidth
         self.random_bandwidth = RANDOM_BYTES_PER_CYCLE * tpu.cores_per_device * tpu.clock_hz
         self.kernels = program.kernels
-        self.permutes = [bool(one.pairs) for one in program.collectives]
-        self.costs = [cost(one, topology, places) for one in program.collectives]
+        self.permutes = [bool(collective.pairs) for collective in program.collectives]
+        self.costs = [cost(collective, topology, places) for collective in program.collectives]
         self.now = 0.0  # seconds since the step began
         self.free: dict[int, float] = {}  # {axis: time from which its links are free}
         # {name of the start: (number of the collective, or None for a fetch; time of arrival)}.

@@ -152,8 +152,6 @@ def whole_batch_arrays(
     larger pod.
 
     Args:
-      module: the module of one device.
-      experiment: the experiment of the module.
       number: number of the phase.
       shards: number of parts into which the batch is divided.
 

@@ -18,7 +18,7 @@ from bert_jax.model import flops
 from bert_jax.tools.plan import compile as compile_lib
 from bert_jax.tools.plan import estimate
 from bert_jax.tools.plan.compile import CompileJob, Outcome
-from bert_jax.tools.plan.schedule import Program
+from bert_jax.tools.plan.schedule import SEND, Program
 from bert_jax.tools.plan.topology import Layout, Topology, layout_of, shards_of, with_layout
 from bert_jax.training.collectives import method_of
 
@@ -56,8 +56,8 @@ def make_plan(
     outcomes = iter(compile_lib.compile_all(jobs, _log_progress))
     slices = []
     for topology in topologies:
-        of_slice = [next(outcomes) for _ in numbers]
-        entry = _slice_entry(experiment, topology, of_slice, price_per_chip_hour)
+        phase_outcomes = [next(outcomes) for _ in numbers]
+        entry = _slice_entry(experiment, topology, phase_outcomes, price_per_chip_hour)
         if mode == "search":
             entry["search"] = _search(experiment, topology)
         else:
@@ -191,7 +191,6 @@ def _slice_entry(
     outcomes: Sequence[Outcome],
     price_per_chip_hour: float | None,
 ) -> Entry:
-    """Returns the entry of one slice, from the outcomes of all phases."""
     method = method_of(topology.tpu.kind, topology.slices)
     phases = [phase_entry(experiment, n, topology, outcome) for n, outcome in enumerate(outcomes)]
     hours = [entry["hours"] for entry in phases]
@@ -333,8 +332,8 @@ def _slice_lines(entry: Entry) -> Iterator[str]:
         yield f"  recipe: {entry['hours']:,.1f} hours, {entry['chip_hours']:,.0f} chip-hours{cost}"
     if search := entry.get("search"):
         yield (
-            f"  search: of {search['compiled']} layouts of a phase {search['unfit']} do not fit; "
-            f"the best:{'' if search['ranked'] else ' none'}"
+            f"  search: {search['unfit']} of {search['compiled']} layouts of single phases do not "
+            f"fit; the best of all phases:{'' if search['ranked'] else ' none'}"
         )
         for ranked in search["ranked"]:
             settings = " ".join(f"--set {setting}" for setting in ranked["settings"])
@@ -350,8 +349,9 @@ def _phase_lines(phase: Entry, entry: Entry) -> Iterator[str]:
         else:
             wanted, available = phase["wanted"] / _GIB, phase["available"] / _GIB
             yield (
-                f"    does not fit: {wanted:.2f} GiB wanted of the {available:.2f} GiB of a "
-                f"device, {wanted - available:.2f} too many"
+                f"    does not fit: needs {wanted:.2f} GiB, {wanted - available:.2f} more than the "
+                f"{available:.2f} that a program may use of a device's "
+                f"{entry['device_memory'] / _GIB:g} GiB"
             )
         for remedy in phase.get("remedies", []):
             yield f"    {remedy}"
@@ -380,36 +380,38 @@ def _time_lines(phase: Entry) -> Iterator[str]:
         f"({phase['model_flops'] / 1e12:.2f} TFLOP at {phase['peak_flops'] / 1e12:,.0f} a second)"
     )
     yield (
-        f"    tokens: {phase['places_per_second'] / 1e6:,.2f} million a second if no place is "
-        "padding, as is assumed; rows half full have half of them, and half of the utilisation"
+        f"    tokens: {phase['places_per_second'] / 1e6:,.2f} million a second without padding; "
+        "padding lowers tokens and utilisation by its share"
     )
     links = phase["links"]
-    waits = ", ".join(f"{kind} {1e3 * wait:.2f}" for kind, wait in links["waits"].items())
+    kinds = {kind: wait for kind, wait in links["waits"].items() if kind != SEND}  # see `network`
+    waits = ", ".join(f"{kind} {1e3 * wait:.2f}" for kind, wait in kinds.items())
     work, bandwidth = phase["work"], phase["memory_bandwidth"] / 1e9
     reasons = {
-        "products": f"{work['products']:,} cycles at {phase['clock_hz'] / 1e9:g} GHz, as estimated "
-        f"or as scheduled, whichever is more; {work['unscheduled']:,} as estimated alone",
+        "products": f"{work['products']:,} cycles at {phase['clock_hz'] / 1e9:g} GHz, estimated or "
+        f"scheduled, whichever is more; {work['unscheduled']:,} of them have no schedule",
         "copies": f"{work['copied'] / 1e6:,.1f} MB at {bandwidth:g} GB/s, and 1 us to begin each",
         "other": f"{work['other']:,} cycles, as the compiler estimates them",
         "kernels": f"{len(kernels)} custom kernels, as the compiler schedules them",
-        "random_bits": f"{work['drawn'] / 1e6:,.1f} MB, at the rate of the hardware",
-        "prefetch": f"what the rest leaves to wait for of {work['fetched'] / 1e6:,.1f} MB",
+        "random_bits": f"{work['drawn'] / 1e6:,.1f} MB, drawn by the hardware",
+        "prefetch": f"waits for {work['fetched'] / 1e6:,.1f} MB that other work does not hide",
         "issue": "a quarter of a microsecond for each permutation, assumed",
-        "collectives": f"what the rest leaves to wait for (with latency: {waits or 'none'})",
+        "collectives": f"waits that other work does not hide (with latency: {waits or 'none'})",
         "latency": "a microsecond a hop, assumed",
-        "network": f"of {1e3 * network['busy']:.2f} ms for {network['bytes'] / 1e6:,.1f} MB a chip",
+        "network": f"waits for sums over slices: {network['bytes'] / 1e6:,.1f} MB a chip, which "
+        f"take {1e3 * network['busy']:.2f} ms",
     }
     for name, reason in reasons.items():
         if seconds[name] or name in ("products", "collectives"):
             yield f"      {name.replace('_', ' '):<12}{1e3 * seconds[name]:8.2f} ms  {reason}"
-    uncounted = [f"{one['count']} x {one['name']}" for one in kernels if one["cycles"] is None]
-    if uncounted:
-        yield f"      BY THEIR BYTES ALONE, kernels of unknown cycles: {', '.join(uncounted)}"
+    unknown = (kernel for kernel in kernels if kernel["cycles"] is None)
+    if names := ", ".join(f"{kernel['count']} x {kernel['name']}" for kernel in unknown):
+        yield f"      kernels of unknown cycles, estimated by their bytes alone: {names}"
     busy = ", ".join(f"{axis} {1e3 * time:.2f} ms" for axis, time in links["busy"].items())
     if busy:
         yield (
             f"      links busy: {busy}, at {links['bandwidth'] / 1e9:g} GB/s each; at "
-            f"{links['published_bandwidth'] / 1e9:g}, the most that is published, the step takes "
+            f"{links['published_bandwidth'] / 1e9:g}, the highest published rate, the step takes "
             f"{1e3 * links['published_total']:.1f} ms"
         )
 

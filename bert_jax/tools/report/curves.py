@@ -102,7 +102,6 @@ def learning_plots(records: Sequence[Record], axis: Axis = AXES[0]) -> list[Plot
 
 
 def _finetuning_plots(records: Sequence[Record], plot: Callable[..., Plot]) -> list[Plot]:
-    """Returns the plots of fine-tunings, made by `plot`."""
     tuned = [record for record in records if isinstance(record.experiment, Finetuning)]
     tasks = [r.experiment.task for r in records if isinstance(r.experiment, Finetuning)]
     main = ", ".join(dict.fromkeys(task.main_score for task in tasks))
@@ -129,7 +128,7 @@ def _probe_plots(records: Sequence[Record], plot: Callable[..., Plot]) -> list[P
     newest = [record.probes[-1] for record in records if record.probes]
     plots = []
     for name in dict.fromkeys(name for line in newest for name in line["scores"]):
-        levels = [(x["majority"][name], "commonest") for x in newest[:1] if name in x["majority"]]
+        levels = [(x["majority"][name], "majority") for x in newest[:1] if name in x["majority"]]
         plots.append(plot(f"Probe {name}", f"probe {name}", _PROBED, levels=levels))
     if len(records) == 1:
         plots += _minimal_pairs(records[0])

@@ -163,7 +163,6 @@ def _learning(records: list[Record]) -> list[tuple[str, list[Figure]]]:
 
 
 def _comparison_values(records: list[Record]) -> dict[str, Any]:
-    """Returns the template's values for several runs."""
     notes = run_comparison.explain_losses(records), run_comparison.explain_scores(records)
     return {
         "table": run_comparison.table(records),
@@ -174,7 +173,6 @@ def _comparison_values(records: list[Record]) -> dict[str, Any]:
 
 
 def _run_values(record: Record, price: float | None) -> dict[str, Any]:
-    """Returns the template's values for a single run."""
     environment = record.starts[-1].get("environment", {}) if record.starts else {}
     values = {
         "record": record,

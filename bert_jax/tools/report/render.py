@@ -55,10 +55,13 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def page(template: str, **values: Any) -> str:
-    """Returns the page of a template, which extends `base.html`."""
+def page(template: str, refresh: int | None = None, **values: Any) -> str:
+    """Returns the page of a template, which extends `base.html`.
+
+    A browser loads the page again after `refresh` seconds, if it is not None.
+    """
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return _environment().get_template(template).render(now=now, **values)
+    return _environment().get_template(template).render(now=now, refresh=refresh, **values)
 
 
 @functools.cache

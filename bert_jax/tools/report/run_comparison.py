@@ -114,7 +114,6 @@ def masks_differ(records: Sequence[Record]) -> bool:
 
 
 def _differing(runs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns the names whose values are not the same in all runs."""
     first, *others = [*runs] or [{}]
     return [name for name in first if any(other[name] != first[name] for other in others)]
 

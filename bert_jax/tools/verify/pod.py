@@ -72,30 +72,20 @@ def run(
 ) -> ProcessResult:
     """Runs a command in several processes at once, until all have ended.
 
-    SIGTERM and SIGINT are forwarded to all processes.
+    Forwards SIGTERM and SIGINT to all processes.
 
     Args:
-      command: the command of each process.
-      processes: number of processes.
       devices: virtual devices of each process.
       arrive_within: seconds in which all processes must have met.
       hang_after: seconds without a step after which a process ends itself.
       slices: number of groups of equally many processes; some groups may arrive later.
     """
-    with contextlib.ExitStack() as stack:  # finds free ports
-        probes = [stack.enter_context(socket.socket()) for _ in range(slices)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        address = ",".join(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
+    environment = os.environ | code.environment() | _addresses(processes, slices)
     flag = "--xla_force_host_platform_device_count="
     others = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag)]
-    environment = os.environ | code.environment()
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join([*others, f"{flag}{devices}"]),
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_COORDINATOR_BIND_ADDRESS": address if slices == 1 else "127.0.0.1:",
-        "JAX_NUM_PROCESSES": str(processes),
         "BERT_JAX_ARRIVE_WITHIN": str(arrive_within),
         "BERT_JAX_HANG_AFTER": str(hang_after),
         # Number of XLA's threads; by default each process would use all cores.
@@ -134,6 +124,20 @@ def run(
     for line in _explain(first, members):
         _print(f"pod: {line}", sys.stderr)
     return ProcessResult(_shell_code(first.process.returncode), asked)
+
+
+def _addresses(processes: int, slices: int) -> dict[str, str]:
+    """Returns the variables by which the processes find each other, with free ports."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(slices)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        address = ",".join(f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
+    return {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address if slices == 1 else "127.0.0.1:",
+        "JAX_NUM_PROCESSES": str(processes),
+    }
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:

@@ -150,7 +150,7 @@ def test_a_corpus_is_counted(run):
     assert made["unknown"] == np.mean(stream.ids == unknown)
     assert np.array_equal(made["sentence_lengths"], sentences)
     assert made["document_lengths"].tolist() == [*map(len, prepared_documents(stream))]
-    piece, share = made["top_pieces"][0]
+    piece, share = made["top_tokens"][0]
     assert piece == "." and share == np.mean(stream.ids == prepared.tokenizer.encode(".")[0])
     for plan, phase in zip(made["planned"], record.experiment.phases, strict=True):
         number = record.experiment.phases.index(phase)
