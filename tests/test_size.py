@@ -39,7 +39,7 @@ AIMS = {
 ABOVE = {
     ".": 1_060,
     "checkpoints": 1_178,
-    "cli": 1_970,
+    "cli": 2_102,
     "config": 2_313,
     "data": 3_687,
     "distributed": 1_116,

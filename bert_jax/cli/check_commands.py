@@ -22,8 +22,9 @@ COMMANDS = CommandTable()
     "doctor",
     "find what is wrong with text or a prepared corpus",
     Argument(
-        "PATH",
-        "a corpus, the workdir of a pre-training run (its corpus is examined), a file or "
+        "path",
+        metavar="PATH",
+        help="a corpus, the workdir of a pre-training run (its corpus is examined), a file or "
         "folder of .txt, .jsonl, .csv, .tsv or .parquet, or an EXPERIMENT (its sources are "
         "examined)",
     ),
@@ -46,17 +47,21 @@ def doctor(args: argparse.Namespace) -> int:
     "plan",
     "estimate memory, speed and cost on TPU slices by compiling the steps, without a TPU",
     Argument(
-        "--topology SLICES",
-        "TPU slices to plan for, separated by commas: v5e:8x8, or 4*v5e:8x8 for four slices "
+        "--topology",
+        metavar="SLICES",
+        help="TPU slices to plan for, separated by commas: v5e:8x8, or 4*v5e:8x8 for four slices "
         "in one run",
         required=True,
     ),
     Argument(
-        "--out FILE", "file to write the plan to, as JSON [W/plan.json if --workdir is given]"
+        "--out",
+        metavar="FILE",
+        help="file to write the plan to, as JSON [W/plan.json if --workdir is given]",
     ),
     Argument(
         "--search",
-        "also try settings of sharding, rematerialization and accumulation on each slice, and "
+        action="store_true",
+        help="also try settings of sharding, rematerialization and accumulation on each slice, and "
         "rank them",
     ),
     shared.OPTIONAL_EXPERIMENT,
@@ -95,11 +100,18 @@ def plan(args: argparse.Namespace) -> int:
     "verify-resume",
     "kill a run at random moments and prove that it resumes exactly",
     Argument(
-        "--workdir W",
-        "folder for the test runs; earlier test runs in this folder are removed [runs/NAME-verify]",
+        "--workdir",
+        metavar="W",
+        help="folder for the test runs; earlier test runs in it are removed [runs/NAME-verify]",
     ),
-    Argument("--rounds N", "number of kills [20]", type=int, default=20),
-    Argument("--seed S", "seed for the random moments of the kills [0]", type=int, default=0),
+    Argument("--rounds", metavar="N", help="number of kills [20]", type=int, default=20),
+    Argument(
+        "--seed",
+        metavar="S",
+        help="seed for the random moments of the kills [0]",
+        type=int,
+        default=0,
+    ),
     shared.EXPERIMENT,
     shared.SETTINGS,
     shared.CACHE,
@@ -136,27 +148,45 @@ def conformance(args: argparse.Namespace) -> int:
     "conformance-instances",
     "write the instances that google-research/bert would write for a text",
     Argument(
-        "TEXT", "a file with a sentence on each line and a blank line between documents", nargs="+"
+        "text",
+        metavar="TEXT",
+        help="a file with a sentence on each line and a blank line between documents",
+        nargs="+",
     ),
-    Argument("--vocab FILE", "a vocab.txt", required=True),
-    Argument("--out FILE", "JSON lines file to write", required=True),
-    Argument("--max-seq-length N", "maximum tokens per instance [128]", type=int, default=128),
+    Argument("--vocab", metavar="FILE", help="a vocab.txt", required=True),
+    Argument("--out", metavar="FILE", help="JSON lines file to write", required=True),
     Argument(
-        "--max-predictions N", "maximum masked tokens per instance [20]", type=int, default=20
+        "--max-seq-length",
+        metavar="N",
+        help="maximum tokens per instance [128]",
+        type=int,
+        default=128,
     ),
-    Argument("--dupe-factor N", "passes over the text [10]", type=int, default=10),
     Argument(
-        "--short-seq-prob P",
-        "probability that a document gets shorter instances [0.1]",
+        "--max-predictions",
+        metavar="N",
+        help="maximum masked tokens per instance [20]",
+        type=int,
+        default=20,
+    ),
+    Argument("--dupe-factor", metavar="N", help="passes over the text [10]", type=int, default=10),
+    Argument(
+        "--short-seq-prob",
+        metavar="P",
+        help="probability that a document gets shorter instances [0.1]",
         type=float,
         default=0.1,
     ),
     Argument(
-        "--masked-lm-prob P", "share of tokens that are masked [0.15]", type=float, default=0.15
+        "--masked-lm-prob",
+        metavar="P",
+        help="share of tokens that are masked [0.15]",
+        type=float,
+        default=0.15,
     ),
-    Argument("--random-seed N", "random seed [12345]", type=int, default=12345),
-    Argument("--whole-word", "mask whole words"),
-    Argument("--cased", "do not lower-case"),
+    Argument("--random-seed", metavar="N", help="random seed [12345]", type=int, default=12345),
+    Argument("--whole-word", action="store_true", help="mask whole words"),
+    Argument("--cased", action="store_true", help="do not lower-case"),
 )
 def write_instances(args: argparse.Namespace) -> int:
     """Writes the instances that google-research/bert would write."""

@@ -19,32 +19,38 @@ COMMANDS = CommandTable()
     "import",
     "turn another library's checkpoint, or a run, into a base, which runs can start from",
     Argument(
-        "SOURCE",
-        "a Hugging Face model folder (save_pretrained), a TensorFlow 1 checkpoint (folder, or "
+        "source",
+        metavar="SOURCE",
+        help="a Hugging Face model folder (save_pretrained), a TensorFlow 1 checkpoint (folder, or "
         "prefix of its files) with bert_config.json and vocab.txt, or the workdir of a run",
     ),
-    Argument("--workdir W", "folder to write the base to", required=True),
+    Argument("--workdir", metavar="W", help="folder to write the base to", required=True),
     Argument(
-        "--tokenizer FILE_OR_FOLDER",
-        "another WordPiece vocabulary to use instead; a token that is in both vocabularies "
+        "--tokenizer",
+        metavar="FILE_OR_FOLDER",
+        help="another WordPiece vocabulary to use instead; a token that is in both vocabularies "
         "keeps its embedding",
     ),
     Argument(
-        "--prune-vocabulary --vocabulary TEXT",
-        "a file or folder of text, or a source as in corpus.sources; tokens that this text "
+        "--prune-vocabulary",
+        "--vocabulary",
+        metavar="TEXT",
+        help="a file or folder of text, or a source as in corpus.sources; tokens that this text "
         "does not use are removed",
         dest="vocabulary",
     ),
     Argument(
-        "--keep N",
-        "with --prune-vocabulary: keep only the N most common tokens; 0: all [0]",
+        "--keep",
+        metavar="N",
+        help="with --prune-vocabulary: keep only the N most common tokens; 0: all [0]",
         type=int,
         default=0,
     ),
-    Argument("--add FILE", "words, one a line, that become tokens"),
+    Argument("--add", metavar="FILE", help="words, one a line, that become tokens"),
     Argument(
         "--with-optimizer",
-        "import bert_adam's moments too, if SOURCE is a run; new runs from this base start "
+        action="store_true",
+        help="import bert_adam's moments too, if SOURCE is a run; new runs from this base start "
         "with these moments and a fresh schedule",
     ),
     shared.CUSTOM_CODE,
@@ -93,17 +99,17 @@ def _require_source(source: str) -> None:
     "export a run, a fine-tuned run or a base in the format of Hugging Face transformers",
     Argument(
         "--as",
-        "which class the export is for. A run or a base: pretraining (BertForPreTraining), "
+        help="which class the export is for. A run or a base: pretraining (BertForPreTraining), "
         "masked_lm (BertForMaskedLM), encoder (BertModel, sentence-transformers), causal_lm "
         "(BertLMHeadModel), or ModernBERT's classes. A fine-tuned run: task "
         "(BertForSequenceClassification and the like), adapter (PEFT), encoder [task]",
         dest="form",
         choices=("pretraining", "masked_lm", "encoder", "causal_lm", "task", "adapter"),
     ),
-    Argument("--out FOLDER", "folder to write", required=True),
+    Argument("--out", metavar="FOLDER", help="folder to write", required=True),
     Argument(
         "--dtype",
-        "type of the weights written; float32 loses nothing [float32]",
+        help="type of the weights written; float32 loses nothing [float32]",
         choices=("float32", "bfloat16"),
         default="float32",
     ),

@@ -34,13 +34,19 @@ COMMANDS = CommandTable()
 @COMMANDS.add(
     "report",
     "write an HTML page about a run, or a comparison of several",
-    Argument("RUN", "the workdir of a run; several are compared", nargs="+"),
+    Argument("run", metavar="RUN", help="the workdir of a run; several are compared", nargs="+"),
     Argument(
-        "--out FILE", "the page to write [RUN/report.html, or comparison.html for several runs]"
+        "--out",
+        metavar="FILE",
+        help="the page to write [RUN/report.html, or comparison.html for several runs]",
     ),
-    Argument("--follow", "write the page again while the run trains"),
+    Argument("--follow", action="store_true", help="write the page again while the run trains"),
     Argument(
-        "--every S", "with --follow: seconds between writes [20]", type=integer(1), default=20
+        "--every",
+        metavar="S",
+        help="with --follow: seconds between writes [20]",
+        type=integer(1),
+        default=20,
     ),
     shared.PRICE,
     shared.CACHE,
@@ -59,8 +65,12 @@ def report(args: argparse.Namespace) -> int:
 @COMMANDS.add(
     "checkpoints",
     "list a run's checkpoints: steps, sizes, held-out losses",
-    Argument("RUN", "the workdir of a run"),
-    Argument("--verify", "read all checkpoints and compare them with their checksums"),
+    Argument("run", metavar="RUN", help="the workdir of a run"),
+    Argument(
+        "--verify",
+        action="store_true",
+        help="read all checkpoints and compare them with their checksums",
+    ),
     codes={FAILED: "the command failed, or --verify found a damaged checkpoint"},
 )
 def checkpoints(args: argparse.Namespace) -> int:
@@ -127,14 +137,21 @@ def _megabytes(folder: epath.Path) -> float:
     "evaluate",
     "score a checkpoint on held-out text, or on minimal pairs and other tasks",
     Argument(
-        "--task TASKFILE",
-        "score the run or base in --workdir on this task instead of held-out text; may be "
+        "--task",
+        metavar="TASKFILE",
+        help="score the run or base in --workdir on this task instead of held-out text; may be "
         "repeated. Similarity tasks are scored by the cosine of vectors, minimal pairs by the "
         "likelihoods of their two sentences, all other tasks by a linear probe",
         action="append",
         default=[],
     ),
-    Argument("--also W", "with --task: score these runs and bases too", nargs="+", default=[]),
+    Argument(
+        "--also",
+        metavar="W",
+        help="with --task: score these runs and bases too",
+        nargs="+",
+        default=[],
+    ),
     shared.OPTIONAL_EXPERIMENT,
     shared.WORKDIR,
     *shared.TRAINING_FLAGS,
@@ -197,13 +214,16 @@ def _score_lines(results: dict[str, Any], prefix: str) -> Iterator[str]:
     "layers",
     "score each layer on tasks, and draw attention maps; writes W/layers.html",
     Argument(
-        "--tasks TASKFILE",
-        "tasks to score each layer on: labels of texts, pairs or words with a linear probe, "
+        "--tasks",
+        metavar="TASKFILE",
+        help="tasks to score each layer on: labels of texts, pairs or words with a linear probe, "
         "similarities by the cosine of the layer's vectors",
         nargs="+",
         default=[],
     ),
-    Argument("--attention TEXT", "draw the attention maps of each layer for this text"),
+    Argument(
+        "--attention", metavar="TEXT", help="draw the attention maps of each layer for this text"
+    ),
     shared.RUN_OR_BASE,
     shared.CUSTOM_CODE,
     shared.CACHE,
@@ -240,8 +260,14 @@ def layers(args: argparse.Namespace) -> int:
 @COMMANDS.add(
     "show",
     "decode the batch of a step: text, masks, labels",
-    Argument("--step N", "show the batch that comes after N steps [0]", type=integer(0), default=0),
-    Argument("--rows K", "number of rows to show [4]", type=integer(1), default=4),
+    Argument(
+        "--step",
+        metavar="N",
+        help="show the batch that comes after N steps [0]",
+        type=integer(0),
+        default=0,
+    ),
+    Argument("--rows", metavar="K", help="number of rows to show [4]", type=integer(1), default=4),
     shared.OPTIONAL_EXPERIMENT,
     shared.WORKDIR,
     shared.SETTINGS,
@@ -292,8 +318,9 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
     "config",
     "print the resolved experiment as JSON, or explain its fields",
     Argument(
-        "--explain FIELD",
-        "instead explain a field, a section, or all fields: type, default, choices, meaning",
+        "--explain",
+        metavar="FIELD",
+        help="instead explain a field, a section, or all fields: type, default, choices, meaning",
         nargs="?",
         const="",
     ),
@@ -315,8 +342,13 @@ def print_config(args: argparse.Namespace) -> int:
 @COMMANDS.add(
     "tokenize",
     "convert lines of text from standard input to lines of token ids",
-    Argument("--tokenizer FILE_OR_FOLDER", "vocab.txt, a .model file, or a folder", required=True),
-    Argument("--cased", "if --tokenizer is a file: do not lower-case"),
+    Argument(
+        "--tokenizer",
+        metavar="FILE_OR_FOLDER",
+        help="vocab.txt, a .model file, or a folder",
+        required=True,
+    ),
+    Argument("--cased", action="store_true", help="if --tokenizer is a file: do not lower-case"),
 )
 def tokenize(args: argparse.Namespace) -> int:
     """Prints the token ids of the lines of standard input."""

@@ -13,26 +13,20 @@ from bert_jax.errors import InputError
 
 
 class Argument:
-    """An argument of a command: a flag with a value, a flag without one, or a positional word.
+    """An argument of a command.
 
     Args:
-      declaration: `--top K`, `--verify`, or NAME for a word that the command finds in `args.name`.
-      help: what it means; ends with its default in brackets.
-      group: title of the group under which the help lists it; "" for the command's own arguments.
-      options: further arguments of `argparse.ArgumentParser.add_argument`.
+      *names: the flags, or the name of a positional argument.
+      group: title under which the help lists the argument; "": it is the command's own.
+      **options: those of `ArgumentParser.add_argument`. `help` ends with the default in brackets.
     """
 
-    def __init__(self, declaration: str, help: str, group: str = "", **options: Any):
-        words = declaration.split(" ")
-        flags = [word for word in words if word.startswith("-")]
-        if metavar := " ".join(words[len(flags) :]):
-            options["metavar"] = metavar
-        elif not {"choices", "action"} & options.keys():
-            options |= {"action": "store_true", "default": False}
-        self.names = flags or [declaration.lower()]
-        self.dest = options.get("dest", self.names[0].lstrip("-").replace("-", "_"))
+    def __init__(self, *names: str, group: str = "", **options: Any):
+        if options.get("action") == "store_true":
+            options.setdefault("default", False)
+        self.names, self.group, self.options = names, group, options
+        self.dest = options.get("dest", names[0].lstrip("-").replace("-", "_"))
         self.default = options.get("default")
-        self.group, self.options = group, {"help": help, **options}
 
 
 class Parser(argparse_flags.ArgumentParser):

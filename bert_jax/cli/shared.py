@@ -13,43 +13,53 @@ _EXPERIMENT_HELP = (
     "a .py file that defines experiment(), the name of a shipped experiment (tiny, bert_base)"
     ", or a config in .json as `bert-jax config` prints it"
 )
-EXPERIMENT = Argument("EXPERIMENT", _EXPERIMENT_HELP)
+EXPERIMENT = Argument("experiment", metavar="EXPERIMENT", help=_EXPERIMENT_HELP)
 OPTIONAL_EXPERIMENT = Argument(
-    "EXPERIMENT", f"{_EXPERIMENT_HELP} [the config saved in --workdir]", nargs="?"
+    "experiment",
+    metavar="EXPERIMENT",
+    help=f"{_EXPERIMENT_HELP} [the config saved in --workdir]",
+    nargs="?",
 )
 PRICE = Argument(
-    "--price-per-chip-hour X",
-    "price of one chip for an hour, in any currency, to show costs",
+    "--price-per-chip-hour",
+    metavar="X",
+    help="price of one chip for an hour, in any currency, to show costs",
     type=number(0),
 )
 
 _shared = functools.partial(Argument, group="shared options")
-WORKDIR = _shared("--workdir W", "workdir of the run [runs/NAME]")
-RUN_OR_BASE = _shared("--workdir W", "a run or a base", required=True)
+WORKDIR = _shared("--workdir", metavar="W", help="workdir of the run [runs/NAME]")
+RUN_OR_BASE = _shared("--workdir", metavar="W", help="a run or a base", required=True)
 SETTINGS = _shared(
-    "--set FIELD=VALUE",
-    "change a field of the experiment, e.g. phases.0.steps=100; may be repeated; see "
+    "--set",
+    metavar="FIELD=VALUE",
+    help="change a field of the experiment, e.g. phases.0.steps=100; may be repeated; see "
     "`bert-jax config --explain`",
     action="append",
     default=[],
 )
 CACHE = _shared(
-    "--cache-dir D",
-    "folder for compiled programs and copies of corpora [$BERT_JAX_CACHE_DIR, or bert_jax in "
+    "--cache-dir",
+    metavar="D",
+    help="folder for compiled programs and copies of corpora [$BERT_JAX_CACHE_DIR, or bert_jax in "
     "the user's cache folder]",
 )
 CUSTOM_CODE = _shared(
-    "--code FILE",
-    "the .py file with the experiment's custom code; it is run only if its hash is in the config",
+    "--code",
+    metavar="FILE",
+    help="the .py file with the experiment's custom code; it is run only if its hash is in the "
+    "config",
 )
 CHECKPOINT = _shared(
-    "--checkpoint STEP",
-    "checkpoint of a run: newest, best (by held-out loss), or a step [newest]",
+    "--checkpoint",
+    metavar="STEP",
+    help="checkpoint of a run: newest, best (by held-out loss), or a step [newest]",
     default="newest",
 )
 BASE_OF_FINETUNED = _shared(
-    "--from BASE",
-    "new location of the model that the run was fine-tuned from, if that was moved",
+    "--from",
+    metavar="BASE",
+    help="new location of the model that the run was fine-tuned from, if that was moved",
     dest="base",
 )
 # The flags of most commands that train, and of most commands that use a model.
@@ -60,29 +70,32 @@ _column = functools.partial(Argument, group="columns of the files of examples")
 # Each sets the field of a task that `dest` names.
 COLUMNS = (
     _column(
-        "--text COLUMN",
-        "column of the text, or of the first text of a pair [as in the task, else 'sentence']",
+        "--text",
+        metavar="COLUMN",
+        help="column of the text, or of the first text of a pair [as in the task, else 'sentence']",
         dest="text_column",
     ),
     _column(
-        "--second COLUMN",
-        "column of the second text, for tasks with pairs of texts",
+        "--second",
+        metavar="COLUMN",
+        help="column of the second text, for tasks with pairs of texts",
         dest="second_column",
     ),
     _column(
-        "--label COLUMN",
-        "column of the answer [as in the task, else 'label']",
+        "--label",
+        metavar="COLUMN",
+        help="column of the answer [as in the task, else 'label']",
         dest="label_column",
     ),
     _column(
         "--header",
-        "whether the first line of a .tsv or .csv names its columns; none: columns are named by "
-        "numbers from 0 [as in the task, else first_line]",
+        help="whether the first line of a .tsv or .csv names its columns; none: columns are named "
+        "by numbers from 0 [as in the task, else first_line]",
         choices=("first_line", "none"),
     ),
     _column(
         "--broken-rows",
-        "stop at a malformed line, or skip and count it [as in the task, else stop]",
+        help="stop at a malformed line, or skip and count it [as in the task, else stop]",
         choices=("stop", "skip"),
     ),
 )
@@ -91,44 +104,48 @@ COLUMN_FLAGS = tuple(argument.names[0] for argument in COLUMNS)
 _vectors = functools.partial(Argument, group="vectors of texts")
 POOLING = _vectors(
     "--pooling",
-    "vector of a text: the mean of its tokens, or the vector of [CLS] or of the last token "
+    help="vector of a text: the mean of its tokens, or the vector of [CLS] or of the last token "
     "[as in the run or base, else mean]",
     choices=("mean", "cls", "last"),
 )
 NORMALIZE = _vectors(
     "--normalize",
-    "scale each vector to length 1 [as in the run or base]",
+    help="scale each vector to length 1 [as in the run or base]",
     action=argparse.BooleanOptionalAction,
 )
 VECTORS = (
     _vectors(
-        "--layers N,N",
-        "layers to take; 0: the embeddings, 1: the first layer, -1: the last [-1]",
+        "--layers",
+        metavar="N,N",
+        help="layers to take; 0: the embeddings, 1: the first layer, -1: the last [-1]",
         type=integers,
         default=(-1,),
     ),
     _vectors(
         "--combine",
-        "how the vectors of several layers become one [concat]",
+        help="how the vectors of several layers become one [concat]",
         choices=("concat", "mean"),
         default="concat",
     ),
     _vectors(
-        "--max-length N",
-        "maximum number of tokens of a text, longer texts are truncated; 0: as in the run or "
+        "--max-length",
+        metavar="N",
+        help="maximum number of tokens of a text, longer texts are truncated; 0: as in the run or "
         "base, else the maximum length of the model [0]",
         type=int,
         default=0,
     ),
     _vectors(
-        "--batch-tokens N",
-        "tokens of a batch on a device; 0: 512 on a CPU, 16384 elsewhere [0]",
+        "--batch-tokens",
+        metavar="N",
+        help="tokens of a batch on a device; 0: 512 on a CPU, 16384 elsewhere [0]",
         type=int,
         default=0,
     ),
     _vectors(
-        "--dimensions N",
-        "keep only the first N numbers of each vector; 0: all [0]",
+        "--dimensions",
+        metavar="N",
+        help="keep only the first N numbers of each vector; 0: all [0]",
         type=int,
         default=0,
     ),

@@ -42,15 +42,21 @@ def make_progress() -> "Progress":
 @COMMANDS.add(
     "prepare",
     "make the corpus: tokenizer, token ids, splits",
-    Argument("--verify", "check every file of the prepared corpus against its hash"),
     Argument(
-        "--workers N",
-        "processes that do the work; any number makes the same corpus [all cores]",
+        "--verify",
+        action="store_true",
+        help="check every file of the prepared corpus against its hash",
+    ),
+    Argument(
+        "--workers",
+        metavar="N",
+        help="processes that do the work; any number makes the same corpus [all cores]",
         type=integer(1),
     ),
     Argument(
-        "--beam 'RUNNER OPTIONS'",
-        "do the work with Apache Beam, e.g. 'DataflowRunner --project=P --region=R "
+        "--beam",
+        metavar="'RUNNER OPTIONS'",
+        help="do the work with Apache Beam, e.g. 'DataflowRunner --project=P --region=R "
         "--temp_location=gs://B/tmp' (needs the [beam] extra)",
     ),
     shared.EXPERIMENT,
@@ -150,19 +156,25 @@ def _train(
 @_add_training(
     "auto",
     "choose an experiment for a text, this machine and a number of hours, and pre-train it",
-    Argument("TEXT", "a file or folder of text, or a source as in corpus.sources"),
     Argument(
-        "--hours H",
-        "time that the run may take on this machine; ignored if a run is resumed",
+        "text", metavar="TEXT", help="a file or folder of text, or a source as in corpus.sources"
+    ),
+    Argument(
+        "--hours",
+        metavar="H",
+        help="time that the run may take on this machine; ignored if a run is resumed",
         type=float,
         required=True,
     ),
     Argument(
-        "--language CODE",
-        "language of the text, as in corpus.language: its rules split sentences, and English is "
-        "lower-cased [assumed from the script; en for Latin letters]",
+        "--language",
+        metavar="CODE",
+        help="language of the text, as in corpus.language: its rules split sentences, and English "
+        "is lower-cased [assumed from the script; en for Latin letters]",
     ),
-    Argument("--base B", "start from the weights of this base instead of random weights"),
+    Argument(
+        "--base", metavar="B", help="start from the weights of this base instead of random weights"
+    ),
     shared.WORKDIR,
     *shared.TRAINING_FLAGS,
 )
@@ -207,11 +219,16 @@ def train_auto(args: argparse.Namespace) -> int:
 
 
 _FORK_ARGUMENTS = (
-    Argument("CHECKPOINT", "a checkpoint of a run, RUN/checkpoints/STEP"),
     Argument(
-        "EXPERIMENT", "an experiment, as `pretrain` takes it [the experiment of RUN]", nargs="?"
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint of a run, RUN/checkpoints/STEP"
     ),
-    Argument("--workdir NEW", "workdir of the new run", required=True),
+    Argument(
+        "experiment",
+        metavar="EXPERIMENT",
+        help="an experiment, as `pretrain` takes it [the experiment of RUN]",
+        nargs="?",
+    ),
+    Argument("--workdir", metavar="NEW", help="workdir of the new run", required=True),
     *shared.TRAINING_FLAGS,
 )
 
@@ -248,8 +265,8 @@ def decay(args: argparse.Namespace) -> int:
 @_add_training(
     "compare",
     "train the runs of a table with equal budgets and compare them; run again to resume",
-    Argument("TABLE", "a .py file whose table() lists the runs to compare"),
-    Argument("--workdir W", "folder of the runs and their results [runs/NAME]"),
+    Argument("table", metavar="TABLE", help="a .py file whose table() lists the runs to compare"),
+    Argument("--workdir", metavar="W", help="folder of the runs and their results [runs/NAME]"),
     shared.CACHE,
 )
 def compare(args: argparse.Namespace) -> int:
@@ -275,34 +292,43 @@ def compare(args: argparse.Namespace) -> int:
     "finetune",
     "fine-tune the encoder of a base or a run on a task; the same command resumes it",
     Argument(
-        "TASKFILE",
-        "a .py file whose experiment() returns a Finetuning, or such a config in .json "
+        "taskfile",
+        metavar="TASKFILE",
+        help="a .py file whose experiment() returns a Finetuning, or such a config in .json "
         "; without it, --kind, --train, --validation and the flags for columns describe the task",
         nargs="?",
     ),
-    Argument("--kind", "kind of the task", choices=typing.get_args(config.Kind)),
+    Argument("--kind", help="kind of the task", choices=typing.get_args(config.Kind)),
     Argument(
-        "--train FILE",
-        "training examples: .csv, .tsv, .jsonl, .conll, SQuAD's .json, or a source as in "
+        "--train",
+        metavar="FILE",
+        help="training examples: .csv, .tsv, .jsonl, .conll, SQuAD's .json, or a source as in "
         "task.train; may be repeated",
         action="append",
         default=[],
     ),
     Argument(
-        "--validation FILE", "examples to score on; may be repeated", action="append", default=[]
+        "--validation",
+        metavar="FILE",
+        help="examples to score on; may be repeated",
+        action="append",
+        default=[],
     ),
     Argument(
-        "--from BASE",
-        "the base or run whose encoder is fine-tuned [init_from of the config]",
+        "--from",
+        metavar="BASE",
+        help="the base or run whose encoder is fine-tuned [init_from of the config]",
         dest="base",
     ),
     Argument(
-        "--workdir W",
-        "workdir of the run [runs/NAME], or folder of the runs of a sweep [runs/NAME-sweep]",
+        "--workdir",
+        metavar="W",
+        help="workdir of the run [runs/NAME], or folder of the runs of a sweep [runs/NAME-sweep]",
     ),
     Argument(
-        "--sweep FIELD=V1,V2",
-        "train a run for each value, e.g. seed=1,2,3; with several --sweep, for each "
+        "--sweep",
+        metavar="FIELD=V1,V2",
+        help="train a run for each value, e.g. seed=1,2,3; with several --sweep, for each "
         "combination; means over seeds are printed",
         action="append",
         default=[],

@@ -34,38 +34,44 @@ _PREVIEW_CHARACTERS = 200  # maximum number that `search` prints of a text
     "predict",
     "fill [MASK], judge whether a sentence follows, or predict with a fine-tuned run",
     Argument(
-        "TEXTS",
-        "texts with [MASK]; of a fine-tuned run, texts of examples [lines of standard "
+        "texts",
+        metavar="TEXTS",
+        help="texts with [MASK]; of a fine-tuned run, texts of examples [lines of standard "
         "input, tabs between texts]",
         nargs="*",
     ),
-    Argument("--workdir W", "a run, a base or a fine-tuned run", required=True),
-    Argument("--next B", "second text: print the probability that it follows"),
-    Argument("--top K", "tokens to print for each [MASK] [5]", type=integer(1)),
+    Argument("--workdir", metavar="W", help="a run, a base or a fine-tuned run", required=True),
+    Argument("--next", metavar="B", help="second text: print the probability that it follows"),
+    Argument("--top", metavar="K", help="tokens to print for each [MASK] [5]", type=integer(1)),
     Argument(
-        "--source SOURCE",
-        "fine-tuned run: predict for the examples of a file, written as in task.train, e.g. "
+        "--source",
+        metavar="SOURCE",
+        help="fine-tuned run: predict for the examples of a file, written as in task.train, e.g. "
         "tsv:FILE; may be repeated",
         action="append",
         default=[],
     ),
     Argument(
         "--score",
-        "fine-tuned run: print scores instead of predictions, by default on task.validation",
+        action="store_true",
+        help="fine-tuned run: print scores instead of predictions, by default on task.validation",
     ),
     Argument(
-        "--input FILE",
-        "fine-tuned run: a .csv, .tsv or .jsonl to predict for; its lines go to --out with a "
+        "--input",
+        metavar="FILE",
+        help="fine-tuned run: a .csv, .tsv or .jsonl to predict for; its lines go to --out with a "
         "column `predicted`, and `probability` if the predictions are labels",
     ),
     Argument(
-        "--beam N",
-        "task.kind=generate: width of the beam search; 1: greedy decoding [1]",
+        "--beam",
+        metavar="N",
+        help="task.kind=generate: width of the beam search; 1: greedy decoding [1]",
         type=integer(1, 64),
     ),
     Argument(
-        "--out FILE",
-        "fine-tuned run: file to write predictions to, as JSON lines [standard output]; with "
+        "--out",
+        metavar="FILE",
+        help="fine-tuned run: file to write predictions to, as JSON lines [standard output]; with "
         "--input a .csv, .tsv or .jsonl",
     ),
     *shared.COLUMNS,
@@ -159,31 +165,35 @@ def _read_pairs() -> Iterator[tuple[str, str, str | None]]:
     "embed",
     "write vectors of texts, or of their tokens",
     Argument(
-        "TEXT_FILE",
-        "files with a text on each line, also compressed (.gz, .zst, .bz2, .xz); empty "
+        "text_file",
+        metavar="TEXT_FILE",
+        help="files with a text on each line, also compressed (.gz, .zst, .bz2, .xz); empty "
         "lines are embedded too [standard input]",
         nargs="*",
     ),
     Argument(
-        "--out FILE", "file to write, a row for each text: .npz, .parquet or .jsonl", required=True
+        "--out",
+        metavar="FILE",
+        help="file to write, a row for each text: .npz, .parquet or .jsonl",
+        required=True,
     ),
     Argument(
         "--pooling",
-        "mean: mean of all tokens, including [CLS] and [SEP]; cls, last: the vector of [CLS] "
+        help="mean: mean of all tokens, including [CLS] and [SEP]; cls, last: the vector of [CLS] "
         "or of the last token; tokens: a vector for each token except [CLS] and [SEP] [as in the "
         "run or base, else mean]",
         choices=("mean", "cls", "last", "tokens"),
     ),
     Argument(
         "--role",
-        "role of the texts, for an encoder with a prompt for each role [document]",
+        help="role of the texts, for an encoder with a prompt for each role [document]",
         type=lambda word: "document" if word == "text" else word,
         choices=("document", "query"),
         default="document",
     ),
     Argument(
         "--quantize",
-        "write one byte or one bit for each number, and print the quantization error [none]",
+        help="write one byte or one bit for each number, and print the quantization error [none]",
         choices=("none", "int8", "binary"),
         default="none",
     ),
@@ -231,22 +241,32 @@ def _load_embedder(
     "search",
     "find the texts of a file that are nearest to a query, by the cosine of their vectors",
     Argument(
-        "TEXT_FILE", "a file with a text on each line, also compressed; empty lines are skipped"
+        "text_file",
+        metavar="TEXT_FILE",
+        help="a file with a text on each line, also compressed; empty lines are skipped",
     ),
-    Argument("QUERY", "queries [lines of standard input]", nargs="*"),
-    Argument("--queries FILE", "take each line of this file as a query; needs --out"),
-    Argument("--out FILE", "with --queries: file to write, a JSON line for each query"),
-    Argument("--top K", "number of texts to find [10]", type=integer(1), default=10),
+    Argument("query", metavar="QUERY", help="queries [lines of standard input]", nargs="*"),
     Argument(
-        "--long-texts --long",
-        "index only the beginning of a text that is too long for the encoder, or all its "
+        "--queries", metavar="FILE", help="take each line of this file as a query; needs --out"
+    ),
+    Argument(
+        "--out", metavar="FILE", help="with --queries: file to write, a JSON line for each query"
+    ),
+    Argument(
+        "--top", metavar="K", help="number of texts to find [10]", type=integer(1), default=10
+    ),
+    Argument(
+        "--long-texts",
+        "--long",
+        help="index only the beginning of a text that is too long for the encoder, or all its "
         "passages [beginning]",
         choices=("beginning", "passages"),
         default="beginning",
     ),
     Argument(
-        "--vectors FOLDER",
-        "where the vectors of TEXT_FILE are kept, so that they are computed once "
+        "--vectors",
+        metavar="FOLDER",
+        help="where the vectors of TEXT_FILE are kept, so that they are computed once "
         "[TEXT_FILE.vectors]",
     ),
     shared.POOLING,
@@ -283,45 +303,54 @@ def search(args: argparse.Namespace) -> int:
 @COMMANDS.add(
     "serve",
     "serve vectors (OpenAI-compatible API) or predictions of a fine-tuned run over HTTP",
-    Argument("--workdir W", "a run, a base or a fine-tuned run", required=True),
+    Argument("--workdir", metavar="W", help="a run, a base or a fine-tuned run", required=True),
     Argument(
-        "--host H",
-        "address to listen on; 0.0.0.0: all interfaces. There is no authentication [127.0.0.1]",
+        "--host",
+        metavar="H",
+        help="address to listen on; 0.0.0.0: all interfaces. There is no authentication "
+        "[127.0.0.1]",
         default="127.0.0.1",
     ),
     Argument(
-        "--port P",
-        "port to listen on; 0: any free port [8000]",
+        "--port",
+        metavar="P",
+        help="port to listen on; 0: any free port [8000]",
         type=integer(0, 65535),
         default=8000,
     ),
     Argument(
-        "--queue N",
-        "maximum number of pending requests; further ones are answered 503 [256]",
+        "--queue",
+        metavar="N",
+        help="maximum number of pending requests; further ones are answered 503 [256]",
         type=integer(64, 65536),
         default=256,
     ),
     Argument(
-        "--max-texts N",
-        "maximum number of texts in a request [2048]",
+        "--max-texts",
+        metavar="N",
+        help="maximum number of texts in a request [2048]",
         type=integer(1, 65536),
         default=2048,
     ),
     Argument(
-        "--max-bytes N",
-        "maximum number of bytes in a request [2097152]",
+        "--max-bytes",
+        metavar="N",
+        help="maximum number of bytes in a request [2097152]",
         type=integer(1024, 1 << 30),
         default=2 << 20,
     ),
     Argument(
-        "--max-windows --max-rows N",
-        "maximum number of windows into which the context of a question is split [128]",
+        "--max-windows",
+        "--max-rows",
+        metavar="N",
+        help="maximum number of windows into which the context of a question is split [128]",
         type=integer(1, 65536),
         default=128,
     ),
     Argument(
-        "--timeout S",
-        "maximum number of seconds for an answer [30]",
+        "--timeout",
+        metavar="S",
+        help="maximum number of seconds for an answer [30]",
         type=number(1, 3600),
         default=30.0,
     ),
