@@ -39,7 +39,7 @@ AIMS = {
 ABOVE = {
     ".": 1_060,
     "checkpoints": 1_178,
-    "cli": 2_102,
+    "cli": 2_104,
     "config": 2_313,
     "data": 3_687,
     "distributed": 1_116,
