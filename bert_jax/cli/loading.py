@@ -127,7 +127,7 @@ def load_model(
         from bert_jax.tasks.finetuned_model import FinetunedModel
 
         return FinetunedModel.load(run, base, checkpoint)
-    return LoadedModel.of(run, which=checkpoint)
+    return LoadedModel.of(run, checkpoint=checkpoint)
 
 
 def read_lines() -> Iterator[tuple[str, str]]:

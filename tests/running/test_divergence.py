@@ -380,7 +380,10 @@ def test_the_last_line_tells_what_was_skipped_and_not_evaluated(
         lines.append({"kind": "scores", "step": evaluated})
     scores = Evaluator("scores", bool, dict, lambda line: f"loss at {line['step']}")
     job = types.SimpleNamespace(
-        evaluators=[scores], report=shown.append, workdir=Workdir("w"), restart_hint="w"
+        training=types.SimpleNamespace(evaluators=[scores]),
+        report=shown.append,
+        workdir=Workdir("w"),
+        restart_hint="w",
     )
     session._show(Result("finished", step), job, lines, left_out)
     parts = shown[0].split("; ")
