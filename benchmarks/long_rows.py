@@ -25,7 +25,6 @@ from bert_jax.pretraining.loaded_model import load_params
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import objective as objective_lib
 
 # Tokens around, and those in the middle of a row whose masked pieces are scored.
 SHORTEST, MIDDLE = 64, 48
@@ -65,14 +64,13 @@ def experiment(settings: Sequence[str]) -> Experiment:
 def losses(of: Experiment, workdir: Workdir) -> dict[int, dict[str, float]]:
     """Returns the scores of the pieces in the middle, by tokens around."""
     prepared, mesh = PreparedCorpus.open(workdir.corpus), mesh_lib.one_device()
-    params, _ = load_params(of, workdir, prepared, mesh)
+    params, done = load_params(of, workdir, prepared, mesh)
     held_out = evaluators.HeldOut.of(prepared, of, mesh)
-    objective = objective_lib.of(of.model, of.data)
     tokens, found = SHORTEST, {}
     while tokens <= of.data.eval_sequence_length:
         rows = [cut(batch, tokens, prepared.ids) for batch in held_out.batches]
         cut_out = dataclasses.replace(held_out, batches=rows)
-        found[tokens] = evaluators.evaluate(cut_out, params, objective, of.parallelism, mesh)
+        found[tokens] = cut_out.evaluate(params, done)
         tokens *= 2
     return found
 

@@ -36,7 +36,6 @@ from bert_jax.text.vocabulary import MASK
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
-from bert_jax.training.objective import Objective
 
 # Number and lengths of the sentences from held-out documents, if `run.watch` is empty.
 _SENTENCES = 6
@@ -52,13 +51,8 @@ _HIGHEST_LOSS = 700.0
 def held_out_evaluators(
     experiment: Experiment, corpus: PreparedCorpus, mesh: jax.sharding.Mesh
 ) -> tuple[Evaluator, Evaluator]:
-    """Returns the evaluators of held-out rows and of sample predictions.
-
-    Each uses the model of the current phase. Held-out rows are those of the whole experiment, so
-    that the losses of all phases are comparable.
-    """
+    """Returns the evaluators of held-out rows and of sample predictions."""
     is_due = repeat_every(experiment.run.eval_every, experiment.total_steps)
-    held_out = HeldOut.of(corpus, experiment, mesh)
     validation = corpus_lib.open_stream(corpus.folder, "validation")
     samplers = {
         model: PredictionSampler(experiment.run.watch, model, corpus.tokenizer, validation)
@@ -66,16 +60,12 @@ def held_out_evaluators(
         if model.direction == "both"
     }
 
-    def score(params: Any, done: int) -> dict[str, float]:
-        objective = objective_lib.of(experiment.model_scored(done), experiment.data)
-        return evaluate(held_out, params, objective, experiment.parallelism, mesh)
-
     def sample(params: Any, done: int) -> dict[str, Any]:
         model = experiment.model_after(done)
         return samplers[model].sample(params, mesh) if model in samplers else {}
 
     return (
-        Evaluator("evaluation", is_due, score, summary),
+        Evaluator("evaluation", is_due, HeldOut.of(corpus, experiment, mesh).evaluate, summary),
         Evaluator("predictions", is_due, sample, lambda line: "", "predictions"),
     )
 
@@ -85,8 +75,10 @@ def held_out_evaluators(
 
 @dataclasses.dataclass
 class HeldOut:
-    """The evaluation rows and their baselines."""
+    """The evaluation rows of an experiment on a mesh, and their baselines."""
 
+    experiment: Experiment
+    mesh: jax.sharding.Mesh
     batches: list[batches_lib.Batch]  # see data.batches.eval_batches
     rows: int  # number of rows that are not padding
     # Nats per predicted token, by the frequencies in the training split (one added to each).
@@ -97,7 +89,7 @@ class HeldOut:
     def of(
         cls, corpus: PreparedCorpus, experiment: Experiment, mesh: jax.sharding.Mesh
     ) -> "HeldOut":
-        """Builds the rows of an experiment, and computes the baselines."""
+        """Builds the rows and computes the baselines."""
         data, shards = experiment.data, mesh_lib.batch_shards(mesh)
         size = -(-experiment.run.eval_batch_size // shards) * shards
         train, validation = (corpus_lib.open_stream(corpus.folder, split) for split in SPLITS)
@@ -114,38 +106,36 @@ class HeldOut:
             labels_of_rows = (b["next_sentence_labels"] * b["row_weights"] for b in batches)
             random = sum(float(ones.sum()) for ones in labels_of_rows)
             majority = max(random / rows, 1 - random / rows)
-        return cls(batches, rows, float((nats[labels] * weights).sum() / weights.sum()), majority)
+        unigram_loss = float((nats[labels] * weights).sum() / weights.sum())
+        return cls(experiment, mesh, batches, rows, unigram_loss, majority)
 
+    def evaluate(self, params: Any, done: int) -> dict[str, float]:
+        """Returns the mean metrics of the parameters after `done` steps.
 
-def evaluate(
-    held_out: HeldOut,
-    params: Any,
-    objective: Objective,
-    parallelism: Parallelism,
-    mesh: jax.sharding.Mesh,
-) -> dict[str, float]:
-    """Returns an objective's mean metrics over the held-out rows; `loss` is the sum of its losses.
-
-    Adds `unigram_loss` if tokens are predicted, `perplexity` for causal models, and for pairs the
-    majority baseline and the standard error of the accuracy.
-    """
-    sums = {name: np.zeros(2, np.float32) for name in objective.metrics}
-    sums = feed.put(sums, mesh_lib.replicated(mesh))
-    eval_step = step.make_eval_step(objective, parallelism, mesh)
-    for batch in feed.place_all(held_out.batches, mesh_lib.batch_sharding(mesh)):
-        sums = eval_step(params, sums, batch)
-    scores = lines_lib.means(jax.device_get(sums))
-    line = {**scores, "loss": sum(scores[name] for name in objective.losses)}
-    if losses.find_task(scores, losses.TOKENS):
-        line["unigram_loss"] = held_out.unigram_loss
-    if "next_piece_loss" in scores:
-        line["perplexity"] = math.exp(min(scores["next_piece_loss"], _HIGHEST_LOSS))
-    pairs = losses.find_task(scores, losses.PAIRS)
-    if pairs and held_out.majority is not None:
-        accuracy = scores[f"{pairs}_accuracy"]
-        line[f"{pairs}_majority"] = held_out.majority
-        line[f"{pairs}_error"] = math.sqrt(max(accuracy * (1 - accuracy), 0.0) / held_out.rows)
-    return line | {"rows": held_out.rows}
+        The metrics are those of the experiment's objective in all phases, so that they are
+        comparable; `loss` is the sum of its losses. Adds `unigram_loss` if tokens are predicted,
+        `perplexity` for causal models, and for pairs the majority baseline and the standard error
+        of the accuracy.
+        """
+        experiment, mesh = self.experiment, self.mesh
+        objective = objective_lib.of(experiment.model_scored(done), experiment.data)
+        sums = {name: np.zeros(2, np.float32) for name in objective.metrics}
+        sums = feed.put(sums, mesh_lib.replicated(mesh))
+        eval_step = step.make_eval_step(objective, experiment.parallelism, mesh)
+        for batch in feed.place_all(self.batches, mesh_lib.batch_sharding(mesh)):
+            sums = eval_step(params, sums, batch)
+        scores = lines_lib.means(jax.device_get(sums))
+        line = {**scores, "loss": sum(scores[name] for name in objective.losses)}
+        if losses.find_task(scores, losses.TOKENS):
+            line["unigram_loss"] = self.unigram_loss
+        if "next_piece_loss" in scores:
+            line["perplexity"] = math.exp(min(scores["next_piece_loss"], _HIGHEST_LOSS))
+        pairs = losses.find_task(scores, losses.PAIRS)
+        if pairs and self.majority is not None:
+            accuracy = scores[f"{pairs}_accuracy"]
+            line[f"{pairs}_majority"] = self.majority
+            line[f"{pairs}_error"] = math.sqrt(max(accuracy * (1 - accuracy), 0.0) / self.rows)
+        return line | {"rows": self.rows}
 
 
 def summary(line: dict[str, Any]) -> str:
@@ -182,13 +172,11 @@ def score_held_out(
       run: the workdir, opened with the corpus.
       checkpoint: `newest`, `best`, or a step.
     """
-    prepared = PreparedCorpus.open(run.corpus)
-    parallelism = Parallelism()  # the run's own is for the devices of its training
-    mesh = mesh_lib.make_mesh(parallelism)
-    params, done = load_params(experiment, run, prepared, mesh, checkpoint)
-    scored = objective_lib.of(experiment.model_scored(done), experiment.data)
-    held_out = HeldOut.of(prepared, experiment, mesh)
-    return done, evaluate(held_out, params, scored, parallelism, mesh)
+    # The run's parallelism is for the devices of its training.
+    experiment = dataclasses.replace(experiment, parallelism=Parallelism())
+    corpus, mesh = PreparedCorpus.open(run.corpus), mesh_lib.make_mesh(Parallelism())
+    params, done = load_params(experiment, run, corpus, mesh, checkpoint)
+    return done, HeldOut.of(corpus, experiment, mesh).evaluate(params, done)
 
 
 # --- sample predictions -------------------------------------------------------------------------
@@ -351,7 +339,6 @@ def _probe_schedule(experiment: Experiment, operations: int) -> Callable[[int], 
 
     They are due before the first step, after the last, and as `run.probe_share` allows.
     """
-    run = experiment.run
 
     def allowed(done: int) -> int:
         """Returns how many evaluations of probes fit into the share of so many steps."""
@@ -360,11 +347,12 @@ def _probe_schedule(experiment: Experiment, operations: int) -> Callable[[int], 
             steps = min(done, phase.steps)
             done -= steps
             trained += steps * flops.phase_flops(experiment.model, phase)
-        return int(run.probe_share * trained / operations)
+        return int(experiment.run.probe_share * trained / operations)
 
     def is_due(done: int) -> bool:
         if done in (0, experiment.total_steps):
             return True
-        return done % run.eval_every == 0 and allowed(done) > allowed(done - run.eval_every)
+        every = experiment.run.eval_every
+        return done % every == 0 and allowed(done) > allowed(done - every)
 
     return is_due

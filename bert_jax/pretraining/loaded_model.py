@@ -64,15 +64,20 @@ def logits_fn(model: Model) -> Callable[[Any, Arrays], tuple[jax.Array, jax.Arra
     return jax.jit(functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop()))
 
 
-def padded_length(tokens: int, model: Model) -> int:
-    """Returns the length to which a text of so many tokens is padded.
+def pad_row(
+    ids: Sequence[int] | np.ndarray, pad_id: int, model: Model
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the token ids of a text with padding, int32 [1, S + padding], and their mask, bool.
 
     Raises InputError if the text is too long for the model.
     """
     limit = model.max_position_embeddings
-    if tokens > limit:
-        raise InputError(f"text of {tokens} tokens; the model reads {limit} at most")
-    return min(-(-tokens // _LENGTH_STEP) * _LENGTH_STEP, limit)
+    if len(ids) > limit:
+        raise InputError(f"text of {len(ids)} tokens; the model reads {limit} at most")
+    mask = np.arange(min(-(-len(ids) // _LENGTH_STEP) * _LENGTH_STEP, limit)) < len(ids)
+    row = np.full(len(mask), pad_id, np.int32)
+    row[mask] = ids
+    return row[None], mask[None]
 
 
 class Predictor:
@@ -111,15 +116,14 @@ class Predictor:
         tok = self._tokenizer
         ids, before_second = joined(tok, a, b)
         first = first_segment_length(tok, ids, before_second)
-        length = padded_length(len(ids), self._model)
-        column = np.arange(length)
-        masks = [i for i, token in enumerate(ids) if token == tok.mask_id]
+        row, mask = pad_row(ids, tok.pad_id, self._model)
+        masks = np.flatnonzero(ids == tok.mask_id)
         # At least one, and a multiple of 8 so that texts share compiled programs.
         width = -(-max(len(masks), 1) // 8) * 8
         batch = {
-            "input_ids": np.pad(ids, (0, length - len(ids)), constant_values=tok.pad_id)[None],
-            "segment_ids": ((column >= first) & (column < len(ids)))[None],
-            "input_mask": (column < len(ids))[None],
+            "input_ids": row,
+            "segment_ids": mask & (np.arange(mask.shape[1]) >= first),
+            "input_mask": mask,
             "masked_lm_positions": np.pad(masks, (0, width - len(masks)))[None],
         }
         batch = {name: jnp.asarray(value, jnp.int32) for name, value in batch.items()}
@@ -225,10 +229,7 @@ class LoadedModel(Base):
     ) -> list[Prediction]: ...
 
     def fill(
-        self,
-        text: Texts,
-        next_text: Texts | None = None,
-        top: int = 5,
+        self, text: Texts, next_text: Texts | None = None, top: int = 5
     ) -> Prediction | list[Prediction]:
         """Predicts the most likely tokens of every [MASK].
 
@@ -344,10 +345,9 @@ class LoadedModel(Base):
 
         The outputs are float32 [L + 1, S + padding, D]; no token attends to padding.
         """
-        ids = [self.tokenizer.cls_id, *self._predictor.encode(text), self.tokenizer.sep_id]
-        column = np.arange(padded_length(len(ids), self.model))
-        row = np.pad(np.array(ids, np.int32), (0, len(column) - len(ids)))
-        return ids, self._layers_program(self.params, row[None], (column < len(ids))[None])
+        tok = self.tokenizer
+        ids = [tok.cls_id, *self._predictor.encode(text), tok.sep_id]
+        return ids, self._layers_program(self.params, *pad_row(ids, tok.pad_id, self.model))
 
 
 def list_texts(texts: Texts, name: str = "texts") -> list[str]:
@@ -377,25 +377,25 @@ def load_params(
     workdir: Workdir,
     prepared: PreparedCorpus,
     mesh: jax.sharding.Mesh,
-    which: str = "newest",
+    checkpoint: str = "newest",
 ) -> tuple[Any, int]:
     """Returns the parameters of a run's checkpoint, replicated over the mesh, and its step.
 
     The step of a base is 0.
     """
     if base_lib.is_base(workdir.root):
-        _require_newest(workdir.root, which)
+        _require_newest(workdir.root, checkpoint)
         base = base_lib.read(workdir.root)
         base_lib.require_same_model(base, experiment.model, str(workdir.root))
         base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
         return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
-    restored = _read_checkpoint(experiment, workdir, prepared, mesh, ("params",), which)
+    restored = _read_checkpoint(experiment, workdir, prepared, mesh, ("params",), checkpoint)
     return restored.state["params"], restored.step
 
 
-def _require_newest(folder: epath.Path, which: str) -> None:
-    if which != "newest":
-        raise InputError(f"--checkpoint {which}: {folder} is a base; remove --checkpoint")
+def _require_newest(folder: epath.Path, checkpoint: str) -> None:
+    if checkpoint != "newest":
+        raise InputError(f"--checkpoint {checkpoint}: {folder} is a base; remove --checkpoint")
 
 
 def _read_checkpoint(
@@ -404,7 +404,7 @@ def _read_checkpoint(
     prepared: PreparedCorpus,
     mesh: jax.sharding.Mesh,
     names: tuple[str, ...],
-    which: str,
+    checkpoint: str,
 ) -> Restored:
     """Returns parts of a checkpoint's state, replicated over the mesh."""
     saved = Checkpoints(workdir.checkpoints)
@@ -415,7 +415,7 @@ def _read_checkpoint(
         )
     trained = objective.of(experiment.model, experiment.data)
     abstract = step.abstract_state(trained, experiment.optimizer, Parallelism(), mesh)
-    restored = saved.read(which, {name: abstract[name] for name in names})
+    restored = saved.read(checkpoint, {name: abstract[name] for name in names})
     prepared.require_same(restored.metadata)
     return restored
 
