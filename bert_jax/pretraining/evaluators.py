@@ -217,8 +217,9 @@ class PredictionSampler:
         if "masked_lm" not in params:  # a custom objective may have no such head
             return {}
         params = gather_on_primary(params, mesh)
-        lines = [] if params is None else [self._predict(params, x) for x in self._sentences]
-        return {"sentences": lines} if lines else {}
+        if params is None or not self._sentences:
+            return {}
+        return {"sentences": [self._predict(params, sentence) for sentence in self._sentences]}
 
     def _predict(self, params: Any, sentence: MaskedSentence) -> dict[str, Any]:
         probs, _ = self._predictor.probabilities(params, sentence.ids, None)

@@ -1,7 +1,7 @@
 """Pre-training as a job of the training loop."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -19,7 +19,7 @@ from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, pluralize
 from bert_jax.pretraining import evaluators
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
-from bert_jax.running.job import Evaluator, Job, PhaseBatches, Training
+from bert_jax.running.job import Job, PhaseBatches, Training
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import feed, own
 from bert_jax.training import mesh as mesh_lib
@@ -112,19 +112,27 @@ class PretrainingJob(Job):
         experiment = self.experiment
         self._peers, self._corpus = peers, PreparedCorpus.open(self.workdir.corpus)
         corpus.require_rows(self._corpus.folder, experiment)
-        peers.require_same(
-            "corpus",
-            {"corpus.manifest": self._corpus.sha256[:16]},
-            "give all processes the corpus that one of them prepared",
-        )
+        hashes = {"corpus.manifest": self._corpus.sha256[:16]}
+        if self.probes is not None:
+            hashes["run.probes"] = self.probes.sha256[:16]
+        remedy = "give all processes the corpus that one of them prepared, and the same run.probes"
+        peers.require_same("data", hashes, remedy)
         objective = objective_lib.of(experiment.model, experiment.data)
+        active = evaluators.held_out_evaluators(experiment, self._corpus, mesh)
+        if self.probes is not None:
+            tokenizer, metrics = self._corpus.tokenizer, self.workdir.metrics
+            probe_evaluator = evaluators.probe_evaluator(
+                self.probes, experiment, tokenizer, mesh, lambda: self._vectors, metrics
+            )
+            active = *active, probe_evaluator
+            self.report(f"probes: {self.probes.about}")
         self.training = Training(
             objective=objective,
             optimizer=experiment.optimizer,
             total_steps=experiment.total_steps,
             metric_names=objective_lib.metric_names(experiment),
             batches=self._phase_batches,
-            evaluators=tuple(self._evaluators(mesh)),
+            evaluators=active,
             data_sha256=self._corpus.sha256,
             require_unchanged=self._corpus.require_unchanged,
         )
@@ -162,21 +170,6 @@ class PretrainingJob(Job):
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
         return {"vectors": dataclasses.asdict(self._vectors)} if self._vectors else {}
-
-    def _evaluators(self, mesh: jax.sharding.Mesh) -> Iterator[Evaluator]:
-        yield from evaluators.held_out_evaluators(self.experiment, self._corpus, mesh)
-        if self.probes is None:
-            return
-        self._peers.require_same(
-            "probes",
-            {"examples": self.probes.sha256[:16]},
-            "give all processes the same files of run.probes",
-        )
-        setup = self.experiment, self._corpus.tokenizer, mesh
-        yield evaluators.probe_evaluator(
-            self.probes, *setup, lambda: self._vectors, self.workdir.metrics
-        )
-        self.report(f"probes: {self.probes.about}")
 
     def _phase_batches(self, done: int) -> PhaseBatches:
         """Returns the phase of the step after `done` steps."""

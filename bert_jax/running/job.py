@@ -80,9 +80,8 @@ class Training:
 
         Fine-tuning is counted as for adapt.how=full; other ways take about as many.
         """
-        model, masked = self.objective.model, batch.get("masked_lm_positions")
-        predictions = 0 if masked is None else masked.shape[1]
-        rows, length = batch["input_ids"].shape
+        model, (rows, length) = self.objective.model, batch["input_ids"].shape
+        predictions = batch["masked_lm_positions"].shape[1] if "masked_lm_positions" in batch else 0
         operations = flops.train_step_flops(model, rows, length, predictions)
         if "decoder_ids" in batch:  # without the cross-attention
             rows, length = batch["decoder_ids"].shape
@@ -146,7 +145,7 @@ class Job:
         raise NotImplementedError
 
     def resume(self, metadata: dict[str, Any]) -> None:
-        """Resumes what a checkpoint notes; raises InputError if it was trained on other data."""
+        """Reads the notes of the checkpoint to resume; InputError if it has other training data."""
         raise NotImplementedError
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
