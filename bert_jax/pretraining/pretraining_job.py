@@ -35,7 +35,7 @@ class PretrainingJob(Job):
     Args:
       length: `extend` lets the last phase have more steps.
       probes: evaluated during the run; a `tasks.probes.Probes`, or None.
-      fork_point: where the run starts, if this start creates it as a fork.
+      fork_point: the checkpoint that a new fork starts from; None: there is no new fork.
     """
 
     restart_hint = "choose another --workdir, or run `bert-jax extend` for more steps"
