@@ -62,7 +62,7 @@ def one(experiment: Finetuning, place: pathlib.Path, peer: measure.Ask) -> dict[
     huggingface.export_weights(base, "encoder", "float32", epath.Path(place / "base"))
     lines = JsonLines(workdir.metrics).read()
     job = FinetuningJob(experiment, workdir, lambda line: None)
-    job.read()
+    job.read(mesh_lib.one_device())
     with peers_lib.connect_processes() as peers:
         job.open(mesh_lib.one_device(), peers)
         rates = write(job, place)
@@ -89,7 +89,7 @@ def write(job: FinetuningJob, place: pathlib.Path) -> list[float]:
     """Every batch, and the head before the first step; returns the learning rates."""
     state = step.init_state(job.objective, job.optimizer, job.experiment.seed)
     np.save(place / "head.npy", state["params"]["head"]["kernel"])
-    phase, steps = job.batches(0), range(job.total_steps)
+    phase, steps = job.training.batches(0), range(job.total_steps)
     for number in steps:
         batch = phase.batch(number, np.arange(phase.batch_size))
         np.savez(place / f"training_{number:05}.npz", **batch)

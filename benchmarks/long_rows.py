@@ -14,19 +14,17 @@ import tempfile
 from collections.abc import Sequence
 
 import numpy as np
-from rich.console import Console
 
+import bert_jax
 from benchmarks import measure
 from bert_jax import config
 from bert_jax.config import Experiment
 from bert_jax.data import batches
-from bert_jax.pretraining import evaluators, pretraining_job
+from bert_jax.pretraining import evaluators
 from bert_jax.pretraining.loaded_model import load_params
-from bert_jax.pretraining.pretraining_job import OpenCorpus
-from bert_jax.running.progress import Progress
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import objective as objective_lib
 
 # Tokens around, and those in the middle of a row whose masked pieces are scored.
 SHORTEST, MIDDLE = 64, 48
@@ -40,8 +38,7 @@ def main() -> None:
     of = experiment(flags.set)
     with tempfile.TemporaryDirectory() as folder:
         workdir = Workdir(pathlib.Path(folder) / "run", of.run.corpus_dir)
-        trained = pretraining_job.pretrain(of, workdir, "keep", Progress(Console(stderr=True)))
-        assert trained == "finished", trained
+        bert_jax.pretrain(of, workdir.root, progress=True)
         found = losses(of, workdir)
     figures = {f"loss_{tokens}": line["masked_lm_loss"] for tokens, line in found.items()}
     figures |= {"unigram_loss": next(iter(found.values()))["unigram_loss"]}
@@ -66,15 +63,14 @@ def experiment(settings: Sequence[str]) -> Experiment:
 
 def losses(of: Experiment, workdir: Workdir) -> dict[int, dict[str, float]]:
     """Returns the scores of the pieces in the middle, by tokens around."""
-    prepared, mesh = OpenCorpus.open(workdir.corpus), mesh_lib.one_device()
-    params, _ = load_params(of, workdir, prepared, mesh)
-    held_out = prepared.held_out(of, mesh)
-    objective = objective_lib.of(of.model, of.data)
+    prepared, mesh = PreparedCorpus.open(workdir.corpus), mesh_lib.one_device()
+    params, done = load_params(of, workdir, prepared, mesh)
+    held_out = evaluators.HeldOut.of(prepared, of, mesh)
     tokens, found = SHORTEST, {}
     while tokens <= of.data.eval_sequence_length:
         rows = [cut(batch, tokens, prepared.ids) for batch in held_out.batches]
         cut_out = dataclasses.replace(held_out, batches=rows)
-        found[tokens] = evaluators.evaluate(cut_out, params, objective, of.parallelism, mesh)
+        found[tokens] = cut_out.evaluate(params, done)
         tokens *= 2
     return found
 

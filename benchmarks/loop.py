@@ -7,7 +7,6 @@ the time `Saves.save` keeps the loop, as a share of the time until the files are
 """
 
 import dataclasses
-import io
 import os
 import pathlib
 import statistics
@@ -16,15 +15,15 @@ import time
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from benchmarks import measure, ours
 from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Corpus, Data, Experiment, Parallelism, Phase, Run
 from bert_jax.distributed.peers import Peers
-from bert_jax.pretraining import pretraining_job
-from bert_jax.pretraining.pretraining_job import OpenCorpus
-from bert_jax.running.progress import Progress
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
+from bert_jax.pretraining.pretraining_job import PretrainingJob
+from bert_jax.running import session
+from bert_jax.running.progress import LoggedProgress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
 
@@ -73,14 +72,15 @@ def overhead(folder: pathlib.Path, rounds: int, laps: int) -> dict[str, list]:
     """CPU and wall seconds a step of each lap: of the loop, and of the bare step."""
     settings, bare, found = experiment(folder, laps), None, {"loop": [], "bare": []}
     for number in range(rounds):
-        ends, progress = [], Progress(Console(file=io.StringIO()))
+        ends, progress = [], LoggedProgress()
         progress.train = lambda *_, at=ends: at.append((time.process_time(), time.perf_counter()))
         workdir = Workdir(folder / f"run{number}", settings.run.corpus_dir)
-        pretraining_job.pretrain(settings, workdir, "keep", progress)
+        session.run(PretrainingJob(settings, workdir, progress.report), progress)
         # Without the first lap, which compiles.
         found["loop"] += (np.diff(ends, axis=0) / LAP).tolist()
         if bare is None:
-            made = OpenCorpus.open(workdir.corpus).train_batches(settings, 0).batch(0, np.arange(8))
+            batches = PreparedCorpus.open(workdir.corpus).train_batches(settings, 0)
+            made = batches.batch(0, np.arange(8))
             bare = ours.Bare(settings.model, made, settings.parallelism)
         found["bare"] += [bare.take(LAP) for _ in range(laps)]
     return found

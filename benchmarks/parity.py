@@ -30,7 +30,7 @@ from bert_jax.model import heads
 from bert_jax.model.encoder import Loop, padded_vocab_size
 from bert_jax.model.kinds import encode
 from bert_jax.pretraining.loaded_model import LoadedModel
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.running import lines as lines_lib
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.text import tokenizer
@@ -38,6 +38,7 @@ from bert_jax.training import feed, optimizer, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 
+Arrays = dict[str, Any]  # by name
 STEPS = 50
 _MODERN = ("model.kind=modern", "model.intermediate_size=344")
 # What of tiny_paper.py is otherwise, a line a family. A window is shorter than a row.
@@ -127,7 +128,7 @@ def also(experiment: Experiment) -> dict[str, Experiment]:
 
 def make_model(
     folder: pathlib.Path, settings: Sequence[str]
-) -> tuple[LoadedModel, OpenCorpus, Experiment]:
+) -> tuple[LoadedModel, PreparedCorpus, Experiment]:
     """tiny_paper.py's model on its corpus without dropout; no parameter is zero or one."""
     experiment = config.override(
         config.load("experiments/tiny_paper.py"),
@@ -142,7 +143,7 @@ def make_model(
     )
     place = epath.Path(folder / "corpus")
     corpus.prepare(experiment.corpus, experiment.model.vocab_size, place, lambda line: None)
-    prepared = OpenCorpus.open(place)
+    prepared = PreparedCorpus.open(place)
     write_base(experiment.model, prepared.tokenizer, 0.02, folder / "base")
     return LoadedModel.of(open_workdir(folder / "base")), prepared, experiment
 
@@ -163,7 +164,7 @@ def write_base(
     base.write(base.Base(cfg, params, of, "benchmarks.parity", fresh), epath.Path(folder))
 
 
-def outputs(trained: LoadedModel, prepared: OpenCorpus, experiment: Experiment) -> dict[str, Any]:
+def outputs(trained: LoadedModel, prepared: PreparedCorpus, experiment: Experiment) -> Arrays:
     """One batch, and what all forms make of it."""
     batch = prepared.train_batches(experiment, 0).batch(0, np.arange(16))
     ready = {name: jnp.asarray(value) for name, value in batch.items()}
@@ -181,7 +182,7 @@ def outputs(trained: LoadedModel, prepared: OpenCorpus, experiment: Experiment) 
     }
 
 
-def training(trained: LoadedModel, prepared: OpenCorpus, experiment: Experiment) -> dict[str, Any]:
+def training(trained: LoadedModel, prepared: PreparedCorpus, experiment: Experiment) -> Arrays:
     """Batches, learning rates and losses of 50 steps."""
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     cfg, total = experiment.optimizer, experiment.total_steps

@@ -27,7 +27,8 @@ from bert_jax.config import Experiment, Parallelism
 from bert_jax.data import build, corpus, stream
 from bert_jax.data.batches import TrainBatches
 from bert_jax.distributed import peers as peers_lib
-from bert_jax.pretraining.pretraining_job import OpenCorpus, PretrainingJob
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
+from bert_jax.pretraining.pretraining_job import PretrainingJob
 from bert_jax.storage.workdir import COMPLETE, Workdir, with_checksum
 from bert_jax.text import sources as text_sources
 from bert_jax.training import feed
@@ -163,7 +164,7 @@ def start(folder: pathlib.Path) -> dict[str, float]:
     with peers_lib.connect_processes() as peers:
         job.prepare(peers)
         job.open(mesh_lib.make_mesh(scaled.parallelism), peers)
-        phase = job.batches(0)
+        phase = job.training.batches(0)
         while not phase.ready(0):
             time.sleep(0.05)
         phase.batch(0, np.arange(phase.batch_size))
@@ -233,7 +234,7 @@ def batches(folder: pathlib.Path) -> dict[str, float]:
 def batches_of(folder: pathlib.Path, phase: int) -> TrainBatches:
     """The batches of a phase."""
     scaled = experiment(folder)
-    return OpenCorpus.open(epath.Path(scaled.run.corpus_dir)).train_batches(scaled, phase)
+    return PreparedCorpus.open(epath.Path(scaled.run.corpus_dir)).train_batches(scaled, phase)
 
 
 PARTS = {

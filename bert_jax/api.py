@@ -24,17 +24,12 @@ from bert_jax.embeddings.embed import Embedder, Features, TextRole
 from bert_jax.embeddings.search import SearchHit
 from bert_jax.errors import InputError, require_choice
 from bert_jax.interop import exporting, huggingface, importing
-from bert_jax.pretraining import pretraining_job
-from bert_jax.pretraining.loaded_model import (
-    Floats,
-    LoadedModel,
-    Texts,
-    list_examples,
-    list_texts,
-    score_held_out,
-)
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.evaluators import score_held_out
+from bert_jax.pretraining.loaded_model import Floats, LoadedModel, Texts, list_examples, list_texts
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
+from bert_jax.pretraining.pretraining_job import PretrainingJob
 from bert_jax.process import logger
+from bert_jax.running import session
 from bert_jax.running.progress import BarProgress, LoggedProgress
 from bert_jax.storage import copies, mirror
 from bert_jax.storage.workdir import Workdir, holds_finetuning, load_experiment
@@ -68,7 +63,8 @@ def pretrain(
       RuntimeError: the run ended before its last step.
     """
     experiment, run = _open_run(experiment, workdir, settings)
-    outcome = pretraining_job.pretrain(experiment, run, "keep", _make_progress(progress))
+    display = _make_progress(progress)
+    outcome = session.run(PretrainingJob(experiment, run, display.report), display)
     _require_finished(outcome, run.address)
     return load(run.address)
 
@@ -155,7 +151,7 @@ def load(
         raise InputError(f"base: {folder} is not a fine-tuned run; remove base")
     has_config = (run.root / "config.json").exists()
     if base_lib.is_base(run.root) or run.experiment.exists() or not has_config:
-        return LoadedModel.of(run, which=checkpoint)
+        return LoadedModel.of(run, checkpoint=checkpoint)
     return LoadedModel.load_base(huggingface.read_folder(run.root, logger.info), folder.name)
 
 
@@ -291,7 +287,7 @@ def batches(experiment: Experiment | Path, step: int, workdir: Path | None = Non
         raise InputError(f"step {step}: the run has steps 0 to {experiment.total_steps - 1}")
     corpus.prepare(experiment.corpus, experiment.model.vocab_size, run.corpus, logger.info)
     phase, first = experiment.phase_at(step)
-    train = OpenCorpus.open(run.corpus).train_batches(experiment, phase)
+    train = PreparedCorpus.open(run.corpus).train_batches(experiment, phase)
     return train.batch(step - first, np.arange(experiment.phases[phase].batch_size))
 
 

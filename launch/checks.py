@@ -105,7 +105,7 @@ def require_writable_workdir(spec: Spec) -> None:
 def require_healthy_corpus(spec: Spec) -> None:
     """Raises InputError if the corpus is not prepared, or `doctor` finds a problem in it."""
     from bert_jax.tools import doctor
-    from bert_jax.tools.doctor import prepared_corpus
+    from bert_jax.tools.doctor import corpus_findings
 
     corpus = mirror.open_to_write(spec.workdir, spec.experiment.run.corpus_dir).corpus
     if not storage_of(corpus).exists(corpus / COMPLETE):
@@ -114,7 +114,7 @@ def require_healthy_corpus(spec: Spec) -> None:
             f"`bert-jax prepare` with --workdir {spec.workdir} on another machine"
         )
     lengths = tuple(sorted({phase.sequence_length for phase in spec.experiment.phases}))
-    if doctor.print_findings(prepared_corpus.examine(corpus, lengths)):
+    if doctor.print_findings(corpus_findings.examine(corpus, lengths)):
         raise InputError(f"{corpus}: `doctor` finds problems, see above")
 
 

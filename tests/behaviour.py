@@ -36,7 +36,8 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.data import corpus
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining import evaluators
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.tools.plan import bundles, hlo, schedule
 from bert_jax.tools.plan import compile as compile_lib
 from bert_jax.tools.verify import child
@@ -123,12 +124,12 @@ def of_arrays(tree: dict[str, np.ndarray]) -> str:
     )
 
 
-def prepared(name: str, settings: tuple[str, ...]) -> tuple[config.Experiment, OpenCorpus]:
+def prepared(name: str, settings: tuple[str, ...]) -> tuple[config.Experiment, PreparedCorpus]:
     """The small experiment with some settings, and its corpus."""
     words = [*STEPS, *settings, f"run.corpus_dir=corpus_{name}"]
     broken.said(["prepare", "small.py", *(f"--set={word}" for word in words)])
     experiment = config.override(config.load("small.py"), words)
-    return experiment, OpenCorpus.open(epath.Path(f"corpus_{name}"))
+    return experiment, PreparedCorpus.open(epath.Path(f"corpus_{name}"))
 
 
 def corpora() -> Iterator[tuple[str, str]]:
@@ -153,7 +154,7 @@ def batches() -> Iterator[tuple[str, str]]:
             rows = np.arange(phase.batch_size)
             each = (of_arrays(train.batch(step, rows)) for step in range(phase.steps))
             yield f"batches {name} phase {number}", sha(*map(str.encode, each))
-        held_out = given.held_out(experiment, mesh)
+        held_out = evaluators.HeldOut.of(given, experiment, mesh)
         yield f"batches {name} held out", sha(*(of_arrays(b).encode() for b in held_out.batches))
 
 

@@ -150,7 +150,8 @@ def pretrain(
     from rich.console import Console
 
     from bert_jax import config
-    from bert_jax.pretraining import pretraining_job
+    from bert_jax.pretraining.pretraining_job import PretrainingJob
+    from bert_jax.running import session
     from bert_jax.running.progress import Progress
     from bert_jax.storage.workdir import Workdir
     from bert_jax.tasks.probes import Probes
@@ -159,8 +160,9 @@ def pretrain(
     console = Console(record=True, width=200, file=io.StringIO())
     place = Workdir(workdir, experiment.run.corpus_dir)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
-    outcome = pretraining_job.pretrain(experiment, place, length, Progress(console), None, probes)
-    return outcome, console.export_text()
+    progress = Progress(console)
+    job = PretrainingJob(experiment, place, progress.report, length, probes)
+    return session.run(job, progress), console.export_text()
 
 
 @contextlib.contextmanager

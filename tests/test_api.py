@@ -22,7 +22,7 @@ from bert_jax.errors import InputError
 from bert_jax.interop import huggingface
 from bert_jax.model import heads, layers
 from bert_jax.pretraining.loaded_model import LoadedModel
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage.mirror import open_workdir
 
 
@@ -104,7 +104,7 @@ def test_attention_leads_from_one_layer_to_the_next(model):
 def test_batches_are_those_of_the_run_and_apply_computes_its_loss(model):
     experiment = config.load("small.py")
     batch = bert_jax.batches(experiment, 15, "run")
-    theirs = OpenCorpus.open(epath.Path("corpus")).train_batches(experiment, 1)
+    theirs = PreparedCorpus.open(epath.Path("corpus")).train_batches(experiment, 1)
     for name, array in theirs.batch(1, np.arange(4)).items():
         np.testing.assert_array_equal(batch[name], array)
     masked_lm, next_sentence = model.apply(model.params, batch)

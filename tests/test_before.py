@@ -30,7 +30,7 @@ import bert_jax
 from bert_jax import config
 from bert_jax.config import Finetuning
 from bert_jax.data import corpus
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.tasks.examples import parse_arguments
 from bert_jax.tasks.predict import TaskModel
@@ -87,7 +87,7 @@ def test_a_model_predicts_what_it_did(model, folder, wanted):
 def test_a_corpus_gives_the_batches_it_gave(folder, wanted):
     experiment = config.load("config.json")
     corpus.verify(epath.Path("run/corpus"))
-    train = OpenCorpus.open(epath.Path("run/corpus")).train_batches(experiment, 0)
+    train = PreparedCorpus.open(epath.Path("run/corpus")).train_batches(experiment, 0)
     assert [hash_of(train.batch(step, np.arange(4))) for step in range(4)] == wanted["batches"]
 
 

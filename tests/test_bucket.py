@@ -18,7 +18,7 @@ from small_run import bert_jax, killed
 
 from bert_jax import config
 from bert_jax.data import corpus, plans
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.running import runner
 from bert_jax.storage import buckets, mirror, retry
 from bert_jax.storage.storage import storage_of
@@ -331,7 +331,7 @@ def test_a_fresh_host_that_resumes_in_a_later_epoch_plans_no_first_one(
     experiment = config.load("small.py")
 
     def rows(sends_counts):
-        prepared = OpenCorpus.open(epath.Path("gs://bucket/corpus"))
+        prepared = PreparedCorpus.open(epath.Path("gs://bucket/corpus"))
         phases = [prepared.train_batches(experiment, phase, sends_counts) for phase in range(2)]
         return {phase.rows_per_epoch for phase in phases}
 

@@ -12,8 +12,8 @@ from broken import asked as call
 from broken import fails, said
 
 from bert_jax import cli, config
-from bert_jax.pretraining import evaluators, loaded_model
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining import loaded_model
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.running import environment
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import tokenizer
@@ -173,7 +173,7 @@ def test_prepare_alone_and_twice(run, tmp_path):
 
 
 def test_a_setting_without_effect_is_noted(copy_of_run, monkeypatch):
-    monkeypatch.setattr("bert_jax.pretraining.pretraining_job.pretrain", lambda *_: "finished")
+    monkeypatch.setattr("bert_jax.running.session.run", lambda *_: "finished")
     for command in ("pretrain", "show"):
         code, out, _ = call(f"{command} small.py --workdir new --set optimizer.decay_steps=5")
         assert code == 0 and "optimizer.decay_steps=5" in out
@@ -266,13 +266,13 @@ def test_predictions_do_not_depend_on_padding(run, monkeypatch):
     """A text is padded to a multiple of some length; to another one it says the same."""
     experiment = config.load("run/experiment.json")
     place = Workdir(run, experiment.run.corpus_dir)
-    prepared = OpenCorpus.open(place.corpus)
+    prepared = PreparedCorpus.open(place.corpus)
     mesh = mesh_lib.make_mesh(experiment.parallelism)
     params, step = loaded_model.load_params(experiment, place, prepared, mesh)
     assert step == 22
-    asked = evaluators.Predictor(experiment.model, prepared.tokenizer)
+    asked = loaded_model.Predictor(experiment.model, prepared.tokenizer)
     padded = asked.predict(params, "wa [MASK] wb", None, 3)
-    monkeypatch.setattr(evaluators, "_LENGTH_STEP", 5)
+    monkeypatch.setattr(loaded_model, "_LENGTH_STEP", 5)
     padded_less = asked.predict(params, "wa [MASK] wb", None, 3)
     for (a, p), (b, q) in zip(padded.masks[0], padded_less.masks[0], strict=True):
         assert a == b and p == pytest.approx(q, rel=1e-5)

@@ -21,7 +21,7 @@ from bert_jax import config
 from bert_jax.config import code as code_lib
 from bert_jax.errors import InputError
 from bert_jax.model import encoder, layers
-from bert_jax.pretraining import evaluators
+from bert_jax.pretraining import loaded_model
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import own, step
 
@@ -39,7 +39,7 @@ def nothing_is_named(monkeypatch):
     monkeypatch.setenv("BERT_JAX_CODE", "")
     monkeypatch.setattr(code_lib, "_named_paths", [])
     monkeypatch.setattr(code_lib, "_loaded", {})
-    for kept in (encoder._trace, step.abstract_state, step.make_eval_step, evaluators.logits_fn):
+    for kept in (encoder._trace, step.abstract_state, step.make_eval_step, loaded_model.logits_fn):
         kept.cache_clear()
 
 

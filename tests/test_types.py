@@ -19,8 +19,7 @@ from typing import assert_type
 import bert_jax
 import numpy as np
 import numpy.typing as npt
-from bert_jax.pretraining.evaluators import Prediction
-from bert_jax.pretraining.loaded_model import LoadedModel
+from bert_jax.pretraining.loaded_model import LoadedModel, Prediction
 
 model = bert_jax.load(pathlib.Path("runs/tiny"), checkpoint="best")
 assert_type(model, LoadedModel)

@@ -167,11 +167,10 @@ def evaluate(args: argparse.Namespace) -> int:
     experiment, run = open_run(args)
     require_corpus(run)
     from bert_jax.pretraining import evaluators
-    from bert_jax.pretraining.loaded_model import score_held_out
     from bert_jax.running.environment import enable_compilation_cache
 
     enable_compilation_cache()
-    step, metrics = score_held_out(experiment, run, args.checkpoint)
+    step, metrics = evaluators.score_held_out(experiment, run, args.checkpoint)
     print(f"step {step}: {evaluators.summary(metrics)}")
     print(json.dumps({"step": step, **metrics}))
     return FINISHED
@@ -295,7 +294,7 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
     experiment, run = open_run(args)
     require_corpus(run)
     from bert_jax.pretraining import row_text
-    from bert_jax.pretraining.pretraining_job import OpenCorpus
+    from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 
     saved_experiment = workdir.load_experiment(run) if run.experiment.exists() else experiment
     if changed := config.differences(saved_experiment, experiment, "identity"):
@@ -310,7 +309,7 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
             f"--step {args.step}: this run was forked from {checkpoint}; for earlier steps name "
             "the --workdir of the run that it was forked from"
         )
-    lines = row_text.show(experiment, OpenCorpus.open(run.corpus), args.step, args.rows)
+    lines = row_text.show(experiment, PreparedCorpus.open(run.corpus), args.step, args.rows)
     return itertools.chain(config.notes_on_settings(experiment), lines)
 
 

@@ -105,7 +105,7 @@ def load_model(
         from bert_jax.tasks.finetuned_model import FinetunedModel
 
         return FinetunedModel.load(run, args.base, args.checkpoint)
-    return LoadedModel.of(run, which=args.checkpoint)
+    return LoadedModel.of(run, checkpoint=args.checkpoint)
 
 
 def read_lines() -> Iterator[tuple[str, str]]:

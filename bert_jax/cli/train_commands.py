@@ -139,7 +139,8 @@ def _train(
       origin: the record of where the experiment comes from; None keeps the saved record.
       fork_point: the checkpoint of another run that this run starts from.
     """
-    from bert_jax.pretraining import pretraining_job
+    from bert_jax.pretraining.pretraining_job import PretrainingJob
+    from bert_jax.running import session
     from bert_jax.tasks.probes import Probes
 
     progress = make_progress()
@@ -147,10 +148,8 @@ def _train(
     for note in config.notes_on_settings(experiment):
         progress.report(note)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
-    outcome = pretraining_job.pretrain(
-        experiment, workdir, end, progress, origin, probes, fork_point
-    )
-    return _CODES[outcome]
+    job = PretrainingJob(experiment, workdir, progress.report, end, probes, fork_point)
+    return _CODES[session.run(job, progress, origin)]
 
 
 @_add_training(

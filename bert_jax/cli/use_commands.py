@@ -121,7 +121,7 @@ def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
     if args.next is not None and len(args.texts) != 1:
         raise InputError("--next: give exactly one text with it")
     model = load_model(run, args)
-    from bert_jax.pretraining.evaluators import Predictor
+    from bert_jax.pretraining.loaded_model import Predictor
     from bert_jax.text.tokenizer import UnknownShare
     from bert_jax.text.vocabulary import MASK
 

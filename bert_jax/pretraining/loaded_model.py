@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import reprlib
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,23 +20,24 @@ from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import Base, Moments
 from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
-from bert_jax.config import Experiment, Parallelism
+from bert_jax.config import Experiment, Model, Parallelism
 from bert_jax.embeddings import embed as embed_lib
 from bert_jax.embeddings.embed import Embedder, Features, TextRole
 from bert_jax.errors import InputError, require_choice
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode
-from bert_jax.pretraining.evaluators import Arrays, Prediction, Predictor, evaluate, logits_fn
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, load_experiment
+from bert_jax.text.tokenizer import Tokenizer, first_segment_length, joined
 from bert_jax.text.vocabulary import MASK
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective, step
 from bert_jax.training import optimizer as optimizer_lib
 
-What = Literal["params", "with_moments"]
+Arrays = Mapping[str, np.ndarray | jax.Array]  # a batch, on the host or on a device
+Content = Literal["params", "with_moments"]
 Texts = str | Iterable[str]
 Floats = npt.NDArray[np.float32]
 # For each head, the remedy if it is not trained.
@@ -44,8 +45,99 @@ _REMEDIES = {
     "masked_lm": "import weights that have one; `bert-jax embed` and `finetune` take its encoder",
     "next_sentence": "remove B, or use a model of data.objective=mlm_nsp or mlm_sop",
 }
-# Lengths are rounded up to a multiple of this, so that texts share compiled programs.
+# Texts are padded to a multiple of this, so that lengths share compiled programs.
 _LENGTH_STEP = 32
+
+
+@dataclasses.dataclass
+class Prediction:
+    """The model's predictions for a text."""
+
+    # For each [MASK] in order, the most likely tokens with their probabilities.
+    masks: list[list[tuple[str, float]]]
+    is_next: float | None  # probability that B follows A; None without B
+
+
+@functools.lru_cache
+def logits_fn(model: Model) -> Callable[[Any, Arrays], tuple[jax.Array, jax.Array]]:
+    """Compiles (parameters, batch) -> logits of both heads; see `heads.pretraining_logits`."""
+    return jax.jit(functools.partial(heads.pretraining_logits, model, noise=None, loop=Loop()))
+
+
+def pad_row(
+    ids: Sequence[int] | np.ndarray, pad_id: int, model: Model
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the token ids of a text with padding, int32 [1, S + padding], and their mask, bool.
+
+    Raises InputError if the text is too long for the model.
+    """
+    limit = model.max_position_embeddings
+    if len(ids) > limit:
+        raise InputError(f"text of {len(ids)} tokens; the model reads {limit} at most")
+    mask = np.arange(min(-(-len(ids) // _LENGTH_STEP) * _LENGTH_STEP, limit)) < len(ids)
+    row = np.full(len(mask), pad_id, np.int32)
+    row[mask] = ids
+    return row[None], mask[None]
+
+
+class Predictor:
+    """Predicts with a model's heads and tokenizer; parameters are given with each text."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer):
+        self._model, self._tokenizer = model, tokenizer
+        self._logits = logits_fn(model)
+
+    def predict(self, params: Any, a: str, b: str | None, top: int) -> Prediction:
+        """Predicts the `top` most likely tokens of every [MASK] of A and B."""
+        second = None if b is None else self.encode(b)
+        probs, is_next = self.probabilities(params, self.encode(a), second)
+        return Prediction([self.top_tokens(p, top) for p in probs], is_next)
+
+    def top_tokens(self, probs: np.ndarray, top: int) -> list[tuple[str, float]]:
+        """Returns the `top` most likely tokens of one [MASK] with their probabilities."""
+        order = np.argsort(-probs, kind="stable")[:top]
+        return [(self._tokenizer.piece(int(i)), float(probs[i])) for i in order]
+
+    def probabilities(
+        self, params: Any, a: list[int], b: list[int] | None
+    ) -> tuple[np.ndarray, float | None]:
+        """Returns the model's predictions for token ids without [CLS] and [SEP].
+
+        Returns:
+          float32 [masks, vocabulary] for the [MASK]s of A and B in order; the probability that B
+          follows A, None without B.
+        """
+        if self._model.direction != "both":
+            raise InputError(
+                "model.direction=left_to_right: a model of data.objective=causal cannot fill a "
+                "[MASK]: it reads only the text to the left; use a model that was trained with "
+                "mlm_nsp, mlm_sop or mlm"
+            )
+        tok = self._tokenizer
+        ids, before_second = joined(tok, a, b)
+        first = first_segment_length(tok, ids, before_second)
+        row, mask = pad_row(ids, tok.pad_id, self._model)
+        masks = np.flatnonzero(ids == tok.mask_id)
+        # At least one, and a multiple of 8 so that texts share compiled programs.
+        width = -(-max(len(masks), 1) // 8) * 8
+        batch = {
+            "input_ids": row,
+            "segment_ids": mask & (np.arange(mask.shape[1]) >= first),
+            "input_mask": mask,
+            "masked_lm_positions": np.pad(masks, (0, width - len(masks)))[None],
+        }
+        batch = {name: jnp.asarray(value, jnp.int32) for name, value in batch.items()}
+        masked_lm, next_sentence = self._logits(params, batch)
+        probs = np.asarray(jax.nn.softmax(masked_lm[0, : len(masks), : self._model.vocab_size]))
+        return probs, None if b is None else float(jax.nn.softmax(next_sentence[0])[0])
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of a text; "[MASK]" in it becomes the mask token."""
+        *before, last = text.split(MASK)
+        ids: list[int] = []
+        for part in before:  # a blank before [MASK] belongs to the token to predict
+            ids += [*self._tokenizer.encode(part.rstrip()), self._tokenizer.mask_id]
+        return ids + self._tokenizer.encode(last)
 
 
 @dataclasses.dataclass(repr=False)
@@ -64,31 +156,34 @@ class LoadedModel(Base):
     idle: tuple[str, ...] = ()  # parts that no phase of the run has trained up to this step
 
     @classmethod
-    def of(cls, run: Workdir, what: What = "params", which: str = "newest") -> "LoadedModel":
+    def of(
+        cls, run: Workdir, content: Content = "params", checkpoint: str = "newest"
+    ) -> "LoadedModel":
         """Reads a base, or a checkpoint of a run.
 
         Args:
           run: the workdir of the run, or the folder of the base, opened.
-          what: the parts of a checkpoint to read.
-          which: a run's checkpoint: `newest`, `best`, or a step.
+          content: the parts of a checkpoint to read.
+          checkpoint: for a run `newest`, `best`, or a step.
         """
         if base_lib.is_base(run.root):
-            _require_newest(run.address, which)
+            _require_newest(run.address, checkpoint)
             return cls.load_base(base_lib.read(run.root), run.address.name)
         experiment = load_experiment(run)
         workdir = run.with_corpus(experiment.run.corpus_dir)
-        prepared = OpenCorpus.open(workdir.corpus)
-        if what == "with_moments" and experiment.optimizer.name != "bert_adam":
-            raise InputError(
-                f"{run.address}: optimizer.name={experiment.optimizer.name}; only bert_adam's "
-                "moments can be imported; remove --with-optimizer"
-            )
-        names = ("params",) if what == "params" else ("params", "optimizer")
+        prepared = PreparedCorpus.open(workdir.corpus)
+        names, moments = ("params",), None
+        if content == "with_moments":
+            names = "params", "optimizer"
+            if experiment.optimizer.name != "bert_adam":
+                raise InputError(
+                    f"{run.address}: optimizer.name={experiment.optimizer.name}; only bert_adam's "
+                    "moments can be imported; remove --with-optimizer"
+                )
         mesh = mesh_lib.one_device()
-        restored = _read_checkpoint(experiment, workdir, prepared, mesh, names, which)
+        restored = _read_checkpoint(experiment, workdir, prepared, mesh, names, checkpoint)
         state, done = restored.state, restored.step
-        moments = None
-        if what == "with_moments":
+        if content == "with_moments":
             adam = jax.device_get(optimizer_lib.moments(state["optimizer"]))
             moments = Moments(done, adam.mu, adam.nu)
         params, fresh = heads.add_missing_heads(experiment.model, state["params"])
@@ -134,10 +229,7 @@ class LoadedModel(Base):
     ) -> list[Prediction]: ...
 
     def fill(
-        self,
-        text: Texts,
-        next_text: Texts | None = None,
-        top: int = 5,
+        self, text: Texts, next_text: Texts | None = None, top: int = 5
     ) -> Prediction | list[Prediction]:
         """Predicts the most likely tokens of every [MASK].
 
@@ -177,8 +269,8 @@ class LoadedModel(Base):
         numbers = list(embed_lib.layer_numbers(tuple(layers), self.model))
         results = []
         for text in list_texts(texts):
-            ids = self._ids(text)
-            results.append(np.asarray(self._run_layers(ids))[numbers, 0, : len(ids)])
+            ids, hidden = self._run_layers(text)
+            results.append(np.asarray(hidden)[numbers, : len(ids)])
         return results
 
     def embed(
@@ -217,10 +309,9 @@ class LoadedModel(Base):
           which a token (third dimension) attends to each token (last dimension).
         """
         _require_text(text, "text")
-        ids = self._ids(text)
-        hidden = self._run_layers(ids)[:-1, 0, : len(ids)]
+        ids, hidden = self._run_layers(text)
         encoder = heads.merge(self.model, self.params).encoder
-        maps = attention_probabilities(encoder, self.model, hidden)
+        maps = attention_probabilities(encoder, self.model, hidden[:-1, : len(ids)])
         return [self.tokenizer.piece(i) for i in ids], np.asarray(maps)
 
     def apply(self, params: heads.Params, batch: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -245,23 +336,18 @@ class LoadedModel(Base):
         def run(params: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
             encoder, kinds = heads.merge(self.model, params).encoder, jnp.zeros_like(ids)
             hidden = encode(encoder, self.model, ids, kinds, mask, None, Loop(), "all")
-            return hidden.astype(jnp.float32)
+            return hidden[:, 0].astype(jnp.float32)
 
         return jax.jit(run)
 
-    def _ids(self, text: str) -> list[int]:
-        tok, limit = self.tokenizer, self.model.max_position_embeddings
-        ids = [tok.cls_id, *self._predictor.encode(text), tok.sep_id]
-        if len(ids) > limit:
-            raise InputError(f"text of {len(ids)} tokens; the model reads {limit} at most")
-        return ids
+    def _run_layers(self, text: str) -> tuple[list[int], jax.Array]:
+        """Returns the token ids of a text, and the outputs of the embeddings and all layers.
 
-    def _run_layers(self, ids: list[int]) -> jax.Array:
-        """Returns float32 [L + 1, 1, S, D]; S is rounded up, and no token attends to padding."""
-        limit = self.model.max_position_embeddings
-        length = min(-(-len(ids) // _LENGTH_STEP) * _LENGTH_STEP, limit)
-        row = np.pad(np.array(ids, np.int32), (0, length - len(ids)))
-        return self._layers_program(self.params, row[None], (np.arange(length) < len(ids))[None])
+        The outputs are float32 [L + 1, S + padding, D]; no token attends to padding.
+        """
+        tok = self.tokenizer
+        ids = [tok.cls_id, *self._predictor.encode(text), tok.sep_id]
+        return ids, self._layers_program(self.params, *pad_row(ids, tok.pad_id, self.model))
 
 
 def list_texts(texts: Texts, name: str = "texts") -> list[str]:
@@ -289,55 +375,36 @@ def _require_text(value: object, name: str) -> None:
 def load_params(
     experiment: Experiment,
     workdir: Workdir,
-    prepared: OpenCorpus,
+    prepared: PreparedCorpus,
     mesh: jax.sharding.Mesh,
-    which: str = "newest",
+    checkpoint: str = "newest",
 ) -> tuple[Any, int]:
     """Returns the parameters of a run's checkpoint, replicated over the mesh, and its step.
 
     The step of a base is 0.
     """
     if base_lib.is_base(workdir.root):
-        _require_newest(workdir.root, which)
+        _require_newest(workdir.root, checkpoint)
         base = base_lib.read(workdir.root)
         base_lib.require_same_model(base, experiment.model, str(workdir.root))
         base_lib.require_same_tokenizer(base, prepared.tokenizer, str(workdir.root))
         return jax.device_put(base.params, mesh_lib.replicated(mesh)), 0
-    restored = _read_checkpoint(experiment, workdir, prepared, mesh, ("params",), which)
+    restored = _read_checkpoint(experiment, workdir, prepared, mesh, ("params",), checkpoint)
     return restored.state["params"], restored.step
 
 
-def score_held_out(
-    experiment: Experiment, run: Workdir, which: str
-) -> tuple[int, dict[str, float]]:
-    """Returns the step of a run's checkpoint and its metrics on the held-out rows.
-
-    Args:
-      experiment: the run's experiment; fields of placement may differ.
-      run: the workdir, opened with the corpus.
-      which: the checkpoint: `newest`, `best`, or a step.
-    """
-    prepared = OpenCorpus.open(run.corpus)
-    parallelism = Parallelism()  # the run's own is for the devices of its training
-    mesh = mesh_lib.make_mesh(parallelism)
-    params, done = load_params(experiment, run, prepared, mesh, which)
-    scored = objective.of(experiment.model_scored(done), experiment.data)
-    held_out = prepared.held_out(experiment, mesh)
-    return done, evaluate(held_out, params, scored, parallelism, mesh)
-
-
-def _require_newest(folder: epath.Path, which: str) -> None:
-    if which != "newest":
-        raise InputError(f"--checkpoint {which}: {folder} is a base; remove --checkpoint")
+def _require_newest(folder: epath.Path, checkpoint: str) -> None:
+    if checkpoint != "newest":
+        raise InputError(f"--checkpoint {checkpoint}: {folder} is a base; remove --checkpoint")
 
 
 def _read_checkpoint(
     experiment: Experiment,
     workdir: Workdir,
-    prepared: OpenCorpus,
+    prepared: PreparedCorpus,
     mesh: jax.sharding.Mesh,
     names: tuple[str, ...],
-    which: str,
+    checkpoint: str,
 ) -> Restored:
     """Returns parts of a checkpoint's state, replicated over the mesh."""
     saved = Checkpoints(workdir.checkpoints)
@@ -348,7 +415,7 @@ def _read_checkpoint(
         )
     trained = objective.of(experiment.model, experiment.data)
     abstract = step.abstract_state(trained, experiment.optimizer, Parallelism(), mesh)
-    restored = saved.read(which, {name: abstract[name] for name in names})
+    restored = saved.read(checkpoint, {name: abstract[name] for name in names})
     prepared.require_same(restored.metadata)
     return restored
 

@@ -10,11 +10,11 @@ from bert_jax.config import Data, Experiment
 from bert_jax.data.batches import Batch, TrainBatches
 from bert_jax.data.mixture import MixedBatches
 from bert_jax.errors import InputError, printable
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.text.tokenizer import Tokenizer
 
 
-def show(experiment: Experiment, prepared: OpenCorpus, done: int, rows: int) -> Iterator[Text]:
+def show(experiment: Experiment, prepared: PreparedCorpus, done: int, rows: int) -> Iterator[Text]:
     """Yields lines about the first `rows` rows of the step after `done` steps."""
     if not 0 <= done < experiment.total_steps:
         raise InputError(f"--step {done}: the run has steps 0 to {experiment.total_steps - 1}")

@@ -11,6 +11,7 @@ from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Optimizer
 from bert_jax.distributed.peers import Peers
 from bert_jax.distributed.watchdog import StopRequest, Watchdog
+from bert_jax.model import flops
 from bert_jax.running.progress import Clock, Progress
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import Workdir
@@ -27,11 +28,11 @@ class PhaseBatches(NamedTuple):
     first: int  # step before which the phase begins
     steps: int  # number of steps
     batch_size: int  # global rows per step
+    objective: Objective  # with the parameters of `Training.objective`
     batch: MakeBatch  # (step of the phase, row numbers) -> these rows of its batch, on the host
     # Whether the batch of a step can be made now; if not, its epoch is still being planned.
     ready: Callable[[int], bool] = lambda step: True
     close: Callable[[], None] = lambda: None  # stops the planning
-    objective: Objective | None = None  # objective of this phase; None: the job's
     # Whether the next phase has another objective: a metrics line must not mix steps of both.
     ends_line: bool = False
 
@@ -57,12 +58,44 @@ def repeat_every(steps: int, total: int) -> Callable[[int], bool]:
     return lambda done: done > 0 and (done % steps == 0 or done == total)
 
 
-class Job:
-    """An experiment in its workdir, with everything that the training loop needs to know about it.
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Everything that the loop trains, evaluates and logs; `Job.open` creates it."""
 
-    `session.run` calls `read`, `require_runnable`, `require_start`, `differences`, `prepare` and
-    `open`, in this order; then the loop calls the other methods. `PretrainingJob` and
-    `FinetuningJob` implement the methods that raise NotImplementedError.
+    objective: Objective
+    optimizer: Optimizer
+    total_steps: int  # of all phases; the length of the schedules
+    metric_names: tuple[str, ...]  # of all metrics that any step has
+    batches: Callable[[int], PhaseBatches]  # steps done -> the phase of the next step
+    evaluators: tuple[Evaluator, ...]  # in the order in which they run
+    data_sha256: str  # hash of the training data; checkpoints save it as `corpus_sha256`
+    # Raises InputError if the training data has changed since `Job.open`.
+    require_unchanged: Callable[[], None] = lambda: None
+    # Arrays on the devices that the steps read and do not change; None: there are none.
+    frozen: Any = None
+    patience: int = 0  # evaluations without a lower `loss` after which the run stops; 0: never
+
+    def count_flops(self, batch: Batch) -> int:
+        """Returns the useful operations of a step with this batch, for the utilisation.
+
+        Fine-tuning is counted as for adapt.how=full; other ways take about as many.
+        """
+        model, (rows, length) = self.objective.model, batch["input_ids"].shape
+        predictions = batch["masked_lm_positions"].shape[1] if "masked_lm_positions" in batch else 0
+        operations = flops.train_step_flops(model, rows, length, predictions)
+        if "decoder_ids" in batch:  # without the cross-attention
+            rows, length = batch["decoder_ids"].shape
+            operations += flops.train_step_flops(model, rows, length, length)
+        return operations
+
+
+class Job:
+    """An experiment in its workdir, and how to train it.
+
+    `session.run` calls `fit_to_slices`, `read`, then `require_start` if the workdir has no
+    checkpoint or else `differences`, then `prepare` and `open`. After that the loop works with
+    `training`, and calls the methods below `open`. `PretrainingJob` and `FinetuningJob` implement
+    the methods that raise NotImplementedError.
     """
 
     restart_hint = "choose another --workdir"  # what to do after a finished run
@@ -70,23 +103,11 @@ class Job:
     length: Literal["keep", "extend"] = "keep"
     # The checkpoint of another run that this run starts from; None: it is no fork.
     fork_point: ForkPoint | None = None
-    # Arrays on the devices that the steps read and do not change; None: there are none.
-    frozen: Any = None
-    patience = 0  # evaluations without a lower `loss` after which the run stops; 0: never
-
-    # Set by `open`, or before.
-    optimizer: Optimizer
-    total_steps: int  # of all phases; the length of the schedules
-    objective: Objective
-    metric_names: tuple[str, ...]  # of all metrics that any step has
-    evaluators: tuple[Evaluator, ...]  # in the order in which they run
-    data_sha256: str  # hash of the training data; checkpoints save it as `corpus_sha256`
+    training: Training  # set by `open`
 
     def __init__(self, experiment: Any, workdir: Workdir, report: Callable[[str], None]):
         self.experiment = experiment  # an `Experiment` or `Finetuning`; checkpoints save it
         self.workdir, self.report = workdir, report  # `report` shows a line
-
-    # --- before `open` --------------------------------------------------------------------------
 
     def fit_to_slices(self, taken: int, booked: int, hosts: int) -> Any | None:
         """Returns the experiment for `taken` of its `booked` slices, each with `hosts` processes.
@@ -95,11 +116,12 @@ class Job:
         """
         return self.experiment if taken == booked else None
 
-    def read(self) -> None:
-        """Reads inputs that exist already, such as a base; JAX knows the number of processes."""
+    def read(self, mesh: jax.sharding.Mesh) -> None:
+        """Reads inputs that exist already, such as a base.
 
-    def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
-        """Raises InputError if the batches or the state cannot be sharded over these devices."""
+        Raises InputError if the batches or the state cannot be sharded over the mesh.
+        """
+        raise NotImplementedError
 
     def require_start(self) -> None:
         """Raises InputError if the initial weights are missing or do not fit."""
@@ -115,31 +137,16 @@ class Job:
         """Makes or finds the training data on process 0, then copies it to each host."""
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
-        """Opens what was prepared."""
-
-    # --- after `open` ---------------------------------------------------------------------------
-
-    def batches(self, done: int) -> PhaseBatches:
-        """Returns the phase of the step that comes after `done` steps."""
+        """Opens the training data and sets `training`."""
         raise NotImplementedError
 
     def initial_state(self, fresh: step.State) -> tuple[step.State, str]:
         """Returns the state before the first step, and the hash of its base ("" without a base)."""
         raise NotImplementedError
 
-    def require_same(self, metadata: dict[str, Any]) -> None:
-        """Raises InputError if a checkpoint with this metadata was trained on other data."""
-
-    def require_unchanged(self) -> None:
-        """Raises InputError if the training data was changed since `open`."""
-
-    def count_flops(self, batch: Batch) -> int:
-        """Returns the useful operations of a step with this batch, for the utilisation."""
+    def resume(self, metadata: dict[str, Any]) -> None:
+        """Reads the notes of the checkpoint to resume; InputError if it has other training data."""
         raise NotImplementedError
-
-    def inspection_hint(self, step: int) -> str:
-        """Returns which command shows the text of a step."""
-        return f"`bert-jax show --workdir {self.workdir.address} --step {step}`"
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
         """Returns the `notes` of a checkpoint, as JSON, which later users of the model need.
@@ -148,16 +155,21 @@ class Job:
         """
         raise NotImplementedError
 
-    def make_steps(self, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[Callable, ...]:
-        """Returns the train step, the step in which TPUs check themselves, the recompute check."""
-        parallelism, objective = self.experiment.parallelism, phase.objective or self.objective
-        accumulation = parallelism.accumulation_of(phase.number)
-        spec = step.StepSpec(objective, self.optimizer, parallelism, accumulation, mesh)
-        train_step = checked_step = step.make_train_step(spec, self.total_steps)
-        if self.experiment.run.check_every:
-            checks = step.self_checks(mesh_lib.device_kind(mesh))
-            checked_step = step.make_train_step(spec, self.total_steps, checks)
-        return train_step, checked_step, step.make_fingerprints(spec)
+    def inspection_hint(self, step: int) -> str:
+        """Returns a hint for messages: the command that shows the text of a step."""
+        return f"`bert-jax show --workdir {self.workdir.address} --step {step}` shows its text"
+
+
+def make_steps(job: Job, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[Callable, ...]:
+    """Returns the train step, the step in which TPUs check themselves, the recompute check."""
+    parallelism, training = job.experiment.parallelism, job.training
+    accumulation = parallelism.accumulation_of(phase.number)
+    spec = step.StepSpec(phase.objective, training.optimizer, parallelism, accumulation, mesh)
+    train_step = checked_step = step.make_train_step(spec, training.total_steps)
+    if job.experiment.run.check_every:
+        checks = step.self_checks(mesh_lib.device_kind(mesh))
+        checked_step = step.make_train_step(spec, training.total_steps, checks)
+    return train_step, checked_step, step.make_fingerprints(spec)
 
 
 @dataclasses.dataclass(frozen=True)

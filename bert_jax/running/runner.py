@@ -25,7 +25,7 @@ from bert_jax.model import losses
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import start
 from bert_jax.running.environment import environment
-from bert_jax.running.job import Context, Evaluator, PhaseBatches, Result
+from bert_jax.running.job import Context, Evaluator, PhaseBatches, Result, make_steps
 from bert_jax.running.lines import RunLines
 from bert_jax.running.progress import Counts, Profile
 from bert_jax.running.start import Divergence, RunFailure
@@ -55,17 +55,18 @@ class Trainer:
         self.context, self.job, self.saves = context, context.job, context.saves
         self.mesh, self.watchdog, self.clock = context.mesh, context.watchdog, context.clock
         self.experiment, self.report, self.stop = self.job.experiment, self.job.report, context.stop
+        self.training = self.job.training
         run, workdir, peers = self.experiment.run, self.job.workdir, context.peers
         self.lines = RunLines(workdir, run.when_disk_is_full, writes=peers.is_primary)
         self.replay = RecomputeCheck(self.mesh)
-        self.empty_window = step.make_empty_window(self.job.metric_names, self.mesh)
+        self.empty_window = step.make_empty_window(self.training.metric_names, self.mesh)
         self.profile = Profile(run.profile_steps, workdir, peers.number, self.report, self.clock)
         self.state: step.State = {}
         self.window: dict[str, jax.Array] = {}
         self.done = 0  # steps
         self.skipped: tuple[int, ...] = ()  # steps that roll-backs excluded
         self.init_sha256, self.start_step = "", 0  # step of the first state: not 0 in a fork
-        self.losses = self.job.objective.losses  # names of the losses of the current phase
+        self.losses = self.training.objective.losses  # names of the losses of the current phase
         # (step, window, the state's counters, counts) of a line whose numbers are on the devices.
         self.pending: tuple[int, dict[str, jax.Array], dict[str, jax.Array], Counts] | None = None
         # Numbers of dispatched steps, perhaps not done yet; may belong to the previous phase.
@@ -78,7 +79,7 @@ class Trainer:
 
     def run(self) -> Result:
         """Trains the run; returns how it ended."""
-        total = self.job.total_steps
+        total = self.training.total_steps
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.saves)
             stack.enter_context(self.context.peers.abort_together(self.context.clean_up))
@@ -134,7 +135,7 @@ class Trainer:
         try:
             while not (self.stop.requested or self._is_finished):
                 try:
-                    phase = self.job.batches(self.done)
+                    phase = self.training.batches(self.done)
                     try:
                         if self._await_rows(phase):
                             self._train_phase(phase)
@@ -151,10 +152,10 @@ class Trainer:
 
     def _train_phase(self, phase: PhaseBatches) -> None:
         """Trains the current phase until its end or a request to stop."""
-        train_step, checked_step, program = self.job.make_steps(phase, self.mesh)
+        train_step, checked_step, program = make_steps(self.job, phase, self.mesh)
         replayed_step = self.replay.wrap_step(checked_step, program)
-        self.losses = (phase.objective or self.job.objective).losses
-        key = step.phase_key(self.job.objective.model, self.experiment.seed, phase.number)
+        self.losses = phase.objective.losses
+        key = step.phase_key(self.training.objective.model, self.experiment.seed, phase.number)
         run, last = self.experiment.run, phase.first + phase.steps
         compiled: set[Any] = set()
         self.watchdog.reset(times=2)
@@ -187,14 +188,14 @@ class Trainer:
                         timer = self.clock.waiting("compilation")
                     with timer:
                         self.state, self.window = run_step(
-                            self.state, self.window, batch, key, self.job.frozen
+                            self.state, self.window, batch, key, self.training.frozen
                         )
                 self.dispatched.append(_copy(self.state["step"]))
                 if len(self.dispatched) > _MOST_DISPATCHED:
                     jax.block_until_ready(self.dispatched.popleft())
                 self.done += 1
                 self.watchdog.reset()
-                self.clock.count(batch["input_ids"].size, self.job.count_flops(batch))
+                self.clock.count(batch["input_ids"].size, self.training.count_flops(batch))
                 self._finish_step(phase.ends_line and self.done == last)
                 self.stop.requested |= bool(self.stops_for)
                 self.stop.on_step(self.done)
@@ -202,7 +203,7 @@ class Trainer:
 
     def _finish_step(self, ends_line: bool) -> None:
         """Logs, evaluates and saves what is due; evaluating and saving wait for the devices."""
-        run, is_last = self.experiment.run, self.done == self.job.total_steps
+        run, is_last = self.experiment.run, self.done == self.training.total_steps
         self.context.mirror.require_owned()
         self.saves.poll()
         self._write_pending()
@@ -219,7 +220,7 @@ class Trainer:
             with self.clock.waiting("checkpoint"):
                 self._save()
             self.watchdog.reset()
-            timings, steps_left = self.lines.timings, self.job.total_steps - self.done
+            timings, steps_left = self.lines.timings, self.training.total_steps - self.done
             self.stops_for = self.context.peers.slices_to_admit(timings.read, steps_left)
             if self.stops_for:
                 self.report(f"slices: {self.stops_for} can train as well; stopping to take them")
@@ -339,11 +340,11 @@ class Trainer:
 
     @property
     def _stops_early(self) -> bool:
-        return lines_lib.should_stop_early(self.held_out, self.job.patience)
+        return lines_lib.should_stop_early(self.held_out, self.training.patience)
 
     @property
     def _is_finished(self) -> bool:
-        return self.done == self.job.total_steps or self._stops_early
+        return self.done == self.training.total_steps or self._stops_early
 
     def _diverged(self, bad: range) -> NoReturn:
         """Raises the error after many bad steps in a row: it rolls the run back, or ends it."""
@@ -369,12 +370,12 @@ class Trainer:
     # --- evaluate -------------------------------------------------------------------------------
 
     def _due_evaluators(self, done: int) -> list[Evaluator]:
-        return [evaluator for evaluator in self.job.evaluators if evaluator.is_due(done)]
+        return [evaluator for evaluator in self.training.evaluators if evaluator.is_due(done)]
 
     def _evaluate_due(self, due: list[Evaluator]) -> None:
         """Evaluates what is due; after an early stop, also what is due after the last step."""
         self._evaluate(due)
-        total = self.job.total_steps
+        total = self.training.total_steps
         if self._stops_early and self.done < total:
             if self.done % self.experiment.run.log_every:  # no later line will have these steps
                 self._close_window()
@@ -402,13 +403,13 @@ class Trainer:
             if description := evaluator.describe(line):
                 self.report(f"step {self.done}: {description}")
             # Bad steps do not change the state: an equal loss must not stop the run early.
-            changed = self.job.patience and not jax.device_get(self.state["bad_in_a_row"])
+            changed = self.training.patience and not jax.device_get(self.state["bad_in_a_row"])
             if "loss" in values and changed:
                 self.held_out.append((self.done, values["loss"]))
-                if self._stops_early and self.done < self.job.total_steps:
+                if self._stops_early and self.done < self.training.total_steps:
                     best, loss = min(self.held_out, key=lambda evaluated: evaluated[1])
                     self.report(
-                        f"step {self.done}: early stopping, since the last {self.job.patience} "
+                        f"step {self.done}: early stopping, as the last {self.training.patience} "
                         f"held-out losses are not below {loss:.4f} of step {best} (patience)"
                     )
 
@@ -416,7 +417,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._write_pending()
-        self.job.require_unchanged()
+        self.training.require_unchanged()
         sums, bad = jax.device_get((self.window, self.state["bad_in_a_row"]))
         if bad and not self._is_finished:
             # A roll-back needs an older checkpoint, and only a few are kept.
@@ -426,14 +427,14 @@ class Trainer:
         evaluated = self.evaluation if self.evaluation.get("step") == self.done else {}
         metadata = {
             "window": {k: v.tolist() for k, v in sums.items()},
-            "corpus_sha256": self.job.data_sha256,
+            "corpus_sha256": self.training.data_sha256,
             "init_sha256": self.init_sha256,
             "begun_at": self.start_step,
             "experiment": json.loads(config.to_json(self.experiment)),
             "environment": environment(),
             "notes": self.job.notes(evaluated),
         }
-        if self.job.patience:
+        if self.training.patience:
             metadata["held_out"] = [*self.held_out]  # a copy: saving is asynchronous
         self.saves.wait_for_previous()
         with self.saves.tolerate_full_disk(self.done):

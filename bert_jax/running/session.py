@@ -51,7 +51,8 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
             progress.silence()
         stack.callback(setattr, retry, "report", retry.report)
         retry.report = progress.report if peers.is_primary else peers.report
-        job.read()
+        mesh = mesh_lib.make_mesh(experiment.parallelism)
+        job.read(mesh)
         facts = {name: repr(value) for name, value in config.flatten(experiment)} | versions()
         facts |= {"python": platform.python_version(), "code of bert_jax": code_hash()}
         facts |= {"length": job.length}
@@ -61,8 +62,6 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         )
         stack.callback(watchdog.pause)  # the caller's process may continue
         watchdog.reset(times=2)
-        mesh = mesh_lib.make_mesh(experiment.parallelism)
-        job.require_runnable(mesh)
         _require_checkable(experiment.run, mesh)
         trackers.require_installed(experiment.run.trackers)
         if process.is_prepared:
@@ -82,7 +81,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
             watchdog.reset(times=2)
             with StopRequest(peers) as stop:
                 job.open(mesh, peers)
-                clock.peak_flops = hardware.peak_flops(job.objective.model.compute_dtype)
+                clock.peak_flops = hardware.peak_flops(job.training.objective.model.compute_dtype)
                 saves = Saves(workdir, experiment.run, peers, progress.report)
                 tools = mesh, peers, saves, mirror, progress, clock, watchdog, stop, clean_up
                 trainer = Trainer(Context(job, booked, origin, *tools))
@@ -106,7 +105,7 @@ def _show(result: Result, job: Job, lines: list[dict[str, Any]], excluded: tuple
         state = result.reason or ("saved" if result.done else "nothing to save")
         job.report(f"stopped at step {result.done}, {state}; run the same command again")
     else:
-        describe = {e.name: e.describe for e in job.evaluators}
+        describe = {e.name: e.describe for e in job.training.evaluators}
         last = [line for line in lines if line["kind"] in EVALUATIONS][-1:]
         parts = [describe[line["kind"]](line) for line in last]
         if lines and [line["step"] for line in last] != [result.done]:

@@ -116,8 +116,8 @@ def write_experiment(context: Context) -> None:
 
 def _start(context: Context, at_most: int | None) -> Restored:
     """Returns the state to start from, see the module; uses checkpoints up to step `at_most`."""
-    job = context.job
-    spec = job.objective, job.optimizer, job.experiment.parallelism, context.mesh
+    job, training = context.job, context.job.training
+    spec = training.objective, training.optimizer, job.experiment.parallelism, context.mesh
     abstract = step.abstract_state(*spec)
 
     def first_error(name: str, error: str) -> str:
@@ -130,7 +130,7 @@ def _start(context: Context, at_most: int | None) -> Restored:
     if restored is None or restored.damaged:  # read again: a cached listing may be stale
         restored = context.saves.newest(abstract, at_most, first_error)
     if restored is not None:  # 1
-        job.require_same(restored.metadata)
+        job.resume(restored.metadata)
     elif job.fork_point is not None:  # 2
         restored = _load_fork_point(job.fork_point, context, abstract, first_error)
     else:  # 3, or 4 where the job has no base
@@ -146,10 +146,10 @@ def _load_fork_point(
     fork_point: ForkPoint, context: Context, abstract: Any, first_error: Callable[[str, str], str]
 ) -> Restored:
     """Restores the checkpoint that a run forks; a fork's own kind of optimizer starts again."""
-    job = context.job
+    job, training = context.job, context.job.training
     checkpoints = Checkpoints(fork_point.workdir.checkpoints)
-    old, new = checkpoints.experiment(fork_point.step).optimizer, job.optimizer
-    saved = step.abstract_state(job.objective, old, job.experiment.parallelism, context.mesh)
+    old, new = checkpoints.experiment(fork_point.step).optimizer, training.optimizer
+    saved = step.abstract_state(training.objective, old, job.experiment.parallelism, context.mesh)
     restored = checkpoints.newest(saved, fork_point.step, first_error)
     command = fork_point.command
     if restored is None or restored.step != fork_point.step:
@@ -165,7 +165,7 @@ def _load_fork_point(
         restored.state["optimizer"] = init(restored.state["params"])
         job.report(f"optimizer.name: {old.name} -> {new.name}, whose moments begin at 0")
     if command == "decay":
-        job.require_same(restored.metadata)
+        job.resume(restored.metadata)
     restored.metadata["begun_at"] = fork_point.step
     return restored
 

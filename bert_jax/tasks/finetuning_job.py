@@ -16,9 +16,8 @@ from bert_jax.distributed.peers import Peers
 from bert_jax.embeddings import packing
 from bert_jax.embeddings.text_pairs import CorpusPairs
 from bert_jax.errors import InputError, pluralize
-from bert_jax.model import flops
 from bert_jax.running import session
-from bert_jax.running.job import Evaluator, Job, PhaseBatches, repeat_every
+from bert_jax.running.job import Evaluator, Job, PhaseBatches, Training, repeat_every
 from bert_jax.running.progress import Progress
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import load_experiment
@@ -70,11 +69,9 @@ class FinetuningJob(Job):
     """The fine-tuning of a base on a task."""
 
     experiment: Finetuning
-    # Only this class sets it.
-    objective: TaskObjective  # pyrefly: ignore[bad-override-mutable-attribute]
+    objective: TaskObjective
 
-    def read(self) -> None:
-        """Reads the base and the examples."""
+    def read(self, mesh: jax.sharding.Mesh) -> None:
         experiment = self.experiment
         if experiment.task.kind == "generate":
             scores.require_sacrebleu()
@@ -89,6 +86,9 @@ class FinetuningJob(Job):
         known = self._rows
         self._drawn = self._count if known is None else len(known.ids) // self._per_example
         self._set_steps(math.ceil(experiment.epochs * self._drawn / experiment.batch_size))
+        step.abstract_state(self.objective, self.optimizer, experiment.parallelism, mesh)
+        parts = experiment.parallelism.accumulation_of(0)
+        mesh_lib.require_divisible(experiment.batch_size, "finetuning.batch_size", mesh, parts)
 
     def _set_steps(self, steps: int) -> None:
         """Sets the number of steps, and the schedule of the learning rate."""
@@ -137,15 +137,7 @@ class FinetuningJob(Job):
         train_kind.outputs, train_kind.rows_per_example = train.width, train.rows_per_example
         self.objective = base.objective(experiment, train_kind)
 
-    def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
-        """Raises InputError if the batches or the state cannot be sharded over these devices."""
-        step.abstract_state(self.objective, self.optimizer, self.experiment.parallelism, mesh)
-        size = self.experiment.batch_size
-        parts = self.experiment.parallelism.accumulation_of(0)
-        mesh_lib.require_divisible(size, "finetuning.batch_size", mesh, parts)
-
     def differences(self, saved: Finetuning, metadata: dict[str, Any]) -> list[str]:
-        """Returns the differences from the saved experiment, except the path of the base."""
         if metadata["init_sha256"] != self._base.sha256:
             raise InputError(
                 f"--from {self.experiment.init_from}: its weights are not those that this run "
@@ -161,13 +153,12 @@ class FinetuningJob(Job):
                 "start again with another --workdir"
             )
         if not changed:
-            self.require_same(metadata)  # before a state of other shapes is read
+            self.resume(metadata)  # before a state of other shapes is read
             # Older runs have fewer steps: their epochs counted examples, not rows.
             self._set_steps(metadata["notes"].get("total_steps", self.total_steps))
         return changed
 
     def open(self, mesh: jax.sharding.Mesh, peers: Peers) -> None:
-        """Compares the examples of all processes, then creates batches and evaluators."""
         peers.require_same(
             "examples",
             {"examples": self.data_sha256[:16], "base": self._base.sha256[:16]},
@@ -179,7 +170,6 @@ class FinetuningJob(Job):
         size *= self._eval_rows.rows_per_example
         self.eval_batches = rows.eval_batches(self._eval_rows, pad_id, size)
         self._parts = self._kind.parts(self._held_out, self._tallies["validation"].examples)
-        self.metric_names, self.patience = self.objective.metrics, experiment.patience
         self.frozen = self._base.fixed(self.objective, mesh)
         self._forward = compile_forward(self.objective, experiment.parallelism, mesh)
         guess = scores.guess(experiment.task, self.labels, self._held_out)
@@ -209,12 +199,18 @@ class FinetuningJob(Job):
         if experiment.task.kind == "similar":
             group = size // (shards * experiment.parallelism.accumulation_of(0))
             make_batch = functools.partial(_pack_batch, self._batches, group)
-        self._phase = PhaseBatches(0, 0, self.total_steps, size, make_batch)
-        self.evaluators = self._evaluators(record)
-
-    def batches(self, done: int) -> PhaseBatches:
-        """Returns the only phase."""
-        return self._phase
+        phase = PhaseBatches(0, 0, self.total_steps, size, self.objective, make_batch)
+        self.training = Training(
+            objective=self.objective,
+            optimizer=self.optimizer,
+            total_steps=self.total_steps,
+            metric_names=self.objective.metrics,
+            batches=lambda done: phase,
+            evaluators=self._evaluators(record),
+            data_sha256=self.data_sha256,
+            frozen=self.frozen,
+            patience=experiment.patience,
+        )
 
     def _evaluators(self, record: dict[str, Any]) -> tuple[Evaluator, ...]:
         """Returns the evaluators: `record` at step 0, scores, and mistakes at the last step."""
@@ -290,18 +286,7 @@ class FinetuningJob(Job):
         yield f"finetune: unknown tokens: {values}"
         yield from filter(None, (share.warning(name) for name, share in shares.items()))
 
-    def count_flops(self, batch: dict[str, jax.Array]) -> int:
-        """Returns the number of operations of a training step on a batch."""
-        # Counted as for adapt.how=full; other ways take about as many.
-        model, (count, length) = self.objective.model, batch["input_ids"].shape
-        operations = flops.train_step_flops(model, count, length, 0)
-        if "decoder_ids" in batch:  # without the cross-attention
-            count, length = batch["decoder_ids"].shape
-            operations += flops.train_step_flops(model, count, length, length)
-        return operations
-
     def initial_state(self, fresh: step.State) -> tuple[step.State, str]:
-        """Returns the fresh state with the base's trainable weights, and the base's hash."""
         params = dict(fresh["params"])
         if self.experiment.adapt.how == "full":
             for name, tree in self._base.params_for(self.objective).items():
@@ -311,8 +296,7 @@ class FinetuningJob(Job):
             params["head"] = _overlay(params["head"], head)
         return fresh | {"params": params}, self._base.sha256
 
-    def require_same(self, metadata: dict[str, Any]) -> None:
-        """Raises InputError unless a checkpoint was trained on these examples."""
+    def resume(self, metadata: dict[str, Any]) -> None:
         if metadata["corpus_sha256"] != self.data_sha256:
             raise InputError(
                 f"{self.workdir.address}: the examples are not those that this run was trained on; "
@@ -320,10 +304,7 @@ class FinetuningJob(Job):
             )
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """Returns metadata for checkpoints, which tasks.predict and checkpoints.checkpoint read.
-
-        The threshold was found at the checkpoint's step, also in a resumed run.
-        """
+        # The threshold was found at the checkpoint's step, also in a resumed run.
         vectors = {}
         if isinstance(self.objective, similar.SimilarObjective):
             task = similar.inherit_prompts(self.experiment.task, self._base.vectors)

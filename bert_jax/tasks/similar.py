@@ -29,7 +29,7 @@ from bert_jax.model.encoder import Loop, fill_params
 from bert_jax.model.kinds import encode, encoder_of
 from bert_jax.model.similarity import Texts
 from bert_jax.pretraining.loaded_model import LoadedModel
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage import mirror
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import scores
@@ -306,7 +306,7 @@ def _read_corpus(
         raise InputError(
             f"task.train: corpus:{path}:{how}: end it in {', '.join(get_args(PairMethod))}"
         )
-    prepared = OpenCorpus.open(folder / "corpus" if (folder / "corpus").exists() else folder)
+    prepared = PreparedCorpus.open(folder / "corpus" if (folder / "corpus").exists() else folder)
     if prepared.tokenizer.sha256 != tokenizer.sha256:
         raise InputError(
             f"task.train: corpus:{path}: its vocabulary is not that of the base; prepare the text "

@@ -22,7 +22,7 @@ from bert_jax import config
 from bert_jax.checkpoints import fork as fork_lib
 from bert_jax.checkpoints.saves import Saves
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage.workdir import Workdir, fork_record
 from bert_jax.tools.verify.faults import Fault, Plan
 
@@ -104,7 +104,7 @@ def forked(folder, run, step, *settings, file=None):
 
 def rows_of(experiment, first, last):
     """(phase, row) of all rows of the steps [first, last), in the order in which they are seen."""
-    prepared, found = OpenCorpus.open(epath.Path(experiment.run.corpus_dir)), []
+    prepared, found = PreparedCorpus.open(epath.Path(experiment.run.corpus_dir)), []
     for step in range(first, last):
         phase, begins = experiment.phase_at(step)
         size = experiment.phases[phase].batch_size

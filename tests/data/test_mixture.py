@@ -19,7 +19,7 @@ from bert_jax import config
 from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, corpus, draws, mixture, plans, stream
 from bert_jax.errors import InputError
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.tools.report.run_record import corpus_statistics
 
 WEIGHTS = (6.0, 3.0, 1.0)
@@ -215,7 +215,7 @@ def experiment_of(settings, **phase):
 
 def test_a_run_is_given_the_mixture_and_too_small_a_source_is_named(mixed):
     settings, folder, _ = mixed
-    prepared = OpenCorpus.open(folder)
+    prepared = PreparedCorpus.open(folder)
     experiment = experiment_of(settings)
     train = prepared.train_batches(experiment, 0)
     batch = train.batch(3, np.arange(4))
@@ -231,7 +231,7 @@ def test_sources_of_equal_size_have_draws_of_their_own(mixed, monkeypatch):
     """Even of the same documents: else the rows of one would be cut and masked as the other's."""
     settings, folder, _ = mixed
     monkeypatch.setattr(mixture, "split_sources", lambda manifest, train: [train, train])
-    train = OpenCorpus.open(folder).train_batches(experiment_of(settings), 0)
+    train = PreparedCorpus.open(folder).train_batches(experiment_of(settings), 0)
     rows = np.arange(64)
     sources, numbers = train.order.locate(rows)
     batch = train.batch(0, rows)
@@ -244,7 +244,7 @@ def test_sources_of_equal_size_have_draws_of_their_own(mixed, monkeypatch):
 
 def test_the_report_has_each_source_with_its_share(mixed):
     settings, folder, manifest = mixed
-    experiment, prepared = experiment_of(settings), OpenCorpus.open(folder)
+    experiment, prepared = experiment_of(settings), PreparedCorpus.open(folder)
     mixture = corpus_statistics(experiment, prepared)["mixture"]
     one, other = (types.SimpleNamespace(**source) for source in mixture)
     assert (one.name, other.name) == settings.sources

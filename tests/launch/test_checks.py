@@ -9,7 +9,7 @@ from fake_gcs import Fault
 from bert_jax.errors import InputError
 from bert_jax.storage import buckets
 from bert_jax.storage.workdir import mark_complete
-from bert_jax.tools.doctor import prepared_corpus
+from bert_jax.tools.doctor import corpus_findings
 from bert_jax.tools.doctor.finding import FindingRule
 from bert_jax.tools.plan import report, topology
 from launch import checks, spec
@@ -79,7 +79,7 @@ def test_a_corpus_with_problems_is_refused(tmp_path, monkeypatch, capsys):
         asked.append((folder, lengths))
         return FindingRule("all documents are alike", 0, 0, "", "").check(1)
 
-    monkeypatch.setattr(prepared_corpus, "examine", examine)
+    monkeypatch.setattr(corpus_findings, "examine", examine)
     (tmp_path / "corpus").mkdir()
     mark_complete(epath.Path(tmp_path / "corpus"))
     with pytest.raises(
@@ -89,7 +89,7 @@ def test_a_corpus_with_problems_is_refused(tmp_path, monkeypatch, capsys):
     lengths = {phase.sequence_length for phase in specified(tmp_path).experiment.phases}
     assert asked == [(epath.Path(tmp_path / "corpus"), tuple(sorted(lengths)))]
     assert "problem: all documents are alike" in capsys.readouterr().out
-    monkeypatch.setattr(prepared_corpus, "examine", lambda *_: [])
+    monkeypatch.setattr(corpus_findings, "examine", lambda *_: [])
     assert check(tmp_path, "doctor")
 
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from bert_jax import config
 from bert_jax.data import corpus
-from bert_jax.pretraining import evaluators
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining import evaluators, loaded_model
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ def compiled():
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     experiment, folder = samples.small_corpus(tmp_path_factory.mktemp("held_out"))
-    return experiment, OpenCorpus.open(folder), samples.mesh_of(1)
+    return experiment, PreparedCorpus.open(folder), samples.mesh_of(1)
 
 
 def test_seeds_of_an_experiment_share_their_held_out_rows(prepared):
     experiment, corpus_of_it, mesh = prepared
 
     def drawn(*settings):
-        found = corpus_of_it.held_out(config.override(experiment, settings), mesh)
+        found = evaluators.HeldOut.of(corpus_of_it, config.override(experiment, settings), mesh)
         return [{name: array.tolist() for name, array in one.items()} for one in found.batches]
 
     assert drawn("seed=7") == drawn() != drawn("data.eval_seed=7")
@@ -48,7 +48,7 @@ def test_seeds_of_an_experiment_share_their_held_out_rows(prepared):
 def test_guessers_are_those_that_have_counted_alone(prepared):
     """Pieces of the training split, one added to each; labels of the held-out pairs."""
     experiment, corpus_of_it, mesh = prepared
-    held_out = corpus_of_it.held_out(experiment, mesh)
+    held_out = evaluators.HeldOut.of(corpus_of_it, experiment, mesh)
     train = corpus.open_stream(corpus_of_it.folder, "train")
     counts = np.bincount(train.ids, minlength=len(train.unigrams)) + 1
     nats, predicted, random = 0.0, 0.0, 0.0
@@ -69,7 +69,7 @@ def test_cut_parameters_are_gathered_on_one_device_and_compiled_for_once(compile
         whole = {"a": np.arange(24.0).reshape(8, 3) * factor, "b": np.arange(4.0) * factor}
         cut = jax.device_put(whole, NamedSharding(mesh, P("data_0")))
         programs = len(compiled)
-        found = evaluators.gather_params(cut, mesh)
+        found = evaluators.gather_on_primary(cut, mesh)
         trees.append((found, len(compiled) - programs))
         for name, array in found.items():
             assert array.devices() == {mesh.devices[0]}
@@ -90,7 +90,7 @@ def test_later_phases_go_on_with_the_share_of_masks(prepared):
 def test_the_probability_that_b_follows_a_is_that_of_label_0(prepared):
     """As in the paper's data, in which 0 is the label of a B that follows."""
     experiment, corpus_of_it, _ = prepared
-    predictor = evaluators.Predictor(experiment.model, corpus_of_it.tokenizer)
+    predictor = loaded_model.Predictor(experiment.model, corpus_of_it.tokenizer)
     logits = np.zeros((1, 8, experiment.model.vocab_size), np.float32)
     predictor._logits = lambda params, batch: (logits, np.log([[0.8, 0.2]]))
     assert predictor.predict({}, "wa", "wb", 1).is_next == pytest.approx(0.8)

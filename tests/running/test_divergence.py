@@ -15,7 +15,7 @@ from compare import assert_identical
 from small_run import assert_same_run, final_state, pretrain, signal_before, write_text
 
 from bert_jax.data import batches
-from bert_jax.pretraining import evaluators
+from bert_jax.pretraining.evaluators import HeldOut
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import session, start
 from bert_jax.running.job import Evaluator, Result
@@ -301,8 +301,8 @@ def test_a_run_that_is_never_finite_fails_by_name(file, tmp_path):
 
 def test_held_out_losses_that_are_not_finite_fail_by_name(file, tmp_path, monkeypatch):
     """Though the steps are."""
-    found = evaluators.evaluate
-    monkeypatch.setattr(evaluators, "evaluate", lambda *args: found(*args) | {"loss": float("nan")})
+    found = HeldOut.evaluate
+    monkeypatch.setattr(HeldOut, "evaluate", lambda *args: found(*args) | {"loss": float("nan")})
     with leaving_no_state():
         outcome, shown = pretrain(file, tmp_path / "w")
     assert outcome == "failed" and "the held-out loss of step 6 is not finite" in shown
@@ -312,8 +312,8 @@ def test_held_out_losses_that_are_not_finite_fail_by_name(file, tmp_path, monkey
 def test_a_run_whose_last_state_was_not_evaluated_says_so(file, tmp_path, monkeypatch):
     """The last two steps are bad, too few for a roll-back, and so is the loss of what they left."""
     poison(monkeypatch, {6, 7}, width=24)
-    found, losses = evaluators.evaluate, iter([1.0, 1.0, 1.0, float("nan")])
-    monkeypatch.setattr(evaluators, "evaluate", lambda *args: found(*args) | {"loss": next(losses)})
+    found, losses = HeldOut.evaluate, iter([1.0, 1.0, 1.0, float("nan")])
+    monkeypatch.setattr(HeldOut, "evaluate", lambda *args: found(*args) | {"loss": next(losses)})
     outcome, shown = pretrain(file, tmp_path / "w")
     (last,) = (line for line in shown.splitlines() if line.startswith("finished: "))
     assert outcome == "finished" and "step 18: " in last and "(step 22)" in last
@@ -380,7 +380,10 @@ def test_the_last_line_tells_what_was_skipped_and_not_evaluated(
         lines.append({"kind": "scores", "step": evaluated})
     scores = Evaluator("scores", bool, dict, lambda line: f"loss at {line['step']}")
     job = types.SimpleNamespace(
-        evaluators=[scores], report=shown.append, workdir=Workdir("w"), restart_hint="w"
+        training=types.SimpleNamespace(evaluators=[scores]),
+        report=shown.append,
+        workdir=Workdir("w"),
+        restart_hint="w",
     )
     session._show(Result("finished", step), job, lines, left_out)
     parts = shown[0].split("; ")

@@ -23,7 +23,7 @@ from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
-from bert_jax.pretraining import evaluators, pretraining_job
+from bert_jax.pretraining import evaluators, prepared_corpus
 from bert_jax.running import session
 from bert_jax.running.job import Evaluator, PhaseBatches
 from bert_jax.running.progress import Clock, Progress
@@ -96,7 +96,7 @@ def test_a_checkpoint_s_loss_is_that_of_masked_lm(undisturbed):
 
 
 def test_a_file_that_goes_between_being_listed_and_looked_at_is_named(copy_of_run):
-    prepared = pretraining_job.OpenCorpus.open(epath.Path(copy_of_run / "corpus"))
+    prepared = prepared_corpus.PreparedCorpus.open(epath.Path(copy_of_run / "corpus"))
     ids = copy_of_run / "corpus" / "stream" / "train" / "ids.bin"
     experiment = config.load("small.py")
     prepared.train_batches(experiment, 0)
@@ -294,7 +294,7 @@ def test_waiting_for_a_plan_is_no_hang():
     seen = Recorder()
     trainer = Trainer.__new__(Trainer)
     trainer.done, trainer.watchdog, trainer.stop = 17, seen, seen
-    phase = PhaseBatches(1, 10, 20, 8, None, seen.ready)
+    phase = PhaseBatches(1, 10, 20, 8, None, None, seen.ready)
     assert trainer._await_rows(phase)
     assert seen.calls == ["ready 7", "pause", "ready 7", "ready 7", "ready 7", "reset"]
     assert trainer._await_rows(phase)
@@ -307,7 +307,7 @@ def test_waiting_for_a_plan_is_no_hang():
 def test_a_state_after_bad_steps_is_saved_at_the_end_alone(done, bad, is_saved):
     """Before, a roll-back needs an older one; at the end there is no roll-back any more."""
     trainer = Trainer.__new__(Trainer)  # as far as a save needs it
-    trainer.job = mock.Mock(patience=0, total_steps=22)
+    trainer.job, trainer.training = mock.Mock(), mock.Mock(patience=0, total_steps=22)
     trainer.experiment = config.load("experiments/tiny.py")
     trainer.done, trainer.window, trainer.pending = done, {}, None
     trainer.held_out, trainer.evaluation = [], {"step": 18, "loss": 1.0}
@@ -315,7 +315,7 @@ def test_a_state_after_bad_steps_is_saved_at_the_end_alone(done, bad, is_saved):
     trainer.init_sha256, trainer.start_step, trainer.report = "", 0, mock.Mock()
     trainer.saves, trainer.lines = mock.MagicMock(), mock.Mock()
     trainer.watchdog, trainer.context = mock.Mock(), mock.Mock()
-    trainer.job.data_sha256, trainer.job.notes.return_value = "", {}
+    trainer.training.data_sha256, trainer.job.notes.return_value = "", {}
     trainer._save()
     assert trainer.saves.save.called == is_saved and trainer.saves.skip.called != is_saved
     if is_saved:  # the evaluation is of another step
@@ -339,7 +339,7 @@ def test_a_run_fails_once_more_steps_are_bad_than_a_state_can_leave_out(known, a
 def test_a_state_that_stands_still_over_bad_steps_is_no_reason_to_end(bad, in_vain):
     """Its held-out loss stays what it was; what follows is a roll-back."""
     trainer = Trainer.__new__(Trainer)  # as far as an evaluation needs it
-    trainer.job = types.SimpleNamespace(patience=2, total_steps=99, evaluators=[])
+    trainer.training = types.SimpleNamespace(patience=2, total_steps=99, evaluators=[])
     trainer.state = {"params": {}, "bad_in_a_row": np.int32(bad)}
     trainer.clock, metrics = Clock(), []
     trainer.lines = types.SimpleNamespace(append=lambda line, file: metrics.append(line))

@@ -12,6 +12,7 @@ from bert_jax.config import Finetuning
 from bert_jax.storage.workdir import Workdir
 from bert_jax.tasks.finetuning_job import FinetuningJob
 from bert_jax.tasks.rows import TaskBatches
+from bert_jax.training import mesh as mesh_lib
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def task(tmp_path, monkeypatch):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "experiment.json").write_text(config.to_json(experiment))
         setup = FinetuningJob(experiment, Workdir("run"), lambda line: None)
-        setup.read()
+        setup.read(mesh_lib.one_device())
         return setup
 
     return make

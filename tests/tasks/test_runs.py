@@ -59,8 +59,8 @@ def lines(workdir, name="metrics"):
 def final_state(workdir):
     experiment = load_experiment(Workdir(workdir), Finetuning)
     setup = FinetuningJob(experiment, Workdir(workdir), lambda line: None)
-    setup.read()
     mesh = mesh_lib.make_mesh(experiment.parallelism)
+    setup.read(mesh)
     abstract = step.abstract_state(setup.objective, setup.optimizer, experiment.parallelism, mesh)
     saved = Checkpoints(epath.Path(workdir, "checkpoints"))
     number = max(saved.steps)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bert_jax.config import Corpus
 from bert_jax.data import corpus
 from bert_jax.errors import InputError
-from bert_jax.pretraining.evaluators import Predictor
+from bert_jax.pretraining.loaded_model import Predictor
 from bert_jax.text import library, tokenizer
 from bert_jax.text.vocabulary import SPECIALS
 

@@ -148,7 +148,7 @@ def test_several_processes_are_refused_before_the_text_is_looked_at(here, monkey
 
 def test_a_request_to_stop_while_steps_are_timed_stops_the_run(here, monkeypatch):
     for outcome in ("stopped", "stopped", "failed"):
-        monkeypatch.setattr(budget.pretraining_job, "pretrain", lambda *_, end=outcome, **__: end)
+        monkeypatch.setattr(budget.session, "run", lambda *_, end=outcome: end)
         code, out, _ = broken.asked("auto text --hours 1 --workdir w")
         assert code == (errors.STOPPED if outcome == "stopped" else errors.FAILED)
         assert ("run the same command again" in out) == (outcome == "stopped")

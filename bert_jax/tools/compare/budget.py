@@ -7,7 +7,8 @@ from etils import epath
 
 from bert_jax.config import Experiment
 from bert_jax.errors import InputError
-from bert_jax.pretraining import pretraining_job
+from bert_jax.pretraining.pretraining_job import PretrainingJob
+from bert_jax.running import session
 from bert_jax.running.progress import Progress
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
@@ -74,13 +75,12 @@ def laps(
     workdir = Workdir(folder, short.run.corpus_dir)
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        outcome = pretraining_job.pretrain(short, workdir, "keep", progress)
-        if outcome != "finished":
+        job = PretrainingJob(short, workdir, progress.report)
+        if (outcome := session.run(job, progress)) != "finished":
             raise MeasurementEnded(outcome)
-        lines = JsonLines(workdir.timings).read()
+        trained = {x["step"]: x for x in JsonLines(workdir.timings).read() if x["kind"] == "train"}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    trained = {line["step"]: line for line in lines if line["kind"] == "train"}
     return [trained[2 * timed * number] for number in range(1, len(phases) + 1)]
 
 

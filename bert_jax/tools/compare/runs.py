@@ -23,7 +23,7 @@ from bert_jax.data import corpus
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.model import losses
 from bert_jax.pretraining.loaded_model import LoadedModel
-from bert_jax.pretraining.pretraining_job import pretrain
+from bert_jax.pretraining.pretraining_job import PretrainingJob
 from bert_jax.running import session
 from bert_jax.running.progress import Progress
 from bert_jax.storage.workdir import Workdir
@@ -152,8 +152,8 @@ class Comparison:
         experiment = member.experiment
         workdir = Workdir(member.folder, experiment.run.corpus_dir)
         probes = Probes(experiment.run.probes) if experiment.run.probes else None
-        outcome = pretrain(experiment, workdir, "keep", self._progress, probes=probes)
-        if outcome != "finished":
+        job = PretrainingJob(experiment, workdir, self._progress.report, probes=probes)
+        if (outcome := session.run(job, self._progress)) != "finished":
             return outcome
         record = Record.read(os.fspath(member.folder))
         for column in self._missing_columns(member):

@@ -15,7 +15,7 @@ from bert_jax.storage import mirror
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import COMPLETE, Workdir, holds_finetuning, load_experiment
 from bert_jax.text import sources as text_sources
-from bert_jax.tools.doctor import prepared_corpus, text
+from bert_jax.tools.doctor import corpus_findings, text
 from bert_jax.tools.doctor.finding import ONE_SENTENCE, Finding
 
 __all__ = ["Finding", "examine", "print_findings"]
@@ -48,7 +48,7 @@ def _examine(path: str, settings: Sequence[str]) -> list[Finding]:
         return _examine_run(workdir)
     for folder in (workdir.address, workdir.corpus):
         if storage_of(folder).exists(folder / COMPLETE):
-            return prepared_corpus.examine(folder)
+            return corpus_findings.examine(folder)
     sources = _sources(path)
     # `prepare` would read only the first kind of file from this path.
     return text.examine(Corpus(sources=sources), prepared_as=Corpus(sources=sources[:1]))
@@ -65,7 +65,7 @@ def _examine_run(workdir: Workdir) -> list[Finding]:
     folder = workdir.with_corpus(experiment.run.corpus_dir).corpus
     if not storage_of(folder).exists(folder / COMPLETE):
         raise InputError(f"{folder}: no prepared corpus of this run; name another PATH")
-    return prepared_corpus.examine(folder, _pair_lengths(experiment))
+    return corpus_findings.examine(folder, _pair_lengths(experiment))
 
 
 def _pair_lengths(experiment: Experiment) -> tuple[int, ...]:

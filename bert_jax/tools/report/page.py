@@ -16,7 +16,7 @@ from bert_jax import config
 from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import InputError, translate_parser_errors
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Workdir, write_atomic
@@ -263,7 +263,7 @@ def _plan(plan: dict[str, Any]) -> PageTable:
 
 @functools.lru_cache(maxsize=4)
 def _cached_statistics(folder: epath.Path, experiment: Experiment) -> dict[str, Any]:
-    return corpus_statistics(experiment, OpenCorpus.open(folder))
+    return corpus_statistics(experiment, PreparedCorpus.open(folder))
 
 
 def _statistics(workdir: Workdir, experiment: Experiment) -> tuple[dict[str, Any] | None, str]:

@@ -16,7 +16,7 @@ from bert_jax.config import Data, Experiment, Finetuning, Phase
 from bert_jax.data import batches, corpus, draws, masking, mixture, pairs, sentences
 from bert_jax.data.stream import Stream
 from bert_jax.errors import printable, translate_parser_errors
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.pretraining.row_text import LABELS, ShownToken, row_tokens
 from bert_jax.running.lines import EVALUATIONS
 from bert_jax.storage import mirror
@@ -159,7 +159,7 @@ _TOP_TOKENS = 40
 _EXAMPLES = 3
 
 
-def corpus_statistics(experiment: Experiment, prepared: OpenCorpus) -> dict[str, Any]:
+def corpus_statistics(experiment: Experiment, prepared: PreparedCorpus) -> dict[str, Any]:
     """Returns statistics of a corpus's training split; of a large one, from a sample."""
     stream = corpus.open_stream(prepared.folder, "train")
     train = prepared.manifest["splits"]["train"]
@@ -191,7 +191,7 @@ def corpus_statistics(experiment: Experiment, prepared: OpenCorpus) -> dict[str,
 
 
 def _mixture(
-    experiment: Experiment, prepared: OpenCorpus, stream: Stream, planned: list[dict[str, Any]]
+    experiment: Experiment, prepared: PreparedCorpus, stream: Stream, planned: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns statistics of each source of a mixture; [] without a mixture.
 
@@ -249,7 +249,7 @@ def _row_shares(stream: Stream, rows: np.ndarray, data: Data, phase: Phase) -> d
 
 
 def _examples(
-    stream: Stream, rows: np.ndarray, experiment: Experiment, prepared: OpenCorpus, number: int
+    stream: Stream, rows: np.ndarray, experiment: Experiment, prepared: PreparedCorpus, number: int
 ) -> list[tuple[str, list[ShownToken]]]:
     """Returns rows from all over the plan: (label of the pair, "" without pairs; masked tokens)."""
     phase, data = experiment.phases[number], experiment.data_of(number)

@@ -65,7 +65,8 @@ def fake_runs(monkeypatch, ends=None):
     """Runs that end at once with losses of their rows and seeds; returns what was run."""
     done = []
 
-    def pretrain(experiment, workdir, length, progress, **_):
+    def run(job, progress):
+        experiment, workdir = job.experiment, job.workdir
         outcome = "finished" if ends is None else ends(experiment)
         done.append((experiment.name, experiment.seed, outcome))
         workdir.root.mkdir(parents=True, exist_ok=True)
@@ -89,5 +90,5 @@ def fake_runs(monkeypatch, ends=None):
             path.write_text("".join(json.dumps(line) + "\n" for line in found))
         return outcome
 
-    monkeypatch.setattr(runs, "pretrain", pretrain)
+    monkeypatch.setattr(runs.session, "run", run)
     return done

@@ -45,7 +45,8 @@ def fake_laps(monkeypatch, seconds):
     """A run that writes laps of so many seconds of CPU a step and phase, and does nothing."""
     begun = []
 
-    def pretrain(experiment, workdir, length, progress, **_):
+    def run(job, progress):
+        experiment, workdir = job.experiment, job.workdir
         begun.append(experiment)
         workdir.root.mkdir(parents=True)
         done, lines = 0, []
@@ -58,7 +59,7 @@ def fake_laps(monkeypatch, seconds):
         workdir.timings.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return "finished"
 
-    monkeypatch.setattr(budget.pretraining_job, "pretrain", pretrain)
+    monkeypatch.setattr(budget.session, "run", run)
     return begun
 
 
@@ -102,11 +103,11 @@ def test_a_short_run_is_shown_to_no_tracker(here, monkeypatch):
 def test_a_short_run_that_is_stopped_stops_the_table(here, capsys, monkeypatch):
     write_table(here, budget="cpu_seconds=60.0")
 
-    def pretrain(experiment, workdir, *_, **__):
-        pathlib.Path(experiment.run.corpus_dir).mkdir(parents=True, exist_ok=True)
+    def run(job, progress):
+        pathlib.Path(job.experiment.run.corpus_dir).mkdir(parents=True, exist_ok=True)
         return "stopped"
 
-    monkeypatch.setattr(budget.pretraining_job, "pretrain", pretrain)
+    monkeypatch.setattr(budget.session, "run", run)
     # Run again, the folder is known for that of a table.
     assert [compare(), compare()] == [errors.STOPPED, errors.STOPPED]
     assert "table.html" not in capsys.readouterr().out

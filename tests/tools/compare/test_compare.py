@@ -114,16 +114,16 @@ def test_a_stopped_table_goes_on_and_a_failed_run_keeps_none_from_going_on(
 def test_what_a_run_does_not_learn_is_a_blank_and_is_asked_once(here, capsys, monkeypatch):
     write_table(here, ("loss", "next_sentence"))
     done = fake_runs(monkeypatch)
-    pretrain = runs.pretrain
+    run = runs.session.run
 
-    def without(experiment, workdir, *args, **kwargs):
-        outcome = pretrain(experiment, workdir, *args, **kwargs)
-        text = workdir.metrics.read_text()
-        if experiment.name == "wide":
-            workdir.metrics.write_text(text.replace("next_sentence_accuracy", "other"))
+    def without(job, progress):
+        outcome, metrics = run(job, progress), job.workdir.metrics
+        text = metrics.read_text()
+        if job.experiment.name == "wide":
+            metrics.write_text(text.replace("next_sentence_accuracy", "other"))
         return outcome
 
-    monkeypatch.setattr(runs, "pretrain", without)
+    monkeypatch.setattr(runs.session, "run", without)
     assert [compare(), compare()] == [0, 0] and len(done) == 4
     assert capsys.readouterr().out.splitlines()[-2].split()[-1] == "-"
     assert (table_csv()[1]["next_sentence"], table_csv()[1]["next_sentence_runs"]) == ("", "0")

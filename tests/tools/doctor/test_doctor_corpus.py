@@ -11,8 +11,8 @@ from bert_jax.data import corpus, stream
 from bert_jax.errors import InputError
 from bert_jax.text import trained, vocabulary
 from bert_jax.tools import doctor
+from bert_jax.tools.doctor import corpus_findings as examined
 from bert_jax.tools.doctor import finding
-from bert_jax.tools.doctor import prepared_corpus as examined
 
 LETTERS = "abcdefghijklmnop"
 WORDS = [f"{a}{b}{c}" for a in LETTERS for b in "aeiou" for c in LETTERS][:600]

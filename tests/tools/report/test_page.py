@@ -18,7 +18,7 @@ from small_run import settings, write_text
 
 from bert_jax.data import corpus, draws, pairs
 from bert_jax.errors import InputError
-from bert_jax.pretraining.pretraining_job import OpenCorpus
+from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.tools.plan import estimate
 from bert_jax.tools.report import figures, page, times
 from bert_jax.tools.report.run_record import Record, corpus_statistics
@@ -143,7 +143,7 @@ def test_a_planned_run_shows_its_plan(run, undrawn):
 
 def test_a_corpus_is_counted(run):
     record = Record.read(str(run))
-    prepared = OpenCorpus.open(record.workdir.corpus)
+    prepared = PreparedCorpus.open(record.workdir.corpus)
     made = corpus_statistics(record.experiment, prepared)
     stream = corpus.open_stream(prepared.folder, "train")
     unknown, sentences = prepared.tokenizer.unk_id, np.diff(stream.sentence_offsets)

@@ -1,0 +1,110 @@
+"""A prepared corpus, opened on this machine, and the training batches that are made of it."""
+
+import contextlib
+import dataclasses
+import os
+from typing import Any
+
+from etils import epath
+
+from bert_jax.checkpoints.checkpoint import hash_json
+from bert_jax.config import Experiment
+from bert_jax.data import batches, corpus, mixture
+from bert_jax.data.plans import Plans
+from bert_jax.data.stream import Stream
+from bert_jax.errors import InputError
+from bert_jax.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass
+class PreparedCorpus:
+    """A complete corpus folder whose manifest and tokenizer are loaded."""
+
+    location: epath.Path  # the path that users gave, perhaps in a bucket
+    folder: epath.Path  # on this machine
+    manifest: dict[str, Any]  # the sources and settings of the corpus
+    tokenizer: Tokenizer  # the tokenizer that it was prepared with
+    ids: batches.Ids  # of the tokenizer
+    # `_stamps()` when batches were first requested; empty before.
+    stamps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def open(cls, location: epath.Path) -> "PreparedCorpus":
+        """Opens a complete corpus folder; if it is in a bucket, opens this host's copy."""
+        folder = corpus.local_corpus(location)
+        manifest = corpus.open_manifest(folder)
+        tokenizer = corpus.open_tokenizer(folder, manifest)
+        return cls(location, folder, manifest, tokenizer, batches.Ids.of(tokenizer))
+
+    @property
+    def sha256(self) -> str:
+        """Returns the hash of the manifest, which identifies the corpus."""
+        return hash_json(self.manifest)
+
+    def require_same(self, metadata: dict[str, Any]) -> None:
+        """Raises InputError unless a checkpoint with this metadata was trained on this corpus."""
+        if metadata["corpus_sha256"] != self.sha256:
+            raise InputError(
+                f"{self.location}: not the corpus this run was trained on; restore that corpus, or "
+                "start again with another --workdir"
+            )
+
+    def require_unchanged(self) -> None:
+        """Raises InputError if the corpus was changed or removed since its batches were requested.
+
+        Verifies checksums only if a file was written since.
+        """
+        if corpus.open_manifest(self.folder) != self.manifest:
+            raise InputError(
+                f"{self.folder / 'manifest.json'}: was changed while a run was reading the corpus; "
+                "restore the old file and run again, the run resumes from its newest checkpoint"
+            )
+        if self.stamps and self.stamps != (now := self._stamps()):
+            corpus.verify(self.folder)
+            self.stamps = now
+
+    def _stamps(self) -> dict[str, tuple[int, int]]:
+        """Returns the size and the modification time of each file of the training split."""
+        stamps = {}
+        for path in (self.folder / "stream" / "train").glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                stat = os.stat(path)
+                stamps[path.name] = stat.st_size, stat.st_mtime_ns
+        return stamps
+
+    def train_batches(
+        self, experiment: Experiment, number: int, sends_counts: bool = False
+    ) -> batches.TrainBatches | mixture.MixedBatches:
+        """Returns the batches of a phase, which are planned at the first request.
+
+        With `sends_counts`, row counts of epochs are copied to the bucket; one process does that.
+        """
+        phase, data = experiment.phases[number], experiment.data_of(number)
+        stream, names = corpus.open_stream(self.folder, "train"), (experiment.seed, "train", number)
+        self.stamps = self.stamps or self._stamps()
+        widths = phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size
+        shape = batches.BatchShape(*widths, phase.row_offset)
+        sends_counts = sends_counts and self.location != self.folder
+
+        def plan_batches(part: Stream, *source: object) -> batches.TrainBatches:
+            plans = Plans(
+                part,
+                (*names, *source),
+                phase.sequence_length,
+                data.short_seq_prob,
+                corpus=self.sha256,
+                counts=self.folder / corpus.COUNTS,
+                shared=self.location / corpus.COUNTS if sends_counts else None,
+                units=data.units,
+            )
+            first_step = experiment.ends[number] - phase.steps
+            return batches.TrainBatches(
+                plans, self.ids, data, shape, first_step, experiment.total_steps
+            )
+
+        weights = experiment.corpus.mixture
+        if not weights:
+            return plan_batches(stream)
+        parts = mixture.split_sources(self.manifest, stream)
+        by_source = [plan_batches(part, "source", i) for i, part in enumerate(parts)]
+        return mixture.MixedBatches(by_source, mixture.Order(weights, names))
