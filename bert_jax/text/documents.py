@@ -14,21 +14,21 @@ import dataclasses
 import functools
 import io
 import itertools
-import json
 import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Literal
+from typing import IO, Literal, NoReturn
 
 import pyarrow
 
 from bert_jax.config import Corpus
-from bert_jax.errors import InputError, prefix_errors
+from bert_jax.errors import InputError
 from bert_jax.storage import buckets, copies
 from bert_jax.text import line_reader, records, sources, tfds_files
+from bert_jax.text.records import Record
 
 # Maximum length of a line in a wrapped text.
 _WRAPPED_LINE = 200
@@ -348,48 +348,41 @@ def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> No
         raise InputError(f"{path}: does not look like corpus.layout={layout}: {reason}")
 
 
+def _read_records(extent: ByteRange, read_lines: _ReadLines) -> Iterator[Record]:
+    path, start, stop = extent.path, extent.start, extent.stop
+    if extent.kind == "parquet":
+        return records.parquet(path, extent.field, start, stop)
+    if extent.kind == "tfds":
+        fields = tfds_files.shard_records(extent.folder, path, extent.count, start, stop)
+        numbered = enumerate(fields, extent.before + start)
+        return (Record.of_object(f"{extent.folder}:{number}", each) for number, each in numbered)
+    refuse = functools.partial(_refuse_record, extent)
+    return records.parse(extent.kind, read_lines("by line"), path, on_broken=refuse)
+
+
 def _record_texts(extent: ByteRange, read_lines: _ReadLines) -> Iterator[tuple[str, str]]:
     """Yields the location and the text of each record."""
-    path, field = extent.path, extent.field
-    if extent.kind == "tfds":
-        return _dataset_texts(extent)
-    if extent.kind == "jsonl":
-        return _json_texts(extent, read_lines("by line"))
-    if extent.kind == "parquet":
-        return records.parquet(path, field, extent.start, extent.stop)
-    kind = "csv" if extent.kind == "csv" else "tsv"
-    rows = records.table(kind, read_lines("by line"), path)
-    return records.column_of(rows, field, path)
-
-
-def _json_texts(extent: ByteRange, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    path = extent.path
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for record in _read_records(extent, read_lines):
         try:
-            text = records.text_field(json.loads(line), extent.field)
-        except (InputError, ValueError, RecursionError) as error:
-            reason = error if isinstance(error, InputError) else f"not JSON ({error})"
-            raise InputError(f"{path}:{number + _count_lines_before(extent)}: {reason}") from error
-        yield f"{path}:{number}", records.encodable(text)
+            text = record.text(extent.field)
+        except InputError as error:
+            _refuse_record(extent, record.location, error)
+        yield record.location, text
+
+
+def _refuse_record(extent: ByteRange, location: str, error: InputError) -> NoReturn:
+    """Raises the error, with the line of the file instead of the line of the extent."""
+    if extent.kind == "jsonl" and extent.start:
+        path, _, number = location.rpartition(":")
+        line = int(number) + _count_lines_before(extent)
+        raise InputError(f"{path}:{line}{str(error).removeprefix(location)}") from error
+    raise error
 
 
 def _count_lines_before(extent: ByteRange) -> int:
     """Counts the lines of the file before the extent."""
-    if not extent.start:  # always so for files that are never cut, such as those at an address
-        return 0
     with _open_extent(dataclasses.replace(extent, start=0, stop=extent.start)) as file:
         return sum(1 for _ in file)
-
-
-def _dataset_texts(extent: ByteRange) -> Iterator[tuple[str, str]]:
-    folder, field = extent.folder, extent.field
-    shard = tfds_files.shard_records(folder, extent.path, extent.count, extent.start, extent.stop)
-    for number, record in enumerate(shard, extent.before + extent.start):
-        with prefix_errors(f"{folder}: record {number}"):
-            text = records.text_field(record, field)
-        yield f"{folder}:{number}", text
 
 
 def _read_lines(

@@ -199,7 +199,7 @@ def test_a_column_of_a_table_is_text(tmp_path, kind):
     assert [d.text for d in found] == [first, "Größe."]
     places = {"csv": (2, 4), "tsv": (2, 3), "parquet": (0, 1)}[word]
     assert [d.location(0) for d in found] == [f"{path}:{place}" for place in places]
-    with pytest.raises(InputError, match=rf"{path}: .*'body'.*corpus\.text_field="):
+    with pytest.raises(InputError, match=rf"{path}.*'text'.* 'id', 'body'.*corpus\.text_field="):
         read(f"{word}:{path}")
 
 
@@ -254,8 +254,8 @@ def test_a_key_that_has_the_dot_itself_is_the_field():
     ("word", "field", "named"),
     [
         ("jsonl", "text", "'data.page.number'"),
-        ("jsonl", "id", "a number in field 'id'"),
-        ("jsonl", "data", "an object in field 'data'.*'data.text'"),
+        ("jsonl", "id", "column 'id' is 0, not a text"),
+        ("jsonl", "data", "column 'data' is .*'data.text'"),
         ("parquet", "text", "'data.page.number'"),
         ("parquet", "id", "'id'.*'data.text'"),
         ("csv", "text", "'id', 'data'"),
