@@ -20,6 +20,7 @@ from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import documents, fitting, sentence_splitter
 from bert_jax.text import tokenizer as tokenizer_lib
+from bert_jax.text.sources import source_of_text
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 
 
@@ -116,12 +117,13 @@ def reduce_vocabulary(
 ) -> Base:
     """Returns the base with only the tokens that a text uses, and the `required` ones.
 
-    The text is a source as in `corpus.sources`; `limit` tokens are kept, 0: all used ones.
+    The text is a file, a folder or a source as in `corpus.sources`. `limit` tokens are kept, 0: all
+    used ones.
     """
 
     def rows(tokenizer: Tokenizer) -> Iterator[list[int]]:
         """Yields the token ids of paragraphs, and of sentences as in a corpus."""
-        for document in documents.read(Corpus(sources=(text,))):
+        for document in documents.read(Corpus(sources=(source_of_text(text),))):
             yield from map(tokenizer.encode, document.paragraphs())
             yield from map(tokenizer.encode_within, sentence_splitter.split(document, "en"))
 

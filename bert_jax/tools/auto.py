@@ -28,6 +28,7 @@ from bert_jax.errors import InputError, duration, pluralize, prefix_errors
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import documents
+from bert_jax.text.sources import source_of_text
 from bert_jax.tools.compare import budget
 
 # Languages of scripts other than Latin, by the first word of a letter's Unicode name.
@@ -157,7 +158,7 @@ def choose_experiment(
 def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
     """Returns the size of a text and its language, which a sample of the text shows."""
     with prefix_errors(f"TEXT {path}"):
-        text_corpus = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
+        text_corpus = Corpus(sources=(source_of_text(path),), encoding_errors="replace")
     needed = [s.strip() for s in settings if s.partition("=")[0].strip() in _SAMPLE_SETTINGS]
     text_corpus = config.override(text_corpus, [s.removeprefix("corpus.") for s in needed])
     extents = list(documents.extents(text_corpus))

@@ -80,9 +80,10 @@ def test_a_cut_vocabulary_keeps_rows_and_scores_and_leaves_as_it_is(imported, tm
     if family.endswith(("odd", "stretched")):
         pytest.skip("a second size of a family")
     huggingface.export_weights(loaded, "masked_lm", "float32", epath.Path(tmp_path / "whole"))
-    (tmp_path / "text.txt").write_text(f"{TEXTS[0]}\n{TEXTS[1]}\n")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text(json.dumps({"text": "\n".join(TEXTS[:2])}))
     (tmp_path / "words.txt").write_text("flabbergasting\n")
-    command = f"import {tmp_path}/whole --workdir {tmp_path}/cut --vocabulary {tmp_path}/text.txt"
+    command = f"import {tmp_path}/whole --workdir {tmp_path}/cut --vocabulary {tmp_path}/texts"
     broken.said(f"{command} --add {tmp_path}/words.txt")
     cut = base.read(epath.Path(tmp_path / "cut"))
     assert cut.model.vocab_size == cut.tokenizer.size < loaded.tokenizer.size

@@ -217,20 +217,3 @@ def test_what_cannot_be_chosen_is_named(here, monkeypatch, args, named):
     timed(monkeypatch, rate=0.25)
     broken.fails(["auto", *args, "--workdir", "w"], named)
     assert not pathlib.Path("w/experiment.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("novels/", "text:novels"),
-        ("./a:b.jsonl.gz", "jsonl:./a:b.jsonl.gz"),
-        ("gs://bucket/novels/", "text:gs://bucket/novels"),
-        ("gs://", "text:gs://"),
-        ("/", "text:/"),
-        ("hf://datasets/a/b/*.parquet", "parquet:hf://datasets/a/b/*.parquet"),
-        ("jsonl:gs://bucket/novels", "jsonl:gs://bucket/novels"),
-        ("tfds:novels", "tfds:novels"),
-    ],
-)
-def test_a_text_is_a_source_by_its_name(path, source):
-    assert config.source_of_text(path) == source
