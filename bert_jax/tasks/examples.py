@@ -21,8 +21,8 @@ from bert_jax.embeddings import retrieval
 from bert_jax.embeddings.retrieval import Passage
 from bert_jax.errors import InputError, excerpt
 from bert_jax.tasks import formats
-from bert_jax.tasks.formats import text_of
-from bert_jax.text.records import OnBroken, field, quote_names
+from bert_jax.tasks.formats import field, text_of
+from bert_jax.text.records import OnBroken, quote_names
 
 Cells = list[Any]
 Labelled = Literal["labelled", "unlabelled"]

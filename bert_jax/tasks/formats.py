@@ -1,20 +1,30 @@
-"""Maps the columns of records to the texts and labels of a task.
+"""Reads the records of a task's sources, and maps their columns to texts and labels.
 
-A source is FORMAT:PATH. The formats are those of `text.records` except parquet, and tfds: records
-of a prepared dataset, whose path is NAME:SPLIT.
+A source is FORMAT:PATH. The formats:
+
+  tsv, csv, jsonl  see `text.records`
+  conll  a word per line, a blank line after each sentence; blanks and tabs separate columns
+  squad  JSON of SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016 and 2018):
+         {"data": [{"paragraphs": [{"context": TEXT, "qas": [
+             {"id": TEXT, "question": TEXT, "is_impossible": BOOLEAN,
+              "answers": [{"text": TEXT, "answer_start": CHARACTER}]}]}]}]}
+  tfds   records of a prepared dataset; the path is NAME:SPLIT
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, json_object
 from bert_jax.text import line_reader, tfds_files
 from bert_jax.text import records as text_records
-from bert_jax.text.records import OnBroken, Record, field, quote_value
+from bert_jax.text.records import OnBroken, Record, quote_names, quote_value
 
 # Formats whose rows all have the same columns.
 _TABLE_FORMATS = ("tsv", "csv", "conll")
+# Names of JSON's types, for messages.
+_TYPE_NAMES = {list: "a list", str: "a text", bool: "a boolean", int: "an integer"}
 
 
 def records(
@@ -23,12 +33,61 @@ def records(
     blank_lines: bool = False,
     on_broken: OnBroken = text_records.refuse,
 ) -> Iterator[Record]:
-    """Yields the records of a source; see `text.records.parse` for the other arguments."""
+    """Yields the records of a source; see `text.records.parse` for the other arguments.
+
+    The columns of CoNLL are 0, 1 and so on; their values are lists of texts, one for each word.
+    """
     format_, _, path = source.partition(":")
     if format_ == "tfds":
         return itertools.starmap(Record.of_object, tfds_files.plain_records(path))
     lines = (line.removesuffix("\r") + "\n" for _, line in line_reader.read_file(path))
+    if format_ == "conll":
+        return _conll(lines, path, on_broken)
+    if format_ == "squad":
+        return _squad(lines, path)
     return text_records.parse(format_, lines, path, header, blank_lines, on_broken)
+
+
+def _conll(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[Record]:
+    first_line, names = 0, list[str]()  # of the file's first word
+    start = 0  # the line of the sentence's first word
+    words: list[list[str]] = []  # of the sentence
+    sentence_error: InputError | None = None
+    # The added line ends the last sentence.
+    for number, line in enumerate(itertools.chain(lines, [""]), 1):
+        # Not split(): a word may contain other white space, such as U+3000.
+        columns = re.findall(r"[^ \t\n]+", line)
+        if columns and columns[0] != "-DOCSTART-":
+            if not names:
+                first_line, names = number, [str(i) for i in range(len(columns))]
+            try:
+                text_records.require_as_many(columns, len(names), f"{path}:{number}", first_line)
+            except InputError as error:
+                sentence_error = sentence_error or error
+            start = start if words else number
+            words.append(columns)
+        elif words:
+            location = f"{path}:{start}"
+            if sentence_error is None:
+                values = [list(column) for column in zip(*words, strict=True)]
+                yield Record(location, names, values)
+            else:
+                on_broken(location, sentence_error)
+            words, sentence_error = [], None
+
+
+def _squad(lines: Iterable[str], path: str) -> Iterator[Record]:
+    """Yields each question with its context; the location is its position in the file's JSON."""
+    tree = json_object("".join(lines), path)
+    for i, article in enumerate(field(tree, "data", list, path)):
+        article_location = f"{path}: data[{i}]"
+        for j, paragraph in enumerate(field(article, "paragraphs", list, article_location)):
+            paragraph_location = f"{article_location}.paragraphs[{j}]"
+            context = field(paragraph, "context", str, paragraph_location)
+            for k, fields in enumerate(field(paragraph, "qas", list, paragraph_location)):
+                location = f"{paragraph_location}.qas[{k}]"
+                field(fields, "id", str, location)
+                yield Record.of_object(location, fields | {"context": context})
 
 
 def rows(
@@ -85,3 +144,11 @@ def text_of(value: object, name: str, location: str) -> str:
     if not value.strip():
         raise InputError(f"{location}: {name} is blank; fill it in, or remove the example")
     return text_records.encodable(value)
+
+
+def field(node: Any, key: str, of: type, where: str) -> Any:
+    """Returns the value of a key of a JSON object, which must have the type `of`."""
+    if not isinstance(node, dict) or type(node.get(key)) is not of:
+        keys = f"; it has {quote_names(node)}" if isinstance(node, dict) else ""
+        raise InputError(f"{where}: must be an object with {key!r}, {_TYPE_NAMES[of]}{keys}")
+    return node[key]

@@ -1,14 +1,9 @@
-"""Reads records with their locations: rows of tables, JSON objects, sentences and questions.
+"""Reads records with their locations: rows of tables and JSON objects.
 
   csv      a row per line, as Python's `csv` reads it: quoted cells may contain commas, newlines and
            doubled quotation marks
   tsv      a row per line, tabs between cells, as in GLUE; quotation marks have no meaning
   jsonl    a JSON object per line
-  conll    a word per line, a blank line after each sentence; blanks and tabs separate columns
-  squad    JSON of SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016 and 2018):
-           {"data": [{"paragraphs": [{"context": TEXT, "qas": [
-               {"id": TEXT, "question": TEXT, "is_impossible": BOOLEAN,
-                "answers": [{"text": TEXT, "answer_start": CHARACTER}]}]}]}]}
   parquet  a column of texts
 
 Blank lines of tables and of JSON lines are not records.
@@ -16,7 +11,6 @@ Blank lines of tables and of JSON lines are not records.
 
 import contextlib
 import csv
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,8 +30,6 @@ _ROWS = 1_000
 _QUOTED_CHARACTERS, _LISTED_NAMES = 60, 20
 # Half of a surrogate pair.
 _HALF = re.compile("[\ud800-\udfff]")
-# Names of JSON's types, for messages.
-_TYPE_NAMES = {list: "a list", str: "a text", bool: "a boolean", int: "an integer"}
 # What to do about a column of a corpus that is missing or holds no texts.
 _NAME_FIELD = "name one with --set corpus.text_field=..."
 # Advice for tables with another separator.
@@ -49,12 +41,11 @@ _SEPARATORS = {
 
 
 class Record(NamedTuple):
-    """The values of a row, of a JSON object, or of a sentence, with the names of their columns."""
+    """The values of a row or a JSON object, with the names of their columns."""
 
     location: str  # FILE:LINE, for messages; FILE:NUMBER, counted from 0, in Parquet and TFDS
     names: Sequence[str]  # a table may have a name twice
-    # Texts in tables, any values in JSON and TFDS; lists of texts, one for each word, in CoNLL.
-    values: Sequence[Any]
+    values: Sequence[Any]  # texts in tables, any values in JSON and TFDS
 
     @classmethod
     def of_object(cls, location: str, fields: Mapping[str, Any]) -> "Record":
@@ -114,17 +105,13 @@ def parse(
 ) -> Iterator[Record]:
     """Yields the records of a file of this kind from its decoded lines, which end with \\n.
 
-    The first line of a CSV or TSV file has the names of the columns; without such a `header`, and
-    in CoNLL, they are 0, 1 and so on. With `blank_lines` a blank line before a row of a one-column
-    table is a row with a blank cell. `on_broken` is called for rows with more or fewer cells than
-    the first, and for lines that are no JSON object.
+    The first line of a table has the names of the columns; without such a `header` they are 0, 1
+    and so on. With `blank_lines` a blank line before a row of a one-column table is a row with a
+    blank cell. `on_broken` is called for rows with more or fewer cells than the first, and for
+    lines that are no JSON object.
     """
     if kind == "jsonl":
         return _json_lines(lines, path, on_broken)
-    if kind == "conll":
-        return _conll(lines, path, on_broken)
-    if kind == "squad":
-        return _squad(lines, path)
     numbered = _csv(lines, path) if kind == "csv" else _tsv(lines)
     return _table(numbered, path, header, blank_lines, on_broken)
 
@@ -151,7 +138,7 @@ def _table(
             )
             before = number + cells[0].count("\n")
         try:
-            _require_as_many(cells, len(names), location, first, _separator_note(names))
+            require_as_many(cells, len(names), location, first, _separator_note(names))
         except InputError as error:
             on_broken(location, error)
         else:
@@ -164,7 +151,7 @@ def _separator_note(names: Sequence[str]) -> str:
     return f"; the file seems to be separated by {advice[0]}" if advice else ""
 
 
-def _require_as_many(cells: list[str], count: int, where: str, first: int, note: str = "") -> None:
+def require_as_many(cells: list[str], count: int, where: str, first: int, note: str = "") -> None:
     """Raises InputError unless a row has as many cells as the line `first` of its file."""
     if len(cells) != count:
         raise InputError(
@@ -212,57 +199,7 @@ def _json_lines(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterato
                 yield Record.of_object(location, fields)
 
 
-def _conll(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[Record]:
-    first_line, names = 0, list[str]()  # of the file's first word
-    start = 0  # the line of the sentence's first word
-    words: list[list[str]] = []  # of the sentence
-    sentence_error: InputError | None = None
-    # The added line ends the last sentence.
-    for number, line in enumerate(itertools.chain(lines, [""]), 1):
-        # Not split(): a word may contain other white space, such as U+3000.
-        columns = re.findall(r"[^ \t\n]+", line)
-        if columns and columns[0] != "-DOCSTART-":
-            if not names:
-                first_line, names = number, [str(i) for i in range(len(columns))]
-            try:
-                _require_as_many(columns, len(names), f"{path}:{number}", first_line)
-            except InputError as error:
-                sentence_error = sentence_error or error
-            start = start if words else number
-            words.append(columns)
-        elif words:
-            location = f"{path}:{start}"
-            if sentence_error is None:
-                values = [list(column) for column in zip(*words, strict=True)]
-                yield Record(location, names, values)
-            else:
-                on_broken(location, sentence_error)
-            words, sentence_error = [], None
-
-
-def _squad(lines: Iterable[str], path: str) -> Iterator[Record]:
-    """Yields each question with its context; the location is its position in the file's JSON."""
-    tree = json_object("".join(lines), path)
-    for i, article in enumerate(field(tree, "data", list, path)):
-        article_location = f"{path}: data[{i}]"
-        for j, paragraph in enumerate(field(article, "paragraphs", list, article_location)):
-            paragraph_location = f"{article_location}.paragraphs[{j}]"
-            context = field(paragraph, "context", str, paragraph_location)
-            for k, fields in enumerate(field(paragraph, "qas", list, paragraph_location)):
-                location = f"{paragraph_location}.qas[{k}]"
-                field(fields, "id", str, location)
-                yield Record.of_object(location, fields | {"context": context})
-
-
 # --- fields ---------------------------------------------------------------------------------------
-
-
-def field(node: Any, key: str, of: type, where: str) -> Any:
-    """Returns the value of a key of a JSON object, which must have the type `of`."""
-    if not isinstance(node, dict) or type(node.get(key)) is not of:
-        keys = f"; it has {quote_names(node)}" if isinstance(node, dict) else ""
-        raise InputError(f"{where}: must be an object with {key!r}, {_TYPE_NAMES[of]}{keys}")
-    return node[key]
 
 
 def field_value(fields: Mapping[str, Any], name: str) -> Any:
