@@ -44,8 +44,8 @@ def test_a_tokenizer_folder_is_as_it_was_saved(vocab_txt, model_file, tmp_path_f
         found = result(lambda: tokenizer.load(folder), folder)
     if found is not REFUSED:
         assert (found.kind, found.case, found.sha256) == (saved.kind, saved.case, saved.sha256)
-        assert [found.piece(i) for i in range(found.size)] == [
-            saved.piece(i) for i in range(saved.size)
+        assert [found.token(i) for i in range(found.size)] == [
+            saved.token(i) for i in range(saved.size)
         ]
 
 
@@ -110,7 +110,7 @@ def test_a_folder_of_others_gives_what_its_files_say(imported, data):
     if found is REFUSED:
         return
     ours, theirs = found.tokenizer, whole.tokenizer
-    pieces = [[tok.piece(i) for i in range(tok.size)] for tok in (ours, theirs)]
+    pieces = [[tok.token(i) for i in range(tok.size)] for tok in (ours, theirs)]
     assert pieces[0] == pieces[1]
     # A file that leaves out how texts are put together is read by its library, as it says.
     assert ours.case == theirs.case or ours.kind == "library"

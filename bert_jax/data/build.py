@@ -300,7 +300,7 @@ def _train(
         f"vocabulary of {vocab_size} tokens on {subset}"
     )
     new = trained.train(counted, vocab_size, corpus)
-    names = {new.piece(number) for number in range(new.size)}
+    names = {new.token(number) for number in range(new.size)}
     unused = len(names.intersection(vocabulary.unused(vocab_size)))
     lacking = unused - corpus.unused_pieces
     if lacking:

@@ -107,8 +107,8 @@ def replace_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:
             raise InputError(
                 f"--tokenizer: a vocabulary of kind {vocabulary.kind}: both must be WordPiece"
             )
-    old = {base.tokenizer.piece(i): (i,) for i in range(base.tokenizer.size)}
-    origins = [old.get(tokenizer.piece(i), ()) for i in range(tokenizer.size)]
+    old = {base.tokenizer.token(i): (i,) for i in range(base.tokenizer.size)}
+    origins = [old.get(tokenizer.token(i), ()) for i in range(tokenizer.size)]
     return replace_rows(base, tokenizer, origins), sum(map(len, origins))
 
 

@@ -22,7 +22,7 @@ from bert_jax.errors import InputError
 from bert_jax.model import heads, losses
 from bert_jax.model.encoder import Loop
 from bert_jax.running import lines as lines_lib
-from bert_jax.text.tokenizer import Tokenizer, first_segment_length, joined
+from bert_jax.text.tokenizer import Tokenizer, add_special_tokens, first_segment_length
 from bert_jax.text.vocabulary import MASK
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
@@ -173,7 +173,7 @@ class Predictor:
     def top_tokens(self, probs: np.ndarray, top: int) -> list[tuple[str, float]]:
         """Returns the `top` most likely tokens of one [MASK] with their probabilities."""
         order = np.argsort(-probs, kind="stable")[:top]
-        return [(self._tokenizer.piece(int(i)), float(probs[i])) for i in order]
+        return [(self._tokenizer.token(int(i)), float(probs[i])) for i in order]
 
     def probabilities(
         self, params: Any, a: list[int], b: list[int] | None
@@ -191,7 +191,7 @@ class Predictor:
                 "mlm_nsp, mlm_sop or mlm"
             )
         tok = self._tokenizer
-        ids, before = joined(tok, a, b)
+        ids, before = add_special_tokens(tok, a, b)
         first = first_segment_length(tok, ids, before)
         limit = self._model.max_position_embeddings
         if len(ids) > limit:
@@ -271,7 +271,7 @@ class PredictionSampler:
             masks = [self._predictor.top_tokens(p, _TOP) for p in probs]
             line: dict[str, Any] = {"text": sentence.text, "masks": masks}
             if sentence.truth is not None:
-                line["truth"] = self._tokenizer.piece(sentence.truth)
+                line["truth"] = self._tokenizer.token(sentence.truth)
                 line["truth_probability"] = float(probs[0, sentence.truth])
             predicted.append(line)
         return {"sentences": predicted} if predicted else {}
@@ -322,8 +322,8 @@ def _mask_word(ids: list[int], tokenizer: Tokenizer) -> MaskedSentence | None:
         return None
     continues = [*(tokenizer.continues[i] for i in ids), False]
     words = [i for i in range(len(ids)) if not (continues[i] or continues[i + 1])]
-    position = max(words, key=lambda i: len(tokenizer.piece(ids[i])), default=None)
-    if position is None or not tokenizer.piece(ids[position]).strip("\u2581\u0120").isalpha():
+    position = max(words, key=lambda i: len(tokenizer.token(ids[i])), default=None)
+    if position is None or not tokenizer.token(ids[position]).strip("\u2581\u0120").isalpha():
         return None
     masked = [*ids[:position], tokenizer.mask_id, *ids[position + 1 :]]
     return MaskedSentence(masked, tokenizer.decode(masked), ids[position])

@@ -123,7 +123,7 @@ class LoadedModel(Base):
     def tokenize(self, text: str) -> list[str]:
         """Returns the tokens of a text; "[MASK]" in it is one token."""
         _require_text(text, "text")
-        return [self.tokenizer.piece(i) for i in self._predictor.encode(text)]
+        return [self.tokenizer.token(i) for i in self._predictor.encode(text)]
 
     @typing.overload
     def fill(self, text: str, next_text: str | None = None, top: int = 5) -> Prediction: ...
@@ -221,7 +221,7 @@ class LoadedModel(Base):
         hidden = self._run_layers(ids)[:-1, 0, : len(ids)]
         encoder = heads.merge(self.model, self.params).encoder
         maps = attention_probabilities(encoder, self.model, hidden)
-        return [self.tokenizer.piece(i) for i in ids], np.asarray(maps)
+        return [self.tokenizer.token(i) for i in ids], np.asarray(maps)
 
     def apply(self, params: heads.Params, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         """Computes the logits of both heads for a batch. Can be differentiated.

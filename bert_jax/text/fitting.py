@@ -108,7 +108,7 @@ def with_words(tokenizer: Tokenizer, path: epath.Path) -> tuple[Tokenizer, Origi
         if token not in known:
             new[token] = tuple(tokenizer.encode_within(word))
     extended, origins = form.extend(new)
-    return extended, origins, [i for i in range(extended.size) if extended.piece(i) in new]
+    return extended, origins, [i for i in range(extended.size) if extended.token(i) in new]
 
 
 class _WordPieceForm:
@@ -158,7 +158,7 @@ class _LibraryForm:
                 f"tokenizer.json: model.type={self.kind}: tokens can be removed or added only for "
                 "WordPiece, Unigram, and BPE without a prefix or suffix"
             )
-        self.tokens = [tokenizer.piece(i) for i in range(tokenizer.size)]
+        self.tokens = [tokenizer.token(i) for i in range(tokenizer.size)]
         self._model_size = len(model["vocab"])
         if self.kind == "BPE":
             pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
@@ -246,7 +246,7 @@ class _LibraryForm:
             model["ignore_merges"] = bool(new) or model.get("ignore_merges", False)
         _renumber(parts["post_processor"], ids)
         if padding := parts.get("padding"):
-            padding["pad_id"] = ids[self._old.piece(self._old.pad_id)]
+            padding["pad_id"] = ids[self._old.token(self._old.pad_id)]
         content = json.dumps(parts, ensure_ascii=False).encode()
         return Library(content, self._old.special_names, library.FILE)
 

@@ -147,7 +147,7 @@ class Library:
         if ids:
             yield first, max(first, end), ids
 
-    def piece(self, token_id: int) -> str:
+    def token(self, token_id: int) -> str:
         """Returns the token as it is written in the vocabulary."""
         return self._tokens[token_id]
 

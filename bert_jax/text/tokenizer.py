@@ -63,10 +63,10 @@ class Tokenizer(Protocol):
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
         """Yields (first character, one past the last, ids) of each word, with the text's ids."""
-        for start, end in units(text, self):
+        for start, end in word_spans(text, self):
             yield start, end, self.encode(text[start:end])
 
-    def piece(self, token_id: int) -> str:
+    def token(self, token_id: int) -> str:
         """Returns the token as it is written in the vocabulary."""
         return self._tokens[token_id]
 
@@ -98,14 +98,14 @@ class WordPiece(Tokenizer):
         self.continues = np.array([token.startswith("##") for token in vocab])
         self.sha256 = _digest("wordpiece", case, "\n".join(vocab).encode())
         # Ids of the words that `basic_tokens` returns.
-        self.pieces_of = library.WordCache(self._word_pieces, longest=MAX_WORD)
+        self.ids_of_word = library.WordCache(self._match_longest, longest=MAX_WORD)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without special tokens around it."""
-        pieces_of = self.pieces_of
+        ids_of_word = self.ids_of_word
         ids: list[int] = []
         for word in basic_tokens(text, self.case):
-            ids += pieces_of[word]
+            ids += ids_of_word[word]
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -118,7 +118,7 @@ class WordPiece(Tokenizer):
         write_atomic(folder / "vocab.txt", "\n".join(self.vocab) + "\n")
         _save_json(folder, self)
 
-    def _word_pieces(self, word: str) -> list[int]:
+    def _match_longest(self, word: str) -> list[int]:
         """Matches the longest token first; a word that is not matched whole is [UNK]."""
         if len(word) > MAX_WORD:
             return [self.unk_id]
@@ -247,7 +247,7 @@ def basic_tokens(text: str, case: Case) -> list[str]:
     return text.translate(_APART).split()
 
 
-def joined(
+def add_special_tokens(
     tokenizer: Tokenizer, first: Sequence[int], second: Sequence[int] | None
 ) -> tuple[np.ndarray, int]:
     """Returns int32 ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], and how many are before B."""
@@ -260,7 +260,7 @@ def joined(
 
 
 def first_segment_length(tokenizer: Tokenizer, ids: np.ndarray, before_second: int) -> int:
-    """Returns how many ids from `joined` belong to the first segment."""
+    """Returns how many ids from `add_special_tokens` belong to the first segment."""
     return before_second if tokenizer.second_segment else len(ids)
 
 
@@ -269,7 +269,7 @@ def special_count(tokenizer: Tokenizer, texts: int) -> int:
     return 2 if texts == 1 else 2 + len(tokenizer.between_ids)
 
 
-def units(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
+def word_spans(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
     """Yields (first character, one past the last) of the words that are tokenized independently.
 
     Words are separated by blanks; for WordPiece, punctuation marks and CJK ideographs are words.

@@ -33,7 +33,7 @@ def rows(tokenizer, texts):
 
 
 def pieces(tokenizer, text):
-    return [tokenizer.piece(i) for i in tokenizer.encode(text)]
+    return [tokenizer.token(i) for i in tokenizer.encode(text)]
 
 
 @each_form
@@ -42,7 +42,7 @@ def test_a_text_is_cut_as_before_by_what_it_uses(name, texts):
     old = FORMS[name]
     new, begins = fitting.trim(old, fitting.counts(old, rows(old, texts)), 0, "--keep")
     assert new.size < old.size
-    assert [new.piece(i) for i in range(new.size)] == [old.piece(i) for (i,) in begins]
+    assert [new.token(i) for i in range(new.size)] == [old.token(i) for (i,) in begins]
     if name == "xlmr":  # what is unknown costs ten more than the worst piece
         least = [min(s for _, s in json.loads(t.content)["model"]["vocab"]) for t in (old, new)]
         assert least[0] == least[1]
@@ -50,8 +50,8 @@ def test_a_text_is_cut_as_before_by_what_it_uses(name, texts):
         assert pieces(new, text) == pieces(old, text)
     assert fitting.count_changes(begins, rows(old, texts), rows(new, texts)) == (0, 2 * len(texts))
     for role in ("cls_id", "sep_id", "pad_id", "unk_id", "mask_id"):
-        assert new.piece(getattr(new, role)) == old.piece(getattr(old, role))
-    assert [new.piece(i) for i in new.between_ids] == [old.piece(i) for i in old.between_ids]
+        assert new.token(getattr(new, role)) == old.token(getattr(old, role))
+    assert [new.token(i) for i in new.between_ids] == [old.token(i) for i in old.between_ids]
 
 
 @each_form
@@ -86,7 +86,7 @@ def test_words_become_pieces_that_begin_as_what_stood_for_them(name, tmp_path):
     count = len(ids)
     is_known = len(old.encode_within("the")) == 1
     assert count == 2 + (not is_known)
-    slots = sum(piece.startswith("[unused") for piece in map(old.piece, range(old.size)))
+    slots = sum(piece.startswith("[unused") for piece in map(old.token, range(old.size)))
     assert new.size == old.size + max(count - slots, 0)
     for word in ("nonapostle", "hellenon"):
         (made,) = new.encode_within(word)
@@ -109,7 +109,7 @@ def test_words_become_pieces_that_begin_as_what_stood_for_them(name, tmp_path):
 def test_the_library_reads_what_was_cut_with_the_same_ids(name, tmp_path):
     old = FORMS[name]
     padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None}
-    padding |= {"pad_id": old.pad_id, "pad_type_id": 0, "pad_token": old.piece(old.pad_id)}
+    padding |= {"pad_id": old.pad_id, "pad_type_id": 0, "pad_token": old.token(old.pad_id)}
     content = json.dumps(json.loads(old.content) | {"padding": padding}).encode()
     old = library.Library(content, old.special_names, name)
     text = "the people, let them\n\nnot be [MASK] <mask> at  the end of that nation's hell"
@@ -132,7 +132,7 @@ def test_the_pieces_of_words_hold_for_all_merges():
     old = FORMS["roberta"]
     for piece in itertools.islice(json.loads(old.content)["model"]["vocab"], 260, 500):
         counted = np.zeros(old.size, np.int64)
-        counted[[i for i in range(old.size) if old.piece(i) == piece]] = 1
+        counted[[i for i in range(old.size) if old.token(i) == piece]] = 1
         new, _ = fitting.trim(old, counted, 0, "--keep")
         text = tokenizers.decoders.ByteLevel().decode([piece])
         assert pieces(new, text) == pieces(old, text)

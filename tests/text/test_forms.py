@@ -168,7 +168,7 @@ def test_the_text_s_own_unknown_word_becomes_unk(tmp_path, kind, size):
     settings = {"layout": "sentences_by_line", "unknown_word": "<unk>", "tokenizer_kind": kind}
     made, vocabulary, _ = prepared(tmp_path, size, *texts, **settings)
     assert sum(made["splits"][s]["unknown_tokens"] for s in ("train", "validation")) == 200
-    assert not {"<", "u", "unk"} & {vocabulary.piece(i) for i in range(vocabulary.size)}
+    assert not {"<", "u", "unk"} & {vocabulary.token(i) for i in range(vocabulary.size)}
 
 
 ROWS = [("1", 'A "quoted", text.\nOf two lines.'), ("2", "Größe."), ("3", "")]
@@ -336,13 +336,13 @@ def test_a_text_too_small_for_the_vocabulary_leaves_pieces_unused(tmp_path, kind
     (line,) = [line for line in said if "[unused]" in line]
     exact = int(line.rpartition("=")[2].split()[0])
     assert opened.size == 900 and exact < 900
-    assert not any("unused" in opened.piece(i) for i in opened.encode("[unused0]"))
+    assert not any("unused" in opened.token(i) for i in opened.encode("[unused0]"))
     small, pieces, said = prepared(tmp_path, exact, tokenizer_kind=kind)
     assert not [line for line in said if "[unused]" in line]
     assert small["splits"] == made["splits"]
     for text in (words(3), words(77) + "."):
-        assert list(map(opened.piece, opened.encode(text))) == list(
-            map(pieces.piece, pieces.encode(text))
+        assert list(map(opened.token, opened.encode(text))) == list(
+            map(pieces.token, pieces.encode(text))
         )
 
 
@@ -378,7 +378,7 @@ def test_words_too_long_for_pieces_train_no_vocabulary_and_are_counted(tmp_path)
     texts.append(f"{'ab' * 200_000} {'c' * 201} {'d' * 200}")
     _, opened, said = prepared(tmp_path, 26, *texts, unknown_word="<unk>")
     assert any("2 words of over 200 characters" in line for line in said)
-    assert "##ab" not in {opened.piece(i) for i in range(opened.size)}
+    assert "##ab" not in {opened.token(i) for i in range(opened.size)}
 
 
 def test_what_is_no_prose_by_its_name_is_not_read_as_prose(tmp_path):

@@ -91,7 +91,7 @@ def test_ids_equal_those_of_the_tokenizers_library(bert, other, text):
 
 def test_a_literal_separator_is_three_pieces(bert):
     small = tokenizer.WordPiece([*vocabulary.SPECIALS, "[", "]", "sep", "mask"], "uncased")
-    pieces = [small.piece(i) for i in small.encode("[SEP][MASK]")]
+    pieces = [small.token(i) for i in small.encode("[SEP][MASK]")]
     assert pieces == ["[", "sep", "]", "[", "mask", "]"]
     assert bert["uncased"].encode("[SEP]")[0] == bert["uncased"].vocab.index("[")
 
@@ -105,7 +105,7 @@ def test_pieces_that_go_on_a_word_are_marked(bert):
 
 def test_the_cache_changes_no_ids(bert):
     small = tokenizer.WordPiece(bert["uncased"].vocab, "uncased")
-    small.pieces_of = library.WordCache(small._word_pieces, most=3)
+    small.ids_of_word = library.WordCache(small._match_longest, most=3)
     text = SAMPLE.read_text()
     assert small.encode(text) == bert["uncased"].encode(text)
 
@@ -166,7 +166,7 @@ def test_sentencepiece_training_is_deterministic_on_any_number_of_cores(
 def test_specials_of_a_trained_sentencepiece_model_are_ids_0_to_4(sentence_model):
     trained = tokenizer.SentencePiece(sentence_model[1], "uncased")
     assert trained.size == 100
-    assert [trained.piece(i) for i in range(5)] == list(vocabulary.SPECIALS)
+    assert [trained.token(i) for i in range(5)] == list(vocabulary.SPECIALS)
     ids = (trained.pad_id, trained.unk_id, trained.cls_id, trained.sep_id, trained.mask_id)
     assert ids == (0, 1, 2, 3, 4)
     assert trained.appended == []
@@ -205,7 +205,7 @@ def test_a_model_without_specials_gets_them_appended_and_recorded(tmp_path):
     ids = [loaded.pad_id, loaded.cls_id, loaded.sep_id, loaded.mask_id]
     assert ids == [90, 91, 92, 93]
     assert loaded.size == len(loaded.continues) == 94
-    assert [loaded.piece(i) for i in ids] == names
+    assert [loaded.token(i) for i in ids] == names
     # Id 0 is <unk> here; padding with it would make padding look like text.
     assert loaded.unk_id == 0
     loaded.save(tmp_path / "folder")
@@ -218,9 +218,9 @@ def test_specials_that_a_model_has_are_used():
     loaded = tokenizer.SentencePiece(
         foreign_model(pad_id=3, control_symbols=["[CLS]", "[SEP]"]), "cased"
     )
-    assert loaded.piece(loaded.pad_id) == "<pad>"
+    assert loaded.token(loaded.pad_id) == "<pad>"
     assert loaded.pad_id == 3
-    assert [loaded.piece(i) for i in (loaded.cls_id, loaded.sep_id)] == ["[CLS]", "[SEP]"]
+    assert [loaded.token(i) for i in (loaded.cls_id, loaded.sep_id)] == ["[CLS]", "[SEP]"]
     assert loaded.appended == ["[MASK]"]
     assert loaded.mask_id == 90
 

@@ -118,9 +118,9 @@ def test_a_piece_that_begins_no_word_goes_on_one(name, text):
 def test_one_text_and_two_are_joined_as_the_library_joins_them(name):
     ours, theirs, (a, b) = OURS[name], THEIRS[name], ("We the people", "of the States.")
     first, second = (ours.encode(text) for text in (a, b))
-    assert tokenizer.joined(ours, first, None)[0].tolist() == theirs.encode(a).ids
+    assert tokenizer.add_special_tokens(ours, first, None)[0].tolist() == theirs.encode(a).ids
     pair = theirs.encode(a, b)
-    ids, before = tokenizer.joined(ours, first, second)
+    ids, before = tokenizer.add_special_tokens(ours, first, second)
     assert ids.tolist() == pair.ids and ids[before:-1].tolist() == second
     of_first = tokenizer.first_segment_length(ours, ids, before)
     assert [int(place >= of_first) for place in range(len(ids))] == pair.type_ids
@@ -156,7 +156,7 @@ def test_a_folder_is_the_file_and_the_names_of_its_specials(name, tmp_path):
         read = tokenizer.load(place)
         assert read.sha256 == OURS[name].sha256
         assert read.decode(read.encode("We the people")).strip() == "We the people"
-        assert [read.piece(i) for i in (read.pad_id, read.mask_id)] == [
+        assert [read.token(i) for i in (read.pad_id, read.mask_id)] == [
             NAMED[name][f"{role}_token"] for role in ("pad", "mask")
         ]
 

@@ -41,7 +41,7 @@ def test_merges_are_those_of_the_library_s_own_trainer():
     theirs.train_from_iterator(TEXT.split(), trainer)
     by_id = sorted(theirs.get_vocab().items(), key=lambda item: item[1])
     ours = made("byte_bpe")
-    assert [piece for piece, _ in by_id] == [ours.piece(i) for i in range(330 - 12)]
+    assert [piece for piece, _ in by_id] == [ours.token(i) for i in range(330 - 12)]
     assert theirs.encode(TEXT).ids == ours.encode(TEXT)
 
 
@@ -76,23 +76,23 @@ def test_text_comes_back_and_the_first_word_of_a_sentence_is_that_of_any_place(o
 
 def test_specials_and_unused_pieces_stand_last_and_text_gives_none(ours):
     assert ours.size in SIZES.values()
-    last = [ours.piece(i) for i in range(ours.size - 7, ours.size)]
+    last = [ours.token(i) for i in range(ours.size - 7, ours.size)]
     assert [piece.rstrip("0123456789]") for piece in last] == ["[unused"] * 7
     assert last[-1] == f"[unused{unused(ours) - 1}]" and unused(ours) >= 7
     ids = [ours.pad_id, ours.unk_id, ours.cls_id, ours.sep_id, ours.mask_id]
-    assert [ours.piece(i) for i in ids] == list(SPECIALS)
+    assert [ours.token(i) for i in ids] == list(SPECIALS)
     found = ours.encode(" ".join([*SPECIALS, *last, "[CLS][SEP]"]))
-    named = {i for i in range(ours.size) if ours.piece(i) in (*SPECIALS, *last)}
+    named = {i for i in range(ours.size) if ours.token(i) in (*SPECIALS, *last)}
     assert not named - {ours.unk_id} & set(found)
 
 
 def unused(ours):
-    return sum(ours.piece(i).startswith("[unused") for i in range(ours.size))
+    return sum(ours.token(i).startswith("[unused") for i in range(ours.size))
 
 
 def test_a_pair_is_joined_as_bert_s(ours):
     a, b = ours.encode("people"), ours.encode("states")
-    ids, before = tokenizer.joined(ours, a, b)
+    ids, before = tokenizer.add_special_tokens(ours, a, b)
     assert ids.tolist() == [ours.cls_id, *a, ours.sep_id, *b, ours.sep_id]
     assert tokenizer.first_segment_length(ours, ids, before) == len(a) + 2
 
