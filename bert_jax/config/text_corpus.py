@@ -154,7 +154,7 @@ class Corpus(Section, role="identity", label="corpus"):
         # The column of a single source may have a comma in its name.
         return self.text_field.split(",") if len(self.sources) > 1 else [self.text_field]
 
-    def alone(self) -> "tuple[Corpus, ...]":
+    def split_by_source(self) -> "tuple[Corpus, ...]":
         """Returns one corpus for each source, with its text field."""
         fields = itertools.cycle(self._fields())
         return tuple(

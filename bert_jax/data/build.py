@@ -109,12 +109,14 @@ def build(
             "paragraph is one sentence, unless corpus.layout=sentences_by_line"
         )
     # Reads one document of every source, to reject a missing field before hours of reading.
-    for source in corpus.alone():
+    for source in corpus.split_by_source():
         extents = () if source.sources[0].startswith("text:") else documents.extents(source)
         for extent in itertools.islice(extents, 1):
             next(documents.read_extent(extent, source), None)
     # In a mixture no part holds text of two sources.
-    parts_by_source = [parts.plan(c) for c in (corpus.alone() if corpus.mixture else (corpus,))]
+    parts_by_source = [
+        parts.plan(c) for c in (corpus.split_by_source() if corpus.mixture else (corpus,))
+    ]
     planned = [part for source_parts in parts_by_source for part in source_parts]
     for line in text_sources.describe_unread(corpus):
         report(f"prepare: {printable(line)}")

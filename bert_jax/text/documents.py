@@ -34,11 +34,11 @@ from bert_jax.text.records import Record
 _WRAPPED_LINE = 200
 # Files with more lines than this are checked against `corpus.layout`.
 _LINES_TO_JUDGE = 100
-# Maximum number of characters of a piece of text, and so of a paragraph: splitting it into
-# sentences takes quadratic time. A piece without blanks may have `_WORD` characters.
-_PIECE, _WORD = 1 << 17, 1 << 21
-# Files of fewer pieces are held in memory; larger ones are read again.
-_HELD = 32
+# Maximum number of characters of a chunk of text, and so of a paragraph, since the time to split a
+# paragraph into sentences is quadratic; and of a chunk without blanks.
+_LONGEST_CHUNK, _LONGEST_WORD = 1 << 17, 1 << 21
+# Files of fewer chunks are held in memory; larger ones are read several times.
+_HELD_CHUNKS = 32
 _SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
 
 # Encodings in which the byte 0x0A is always a line feed.
@@ -48,13 +48,13 @@ Layout = Literal["sentences_by_line", "wrapped", "paragraphs_by_line"]
 
 # Takes the position in a compressed file after each read.
 OnRead = Callable[[int], None]
-# Yields decoded lines of an extent, or pieces of its text.
-_ReadLines = Callable[[Literal["by line", "in pieces"]], Iterator[str]]
+# Yields decoded lines of an extent, or chunks of its text.
+_ReadLines = Callable[[Literal["by line", "in chunks"]], Iterator[str]]
 
-# Each call yields the text from its beginning, in pieces of any size.
+# Each call yields the text from its beginning, in chunks of any size.
 _Text = Callable[[], Iterable[str]]
 
-# Ends of a piece: the last end of a paragraph, line or word; the next end of a word or line.
+# Ends of a chunk: the last end of a paragraph, line or word; the next end of a word or line.
 _PARAGRAPH, _LINE = re.compile(r"(?s:.*)\n[^\S\n]*\n"), re.compile(r"(?s:.*)\n")
 _LAST_WORD = re.compile(r"(?s:.*)[\s。！？]")
 _NEXT_WORD, _NEXT_LINE = re.compile(r"[\s。！？]"), re.compile(r"\n")
@@ -65,16 +65,16 @@ class Document:
     """One document."""
 
     name: str  # the file, or FILE:NUMBER with the first line of a block or the number of a record
-    # The text without blank lines around it, in pieces of whole paragraphs. The pieces from
+    # The text without blank lines around it, in chunks of whole paragraphs. The chunks from
     # `read_extent` can be read once, before the next document.
-    pieces: Iterable[str]
+    chunks: Iterable[str]
     layout: Layout  # the meaning of its lines
     line: int  # the first line in the file; 0 for a record
 
     @functools.cached_property
     def text(self) -> str:
         """Returns the whole text."""
-        return "".join(self.pieces)
+        return "".join(self.chunks)
 
     def location(self, number: int) -> str:
         """Returns FILE:LINE of line `number` of the text, counted from 0; for a record its name."""
@@ -88,17 +88,17 @@ class Document:
     def paragraphs(self) -> list[str]:
         """Returns the text as paragraphs, or as sentences if the layout gives one a line."""
         lines: list[str] = []
-        for piece in self.pieces:
+        for chunk in self.chunks:
             if self.layout == "wrapped":
-                blocks = re.split(r"\n[^\S\n]*\n", piece)
-                lines += [" ".join(block.split("\n")) for block in blocks]
+                paragraphs = re.split(r"\n[^\S\n]*\n", chunk)
+                lines += [" ".join(paragraph.split("\n")) for paragraph in paragraphs]
             else:
-                lines += piece.split("\n")
+                lines += chunk.split("\n")
         return [line for line in map(str.strip, lines) if line]
 
 
 @dataclass(frozen=True)
-class ByteRange:
+class Extent:
     """A range that is read by itself: a file, some of its bytes, or records of a TFDS shard."""
 
     kind: str  # the kind of source, such as text
@@ -115,14 +115,14 @@ class ByteRange:
 
 def read(corpus: Corpus) -> Iterator[Document]:
     """Yields the documents of all sources in order, except those without any text."""
-    for source in corpus.alone():
+    for source in corpus.split_by_source():
         for extent in extents(source):
             for document in read_extent(extent, source):
-                if pieces := tuple(document.pieces):
-                    yield dataclasses.replace(document, pieces=pieces)
+                if chunks := tuple(document.chunks):
+                    yield dataclasses.replace(document, chunks=chunks)
 
 
-def extents(corpus: Corpus, most: int = 0) -> Iterator[ByteRange]:
+def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
     """Yields the extents of a corpus with one source, in order.
 
     Files above `most` bytes are cut if possible: between lines of JSON, at blank lines in
@@ -140,7 +140,7 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[ByteRange]:
             bounds = [0, *(count * part // parts for part in range(1, parts)), -1]
             shard = "tfds", str(path), field, str(folder)
             for start, stop in itertools.pairwise(bounds):
-                yield ByteRange(*shard, start, stop, count, before, size // parts)
+                yield Extent(*shard, start, stop, count, before, size // parts)
             before += count
         return
     files = sources.files(source)
@@ -150,7 +150,7 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[ByteRange]:
             all_cuts = pool.map(functools.partial(records.parts, column=field, most=most), files)
             for (path, listed), cuts in zip(files.items(), all_cuts, strict=True):
                 for start, stop, text in cuts:
-                    yield ByteRange(
+                    yield Extent(
                         kind, path, field, start=start, stop=stop, bytes=text, listed=listed
                     )
         return
@@ -159,7 +159,7 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[ByteRange]:
         cuts = _find_cuts(path, kind, corpus, most) if size > most > 0 else []
         for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
             length = (size if stop < 0 else stop) - start
-            yield ByteRange(kind, path, field, start=start, stop=stop, bytes=length, listed=listed)
+            yield Extent(kind, path, field, start=start, stop=stop, bytes=length, listed=listed)
 
 
 def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:
@@ -189,73 +189,69 @@ def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:
 
 
 def read_extent(
-    extent: ByteRange, corpus: Corpus, on_read: OnRead | None = None
+    extent: Extent, corpus: Corpus, on_read: OnRead | None = None
 ) -> Iterator[Document]:
-    """Yields the documents of an extent in order; those without any text have no pieces."""
+    """Yields the documents of an extent in order; those without any text have no chunks."""
     read_lines = functools.partial(_read_lines, extent, corpus, on_read)
-    texts: Iterable[tuple[str, int, _Text]] = (
-        _file_texts(extent, corpus, read_lines)
-        if extent.kind == "text"
-        else (
-            (name, 0, functools.partial(iter, [_normalize_newlines(text)]))
-            for name, text in _record_texts(extent, read_lines)
-        )
-    )
+    if extent.kind == "text":
+        texts = _file_texts(extent, corpus, read_lines)
+    else:
+        texts = _record_texts(extent, read_lines)
     for name, line, text in texts:
         layout = corpus.layout
         if layout == "per_file":
-            is_long = any(len(line) > _WRAPPED_LINE for line in _lines_of(text()))
+            is_long = any(len(line) > _WRAPPED_LINE for line in _split_lines(text()))
             layout = "paragraphs_by_line" if is_long else "wrapped"
         parts: Iterable[tuple[int, Iterable[str]]] = [(0, text())]
         if corpus.document_starts:
-            parts = _split_documents(_lines_of(text()), corpus.document_starts)
+            parts = _split_documents(_split_lines(text()), corpus.document_starts)
         is_empty = True
         for first_line, part in parts:
-            pieces = _pieces(part, layout)
-            if first := next(pieces, ""):
+            chunks = _split_chunks(part, layout)
+            if first := next(chunks, ""):
                 is_empty = False
-                pieces = itertools.chain([first], pieces)
-                yield Document(name, pieces, layout, line and line + first_line)
+                chunks = itertools.chain([first], chunks)
+                yield Document(name, chunks, layout, line and line + first_line)
         if is_empty:
             yield Document(name, (), layout, line)
 
 
-def _pieces(text: Iterable[str], layout: Layout) -> Iterator[str]:
-    """Yields a text without blanks around it, in non-empty pieces that end with a paragraph.
+def _split_chunks(text: Iterable[str], layout: Layout) -> Iterator[str]:
+    """Yields a text without blanks around it, in non-empty chunks that end with a paragraph.
 
-    A paragraph of over `_PIECE` characters is cut at the end of a line, or else of a word. In
+    A longer paragraph than `_LONGEST_CHUNK` is cut at the end of a line, or else of a word. In
     `sentences_by_line` a sentence is never cut.
     """
     last_ends = [_PARAGRAPH, _LINE, _LAST_WORD] if layout == "wrapped" else [_LINE, _LAST_WORD]
-    next_end, longest = _NEXT_WORD, _WORD
+    next_end, longest = _NEXT_WORD, _LONGEST_WORD
     if layout == "sentences_by_line":
         last_ends, next_end, longest = [_LINE], _NEXT_LINE, sys.maxsize
     rest, blanks = "", ""
-    for chunk in text:
+    for block in text:
         # Blanks belong to the text if more text follows.
-        chunk = blanks + chunk if rest else chunk.lstrip()
-        body = chunk.rstrip()
-        blanks = chunk[len(body) :]
+        block = blanks + block if rest else block.lstrip()
+        body = block.rstrip()
+        blanks = block[len(body) :]
         rest, start = rest + body, 0
-        while len(rest) - start > _PIECE:
-            ends = (pattern.match(rest, start, start + _PIECE) for pattern in last_ends)
+        while len(rest) - start > _LONGEST_CHUNK:
+            ends = (pattern.match(rest, start, start + _LONGEST_CHUNK) for pattern in last_ends)
             end = next(filter(None, ends), None) or next_end.search(
                 rest, start, min(start + longest, len(rest))
             )
             if not end and len(rest) - start <= longest:
                 break
             stop = end.end() if end else start + longest
-            piece, start = rest[start:stop], stop
-            yield piece if piece.endswith("\n") else piece + "\n"
+            chunk, start = rest[start:stop], stop
+            yield chunk if chunk.endswith("\n") else chunk + "\n"
         rest = rest[start:]
     if rest:
         yield rest
 
 
-def _lines_of(text: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of a text without blanks around it; long ones are cut like pieces."""
-    for piece in _pieces(text, "paragraphs_by_line"):
-        yield from piece.removesuffix("\n").split("\n")
+def _split_lines(text: Iterable[str]) -> Iterator[str]:
+    """Yields the lines of a text without blanks around it; long ones are cut like chunks."""
+    for chunk in _split_chunks(text, "paragraphs_by_line"):
+        yield from chunk.removesuffix("\n").split("\n")
 
 
 # Headings of wikis and Markdown, and of numbered parts of books.
@@ -314,7 +310,7 @@ def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
 
 
 def _file_texts(
-    extent: ByteRange, corpus: Corpus, read_lines: _ReadLines
+    extent: Extent, corpus: Corpus, read_lines: _ReadLines
 ) -> Iterator[tuple[str, int, _Text]]:
     """Yields the name, first line and text of a file, or of each block in sentences_by_line."""
     path = extent.path
@@ -330,13 +326,13 @@ def _file_texts(
                 text = (line.replace("\r\n", "\n") for line in block_lines)
                 yield f"{path}:{start}", start, functools.partial(iter, text)
         return
-    head = list(itertools.islice(read_lines("in pieces"), _HELD))
+    head = list(itertools.islice(read_lines("in chunks"), _HELD_CHUNKS))
 
     def text() -> Iterable[str]:
-        return head if len(head) < _HELD else read_lines("in pieces")
+        return head if len(head) < _HELD_CHUNKS else read_lines("in chunks")
 
     if corpus.layout != "per_file":
-        _refuse_contradiction(path, _lines_of(text()), corpus.layout)
+        _refuse_contradiction(path, _split_lines(text()), corpus.layout)
     beginning = "".join(head[:1])
     blanks = len(beginning) - len(beginning.lstrip())
     yield path, 1 + beginning.count("\n", 0, blanks), text
@@ -348,7 +344,7 @@ def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> No
         raise InputError(f"{path}: does not look like corpus.layout={layout}: {reason}")
 
 
-def _read_records(extent: ByteRange, read_lines: _ReadLines) -> Iterator[Record]:
+def _read_records(extent: Extent, read_lines: _ReadLines) -> Iterator[Record]:
     path, start, stop = extent.path, extent.start, extent.stop
     if extent.kind == "parquet":
         return records.parquet(path, extent.field, start, stop)
@@ -360,17 +356,18 @@ def _read_records(extent: ByteRange, read_lines: _ReadLines) -> Iterator[Record]
     return records.parse(extent.kind, read_lines("by line"), path, on_broken=refuse)
 
 
-def _record_texts(extent: ByteRange, read_lines: _ReadLines) -> Iterator[tuple[str, str]]:
-    """Yields the location and the text of each record."""
+def _record_texts(extent: Extent, read_lines: _ReadLines) -> Iterator[tuple[str, int, _Text]]:
+    """Yields the location, 0 and the text of each record."""
     for record in _read_records(extent, read_lines):
         try:
             text = record.text(extent.field)
         except InputError as error:
             _refuse_record(extent, record.location, error)
-        yield record.location, text
+        text = text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")
+        yield record.location, 0, functools.partial(iter, [text])
 
 
-def _refuse_record(extent: ByteRange, location: str, error: InputError) -> NoReturn:
+def _refuse_record(extent: Extent, location: str, error: InputError) -> NoReturn:
     """Raises the error, with the line of the file instead of the line of the extent."""
     if extent.kind == "jsonl" and extent.start:
         path, _, number = location.rpartition(":")
@@ -379,16 +376,16 @@ def _refuse_record(extent: ByteRange, location: str, error: InputError) -> NoRet
     raise error
 
 
-def _count_lines_before(extent: ByteRange) -> int:
+def _count_lines_before(extent: Extent) -> int:
     """Counts the lines of the file before the extent."""
     with _open_extent(dataclasses.replace(extent, start=0, stop=extent.start)) as file:
         return sum(1 for _ in file)
 
 
 def _read_lines(
-    extent: ByteRange, corpus: Corpus, on_read: OnRead | None, how: Literal["by line", "in pieces"]
+    extent: Extent, corpus: Corpus, on_read: OnRead | None, how: Literal["by line", "in chunks"]
 ) -> Iterator[str]:
-    """Yields decoded lines, split only on \\n, or pieces of text, whose newlines are all \\n.
+    """Yields decoded lines, split only on \\n, or chunks of text, whose newlines are all \\n.
 
     A byte-order mark is dropped.
     """
@@ -400,8 +397,8 @@ def _read_lines(
             _open_extent(extent, on_read) as raw,
             io.TextIOWrapper(raw, encoding, errors, "\n" if how == "by line" else None) as file,
         ):
-            pieces = iter(functools.partial(file.read, _PIECE), "")
-            for number, line in enumerate(file if how == "by line" else pieces):
+            chunks = iter(functools.partial(file.read, _LONGEST_CHUNK), "")
+            for number, line in enumerate(file if how == "by line" else chunks):
                 yield line.lstrip("\ufeff") if number == extent.start == 0 else line
     except UnicodeError as error:
         raise InputError(
@@ -411,7 +408,7 @@ def _read_lines(
         ) from error
 
 
-def _open_extent(extent: ByteRange, on_read: OnRead | None = None) -> IO[bytes]:
+def _open_extent(extent: Extent, on_read: OnRead | None = None) -> IO[bytes]:
     if extent.stop < 0:
         return line_reader.open_bytes(extent.path, on_read)
     size = extent.stop - extent.start
@@ -427,7 +424,3 @@ def _first_invalid_byte(path: str, encoding: str) -> int:
     except UnicodeError as error:
         return getattr(error, "start", 0)
     return 0  # the byte-order mark is missing: a UTF-16 stream must begin with one
-
-
-def _normalize_newlines(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")

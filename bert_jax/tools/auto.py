@@ -165,7 +165,7 @@ def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
     sample = ""
     for extent in extents[:: max(1, len(extents) // _PARTS)]:
         end = len(sample) + _SAMPLE // _PARTS
-        parts = (document.pieces for document in documents.read_extent(extent, text_corpus))
+        parts = (document.chunks for document in documents.read_extent(extent, text_corpus))
         for part in itertools.chain.from_iterable(parts):
             sample += part[: end - len(sample)]
             if len(sample) >= end:

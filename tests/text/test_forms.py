@@ -305,7 +305,7 @@ def test_files_at_an_address_are_read_as_those_here(tmp_path, word):
     assert row["bytes"] == local.stat().st_size
     assert text_sources.sha256(row["file"]) == text_sources.sha256(str(local))
     (part,) = parts.plan(settings)
-    found = [(d.name, d.text) for d in part.documents(settings) if d.pieces]
+    found = [(d.name, d.text) for d in part.documents(settings) if d.chunks]
     assert found == [(d.name, d.text) for d in read(there, text_field="body")]
     memory.pipe(f"/forms-{word}/{local.name}", b"changed")
     assert text_sources.fingerprint(settings) != [row]
