@@ -20,7 +20,7 @@ from bert_jax.checkpoints.base import Base, Moments
 from bert_jax.config import Corpus
 from bert_jax.interop import huggingface
 from bert_jax.pretraining.loaded_model import LoadedModel
-from bert_jax.text import documents, tokenizer, vocabulary
+from bert_jax.text import documents, tokenizer, tokenizer_training, vocabulary
 from bert_jax.text import sources as text_sources
 
 
@@ -62,7 +62,7 @@ def model_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("model") / "a.model"
     lines = [f"wa w{i} streets and tokens of {i * 7} words" for i in range(300)]
     counted = vocabulary.WordCounts.of(collections.Counter(" ".join(lines).split()))
-    file.write_bytes(vocabulary.train_sentencepiece(counted, 60, "unigram"))
+    file.write_bytes(tokenizer_training.train_sentencepiece(counted, 60, "unigram"))
     return file
 
 

@@ -26,7 +26,7 @@ from bert_jax.data.dataset import SPLITS
 from bert_jax.data.workers import StageProgress, WorkItem
 from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.storage.storage import LocalStorage
-from bert_jax.text import documents, tokenizer, trained, vocabulary, words
+from bert_jax.text import documents, tokenizer, tokenizer_training, vocabulary, words
 from bert_jax.text import sources as text_sources
 
 Record = dict[str, Any]
@@ -301,7 +301,7 @@ def _train(
         f"prepare: {counted.different:,} different words; training a {corpus.tokenizer_kind} "
         f"vocabulary of {vocab_size} tokens on {subset}"
     )
-    new = trained.train(counted, vocab_size, corpus)
+    new = tokenizer_training.train(counted, vocab_size, corpus)
     names = {new.token(number) for number in range(new.size)}
     unused = len(names.intersection(vocabulary.unused(vocab_size)))
     lacking = unused - corpus.unused_pieces

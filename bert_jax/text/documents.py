@@ -147,7 +147,9 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
     if kind == "parquet" and most:
         # In parallel, since reading from a bucket has a high latency.
         with ThreadPoolExecutor(copies.REQUESTS) as pool:
-            all_cuts = pool.map(functools.partial(records.parts, column=field, most=most), files)
+            all_cuts = pool.map(
+                functools.partial(records.divide_parquet, column=field, most=most), files
+            )
             for (path, listed), cuts in zip(files.items(), all_cuts, strict=True):
                 for start, stop, text in cuts:
                     yield Extent(
@@ -347,7 +349,7 @@ def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> No
 def _read_records(extent: Extent, read_lines: _ReadLines) -> Iterator[Record]:
     path, start, stop = extent.path, extent.start, extent.stop
     if extent.kind == "parquet":
-        return records.parquet(path, extent.field, start, stop)
+        return records.read_parquet(path, extent.field, start, stop)
     if extent.kind == "tfds":
         fields = tfds_files.shard_records(extent.folder, path, extent.count, start, stop)
         numbered = enumerate(fields, extent.before + start)

@@ -263,7 +263,7 @@ def encodable(text: str) -> str:
 # --- Parquet --------------------------------------------------------------------------------------
 
 
-def parts(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
+def divide_parquet(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
     """Divides a Parquet file into parts: (first row group, one past the last, bytes of text).
 
     A part has about `most` bytes of the column's text; row groups are never cut.
@@ -283,7 +283,7 @@ def parts(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
     return [*complete, (first, len(sizes), size)] if sizes else []
 
 
-def parquet(path: str, column: str, start: int, stop: int) -> Iterator[Record]:
+def read_parquet(path: str, column: str, start: int, stop: int) -> Iterator[Record]:
     """Yields a record with the text of each row, which may be null.
 
     Reads the row groups from `start` until before `stop`; -1: to the end. `article.text` means the

@@ -281,7 +281,7 @@ def test_a_large_parquet_file_is_read_in_parts(tmp_path):
     )
     settings = Corpus(sources=(f"parquet:{tmp_path}",))
     extents = list(documents.extents(settings, 9_000))
-    assert len(extents) == len(records.parts(extents[0].path, "text", 9_000)) > 2
+    assert len(extents) == len(records.divide_parquet(extents[0].path, "text", 9_000)) > 2
     found = [d for extent in extents for d in documents.read_extent(extent, settings)]
     assert [d.text for d in found] == [text.strip() for text in texts]
     assert [d.name.rpartition(":")[2] for d in found] == [str(i) for i in range(100)]

@@ -9,7 +9,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError
-from bert_jax.text import tokenizer, trained
+from bert_jax.text import tokenizer, tokenizer_training
 from bert_jax.text.vocabulary import SPECIALS, WordCounts
 
 TEXT = (
@@ -23,7 +23,7 @@ SIZES = {"byte_bpe": 330, "unigram": 90}
 def made(kind, **changes):
     settings = {"sources": ("text:x",), "tokenizer_kind": kind, "case": "cased"}
     settings |= {"unused_pieces": 7}
-    return trained.train(COUNTED, SIZES[kind], Corpus(**settings | changes))
+    return tokenizer_training.train(COUNTED, SIZES[kind], Corpus(**settings | changes))
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -53,13 +53,13 @@ def test_unigram_is_trained_on_so_many_bytes_of_any_text(monkeypatch):
         given.append(dict(zip(counted.words, counted.counts, strict=True)))
         return real(counted, *others)
 
-    real = trained.vocabulary.train_sentencepiece
-    monkeypatch.setattr(trained.vocabulary, "train_sentencepiece", train)
+    real = tokenizer_training.train_sentencepiece
+    monkeypatch.setattr(tokenizer_training, "train_sentencepiece", train)
     made("unigram")
     counts = dict(zip(COUNTED.words, COUNTED.counts, strict=True))
     assert given[0] == counts
     size = sum(len(word.encode()) * count for word, count in counts.items())
-    monkeypatch.setattr(trained, "_UNIGRAM_BYTES", size)
+    monkeypatch.setattr(tokenizer_training, "_UNIGRAM_BYTES", size)
     often = {word: 1_000_000 * count for word, count in counts.items()} | {"seldom": 1}
     monkeypatch.setitem(globals(), "COUNTED", WordCounts.of(often))
     made("unigram")
@@ -109,14 +109,14 @@ def test_a_text_too_small_leaves_more_pieces_unused(kind):
     settings = Corpus(sources=("text:x",), tokenizer_kind=kind, unused_pieces=7)
     exact = 90 if kind != "byte_bpe" else 330
     for size in (exact, 2_000):
-        one = trained.train(COUNTED, size, settings)
+        one = tokenizer_training.train(COUNTED, size, settings)
         assert one.size == size and (unused(one) == 7 if size == exact else unused(one) > 7)
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused_by_name():
     settings = Corpus(sources=("text:x",), tokenizer_kind="byte_bpe")
     with pytest.raises(InputError, match=r"model\.vocab_size=260: .* 261 tokens"):
-        trained.train(COUNTED, 260, settings)
+        tokenizer_training.train(COUNTED, 260, settings)
     settings = dataclasses.replace(settings, unused_pieces=100)
     with pytest.raises(InputError, match=r"corpus\.unused_pieces"):
-        trained.train(COUNTED, 330, settings)
+        tokenizer_training.train(COUNTED, 330, settings)
