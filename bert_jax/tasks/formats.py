@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from bert_jax.errors import InputError, json_object
 from bert_jax.text import line_reader, tfds_files
 from bert_jax.text import records as text_records
@@ -39,7 +41,7 @@ def records(
     """
     format_, _, path = source.partition(":")
     if format_ == "tfds":
-        return itertools.starmap(Record.of_object, tfds_files.plain_records(path))
+        return _dataset(path)
     lines = (line.removesuffix("\r") + "\n" for _, line in line_reader.read_file(path))
     if format_ == "conll":
         return _conll(lines, path, on_broken)
@@ -88,6 +90,36 @@ def _squad(lines: Iterable[str], path: str) -> Iterator[Record]:
                 location = f"{paragraph_location}.qas[{k}]"
                 field(fields, "id", str, location)
                 yield Record.of_object(location, fields | {"context": context})
+
+
+def _dataset(name_and_split: str) -> Iterator[Record]:
+    """Yields the examples of a dataset as JSON would have them.
+
+    Arrays become lists, bytes texts, class numbers names, and the class -1 (no label) None.
+    """
+    name, _, split = name_and_split.rpartition(":")
+    folder = tfds_files.find(name)
+    classes = tfds_files.class_labels(folder)
+    for number, fields in enumerate(tfds_files.records(folder, split)):
+        location = f"tfds:{name_and_split}:{number}"
+        values = [_plain(value, classes.get(key), location) for key, value in fields.items()]
+        yield Record(location, list(fields), values)
+
+
+def _plain(value: Any, classes: Any, location: str) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(inner, None, location) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner, classes, location) for inner in value]
+    if isinstance(value, bytes):
+        return text_records.decode_utf8(value, location)
+    if classes is None:
+        return value
+    if not -1 <= value < classes.num_classes:
+        raise InputError(f"{location}: class {value}, but there are {classes.num_classes} classes")
+    return None if value == -1 else classes.int2str(value)
 
 
 def rows(

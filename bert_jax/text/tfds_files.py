@@ -12,14 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from etils import epath, epy
 
 from bert_jax.errors import InputError
 from bert_jax.storage import copies
 from bert_jax.storage.storage import storage_of
-from bert_jax.text.records import decode_utf8
 
 with epy.lazy_imports():  # the import takes a third of a second, and most sources are files
     import tensorflow_datasets as tfds
@@ -166,36 +164,6 @@ def shard_records(
     expected = count if stop < 0 else stop
     if read != expected:
         raise _damaged(path, f"{read} records, not {expected}")
-
-
-def plain_records(name_and_split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields `tfds:NAME:SPLIT:NUMBER` and the fields of each example, as JSON would have them.
-
-    Arrays become lists, bytes texts, class numbers names, and the class -1 (no label) None.
-    """
-    name, _, split = name_and_split.rpartition(":")
-    folder = find(name)
-    classes = class_labels(folder)
-    for number, record in enumerate(records(folder, split)):
-        location = f"tfds:{name_and_split}:{number}"
-        fields = {k: _plain(value, classes.get(k), location) for k, value in record.items()}
-        yield location, fields
-
-
-def _plain(value: Any, classes: Any, location: str) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: _plain(inner, None, location) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner, classes, location) for inner in value]
-    if isinstance(value, bytes):
-        return decode_utf8(value, location)
-    if classes is None:
-        return value
-    if not -1 <= value < classes.num_classes:
-        raise InputError(f"{location}: class {value}, but there are {classes.num_classes} classes")
-    return None if value == -1 else classes.int2str(value)
 
 
 def class_labels(folder: epath.PathLike) -> "dict[str, tfds.features.ClassLabel]":
