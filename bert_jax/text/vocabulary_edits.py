@@ -1,9 +1,9 @@
 """Trims a vocabulary to the tokens that a text uses, or adds words to it.
 
-A trimmed vocabulary has the tokens of the text, the parts from which they are merged, special tokens
-and bytes. If all of these are kept, the text has the same tokens as before: byte-pair encoding keeps
-all merges of this text, Unigram all tokens of the best paths, WordPiece all longest matches. Other
-texts have more and shorter tokens.
+A trimmed vocabulary has the tokens of the text, the parts from which they are merged, special
+tokens and bytes. If all of these are kept, the text has the same tokens as before: byte-pair
+encoding keeps all merges of this text, Unigram all tokens of the best paths, WordPiece all longest
+matches. Other texts have more and shorter tokens.
 """
 
 import itertools
