@@ -61,7 +61,7 @@ class WordCache(dict):
         return result
 
 
-class Library:
+class LibraryTokenizer:
     """A tokenizer.json with the names of its special tokens: {"mask_token": "[MASK]", ...}."""
 
     kind = "library"
@@ -225,14 +225,14 @@ def _add_usual_names(names: Mapping[str, str], parts: dict[str, Any]) -> dict[st
     return {role: present[0] for role, present in usual.items() if present} | dict(names)
 
 
-def read(path: epath.Path, special_names: Mapping[str, str] | None = None) -> Library:
+def read(path: epath.Path, special_names: Mapping[str, str] | None = None) -> LibraryTokenizer:
     """Reads a tokenizer.json, and the names of its special tokens from the files next to it.
 
     `special_names` gives the names if they are known.
     """
     with translate_parser_errors(path, "put the file there as its library wrote it"):
         names = _read_special_names(path) if special_names is None else special_names
-        return Library(path.read_bytes(), names, str(path))
+        return LibraryTokenizer(path.read_bytes(), names, str(path))
 
 
 def _read_special_names(path: epath.Path) -> dict[str, str]:
@@ -248,7 +248,7 @@ def _read_special_names(path: epath.Path) -> dict[str, str]:
     return names
 
 
-def is_of_library(content: bytes) -> bool:
+def is_library_file(content: bytes) -> bool:
     """Returns whether a tokenizer.json is the library's, not the record of `tokenizer.save`."""
     return b'"model"' in content
 

@@ -214,7 +214,7 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
     """
     path = epath.Path(path)
     file = path / library.FILE if path.is_dir() else path
-    if file.suffix == ".json" and file.exists() and library.is_of_library(file.read_bytes()):
+    if file.suffix == ".json" and file.exists() and library.is_library_file(file.read_bytes()):
         return library.read(file)
     if path.is_dir():
         if not file.exists():

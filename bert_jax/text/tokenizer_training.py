@@ -39,7 +39,7 @@ def train(counted: WordCounts, vocab_size: int, corpus: Corpus) -> Tokenizer:
         return SentencePiece(model, corpus.case)
     trained = {"byte_bpe": _byte_bpe, "unigram": _unigram}[kind](counted, vocab_size, corpus)
     _add_specials(trained, vocab_size)
-    return library.Library(trained.to_str().encode(), vocabulary.NAMED, library.FILE)
+    return library.LibraryTokenizer(trained.to_str().encode(), vocabulary.NAMED, library.FILE)
 
 
 def train_wordpiece(counted: WordCounts, vocab_size: int, unused_pieces: int = 0) -> list[str]:

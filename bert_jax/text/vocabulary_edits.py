@@ -18,7 +18,7 @@ from etils import epath
 
 from bert_jax.errors import InputError, TranslateRustErrors, excerpt, translate_parser_errors
 from bert_jax.text import library, vocabulary
-from bert_jax.text.library import Library
+from bert_jax.text.library import LibraryTokenizer
 from bert_jax.text.tokenizer import Tokenizer, WordPiece, basic_tokens
 
 # Tokens that vocabularies reserve for later additions.
@@ -146,7 +146,7 @@ class _LibraryEditor:
     The ids of the model's own tokens come first, those of other added tokens follow.
     """
 
-    def __init__(self, tokenizer: Library):
+    def __init__(self, tokenizer: LibraryTokenizer):
         self._old = tokenizer
         self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer.content)
         self._parts = json.loads(tokenizer.content)
@@ -195,7 +195,7 @@ class _LibraryEditor:
             parts[at : at + 2] = ["".join(pairs[at])]
             yield parts[at]
 
-    def select(self, kept: Sequence[int]) -> Library:
+    def select(self, kept: Sequence[int]) -> LibraryTokenizer:
         model_size = sum(token_id < self._model_size for token_id in kept)
         return self._build([self.tokens[token_id] for token_id in kept], model_size, {})
 
@@ -213,7 +213,7 @@ class _LibraryEditor:
             parts = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         return parts[0][0] if len(parts) == 1 else None
 
-    def extend(self, new: dict[str, tuple[int, ...]]) -> tuple[Library, Origins]:
+    def extend(self, new: dict[str, tuple[int, ...]]) -> tuple[LibraryTokenizer, Origins]:
         # Added tokens may be in the vocabulary of byte-pair encoding, where no merge yields them.
         size = len(self.tokens) if self.kind == "BPE" else self._model_size
         tokens, origins, rest = _fill_slots(self.tokens, new, size)
@@ -221,7 +221,9 @@ class _LibraryEditor:
         origins[size:size] = [new[token] for token in rest]
         return self._build(tokens, size + len(rest), new), origins
 
-    def _build(self, tokens: list[str], size: int, new: dict[str, tuple[int, ...]]) -> Library:
+    def _build(
+        self, tokens: list[str], size: int, new: dict[str, tuple[int, ...]]
+    ) -> LibraryTokenizer:
         """Returns the tokenizer with these tokens by id; the first `size` are the model's own."""
         parts, ids = json.loads(self._old.content), {t: i for i, t in enumerate(tokens)}
         model, own = parts["model"], tokens[:size]
@@ -245,7 +247,7 @@ class _LibraryEditor:
         if padding := parts.get("padding"):
             padding["pad_id"] = ids[self._old.token(self._old.pad_id)]
         content = json.dumps(parts, ensure_ascii=False).encode()
-        return Library(content, self._old.special_names, library.FILE)
+        return LibraryTokenizer(content, self._old.special_names, library.FILE)
 
 
 def _renumber(processor: dict[str, Any], ids: dict[str, int]) -> None:
@@ -275,7 +277,7 @@ def _fill_slots(
 def _editor_of(tokenizer: Tokenizer) -> _WordPieceEditor | _LibraryEditor:
     if isinstance(tokenizer, WordPiece):
         return _WordPieceEditor(tokenizer)
-    if not isinstance(tokenizer, Library):
+    if not isinstance(tokenizer, LibraryTokenizer):
         raise InputError(
             f"a {tokenizer.kind} model: its tokens can be neither removed nor added; use "
             "WordPiece or a tokenizer.json"

@@ -32,7 +32,7 @@ def with_byte_fallback(content):
 NAMED = forms.NAMED | {"unigram_bytes": ANGLED}
 CONTENT = forms.CONTENT | {"unigram_bytes": with_byte_fallback(forms.CONTENT["xlmr"])}
 UNIGRAMS = ("xlmr", "unigram_bytes")
-OURS = {name: library.Library(CONTENT[name], NAMED[name], name) for name in NAMED}
+OURS = {name: library.LibraryTokenizer(CONTENT[name], NAMED[name], name) for name in NAMED}
 
 
 def plainly(name):
@@ -72,7 +72,7 @@ def test_ids_are_those_of_the_library_and_never_special(name, text):
 def test_added_tokens_that_hold_a_blank_are_known(name, added):
     theirs = plainly(name)
     theirs.add_tokens([added])
-    ours = library.Library(theirs.to_str().encode(), NAMED[name], name)
+    ours = library.LibraryTokenizer(theirs.to_str().encode(), NAMED[name], name)
     for text in ("We love New York now", "York now", "New", "We the people"):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
 

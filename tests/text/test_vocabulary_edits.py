@@ -116,7 +116,7 @@ def test_the_library_reads_what_was_cut_with_the_same_ids(name, tmp_path):
     padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None}
     padding |= {"pad_id": old.pad_id, "pad_type_id": 0, "pad_token": old.token(old.pad_id)}
     content = json.dumps(json.loads(old.content) | {"padding": padding}).encode()
-    old = library.Library(content, old.special_names, name)
+    old = library.LibraryTokenizer(content, old.special_names, name)
     text = "the people, let them\n\nnot be [MASK] <mask> at  the end of that nation's hell"
     new, _ = vocabulary_edits.trim(
         old, vocabulary_edits.count_tokens(old, rows(old, [text])), 0, "--keep"
