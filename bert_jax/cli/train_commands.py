@@ -161,16 +161,11 @@ def auto(args: argparse.Namespace) -> int:
     existing = mirror.open_workdir(root)
     if existing.experiment.exists():
         experiment = load_saved_experiment(existing, args.set, Experiment)
-        from bert_jax.text.sources import source_of_text
-
         sources = experiment.corpus.sources
-        # The files may have been removed since, or others added.
-        paths = [source.partition(":")[2] for source in sources]
-        if source_of_text(args.text) not in sources and args.text.rstrip("/") not in paths:
-            raise InputError(
-                f"TEXT {args.text}: {root} holds a run on {' '.join(sources)}; choose another "
-                "--workdir"
-            )
+        paths = (source.partition(":")[2] for source in sources)
+        if not {args.text, args.text.rstrip("/")} & {*sources, *paths}:
+            other = f"{root} holds a run on {' '.join(sources)}"
+            raise InputError(f"TEXT {args.text}: {other}; choose another --workdir")
         progress.report(f"{root}: resumes with the experiment that was chosen for it")
         return _train(experiment, root, "keep", None, None)
     workdir = mirror.open_to_write(root)

@@ -10,14 +10,8 @@ from bert_jax.config.fields import Count, FieldRule, Problem, Section
 
 # Kinds of sources that are files, with the endings of the files that they read in a folder, in
 # upper or lower case. All files but Parquet may be compressed.
-FILE_ENDINGS = {
-    "text": (".txt", ".text"),
-    "jsonl": (".jsonl",),
-    "csv": (".csv",),
-    "tsv": (".tsv",),
-    "parquet": (".parquet",),
-}
-# The ending of a compressed file.
+FILE_ENDINGS = {"text": (".txt", ".text")}
+FILE_ENDINGS |= {kind: (f".{kind}",) for kind in ("jsonl", "csv", "tsv", "parquet")}
 COMPRESSED = re.compile(r"\.(gz|zst|bz2|xz)$", re.IGNORECASE)
 # Codes of `corpus.language`: ISO 639-1, and the ISO 639-3 codes of other languages for which
 # sentencex has rules or a fallback.
@@ -124,11 +118,8 @@ class Corpus(Section, role="identity", label="corpus"):
     validation_share: _OpenShare = 0.005
 
     def _problems(self) -> Iterator[Problem]:
-        sources = tuple(
-            source if ":" in source else f"{kind_of_file(source) or 'text'}:{source}"
-            for source in self.sources
-        )
-        object.__setattr__(self, "sources", sources)
+        sources = [s if ":" in s else f"{kind_of_file(s) or 'text'}:{s}" for s in self.sources]
+        object.__setattr__(self, "sources", tuple(sources))
         if not self.sources:
             yield "sources", "name at least one source of text"
         for source in self.sources:

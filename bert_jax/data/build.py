@@ -114,10 +114,8 @@ def build(
         for extent in itertools.islice(extents, 1):
             next(documents.read_extent(extent, source), None)
     # In a mixture no part holds text of two sources.
-    parts_by_source = [
-        parts.plan(c) for c in (corpus.split_by_source() if corpus.mixture else (corpus,))
-    ]
-    planned = [part for source_parts in parts_by_source for part in source_parts]
+    plans = [parts.plan(c) for c in (corpus.split_by_source() if corpus.mixture else [corpus])]
+    planned = [part for plan in plans for part in plan]
     for line in text_sources.describe_unread(corpus):
         report(f"prepare: {printable(line)}")
     files, count = pluralize(len(sources), "file"), pluralize(len(planned), "part")
@@ -181,7 +179,7 @@ def build(
         for item, split in zip(reading, splits_by_part, strict=True)
     ]
     counts, written = _write_dataset(writing, scratch, folder, chosen.size, run, report)
-    mixture = _count_documents(corpus, written, [len(p) for p in parts_by_source])
+    mixture = _count_documents(corpus, written, [len(p) for p in plans])
     for split in SPLITS:
         if not counts[split]["tokens"]:
             raise InputError(

@@ -373,15 +373,10 @@ def _refuse_record(extent: Extent, location: str, error: InputError) -> NoReturn
     """Raises the error, with the line of the file instead of the line of the extent."""
     if extent.kind == "jsonl" and extent.start:
         path, _, number = location.rpartition(":")
-        line = int(number) + _count_lines_before(extent)
+        with _open_extent(dataclasses.replace(extent, start=0, stop=extent.start)) as file:
+            line = int(number) + sum(1 for _ in file)
         raise InputError(f"{path}:{line}{str(error).removeprefix(location)}") from error
     raise error
-
-
-def _count_lines_before(extent: Extent) -> int:
-    """Counts the lines of the file before the extent."""
-    with _open_extent(dataclasses.replace(extent, start=0, stop=extent.start)) as file:
-        return sum(1 for _ in file)
 
 
 def _read_lines(

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax.errors import InputError
-from bert_jax.text import library, tokenizer, tokenizer_training, vocabulary
+from bert_jax.text import library, tokenizer, vocabulary
+from bert_jax.text.tokenizer_training import train_sentencepiece, train_wordpiece
 from bert_jax.tools.conformance import golden
 
 SAMPLE = golden.FOLDER / "sample_text.txt"
@@ -124,7 +125,7 @@ def counted(lines):
 
 
 def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():
-    vocab = tokenizer_training.train_wordpiece(counted(prose()), 200)
+    vocab = train_wordpiece(counted(prose()), 200)
     assert len(vocab) == len(set(vocab)) == 200
     assert tuple(vocab[:5]) == vocabulary.SPECIALS
     trained = tokenizer.WordPiece(vocab, "cased")
@@ -135,24 +136,22 @@ def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():
 
 def test_a_vocabulary_too_small_for_the_characters_is_refused_by_name():
     with pytest.raises(InputError, match=r"model\.vocab_size=9: "):
-        tokenizer_training.train_wordpiece(counted(prose()), 9)
+        train_wordpiece(counted(prose()), 9)
     for kind in ("unigram", "bpe"):
         with pytest.raises(InputError, match=r"model\.vocab_size=9: "):
-            tokenizer_training.train_sentencepiece(counted(prose()), 9, kind)
+            train_sentencepiece(counted(prose()), 9, kind)
 
 
 @pytest.fixture(scope="module", params=["unigram", "bpe"])
 def sentence_model(request):
-    return request.param, tokenizer_training.train_sentencepiece(
-        counted(prose()), 100, request.param
-    )
+    return request.param, train_sentencepiece(counted(prose()), 100, request.param)
 
 
 def test_a_script_of_thousands_of_characters_is_kept_but_for_the_rarest():
     """Chinese is by character: one that has no piece is [UNK] wherever it stands."""
     counts = {chr(0x4E00 + i): 40_000 // (i + 1) for i in range(3_000)} | {"\u9fa0": 1}
     text = [" ".join(character * count) for character, count in counts.items()]
-    found = set(tokenizer_training.train_wordpiece(counted(text), 20_000))
+    found = set(train_wordpiece(counted(text), 20_000))
     unknown = sum(count for character, count in counts.items() if character not in found)
     assert 0 < unknown <= 0.0005 * sum(counts.values())
 
@@ -162,7 +161,7 @@ def test_sentencepiece_training_is_deterministic_on_any_number_of_cores(
 ):
     kind, model = sentence_model
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert tokenizer_training.train_sentencepiece(counted(prose()), 100, kind) == model
+    assert train_sentencepiece(counted(prose()), 100, kind) == model
 
 
 def test_specials_of_a_trained_sentencepiece_model_are_ids_0_to_4(sentence_model):
@@ -245,9 +244,7 @@ def test_a_special_that_is_a_user_defined_symbol_is_not_given_by_text():
 @pytest.fixture(params=["wordpiece", "foreign"])
 def any_tokenizer(request):
     if request.param == "wordpiece":
-        return tokenizer.WordPiece(
-            tokenizer_training.train_wordpiece(counted(prose()), 200), "cased"
-        )
+        return tokenizer.WordPiece(train_wordpiece(counted(prose()), 200), "cased")
     return tokenizer.SentencePiece(foreign_model(), "cased")
 
 

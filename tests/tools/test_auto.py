@@ -117,12 +117,12 @@ def test_text_is_looked_at_in_the_field_and_encoding_that_are_set(here, monkeypa
 def test_of_a_long_document_no_more_is_read_than_is_looked_at(here, monkeypatch):
     read = []
 
-    def pieces():
+    def chunks():
         for _ in range(1_000):
             read.append(1_000 * "a ")
             yield read[-1]
 
-    whole = types.SimpleNamespace(pieces=pieces())
+    whole = types.SimpleNamespace(chunks=chunks())
     monkeypatch.setattr(auto.documents, "read_extent", lambda *_: iter([whole]))
     assert auto.examine_text("text").files == 1 and len(read) < 20
 
