@@ -50,7 +50,7 @@ ABOVE = {
     "serve": 574,
     "storage": 2_039,
     "tasks": 4_406,
-    "text": 3_219,
+    "text": 3_211,
     "tools": 7_960,
     "training": 2_335,
     "benchmarks": 3_034,

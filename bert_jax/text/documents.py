@@ -138,42 +138,34 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
         for path, count, size, can_be_cut in tfds_files.shards(folder):
             parts = max(1, min(count, round(size / most))) if most and can_be_cut else 1
             bounds = [0, *(count * part // parts for part in range(1, parts)), -1]
-            shard = "tfds", str(path), field, str(folder)
             for start, stop in itertools.pairwise(bounds):
-                yield Extent(*shard, start, stop, count, before, size // parts)
+                part = start, stop, count, before, size // parts
+                yield Extent("tfds", str(path), field, str(folder), *part)
             before += count
         return
     files = sources.files(source)
     if kind == "parquet" and most:
         # In parallel, since reading from a bucket has a high latency.
         with ThreadPoolExecutor(copies.REQUESTS) as pool:
-            all_cuts = pool.map(
-                functools.partial(records.divide_parquet, column=field, most=most), files
-            )
-            for (path, listed), cuts in zip(files.items(), all_cuts, strict=True):
-                for start, stop, text in cuts:
-                    yield Extent(
-                        kind, path, field, start=start, stop=stop, bytes=text, listed=listed
-                    )
+            divide = functools.partial(records.divide_parquet, column=field, most=most)
+            for (path, listed), parts in zip(files.items(), pool.map(divide, files), strict=True):
+                for start, stop, size in parts:
+                    yield Extent(kind, path, field, "", start, stop, bytes=size, listed=listed)
         return
     for path, listed in files.items():
         size = sources.state(path, listed=listed)["bytes"]
         cuts = _find_cuts(path, kind, corpus, most) if size > most > 0 else []
         for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
             length = (size if stop < 0 else stop) - start
-            yield Extent(kind, path, field, start=start, stop=stop, bytes=length, listed=listed)
+            yield Extent(kind, path, field, "", start, stop, bytes=length, listed=listed)
 
 
 def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:
     """Returns positions in a large file where it may be cut, about `most` bytes apart."""
     is_text = kind == "text"
-    if (
-        line_reader.compression(path)
-        or kind not in ("text", "jsonl")
-        or "://" in path
-        or (is_text and corpus.layout != "sentences_by_line")
-        or not _LINE_ENCODINGS.fullmatch(codecs.lookup(corpus.encoding).name)
-    ):
+    has_cuts = kind == "jsonl" or (is_text and corpus.layout == "sentences_by_line")
+    has_line_ends = _LINE_ENCODINGS.fullmatch(codecs.lookup(corpus.encoding).name)
+    if not (has_cuts and has_line_ends) or "://" in path or line_reader.compression(path):
         return []
     cuts: list[int] = []
     with line_reader.translate_errors(path), open(path, "rb") as file:
@@ -221,8 +213,8 @@ def read_extent(
 def _split_chunks(text: Iterable[str], layout: Layout) -> Iterator[str]:
     """Yields a text without blanks around it, in non-empty chunks that end with a paragraph.
 
-    A longer paragraph than `_LONGEST_CHUNK` is cut at the end of a line, or else of a word. In
-    `sentences_by_line` a sentence is never cut.
+    A paragraph of over `_LONGEST_CHUNK` characters is cut at the end of a line, or else of a word.
+    In `sentences_by_line` a sentence is never cut.
     """
     last_ends = [_PARAGRAPH, _LINE, _LAST_WORD] if layout == "wrapped" else [_LINE, _LAST_WORD]
     next_end, longest = _NEXT_WORD, _LONGEST_WORD
@@ -290,24 +282,24 @@ def _split_documents(lines: Iterable[str], pattern: str) -> Iterator[tuple[int, 
 
 def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
     """Returns why a file of over 100 lines cannot have this layout, or None."""
-    count = long = longest = broken = 0
+    count = long_lines = longest = broken_lines = 0
     previous = "."
     for line in filter(None, map(str.strip, lines)):
         count += 1
-        long += len(line) > _WRAPPED_LINE
+        long_lines += len(line) > _WRAPPED_LINE
         longest = max(longest, len(line))
         # A wrapped sentence continues in lower case; a whole one ends in a punctuation mark.
-        broken += line[0].islower() and previous[-1] not in _SENTENCE_ENDS
+        broken_lines += line[0].islower() and previous[-1] not in _SENTENCE_ENDS
         previous = line
     if count <= _LINES_TO_JUDGE:
         return None
-    broken_share = broken / count
-    if layout == "wrapped" and long > 0.5 * count:
-        share = long / count
-        return f"{share:.0%} of its lines are over {_WRAPPED_LINE} characters: paragraphs_by_line?"
+    long_share, broken_share = long_lines / count, broken_lines / count
+    if layout == "wrapped" and long_share > 0.5:
+        lines_over = f"{long_share:.0%} of its lines are over {_WRAPPED_LINE} characters"
+        return f"{lines_over}: paragraphs_by_line?"
     by_line = layout == "sentences_by_line" or (layout == "paragraphs_by_line" and longest <= 100)
     if by_line and broken_share > 0.3:
-        return f"{broken_share:.0%} of its lines go on in the next: wrapped?"
+        return f"{broken_share:.0%} of its lines continue in the next line: wrapped?"
     return None
 
 
