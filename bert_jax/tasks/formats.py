@@ -21,7 +21,7 @@ import numpy as np
 from bert_jax.errors import InputError, json_object
 from bert_jax.text import line_reader, tfds_files
 from bert_jax.text import records as text_records
-from bert_jax.text.records import OnBroken, Record, quote_names, quote_value
+from bert_jax.text.records import OnBroken, SourceRecord, quote_names, quote_value
 
 # Formats whose rows all have the same columns.
 _TABLE_FORMATS = ("tsv", "csv", "conll")
@@ -34,7 +34,7 @@ def records(
     header: str,
     blank_lines: bool = False,
     on_broken: OnBroken = text_records.refuse,
-) -> Iterator[Record]:
+) -> Iterator[SourceRecord]:
     """Yields the records of a source; see `text.records.parse` for the other arguments.
 
     The columns of CoNLL are 0, 1 and so on; their values are lists of texts, one for each word.
@@ -50,7 +50,7 @@ def records(
     return text_records.parse(format_, lines, path, header, blank_lines, on_broken)
 
 
-def _conll(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[Record]:
+def _conll(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[SourceRecord]:
     first_line, names = 0, list[str]()  # of the file's first word
     start = 0  # the line of the sentence's first word
     words: list[list[str]] = []  # of the sentence
@@ -72,13 +72,13 @@ def _conll(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[Rec
             location = f"{path}:{start}"
             if sentence_error is None:
                 values = [list(column) for column in zip(*words, strict=True)]
-                yield Record(location, names, values)
+                yield SourceRecord(location, names, values)
             else:
                 on_broken(location, sentence_error)
             words, sentence_error = [], None
 
 
-def _squad(lines: Iterable[str], path: str) -> Iterator[Record]:
+def _squad(lines: Iterable[str], path: str) -> Iterator[SourceRecord]:
     """Yields each question with its context; the location is its position in the file's JSON."""
     tree = json_object("".join(lines), path)
     for i, article in enumerate(field(tree, "data", list, path)):
@@ -89,10 +89,10 @@ def _squad(lines: Iterable[str], path: str) -> Iterator[Record]:
             for k, fields in enumerate(field(paragraph, "qas", list, paragraph_location)):
                 location = f"{paragraph_location}.qas[{k}]"
                 field(fields, "id", str, location)
-                yield Record.of_object(location, fields | {"context": context})
+                yield SourceRecord.from_dict(location, fields | {"context": context})
 
 
-def _dataset(name_and_split: str) -> Iterator[Record]:
+def _dataset(name_and_split: str) -> Iterator[SourceRecord]:
     """Yields the examples of a dataset as JSON would have them.
 
     Arrays become lists, bytes texts, class numbers names, and the class -1 (no label) None.
@@ -103,7 +103,7 @@ def _dataset(name_and_split: str) -> Iterator[Record]:
     for number, fields in enumerate(tfds_files.records(folder, split)):
         location = f"tfds:{name_and_split}:{number}"
         values = [_plain(value, classes.get(key), location) for key, value in fields.items()]
-        yield Record(location, list(fields), values)
+        yield SourceRecord(location, list(fields), values)
 
 
 def _plain(value: Any, classes: Any, location: str) -> Any:
@@ -138,7 +138,7 @@ def rows(
             yield record.location, values
 
 
-def select(record: Record, columns: Sequence[str]) -> list[Any]:
+def select(record: SourceRecord, columns: Sequence[str]) -> list[Any]:
     """Returns the values of `columns`; the record must have each of them exactly once."""
     remedy = (
         "set the columns of the task in task.text_column, task.label_column and others (see "

@@ -28,7 +28,7 @@ from bert_jax.tasks.adaptation import LoadedBase, compile_forward, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence, Tally
 from bert_jax.tasks.similar import inherit_prompts, validation_task
 from bert_jax.tasks.task_objective import merged_params
-from bert_jax.text.records import Record, encodable, quote_names
+from bert_jax.text.records import SourceRecord, encodable, quote_names
 from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
@@ -326,7 +326,7 @@ def _predict_rows(
     counts: collections.Counter[str],
     unread: Tally,
     tally: Tally,
-) -> Iterator[Record]:
+) -> Iterator[SourceRecord]:
     """Yields each row with the predicted columns.
 
     `counts` counts labels, `unread` rows without a prediction, and `tally` broken rows.
@@ -358,7 +358,7 @@ def _predict_rows(
                 label = answer[column or "label"]
                 predicted = [label] if column else [label, answer["probabilities"][label]]
                 counts[str(label)] += 1
-            yield Record(location, [*names, *added], [*values, *predicted])
+            yield SourceRecord(location, [*names, *added], [*values, *predicted])
     if is_empty:
         raise InputError(f"{source}: holds no examples")
 
@@ -373,7 +373,7 @@ def _require_json(values: Sequence[Any], location: str) -> None:
         ) from error
 
 
-def _table_lines(table_rows: Iterable[Record], suffix: str, header: str) -> Iterator[str]:
+def _table_lines(table_rows: Iterable[SourceRecord], suffix: str, header: str) -> Iterator[str]:
     """Yields the lines of a .csv, .tsv or .jsonl file; `header` "none" omits the column names."""
     first: Sequence[str] = ()
     # The writer quotes cells with a character of its line end, so that is \r\n, written as \n.

@@ -28,7 +28,7 @@ from bert_jax.config import Corpus
 from bert_jax.errors import InputError
 from bert_jax.storage import buckets, copies
 from bert_jax.text import line_reader, records, sources, tfds_files
-from bert_jax.text.records import Record
+from bert_jax.text.records import SourceRecord
 
 # Maximum length of a line in a wrapped text.
 _WRAPPED_LINE = 200
@@ -338,14 +338,14 @@ def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> No
         raise InputError(f"{path}: does not look like corpus.layout={layout}: {reason}")
 
 
-def _read_records(extent: Extent, read_lines: _ReadLines) -> Iterator[Record]:
+def _read_records(extent: Extent, read_lines: _ReadLines) -> Iterator[SourceRecord]:
     path, start, stop = extent.path, extent.start, extent.stop
     if extent.kind == "parquet":
         return records.read_parquet(path, extent.field, start, stop)
     if extent.kind == "tfds":
-        fields = tfds_files.shard_records(extent.folder, path, extent.count, start, stop)
-        numbered = enumerate(fields, extent.before + start)
-        return (Record.of_object(f"{extent.folder}:{number}", each) for number, each in numbered)
+        examples = tfds_files.shard_records(extent.folder, path, extent.count, start, stop)
+        numbered = enumerate(examples, extent.before + start)
+        return (SourceRecord.from_dict(f"{extent.folder}:{i}", fields) for i, fields in numbered)
     refuse = functools.partial(_refuse_record, extent)
     return records.parse(extent.kind, read_lines("by line"), path, on_broken=refuse)
 

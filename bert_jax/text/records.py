@@ -40,7 +40,7 @@ _SEPARATORS = {
 }
 
 
-class Record(NamedTuple):
+class SourceRecord(NamedTuple):
     """The values of a row or a JSON object, with the names of their columns."""
 
     location: str  # FILE:LINE, for messages; FILE:NUMBER, counted from 0, in Parquet and TFDS
@@ -48,7 +48,7 @@ class Record(NamedTuple):
     values: Sequence[Any]  # texts in tables, any values in JSON and TFDS
 
     @classmethod
-    def of_object(cls, location: str, fields: Mapping[str, Any]) -> "Record":
+    def from_dict(cls, location: str, fields: Mapping[str, Any]) -> "SourceRecord":
         """Returns the record of a JSON object."""
         return cls(location, list(fields), list(fields.values()))
 
@@ -102,7 +102,7 @@ def parse(
     header: str = "first_line",
     blank_lines: bool = False,
     on_broken: OnBroken = refuse,
-) -> Iterator[Record]:
+) -> Iterator[SourceRecord]:
     """Yields the records of a file of this kind from its decoded lines, which end with \\n.
 
     The first line of a table has the names of the columns; without such a `header` they are 0, 1
@@ -122,7 +122,7 @@ def _table(
     header: str,
     blank_lines: bool,
     on_broken: OnBroken,
-) -> Iterator[Record]:
+) -> Iterator[SourceRecord]:
     names: list[str] = []
     first = before = 0
     for number, cells in numbered:
@@ -134,7 +134,7 @@ def _table(
                 continue
         if blank_lines and len(names) == 1:
             yield from (
-                Record(f"{path}:{blank}", names, [""]) for blank in range(before + 1, number)
+                SourceRecord(f"{path}:{blank}", names, [""]) for blank in range(before + 1, number)
             )
             before = number + cells[0].count("\n")
         try:
@@ -142,7 +142,7 @@ def _table(
         except InputError as error:
             on_broken(location, error)
         else:
-            yield Record(location, names, cells)
+            yield SourceRecord(location, names, cells)
 
 
 def _separator_note(names: Sequence[str]) -> str:
@@ -187,7 +187,7 @@ def _csv(lines: Iterable[str], path: str) -> Iterator[tuple[int, list[str]]]:
             yield number, cells
 
 
-def _json_lines(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[Record]:
+def _json_lines(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[SourceRecord]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             location = f"{path}:{number}"
@@ -196,7 +196,7 @@ def _json_lines(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterato
             except InputError as error:
                 on_broken(location, error)
             else:
-                yield Record.of_object(location, fields)
+                yield SourceRecord.from_dict(location, fields)
 
 
 # --- fields ---------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def divide_parquet(path: str, column: str, most: int) -> list[tuple[int, int, in
     return [*complete, (first, len(sizes), size)] if sizes else []
 
 
-def read_parquet(path: str, column: str, start: int, stop: int) -> Iterator[Record]:
+def read_parquet(path: str, column: str, start: int, stop: int) -> Iterator[SourceRecord]:
     """Yields a record with the text of each row, which may be null.
 
     Reads the row groups from `start` until before `stop`; -1: to the end. `article.text` means the
@@ -298,7 +298,7 @@ def read_parquet(path: str, column: str, start: int, stop: int) -> Iterator[Reco
                 for text in batch.column(0).to_pylist():
                     while isinstance(text, dict):  # a column within another
                         (text,) = text.values()
-                    yield Record(f"{path}:{number}", [column], [text])
+                    yield SourceRecord(f"{path}:{number}", [column], [text])
                     number += 1
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             raise InputError(f"{path}: damaged Parquet file ({error})") from error
@@ -314,7 +314,7 @@ def _open_parquet(path: str, column: str) -> Iterator[tuple[pyarrow.parquet.Parq
             raise InputError(f"{path}: cannot be read as Parquet ({error})") from error
         schema = file.metadata.schema
         names = [schema.column(number).path for number in range(len(schema))]
-        index: int = Record(path, names, range(len(names))).value(column, _NAME_FIELD)
+        index: int = SourceRecord(path, names, range(len(names))).value(column, _NAME_FIELD)
         texts = schema.column(index)
         if texts.logical_type.type != "STRING" or texts.max_repetition_level:
             raise InputError(
