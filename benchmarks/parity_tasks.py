@@ -27,7 +27,7 @@ from bert_jax.storage.mirror import open_workdir
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.finetuning_job import finetune
 from bert_jax.tasks.predict import TaskModel
-from bert_jax.text.library import Library
+from bert_jax.text.library import LibraryTokenizer
 from bert_jax.text.tokenizer import WordPiece
 
 EXAMPLES = 24
@@ -108,7 +108,7 @@ def write_base(name: str, fresh: tuple[str, ...], folder: pathlib.Path) -> None:
     if name == "roberta":
         specials = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
         specials |= {"cls_token": "<s>", "sep_token": "</s>"}
-        tokenizer = Library(_ROBERTA_TOKENIZER.read_bytes(), specials, name)
+        tokenizer = LibraryTokenizer(_ROBERTA_TOKENIZER.read_bytes(), specials, name)
         cfg = dataclasses.replace(cfg, vocab_size=tokenizer.size)
     parity.write_base(cfg, tokenizer, 0.05, folder, fresh)
 

@@ -13,4 +13,4 @@ SQUARE = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
 ANGLED = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
 NAMED = {"modernbert": SQUARE, "roberta": ANGLED, "xlmr": ANGLED, "gemma": ANGLED}
 CONTENT = {name: (FOLDER / f"{name}.json").read_bytes() for name in NAMED}
-OURS = {name: library.Library(CONTENT[name], NAMED[name], name) for name in NAMED}
+OURS = {name: library.LibraryTokenizer(CONTENT[name], NAMED[name], name) for name in NAMED}

@@ -20,7 +20,7 @@ from bert_jax.checkpoints.base import Base, Moments
 from bert_jax.config import Corpus
 from bert_jax.interop import huggingface
 from bert_jax.pretraining.loaded_model import LoadedModel
-from bert_jax.text import documents, tokenizer, vocabulary
+from bert_jax.text import documents, tokenizer, tokenizer_training, vocabulary
 from bert_jax.text import sources as text_sources
 
 
@@ -44,8 +44,8 @@ def test_a_tokenizer_folder_is_as_it_was_saved(vocab_txt, model_file, tmp_path_f
         found = result(lambda: tokenizer.load(folder), folder)
     if found is not REFUSED:
         assert (found.kind, found.case, found.sha256) == (saved.kind, saved.case, saved.sha256)
-        assert [found.piece(i) for i in range(found.size)] == [
-            saved.piece(i) for i in range(saved.size)
+        assert [found.token(i) for i in range(found.size)] == [
+            saved.token(i) for i in range(saved.size)
         ]
 
 
@@ -62,7 +62,7 @@ def model_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("model") / "a.model"
     lines = [f"wa w{i} streets and tokens of {i * 7} words" for i in range(300)]
     counted = vocabulary.WordCounts.of(collections.Counter(" ".join(lines).split()))
-    file.write_bytes(vocabulary.train_sentencepiece(counted, 60, "unigram"))
+    file.write_bytes(tokenizer_training.train_sentencepiece(counted, 60, "unigram"))
     return file
 
 
@@ -110,7 +110,7 @@ def test_a_folder_of_others_gives_what_its_files_say(imported, data):
     if found is REFUSED:
         return
     ours, theirs = found.tokenizer, whole.tokenizer
-    pieces = [[tok.piece(i) for i in range(tok.size)] for tok in (ours, theirs)]
+    pieces = [[tok.token(i) for i in range(tok.size)] for tok in (ours, theirs)]
     assert pieces[0] == pieces[1]
     # A file that leaves out how texts are put together is read by its library, as it says.
     assert ours.case == theirs.case or ours.kind == "library"

@@ -191,11 +191,11 @@ def train_auto(args: argparse.Namespace) -> int:
     existing = mirror.open_workdir(root)
     if existing.experiment.exists():
         experiment = load_saved_experiment(existing, settings, Experiment)
-        if config.source_of_text(args.text) not in experiment.corpus.sources:
-            sources = " ".join(experiment.corpus.sources)
-            raise InputError(
-                f"TEXT {args.text}: {root} holds a run on {sources}; choose another --workdir"
-            )
+        sources = experiment.corpus.sources
+        paths = (source.partition(":")[2] for source in sources)
+        if not {args.text, args.text.rstrip("/")} & {*sources, *paths}:
+            other = f"{root} holds a run on {' '.join(sources)}"
+            raise InputError(f"TEXT {args.text}: {other}; choose another --workdir")
         progress.report(f"{root}: resumes with the experiment that was chosen for it")
         return _train(experiment, root, "keep", None, None)
     workdir = mirror.open_to_write(root)

@@ -45,4 +45,4 @@ from bert_jax.config.pretraining import (
     Phase,
     Run,
 )
-from bert_jax.config.text_corpus import Corpus, source_name, source_of_text
+from bert_jax.config.text_corpus import Corpus, source_name

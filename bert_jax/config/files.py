@@ -15,7 +15,7 @@ from bert_jax.config.explain import TYPES, suggestion
 from bert_jax.config.fields import RequiresValue, Section, fields_of
 from bert_jax.config.finetuning import SOURCES, Finetuning
 from bert_jax.config.pretraining import Experiment
-from bert_jax.config.text_corpus import Corpus, source_name
+from bert_jax.config.text_corpus import COMPRESSED, Corpus, source_name
 from bert_jax.errors import InputError, json_object, prefix_errors
 
 # In version 1 the section `parallelism` was called `mesh`, and a task's `kind` was `shape`.
@@ -91,15 +91,11 @@ def name_of(path: str) -> str:
     return re.sub(r"[^\w.-]+", "-", pathlib.PurePath(path).name.partition(".")[0]).strip("-.")
 
 
-# Endings of compressed files.
-_COMPRESSED = re.compile(r"\.(gz|zst|bz2|xz)$", re.IGNORECASE)
-
-
 def source_of(flag: str, kind: str, file: str) -> str:
     """Returns a source for `task.train`, with the format by the ending of the file's name."""
     if file.partition(":")[0] in SOURCES[kind]:
         return file
-    ending = pathlib.PurePath(_COMPRESSED.sub("", file)).suffix.lower()
+    ending = pathlib.PurePath(COMPRESSED.sub("", file)).suffix.lower()
     file_format = "squad" if ending == ".json" else ending.removeprefix(".")
     if file_format not in SOURCES[kind]:
         known = ", ".join(f"{known}:" for known in SOURCES[kind])

@@ -1,7 +1,6 @@
 """The section `corpus` of a pre-training: which text is read, and how it becomes token ids."""
 
 import itertools
-import pathlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -9,8 +8,11 @@ from typing import Annotated, Literal
 
 from bert_jax.config.fields import Count, FieldRule, Problem, Section
 
-# Kinds of sources that are files.
-TEXT_FILES = ("text", "jsonl", "csv", "tsv", "parquet")
+# Kinds of sources that are files, with the endings of the files that they read in a folder, in
+# upper or lower case. All files but Parquet may be compressed.
+FILE_ENDINGS = {"text": (".txt", ".text")}
+FILE_ENDINGS |= {kind: (f".{kind}",) for kind in ("jsonl", "csv", "tsv", "parquet")}
+COMPRESSED = re.compile(r"\.(gz|zst|bz2|xz)$", re.IGNORECASE)
 # Codes of `corpus.language`: ISO 639-1, and the ISO 639-3 codes of other languages for which
 # sentencex has rules or a fallback.
 _LANGUAGES = """
@@ -53,12 +55,14 @@ def source_name(source: str) -> str:
     return _FOLDER.sub("./", source, count=1)
 
 
-def source_of_text(path: str) -> str:
-    """Returns the source of a path, with its kind by the path's ending; a source is unchanged."""
-    kind = pathlib.PurePath(re.sub(r"(?i)\.(gz|zst|bz2|xz)$", "", path)).suffix[1:].lower()
-    if re.match(r"\w+:(?!//)", path):
-        return path
-    return f"{kind if kind in TEXT_FILES else 'text'}:{re.sub(r'(?<=[^:/])/+$', '', path)}"
+def kind_of_file(path: str) -> str:
+    """Returns the kind of source that reads files of this name in a folder; "" if none does."""
+    name = path.lower()
+    uncompressed = COMPRESSED.sub("", name)
+    for kind, endings in FILE_ENDINGS.items():
+        if (name if kind == "parquet" else uncompressed).endswith(endings):
+            return kind
+    return ""
 
 
 # In each block of this many rows every source of a mixture has exactly its share.
@@ -71,7 +75,8 @@ class Corpus(Section, role="identity", label="corpus"):
 
     # Sources of text: text:, jsonl:, csv:, tsv: or parquet:FOLDER_OR_GLOB, a path relative to the
     # current directory or an address that fsspec knows (gs://, hf://); tfds:NAME or tfds_dir:PATH.
-    # In an experiment's .py file, ./ and ../ are relative to the folder of the file.
+    # A path alone has its kind by the ending of its name; a folder is text:. In an experiment's .py
+    # file, ./ and ../ are relative to the folder of the file.
     sources: tuple[str, ...]
     # One weight for each source: its share of the training rows, whatever its size; 3,1 gives the
     # first source three of four rows. Held-out rows are drawn from all documents alike. Empty:
@@ -113,15 +118,14 @@ class Corpus(Section, role="identity", label="corpus"):
     validation_share: _OpenShare = 0.005
 
     def _problems(self) -> Iterator[Problem]:
-        # A path alone is a folder of text.
-        sources = (source if ":" in source else f"text:{source}" for source in self.sources)
+        sources = [s if ":" in s else f"{kind_of_file(s) or 'text'}:{s}" for s in self.sources]
         object.__setattr__(self, "sources", tuple(sources))
         if not self.sources:
             yield "sources", "name at least one source of text"
         for source in self.sources:
             kind, _, rest = source.partition(":")
-            if not rest or kind not in (*TEXT_FILES, "tfds", "tfds_dir"):
-                kinds = " ".join(f"{kind}:" for kind in TEXT_FILES)
+            if not rest or kind not in (*FILE_ENDINGS, "tfds", "tfds_dir"):
+                kinds = " ".join(f"{kind}:" for kind in FILE_ENDINGS)
                 why = f"write {kinds} before FOLDER_OR_GLOB, tfds: before NAME, tfds_dir: before a"
                 yield "sources", f"{source!r} is no source; {why} folder"
         yield from self._mixture_problems()
@@ -141,7 +145,7 @@ class Corpus(Section, role="identity", label="corpus"):
         # The column of a single source may have a comma in its name.
         return self.text_field.split(",") if len(self.sources) > 1 else [self.text_field]
 
-    def alone(self) -> "tuple[Corpus, ...]":
+    def split_by_source(self) -> "tuple[Corpus, ...]":
         """Returns one corpus for each source, with its text field."""
         fields = itertools.cycle(self._fields())
         return tuple(

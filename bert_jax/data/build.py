@@ -26,7 +26,7 @@ from bert_jax.data.dataset import SPLITS
 from bert_jax.data.workers import StageProgress, WorkItem
 from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.storage.storage import LocalStorage
-from bert_jax.text import documents, tokenizer, trained, vocabulary, words
+from bert_jax.text import documents, tokenizer, tokenizer_training, vocabulary, words
 from bert_jax.text import sources as text_sources
 
 Record = dict[str, Any]
@@ -109,13 +109,13 @@ def build(
             "paragraph is one sentence, unless corpus.layout=sentences_by_line"
         )
     # Reads one document of every source, to reject a missing field before hours of reading.
-    for source in corpus.alone():
+    for source in corpus.split_by_source():
         extents = () if source.sources[0].startswith("text:") else documents.extents(source)
         for extent in itertools.islice(extents, 1):
             next(documents.read_extent(extent, source), None)
     # In a mixture no part holds text of two sources.
-    parts_by_source = [parts.plan(c) for c in (corpus.alone() if corpus.mixture else (corpus,))]
-    planned = [part for source_parts in parts_by_source for part in source_parts]
+    plans = [parts.plan(c) for c in (corpus.split_by_source() if corpus.mixture else [corpus])]
+    planned = [part for plan in plans for part in plan]
     for line in text_sources.describe_unread(corpus):
         report(f"prepare: {printable(line)}")
     files, count = pluralize(len(sources), "file"), pluralize(len(planned), "part")
@@ -179,7 +179,7 @@ def build(
         for item, split in zip(reading, splits_by_part, strict=True)
     ]
     counts, written = _write_dataset(writing, scratch, folder, chosen.size, run, report)
-    mixture = _count_documents(corpus, written, [len(p) for p in parts_by_source])
+    mixture = _count_documents(corpus, written, [len(p) for p in plans])
     for split in SPLITS:
         if not counts[split]["tokens"]:
             raise InputError(
@@ -299,8 +299,8 @@ def _train(
         f"prepare: {counted.different:,} different words; training a {corpus.tokenizer_kind} "
         f"vocabulary of {vocab_size} tokens on {subset}"
     )
-    new = trained.train(counted, vocab_size, corpus)
-    names = {new.piece(number) for number in range(new.size)}
+    new = tokenizer_training.train(counted, vocab_size, corpus)
+    names = {new.token(number) for number in range(new.size)}
     unused = len(names.intersection(vocabulary.unused(vocab_size)))
     lacking = unused - corpus.unused_pieces
     if lacking:

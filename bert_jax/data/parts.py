@@ -30,7 +30,7 @@ from bert_jax.storage import buckets, copies
 from bert_jax.storage.storage import storage_of
 from bert_jax.text import documents, line_reader, sentence_splitter, tokenizer, words
 from bert_jax.text import sources as text_sources
-from bert_jax.text.documents import ByteRange, Document
+from bert_jax.text.documents import Document, Extent
 
 # Bytes of text in a part, approximately: seconds of work, and a shard of at most about 30 MB.
 PART_BYTES = 1 << 25
@@ -55,7 +55,7 @@ DOCUMENT = np.dtype([("hash", "<u8"), ("sentences", "<u4")])
 class Part:
     """A stretch of the corpus."""
 
-    extents: tuple[ByteRange, ...]  # in the order of the text
+    extents: tuple[Extent, ...]  # in the order of the text
     # Path, bytes and date of the files that hold the extents; a TFDS dataset's metadata file.
     files: tuple[tuple[str, int, int], ...]
     bytes: int  # of text, approximately
@@ -68,7 +68,7 @@ class Part:
         return copies.use_local_copies(objects)
 
     def documents(self, corpus: Corpus, tick: Tick = lambda characters: None) -> Iterator[Document]:
-        """Yields the documents of this part; calls `tick` for each piece of text that is read."""
+        """Yields the documents of this part; calls `tick` for each chunk of text that is read."""
         self._require_unchanged()
         try:
             for extent in self.extents:
@@ -93,9 +93,9 @@ class Part:
 
 def plan(corpus: Corpus) -> list[Part]:
     """Returns the parts of a corpus, in order."""
-    parts: list[list[ByteRange]] = []
+    parts: list[list[Extent]] = []
     sizes: list[int] = []
-    for source in corpus.alone():
+    for source in corpus.split_by_source():
         for extent in documents.extents(source, PART_BYTES):
             is_compressed = extent.kind == "tfds" or line_reader.compression(extent.path) != ""
             size = extent.bytes * (_COMPRESSION if is_compressed else 1)
@@ -110,7 +110,7 @@ def plan(corpus: Corpus) -> list[Part]:
         state = text_sources.state(path, listed=listed)
         return path, state["bytes"], state["mtime_ns"]
 
-    def find_files(part: list[ByteRange]) -> tuple[tuple[str, int, int], ...]:
+    def find_files(part: list[Extent]) -> tuple[tuple[str, int, int], ...]:
         # The metadata identifies a TFDS dataset.
         paths = {f"{e.folder}/dataset_info.json" if e.folder else e.path: e.listed for e in part}
         return tuple(itertools.starmap(read_state, paths.items()))
@@ -142,12 +142,12 @@ class CountStretches(_PartItem):
         """Writes the counts of stretches between blanks; returns their record."""
         record = {"documents": 0}
 
-        def pieces() -> Iterator[str]:
+        def chunks() -> Iterator[str]:
             for document in self.part.documents(self.corpus, tick):
-                record["documents"] += bool(document.pieces)
-                yield from document.pieces
+                record["documents"] += bool(document.chunks)
+                yield from document.chunks
 
-        texts = pieces()
+        texts = chunks()
         if unknown := self.corpus.unknown_word:
             texts = (text.replace(unknown, " ") for text in texts)
         with self.part.local_objects():
@@ -193,15 +193,15 @@ class Read(_PartItem):
         )
         output, layouts = _DocumentWriter(folder, writer, self.corpus), record["layouts"]
         for document in self.part.documents(self.corpus, tick):
-            if not document.pieces:
+            if not document.chunks:
                 record["empty"] += 1
                 continue
             layouts[document.layout] = layouts.get(document.layout, 0) + 1
-            for piece in document.pieces:
+            for chunk in document.chunks:
                 if self.corpus.encoding_errors == "replace":
-                    record["replaced"] += piece.count("\ufffd")
-                single = dataclasses.replace(document, pieces=(piece,))
-                output.add(piece, sentence_splitter.split(single, self.corpus.language))
+                    record["replaced"] += chunk.count("\ufffd")
+                single = dataclasses.replace(document, chunks=(chunk,))
+                output.add(chunk, sentence_splitter.split(single, self.corpus.language))
             output.end()
         output.close()
         writer.close()
@@ -227,14 +227,14 @@ class _DocumentWriter:
         self._nonempty: list[np.ndarray] = []
         self._count, self._ends, self._hashes = 0, [0], list[int]()
 
-    def add(self, piece: str, piece_sentences: list[str]) -> None:
-        """Adds a piece of a document, and its sentences."""
-        self._digest.update(_encode_utf8(piece))
-        for sentence in piece_sentences if self._corpus.cut_documents else ():
+    def add(self, chunk: str, chunk_sentences: list[str]) -> None:
+        """Adds a chunk of a document, and its sentences."""
+        self._digest.update(_encode_utf8(chunk))
+        for sentence in chunk_sentences if self._corpus.cut_documents else ():
             self._bounds.append(self._bounds[-1] + self._text.write(_encode_utf8(f"{sentence}\n")))
-        self._waiting += piece_sentences
-        self._count += len(piece_sentences)
-        self._size += len(piece)
+        self._waiting += chunk_sentences
+        self._count += len(chunk_sentences)
+        self._size += len(chunk)
         if self._size > _CHARACTERS:
             self._write_sentences()
 
@@ -394,8 +394,8 @@ def local_part(location: str, name: str, file: str, scratch: pathlib.Path) -> pa
         return pathlib.Path(path)
 
 
-def _read_with_ticks(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[Document]:
-    """Yields the documents of an extent; calls `tick` for each piece of text that is read.
+def _read_with_ticks(extent: Extent, corpus: Corpus, tick: Tick) -> Iterator[Document]:
+    """Yields the documents of an extent; calls `tick` for each chunk of text that is read.
 
     The text of a compressed file has an unknown length, so `tick` receives bytes of the file,
     counted as `plan` counts them.
@@ -406,19 +406,19 @@ def _read_with_ticks(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[
     def on_read(new_position: int) -> None:
         nonlocal position
         position = new_position
-        tick(0)  # the layout of a large file is judged before its first piece
+        tick(0)  # the layout of a large file is judged before its first chunk
 
-    def report_pieces(pieces: Iterable[str]) -> Iterator[str]:
+    def report_chunks(chunks: Iterable[str]) -> Iterator[str]:
         nonlocal reported
-        for piece in pieces:
-            yield piece
-            size = max(_COMPRESSION * position - reported, 0) if is_compressed else len(piece)
+        for chunk in chunks:
+            yield chunk
+            size = max(_COMPRESSION * position - reported, 0) if is_compressed else len(chunk)
             reported += size
             tick(size)
 
     for document in documents.read_extent(extent, corpus, on_read):
-        pieces = report_pieces(document.pieces) if document.pieces else ()
-        yield dataclasses.replace(document, pieces=pieces)
+        chunks = report_chunks(document.chunks) if document.chunks else ()
+        yield dataclasses.replace(document, chunks=chunks)
 
 
 @functools.lru_cache(maxsize=1)

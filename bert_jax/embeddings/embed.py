@@ -148,7 +148,7 @@ class Embedder:
         """Characters of the longest token in the vocabulary; 0 unless pooling is `tokens`."""
         if self.features.pooling != "tokens":
             return 0
-        return max(len(self._tokenizer.piece(i)) for i in range(self._tokenizer.size))
+        return max(len(self._tokenizer.token(i)) for i in range(self._tokenizer.size))
 
     def embed(self, texts: Iterable[str], role: Role = "document") -> Iterator[Embedded]:
         """Yields the vectors of texts in their order, some thousands of texts at a time."""
@@ -222,7 +222,7 @@ class Embedder:
             self.cut += sum(len(ids) > self.max_length for ids in texts[start:end])
             pieces = None
             if self.features.pooling == "tokens":
-                piece = self._tokenizer.piece
+                piece = self._tokenizer.token
                 pieces = [[piece(i) for i in ids[1:-1].tolist()] for ids in cut[start:end]]
             lengths = np.array([len(ids) for ids in cut[start:end]])
             yield Embedded(vectors, pieces, lengths)

@@ -18,8 +18,9 @@ from bert_jax.model.encoder import padded_vocab_size
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage import mirror
 from bert_jax.storage.workdir import Workdir
-from bert_jax.text import documents, fitting, sentence_splitter
+from bert_jax.text import documents, sentence_splitter, vocabulary_edits
 from bert_jax.text import tokenizer as tokenizer_lib
+from bert_jax.text.sources import source_of_text
 from bert_jax.text.tokenizer import Tokenizer, WordPiece
 
 
@@ -53,7 +54,7 @@ def import_weights(
         report(f"{known} tokens keep their rows; {new} new ones begin with the mean of the old")
     new = []
     if words:  # before tokens are removed of which these words consist
-        tokenizer, origins, new = fitting.with_words(base.tokenizer, epath.Path(words))
+        tokenizer, origins, new = vocabulary_edits.add_words(base.tokenizer, epath.Path(words))
         slots = len(new) - (tokenizer.size - base.tokenizer.size)
         report(f"{len(new)} words of {words} are tokens now, {slots} of them in unused slots")
         base = replace_rows(base, tokenizer, origins)
@@ -106,8 +107,8 @@ def replace_tokenizer(base: Base, tokenizer: Tokenizer) -> tuple[Base, int]:
             raise InputError(
                 f"--tokenizer: a vocabulary of kind {vocabulary.kind}: both must be WordPiece"
             )
-    old = {base.tokenizer.piece(i): (i,) for i in range(base.tokenizer.size)}
-    origins = [old.get(tokenizer.piece(i), ()) for i in range(tokenizer.size)]
+    old = {base.tokenizer.token(i): (i,) for i in range(base.tokenizer.size)}
+    origins = [old.get(tokenizer.token(i), ()) for i in range(tokenizer.size)]
     return replace_rows(base, tokenizer, origins), sum(map(len, origins))
 
 
@@ -116,20 +117,21 @@ def reduce_vocabulary(
 ) -> Base:
     """Returns the base with only the tokens that a text uses, and the `required` ones.
 
-    The text is a source as in `corpus.sources`; `limit` tokens are kept, 0: all used ones.
+    The text is a file, a folder or a source as in `corpus.sources`. `limit` tokens are kept, 0: all
+    used ones.
     """
 
     def rows(tokenizer: Tokenizer) -> Iterator[list[int]]:
         """Yields the token ids of paragraphs, and of sentences as in a corpus."""
-        for document in documents.read(Corpus(sources=(text,))):
+        for document in documents.read(Corpus(sources=(source_of_text(text),))):
             yield from map(tokenizer.encode, document.paragraphs())
             yield from map(tokenizer.encode_within, sentence_splitter.split(document, "en"))
 
     old = base.tokenizer
-    tokenizer, origins = fitting.trim(
-        old, fitting.counts(old, rows(old)), limit, "--keep", required
+    tokenizer, origins = vocabulary_edits.trim(
+        old, vocabulary_edits.count_tokens(old, rows(old)), limit, "--keep", required
     )
-    changed, count = fitting.count_changes(origins, rows(old), rows(tokenizer))
+    changed, count = vocabulary_edits.count_changes(origins, rows(old), rows(tokenizer))
     report(
         f"keeps {tokenizer.size} of {old.size} tokens; {changed} of {count} sentences and "
         f"paragraphs of {text} are tokenized differently now"

@@ -49,7 +49,7 @@ def require(path: epath.Path, name: str, value: Any, allowed: Iterable[Any]) -> 
 
 
 def read(folder: epath.Path, settings: Settings | None = None) -> tokenizer_lib.Tokenizer:
-    """Reads the tokenizer of a folder: BERT's as `WordPiece`, any other as `Library`."""
+    """Reads the tokenizer of a folder: BERT's as `WordPiece`, any other as `LibraryTokenizer`."""
     settings = settings or Settings(folder)
     tokenizer = _read(folder, settings)
     settings.require_template(tokenizer)
@@ -167,7 +167,7 @@ def write(
 ) -> None:
     """Writes vocab.txt, tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
     case: dict[str, Any] = {}
-    if isinstance(tok, library.Library):
+    if isinstance(tok, library.LibraryTokenizer):
         tok.save(folder)
         named = tok.special_names
     elif isinstance(tok, tokenizer_lib.WordPiece):

@@ -226,7 +226,7 @@ class PredictionSampler:
         masks = [self._predictor.top_tokens(p, _TOP) for p in probs]
         line: dict[str, Any] = {"text": sentence.text, "masks": masks}
         if sentence.truth is not None:
-            line["truth"] = self._tokenizer.piece(sentence.truth)
+            line["truth"] = self._tokenizer.token(sentence.truth)
             line["truth_probability"] = float(probs[0, sentence.truth])
         return line
 
@@ -274,10 +274,10 @@ def _mask_word(ids: list[int], tokenizer: Tokenizer) -> MaskedSentence | None:
     """Masks the longest word that is one token; returns None if the sentence is unsuitable."""
     continues = [*(tokenizer.continues[i] for i in ids), False]
     words = [i for i in range(len(ids)) if not (continues[i] or continues[i + 1])]
-    position = max(words, key=lambda i: len(tokenizer.piece(ids[i])), default=None)
+    position = max(words, key=lambda i: len(tokenizer.token(ids[i])), default=None)
     if position is None or tokenizer.unk_id in ids:
         return None
-    if not tokenizer.piece(ids[position]).strip("\u2581\u0120").isalpha():
+    if not tokenizer.token(ids[position]).strip("\u2581\u0120").isalpha():
         return None
     masked = [*ids[:position], tokenizer.mask_id, *ids[position + 1 :]]
     return MaskedSentence(masked, tokenizer.decode(masked), ids[position])

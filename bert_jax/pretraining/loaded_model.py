@@ -30,7 +30,7 @@ from bert_jax.model.kinds import attention_probabilities, encode
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir, load_experiment
-from bert_jax.text.tokenizer import Tokenizer, first_segment_length, joined
+from bert_jax.text.tokenizer import Tokenizer, add_special_tokens, first_segment_length
 from bert_jax.text.vocabulary import MASK
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective, step
@@ -96,7 +96,7 @@ class Predictor:
     def top_tokens(self, probs: np.ndarray, top: int) -> list[tuple[str, float]]:
         """Returns the `top` most likely tokens of one [MASK] with their probabilities."""
         order = np.argsort(-probs, kind="stable")[:top]
-        return [(self._tokenizer.piece(int(i)), float(probs[i])) for i in order]
+        return [(self._tokenizer.token(int(i)), float(probs[i])) for i in order]
 
     def probabilities(
         self, params: Any, a: list[int], b: list[int] | None
@@ -114,7 +114,7 @@ class Predictor:
                 "mlm_nsp, mlm_sop or mlm"
             )
         tok = self._tokenizer
-        ids, before_second = joined(tok, a, b)
+        ids, before_second = add_special_tokens(tok, a, b)
         first = first_segment_length(tok, ids, before_second)
         row, mask = pad_row(ids, tok.pad_id, self._model)
         masks = np.flatnonzero(ids == tok.mask_id)
@@ -218,7 +218,7 @@ class LoadedModel(Base):
     def tokenize(self, text: str) -> list[str]:
         """Returns the tokens of a text; "[MASK]" in it is one token."""
         _require_text(text, "text")
-        return [self.tokenizer.piece(i) for i in self._predictor.encode(text)]
+        return [self.tokenizer.token(i) for i in self._predictor.encode(text)]
 
     @typing.overload
     def fill(self, text: str, next_text: str | None = None, top: int = 5) -> Prediction: ...
@@ -312,7 +312,7 @@ class LoadedModel(Base):
         ids, hidden = self._run_layers(text)
         encoder = heads.merge(self.model, self.params).encoder
         maps = attention_probabilities(encoder, self.model, hidden[:-1, : len(ids)])
-        return [self.tokenizer.piece(i) for i in ids], np.asarray(maps)
+        return [self.tokenizer.token(i) for i in ids], np.asarray(maps)
 
     def apply(self, params: heads.Params, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         """Computes the logits of both heads for a batch. Can be differentiated.

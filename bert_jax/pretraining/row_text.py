@@ -79,8 +79,8 @@ def row_tokens(batch: Batch, i: int, tokenizer: Tokenizer, data: Data) -> list[S
     predicted = zip(*(batch[name][i].tolist() for name in columns), strict=True)
     truth = {} if data.unpredicted else {p: label for p, label, weight in predicted if weight}
     ids = batch["input_ids"][i, : int(batch["input_mask"][i].sum())].tolist()
-    shown = [printable(tokenizer.piece(token)) for token in ids]
-    labels = [printable(tokenizer.piece(truth[p])) if p in truth else None for p in range(len(ids))]
+    shown = [printable(tokenizer.token(token)) for token in ids]
+    labels = [printable(tokenizer.token(truth[p])) if p in truth else None for p in range(len(ids))]
     return list(map(ShownToken, shown, labels))
 
 

@@ -56,10 +56,10 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     for row in batches.step_rows(done)[:most]:
         example = train[rows.notes[row][0] if rows.notes else row // per_example]
         yield Text(f"\n{printable(example.location)}{_target_text(rows, int(row), labels)}")
-        tokens = [printable(base.tokenizer.piece(int(i))) for i in rows.ids[row]]
+        tokens = [printable(base.tokenizer.token(int(i))) for i in rows.ids[row]]
         text = mark_tokens(tokens, dict(_marks(rows, int(row), labels)))
         if isinstance(rows, TargetRows):
-            target = (printable(base.tokenizer.piece(int(i))) for i in rows.targets[row])
+            target = (printable(base.tokenizer.token(int(i))) for i in rows.targets[row])
             text.append(f"-> {' '.join(target)}")
         yield text
 
@@ -71,7 +71,7 @@ def _similar_lines(batch: Batch, tokenizer: Tokenizer, count: int, most: int) ->
             score = f", to be {batch['scores'][row]:g}" if "scores" in batch else ""
             yield Text(f"\nexample {row // count} of the step{score}")
         token_ids = ids[batch["input_mask"][row] > 0]
-        yield mark_tokens([printable(tokenizer.piece(int(i))) for i in token_ids], {})
+        yield mark_tokens([printable(tokenizer.token(int(i))) for i in token_ids], {})
 
 
 def _target_text(rows: TaskRows, row: int, labels: Sequence[str]) -> str:

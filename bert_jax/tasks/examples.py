@@ -1,7 +1,7 @@
 """Reads, checks and hashes the examples of a task, and finds their labels.
 
-The `location` of an example is its location, for messages: FILE:LINE; "FILE: question ID" for a
-question; tfds:NAME:SPLIT:NUMBER for a record of a dataset, counted from 0.
+Messages name the `location` of an example: FILE:LINE; "FILE: question ID" for a question;
+tfds:NAME:SPLIT:NUMBER for a record of a dataset, counted from 0.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from bert_jax.embeddings import retrieval
 from bert_jax.embeddings.retrieval import Passage
 from bert_jax.errors import InputError, excerpt
 from bert_jax.tasks import formats
-from bert_jax.tasks.formats import field, quote_names, text_of
-from bert_jax.text.records import OnBroken
+from bert_jax.tasks.formats import field, text_of
+from bert_jax.text.records import OnBroken, quote_names
 
 Cells = list[Any]
 Labelled = Literal["labelled", "unlabelled"]
@@ -438,7 +438,7 @@ def require_known_labels(labels: Sequence[str], examples: Sequence[Example]) -> 
 def sha256(examples: Iterable[Example], labels: Sequence[str]) -> str:
     """Returns a hash of the examples and the labels, both in order.
 
-    Places are excluded: the same examples in another file have the same hash.
+    Locations are excluded: the same examples in another file have the same hash.
     """
     digest = hashlib.sha256(json.dumps(labels).encode())
     for example in examples:

@@ -25,10 +25,10 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import rows, scores, similar
 from bert_jax.tasks.adaptation import LoadedBase, compile_forward, kind_of
 from bert_jax.tasks.examples import Tally
-from bert_jax.tasks.formats import quote_names
 from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.rows import Batch
 from bert_jax.tasks.task_objective import TaskObjective
+from bert_jax.text.records import quote_names
 from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib

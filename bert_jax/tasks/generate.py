@@ -28,7 +28,7 @@ from bert_jax.tasks.rows import (
 )
 from bert_jax.tasks.rows import Batch as HostBatch
 from bert_jax.tasks.task_objective import Batch, TaskObjective, Tree
-from bert_jax.text.tokenizer import joined
+from bert_jax.text.tokenizer import add_special_tokens
 from bert_jax.training import sharding
 
 # The arrays of a batch that the encoder reads.
@@ -73,7 +73,7 @@ class Generate(TaskKind):
         """Returns a row for each source, with its target; both are truncated at the end."""
         room, target_room = self._task.max_sequence_length - 2, self._task.max_target_length - 1
         sources = [self.encode(example.texts[0], example.location) for example in examples]
-        ids = [joined(self._tokenizer, tokens[:room], None)[0] for tokens in sources]
+        ids = [add_special_tokens(self._tokenizer, tokens[:room], None)[0] for tokens in sources]
         labelled = [example for example in examples if example.label is not None]
         targets = [self.encode(str(example.label), example.location) for example in labelled]
         return TargetRows(
@@ -83,7 +83,9 @@ class Generate(TaskKind):
             {},
             [],
             self._task.max_sequence_length,
-            targets=[joined(self._tokenizer, t[:target_room], None)[0] for t in targets],
+            targets=[
+                add_special_tokens(self._tokenizer, t[:target_room], None)[0] for t in targets
+            ],
             target_limit=self._task.max_target_length,
             cut=(sum(len(s) > room for s in sources), sum(len(t) > target_room for t in targets)),
         )

@@ -14,7 +14,12 @@ from bert_jax.errors import prefix_errors
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence, Tagged
 from bert_jax.tasks.rows import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind, TaskRows
-from bert_jax.text.tokenizer import Tokenizer, first_segment_length, joined, special_count
+from bert_jax.text.tokenizer import (
+    Tokenizer,
+    add_special_tokens,
+    first_segment_length,
+    special_count,
+)
 
 
 class Sentences(TaskKind):
@@ -32,7 +37,7 @@ class Sentences(TaskKind):
             tokens = [self.encode(text, example.location) for text in example.texts]
             pairs = [(tokens[0], other) for other in tokens[1:]] or [(tokens[0], None)]
             for a, b in pairs:
-                row, start_b = joined(self._tokenizer, *self._truncate(a, b))
+                row, start_b = add_special_tokens(self._tokenizer, *self._truncate(a, b))
                 ids.append(row)
                 first.append(first_segment_length(self._tokenizer, row, start_b))
         numbers = {}
@@ -135,7 +140,7 @@ class Tags(TaskKind):
             with prefix_errors(example.location):
                 parts = self._split_words(example.words)
             for tokens, starts, words in parts:
-                row, _ = joined(self._tokenizer, tokens, None)
+                row, _ = add_special_tokens(self._tokenizer, tokens, None)
                 weight = np.zeros(len(row), np.float32)
                 weight[starts] = 1.0
                 tag = np.zeros(len(row), np.int32)

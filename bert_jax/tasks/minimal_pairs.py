@@ -26,7 +26,7 @@ from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.adaptation import MeshEncoder, require_finite
 from bert_jax.tasks.examples import MinimalPair
 from bert_jax.tasks.rows import padded
-from bert_jax.text.tokenizer import joined
+from bert_jax.text.tokenizer import add_special_tokens
 from bert_jax.training import feed
 from bert_jax.training import mesh as mesh_lib
 
@@ -124,7 +124,7 @@ class MinimalPairs:
         """
         tok, size, texts = self._reader.tokenizer, self._reader.size, list(self._texts)
         lengths = np.array([len(ids) for ids in texts])
-        ids = [joined(tok, list(text), None)[0] for text in texts]
+        ids = [add_special_tokens(tok, list(text), None)[0] for text in texts]
         ids = padded(ids, self._padded_length(lengths.max()), tok.pad_id, np.int32)
         order = np.argsort(-lengths, kind="stable")
         counts = (np.ones_like(lengths) if self._is_causal else lengths)[order]  # rows of a text

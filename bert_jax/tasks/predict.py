@@ -28,7 +28,7 @@ from bert_jax.tasks.adaptation import LoadedBase, compile_forward, kind_of
 from bert_jax.tasks.examples import Example, Question, Sentence, Tally
 from bert_jax.tasks.similar import inherit_prompts, validation_task
 from bert_jax.tasks.task_objective import merged_params
-from bert_jax.text import records as text_records
+from bert_jax.text.records import SourceRecord, encodable, quote_names
 from bert_jax.text.tokenizer import UnknownShare
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
@@ -326,8 +326,8 @@ def _predict_rows(
     counts: collections.Counter[str],
     unread: Tally,
     tally: Tally,
-) -> Iterator[text_records.TableRow]:
-    """Yields (location, column names, values) of each row, with the predicted columns.
+) -> Iterator[SourceRecord]:
+    """Yields each row with the predicted columns.
 
     `counts` counts labels, `unread` rows without a prediction, and `tally` broken rows.
     """
@@ -338,11 +338,12 @@ def _predict_rows(
     is_empty = True
     while window := list(itertools.islice(records, WINDOW)):
         is_empty, examples = False, dict[str, Example]()  # by location
-        for location, names, values in window:
+        for record in window:
+            location, names, values = record
             if existing := [name for name in added if name in names]:
                 raise InputError(f"{location}: has a column {existing[0]!r} already; rename it")
             _require_json(values, location)
-            cells = formats.cells(task.text_columns, names, values, location)
+            cells = formats.select(record, task.text_columns)
             try:
                 examples[location] = examples_lib.example_from_cells(task, location, cells)
             except InputError as error:
@@ -357,7 +358,7 @@ def _predict_rows(
                 label = answer[column or "label"]
                 predicted = [label] if column else [label, answer["probabilities"][label]]
                 counts[str(label)] += 1
-            yield location, [*names, *added], [*values, *predicted]
+            yield SourceRecord(location, [*names, *added], [*values, *predicted])
     if is_empty:
         raise InputError(f"{source}: holds no examples")
 
@@ -372,11 +373,9 @@ def _require_json(values: Sequence[Any], location: str) -> None:
         ) from error
 
 
-def _table_lines(
-    table_rows: Iterable[text_records.TableRow], suffix: str, header: str
-) -> Iterator[str]:
+def _table_lines(table_rows: Iterable[SourceRecord], suffix: str, header: str) -> Iterator[str]:
     """Yields the lines of a .csv, .tsv or .jsonl file; `header` "none" omits the column names."""
-    first: list[str] = []
+    first: Sequence[str] = ()
     # The writer quotes cells with a character of its line end, so that is \r\n, written as \n.
     file, end = types.SimpleNamespace(write=str), "\r\n"
     table = csv.writer(file, lineterminator=end)
@@ -395,8 +394,8 @@ def _table_lines(
         first = first or names
         if sorted(names) != sorted(first):
             raise InputError(
-                f"{location}: has the columns {formats.quote_names(names)}, but the first row has "
-                f"{formats.quote_names(first)}; write a .jsonl file"
+                f"{location}: has the columns {quote_names(names)}, but the first row has "
+                f"{quote_names(first)}; write a .jsonl file"
             )
         if names != first:  # JSON objects may have them in any order
             lines = [[values[names.index(name)] for name in first]]
@@ -412,7 +411,7 @@ def _table_lines(
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return text_records.encodable(value if isinstance(value, str) else json.dumps(value))
+    return encodable(value if isinstance(value, str) else json.dumps(value))
 
 
 def _rounded(value: Any) -> Any:

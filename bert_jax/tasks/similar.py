@@ -36,7 +36,7 @@ from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
 from bert_jax.tasks.rows import Answers, Outputs, Scores, TaskBatches, TaskKind, TaskRows
 from bert_jax.tasks.task_objective import HEAD_RULE, Batch, TaskObjective, Tree, merged_params
-from bert_jax.text.tokenizer import Tokenizer, joined
+from bert_jax.text.tokenizer import Tokenizer, add_special_tokens
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import sharding
 
@@ -74,7 +74,7 @@ class Similar(TaskKind):
                 tokens = self.encode(text, example.location)
                 prefix = self._prefixes[role]
                 row = self.encode(prefix + text, example.location) if prefix else tokens
-                ids.append(joined(self._tokenizer, row[: self._limit - 2], None)[0])
+                ids.append(add_special_tokens(self._tokenizer, row[: self._limit - 2], None)[0])
                 keys.append(zlib.crc32(np.array(tokens[: self._text_tokens], np.uint32).tobytes()))
         first = np.array([len(row) for row in ids], np.int32)
         numbers = {"keys": np.array(keys, np.uint32)}

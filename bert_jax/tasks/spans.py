@@ -15,7 +15,12 @@ from bert_jax.errors import prefix_errors
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Question
 from bert_jax.tasks.rows import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind, TaskRows
-from bert_jax.text.tokenizer import Tokenizer, first_segment_length, joined, special_count
+from bert_jax.text.tokenizer import (
+    Tokenizer,
+    add_special_tokens,
+    first_segment_length,
+    special_count,
+)
 
 # Number of starts and of ends that are combined in a window, and number of returned answers.
 _CANDIDATES, _RETURNED = 20, 5
@@ -76,7 +81,7 @@ class SpanTask(TaskKind):
             best_windows = _best_windows(len(tokens), starts, room)
             for window, start in enumerate(starts):
                 end = min(start + room, len(tokens))
-                row, offset = joined(self._tokenizer, question, tokens[start:end])
+                row, offset = add_special_tokens(self._tokenizer, question, tokens[start:end])
                 ids.append(row)
                 first.append(first_segment_length(self._tokenizer, row, offset))
                 counts = best_windows[start:end] == window

@@ -14,31 +14,31 @@ import dataclasses
 import functools
 import io
 import itertools
-import json
 import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Literal
+from typing import IO, Literal, NoReturn
 
 import pyarrow
 
 from bert_jax.config import Corpus
-from bert_jax.errors import InputError, prefix_errors
+from bert_jax.errors import InputError
 from bert_jax.storage import buckets, copies
 from bert_jax.text import line_reader, records, sources, tfds_files
+from bert_jax.text.records import SourceRecord
 
 # Maximum length of a line in a wrapped text.
 _WRAPPED_LINE = 200
 # Files with more lines than this are checked against `corpus.layout`.
 _LINES_TO_JUDGE = 100
-# Maximum number of characters of a piece of text, and so of a paragraph: splitting it into
-# sentences takes quadratic time. A piece without blanks may have `_WORD` characters.
-_PIECE, _WORD = 1 << 17, 1 << 21
-# Files of fewer pieces are held in memory; larger ones are read again.
-_HELD = 32
+# Maximum number of characters of a chunk of text, and so of a paragraph, since the time to split a
+# paragraph into sentences is quadratic; and of a chunk without blanks.
+_LONGEST_CHUNK, _LONGEST_WORD = 1 << 17, 1 << 21
+# Files of fewer chunks are held in memory; larger ones are read several times.
+_HELD_CHUNKS = 32
 _SENTENCE_ENDS = ".!?:;)]}*\"'\u2019\u201d\u2026"
 
 # Encodings in which the byte 0x0A is always a line feed.
@@ -48,13 +48,13 @@ Layout = Literal["sentences_by_line", "wrapped", "paragraphs_by_line"]
 
 # Takes the position in a compressed file after each read.
 OnRead = Callable[[int], None]
-# Yields decoded lines of an extent, or pieces of its text.
-_ReadLines = Callable[[Literal["by line", "in pieces"]], Iterator[str]]
+# Yields decoded lines of an extent, or chunks of its text.
+_ReadLines = Callable[[Literal["by line", "in chunks"]], Iterator[str]]
 
-# Each call yields the text from its beginning, in pieces of any size.
+# Each call yields the text from its beginning, in chunks of any size.
 _Text = Callable[[], Iterable[str]]
 
-# Ends of a piece: the last end of a paragraph, line or word; the next end of a word or line.
+# Ends of a chunk: the last end of a paragraph, line or word; the next end of a word or line.
 _PARAGRAPH, _LINE = re.compile(r"(?s:.*)\n[^\S\n]*\n"), re.compile(r"(?s:.*)\n")
 _LAST_WORD = re.compile(r"(?s:.*)[\s。！？]")
 _NEXT_WORD, _NEXT_LINE = re.compile(r"[\s。！？]"), re.compile(r"\n")
@@ -65,16 +65,16 @@ class Document:
     """One document."""
 
     name: str  # the file, or FILE:NUMBER with the first line of a block or the number of a record
-    # The text without blank lines around it, in pieces of whole paragraphs. The pieces from
+    # The text without blank lines around it, in chunks of whole paragraphs. The chunks from
     # `read_extent` can be read once, before the next document.
-    pieces: Iterable[str]
+    chunks: Iterable[str]
     layout: Layout  # the meaning of its lines
     line: int  # the first line in the file; 0 for a record
 
     @functools.cached_property
     def text(self) -> str:
         """Returns the whole text."""
-        return "".join(self.pieces)
+        return "".join(self.chunks)
 
     def location(self, number: int) -> str:
         """Returns FILE:LINE of line `number` of the text, counted from 0; for a record its name."""
@@ -88,17 +88,17 @@ class Document:
     def paragraphs(self) -> list[str]:
         """Returns the text as paragraphs, or as sentences if the layout gives one a line."""
         lines: list[str] = []
-        for piece in self.pieces:
+        for chunk in self.chunks:
             if self.layout == "wrapped":
-                blocks = re.split(r"\n[^\S\n]*\n", piece)
-                lines += [" ".join(block.split("\n")) for block in blocks]
+                paragraphs = re.split(r"\n[^\S\n]*\n", chunk)
+                lines += [" ".join(paragraph.split("\n")) for paragraph in paragraphs]
             else:
-                lines += piece.split("\n")
+                lines += chunk.split("\n")
         return [line for line in map(str.strip, lines) if line]
 
 
 @dataclass(frozen=True)
-class ByteRange:
+class Extent:
     """A range that is read by itself: a file, some of its bytes, or records of a TFDS shard."""
 
     kind: str  # the kind of source, such as text
@@ -115,14 +115,14 @@ class ByteRange:
 
 def read(corpus: Corpus) -> Iterator[Document]:
     """Yields the documents of all sources in order, except those without any text."""
-    for source in corpus.alone():
+    for source in corpus.split_by_source():
         for extent in extents(source):
             for document in read_extent(extent, source):
-                if pieces := tuple(document.pieces):
-                    yield dataclasses.replace(document, pieces=pieces)
+                if chunks := tuple(document.chunks):
+                    yield dataclasses.replace(document, chunks=chunks)
 
 
-def extents(corpus: Corpus, most: int = 0) -> Iterator[ByteRange]:
+def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
     """Yields the extents of a corpus with one source, in order.
 
     Files above `most` bytes are cut if possible: between lines of JSON, at blank lines in
@@ -138,40 +138,34 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[ByteRange]:
         for path, count, size, can_be_cut in tfds_files.shards(folder):
             parts = max(1, min(count, round(size / most))) if most and can_be_cut else 1
             bounds = [0, *(count * part // parts for part in range(1, parts)), -1]
-            shard = "tfds", str(path), field, str(folder)
             for start, stop in itertools.pairwise(bounds):
-                yield ByteRange(*shard, start, stop, count, before, size // parts)
+                part = start, stop, count, before, size // parts
+                yield Extent("tfds", str(path), field, str(folder), *part)
             before += count
         return
     files = sources.files(source)
     if kind == "parquet" and most:
         # In parallel, since reading from a bucket has a high latency.
         with ThreadPoolExecutor(copies.REQUESTS) as pool:
-            all_cuts = pool.map(functools.partial(records.parts, column=field, most=most), files)
-            for (path, listed), cuts in zip(files.items(), all_cuts, strict=True):
-                for start, stop, text in cuts:
-                    yield ByteRange(
-                        kind, path, field, start=start, stop=stop, bytes=text, listed=listed
-                    )
+            divide = functools.partial(records.divide_parquet, column=field, most=most)
+            for (path, listed), parts in zip(files.items(), pool.map(divide, files), strict=True):
+                for start, stop, size in parts:
+                    yield Extent(kind, path, field, "", start, stop, bytes=size, listed=listed)
         return
     for path, listed in files.items():
         size = sources.state(path, listed=listed)["bytes"]
         cuts = _find_cuts(path, kind, corpus, most) if size > most > 0 else []
         for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
             length = (size if stop < 0 else stop) - start
-            yield ByteRange(kind, path, field, start=start, stop=stop, bytes=length, listed=listed)
+            yield Extent(kind, path, field, "", start, stop, bytes=length, listed=listed)
 
 
 def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:
     """Returns positions in a large file where it may be cut, about `most` bytes apart."""
     is_text = kind == "text"
-    if (
-        line_reader.compression(path)
-        or kind not in ("text", "jsonl")
-        or "://" in path
-        or (is_text and corpus.layout != "sentences_by_line")
-        or not _LINE_ENCODINGS.fullmatch(codecs.lookup(corpus.encoding).name)
-    ):
+    has_cuts = kind == "jsonl" or (is_text and corpus.layout == "sentences_by_line")
+    has_line_ends = _LINE_ENCODINGS.fullmatch(codecs.lookup(corpus.encoding).name)
+    if not (has_cuts and has_line_ends) or "://" in path or line_reader.compression(path):
         return []
     cuts: list[int] = []
     with line_reader.translate_errors(path), open(path, "rb") as file:
@@ -189,73 +183,69 @@ def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:
 
 
 def read_extent(
-    extent: ByteRange, corpus: Corpus, on_read: OnRead | None = None
+    extent: Extent, corpus: Corpus, on_read: OnRead | None = None
 ) -> Iterator[Document]:
-    """Yields the documents of an extent in order; those without any text have no pieces."""
+    """Yields the documents of an extent in order; those without any text have no chunks."""
     read_lines = functools.partial(_read_lines, extent, corpus, on_read)
-    texts: Iterable[tuple[str, int, _Text]] = (
-        _file_texts(extent, corpus, read_lines)
-        if extent.kind == "text"
-        else (
-            (name, 0, functools.partial(iter, [_normalize_newlines(text)]))
-            for name, text in _record_texts(extent, read_lines)
-        )
-    )
+    if extent.kind == "text":
+        texts = _file_texts(extent, corpus, read_lines)
+    else:
+        texts = _record_texts(extent, read_lines)
     for name, line, text in texts:
         layout = corpus.layout
         if layout == "per_file":
-            is_long = any(len(line) > _WRAPPED_LINE for line in _lines_of(text()))
+            is_long = any(len(line) > _WRAPPED_LINE for line in _split_lines(text()))
             layout = "paragraphs_by_line" if is_long else "wrapped"
         parts: Iterable[tuple[int, Iterable[str]]] = [(0, text())]
         if corpus.document_starts:
-            parts = _split_documents(_lines_of(text()), corpus.document_starts)
+            parts = _split_documents(_split_lines(text()), corpus.document_starts)
         is_empty = True
         for first_line, part in parts:
-            pieces = _pieces(part, layout)
-            if first := next(pieces, ""):
+            chunks = _split_chunks(part, layout)
+            if first := next(chunks, ""):
                 is_empty = False
-                pieces = itertools.chain([first], pieces)
-                yield Document(name, pieces, layout, line and line + first_line)
+                chunks = itertools.chain([first], chunks)
+                yield Document(name, chunks, layout, line and line + first_line)
         if is_empty:
             yield Document(name, (), layout, line)
 
 
-def _pieces(text: Iterable[str], layout: Layout) -> Iterator[str]:
-    """Yields a text without blanks around it, in non-empty pieces that end with a paragraph.
+def _split_chunks(text: Iterable[str], layout: Layout) -> Iterator[str]:
+    """Yields a text without blanks around it, in non-empty chunks that end with a paragraph.
 
-    A paragraph of over `_PIECE` characters is cut at the end of a line, or else of a word. In
-    `sentences_by_line` a sentence is never cut.
+    A paragraph of over `_LONGEST_CHUNK` characters is cut at the end of a line, or else of a word.
+    In `sentences_by_line` a sentence is never cut.
     """
     last_ends = [_PARAGRAPH, _LINE, _LAST_WORD] if layout == "wrapped" else [_LINE, _LAST_WORD]
-    next_end, longest = _NEXT_WORD, _WORD
+    next_end, longest = _NEXT_WORD, _LONGEST_WORD
     if layout == "sentences_by_line":
         last_ends, next_end, longest = [_LINE], _NEXT_LINE, sys.maxsize
     rest, blanks = "", ""
-    for chunk in text:
+    for block in text:
         # Blanks belong to the text if more text follows.
-        chunk = blanks + chunk if rest else chunk.lstrip()
-        body = chunk.rstrip()
-        blanks = chunk[len(body) :]
+        block = blanks + block if rest else block.lstrip()
+        body = block.rstrip()
+        blanks = block[len(body) :]
         rest, start = rest + body, 0
-        while len(rest) - start > _PIECE:
-            ends = (pattern.match(rest, start, start + _PIECE) for pattern in last_ends)
+        while len(rest) - start > _LONGEST_CHUNK:
+            ends = (pattern.match(rest, start, start + _LONGEST_CHUNK) for pattern in last_ends)
             end = next(filter(None, ends), None) or next_end.search(
                 rest, start, min(start + longest, len(rest))
             )
             if not end and len(rest) - start <= longest:
                 break
             stop = end.end() if end else start + longest
-            piece, start = rest[start:stop], stop
-            yield piece if piece.endswith("\n") else piece + "\n"
+            chunk, start = rest[start:stop], stop
+            yield chunk if chunk.endswith("\n") else chunk + "\n"
         rest = rest[start:]
     if rest:
         yield rest
 
 
-def _lines_of(text: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of a text without blanks around it; long ones are cut like pieces."""
-    for piece in _pieces(text, "paragraphs_by_line"):
-        yield from piece.removesuffix("\n").split("\n")
+def _split_lines(text: Iterable[str]) -> Iterator[str]:
+    """Yields the lines of a text without blanks around it; long ones are cut like chunks."""
+    for chunk in _split_chunks(text, "paragraphs_by_line"):
+        yield from chunk.removesuffix("\n").split("\n")
 
 
 # Headings of wikis and Markdown, and of numbered parts of books.
@@ -292,29 +282,29 @@ def _split_documents(lines: Iterable[str], pattern: str) -> Iterator[tuple[int, 
 
 def contradiction(lines: Iterable[str], layout: Layout) -> str | None:
     """Returns why a file of over 100 lines cannot have this layout, or None."""
-    count = long = longest = broken = 0
+    count = long_lines = longest = broken_lines = 0
     previous = "."
     for line in filter(None, map(str.strip, lines)):
         count += 1
-        long += len(line) > _WRAPPED_LINE
+        long_lines += len(line) > _WRAPPED_LINE
         longest = max(longest, len(line))
         # A wrapped sentence continues in lower case; a whole one ends in a punctuation mark.
-        broken += line[0].islower() and previous[-1] not in _SENTENCE_ENDS
+        broken_lines += line[0].islower() and previous[-1] not in _SENTENCE_ENDS
         previous = line
     if count <= _LINES_TO_JUDGE:
         return None
-    broken_share = broken / count
-    if layout == "wrapped" and long > 0.5 * count:
-        share = long / count
-        return f"{share:.0%} of its lines are over {_WRAPPED_LINE} characters: paragraphs_by_line?"
+    long_share, broken_share = long_lines / count, broken_lines / count
+    if layout == "wrapped" and long_share > 0.5:
+        lines_over = f"{long_share:.0%} of its lines are over {_WRAPPED_LINE} characters"
+        return f"{lines_over}: paragraphs_by_line?"
     by_line = layout == "sentences_by_line" or (layout == "paragraphs_by_line" and longest <= 100)
     if by_line and broken_share > 0.3:
-        return f"{broken_share:.0%} of its lines go on in the next: wrapped?"
+        return f"{broken_share:.0%} of its lines continue in the next line: wrapped?"
     return None
 
 
 def _file_texts(
-    extent: ByteRange, corpus: Corpus, read_lines: _ReadLines
+    extent: Extent, corpus: Corpus, read_lines: _ReadLines
 ) -> Iterator[tuple[str, int, _Text]]:
     """Yields the name, first line and text of a file, or of each block in sentences_by_line."""
     path = extent.path
@@ -330,13 +320,13 @@ def _file_texts(
                 text = (line.replace("\r\n", "\n") for line in block_lines)
                 yield f"{path}:{start}", start, functools.partial(iter, text)
         return
-    head = list(itertools.islice(read_lines("in pieces"), _HELD))
+    head = list(itertools.islice(read_lines("in chunks"), _HELD_CHUNKS))
 
     def text() -> Iterable[str]:
-        return head if len(head) < _HELD else read_lines("in pieces")
+        return head if len(head) < _HELD_CHUNKS else read_lines("in chunks")
 
     if corpus.layout != "per_file":
-        _refuse_contradiction(path, _lines_of(text()), corpus.layout)
+        _refuse_contradiction(path, _split_lines(text()), corpus.layout)
     beginning = "".join(head[:1])
     blanks = len(beginning) - len(beginning.lstrip())
     yield path, 1 + beginning.count("\n", 0, blanks), text
@@ -348,54 +338,43 @@ def _refuse_contradiction(path: str, lines: Iterable[str], layout: Layout) -> No
         raise InputError(f"{path}: does not look like corpus.layout={layout}: {reason}")
 
 
-def _record_texts(extent: ByteRange, read_lines: _ReadLines) -> Iterator[tuple[str, str]]:
-    """Yields the location and the text of each record."""
-    path, field = extent.path, extent.field
-    if extent.kind == "tfds":
-        return _dataset_texts(extent)
-    if extent.kind == "jsonl":
-        return _json_texts(extent, read_lines("by line"))
+def _read_records(extent: Extent, read_lines: _ReadLines) -> Iterator[SourceRecord]:
+    path, start, stop = extent.path, extent.start, extent.stop
     if extent.kind == "parquet":
-        return records.parquet(path, field, extent.start, extent.stop)
-    kind = "csv" if extent.kind == "csv" else "tsv"
-    rows = records.table(kind, read_lines("by line"), path)
-    return records.column_of(rows, field, path)
+        return records.read_parquet(path, extent.field, start, stop)
+    if extent.kind == "tfds":
+        examples = tfds_files.shard_records(extent.folder, path, extent.count, start, stop)
+        numbered = enumerate(examples, extent.before + start)
+        return (SourceRecord.from_dict(f"{extent.folder}:{i}", fields) for i, fields in numbered)
+    refuse = functools.partial(_refuse_record, extent)
+    return records.parse(extent.kind, read_lines("by line"), path, on_broken=refuse)
 
 
-def _json_texts(extent: ByteRange, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    path = extent.path
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+def _record_texts(extent: Extent, read_lines: _ReadLines) -> Iterator[tuple[str, int, _Text]]:
+    """Yields the location, 0 and the text of each record."""
+    for record in _read_records(extent, read_lines):
         try:
-            text = records.text_field(json.loads(line), extent.field)
-        except (InputError, ValueError, RecursionError) as error:
-            reason = error if isinstance(error, InputError) else f"not JSON ({error})"
-            raise InputError(f"{path}:{number + _count_lines_before(extent)}: {reason}") from error
-        yield f"{path}:{number}", records.encodable(text)
+            text = record.text(extent.field)
+        except InputError as error:
+            _refuse_record(extent, record.location, error)
+        text = text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")
+        yield record.location, 0, functools.partial(iter, [text])
 
 
-def _count_lines_before(extent: ByteRange) -> int:
-    """Counts the lines of the file before the extent."""
-    if not extent.start:  # always so for files that are never cut, such as those at an address
-        return 0
-    with _open_extent(dataclasses.replace(extent, start=0, stop=extent.start)) as file:
-        return sum(1 for _ in file)
-
-
-def _dataset_texts(extent: ByteRange) -> Iterator[tuple[str, str]]:
-    folder, field = extent.folder, extent.field
-    shard = tfds_files.shard_records(folder, extent.path, extent.count, extent.start, extent.stop)
-    for number, record in enumerate(shard, extent.before + extent.start):
-        with prefix_errors(f"{folder}: record {number}"):
-            text = records.text_field(record, field)
-        yield f"{folder}:{number}", text
+def _refuse_record(extent: Extent, location: str, error: InputError) -> NoReturn:
+    """Raises the error, with the line of the file instead of the line of the extent."""
+    if extent.kind == "jsonl" and extent.start:
+        path, _, number = location.rpartition(":")
+        with _open_extent(dataclasses.replace(extent, start=0, stop=extent.start)) as file:
+            line = int(number) + sum(1 for _ in file)
+        raise InputError(f"{path}:{line}{str(error).removeprefix(location)}") from error
+    raise error
 
 
 def _read_lines(
-    extent: ByteRange, corpus: Corpus, on_read: OnRead | None, how: Literal["by line", "in pieces"]
+    extent: Extent, corpus: Corpus, on_read: OnRead | None, how: Literal["by line", "in chunks"]
 ) -> Iterator[str]:
-    """Yields decoded lines, split only on \\n, or pieces of text, whose newlines are all \\n.
+    """Yields decoded lines, split only on \\n, or chunks of text, whose newlines are all \\n.
 
     A byte-order mark is dropped.
     """
@@ -407,8 +386,8 @@ def _read_lines(
             _open_extent(extent, on_read) as raw,
             io.TextIOWrapper(raw, encoding, errors, "\n" if how == "by line" else None) as file,
         ):
-            pieces = iter(functools.partial(file.read, _PIECE), "")
-            for number, line in enumerate(file if how == "by line" else pieces):
+            chunks = iter(functools.partial(file.read, _LONGEST_CHUNK), "")
+            for number, line in enumerate(file if how == "by line" else chunks):
                 yield line.lstrip("\ufeff") if number == extent.start == 0 else line
     except UnicodeError as error:
         raise InputError(
@@ -418,7 +397,7 @@ def _read_lines(
         ) from error
 
 
-def _open_extent(extent: ByteRange, on_read: OnRead | None = None) -> IO[bytes]:
+def _open_extent(extent: Extent, on_read: OnRead | None = None) -> IO[bytes]:
     if extent.stop < 0:
         return line_reader.open_bytes(extent.path, on_read)
     size = extent.stop - extent.start
@@ -434,7 +413,3 @@ def _first_invalid_byte(path: str, encoding: str) -> int:
     except UnicodeError as error:
         return getattr(error, "start", 0)
     return 0  # the byte-order mark is missing: a UTF-16 stream must begin with one
-
-
-def _normalize_newlines(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")

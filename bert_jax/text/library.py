@@ -61,7 +61,7 @@ class WordCache(dict):
         return result
 
 
-class Library:
+class LibraryTokenizer:
     """A tokenizer.json with the names of its special tokens: {"mask_token": "[MASK]", ...}."""
 
     kind = "library"
@@ -78,7 +78,7 @@ class Library:
             raise InputError(f"{where}: the ids of its {self.size} tokens must be 0 to the last")
         self._tokens = sorted(ids, key=ids.__getitem__)
         self.special_names = _add_usual_names(special_names, parts)
-        self._require_specials(ids, where)
+        self._require_specials(ids)
         self.pad_id, self.unk_id, self.mask_id = (ids[self.special_names[role]] for role in _ROLES)
         template = read_template(self._library, where)
         self.cls_id, self.between_ids, self.sep_id, self.second_segment = template
@@ -86,7 +86,7 @@ class Library:
         self._special_ids = special - {self.unk_id}
         self.continues = self._find_continuations()
         self._added = {token["id"] for token in parts["added_tokens"]} - special
-        self._words = WordCache(self._tokenize_word) if _splits_at_blanks(parts) else None
+        self._ids_of_word = WordCache(self._tokenize_word) if _splits_at_blanks(parts) else None
         names_json = json.dumps(self.special_names, sort_keys=True).encode()
         self.sha256 = hashlib.sha256(b"library/" + names_json + b"/" + content).hexdigest()
 
@@ -99,10 +99,10 @@ class Library:
         return self._tokenize(text, " ")
 
     def _tokenize(self, text: str, prefix: str) -> list[int]:
-        if self._words is not None and " ".join(text.split()) == text:
-            words = self._words
+        if self._ids_of_word is not None and " ".join(text.split()) == text:
             first, *others = text.split(" ")
-            ids_of_words = [words[prefix + first], *(words[" " + word] for word in others)]
+            words = [prefix + first, *(f" {word}" for word in others)]
+            ids_of_words = [self._ids_of_word[word] for word in words]
             if None not in ids_of_words:
                 return self._replace_special([i for ids in ids_of_words for i in ids])
         return self._replace_special(self._encode(prefix + text).ids)
@@ -147,7 +147,7 @@ class Library:
         if ids:
             yield first, max(first, end), ids
 
-    def piece(self, token_id: int) -> str:
+    def token(self, token_id: int) -> str:
         """Returns the token as it is written in the vocabulary."""
         return self._tokens[token_id]
 
@@ -168,7 +168,7 @@ class Library:
             return ids
         return [self.unk_id if i in self._special_ids else i for i in ids]
 
-    def _require_specials(self, ids: Mapping[str, int], where: str) -> None:
+    def _require_specials(self, ids: Mapping[str, int]) -> None:
         """Raises InputError that lists all special tokens that the file lacks."""
         missing = [
             f"{role}={self.special_names.get(role)!r} is not in the vocabulary"
@@ -179,7 +179,7 @@ class Library:
             missing.append("post_processor: adds no [CLS] and [SEP] around a text")
         if missing:
             raise InputError(
-                f"{where}: {'; '.join(missing)}: add special tokens such as [PAD] and [MASK] "
+                f"{self._where}: {'; '.join(missing)}: add special tokens such as [PAD] and [MASK] "
                 f"(give other names in {NAMING[0]} next to it) and a TemplateProcessing, and save "
                 "it again; docs/howto/import-a-model.md has an example"
             )
@@ -225,14 +225,14 @@ def _add_usual_names(names: Mapping[str, str], parts: dict[str, Any]) -> dict[st
     return {role: present[0] for role, present in usual.items() if present} | dict(names)
 
 
-def read(path: epath.Path, special_names: Mapping[str, str] | None = None) -> Library:
+def read(path: epath.Path, special_names: Mapping[str, str] | None = None) -> LibraryTokenizer:
     """Reads a tokenizer.json, and the names of its special tokens from the files next to it.
 
     `special_names` gives the names if they are known.
     """
     with translate_parser_errors(path, "put the file there as its library wrote it"):
         names = _read_special_names(path) if special_names is None else special_names
-        return Library(path.read_bytes(), names, str(path))
+        return LibraryTokenizer(path.read_bytes(), names, str(path))
 
 
 def _read_special_names(path: epath.Path) -> dict[str, str]:
@@ -248,7 +248,7 @@ def _read_special_names(path: epath.Path) -> dict[str, str]:
     return names
 
 
-def is_of_library(content: bytes) -> bool:
+def is_library_file(content: bytes) -> bool:
     """Returns whether a tokenizer.json is the library's, not the record of `tokenizer.save`."""
     return b'"model"' in content
 

@@ -28,56 +28,56 @@ def learn(
     empty, a token is the same at any position of a word. There are fewer new tokens if no pair is
     left that occurs twice.
     """
-    pieces = [*alphabet, *continuing]
-    merger = _Merger(words, np.array(counts, np.int64), pieces)
-    ids = {piece: number for number, piece in enumerate(pieces)}
+    tokens = [*alphabet, *continuing]
+    merger = _Merger(words, np.array(counts, np.int64), tokens)
+    ids = {token: number for number, token in enumerate(tokens)}
     mark = "##" if continuing else ""
-    made: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     while len(ids) < len(alphabet) + len(continuing) + size:
         pair = merger.pop()
         if pair is None:
             break
         left, right, holders = pair
-        made.append((pieces[left], pieces[right]))
-        piece = pieces[left] + pieces[right].removeprefix(mark)
-        if piece not in ids:
-            ids[piece] = len(pieces)
-            pieces.append(piece)
-        merger.merge(left, right, ids[piece], holders)
-    return made
+        pairs.append((tokens[left], tokens[right]))
+        token = tokens[left] + tokens[right].removeprefix(mark)
+        if token not in ids:
+            ids[token] = len(tokens)
+            tokens.append(token)
+        merger.merge(left, right, ids[token], holders)
+    return pairs
 
 
 class _Merger:
-    """The words as pieces, with the counts of all pairs of adjacent pieces.
+    """The words as tokens, with the counts of all pairs of adjacent tokens.
 
     As in Hugging Face's trainer, a pair may be queued several times, each time with the words in
     which it is new, and its count is not reduced when it is merged: the order of merges depends on
     this.
     """
 
-    def __init__(self, words: Sequence[str], counts: np.ndarray, pieces: Sequence[str]):
+    def __init__(self, words: Sequence[str], counts: np.ndarray, tokens: Sequence[str]):
         self._counts = counts
         text = np.frombuffer("".join(words).encode("utf-32-le", "replace"), np.uint32)
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         starts = np.cumsum(lengths) - lengths
         first = np.zeros(len(text), bool)
         first[starts] = True
-        # Two tables from characters to pieces: for the first character of a word, and for others.
+        # Two tables from characters to tokens: for the first character of a word, and for others.
         table = np.full((2, int(text.max(initial=0)) + 1), -1, np.int32)
-        for number, piece in enumerate(pieces):
-            code = ord(piece[-1])
+        for number, token in enumerate(tokens):
+            code = ord(token[-1])
             if code < table.shape[1]:
-                table[int(len(piece) > 1), code] = number
-        if max(map(len, pieces), default=0) == 1:  # none is `##c`
+                table[int(len(token) > 1), code] = number
+        if max(map(len, tokens), default=0) == 1:  # none is `##c`
             table[1] = table[0]
         known = table[0][text] >= 0
         holders = np.repeat(np.arange(len(words), dtype=np.int32), lengths)[known]
-        # int32, the pieces of all words; each word keeps its start when it becomes shorter.
-        self._pieces = np.where(first, table[0][text], table[1][text])[known]
+        # int32, the tokens of all words; each word keeps its start when it becomes shorter.
+        self._tokens = np.where(first, table[0][text], table[1][text])[known]
         self._lengths = np.bincount(holders, minlength=len(words)).astype(np.int32)
         self._starts = np.cumsum(self._lengths) - self._lengths
         inner = holders[1:] == holders[:-1]
-        codes = _code(self._pieces[:-1][inner], self._pieces[1:][inner])
+        codes = _code(self._tokens[:-1][inner], self._tokens[1:][inner])
         holders = holders[:-1][inner]
         self._pairs: dict[int, int] = {}
         self._queue: list[tuple[int, int, int, np.ndarray]] = []
@@ -106,33 +106,33 @@ class _Merger:
         total = int(ends[-1])
         row = np.repeat(np.arange(len(holders)), lengths)
         where = np.arange(total) + (self._starts[holders] - ends + lengths)[row]
-        pieces = self._pieces[where]
-        at = np.flatnonzero((pieces[:-1] == left) & (pieces[1:] == right) & (row[:-1] == row[1:]))
+        tokens = self._tokens[where]
+        at = np.flatnonzero((tokens[:-1] == left) & (tokens[1:] == right) & (row[:-1] == row[1:]))
         if left == right:  # every other one of overlapping pairs, from the left
             begin = np.maximum.accumulate(np.where(np.diff(at, prepend=-2) > 1, at, 0))
             at = at[(at - begin) % 2 == 0]
         if not len(at):
             return
-        # Pairs that vanish: with the piece before and the piece after, except the merged pair.
+        # Pairs that vanish: with the token before and the token after, except the merged pair.
         before = at[(at > 0) & (row[at - 1] == row[at])] - 1
         behind = at[at + 2 < total] + 1
         behind = behind[row[behind] == row[behind + 1]]
         gone = np.concatenate([before, behind[~np.isin(behind, before)]])
         # Between two adjacent merged pairs, the trainer temporarily has `new, left`.
         passing = row[at[1:][at[1:] == at[:-1] + 2]]
-        self._count(_code(pieces[gone], pieces[gone + 1]), -self._counts[holders[row[gone]]])
+        self._count(_code(tokens[gone], tokens[gone + 1]), -self._counts[holders[row[gone]]])
         kept = np.ones(total, bool)
         kept[at + 1] = False
-        pieces[at] = new
+        tokens[at] = new
         fresh = np.zeros(total, bool)
         fresh[at] = True
-        pieces, row, fresh = pieces[kept], row[kept], fresh[kept]
+        tokens, row, fresh = tokens[kept], row[kept], fresh[kept]
         lengths = np.bincount(row, minlength=len(holders))
         starts = self._starts[holders] - np.cumsum(lengths) + lengths
-        self._pieces[np.arange(len(row)) + starts[row]] = pieces
+        self._tokens[np.arange(len(row)) + starts[row]] = tokens
         self._lengths[holders] = lengths
         come = np.flatnonzero((fresh[:-1] | fresh[1:]) & (row[:-1] == row[1:]))
-        codes, owners = _code(pieces[come], pieces[come + 1]), holders[row[come]]
+        codes, owners = _code(tokens[come], tokens[come + 1]), holders[row[come]]
         self._count(codes, self._counts[owners])
         if len(passing):
             extra = np.full(len(passing), (new << 32) | left)

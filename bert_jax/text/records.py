@@ -1,38 +1,37 @@
-"""Reads records with their locations: rows of CSV, TSV and Parquet files, and JSON.
+"""Reads records with their locations: rows of tables and JSON objects.
 
-CSV is read by Python's `csv`: quoted cells may contain commas, newlines and doubled quotation
-marks. TSV is as in GLUE: a line is a row, tabs separate columns, and quotation marks have no
-meaning. Blank lines are not rows.
+  csv      a row per line, as Python's `csv` reads it: quoted cells may contain commas, newlines and
+           doubled quotation marks
+  tsv      a row per line, tabs between cells, as in GLUE; quotation marks have no meaning
+  jsonl    a JSON object per line
+  parquet  a column of texts
+
+Blank lines of tables and of JSON lines are not records.
 """
 
 import contextlib
 import csv
 import json
-import numbers
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from bert_jax.errors import InputError
+from bert_jax.errors import InputError, excerpt, json_object
 from bert_jax.text import line_reader
-
-# The location of a row, the names of its columns, and their values.
-TableRow = tuple[str, list[str], list[Any]]
-# Is given the location of a broken row and the error; returns to skip the row, or raises.
-OnBroken = Callable[[str, InputError], None]
 
 # Maximum length of a CSV cell; Python's default is 131,072.
 _LONGEST_CELL = 2**31 - 1
 # Rows of a Parquet file per batch.
 _ROWS = 1_000
-# The most names that a message lists.
-_LISTED = 20
+# The most characters of a value, and the most names, that a message quotes.
+_QUOTED_CHARACTERS, _LISTED_NAMES = 60, 20
 # Half of a surrogate pair.
 _HALF = re.compile("[\ud800-\udfff]")
+# What to do about a column of a corpus that is missing or holds no texts.
+_NAME_FIELD = "name one with --set corpus.text_field=..."
 # Advice for tables with another separator.
 _SEPARATORS = {
     ";": "semicolons: write it with commas",
@@ -41,29 +40,92 @@ _SEPARATORS = {
 }
 
 
+class SourceRecord(NamedTuple):
+    """The values of a row or a JSON object, with the names of their columns."""
+
+    location: str  # FILE:LINE, for messages; FILE:NUMBER, counted from 0, in Parquet and TFDS
+    names: Sequence[str]  # a table may have a name twice
+    values: Sequence[Any]  # texts in tables, any values in JSON and TFDS
+
+    @classmethod
+    def from_dict(cls, location: str, fields: Mapping[str, Any]) -> "SourceRecord":
+        """Returns the record of a JSON object."""
+        return cls(location, list(fields), list(fields.values()))
+
+    def value(self, column: str, remedy: str) -> Any:
+        """Returns the value of a column; `data.text` means the field `text` of the object `data`.
+
+        Raises InputError with a `remedy` unless the record has exactly one such column.
+        """
+        count = self.names.count(column)
+        if count == 1:
+            return self.values[self.names.index(column)]
+        if not count:
+            with contextlib.suppress(KeyError):
+                return field_value(dict(zip(self.names, self.values, strict=True)), column)
+        raise InputError(
+            f"{self.location}: {'more than one' if count else 'no'} column {column!r} among "
+            f"{self._quote_columns()}; {remedy}{_separator_note(self.names)}"
+        )
+
+    def text(self, column: str) -> str:
+        """Returns the text in the column `corpus.text_field`; for null the empty text."""
+        value = self.value(column, _NAME_FIELD)
+        if isinstance(value, bytes):  # as TFDS gives texts
+            value = decode_utf8(value, f"{self.location}: column {column!r}")
+        if value is None or isinstance(value, str):
+            return encodable(value or "")
+        raise InputError(
+            f"{self.location}: column {column!r} is {quote_value(value)}, not a text; the columns "
+            f"are {self._quote_columns()}; {_NAME_FIELD}"
+        )
+
+    def _quote_columns(self) -> str:
+        columns = zip(self.names, self.values, strict=True)
+        return quote_names(name for key, value in columns for name in field_names({key: value}))
+
+
+# Is given the location of a broken record and the error; returns to skip the record, or raises.
+OnBroken = Callable[[str, InputError], None]
+
+
 def refuse(location: str, error: InputError) -> None:
-    """Refuses a broken row."""
+    """Refuses a broken record."""
     del location
     raise error
 
 
-def table(
-    kind: Literal["csv", "tsv"],
+def parse(
+    kind: str,
     lines: Iterable[str],
     path: str,
     header: str = "first_line",
     blank_lines: bool = False,
     on_broken: OnBroken = refuse,
-) -> Iterator[TableRow]:
-    """Yields FILE:LINE, names and cells of each row of a file's decoded lines.
+) -> Iterator[SourceRecord]:
+    """Yields the records of a file of this kind from its decoded lines, which end with \\n.
 
-    The first line has the names; without such a `header` they are 0, 1 and so on. With
-    `blank_lines` a blank line before a row of a one-column table is a row with a blank cell.
-    `on_broken` is called for rows with more or fewer cells than the first.
+    The first line of a table has the names of the columns; without such a `header` they are 0, 1
+    and so on. With `blank_lines` a blank line before a row of a one-column table is a row with a
+    blank cell. `on_broken` is called for rows with more or fewer cells than the first, and for
+    lines that are no JSON object.
     """
+    if kind == "jsonl":
+        return _json_lines(lines, path, on_broken)
+    numbered = _csv(lines, path) if kind == "csv" else _tsv(lines)
+    return _table(numbered, path, header, blank_lines, on_broken)
+
+
+def _table(
+    numbered: Iterable[tuple[int, list[str]]],
+    path: str,
+    header: str,
+    blank_lines: bool,
+    on_broken: OnBroken,
+) -> Iterator[SourceRecord]:
     names: list[str] = []
     first = before = 0
-    for number, cells in _csv(lines, path) if kind == "csv" else _tsv(lines):
+    for number, cells in numbered:
         location = f"{path}:{number}"
         if not names:
             first = before = number
@@ -71,17 +133,19 @@ def table(
             if header == "first_line":
                 continue
         if blank_lines and len(names) == 1:
-            yield from ((f"{path}:{blank}", names, [""]) for blank in range(before + 1, number))
+            yield from (
+                SourceRecord(f"{path}:{blank}", names, [""]) for blank in range(before + 1, number)
+            )
             before = number + cells[0].count("\n")
         try:
-            require_as_many(cells, len(names), location, first, separator_note(names))
+            require_as_many(cells, len(names), location, first, _separator_note(names))
         except InputError as error:
             on_broken(location, error)
         else:
-            yield location, names, cells
+            yield SourceRecord(location, names, cells)
 
 
-def separator_note(names: Sequence[str]) -> str:
+def _separator_note(names: Sequence[str]) -> str:
     """Returns advice if the only name of a header contains another separator, else ""."""
     advice = [text for mark, text in _SEPARATORS.items() if len(names) == 1 and mark in names[0]]
     return f"; the file seems to be separated by {advice[0]}" if advice else ""
@@ -116,92 +180,69 @@ def _csv(lines: Iterable[str], path: str) -> Iterator[tuple[int, list[str]]]:
         except csv.Error as error:
             raise InputError(
                 f"{path}:{number}: not CSV ({error}); quote cells that contain commas, newlines or "
-                f"quotation marks, and double the marks inside{separator_note(header)}"
+                f"quotation marks, and double the marks inside{_separator_note(header)}"
             ) from error
         if cells:
             header = header or cells
             yield number, cells
 
 
-def read_json(text: str, where: str) -> Any:
-    """Parses JSON; error messages begin with `where`."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON ({error})") from error
+def _json_lines(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[SourceRecord]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            location = f"{path}:{number}"
+            try:
+                fields = json_object(line, location)
+            except InputError as error:
+                on_broken(location, error)
+            else:
+                yield SourceRecord.from_dict(location, fields)
 
 
-def field_value(record: Mapping[str, Any], name: str) -> Any:
+# --- fields ---------------------------------------------------------------------------------------
+
+
+def field_value(fields: Mapping[str, Any], name: str) -> Any:
     """Returns the value of a field; `data.text` means the field `text` of the object `data`.
 
     A key that itself is `data.text` takes precedence. A field of a null object is null.
 
     Raises:
-      KeyError: the record has no such field.
+      KeyError: there is no such field.
     """
-    if name in record:
-        return record[name]
+    if name in fields:
+        return fields[name]
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
-        outer = record.get(key := ".".join(parts[:count]))
+        outer = fields.get(key := ".".join(parts[:count]))
         if isinstance(outer, Mapping):
             return field_value(outer, ".".join(parts[count:]))
-        if key in record and outer is None:
+        if key in fields and outer is None:
             return None
     raise KeyError(name)
 
 
-def field_names(record: Mapping[str, Any]) -> list[str]:
-    """Returns the names by which `field_value` finds the values of a record, except objects."""
+def field_names(fields: Mapping[str, Any]) -> list[str]:
+    """Returns the names by which `field_value` finds the values, except objects."""
     names: list[str] = []
-    for key, value in record.items():
+    for key, value in fields.items():
         inner = field_names(value) if isinstance(value, Mapping) else []
         names += [f"{key}.{name}" for name in inner] or [key]
     return names
 
 
 def quote_names(names: Iterable[str]) -> str:
-    """Formats names in quotation marks for a message, the first twenty of many."""
+    """Formats names for a message: 'a', 'b', and 5 more."""
     names = list(names)
-    quoted = [repr(name) for name in names[:_LISTED]]
-    if len(names) > _LISTED:
-        quoted.append(f"and {len(names) - _LISTED} more")
+    quoted = [excerpt(name) for name in names[:_LISTED_NAMES]]
+    if len(names) > _LISTED_NAMES:
+        quoted.append(f"and {len(names) - _LISTED_NAMES} more")
     return ", ".join(quoted) or "none"
 
 
-def type_name(value: object) -> str:
-    """Returns the JSON name of a value's type for a message, such as "a number"."""
-    if isinstance(value, np.generic):  # as TFDS gives numbers
-        value = value.item()
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, str):
-        return "a text"
-    if isinstance(value, Mapping):
-        return "an object"
-    return "a number" if isinstance(value, numbers.Number) else "a list"
-
-
-def text_field(record: Any, name: str) -> str:
-    """Returns the text in a field of a record; for null the empty text."""
-    if not isinstance(record, Mapping):
-        raise InputError(f"{type_name(record)}, not an object with the field {name!r}")
-    try:
-        value = field_value(record, name)
-    except KeyError:
-        problem = f"no field {name!r}"
-    else:
-        if isinstance(value, bytes):  # as TFDS gives texts
-            value = decode_utf8(value, f"field {name!r}")
-        if value is None or isinstance(value, str):
-            return value or ""
-        problem = f"{type_name(value)} in field {name!r}, not a text"
-    raise InputError(
-        f"{problem}; its fields are {quote_names(field_names(record))}: name one with --set "
-        "corpus.text_field=..."
-    )
+def quote_value(value: Any) -> str:
+    """Formats a value for a message as JSON, or the beginning of a long one."""
+    return json.dumps(value, default=str)[:_QUOTED_CHARACTERS]
 
 
 def decode_utf8(data: bytes, where: str) -> str:
@@ -219,26 +260,10 @@ def encodable(text: str) -> str:
     return text
 
 
-def column_of(rows: Iterable[TableRow], column: str, path: str) -> Iterator[tuple[str, str]]:
-    """Yields the location and the text in a column of each row of a `table`."""
-    known_names, index = None, 0
-    for location, names, cells in rows:
-        if names is not known_names:
-            known_names, index = names, _column_index(column, names, path)
-        yield location, cells[index]
+# --- Parquet --------------------------------------------------------------------------------------
 
 
-def _column_index(column: str, names: Sequence[str], path: str) -> int:
-    if names.count(column) != 1:
-        how_many = "more than one" if column in names else "no"
-        raise InputError(
-            f"{path}: {how_many} column {column!r}; it has {quote_names(names)}: name one with "
-            f"--set corpus.text_field=...{separator_note(names)}"
-        )
-    return names.index(column)
-
-
-def parts(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
+def divide_parquet(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
     """Divides a Parquet file into parts: (first row group, one past the last, bytes of text).
 
     A part has about `most` bytes of the column's text; row groups are never cut.
@@ -258,8 +283,8 @@ def parts(path: str, column: str, most: int) -> list[tuple[int, int, int]]:
     return [*complete, (first, len(sizes), size)] if sizes else []
 
 
-def parquet(path: str, column: str, start: int, stop: int) -> Iterator[tuple[str, str]]:
-    """Yields FILE:ROW, counted from 0, and the text of each row; for null the empty text.
+def read_parquet(path: str, column: str, start: int, stop: int) -> Iterator[SourceRecord]:
+    """Yields a record with the text of each row, which may be null.
 
     Reads the row groups from `start` until before `stop`; -1: to the end. `article.text` means the
     column `text` within the column `article`.
@@ -273,7 +298,7 @@ def parquet(path: str, column: str, start: int, stop: int) -> Iterator[tuple[str
                 for text in batch.column(0).to_pylist():
                     while isinstance(text, dict):  # a column within another
                         (text,) = text.values()
-                    yield f"{path}:{number}", text or ""
+                    yield SourceRecord(f"{path}:{number}", [column], [text])
                     number += 1
         except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
             raise InputError(f"{path}: damaged Parquet file ({error})") from error
@@ -289,11 +314,11 @@ def _open_parquet(path: str, column: str) -> Iterator[tuple[pyarrow.parquet.Parq
             raise InputError(f"{path}: cannot be read as Parquet ({error})") from error
         schema = file.metadata.schema
         names = [schema.column(number).path for number in range(len(schema))]
-        index = _column_index(column, names, path)
+        index: int = SourceRecord(path, names, range(len(names))).value(column, _NAME_FIELD)
         texts = schema.column(index)
         if texts.logical_type.type != "STRING" or texts.max_repetition_level:
             raise InputError(
-                f"{path}: column {column!r} holds no texts ({texts.physical_type}); it has "
-                f"{quote_names(names)}: name one with --set corpus.text_field=..."
+                f"{path}: column {column!r} holds no texts ({texts.physical_type}); the columns "
+                f"are {quote_names(names)}; {_NAME_FIELD}"
             )
         yield file, index

@@ -32,10 +32,8 @@ def split(document: Document, language: str) -> list[str]:
     with prefix_errors(document.name):
         for paragraph in paragraphs:
             for sentence in _segment(paragraph, language, _BLANKED):
-                if len(sentence) < _LONG:
-                    sentences.append(sentence)
-                else:
-                    sentences += _segment(sentence, language, _BLANKED_MARKS)
+                is_long = len(sentence) >= _LONG
+                sentences += _segment(sentence, language, _BLANKED_MARKS) if is_long else [sentence]
     return [stripped for sentence in sentences if (stripped := sentence.strip())]
 
 

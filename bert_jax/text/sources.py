@@ -12,27 +12,12 @@ from etils import epath
 from fsspec.utils import glob_translate
 
 from bert_jax.config import Corpus
+from bert_jax.config.text_corpus import FILE_ENDINGS, kind_of_file
 from bert_jax.errors import InputError, pluralize
 from bert_jax.storage import buckets
 from bert_jax.storage.storage import storage_of
 from bert_jax.text import line_reader, tfds_files
 
-# Endings of the files that a source reads in a folder, in upper or lower case. All files but
-# Parquet may be compressed.
-_ENDINGS = {
-    "text": (".txt", ".text"),
-    "jsonl": (".jsonl",),
-    "csv": (".csv",),
-    "tsv": (".tsv",),
-    "parquet": (".parquet",),
-}
-_SUFFIXES = {
-    kind: (
-        *endings,
-        *(e + suffix for e in endings for suffix in line_reader.COMPRESSED if kind != "parquet"),
-    )
-    for kind, endings in _ENDINGS.items()
-}
 # Names without text to learn from; Hadoop and Arrow mark hidden files with `_`.
 _NO_TEXT = re.compile(r"(?i)[._]|(readme|licen[cs]e)\b")
 # Maximum number of endings or folders that a line lists.
@@ -45,10 +30,25 @@ _VERSIONS = ("ETag", "etag", "md5", "blob_id", "LastModified", "last_modified", 
 Files = dict[str, buckets.Listed | None]
 
 
-def kind_of(path: str) -> str:
-    """Returns the kind of source that reads files of this name in folders; "" if none does."""
-    name = path.lower()
-    return next((kind for kind, suffixes in _SUFFIXES.items() if name.endswith(suffixes)), "")
+def source_of_text(path: str) -> str:
+    """Returns the source of a path; a source is unchanged.
+
+    Its kind is that of the path's ending, or of all files in a folder of this machine that a source
+    can read, or else text.
+    """
+    if re.match(r"\w+:(?!//)", path):
+        return path
+    kind = kind_of_file(path)
+    if not kind and os.path.isdir(path) and len(kinds := kinds_in(path)) == 1:
+        (kind,) = kinds
+    return f"{kind or 'text'}:{re.sub(r'(?<=[^:/])/+$', '', path)}"
+
+
+def kinds_in(path: str) -> list[str]:
+    """Returns the kinds of sources that can read a file, or files of a folder."""
+    paths, unread = find(f"text:{path}")
+    kinds = {kind_of_file(path) for path in (*paths, *unread)}
+    return [kind for kind in FILE_ENDINGS if kind in kinds]
 
 
 def files(source: str, seconds: float | None = None) -> Files:
@@ -59,10 +59,10 @@ def files(source: str, seconds: float | None = None) -> Files:
         contents = f"; it holds {_summary(unread)}{_advice(unread, location)}" if unread else ""
         missing = "no such files there"
         if os.path.isdir(location):
-            missing = f"the folder holds no {' or '.join(_ENDINGS[kind])} file"
+            missing = f"the folder holds no {' or '.join(FILE_ENDINGS[kind])} file"
         raise InputError(f"corpus.sources: {source}: {missing}{contents}")
     for path in paths if kind == "text" else ():
-        if (path_kind := kind_of(path)) not in ("", "text"):
+        if (path_kind := kind_of_file(path)) not in ("", "text"):
             raise InputError(
                 f"corpus.sources: {source}: {path} is not plain text by its name; write "
                 f"{path_kind}:{location}, and name the field of the text in corpus.text_field"
@@ -87,7 +87,7 @@ def find(source: str, seconds: float | None = None) -> tuple[Files, list[str]]:
         return dict.fromkeys(matches), folders
     if not is_folder:
         return paths, []
-    read = {path: entry for path, entry in paths.items() if kind_of(path) == kind}
+    read = {path: entry for path, entry in paths.items() if kind_of_file(path) == kind}
     return read, [path for path in paths if path not in read]
 
 
@@ -196,7 +196,7 @@ def describe_unread(corpus: Corpus, seconds: float | None = None) -> list[str]:
     read: set[str] = set()
     for source in corpus.sources:
         kind, _, location = source.partition(":")
-        if kind in _ENDINGS:
+        if kind in FILE_ENDINGS:
             paths, unread[source] = find(source, seconds)
             read.update(map(identity, paths))
         else:
@@ -204,7 +204,7 @@ def describe_unread(corpus: Corpus, seconds: float | None = None) -> list[str]:
     lines: list[str] = []
     for source, paths in unread.items():
         kind, _, location = source.partition(":")
-        if kind not in _ENDINGS:
+        if kind not in FILE_ENDINGS:
             noun, names = "split", paths
         else:
             names = [p for p in paths if identity(p) not in read and not _is_ignored(p, location)]
@@ -243,8 +243,8 @@ def _ending(path: str) -> str:
 
 def _advice(paths: list[str], location: str) -> str:
     """Returns which sources would read these files, as text to follow a `_summary`."""
-    kinds = sorted({kind_of(path) for path in paths} - {""})
-    advice = [f"{kind}:{location} reads {' and '.join(_ENDINGS[kind])}" for kind in kinds]
+    kinds = sorted({kind_of_file(path) for path in paths} - {""})
+    advice = [f"{kind}:{location} reads {' and '.join(FILE_ENDINGS[kind])}" for kind in kinds]
     return "".join(f"; {text}" for text in advice)
 
 
@@ -262,7 +262,7 @@ def fingerprint(corpus: Corpus, seconds: float | None = None) -> list[dict[str, 
     rows = []
     for source in corpus.sources:
         kind, _, location = source.partition(":")
-        if kind in _ENDINGS:
+        if kind in FILE_ENDINGS:
             paths = files(source, seconds)
         else:
             paths = {f"{_dataset(kind, location)}/dataset_info.json": None}

@@ -179,15 +179,12 @@ def class_labels(folder: epath.PathLike) -> "dict[str, tfds.features.ClassLabel]
 
 def _decode(path: epath.Path, raw: Iterator[bytes], features: Any) -> Iterator[dict[str, Any]]:
     """Yields the decoded records of a file; turns the libraries' many errors into InputError."""
-    while True:
-        try:
-            record = features.deserialize_example_np(next(raw))
-        except StopIteration:
-            return
-        except Exception as error:
-            reason = str(error).split("\n")[0][:200] or type(error).__name__
-            raise _damaged(path, reason) from error
-        yield record
+    try:
+        for data in raw:
+            yield features.deserialize_example_np(data)
+    except Exception as error:
+        reason = str(error).split("\n")[0][:200] or type(error).__name__
+        raise _damaged(path, reason) from error
 
 
 def _damaged(path: epath.Path, reason: str) -> InputError:

@@ -27,9 +27,9 @@ FORMAT_VERSION = 1
 
 # Words longer than this are [UNK] (tokenization.py, WordpieceTokenizer).
 MAX_WORD = 200
-# Size of the cache for chunks (text between blanks) that are not ASCII, and their maximum length.
-# Longer chunks, as in Chinese, rarely occur twice.
-_CACHED_CHUNKS, _LONGEST_CHUNK = 100_000, 30
+# Size of the cache for stretches between blanks that are not ASCII, and their maximum length.
+# Longer stretches, as in Chinese, rarely occur twice.
+_CACHED_STRETCHES, _LONGEST_STRETCH = 100_000, 30
 
 Case = Literal["uncased", "cased"]
 
@@ -63,10 +63,10 @@ class Tokenizer(Protocol):
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
         """Yields (first character, one past the last, ids) of each word, with the text's ids."""
-        for start, end in units(text, self):
+        for start, end in word_spans(text, self):
             yield start, end, self.encode(text[start:end])
 
-    def piece(self, token_id: int) -> str:
+    def token(self, token_id: int) -> str:
         """Returns the token as it is written in the vocabulary."""
         return self._tokens[token_id]
 
@@ -98,14 +98,13 @@ class WordPiece(Tokenizer):
         self.continues = np.array([token.startswith("##") for token in vocab])
         self.sha256 = _digest("wordpiece", case, "\n".join(vocab).encode())
         # Ids of the words that `basic_tokens` returns.
-        self.pieces_of = library.WordCache(self._word_pieces, longest=MAX_WORD)
+        self.ids_of_word = library.WordCache(self._match_longest, longest=MAX_WORD)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without special tokens around it."""
-        pieces_of = self.pieces_of
+        ids_of_word = self.ids_of_word
         ids: list[int] = []
         for word in basic_tokens(text, self.case):
-            ids += pieces_of[word]
+            ids += ids_of_word[word]
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -113,12 +112,11 @@ class WordPiece(Tokenizer):
         return " ".join(self.vocab[i] for i in ids).replace(" ##", "")
 
     def save(self, folder: epath.Path) -> None:
-        """Writes a tokenizer folder."""
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "vocab.txt", "\n".join(self.vocab) + "\n")
-        _save_json(folder, self)
+        _save_record(folder, self)
 
-    def _word_pieces(self, word: str) -> list[int]:
+    def _match_longest(self, word: str) -> list[int]:
         """Matches the longest token first; a word that is not matched whole is [UNK]."""
         if len(word) > MAX_WORD:
             return [self.unk_id]
@@ -170,7 +168,6 @@ class SentencePiece(Tokenizer):
         self.sha256 = _digest("sentencepiece", case, model)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without special tokens around it."""
         ids = self._processor.encode(text.lower() if self.case == "uncased" else text)
         if self._specials.isdisjoint(ids):
             return ids
@@ -186,10 +183,28 @@ class SentencePiece(Tokenizer):
         ).strip()
 
     def save(self, folder: epath.Path) -> None:
-        """Writes a tokenizer folder."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "sentencepiece.model").write_bytes(self._model)
-        _save_json(folder, self)
+        _save_record(folder, self)
+
+
+def _digest(kind: str, case: Case, content: bytes) -> str:
+    return hashlib.sha256(f"{kind}/{case}/".encode() + content).hexdigest()
+
+
+def _save_record(folder: epath.Path, tokenizer: Tokenizer) -> None:
+    record = {
+        "format_version": FORMAT_VERSION,
+        "kind": tokenizer.kind,
+        "case": tokenizer.case,
+        "size": tokenizer.size,
+        "specials": {
+            name: getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "cls", "sep", "mask")
+        },
+        "appended": getattr(tokenizer, "appended", []),
+        "sha256": tokenizer.sha256,
+    }
+    write_atomic(folder / "tokenizer.json", json.dumps(record, indent=2) + "\n")
 
 
 def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
@@ -199,7 +214,7 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
     """
     path = epath.Path(path)
     file = path / library.FILE if path.is_dir() else path
-    if file.suffix == ".json" and file.exists() and library.is_of_library(file.read_bytes()):
+    if file.suffix == ".json" and file.exists() and library.is_library_file(file.read_bytes()):
         return library.read(file)
     if path.is_dir():
         if not file.exists():
@@ -231,6 +246,69 @@ def load(path: epath.PathLike, case: Case = "uncased") -> Tokenizer:
     return WordPiece(vocabulary.read_vocab(path), case)
 
 
+# --- special tokens -------------------------------------------------------------------------------
+
+
+def add_special_tokens(
+    tokenizer: Tokenizer, first: Sequence[int], second: Sequence[int] | None
+) -> tuple[np.ndarray, int]:
+    """Returns int32 ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], and how many are before B."""
+    ids = [tokenizer.cls_id, *first]
+    ids += [tokenizer.sep_id] if second is None else tokenizer.between_ids
+    before_second = len(ids)
+    if second is not None:
+        ids += [*second, tokenizer.sep_id]
+    return np.array(ids, np.int32), before_second
+
+
+def first_segment_length(tokenizer: Tokenizer, ids: np.ndarray, before_second: int) -> int:
+    """Returns how many ids from `add_special_tokens` belong to the first segment."""
+    return before_second if tokenizer.second_segment else len(ids)
+
+
+def special_count(tokenizer: Tokenizer, texts: int) -> int:
+    """Returns the number of special tokens around one text, or around and between two."""
+    return 2 if texts == 1 else 2 + len(tokenizer.between_ids)
+
+
+# A larger share of [UNK] means a wrong vocabulary, not rare words.
+MOST_UNKNOWN = 0.02
+
+
+class UnknownShare:
+    """The share of tokens in rows that are [UNK], without [CLS] and [SEP]."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._unk_id = tokenizer.unk_id
+        self._around = [tokenizer.cls_id, tokenizer.sep_id]
+        self._tokens = self._unknown = 0
+
+    def add(self, rows: Iterable[Sequence[int] | np.ndarray]) -> "UnknownShare":
+        """Counts rows of ids; returns itself."""
+        for row in rows:
+            ids = np.asarray(row)
+            self._tokens += len(ids) - int(np.isin(ids, self._around).sum())
+            self._unknown += int((ids == self._unk_id).sum())
+        return self
+
+    @property
+    def value(self) -> float:
+        """The share of unknown tokens, in [0, 1]; 0 without tokens."""
+        return self._unknown / max(self._tokens, 1)
+
+    def warning(self, texts: str) -> str:
+        """Returns a warning about `texts`, a description; "" if few tokens are unknown."""
+        if self.value <= MOST_UNKNOWN:
+            return ""
+        return (
+            f"warning: {self.value:.0%} of {texts} is [UNK]: the vocabulary cannot represent this "
+            "text, and the model does not see it; use a model for this language and script"
+        )
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
 def basic_tokens(text: str, case: Case) -> list[str]:
     """Returns the words and punctuation marks of a text, as tokenization.py's BasicTokenizer does.
 
@@ -245,80 +323,6 @@ def basic_tokens(text: str, case: Case) -> list[str]:
     if case == "uncased":
         text = unicodedata.normalize("NFD", text.lower()).translate(_UNACCENTED)
     return text.translate(_APART).split()
-
-
-def joined(
-    tokenizer: Tokenizer, first: Sequence[int], second: Sequence[int] | None
-) -> tuple[np.ndarray, int]:
-    """Returns int32 ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], and how many are before B."""
-    ids = [tokenizer.cls_id, *first]
-    ids += [tokenizer.sep_id] if second is None else tokenizer.between_ids
-    before_second = len(ids)
-    if second is not None:
-        ids += [*second, tokenizer.sep_id]
-    return np.array(ids, np.int32), before_second
-
-
-def first_segment_length(tokenizer: Tokenizer, ids: np.ndarray, before_second: int) -> int:
-    """Returns how many ids from `joined` belong to the first segment."""
-    return before_second if tokenizer.second_segment else len(ids)
-
-
-def special_count(tokenizer: Tokenizer, texts: int) -> int:
-    """Returns the number of special tokens around one text, or around and between two."""
-    return 2 if texts == 1 else 2 + len(tokenizer.between_ids)
-
-
-def units(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
-    """Yields (first character, one past the last) of the words that are tokenized independently.
-
-    Words are separated by blanks; for WordPiece, punctuation marks and CJK ideographs are words.
-    """
-    start = 0
-    for position, char in enumerate(text):
-        kind = _character_kind(char, tokenizer.case if tokenizer.kind == "wordpiece" else None)
-        if kind == "in word":
-            continue
-        if start < position:
-            yield start, position
-        if kind == "own word":
-            yield position, position + 1
-        start = position + 1
-    if start < len(text):
-        yield start, len(text)
-
-
-@functools.cache
-def _character_kind(char: str, case: Case | None) -> str:
-    """Returns how a character between two letters splits words; for WordPiece with `case`."""
-    if case is None:
-        return "blank" if char.isspace() else "in word"
-    words = len(basic_tokens(f"a{char}a", case))
-    return {1: "in word", 2: "blank"}.get(words, "own word")
-
-
-class Splitter:
-    """Splits many sentences into the words of `basic_tokens`, faster."""
-
-    def __init__(self, case: Case):
-        self._case: Case = case
-        # Chunks between blanks are split independently.
-        split_chunk = functools.partial(basic_tokens, case=case)
-        self._chunks = library.WordCache(split_chunk, _CACHED_CHUNKS, _LONGEST_CHUNK)
-
-    def words(self, sentences: Iterable[str]) -> list[str]:
-        """Returns the words of sentences without line feeds, and "\\n" after each sentence."""
-        words: list[str] = []
-        for sentence in sentences:
-            if sentence.isascii():
-                words += basic_tokens(sentence, self._case)
-            else:
-                if any(char in sentence for char in _BLANK_CONTROLS):
-                    sentence = sentence.translate(_CLEAN)
-                chunks = map(self._chunks.__getitem__, sentence.split())
-                words += itertools.chain.from_iterable(chunks)
-            words.append("\n")
-        return words
 
 
 # `basic_tokens` removes these, but `str.split` would split at them.
@@ -365,55 +369,53 @@ _APART = _Table(
 )
 
 
-# A larger share of [UNK] means a wrong vocabulary, not rare words.
-MOST_UNKNOWN = 0.02
+class Splitter:
+    """Splits many sentences into the words of `basic_tokens`, faster."""
+
+    def __init__(self, case: Case):
+        self._case: Case = case
+        # Stretches between blanks are split independently.
+        split = functools.partial(basic_tokens, case=case)
+        self._words = library.WordCache(split, _CACHED_STRETCHES, _LONGEST_STRETCH)
+
+    def words(self, sentences: Iterable[str]) -> list[str]:
+        """Returns the words of sentences without line feeds, and "\\n" after each sentence."""
+        words: list[str] = []
+        for sentence in sentences:
+            if sentence.isascii():
+                words += basic_tokens(sentence, self._case)
+            else:
+                if any(char in sentence for char in _BLANK_CONTROLS):
+                    sentence = sentence.translate(_CLEAN)
+                stretches = map(self._words.__getitem__, sentence.split())
+                words += itertools.chain.from_iterable(stretches)
+            words.append("\n")
+        return words
 
 
-class UnknownShare:
-    """The share of tokens in rows that are [UNK], without [CLS] and [SEP]."""
+def word_spans(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
+    """Yields (first character, one past the last) of the words that are tokenized independently.
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._unk_id = tokenizer.unk_id
-        self._around = [tokenizer.cls_id, tokenizer.sep_id]
-        self._tokens = self._unknown = 0
-
-    def add(self, rows: Iterable[Sequence[int] | np.ndarray]) -> "UnknownShare":
-        """Counts rows of ids; returns itself."""
-        for row in rows:
-            ids = np.asarray(row)
-            self._tokens += len(ids) - int(np.isin(ids, self._around).sum())
-            self._unknown += int((ids == self._unk_id).sum())
-        return self
-
-    @property
-    def value(self) -> float:
-        """The share of unknown tokens, in [0, 1]; 0 without tokens."""
-        return self._unknown / max(self._tokens, 1)
-
-    def warning(self, texts: str) -> str:
-        """Returns a warning about `texts`, a description; "" if few tokens are unknown."""
-        if self.value <= MOST_UNKNOWN:
-            return ""
-        return (
-            f"warning: {self.value:.0%} of {texts} is [UNK]: the vocabulary cannot represent this "
-            "text, and the model does not see it; use a model for this language and script"
-        )
+    Words are separated by blanks; for WordPiece, punctuation marks and CJK ideographs are words.
+    """
+    start = 0
+    for position, char in enumerate(text):
+        kind = _character_kind(char, tokenizer.case if tokenizer.kind == "wordpiece" else None)
+        if kind == "in word":
+            continue
+        if start < position:
+            yield start, position
+        if kind == "own word":
+            yield position, position + 1
+        start = position + 1
+    if start < len(text):
+        yield start, len(text)
 
 
-def _digest(kind: str, case: Case, content: bytes) -> str:
-    return hashlib.sha256(f"{kind}/{case}/".encode() + content).hexdigest()
-
-
-def _save_json(folder: epath.Path, tokenizer: Tokenizer) -> None:
-    record = {
-        "format_version": FORMAT_VERSION,
-        "kind": tokenizer.kind,
-        "case": tokenizer.case,
-        "size": tokenizer.size,
-        "specials": {
-            name: getattr(tokenizer, f"{name}_id") for name in ("pad", "unk", "cls", "sep", "mask")
-        },
-        "appended": getattr(tokenizer, "appended", []),
-        "sha256": tokenizer.sha256,
-    }
-    write_atomic(folder / "tokenizer.json", json.dumps(record, indent=2) + "\n")
+@functools.cache
+def _character_kind(char: str, case: Case | None) -> str:
+    """Returns how a character between two letters splits words; for WordPiece with `case`."""
+    if case is None:
+        return "blank" if char.isspace() else "in word"
+    words = len(basic_tokens(f"a{char}a", case))
+    return {1: "in word", 2: "blank"}.get(words, "own word")

@@ -1,17 +1,13 @@
-"""Reads vocabularies from a BERT `vocab.txt`, or trains them on a corpus."""
+"""Vocabularies: special tokens, BERT's `vocab.txt`, and the counted words that train them."""
 
 import collections
 import dataclasses
-import io
-import re
 from collections.abc import Mapping
 
 import numpy as np
-import sentencepiece
 from etils import epath
 
 from bert_jax.errors import InputError
-from bert_jax.text import merges
 
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # The special tokens by their roles, as in tokenizer_config.json.
@@ -23,8 +19,6 @@ NAMED = dict(
 _ALPHABET = 1_000
 # For scripts with thousands of characters: as many as cover this share of the text.
 _COVERAGE = 0.9995
-# Fixed, since the trained model depends on the number of threads.
-_SENTENCEPIECE_THREADS = 16
 
 
 @dataclasses.dataclass
@@ -61,6 +55,19 @@ class WordCounts:
         self.inner.update(np.unique(codes[is_inner]).tolist())
         self.different += len(counts)
 
+    def alphabet(self) -> tuple[list[str], list[str]]:
+        """Returns the most frequent characters, and the tokens `##c` of those that continue words.
+
+        Returns 1,000 characters, or more if `_COVERAGE` of the text needs more. Both lists are in
+        the order of code points.
+        """
+        counts = self.characters
+        commonest = sorted(counts, key=lambda code: (-counts[code], code))
+        covered = np.cumsum([counts[code] for code in commonest])
+        needed = int(np.searchsorted(covered, _COVERAGE * covered[-1])) + 1 if commonest else 0
+        characters = sorted(commonest[: max(needed, _ALPHABET)])
+        return [chr(c) for c in characters], [f"##{chr(c)}" for c in characters if c in self.inner]
+
 
 def read_vocab(path: epath.PathLike) -> list[str]:
     """Reads the tokens of a `vocab.txt`, one per line; the number of the line is the id."""
@@ -90,94 +97,6 @@ def read_vocab(path: epath.PathLike) -> list[str]:
     return vocab
 
 
-def train_wordpiece(counted: WordCounts, vocab_size: int, unused_pieces: int = 0) -> list[str]:
-    """Trains a WordPiece vocabulary; special tokens have the ids 0 to 4.
-
-    The words are those of `basic_tokens`, as when encoding. The last tokens are [unused], at least
-    `unused_pieces` of them, and more if the text is too small.
-    """
-    alphabet, continuing = _alphabet(counted)
-    vocab = [*SPECIALS, *alphabet, *continuing]
-    room = vocab_size - unused_pieces - len(vocab)
-    pairs = merges.learn(counted.words, counted.counts, alphabet, continuing, room)
-    vocab += dict.fromkeys(left + right.removeprefix("##") for left, right in pairs)
-    if len(vocab) > vocab_size - unused_pieces:
-        raise InputError(
-            f"model.vocab_size={vocab_size}: the characters of this text alone are {len(vocab)} "
-            "tokens; set it to more"
-        )
-    return vocab + unused(vocab_size - len(vocab))
-
-
 def unused(count: int) -> list[str]:
     """Returns names of tokens that no text yields, as in BERT's own vocabularies."""
     return [f"[unused{number}]" for number in range(count)]
-
-
-def _alphabet(counted: WordCounts) -> tuple[list[str], list[str]]:
-    """Returns the most frequent characters, and the tokens `##c` of those that continue words.
-
-    Returns 1,000 characters, or more if `_COVERAGE` of the text needs more. Both lists are in the
-    order of code points.
-    """
-    counts = counted.characters
-    commonest = sorted(counts, key=lambda code: (-counts[code], code))
-    covered = np.cumsum([counts[code] for code in commonest])
-    needed = int(np.searchsorted(covered, _COVERAGE * covered[-1])) + 1 if commonest else 0
-    characters = sorted(commonest[: max(needed, _ALPHABET)])
-    return [chr(c) for c in characters], [f"##{chr(c)}" for c in characters if c in counted.inner]
-
-
-def train_sentencepiece(
-    counted: WordCounts,
-    vocab_size: int,
-    kind: str,
-    unused_pieces: int = 0,
-    normalization: str = "nmt_nfkc",
-) -> bytes:
-    """Trains a SentencePiece model (`unigram` or `bpe`) and returns it serialised.
-
-    Special tokens have the ids 0 to 4 as control pieces, which text never yields. [unused] ones
-    follow, at least `unused_pieces` of them, and more if the text is too small.
-    """
-    missing = 0
-    while True:
-        model, pairs = io.BytesIO(), zip(counted.words, counted.counts, strict=True)
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=(f"{word}\t{count}" for word, count in pairs),
-                input_format="tsv",
-                model_writer=model,
-                model_type=kind,
-                vocab_size=vocab_size,
-                normalization_rule_name=normalization,
-                pad_id=0,
-                unk_id=1,
-                bos_id=-1,
-                eos_id=-1,
-                pad_piece=PAD,
-                unk_piece=UNK,
-                control_symbols=[CLS, SEP, MASK, *unused(unused_pieces + missing)],
-                num_threads=_SENTENCEPIECE_THREADS,
-                minloglevel=2,
-            )
-            return model.getvalue()
-        except RuntimeError as error:
-            most = re.search(r"set it to a value <= (\d+)", str(error))
-            if missing or most is None or int(most[1]) >= vocab_size:
-                reason = str(error).strip().split("] ")[-1]
-                raise InputError(
-                    f"model.vocab_size={vocab_size}: SentencePiece cannot train on this text: "
-                    f"{reason}"
-                ) from error
-            missing = vocab_size - int(most[1])
-
-
-def scores(model: bytes) -> list[tuple[str, float]]:
-    """Returns the tokens of a SentencePiece model that text yields, with their scores."""
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    return [
-        (processor.id_to_piece(i), processor.get_score(i))
-        for i in range(processor.get_piece_size())
-        if not processor.is_control(i) and not processor.is_unknown(i)
-    ]

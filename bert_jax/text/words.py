@@ -106,7 +106,7 @@ class WordTable:
     """The ids of each word of a part, to convert word numbers to ids."""
 
     def __init__(self, words: Sequence[str], tokenizer: WordPiece):
-        ids = [tokenizer.pieces_of[word] if word else [tokenizer.unk_id] for word in words]
+        ids = [tokenizer.ids_of_word[word] if word else [tokenizer.unk_id] for word in words]
         self._lengths = np.fromiter(map(len, ids), np.uint8, len(ids))
         self._ids = np.fromiter(
             (i for word_ids in ids for i in word_ids),

@@ -27,6 +27,7 @@ from bert_jax.errors import InputError, duration, pluralize, prefix_errors
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text import documents
+from bert_jax.text.sources import source_of_text
 from bert_jax.tools.compare import budget
 
 # The language that is assumed for a script, by the first word of the names of its letters.
@@ -149,7 +150,7 @@ def choose_experiment(request: Request, workdir: Workdir, progress: Progress) ->
 def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
     """Returns facts about a text, from a sample; a `corpus.language` in the settings holds."""
     with prefix_errors(f"TEXT {path}"):
-        text_corpus = Corpus(sources=(config.source_of_text(path),), encoding_errors="replace")
+        text_corpus = Corpus(sources=(source_of_text(path),), encoding_errors="replace")
     given = _parse_settings(settings)
     fields = {name: given.get(f"corpus.{name}") for name in _SAMPLE_FIELDS}
     needed = [f"{name}={value}" for name, value in fields.items() if value is not None]
@@ -158,7 +159,7 @@ def examine_text(path: str, settings: Sequence[str] = ()) -> Text:
     sample = ""
     for extent in extents[:: max(1, len(extents) // _PARTS)]:
         end = len(sample) + _SAMPLE // _PARTS
-        parts = (document.pieces for document in documents.read_extent(extent, text_corpus))
+        parts = (document.chunks for document in documents.read_extent(extent, text_corpus))
         for part in itertools.chain.from_iterable(parts):
             sample += part[: end - len(sample)]
             if len(sample) >= end:

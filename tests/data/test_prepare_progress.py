@@ -33,7 +33,7 @@ def test_of_a_compressed_file_the_share_of_its_bytes_is_reported(tmp_path, suffi
         done += more
 
     for document in part.documents(settings, tick):
-        for piece in document.pieces:
+        for piece in document.chunks:
             # Of the last pieces all is read before they are taken.
             assert abs(done / part.bytes - read / len(TEXT)) < 0.25
             read += len(piece)
@@ -45,7 +45,7 @@ def test_of_a_plain_file_characters_are_reported(tmp_path):
     settings = Corpus(sources=(f"text:{tmp_path}",))
     (part,) = parts.plan(settings)
     ticks = []
-    read = sum(len(p) for d in part.documents(settings, ticks.append) for p in d.pieces)
+    read = sum(len(p) for d in part.documents(settings, ticks.append) for p in d.chunks)
     # A piece is reported once the next is asked for.
     assert read == sum(ticks) == pytest.approx(part.bytes, rel=0.01)
 

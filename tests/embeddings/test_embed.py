@@ -97,7 +97,10 @@ def test_what_stands_before_a_text_is_cut_with_it(trained):
     """As others cut a prompt and a text: the blank between them is not left alone."""
     content = (pathlib.Path(__file__).parents[1] / "golden/tokenizers/gemma.json").read_bytes()
     named = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
-    tokenizer, known = library.Library(content, named, "gemma"), TextVectors(text_prefix="query: ")
+    tokenizer, known = (
+        library.LibraryTokenizer(content, named, "gemma"),
+        TextVectors(text_prefix="query: "),
+    )
     led = dataclasses.replace(trained, tokenizer=tokenizer, vectors=known)
     _, pieces, _ = embedded(led, ["how are", "we"], pooling="tokens")
     theirs = tokenizers.Tokenizer.from_buffer(content)

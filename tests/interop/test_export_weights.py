@@ -23,7 +23,7 @@ from bert_jax.model import heads
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.text import tokenizer as tokenizer_lib
-from bert_jax.text import trained, vocabulary
+from bert_jax.text import tokenizer_training, vocabulary
 
 RUN = "--workdir run"
 TEXTS = [
@@ -98,7 +98,7 @@ def test_the_exported_tokenizer_gives_our_ids_and_comes_back(case, tmp_path):
 
 def test_a_sentencepiece_vocabulary_is_refused_and_leaves_nothing(tmp_path, copy_of_run):
     words = dict.fromkeys([*["some", "words", "of", "text", "number"], *map(str, range(50))], 9)
-    model = vocabulary.train_sentencepiece(vocabulary.WordCounts.of(words), 40, "bpe")
+    model = tokenizer_training.train_sentencepiece(vocabulary.WordCounts.of(words), 40, "bpe")
     trained = LoadedModel.of(open_workdir("run"))
     trained = dataclasses.replace(trained, tokenizer=tokenizer_lib.SentencePiece(model, "cased"))
     with pytest.raises(InputError, match="sentencepiece vocabulary cannot be exported"):
@@ -134,7 +134,7 @@ def test_positions_of_a_roberta_begin_behind_the_piece_of_the_padding(pad_id, tm
 def test_a_vocabulary_trained_here_leaves_as_it_is(kind, size, tmp_path):
     words = dict.fromkeys([*["some", "words", "of", "text", "number"], *map(str, range(50))], 9)
     settings = Corpus(sources=("text:x",), tokenizer_kind=kind)
-    ours = trained.train(vocabulary.WordCounts.of(words), size, settings)
+    ours = tokenizer_training.train(vocabulary.WordCounts.of(words), size, settings)
     vocabularies.write(ours, 64, huggingface.INPUTS["modern"], epath.Path(tmp_path))
     assert vocabularies.read(epath.Path(tmp_path)).sha256 == ours.sha256
     says = json.loads((tmp_path / "tokenizer_config.json").read_text())

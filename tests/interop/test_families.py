@@ -18,7 +18,7 @@ from bert_jax.model.kinds import encode
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.text import library
-from bert_jax.text.tokenizer import joined
+from bert_jax.text.tokenizer import add_special_tokens
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -44,7 +44,7 @@ def test_ids_hidden_states_and_scores_are_those_of_transformers(imported):
         first, *second = (texts,) if isinstance(texts, str) else texts
         tokenizer = loaded.tokenizer
         second = tokenizer.encode(second[0]) if second else None
-        ids, _ = joined(tokenizer, tokenizer.encode(first), second)
+        ids, _ = add_special_tokens(tokenizer, tokenizer.encode(first), second)
         assert ids.tolist() == row[mask].tolist()
     model = heads.merge(loaded.model, loaded.params)
     ids, mask = (jnp.asarray(golden[name], jnp.int32) for name in ("ids", "mask"))
@@ -80,15 +80,16 @@ def test_a_cut_vocabulary_keeps_rows_and_scores_and_leaves_as_it_is(imported, tm
     if family.endswith(("odd", "stretched")):
         pytest.skip("a second size of a family")
     huggingface.export_weights(loaded, "masked_lm", "float32", epath.Path(tmp_path / "whole"))
-    (tmp_path / "text.txt").write_text(f"{TEXTS[0]}\n{TEXTS[1]}\n")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text(json.dumps({"text": "\n".join(TEXTS[:2])}))
     (tmp_path / "words.txt").write_text("flabbergasting\n")
-    command = f"import {tmp_path}/whole --workdir {tmp_path}/cut --vocabulary {tmp_path}/text.txt"
+    command = f"import {tmp_path}/whole --workdir {tmp_path}/cut --vocabulary {tmp_path}/texts"
     broken.said(f"{command} --add {tmp_path}/words.txt")
     cut = base.read(epath.Path(tmp_path / "cut"))
     assert cut.model.vocab_size == cut.tokenizer.size < loaded.tokenizer.size
-    old = {loaded.tokenizer.piece(i): i for i in range(loaded.tokenizer.size)}
-    kept = [i for i in range(cut.tokenizer.size) if cut.tokenizer.piece(i) in old]
-    rows = [old[cut.tokenizer.piece(i)] for i in kept]
+    old = {loaded.tokenizer.token(i): i for i in range(loaded.tokenizer.size)}
+    kept = [i for i in range(cut.tokenizer.size) if cut.tokenizer.token(i) in old]
+    rows = [old[cut.tokenizer.token(i)] for i in kept]
     (made,) = cut.tokenizer.encode_within("flabbergasting")
     stood = loaded.tokenizer.encode_within("flabbergasting")
     for path in (("encoder", "embeddings", "word", "embedding"), ("masked_lm", "output_bias")):
@@ -99,7 +100,7 @@ def test_a_cut_vocabulary_keeps_rows_and_scores_and_leaves_as_it_is(imported, tm
         np.testing.assert_allclose(after[made], np.asarray(before)[stood].mean(0), atol=1e-6)
     scores = []
     for one, columns in ((loaded, rows), (cut, kept)):
-        ids, _ = joined(one.tokenizer, one.tokenizer.encode(TEXTS[1]), None)
+        ids, _ = add_special_tokens(one.tokenizer, one.tokenizer.encode(TEXTS[1]), None)
         model, ids = heads.merge(one.model, one.params), jnp.asarray(ids, jnp.int32)[None]
         last = encode(model.encoder, one.model, ids, 0 * ids, 0 * ids + 1, None, Loop())
         scores.append(heads.token_logits(model, one.model, last)[..., np.array(columns)])

@@ -205,7 +205,7 @@ def test_a_wordpiece_is_cut_and_joined_as_its_file_says(part, value, tmp_path):
     read, texts = vocabularies.read(epath.Path(tmp_path)), ("w8 W9.", "w7w8 w9")
     first, second = map(read.encode, texts)
     assert [first, second] == [theirs.encode(it, add_special_tokens=False).ids for it in texts]
-    row, before = tokenizer_lib.joined(read, first, second)
+    row, before = tokenizer_lib.add_special_tokens(read, first, second)
     segments = np.arange(len(row)) >= tokenizer_lib.first_segment_length(read, row, before)
     pair = theirs.encode(*texts)
     assert (row.tolist(), segments.tolist()) == (pair.ids, pair.type_ids)

@@ -14,7 +14,7 @@ from kinds import TOKENIZER, ids, sentence, task
 
 from bert_jax.tasks.labels import Choices, NumberTask, Sentences
 from bert_jax.tasks.rows import TaskBatches, TaskRows, eval_batches
-from bert_jax.text.library import Library
+from bert_jax.text.library import LibraryTokenizer
 
 LIMIT = 100
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -152,7 +152,10 @@ def test_pairs_are_cut_as_the_reference_cuts_them(a, b, room, left):
 def test_pairs_are_cut_as_the_library_cuts_them():
     content = (GOLDEN / "tokenizers" / "roberta.json").read_bytes()
     named = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
-    ours, theirs = Library(content, named, "roberta"), tokenizers.Tokenizer.from_buffer(content)
+    ours, theirs = (
+        LibraryTokenizer(content, named, "roberta"),
+        tokenizers.Tokenizer.from_buffer(content),
+    )
     for a, b, limit in itertools.product(range(1, 9), range(1, 9), (9, 10)):
         first, second = " ".join("a" * a), " ".join("b" * b)
         pair = task("pair", max_sequence_length=limit)

@@ -110,7 +110,7 @@ def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
     """As others cut a prompt and a text, and also before the ids of a corpus."""
     content = (pathlib.Path(__file__).parents[1] / "golden/tokenizers/roberta.json").read_bytes()
     named = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
-    ours = library.Library(content, named, "roberta")
+    ours = library.LibraryTokenizer(content, named, "roberta")
     theirs = tokenizers.Tokenizer.from_buffer(content)
     task = Task(kind="similar", train=("corpus:x:twice",), validation=("jsonl:x",),
                 second_column="b", query_prefix="query: ", text_prefix="passage: ")  # fmt: skip

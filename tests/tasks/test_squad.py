@@ -91,7 +91,7 @@ def answered(text, start):
         (1, {"id": "q1"}, "x.json: question q1: "),
         (1, {"id": 3}, "data[0].paragraphs[0].qas[1]: must be an object with 'id', a text"),
         (1, {"question": " "}, "question q2: question is blank"),
-        (1, {"answers": {}}, "question q2: must be an object with 'answers', a list"),
+        (1, {"answers": {}}, "must be an object with 'text', a list"),
         (1, {"answers": ["1843"]}, "question q2: must be an object with 'text'"),
         (1, {"answers": [{"text": "1843"}]}, "question q2: must be an object with 'answer_start'"),
         (1, answered("1843", 49), "question q2: the answer '1843' is not at character 49"),
@@ -113,7 +113,7 @@ def test_what_is_wrong_with_a_question_is_named(tmp_path, number, changes, words
     ("tree", "words"),
     [
         ("", "x.json: not JSON"),
-        ("[1, 2]", "x.json: must be an object with 'data'"),
+        ("[1, 2]", "x.json: not a JSON object"),
         ({"version": "1.1"}, "x.json: must be an object with 'data'"),
         ({"data": []}, "x.json: holds no examples"),
         ({"data": [{}]}, "x.json: data[0]: must be an object with 'paragraphs'"),

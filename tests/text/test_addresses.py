@@ -216,7 +216,7 @@ def elsewhere(monkeypatch):
 def test_a_file_is_known_again_by_its_version_alone(elsewhere):
     (part,) = parts.plan(Corpus(sources=("text:elsewhere://texts/a.txt",)))
     elsewhere.is_listed = True
-    assert [d.pieces for d in part.documents(Corpus(sources=("text:x",))) if d.pieces]
+    assert [d.chunks for d in part.documents(Corpus(sources=("text:x",))) if d.chunks]
     elsewhere.version = "2"
     with pytest.raises(InputError, match="changed while it was read"):
         list(part.documents(Corpus(sources=("text:x",))))

@@ -253,12 +253,12 @@ def test_a_text_read_in_pieces_is_the_same_text(tmp_path, monkeypatch, layout, s
 
     def found():
         read_ = [d for s in sources for d in read(s, layout=layout, document_starts=starts)]
-        assert all(d.pieces for d in read_)
+        assert all(d.chunks for d in read_)
         return [(d.name, d.line, d.layout, d.text, d.paragraphs()) for d in read_]
 
     whole = found()
-    monkeypatch.setattr(documents, "_PIECE", 90)
-    monkeypatch.setattr(documents, "_HELD", 2)
+    monkeypatch.setattr(documents, "_LONGEST_CHUNK", 90)
+    monkeypatch.setattr(documents, "_HELD_CHUNKS", 2)
     assert found() == whole
     assert len(whole) == (2 if not starts else 120)
 
@@ -267,7 +267,7 @@ def test_a_text_read_in_pieces_is_the_same_text(tmp_path, monkeypatch, layout, s
 @pytest.mark.parametrize("layout", ["wrapped", "paragraphs_by_line", "sentences_by_line"])
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_memory_does_not_grow_with_a_text(tmp_path, monkeypatch, kind, layout):
-    monkeypatch.setattr(documents, "_PIECE", 1 << 12)
+    monkeypatch.setattr(documents, "_LONGEST_CHUNK", 1 << 12)
     monkeypatch.setattr(parts, "_CHARACTERS", 1 << 12)
     text = "".join(f"Sentence {n} stands here.\n{chr(10) * (n % 9 == 0)}" for n in range(8_000))
     if layout == "sentences_by_line":

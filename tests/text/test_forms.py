@@ -168,7 +168,7 @@ def test_the_text_s_own_unknown_word_becomes_unk(tmp_path, kind, size):
     settings = {"layout": "sentences_by_line", "unknown_word": "<unk>", "tokenizer_kind": kind}
     made, vocabulary, _ = prepared(tmp_path, size, *texts, **settings)
     assert sum(made["splits"][s]["unknown_tokens"] for s in ("train", "validation")) == 200
-    assert not {"<", "u", "unk"} & {vocabulary.piece(i) for i in range(vocabulary.size)}
+    assert not {"<", "u", "unk"} & {vocabulary.token(i) for i in range(vocabulary.size)}
 
 
 ROWS = [("1", 'A "quoted", text.\nOf two lines.'), ("2", "Größe."), ("3", "")]
@@ -199,7 +199,7 @@ def test_a_column_of_a_table_is_text(tmp_path, kind):
     assert [d.text for d in found] == [first, "Größe."]
     places = {"csv": (2, 4), "tsv": (2, 3), "parquet": (0, 1)}[word]
     assert [d.location(0) for d in found] == [f"{path}:{place}" for place in places]
-    with pytest.raises(InputError, match=rf"{path}: .*'body'.*corpus\.text_field="):
+    with pytest.raises(InputError, match=rf"{path}.*'text'.* 'id', 'body'.*corpus\.text_field="):
         read(f"{word}:{path}")
 
 
@@ -254,8 +254,8 @@ def test_a_key_that_has_the_dot_itself_is_the_field():
     ("word", "field", "named"),
     [
         ("jsonl", "text", "'data.page.number'"),
-        ("jsonl", "id", "a number in field 'id'"),
-        ("jsonl", "data", "an object in field 'data'.*'data.text'"),
+        ("jsonl", "id", "column 'id' is 0, not a text"),
+        ("jsonl", "data", "column 'data' is .*'data.text'"),
         ("parquet", "text", "'data.page.number'"),
         ("parquet", "id", "'id'.*'data.text'"),
         ("csv", "text", "'id', 'data'"),
@@ -281,7 +281,7 @@ def test_a_large_parquet_file_is_read_in_parts(tmp_path):
     )
     settings = Corpus(sources=(f"parquet:{tmp_path}",))
     extents = list(documents.extents(settings, 9_000))
-    assert len(extents) == len(records.parts(extents[0].path, "text", 9_000)) > 2
+    assert len(extents) == len(records.divide_parquet(extents[0].path, "text", 9_000)) > 2
     found = [d for extent in extents for d in documents.read_extent(extent, settings)]
     assert [d.text for d in found] == [text.strip() for text in texts]
     assert [d.name.rpartition(":")[2] for d in found] == [str(i) for i in range(100)]
@@ -305,7 +305,7 @@ def test_files_at_an_address_are_read_as_those_here(tmp_path, word):
     assert row["bytes"] == local.stat().st_size
     assert text_sources.sha256(row["file"]) == text_sources.sha256(str(local))
     (part,) = parts.plan(settings)
-    found = [(d.name, d.text) for d in part.documents(settings) if d.pieces]
+    found = [(d.name, d.text) for d in part.documents(settings) if d.chunks]
     assert found == [(d.name, d.text) for d in read(there, text_field="body")]
     memory.pipe(f"/forms-{word}/{local.name}", b"changed")
     assert text_sources.fingerprint(settings) != [row]
@@ -336,13 +336,13 @@ def test_a_text_too_small_for_the_vocabulary_leaves_pieces_unused(tmp_path, kind
     (line,) = [line for line in said if "[unused]" in line]
     exact = int(line.rpartition("=")[2].split()[0])
     assert opened.size == 900 and exact < 900
-    assert not any("unused" in opened.piece(i) for i in opened.encode("[unused0]"))
+    assert not any("unused" in opened.token(i) for i in opened.encode("[unused0]"))
     small, pieces, said = prepared(tmp_path, exact, tokenizer_kind=kind)
     assert not [line for line in said if "[unused]" in line]
     assert small["splits"] == made["splits"]
     for text in (words(3), words(77) + "."):
-        assert list(map(opened.piece, opened.encode(text))) == list(
-            map(pieces.piece, pieces.encode(text))
+        assert list(map(opened.token, opened.encode(text))) == list(
+            map(pieces.token, pieces.encode(text))
         )
 
 
@@ -378,7 +378,7 @@ def test_words_too_long_for_pieces_train_no_vocabulary_and_are_counted(tmp_path)
     texts.append(f"{'ab' * 200_000} {'c' * 201} {'d' * 200}")
     _, opened, said = prepared(tmp_path, 26, *texts, unknown_word="<unk>")
     assert any("2 words of over 200 characters" in line for line in said)
-    assert "##ab" not in {opened.piece(i) for i in range(opened.size)}
+    assert "##ab" not in {opened.token(i) for i in range(opened.size)}
 
 
 def test_what_is_no_prose_by_its_name_is_not_read_as_prose(tmp_path):

@@ -67,6 +67,24 @@ def test_files_of_plain_names_keep_their_order(tmp_path):
     assert found == sorted(wanted) and len(found) == len(names) + 1
 
 
+def test_a_path_is_a_source_by_its_ending_or_by_the_files_below_it(tmp_path, monkeypatch):
+    fill(tmp_path, ["tables/a.md", "tables/b/c.csv.gz", "mixed/a.jsonl", "mixed/b.txt"])
+    fill(tmp_path, ["two_kinds/a.jsonl", "two_kinds/b.csv"])
+    monkeypatch.chdir(tmp_path)
+    paths = "novels/ ./a:b.jsonl.gz a.parquet.gz gs://b/novels/ gs:// hf://datasets/*.parquet"
+    wanted = "text:novels jsonl:./a:b.jsonl.gz text:a.parquet.gz text:gs://b/novels text:gs://"
+    paths += " jsonl:gs://b/novels tfds:novels tables/ mixed two_kinds"
+    wanted += " parquet:hf://datasets/*.parquet jsonl:gs://b/novels tfds:novels csv:tables"
+    wanted += " text:mixed text:two_kinds"
+    assert [text_sources.source_of_text(path) for path in paths.split()] == wanted.split()
+
+
+def test_a_source_without_a_kind_has_that_of_its_ending():
+    sources = ("a.jsonl.gz", "b/*.parquet", "novels", "c.txt", "d.parquet.gz")
+    kinds = [source.partition(":")[0] for source in Corpus(sources=sources).sources]
+    assert kinds == ["jsonl", "parquet", "text", "text", "text"]
+
+
 def test_linked_folders_are_entered_once_and_no_file_is_read_twice(tmp_path):
     folder = fill(tmp_path / "mix", ["a.txt", "sub/b.txt"])
     fill(tmp_path / "elsewhere", ["z0.txt", "z1.txt", "deep/z2.txt"])

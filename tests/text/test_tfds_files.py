@@ -150,7 +150,7 @@ def test_what_cannot_be_read_is_named(array_record, tmp_path):
         text_sources.fingerprint(Corpus(sources=(f"tfds_dir:{tmp_path}",)))
     refused(array_record, "'test'.*train", "test")
     corpus = Corpus(sources=(f"tfds_dir:{array_record}",), text_field="body")
-    with pytest.raises(InputError, match=r"record 0: .*'body'.*'title'"):
+    with pytest.raises(InputError, match=rf"{array_record}:0: .*'body'.*'title'"):
         list(documents.read(corpus))
     info = (array_record / "dataset_info.json").read_text()
     (tmp_path / "features.json").write_text((array_record / "features.json").read_text())

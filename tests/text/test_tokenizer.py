@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from bert_jax.errors import InputError
 from bert_jax.text import library, tokenizer, vocabulary
+from bert_jax.text.tokenizer_training import train_sentencepiece, train_wordpiece
 from bert_jax.tools.conformance import golden
 
 SAMPLE = golden.FOLDER / "sample_text.txt"
@@ -91,7 +92,7 @@ def test_ids_equal_those_of_the_tokenizers_library(bert, other, text):
 
 def test_a_literal_separator_is_three_pieces(bert):
     small = tokenizer.WordPiece([*vocabulary.SPECIALS, "[", "]", "sep", "mask"], "uncased")
-    pieces = [small.piece(i) for i in small.encode("[SEP][MASK]")]
+    pieces = [small.token(i) for i in small.encode("[SEP][MASK]")]
     assert pieces == ["[", "sep", "]", "[", "mask", "]"]
     assert bert["uncased"].encode("[SEP]")[0] == bert["uncased"].vocab.index("[")
 
@@ -105,7 +106,7 @@ def test_pieces_that_go_on_a_word_are_marked(bert):
 
 def test_the_cache_changes_no_ids(bert):
     small = tokenizer.WordPiece(bert["uncased"].vocab, "uncased")
-    small.pieces_of = library.WordCache(small._word_pieces, most=3)
+    small.ids_of_word = library.WordCache(small._match_longest, most=3)
     text = SAMPLE.read_text()
     assert small.encode(text) == bert["uncased"].encode(text)
 
@@ -124,7 +125,7 @@ def counted(lines):
 
 
 def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():
-    vocab = vocabulary.train_wordpiece(counted(prose()), 200)
+    vocab = train_wordpiece(counted(prose()), 200)
     assert len(vocab) == len(set(vocab)) == 200
     assert tuple(vocab[:5]) == vocabulary.SPECIALS
     trained = tokenizer.WordPiece(vocab, "cased")
@@ -135,22 +136,22 @@ def test_a_trained_vocabulary_starts_with_the_specials_and_spells_its_text():
 
 def test_a_vocabulary_too_small_for_the_characters_is_refused_by_name():
     with pytest.raises(InputError, match=r"model\.vocab_size=9: "):
-        vocabulary.train_wordpiece(counted(prose()), 9)
+        train_wordpiece(counted(prose()), 9)
     for kind in ("unigram", "bpe"):
         with pytest.raises(InputError, match=r"model\.vocab_size=9: "):
-            vocabulary.train_sentencepiece(counted(prose()), 9, kind)
+            train_sentencepiece(counted(prose()), 9, kind)
 
 
 @pytest.fixture(scope="module", params=["unigram", "bpe"])
 def sentence_model(request):
-    return request.param, vocabulary.train_sentencepiece(counted(prose()), 100, request.param)
+    return request.param, train_sentencepiece(counted(prose()), 100, request.param)
 
 
 def test_a_script_of_thousands_of_characters_is_kept_but_for_the_rarest():
     """Chinese is by character: one that has no piece is [UNK] wherever it stands."""
     counts = {chr(0x4E00 + i): 40_000 // (i + 1) for i in range(3_000)} | {"\u9fa0": 1}
     text = [" ".join(character * count) for character, count in counts.items()]
-    found = set(vocabulary.train_wordpiece(counted(text), 20_000))
+    found = set(train_wordpiece(counted(text), 20_000))
     unknown = sum(count for character, count in counts.items() if character not in found)
     assert 0 < unknown <= 0.0005 * sum(counts.values())
 
@@ -160,13 +161,13 @@ def test_sentencepiece_training_is_deterministic_on_any_number_of_cores(
 ):
     kind, model = sentence_model
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert vocabulary.train_sentencepiece(counted(prose()), 100, kind) == model
+    assert train_sentencepiece(counted(prose()), 100, kind) == model
 
 
 def test_specials_of_a_trained_sentencepiece_model_are_ids_0_to_4(sentence_model):
     trained = tokenizer.SentencePiece(sentence_model[1], "uncased")
     assert trained.size == 100
-    assert [trained.piece(i) for i in range(5)] == list(vocabulary.SPECIALS)
+    assert [trained.token(i) for i in range(5)] == list(vocabulary.SPECIALS)
     ids = (trained.pad_id, trained.unk_id, trained.cls_id, trained.sep_id, trained.mask_id)
     assert ids == (0, 1, 2, 3, 4)
     assert trained.appended == []
@@ -205,7 +206,7 @@ def test_a_model_without_specials_gets_them_appended_and_recorded(tmp_path):
     ids = [loaded.pad_id, loaded.cls_id, loaded.sep_id, loaded.mask_id]
     assert ids == [90, 91, 92, 93]
     assert loaded.size == len(loaded.continues) == 94
-    assert [loaded.piece(i) for i in ids] == names
+    assert [loaded.token(i) for i in ids] == names
     # Id 0 is <unk> here; padding with it would make padding look like text.
     assert loaded.unk_id == 0
     loaded.save(tmp_path / "folder")
@@ -218,9 +219,9 @@ def test_specials_that_a_model_has_are_used():
     loaded = tokenizer.SentencePiece(
         foreign_model(pad_id=3, control_symbols=["[CLS]", "[SEP]"]), "cased"
     )
-    assert loaded.piece(loaded.pad_id) == "<pad>"
+    assert loaded.token(loaded.pad_id) == "<pad>"
     assert loaded.pad_id == 3
-    assert [loaded.piece(i) for i in (loaded.cls_id, loaded.sep_id)] == ["[CLS]", "[SEP]"]
+    assert [loaded.token(i) for i in (loaded.cls_id, loaded.sep_id)] == ["[CLS]", "[SEP]"]
     assert loaded.appended == ["[MASK]"]
     assert loaded.mask_id == 90
 
@@ -243,7 +244,7 @@ def test_a_special_that_is_a_user_defined_symbol_is_not_given_by_text():
 @pytest.fixture(params=["wordpiece", "foreign"])
 def any_tokenizer(request):
     if request.param == "wordpiece":
-        return tokenizer.WordPiece(vocabulary.train_wordpiece(counted(prose()), 200), "cased")
+        return tokenizer.WordPiece(train_wordpiece(counted(prose()), 200), "cased")
     return tokenizer.SentencePiece(foreign_model(), "cased")
 
 

@@ -32,7 +32,7 @@ def with_byte_fallback(content):
 NAMED = forms.NAMED | {"unigram_bytes": ANGLED}
 CONTENT = forms.CONTENT | {"unigram_bytes": with_byte_fallback(forms.CONTENT["xlmr"])}
 UNIGRAMS = ("xlmr", "unigram_bytes")
-OURS = {name: library.Library(CONTENT[name], NAMED[name], name) for name in NAMED}
+OURS = {name: library.LibraryTokenizer(CONTENT[name], NAMED[name], name) for name in NAMED}
 
 
 def plainly(name):
@@ -72,7 +72,7 @@ def test_ids_are_those_of_the_library_and_never_special(name, text):
 def test_added_tokens_that_hold_a_blank_are_known(name, added):
     theirs = plainly(name)
     theirs.add_tokens([added])
-    ours = library.Library(theirs.to_str().encode(), NAMED[name], name)
+    ours = library.LibraryTokenizer(theirs.to_str().encode(), NAMED[name], name)
     for text in ("We love New York now", "York now", "New", "We the people"):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
 
@@ -118,9 +118,9 @@ def test_a_piece_that_begins_no_word_goes_on_one(name, text):
 def test_one_text_and_two_are_joined_as_the_library_joins_them(name):
     ours, theirs, (a, b) = OURS[name], THEIRS[name], ("We the people", "of the States.")
     first, second = (ours.encode(text) for text in (a, b))
-    assert tokenizer.joined(ours, first, None)[0].tolist() == theirs.encode(a).ids
+    assert tokenizer.add_special_tokens(ours, first, None)[0].tolist() == theirs.encode(a).ids
     pair = theirs.encode(a, b)
-    ids, before = tokenizer.joined(ours, first, second)
+    ids, before = tokenizer.add_special_tokens(ours, first, second)
     assert ids.tolist() == pair.ids and ids[before:-1].tolist() == second
     of_first = tokenizer.first_segment_length(ours, ids, before)
     assert [int(place >= of_first) for place in range(len(ids))] == pair.type_ids
@@ -156,7 +156,7 @@ def test_a_folder_is_the_file_and_the_names_of_its_specials(name, tmp_path):
         read = tokenizer.load(place)
         assert read.sha256 == OURS[name].sha256
         assert read.decode(read.encode("We the people")).strip() == "We the people"
-        assert [read.piece(i) for i in (read.pad_id, read.mask_id)] == [
+        assert [read.token(i) for i in (read.pad_id, read.mask_id)] == [
             NAMED[name][f"{role}_token"] for role in ("pad", "mask")
         ]
 

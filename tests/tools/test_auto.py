@@ -125,12 +125,12 @@ def test_text_is_looked_at_in_the_field_and_encoding_that_are_set(here, monkeypa
 def test_of_a_long_document_no_more_is_read_than_is_looked_at(here, monkeypatch):
     read = []
 
-    def pieces():
+    def chunks():
         for _ in range(1_000):
             read.append(1_000 * "a ")
             yield read[-1]
 
-    whole = types.SimpleNamespace(pieces=pieces())
+    whole = types.SimpleNamespace(chunks=chunks())
     monkeypatch.setattr(auto.documents, "read_extent", lambda *_: iter([whole]))
     assert auto.examine_text("text").files == 1 and len(read) < 20
 
@@ -216,20 +216,3 @@ def test_what_cannot_be_chosen_is_named(here, monkeypatch, args, named):
     timed(monkeypatch, rate=0.25)
     broken.fails(["auto", *args, "--workdir", "w"], named)
     assert not pathlib.Path("w/experiment.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("novels/", "text:novels"),
-        ("./a:b.jsonl.gz", "jsonl:./a:b.jsonl.gz"),
-        ("gs://bucket/novels/", "text:gs://bucket/novels"),
-        ("gs://", "text:gs://"),
-        ("/", "text:/"),
-        ("hf://datasets/a/b/*.parquet", "parquet:hf://datasets/a/b/*.parquet"),
-        ("jsonl:gs://bucket/novels", "jsonl:gs://bucket/novels"),
-        ("tfds:novels", "tfds:novels"),
-    ],
-)
-def test_a_text_is_a_source_by_its_name(path, source):
-    assert config.source_of_text(path) == source

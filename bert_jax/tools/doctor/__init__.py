@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from bert_jax import config
 from bert_jax.config import Corpus, Experiment
-from bert_jax.config.text_corpus import TEXT_FILES
 from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.storage import mirror
 from bert_jax.storage.storage import storage_of
@@ -80,9 +79,7 @@ def _pair_lengths(experiment: Experiment) -> tuple[int, ...]:
 def _sources(path: str) -> tuple[str, ...]:
     """Returns the sources of a file or folder of text, one for each kind of file."""
     exists = "://" in path or os.path.exists(path)
-    files, others = text_sources.find(f"text:{path}") if exists else ({}, [])
-    kinds = {text_sources.kind_of(file) for file in (*files, *others)}
-    sources = tuple(f"{word}:{path}" for word in TEXT_FILES if word in kinds)
+    sources = tuple(f"{kind}:{path}" for kind in (text_sources.kinds_in(path) if exists else ()))
     if not sources:
         raise InputError(
             f"{path}: nothing to examine; name a run's workdir, a prepared corpus, an experiment "

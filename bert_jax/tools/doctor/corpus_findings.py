@@ -129,7 +129,7 @@ CASE = FindingRule(
 def _check_vocabulary(train: Stream, tokenizer: Tokenizer) -> list[Finding]:
     """Checks that the vocabulary fits the case of the text, and that few words are unknown."""
     counts = train.unigrams
-    tokens = [tokenizer.piece(i) for i in range(tokenizer.size)]
+    tokens = [tokenizer.token(i) for i in range(tokenizer.size)]
     words = [token.removeprefix("##").removeprefix("\u2581") for token in tokens]
     with_case = [word for word in words if word.isalpha() and word.lower() != word.upper()]
     capitals = sum(word != word.lower() for word in with_case) / max(len(with_case), 1)

@@ -58,7 +58,7 @@ def examine(corpus: Corpus, prepared_as: Corpus | None = None) -> list[Finding]:
     Also reports files that `prepared_as` (by default the corpus itself) would leave out.
     """
     files: list[tuple[Corpus, str, int]] = []
-    for source_corpus in corpus.alone():
+    for source_corpus in corpus.split_by_source():
         (source,) = source_corpus.sources
         kind = source.partition(":")[0]
         if kind in ("tfds", "tfds_dir"):
@@ -116,7 +116,7 @@ def _other_layout(document: Document, lines: list[str], split: list[str], langua
         return ""
     if document.layout == "sentences_by_line":
         text = document.text[:_BEGINNING]
-        beginning = dataclasses.replace(document, pieces=[text], layout="paragraphs_by_line")
+        beginning = dataclasses.replace(document, chunks=[text], layout="paragraphs_by_line")
         count = len(sentence_splitter.split(beginning, language))
         least = len(beginning.paragraphs())
         return "paragraphs_by_line" if count > _SENTENCES_PER_PARAGRAPH * least else ""

@@ -180,7 +180,7 @@ def corpus_statistics(experiment: Experiment, prepared: PreparedCorpus) -> dict[
         "sentence_lengths": np.diff(sentences_of).astype(np.int64),  # in tokens
         "document_lengths": np.diff(starts[np.asarray(documents)]).astype(np.int64),
         "top_tokens": [  # commonest tokens, with their shares
-            (printable(tok.piece(int(i))), float(counts[i] / counts.sum())) for i in commonest
+            (printable(tok.token(int(i))), float(counts[i] / counts.sum())) for i in commonest
         ],
         # Share of the vocabulary, without special tokens, that does not occur in the sample.
         "unused": float((np.delete(counts, specials) == 0).mean()),

@@ -9,7 +9,7 @@ from bert_jax import config
 from bert_jax.config import Corpus
 from bert_jax.data import corpus, stream
 from bert_jax.errors import InputError
-from bert_jax.text import trained, vocabulary
+from bert_jax.text import tokenizer_training, vocabulary
 from bert_jax.tools import doctor
 from bert_jax.tools.doctor import corpus_findings as examined
 from bert_jax.tools.doctor import finding
@@ -146,7 +146,7 @@ def test_repeats_are_a_share_of_documents_as_they_are_cut(tmp_path):
 def test_a_tokenizer_that_lowers_by_itself_is_not_asked_for_another_case():
     counted = vocabulary.WordCounts.of(dict.fromkeys(WORDS, 1))
     kind = Corpus(sources=("text:x",), tokenizer_kind="unigram")
-    tok = trained.train(counted, 200, kind)
+    tok = tokenizer_training.train(counted, 200, kind)
     train = stream.make_stream([[[*tok.encode("aab "), tok.unk_id]]])
     (found,) = examined._check_vocabulary(train, tok)
     assert found.rule is examined.UNKNOWN

@@ -80,7 +80,7 @@ def test_hostile_text_is_shown_as_text_in_every_place(run, monkeypatch):
     hostile = run.with_name("<img src=x>")
     run.rename(hostile)
     named(hostile, run={"watch": [HOSTILE]})
-    monkeypatch.setattr("bert_jax.text.tokenizer.WordPiece.piece", lambda self, i: HOSTILE)
+    monkeypatch.setattr("bert_jax.text.tokenizer.WordPiece.token", lambda self, i: HOSTILE)
     page._cached_statistics.cache_clear()
     record = Record.read(str(hostile))
     sentence = {"text": HOSTILE, "truth": HOSTILE, "masks": [[(HOSTILE, 0.5)]]}

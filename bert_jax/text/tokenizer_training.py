@@ -1,4 +1,4 @@
-"""Trains tokenizers on the words of a corpus, with one function for each kind.
+"""Trains tokenizers on counted words, with one function for each kind.
 
 WordPiece is the reference's. Byte BPE and Unigram give a tokenizer.json, which alone determines the
 ids with the usual library (see `text.library`), so it can be exported unchanged. There the special
@@ -6,7 +6,10 @@ tokens follow the model's own tokens, so that text never yields them.
 """
 
 import collections
+import io
+import re
 
+import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
@@ -19,6 +22,8 @@ from bert_jax.text.vocabulary import CLS, MASK, PAD, SEP, UNK, WordCounts
 # SentencePiece repeats each word as often as it occurs, and builds a suffix array of this text with
 # 20 bytes of memory per byte. So counts are scaled down to this number of bytes.
 _UNIGRAM_BYTES = 10_000_000
+# Fixed, since the trained model depends on the number of threads.
+_SENTENCEPIECE_THREADS = 16
 
 
 def train(counted: WordCounts, vocab_size: int, corpus: Corpus) -> Tokenizer:
@@ -28,13 +33,77 @@ def train(counted: WordCounts, vocab_size: int, corpus: Corpus) -> Tokenizer:
     """
     kind, unused = corpus.tokenizer_kind, corpus.unused_pieces
     if kind == "wordpiece":
-        return WordPiece(vocabulary.train_wordpiece(counted, vocab_size, unused), corpus.case)
+        return WordPiece(train_wordpiece(counted, vocab_size, unused), corpus.case)
     if kind == "bpe":
-        model = vocabulary.train_sentencepiece(counted, vocab_size, kind, unused)
+        model = train_sentencepiece(counted, vocab_size, kind, unused)
         return SentencePiece(model, corpus.case)
     trained = {"byte_bpe": _byte_bpe, "unigram": _unigram}[kind](counted, vocab_size, corpus)
     _add_specials(trained, vocab_size)
-    return library.Library(trained.to_str().encode(), vocabulary.NAMED, library.FILE)
+    return library.LibraryTokenizer(trained.to_str().encode(), vocabulary.NAMED, library.FILE)
+
+
+def train_wordpiece(counted: WordCounts, vocab_size: int, unused_pieces: int = 0) -> list[str]:
+    """Trains a WordPiece vocabulary; special tokens have the ids 0 to 4.
+
+    The words are those of `basic_tokens`, as when encoding. The last tokens are [unused], at least
+    `unused_pieces` of them, and more if the text is too small.
+    """
+    alphabet, continuing = counted.alphabet()
+    vocab = [*vocabulary.SPECIALS, *alphabet, *continuing]
+    room = vocab_size - unused_pieces - len(vocab)
+    pairs = merges.learn(counted.words, counted.counts, alphabet, continuing, room)
+    vocab += dict.fromkeys(left + right.removeprefix("##") for left, right in pairs)
+    if len(vocab) > vocab_size - unused_pieces:
+        raise InputError(
+            f"model.vocab_size={vocab_size}: the characters of this text alone are {len(vocab)} "
+            "tokens; set it to more"
+        )
+    return vocab + vocabulary.unused(vocab_size - len(vocab))
+
+
+def train_sentencepiece(
+    counted: WordCounts,
+    vocab_size: int,
+    kind: str,
+    unused_pieces: int = 0,
+    normalization: str = "nmt_nfkc",
+) -> bytes:
+    """Trains a SentencePiece model (`unigram` or `bpe`) and returns it serialised.
+
+    Special tokens have the ids 0 to 4 as control pieces, which text never yields. [unused] ones
+    follow, at least `unused_pieces` of them, and more if the text is too small.
+    """
+    missing = 0
+    while True:
+        model, pairs = io.BytesIO(), zip(counted.words, counted.counts, strict=True)
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=(f"{word}\t{count}" for word, count in pairs),
+                input_format="tsv",
+                model_writer=model,
+                model_type=kind,
+                vocab_size=vocab_size,
+                normalization_rule_name=normalization,
+                pad_id=0,
+                unk_id=1,
+                bos_id=-1,
+                eos_id=-1,
+                pad_piece=PAD,
+                unk_piece=UNK,
+                control_symbols=[CLS, SEP, MASK, *vocabulary.unused(unused_pieces + missing)],
+                num_threads=_SENTENCEPIECE_THREADS,
+                minloglevel=2,
+            )
+            return model.getvalue()
+        except RuntimeError as error:
+            most = re.search(r"set it to a value <= (\d+)", str(error))
+            if missing or most is None or int(most[1]) >= vocab_size:
+                reason = str(error).strip().split("] ")[-1]
+                raise InputError(
+                    f"model.vocab_size={vocab_size}: SentencePiece cannot train on this text: "
+                    f"{reason}"
+                ) from error
+            missing = vocab_size - int(most[1])
 
 
 def _byte_bpe(counted: WordCounts, vocab_size: int, corpus: Corpus) -> tokenizers.Tokenizer:
@@ -68,15 +137,23 @@ def _unigram(counted: WordCounts, vocab_size: int, corpus: Corpus) -> tokenizers
     # SentencePiece's trainer puts its mark before words itself.
     trained.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     counted = _scale_counts(_pre_tokenize(trained, counted), _UNIGRAM_BYTES)
-    model = vocabulary.train_sentencepiece(
-        counted, vocab_size, "unigram", corpus.unused_pieces, "identity"
-    )
-    trained.model = models.Unigram([(UNK, 0.0), *vocabulary.scores(model)], unk_id=0)
+    model = train_sentencepiece(counted, vocab_size, "unigram", corpus.unused_pieces, "identity")
+    trained.model = models.Unigram([(UNK, 0.0), *_scores(model)], unk_id=0)
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
     )
     trained.decoder = decoders.Metaspace()
     return trained
+
+
+def _scores(model: bytes) -> list[tuple[str, float]]:
+    """Returns the tokens of a SentencePiece model that text yields, with their scores."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return [
+        (processor.id_to_piece(i), processor.get_score(i))
+        for i in range(processor.get_piece_size())
+        if not processor.is_control(i) and not processor.is_unknown(i)
+    ]
 
 
 def _scale_counts(counted: WordCounts, most: int) -> WordCounts:

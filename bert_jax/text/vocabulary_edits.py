@@ -1,9 +1,9 @@
 """Trims a vocabulary to the tokens that a text uses, or adds words to it.
 
-A trimmed vocabulary has the tokens of the text, the parts from which they are merged, and what any
-text may need: special tokens, bytes. If all of these are kept, the text has the same tokens as
-before: byte-pair encoding has all merges that it made there, Unigram all tokens of a best path,
-WordPiece all longest matches. Other texts have more and shorter tokens.
+A trimmed vocabulary has the tokens of the text, the parts from which they are merged, special
+tokens and bytes. If all of these are kept, the text has the same tokens as before: byte-pair
+encoding keeps all merges of this text, Unigram all tokens of the best paths, WordPiece all longest
+matches. Other texts have more and shorter tokens.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from etils import epath
 
 from bert_jax.errors import InputError, TranslateRustErrors, excerpt, translate_parser_errors
 from bert_jax.text import library, vocabulary
-from bert_jax.text.library import Library
+from bert_jax.text.library import LibraryTokenizer
 from bert_jax.text.tokenizer import Tokenizer, WordPiece, basic_tokens
 
 # Tokens that vocabularies reserve for later additions.
@@ -30,7 +30,7 @@ _SCORE_MARGIN = 1e-3
 Origins = list[tuple[int, ...]]
 
 
-def counts(tokenizer: Tokenizer, rows: Iterable[list[int]]) -> np.ndarray:
+def count_tokens(tokenizer: Tokenizer, rows: Iterable[list[int]]) -> np.ndarray:
     """Returns how often each token occurs in rows of ids, int64 [size]."""
     total = np.zeros(tokenizer.size, np.int64)
     for row in rows:
@@ -47,17 +47,17 @@ def trim(
 ) -> tuple[Tokenizer, Origins]:
     """Returns the tokenizer with only the counted tokens, and the old id of each new one.
 
-    Keeps the `most` most frequent tokens, or all counted ones if `most` is 0; `where` is the flag
-    that sets `most`. The ids in `required` are always kept.
+    Keeps the `most` most frequent tokens, or all counted ones if `most` is 0. The flag `where` sets
+    `most`. The ids in `required` are always kept.
     """
-    form = _form_of(tokenizer)
-    ids = {token: token_id for token_id, token in enumerate(form.tokens)}
+    editor = _editor_of(tokenizer)
+    ids = {token: token_id for token_id, token in enumerate(editor.tokens)}
     total = token_counts.copy()
     for token_id in np.flatnonzero(token_counts):
-        for part in form.parts(form.tokens[token_id]):
+        for part in editor.parts(editor.tokens[token_id]):
             if part in ids:
                 total[ids[part]] += token_counts[token_id]
-    always = form.always.union(required)
+    always = editor.always.union(required)
     if most and most < len(always):
         raise InputError(
             f"{where} {most}: special tokens, bytes and the like are {len(always)}; keep more"
@@ -65,10 +65,10 @@ def trim(
     # A part of a token is at least as frequent as the token, and shorter.
     used = sorted(
         set(np.flatnonzero(total).tolist()) - always,
-        key=lambda i: (-total[i], len(form.tokens[i]), i),
+        key=lambda i: (-total[i], len(editor.tokens[i]), i),
     )
     kept = sorted([*always, *(used[: most - len(always)] if most else used)])
-    return form.select(kept), [(token_id,) for token_id in kept]
+    return editor.select(kept), [(token_id,) for token_id in kept]
 
 
 def count_changes(
@@ -86,32 +86,32 @@ def count_changes(
     return differ, count
 
 
-def with_words(tokenizer: Tokenizer, path: epath.Path) -> tuple[Tokenizer, Origins, list[int]]:
+def add_words(tokenizer: Tokenizer, path: epath.Path) -> tuple[Tokenizer, Origins, list[int]]:
     """Returns the tokenizer with the words of a file as tokens, their origins, and the new ids.
 
     Each line is a word. Its token stands for the word after a blank, and is initialized as the mean
     of the tokens that the word had. Unused tokens of the vocabulary are replaced first. Words that
     are tokens already are skipped.
     """
-    form = _form_of(tokenizer)
+    editor = _editor_of(tokenizer)
     with translate_parser_errors(path, "write one word per line, as UTF-8"):
         lines = path.read_bytes().decode("utf-8-sig").splitlines()
-    known, new = set(form.tokens), {}
+    known, new = set(editor.tokens), {}
     for number, line in enumerate(lines, 1):
         if not (word := line.strip()):
             continue
-        token = form.word_token(word)
+        token = editor.word_token(word)
         if token is None:
             raise InputError(
                 f"{path}:{number}: {word!r} is not one word for this tokenizer; write one per line"
             )
         if token not in known:
             new[token] = tuple(tokenizer.encode_within(word))
-    extended, origins = form.extend(new)
-    return extended, origins, [i for i in range(extended.size) if extended.piece(i) in new]
+    extended, origins = editor.extend(new)
+    return extended, origins, [i for i in range(extended.size) if extended.token(i) in new]
 
 
-class _WordPieceForm:
+class _WordPieceEditor:
     """Splits, selects and adds tokens of a WordPiece tokenizer."""
 
     def __init__(self, tokenizer: WordPiece):
@@ -120,7 +120,7 @@ class _WordPieceForm:
         self.always = {i for i, t in enumerate(self.tokens) if t in vocabulary.SPECIALS}
 
     def parts(self, token: str) -> Iterator[str]:
-        """Yields the characters of a token, so that no word of the text becomes unknown."""
+        """Yields tokens that are kept with a token: its characters, so that no word is unknown."""
         plain = token.removeprefix("##")
         if len(plain) > 1:
             yield from (f"##{c}" if i or plain != token else c for i, c in enumerate(plain))
@@ -130,7 +130,7 @@ class _WordPieceForm:
         return WordPiece([self.tokens[i] for i in kept], self._case)
 
     def word_token(self, word: str) -> str | None:
-        """Returns the token for a word; None if the text is not one word."""
+        """Returns the token for a word after a blank; None if the text is not one word."""
         words = list(basic_tokens(word, self._case))
         return words[0] if len(words) == 1 else None
 
@@ -140,13 +140,13 @@ class _WordPieceForm:
         return WordPiece([*tokens, *rest], self._case), [*origins, *map(new.__getitem__, rest)]
 
 
-class _LibraryForm:
-    """Splits, selects and adds tokens of a tokenizer.json.
+class _LibraryEditor:
+    """Splits, selects and adds tokens of a tokenizer.json, as `_WordPieceEditor` does.
 
     The ids of the model's own tokens come first, those of other added tokens follow.
     """
 
-    def __init__(self, tokenizer: Library):
+    def __init__(self, tokenizer: LibraryTokenizer):
         self._old = tokenizer
         self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer.content)
         self._parts = json.loads(tokenizer.content)
@@ -158,7 +158,7 @@ class _LibraryForm:
                 f"tokenizer.json: model.type={self.kind}: tokens can be removed or added only for "
                 "WordPiece, Unigram, and BPE without a prefix or suffix"
             )
-        self.tokens = [tokenizer.piece(i) for i in range(tokenizer.size)]
+        self.tokens = [tokenizer.token(i) for i in range(tokenizer.size)]
         self._model_size = len(model["vocab"])
         if self.kind == "BPE":
             pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
@@ -183,7 +183,7 @@ class _LibraryForm:
         return always
 
     def parts(self, token: str) -> Iterator[str]:
-        """Yields the tokens from which a token is merged; for Unigram its characters."""
+        # The tokens from which a token is merged; for Unigram its characters.
         parts = list(token)
         yield from parts if len(parts) > 1 else ()
         while self.kind == "BPE":
@@ -195,13 +195,11 @@ class _LibraryForm:
             parts[at : at + 2] = ["".join(pairs[at])]
             yield parts[at]
 
-    def select(self, kept: Sequence[int]) -> Library:
-        """Returns the tokenizer with only these old ids."""
+    def select(self, kept: Sequence[int]) -> LibraryTokenizer:
         model_size = sum(token_id < self._model_size for token_id in kept)
         return self._build([self.tokens[token_id] for token_id in kept], model_size, {})
 
     def word_token(self, word: str) -> str | None:
-        """Returns the token for a word after a blank; None if the text is not one word."""
         if not library.splits_words(self._parts):
             raise InputError(
                 "tokenizer.json: no token can be added, since it does not split a text into words "
@@ -215,8 +213,7 @@ class _LibraryForm:
             parts = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         return parts[0][0] if len(parts) == 1 else None
 
-    def extend(self, new: dict[str, tuple[int, ...]]) -> tuple[Library, Origins]:
-        """Returns the tokenizer with additional tokens, and the origins of its ids."""
+    def extend(self, new: dict[str, tuple[int, ...]]) -> tuple[LibraryTokenizer, Origins]:
         # Added tokens may be in the vocabulary of byte-pair encoding, where no merge yields them.
         size = len(self.tokens) if self.kind == "BPE" else self._model_size
         tokens, origins, rest = _fill_slots(self.tokens, new, size)
@@ -224,7 +221,9 @@ class _LibraryForm:
         origins[size:size] = [new[token] for token in rest]
         return self._build(tokens, size + len(rest), new), origins
 
-    def _build(self, tokens: list[str], size: int, new: dict[str, tuple[int, ...]]) -> Library:
+    def _build(
+        self, tokens: list[str], size: int, new: dict[str, tuple[int, ...]]
+    ) -> LibraryTokenizer:
         """Returns the tokenizer with these tokens by id; the first `size` are the model's own."""
         parts, ids = json.loads(self._old.content), {t: i for i, t in enumerate(tokens)}
         model, own = parts["model"], tokens[:size]
@@ -246,9 +245,9 @@ class _LibraryForm:
             model["ignore_merges"] = bool(new) or model.get("ignore_merges", False)
         _renumber(parts["post_processor"], ids)
         if padding := parts.get("padding"):
-            padding["pad_id"] = ids[self._old.piece(self._old.pad_id)]
+            padding["pad_id"] = ids[self._old.token(self._old.pad_id)]
         content = json.dumps(parts, ensure_ascii=False).encode()
-        return Library(content, self._old.special_names, library.FILE)
+        return LibraryTokenizer(content, self._old.special_names, library.FILE)
 
 
 def _renumber(processor: dict[str, Any], ids: dict[str, int]) -> None:
@@ -275,12 +274,12 @@ def _fill_slots(
     return tokens, origins, list(new)[len(slots) :]
 
 
-def _form_of(tokenizer: Tokenizer) -> _WordPieceForm | _LibraryForm:
+def _editor_of(tokenizer: Tokenizer) -> _WordPieceEditor | _LibraryEditor:
     if isinstance(tokenizer, WordPiece):
-        return _WordPieceForm(tokenizer)
-    if not isinstance(tokenizer, Library):
+        return _WordPieceEditor(tokenizer)
+    if not isinstance(tokenizer, LibraryTokenizer):
         raise InputError(
             f"a {tokenizer.kind} model: its tokens can be neither removed nor added; use "
             "WordPiece or a tokenizer.json"
         )
-    return _LibraryForm(tokenizer)
+    return _LibraryEditor(tokenizer)

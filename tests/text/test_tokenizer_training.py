@@ -9,7 +9,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from bert_jax.config import Corpus
 from bert_jax.errors import InputError
-from bert_jax.text import tokenizer, trained
+from bert_jax.text import tokenizer, tokenizer_training
 from bert_jax.text.vocabulary import SPECIALS, WordCounts
 
 TEXT = (
@@ -23,7 +23,7 @@ SIZES = {"byte_bpe": 330, "unigram": 90}
 def made(kind, **changes):
     settings = {"sources": ("text:x",), "tokenizer_kind": kind, "case": "cased"}
     settings |= {"unused_pieces": 7}
-    return trained.train(COUNTED, SIZES[kind], Corpus(**settings | changes))
+    return tokenizer_training.train(COUNTED, SIZES[kind], Corpus(**settings | changes))
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -41,7 +41,7 @@ def test_merges_are_those_of_the_library_s_own_trainer():
     theirs.train_from_iterator(TEXT.split(), trainer)
     by_id = sorted(theirs.get_vocab().items(), key=lambda item: item[1])
     ours = made("byte_bpe")
-    assert [piece for piece, _ in by_id] == [ours.piece(i) for i in range(330 - 12)]
+    assert [piece for piece, _ in by_id] == [ours.token(i) for i in range(330 - 12)]
     assert theirs.encode(TEXT).ids == ours.encode(TEXT)
 
 
@@ -53,13 +53,13 @@ def test_unigram_is_trained_on_so_many_bytes_of_any_text(monkeypatch):
         given.append(dict(zip(counted.words, counted.counts, strict=True)))
         return real(counted, *others)
 
-    real = trained.vocabulary.train_sentencepiece
-    monkeypatch.setattr(trained.vocabulary, "train_sentencepiece", train)
+    real = tokenizer_training.train_sentencepiece
+    monkeypatch.setattr(tokenizer_training, "train_sentencepiece", train)
     made("unigram")
     counts = dict(zip(COUNTED.words, COUNTED.counts, strict=True))
     assert given[0] == counts
     size = sum(len(word.encode()) * count for word, count in counts.items())
-    monkeypatch.setattr(trained, "_UNIGRAM_BYTES", size)
+    monkeypatch.setattr(tokenizer_training, "_UNIGRAM_BYTES", size)
     often = {word: 1_000_000 * count for word, count in counts.items()} | {"seldom": 1}
     monkeypatch.setitem(globals(), "COUNTED", WordCounts.of(often))
     made("unigram")
@@ -76,23 +76,23 @@ def test_text_comes_back_and_the_first_word_of_a_sentence_is_that_of_any_place(o
 
 def test_specials_and_unused_pieces_stand_last_and_text_gives_none(ours):
     assert ours.size in SIZES.values()
-    last = [ours.piece(i) for i in range(ours.size - 7, ours.size)]
+    last = [ours.token(i) for i in range(ours.size - 7, ours.size)]
     assert [piece.rstrip("0123456789]") for piece in last] == ["[unused"] * 7
     assert last[-1] == f"[unused{unused(ours) - 1}]" and unused(ours) >= 7
     ids = [ours.pad_id, ours.unk_id, ours.cls_id, ours.sep_id, ours.mask_id]
-    assert [ours.piece(i) for i in ids] == list(SPECIALS)
+    assert [ours.token(i) for i in ids] == list(SPECIALS)
     found = ours.encode(" ".join([*SPECIALS, *last, "[CLS][SEP]"]))
-    named = {i for i in range(ours.size) if ours.piece(i) in (*SPECIALS, *last)}
+    named = {i for i in range(ours.size) if ours.token(i) in (*SPECIALS, *last)}
     assert not named - {ours.unk_id} & set(found)
 
 
 def unused(ours):
-    return sum(ours.piece(i).startswith("[unused") for i in range(ours.size))
+    return sum(ours.token(i).startswith("[unused") for i in range(ours.size))
 
 
 def test_a_pair_is_joined_as_bert_s(ours):
     a, b = ours.encode("people"), ours.encode("states")
-    ids, before = tokenizer.joined(ours, a, b)
+    ids, before = tokenizer.add_special_tokens(ours, a, b)
     assert ids.tolist() == [ours.cls_id, *a, ours.sep_id, *b, ours.sep_id]
     assert tokenizer.first_segment_length(ours, ids, before) == len(a) + 2
 
@@ -109,14 +109,14 @@ def test_a_text_too_small_leaves_more_pieces_unused(kind):
     settings = Corpus(sources=("text:x",), tokenizer_kind=kind, unused_pieces=7)
     exact = 90 if kind != "byte_bpe" else 330
     for size in (exact, 2_000):
-        one = trained.train(COUNTED, size, settings)
+        one = tokenizer_training.train(COUNTED, size, settings)
         assert one.size == size and (unused(one) == 7 if size == exact else unused(one) > 7)
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused_by_name():
     settings = Corpus(sources=("text:x",), tokenizer_kind="byte_bpe")
     with pytest.raises(InputError, match=r"model\.vocab_size=260: .* 261 tokens"):
-        trained.train(COUNTED, 260, settings)
+        tokenizer_training.train(COUNTED, 260, settings)
     settings = dataclasses.replace(settings, unused_pieces=100)
     with pytest.raises(InputError, match=r"corpus\.unused_pieces"):
-        trained.train(COUNTED, 330, settings)
+        tokenizer_training.train(COUNTED, 330, settings)

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bert_jax.text import tokenizer
-from bert_jax.text.tokenizer import units
+from bert_jax.text.tokenizer import word_spans
 from bert_jax.tools.conformance import golden
 
 CASES = ("uncased", "cased")
@@ -46,7 +46,7 @@ def pieces(tmp_path_factory):
 @example(text="x" * 150 + "." + "y" * 250)
 def test_pieces_of_the_words_are_those_of_the_text(bert, case, text):
     tokens = bert[case]
-    found = list(units(text, tokens))
+    found = list(word_spans(text, tokens))
     assert [i for s, e in found for i in tokens.encode(text[s:e])] == tokens.encode(text)
     # In order, none over another, and nothing between them but what parts words.
     last = 0
@@ -61,7 +61,7 @@ def test_a_final_sigma_is_told_by_what_follows_the_word(bert):
     """The one exception: `A'S` as a text, its sigma before a letter, and word by word."""
     text = "\u0391\u03a3'\u0391"
     assert tokenizer.basic_tokens(text, "uncased")[0] == "\u03b1\u03c3"
-    words = [text[s:e] for s, e in units(text, bert["uncased"])]
+    words = [text[s:e] for s, e in word_spans(text, bert["uncased"])]
     assert words == ["\u0391\u03a3", "'", "\u0391"]
     assert tokenizer.basic_tokens(words[0], "uncased") == ["\u03b1\u03c2"]
 
@@ -72,11 +72,11 @@ def test_marks_and_ideographs_stand_alone(bert, case):
     text = "Caf\u00e9s, e\u0301t\u200bc. \u65e5\u672c\u306e\u5c71\u00a0(3,5$)"
     words = ["Caf\u00e9s", ",", "e\u0301t\u200bc", ".", "\u65e5", "\u672c", "\u306e", "\u5c71"]
     words += ["(", "3", ",", "5", "$", ")"]
-    assert [text[s:e] for s, e in units(text, bert[case])] == words
+    assert [text[s:e] for s, e in word_spans(text, bert[case])] == words
 
 
 @given(text=st.text(characters, max_size=40))
 def test_with_sentencepiece_only_blanks_part_words(pieces, text):
-    found = list(units(text, pieces))
+    found = list(word_spans(text, pieces))
     assert [text[s:e] for s, e in found] == text.split()
     assert [s for s, _ in found] == sorted({s for s, _ in found})

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax.errors import InputError
-from bert_jax.text import fitting, library
+from bert_jax.text import library
 from bert_jax.text.tokenizer import WordPiece
+from bert_jax.text.vocabulary_edits import add_words, count_changes, count_tokens, trim
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]"]
 LETTERS = [f"{before}{letter}" for before in ("", "##") for letter in "abehlnopst'"]
@@ -33,45 +34,45 @@ def rows(tokenizer, texts):
 
 
 def pieces(tokenizer, text):
-    return [tokenizer.piece(i) for i in tokenizer.encode(text)]
+    return [tokenizer.token(i) for i in tokenizer.encode(text)]
 
 
 @each_form
 @given(texts=texts)
 def test_a_text_is_cut_as_before_by_what_it_uses(name, texts):
     old = FORMS[name]
-    new, begins = fitting.trim(old, fitting.counts(old, rows(old, texts)), 0, "--keep")
+    new, begins = trim(old, count_tokens(old, rows(old, texts)), 0, "--keep")
     assert new.size < old.size
-    assert [new.piece(i) for i in range(new.size)] == [old.piece(i) for (i,) in begins]
+    assert [new.token(i) for i in range(new.size)] == [old.token(i) for (i,) in begins]
     if name == "xlmr":  # what is unknown costs ten more than the worst piece
         least = [min(s for _, s in json.loads(t.content)["model"]["vocab"]) for t in (old, new)]
         assert least[0] == least[1]
     for text in texts:
         assert pieces(new, text) == pieces(old, text)
-    assert fitting.count_changes(begins, rows(old, texts), rows(new, texts)) == (0, 2 * len(texts))
+    assert count_changes(begins, rows(old, texts), rows(new, texts)) == (0, 2 * len(texts))
     for role in ("cls_id", "sep_id", "pad_id", "unk_id", "mask_id"):
-        assert new.piece(getattr(new, role)) == old.piece(getattr(old, role))
-    assert [new.piece(i) for i in new.between_ids] == [old.piece(i) for i in old.between_ids]
+        assert new.token(getattr(new, role)) == old.token(getattr(old, role))
+    assert [new.token(i) for i in new.between_ids] == [old.token(i) for i in old.between_ids]
 
 
 @each_form
 def test_the_commonest_are_kept_with_what_makes_them(name):
     old = FORMS[name]
     text = "the people then let the people not be at the end of that nation on the hell"
-    counted = fitting.counts(old, rows(old, [text]))
-    least = fitting.trim(old, 0 * counted, 0, "--keep")[0].size
-    every = fitting.trim(old, counted, 0, "--keep")[0].size
+    counted = count_tokens(old, rows(old, [text]))
+    least = trim(old, 0 * counted, 0, "--keep")[0].size
+    every = trim(old, counted, 0, "--keep")[0].size
     assert least + 10 < every
     for most in range(least, every, 3):
-        new, begins = fitting.trim(old, counted, most, "--keep")
+        new, begins = trim(old, counted, most, "--keep")
         assert new.size == most
         if name not in ("wordpiece", "xlmr"):  # these have all bytes
             assert new.unk_id not in new.encode(text)
         texts = [text, "the"]
-        differ, count = fitting.count_changes(begins, rows(old, texts), rows(new, texts))
+        differ, count = count_changes(begins, rows(old, texts), rows(new, texts))
         assert 2 <= differ <= count == 4
     with pytest.raises(InputError, match="--keep 4"):
-        fitting.trim(old, counted, 4, "--keep")
+        trim(old, counted, 4, "--keep")
 
 
 @each_form
@@ -80,13 +81,13 @@ def test_words_become_pieces_that_begin_as_what_stood_for_them(name, tmp_path):
     file.write_text("\ufeffnonapostle\n\nhellenon\nthe\n", "utf-8")
     if name == "gemma":  # its merges run over whole texts
         with pytest.raises(InputError, match=r"^tokenizer\.json: no token can be added"):
-            fitting.with_words(old, epath.Path(file))
+            add_words(old, epath.Path(file))
         return
-    new, begins, ids = fitting.with_words(old, epath.Path(file))
+    new, begins, ids = add_words(old, epath.Path(file))
     count = len(ids)
     is_known = len(old.encode_within("the")) == 1
     assert count == 2 + (not is_known)
-    slots = sum(piece.startswith("[unused") for piece in map(old.piece, range(old.size)))
+    slots = sum(piece.startswith("[unused") for piece in map(old.token, range(old.size)))
     assert new.size == old.size + max(count - slots, 0)
     for word in ("nonapostle", "hellenon"):
         (made,) = new.encode_within(word)
@@ -102,18 +103,18 @@ def test_words_become_pieces_that_begin_as_what_stood_for_them(name, tmp_path):
         assert len(shared) >= old.size - min(slots, count)
     file.write_text("hellenon\ntwo words\n")
     with pytest.raises(InputError, match=r"words.txt:2: 'two words'"):
-        fitting.with_words(old, epath.Path(file))
+        add_words(old, epath.Path(file))
 
 
 @pytest.mark.parametrize("name", forms.NAMED)
 def test_the_library_reads_what_was_cut_with_the_same_ids(name, tmp_path):
     old = FORMS[name]
     padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None}
-    padding |= {"pad_id": old.pad_id, "pad_type_id": 0, "pad_token": old.piece(old.pad_id)}
+    padding |= {"pad_id": old.pad_id, "pad_type_id": 0, "pad_token": old.token(old.pad_id)}
     content = json.dumps(json.loads(old.content) | {"padding": padding}).encode()
-    old = library.Library(content, old.special_names, name)
+    old = library.LibraryTokenizer(content, old.special_names, name)
     text = "the people, let them\n\nnot be [MASK] <mask> at  the end of that nation's hell"
-    new, _ = fitting.trim(old, fitting.counts(old, rows(old, [text])), 0, "--keep")
+    new, _ = trim(old, count_tokens(old, rows(old, [text])), 0, "--keep")
     new.save(epath.Path(tmp_path))
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     plain.encode_special_tokens = True
@@ -132,7 +133,7 @@ def test_the_pieces_of_words_hold_for_all_merges():
     old = FORMS["roberta"]
     for piece in itertools.islice(json.loads(old.content)["model"]["vocab"], 260, 500):
         counted = np.zeros(old.size, np.int64)
-        counted[[i for i in range(old.size) if old.piece(i) == piece]] = 1
-        new, _ = fitting.trim(old, counted, 0, "--keep")
+        counted[[i for i in range(old.size) if old.token(i) == piece]] = 1
+        new, _ = trim(old, counted, 0, "--keep")
         text = tokenizers.decoders.ByteLevel().decode([piece])
         assert pieces(new, text) == pieces(old, text)
