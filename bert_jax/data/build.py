@@ -21,9 +21,9 @@ import numpy as np
 from etils import epath
 
 from bert_jax.config import Corpus, source_name
-from bert_jax.data import beam, dataset, parts, stream, workers
+from bert_jax.data import beam, dataset, parts, stream, work_items
 from bert_jax.data.dataset import SPLITS
-from bert_jax.data.workers import StageProgress, WorkItem
+from bert_jax.data.work_items import StageProgress, WorkItem
 from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.storage.storage import LocalStorage
 from bert_jax.text import documents, tokenizer, trained, vocabulary, words
@@ -323,7 +323,7 @@ class PartRunner:
         if self.beam is not None:
             report(f"prepare: {stage} with Beam")
             return beam.run(items, self.beam)
-        return workers.run(items, self.workers, StageProgress(f"prepare: {stage}", report))
+        return work_items.run(items, self.workers, StageProgress(f"prepare: {stage}", report))
 
     def locate(self, scratch: pathlib.Path) -> str:
         """Returns the folder of the items' folders, which all workers see."""

@@ -1,6 +1,7 @@
 """The parts of a corpus, each a range of documents, and the work items of `prepare` on them.
 
-Each item writes a folder (see data.workers), named by a hash of its text, settings and tokenizer.
+Each item writes a folder (see data.work_items), which is named by a hash of its text, settings and
+tokenizer.
 
     LOCATION/read-HASH/      documents of a part, as word numbers (see text.words) or as ids
     LOCATION/counts-HASH/    word counts of a part, for SentencePiece
@@ -24,7 +25,7 @@ from etils import epath
 
 from bert_jax.config import Corpus
 from bert_jax.data import dataset
-from bert_jax.data.workers import Tick
+from bert_jax.data.work_items import Tick
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.storage import buckets, copies
 from bert_jax.storage.storage import storage_of

@@ -17,9 +17,6 @@ import fcntl
 import hashlib
 import json
 import os
-import pickle
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -28,11 +25,10 @@ from typing import IO, Any, Literal, NamedTuple
 import numpy as np
 from etils import epath
 
-from bert_jax import errors
 from bert_jax.data import draws, pairs, sentences
 from bert_jax.data.stream import Stream
+from bert_jax.data.workers import Worker, WorkerDied, wait
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.process import prepare_process
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     cache_folder,
@@ -124,22 +120,13 @@ def _prune(folder: str) -> None:
             os.unlink(path)
 
 
-class PlanWorker:
-    """A process that makes a plan; its lock keeps other processes of this host from doing so."""
+class PlanWorker(Worker):
+    """A worker that makes a plan; its lock keeps other processes of this host from doing so."""
 
     def __init__(self, path: str, stream: Stream, spec: PlanSpec, lock: IO[bytes]):
+        super().__init__()
         self._lock = lock
-        # In its own session, so that Ctrl-C reaches only the parent; ends with its standard input.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "bert_jax.data.plans"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process was killed
-            pickle.dump((path, stream, spec), self.process.stdin)
-            self.process.stdin.flush()
+        self.start(_write_in_background, path, stream, spec)
 
     @classmethod
     def begin(cls, path: str, stream: Stream, spec: PlanSpec) -> "PlanWorker | None":
@@ -155,23 +142,14 @@ class PlanWorker:
         lock.close()
         return None
 
-    def has_ended(self) -> bool:
-        """Returns whether the process has ended, perhaps by a signal; raises its error."""
-        if self.process.poll() is None:
-            return False
-        output = self.close()
-        if (code := self.process.returncode) > 0:
-            types = {errors.BAD_INPUT: InputError, errors.UNAVAILABLE: Unavailable}
-            line = output.decode(errors="replace").strip()
-            raise types.get(code, RuntimeError)(line or "the process that plans an epoch failed")
-        return True
-
-    def close(self) -> bytes:
-        """Ends the process; returns its output."""
-        self.process.kill()
-        output, _ = self.process.communicate()
+    def close(self) -> None:
+        super().close()
         self._lock.close()
-        return output
+
+
+def _write_in_background(path: str, stream: Stream, spec: PlanSpec) -> None:
+    os.nice(10)  # training steps have priority
+    write(path, stream, spec)
 
 
 @dataclass
@@ -274,14 +252,19 @@ class Plans:
         return not self.stream.folder or len(self.stream.sentence_offsets) <= _IN_MEMORY
 
     def _open_or_begin(self, spec: PlanSpec) -> np.ndarray | None:
-        if self._worker is not None and self._worker.has_ended():
-            code, self._worker = self._worker.process.returncode, None
-            self._deaths += code < 0
-            if self._deaths >= _DEATHS:
-                raise Unavailable(
-                    f"the process that plans an epoch was killed {_DEATHS} times, by signal "
-                    f"{-code}; has the machine too little memory?"
-                )
+        if self._worker is not None and wait([self._worker], 0):
+            try:
+                self._worker.result()
+            except WorkerDied as error:
+                self._deaths += 1
+                if self._deaths >= _DEATHS:
+                    raise Unavailable(
+                        f"the process that plans an epoch died {_DEATHS} times, at last with code "
+                        f"{error.code}; has the machine too little memory?"
+                    ) from None
+            finally:
+                self._worker.close()
+                self._worker = None
         path = self._path(spec)
         with translate_os_errors(path):
             plan = read(path)
@@ -327,29 +310,3 @@ def add_counts(path: epath.Path, rows: dict[str, int]) -> None:
         if not rows.items() <= known.items():
             record = with_checksum({"format_version": COUNTS_VERSION, "rows": known | rows})
             storage_of(path).write(path, json.dumps(record, indent=2) + "\n", seconds=_SECONDS)
-
-
-def _end_with_parent() -> None:
-    """Ends this process when standard input is closed, which happens when the parent dies."""
-    while os.read(0, 1):
-        pass
-    os._exit(errors.FAILED)
-
-
-def main() -> int:
-    """Makes the plan that `PlanWorker` requests; prints an error as one line."""
-    prepare_process()
-    os.nice(10)  # training steps have priority
-    try:
-        arguments = pickle.load(sys.stdin.buffer)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        write(*arguments)
-    except Exception as error:
-        line, code = errors.message_and_code(error)
-        print(line.removeprefix("bert-jax: "), flush=True)
-        return code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import dying
 import numpy as np
 import pytest
 import test_batches as alone
@@ -80,7 +81,7 @@ def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, expec
     size = 10 * len(expected[1])
     assert size < (cache / name).stat().st_size < size + 1000
     # Another process, and one that was given the source by pickle, map the same file.
-    monkeypatch.setattr(plans.subprocess, "Popen", None)
+    monkeypatch.setattr(plans, "PlanWorker", None)
     for other in (second, pickle.loads(pickle.dumps(source))):
         np.testing.assert_array_equal(other.find(3), expected[1])
     # One that was cut off goes.
@@ -95,7 +96,7 @@ def test_rows_of_a_first_plan_are_counted_once(on_disk, cache, expected, tmp_pat
     with contextlib.closing(of(on_disk, counts=counts)) as source:
         source.wait(0)
         assert source.count_rows() == len(expected[0])
-    monkeypatch.setattr(plans.subprocess, "Popen", None)
+    monkeypatch.setattr(plans, "PlanWorker", None)
     for path in cache.iterdir():
         path.unlink()
     assert of(on_disk, counts=counts).count_rows() == len(expected[0])
@@ -134,27 +135,13 @@ def test_the_plans_used_last_are_kept(on_disk, cache):
     assert len(names(cache)) == 8 and not names(cache, ".tmp")
 
 
-def hold_up(monkeypatch):
-    """Makers wait before they work, as if the split were large."""
-    script = "import sys, time; time.sleep(100)"
-    monkeypatch.setattr(
-        plans.subprocess,
-        "Popen",
-        lambda command, popen=subprocess.Popen, **named: popen(
-            [sys.executable, "-c", script], **named
-        ),
-    )
-
-
 def test_a_maker_that_is_killed_is_followed_by_another(on_disk, cache, monkeypatch):
     with monkeypatch.context() as patch:
-        hold_up(patch)
-        source = of(on_disk)
-        with pytest.raises(Unavailable, match=r"killed 3 times, by signal 9"):
-            while source.find(0) is None:
-                source._worker.process.kill()
-                source._worker.process.wait()
+        patch.setattr(plans, "_write_in_background", dying.kill_worker)
+        with pytest.raises(Unavailable, match=r"3 times.*code -9"):
+            of(on_disk).wait(0)
         # Closing ends one, and whoever waits for it.
+        patch.setattr(plans, "_write_in_background", dying.sleep)
         source = of(on_disk)
         assert source.find(0) is None
         maker = source._worker.process
@@ -171,13 +158,12 @@ def test_a_maker_that_is_killed_is_followed_by_another(on_disk, cache, monkeypat
 
 WAITING = """
 import sys, time
+sys.path.insert(0, sys.argv[3])
+import dying
 from bert_jax.data import plans, stream
 plans._IN_MEMORY = 0
 source = plans.Plans(stream.Stream.open(sys.argv[1]), (0, "train", 0), 32, 0.1, "a")
-popen = plans.subprocess.Popen
-plans.subprocess.Popen = lambda command, **named: popen([sys.executable, "-c",
-    "import pickle, sys, time; from bert_jax.data import plans; "
-    "plans.write = lambda *_: time.sleep(100); plans.main()"], **named)
+plans._write_in_background = dying.sleep
 source.find(0)
 print(source._worker.process.pid, flush=True)
 if sys.argv[2] == "wait":
@@ -189,7 +175,9 @@ if sys.argv[2] == "wait":
 def test_a_maker_ends_with_the_process_that_began_it(end, on_disk, cache):
     """Killed, or at its end while the next epoch is planned: nothing holds it up."""
     process = subprocess.Popen(
-        [sys.executable, "-c", WAITING, on_disk.folder, end], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WAITING, on_disk.folder, end, os.path.dirname(dying.__file__)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     maker = int(process.stdout.readline())
     if end == "wait":

@@ -1,0 +1,191 @@
+"""Work items of `prepare`, run in this process or in several with the same results; progress.
+
+Each item writes a folder at a location that all workers see. The folder appears when it is
+complete, so a `prepare` that was killed resumes with the folders that exist.
+
+    LOCATION/NAME/record.json    counts of the folder's content, written last
+"""
+
+import contextlib
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from etils import epath
+from rich import progress as rich_progress
+
+from bert_jax import process as process_lib
+from bert_jax.data.workers import Worker, WorkerDied, wait
+from bert_jax.errors import Unavailable, duration
+from bert_jax.storage import copies
+from bert_jax.storage.storage import storage_of
+from bert_jax.storage.workdir import translate_os_errors
+
+# Seconds between two progress lines.
+_LINE_SECONDS = 30.0
+# Seconds after which the remaining time is computed again, even if no item ends.
+_TICK_SECONDS = 1.0
+
+_RECORD = "record.json"
+
+# Takes how many of the item's `bytes` were processed since the last call.
+Tick = Callable[[float], None]
+
+
+class WorkItem(Protocol):
+    """The work on one part of the text."""
+
+    @property
+    def location(self) -> str:
+        """The folder that holds the folders of all items."""
+
+    @property
+    def bytes(self) -> int:
+        """The size of the part's text, for the progress."""
+
+    @property
+    def name(self) -> str:
+        """The name of the item's folder."""
+
+    def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
+        """Fills the folder; returns its record, a dict that JSON can represent."""
+
+
+def run_item(item: WorkItem, tick: Tick = lambda characters: None) -> dict[str, Any]:
+    """Runs an item unless it is done; returns the record of its folder."""
+    record = read_record(item)
+    if record is not None:
+        return record
+    target = epath.Path(item.location) / item.name
+    with translate_os_errors(target.parent), copies.new_part(target, _RECORD) as folder:
+        record = item.make(folder, tick)
+        (folder / _RECORD).write_text(json.dumps(record))
+    return record
+
+
+def read_record(item: WorkItem) -> dict[str, Any] | None:
+    """Returns the record of an item's folder; None if the item is not done."""
+    path = epath.Path(item.location) / item.name / _RECORD
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads(storage_of(path).read(path))
+    return None
+
+
+class StageProgress:
+    """Shows how much text is processed, how fast, and the remaining time.
+
+    Draws a bar on a terminal; elsewhere passes a line to `report` every 30 seconds.
+    """
+
+    def __init__(self, stage: str, report: Callable[[str], None]):
+        self._stage, self._report = stage, report
+        self._bar: rich_progress.Progress | None = None
+        self._total = self._left = self._done = 0
+        self._part = self._start = self._next = 0.0
+
+    @contextlib.contextmanager
+    def track(self, total: int, left: int) -> Iterator[None]:
+        """Shows the progress inside the context; `left` of `total` bytes are not done yet."""
+        self._total, self._left, self._done, self._part = total, left, 0, 0
+        self._start = time.monotonic()
+        self._next = self._start + _LINE_SECONDS
+        if left < total:
+            self._report(f"{self._stage}: {_mb(total - left)} of {_mb(total)} were done before")
+        if not (left and process_lib.is_prepared and sys.stdout.isatty()):
+            yield
+            return
+        columns = (
+            rich_progress.TextColumn("{task.description}", markup=False),
+            rich_progress.BarColumn(),
+            rich_progress.DownloadColumn(),
+            rich_progress.TransferSpeedColumn(),
+            rich_progress.TimeRemainingColumn(),
+        )
+        with rich_progress.Progress(*columns, transient=True) as self._bar:
+            self._bar.add_task(self._stage, total=left)
+            self._next = self._start
+            yield
+        self._bar = None
+
+    def tick(self, size: float) -> None:
+        """Adds an approximate number of bytes to the progress of the current item."""
+        self._part += size
+        self._show()
+
+    def end(self, size: int) -> None:
+        """Counts an item of `size` bytes as done."""
+        self._done += size
+        self._part = 0
+        self._show()
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        done = min(self._done + self._part, self._left)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done)
+            self._next = now + 0.2
+            return
+        self._next = now + _LINE_SECONDS
+        rate = done / (now - self._start)
+        rest = duration((self._left - done) / rate) if done else "unknown time"
+        before = self._total - self._left
+        self._report(
+            f"{self._stage}: {_mb(before + done)} of {_mb(self._total)}, {rate / 1e6:.1f} MB/s, "
+            f"{rest} left"
+        )
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+def run(items: Sequence[WorkItem], workers: int, progress: StageProgress) -> list[dict[str, Any]]:
+    """Runs the items that are not done yet, here or in processes; returns the records of all.
+
+    Raises:
+      Unavailable: a process was killed.
+    """
+    records = {number: read_record(item) for number, item in enumerate(items)}
+    left = [number for number, record in records.items() if record is None]
+    with progress.track(sum(i.bytes for i in items), sum(items[n].bytes for n in left)):
+        if min(workers, len(left)) <= 1:
+            for number in left:
+                records[number] = run_item(items[number], progress.tick)
+                progress.end(items[number].bytes)
+        else:
+            _run_in_workers(items, left, min(workers, len(left)), records, progress)
+    return [record for record in records.values() if record is not None]
+
+
+def _run_in_workers(
+    items: Sequence[WorkItem],
+    left: Sequence[int],
+    count: int,
+    records: dict[int, Any],
+    progress: StageProgress,
+) -> None:
+    waiting, busy = list(reversed(left)), dict[Worker, int]()
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(contextlib.closing(Worker())) for _ in range(count)]
+        while waiting or busy:
+            while waiting and idle:
+                worker = idle.pop()
+                busy[worker] = waiting.pop()
+                worker.start(run_item, items[busy[worker]])
+            for worker in wait(busy, _TICK_SECONDS):
+                number = busy.pop(worker)
+                try:
+                    records[number] = worker.result()
+                except WorkerDied as error:
+                    raise Unavailable(
+                        f"prepare: {error} (out of memory?); run again to resume, with fewer "
+                        "--workers if it is"
+                    ) from None
+                progress.end(items[number].bytes)
+                idle.append(worker)
+            progress.tick(0)
