@@ -15,6 +15,7 @@ that reads it keeps a copy (see storage.copies).
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -175,6 +176,18 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
         if os.path.isabs(name) or ".." in name.split("/"):
             raise InputError(f"{path}: names {name}, which lies elsewhere; put the whole file back")
     return manifest
+
+
+def identities(manifest: dict[str, Any]) -> tuple[str, str]:
+    """Returns the hash of a manifest without the dates of the text, which identifies the corpus.
+
+    The second value is the hash of the whole manifest, which earlier checkpoints hold.
+    """
+    sources = [{k: v for k, v in row.items() if k != "mtime_ns"} for row in manifest["sources"]]
+    undated = {**manifest, "sources": sources, "checksum": None}
+    texts = (json.dumps(content, sort_keys=True) for content in (undated, manifest))
+    sha256, dated_sha256 = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
+    return sha256, dated_sha256
 
 
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:

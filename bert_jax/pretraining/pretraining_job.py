@@ -11,7 +11,6 @@ from etils import epath
 
 from bert_jax import config, system
 from bert_jax.checkpoints import base as base_lib
-from bert_jax.checkpoints.checkpoint import hash_json
 from bert_jax.checkpoints.fork import ForkPoint
 from bert_jax.config import Experiment, Model
 from bert_jax.data import batches, corpus, mixture
@@ -59,12 +58,12 @@ class OpenCorpus:
 
     @property
     def sha256(self) -> str:
-        """Returns the hash of the manifest, which identifies the corpus."""
-        return hash_json(self.manifest)
+        """Returns the hash that identifies the corpus."""
+        return corpus.identities(self.manifest)[0]
 
     def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata was trained on this corpus."""
-        if metadata["corpus_sha256"] != self.sha256:
+        if metadata["corpus_sha256"] not in corpus.identities(self.manifest):
             raise InputError(
                 f"{self.location}: not the corpus this run was trained on; restore that corpus, or "
                 "start again with another --workdir"
