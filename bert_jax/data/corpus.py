@@ -386,9 +386,7 @@ def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
 def _build(
     corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.PartRunner, report: Report
 ) -> dict[str, Any]:
-    # Loaded first: to read the text may take hours.
-    given = None if corpus.tokenizer == "train" else _load_tokenizer(corpus, vocab_size)
-    content = build.build(corpus, vocab_size, folder, given, run, report)
+    content = build.CorpusBuilder(corpus, vocab_size, folder, run, report).build()
     manifest = with_checksum({"format_version": FORMAT_VERSION, **content})
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     mark_complete(folder)
@@ -447,17 +445,3 @@ def _prepare_in_bucket(
         copy.rmtree(missing_ok=True)
         local.rename(copy)
         return manifest
-
-
-def _load_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
-    loaded = tokenizer.load(corpus.tokenizer, corpus.case)
-    if loaded.size != vocab_size:
-        raise InputError(
-            f"corpus.tokenizer={corpus.tokenizer}: has {loaded.size} ids and "
-            f"model.vocab_size={vocab_size}; set model.vocab_size={loaded.size}"
-        )
-    if loaded.case != corpus.case and loaded.kind != "library":
-        raise InputError(
-            f"corpus.tokenizer={corpus.tokenizer}: is {loaded.case}; set corpus.case={loaded.case}"
-        )
-    return loaded

@@ -120,6 +120,22 @@ def plan(corpus: Corpus) -> list[Part]:
 
 
 @dataclasses.dataclass(frozen=True)
+class SharedTokenizer:
+    """A saved tokenizer that all workers can load."""
+
+    folder: str
+    sha256: str
+
+
+@functools.lru_cache(maxsize=1)
+def _load_tokenizer(shared: SharedTokenizer) -> tokenizer.Tokenizer:
+    """Loads a tokenizer, once in a process."""
+    names = sorted(storage_of(shared.folder).names(shared.folder))
+    with copies.local_copy(*(epath.Path(shared.folder) / name for name in names)) as paths:
+        return tokenizer.load(paths[0].parent)
+
+
+@dataclasses.dataclass(frozen=True)
 class _PartItem:
     location: str
     corpus: Corpus
@@ -160,15 +176,15 @@ class CountStretches(_PartItem):
 class Read(_PartItem):
     """Splits the documents of a part into words or, with a tokenizer, into ids."""
 
-    tokenizer: str = ""  # a folder; "": words
-    sha256: str = ""  # of the tokenizer
+    tokenizer: SharedTokenizer | None = None  # None: words
 
     @property
     def name(self) -> str:
         """The name of the item's folder."""
         splitter = importlib.metadata.version("sentencex")
         settings = [_read_settings(self.corpus), self.corpus.language, splitter]
-        return "read-" + _hash(settings, self.sha256 or self.corpus.case, self.part)
+        words_or_ids = self.tokenizer.sha256 if self.tokenizer else self.corpus.case
+        return "read-" + _hash(settings, words_or_ids, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """Writes the documents of the part as words or ids; returns their record."""
@@ -188,7 +204,7 @@ class Read(_PartItem):
             if extent.kind != "tfds" and extent.start == 0
         }
         writer: words.NumberWriter | _IdWriter = (
-            _IdWriter(folder, self, _load_tokenizer(self.tokenizer, self.sha256))
+            _IdWriter(folder, self, _load_tokenizer(self.tokenizer))
             if self.tokenizer
             else words.NumberWriter(folder, self.corpus.case, self.corpus.unknown_word)
         )
@@ -318,19 +334,19 @@ class WriteShards:
 
     location: str
     read: str  # the name of the folder of `Read`
-    tokenizer: str  # a folder
-    sha256: str  # of the tokenizer
+    tokenizer: SharedTokenizer
     splits: bytes  # a uint8 for each document: 0 train, 1 validation, 2 dropped
     bytes: int
 
     @property
     def name(self) -> str:
         """The name of the item's folder."""
-        return "shards-" + _hash(self.read, self.sha256, hashlib.sha256(self.splits).hexdigest())
+        splits = hashlib.sha256(self.splits).hexdigest()
+        return "shards-" + _hash(self.read, self.tokenizer.sha256, splits)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """Writes the files of each split; returns their record."""
-        tok = _load_tokenizer(self.tokenizer, self.sha256)
+        tok = _load_tokenizer(self.tokenizer)
         writers: dict[int, dataset.ShardWriter] = {}
         with tempfile.TemporaryDirectory() as scratch:
             encoded = self._read_documents(tok, pathlib.Path(scratch))
@@ -420,14 +436,6 @@ def _read_with_ticks(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[
     for document in documents.read_extent(extent, corpus, on_read):
         pieces = report_pieces(document.pieces) if document.pieces else ()
         yield dataclasses.replace(document, pieces=pieces)
-
-
-@functools.lru_cache(maxsize=1)
-def _load_tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
-    """Loads the tokenizer in a folder, once in a process."""
-    files = [epath.Path(folder) / name for name in sorted(storage_of(folder).names(folder))]
-    with copies.local_copy(*files) as paths:
-        return tokenizer.load(paths[0].parent)
 
 
 def _read_settings(corpus: Corpus) -> list[Any]:
