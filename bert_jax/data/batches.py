@@ -165,7 +165,7 @@ class TrainBatches:
         widths = shape.sequence_length, shape.max_predictions
         self._builder = BatchBuilder(plans.stream, ids, data, *widths)
         self._first_step, self._total_steps = first_step, total_steps
-        self._key = draws.key_of(*plans.names)
+        self._key = draws.key_of(*plans.spec.names)
 
     @property
     def rows_per_epoch(self) -> int:
@@ -219,7 +219,7 @@ class TrainBatches:
         The step only decides how much is masked.
         """
         epochs, slots = np.divmod(row, self.rows_per_epoch)
-        has_pairs = self.plans.units != "sentences"
+        has_pairs = self.plans.spec.units != "sentences"
         dtype = pairs.ROW_DTYPE if has_pairs else pairs.chunk_dtype(self.plans.stream)
         planned = np.empty(len(row), dtype)
         for epoch in np.unique(epochs).tolist():
@@ -227,7 +227,7 @@ class TrainBatches:
             plan = self.plans.wait(plan_number)
             chunks = plan[slots[in_epoch] % len(plan)]
             if has_pairs:
-                names = *self.plans.names, plan_number
+                names = *self.plans.spec.names, plan_number
                 counter = draws.Counter(draws.key_of(*names), chunks["sentence"])
                 is_swapped = self._data.units == "swapped_pairs"
                 units = "swapped_pairs" if is_swapped else "pairs"

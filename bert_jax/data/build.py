@@ -286,7 +286,7 @@ class CorpusBuilder:
     ) -> list[Result]:
         """Writes the ids of each part into a file for each split."""
         items = [
-            parts.WriteShards(self._location, item.name, shared, split.tobytes(), item.bytes)
+            parts.WriteShards(self._location, item, shared, split)
             for (item, _), split in zip(read, splits, strict=True)
         ]
         return self._run_stage("writing the dataset", items)
@@ -332,7 +332,7 @@ class CorpusBuilder:
         return [*zip(items, self._run(stage, items, self._report), strict=True)]
 
     def _local_part(self, item: WorkItem, file: str) -> pathlib.Path:
-        return parts.local_part(item.location, item.name, file, self._scratch)
+        return parts.local_part(item, file, self._scratch)
 
 
 def _load_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:

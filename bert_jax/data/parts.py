@@ -8,6 +8,7 @@ tokenizer.
     LOCATION/shards-HASH/    train, validation: ArrayRecord files of a part
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -25,7 +26,7 @@ from etils import epath
 
 from bert_jax.config import Corpus
 from bert_jax.data import dataset
-from bert_jax.data.work_items import Tick
+from bert_jax.data.work_items import Tick, WorkItem
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.storage import buckets, copies
 from bert_jax.storage.storage import storage_of
@@ -136,14 +137,12 @@ def _load_tokenizer(shared: SharedTokenizer) -> tokenizer.Tokenizer:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PartItem:
-    location: str
+class _PartItem(WorkItem):
     corpus: Corpus
     part: Part
 
     @property
     def bytes(self) -> int:
-        """The bytes of the part's text, approximately."""
         return self.part.bytes
 
 
@@ -152,16 +151,15 @@ class CountStretches(_PartItem):
 
     @property
     def name(self) -> str:
-        """The name of the item's folder."""
         return "counts-" + _hash(_read_settings(self.corpus), self.corpus.case, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Writes the counts of stretches between blanks; returns their record."""
-        record = {"documents": 0}
+        count = 0
 
         def pieces() -> Iterator[str]:
+            nonlocal count
             for document in self.part.documents(self.corpus, tick):
-                record["documents"] += bool(document.pieces)
+                count += bool(document.pieces)
                 yield from document.pieces
 
         texts = pieces()
@@ -169,60 +167,60 @@ class CountStretches(_PartItem):
             texts = (text.replace(unknown, " ") for text in texts)
         with self.part.local_objects():
             offsets = words.write_stretches(texts, self.corpus.case, folder / "counts.json")
-        return {"offsets": offsets, **record}
+        return {"offsets": offsets, "documents": count}
 
 
 @dataclasses.dataclass(frozen=True)
 class Read(_PartItem):
     """Splits the documents of a part into words or, with a tokenizer, into ids."""
 
-    tokenizer: SharedTokenizer | None = None  # None: words
+    tokenizer: SharedTokenizer | None = None
 
     @property
     def name(self) -> str:
-        """The name of the item's folder."""
         splitter = importlib.metadata.version("sentencex")
         settings = [_read_settings(self.corpus), self.corpus.language, splitter]
         words_or_ids = self.tokenizer.sha256 if self.tokenizer else self.corpus.case
         return "read-" + _hash(settings, words_or_ids, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Writes the documents of the part as words or ids; returns their record."""
         with self.part.local_objects():
             return self._make(folder, tick)
 
     def _make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
+        corpus, first_bytes = self.corpus, [e for e in self.part.extents if e.start == 0]
         line_reader.require_not_utf8(
-            (e.path for e in self.part.extents if e.kind in _ENCODED and e.start == 0),
-            self.corpus.encoding,
+            (e.path for e in first_bytes if e.kind in _ENCODED), corpus.encoding
         )
-        record: dict[str, Any] = {"layouts": {}, "replaced": 0, "empty": 0}
-        # The part that holds a file's first byte hashes it.
-        record["sources"] = {
-            extent.path: text_sources.sha256(extent.path)
-            for extent in self.part.extents
-            if extent.kind != "tfds" and extent.start == 0
-        }
-        writer: words.NumberWriter | _IdWriter = (
-            _IdWriter(folder, self, _load_tokenizer(self.tokenizer))
-            if self.tokenizer
-            else words.NumberWriter(folder, self.corpus.case, self.corpus.unknown_word)
-        )
-        output, layouts = _DocumentWriter(folder, writer, self.corpus), record["layouts"]
-        for document in self.part.documents(self.corpus, tick):
+        # The part that holds a file's first byte hashes the file.
+        hashes = {e.path: text_sources.sha256(e.path) for e in first_bytes if e.kind != "tfds"}
+        if self.tokenizer:
+            writer = _IdWriter(folder, self, _load_tokenizer(self.tokenizer))
+        else:
+            writer = words.NumberWriter(folder, corpus.case, corpus.unknown_word)
+        output, layouts = _DocumentWriter(folder, writer, corpus), collections.Counter[str]()
+        replaced = empty = 0
+        for document in self.part.documents(corpus, tick):
             if not document.pieces:
-                record["empty"] += 1
+                empty += 1
                 continue
-            layouts[document.layout] = layouts.get(document.layout, 0) + 1
+            layouts[document.layout] += 1
             for piece in document.pieces:
-                if self.corpus.encoding_errors == "replace":
-                    record["replaced"] += piece.count("\ufffd")
+                if corpus.encoding_errors == "replace":
+                    replaced += piece.count("\ufffd")
                 single = dataclasses.replace(document, pieces=(piece,))
-                output.add(piece, sentence_splitter.split(single, self.corpus.language))
+                output.add(piece, sentence_splitter.split(single, corpus.language))
             output.end()
         output.close()
         writer.close()
-        return {**record, "offsets": writer.offsets, "long_words": writer.long_words}
+        return {
+            "layouts": layouts,
+            "replaced": replaced,
+            "empty": empty,
+            "sources": hashes,
+            "offsets": writer.offsets,
+            "long_words": writer.long_words,
+        }
 
 
 class _DocumentWriter:
@@ -329,28 +327,28 @@ class _IdWriter:
 
 
 @dataclasses.dataclass(frozen=True)
-class WriteShards:
+class WriteShards(WorkItem):
     """Writes the documents of a part as ids into the files of their splits."""
 
-    location: str
-    read: str  # the name of the folder of `Read`
+    read: WorkItem  # the item that read the part
     tokenizer: SharedTokenizer
-    splits: bytes  # a uint8 for each document: 0 train, 1 validation, 2 dropped
-    bytes: int
+    splits: np.ndarray  # uint8 [documents]: 0 train, 1 validation, 2 dropped
+
+    @property
+    def bytes(self) -> int:
+        return self.read.bytes
 
     @property
     def name(self) -> str:
-        """The name of the item's folder."""
-        splits = hashlib.sha256(self.splits).hexdigest()
-        return "shards-" + _hash(self.read, self.tokenizer.sha256, splits)
+        splits = hashlib.sha256(self.splits.tobytes()).hexdigest()
+        return "shards-" + _hash(self.read.name, self.tokenizer.sha256, splits)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Writes the files of each split; returns their record."""
         tok = _load_tokenizer(self.tokenizer)
         writers: dict[int, dataset.ShardWriter] = {}
         with tempfile.TemporaryDirectory() as scratch:
             encoded = self._read_documents(tok, pathlib.Path(scratch))
-            for split, (ids, lengths) in zip(self.splits, encoded, strict=True):
+            for split, (ids, lengths) in zip(self.splits.tolist(), encoded, strict=True):
                 if split < len(dataset.SPLITS) and len(ids):
                     if split not in writers:
                         path = folder / dataset.SPLITS[split]
@@ -368,11 +366,11 @@ class WriteShards:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields the ids and the sentence lengths of each document."""
         dtypes = {"tokens.bin": np.uint32, "sentences.bin": np.uint32, "documents.bin": DOCUMENT}
-        files = (local_part(self.location, self.read, name, scratch) for name in dtypes)
+        files = (local_part(self.read, name, scratch) for name in dtypes)
         tokens, lengths, documents_ = map(_map_file, files, dtypes.values())
         table = None
         if isinstance(tok, tokenizer.WordPiece):
-            path = local_part(self.location, self.read, "words.txt", scratch)
+            path = local_part(self.read, "words.txt", scratch)
             table = words.WordTable(words.read_words(path), tok)
         counts = documents_["sentences"].astype(np.int64)
         sentence = token = first = 0
@@ -405,10 +403,11 @@ def _map_file(path: pathlib.Path, dtype: Any) -> np.ndarray:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
-def local_part(location: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Path:
+def local_part(item: WorkItem, file: str, scratch: pathlib.Path) -> pathlib.Path:
     """Returns the local path of a file of an item's folder; copies an object to `scratch`."""
-    with copies.local_copy(epath.Path(location) / name / file, folder=scratch / name) as (path,):
-        return pathlib.Path(path)
+    path = epath.Path(item.location) / item.name / file
+    with copies.local_copy(path, folder=scratch / item.name) as (local_path,):
+        return pathlib.Path(local_path)
 
 
 def _read_with_ticks(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[Document]:

@@ -61,27 +61,21 @@ _SECONDS = 10.0
 
 
 class PlanSpec(NamedTuple):
-    """Everything that determines an epoch's plan, except the token stream."""
+    """Everything that determines the plans of a phase, except the token stream."""
 
-    names: tuple[object, ...]  # (seed, split, phase): with the epoch the key of its draws
-    epoch: int
+    names: tuple[object, ...]  # (seed, split, phase): with the epoch the key of a plan's draws
     sequence_length: int  # of a row, specials included
     short_seq_prob: float  # share of documents cut into shorter pairs
-    units: Units
+    units: Units = "pairs"
 
-    def make(self, stream: Stream) -> tuple[np.ndarray, np.ndarray]:
+    def make(self, stream: Stream, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the chunks in the order of documents, and their random order in the epoch."""
-        key, length = draws.key_of(*self.names, self.epoch), self.sequence_length
+        key, length = draws.key_of(*self.names, epoch), self.sequence_length
         if self.units == "sentences":
             chunks = sentences.plan(stream, length, key)
         else:
             chunks = pairs.plan(stream, length, self.short_seq_prob, key, self.units)
-        return chunks, draws.permutation(draws.key_of(*self.names), self.epoch, len(chunks))
-
-    def plan(self, stream: Stream) -> np.ndarray:
-        """Makes the plan in memory: chunks in the epoch's order, `pairs.chunk_dtype` [rows]."""
-        chunks, order = self.make(stream)
-        return chunks[order]
+        return chunks, draws.permutation(draws.key_of(*self.names), epoch, len(chunks))
 
 
 def read(path: str) -> np.ndarray | None:
@@ -99,9 +93,9 @@ def read(path: str) -> np.ndarray | None:
     return chunks
 
 
-def write(path: str, stream: Stream, spec: PlanSpec) -> None:
+def write(path: str, stream: Stream, spec: PlanSpec, epoch: int) -> None:
     """Makes a plan and writes it; deletes the least recently used plans."""
-    chunks, order = spec.make(stream)
+    chunks, order = spec.make(stream, epoch)
     with new_file(epath.Path(path)) as temporary, open(temporary, "wb") as file:
         header = {"descr": chunks.dtype.descr, "fortran_order": False, "shape": chunks.shape}
         np.lib.format.write_array_header_1_0(file, header)
@@ -123,20 +117,21 @@ def _prune(folder: str) -> None:
 class PlanWorker(Worker):
     """A worker that makes a plan; its lock keeps other processes of this host from doing so."""
 
-    def __init__(self, path: str, stream: Stream, spec: PlanSpec, lock: IO[bytes]):
+    def __init__(self, lock: IO[bytes]):
         super().__init__()
         self._lock = lock
-        self.start(_write_in_background, path, stream, spec)
 
     @classmethod
-    def begin(cls, path: str, stream: Stream, spec: PlanSpec) -> "PlanWorker | None":
+    def begin(cls, path: str, stream: Stream, spec: PlanSpec, epoch: int) -> "PlanWorker | None":
         """Starts to make a plan; returns None if another process makes or has made it."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
         lock = open(f"{path.removesuffix('.plan')}.lock", "ab", opener=open_without_links)  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.exists(path):
-                return cls(path, stream, spec, lock)
+                worker = cls(lock)
+                worker.start(_write_in_background, path, stream, spec, epoch)
+                return worker
         except BlockingIOError:
             pass
         lock.close()
@@ -147,9 +142,9 @@ class PlanWorker(Worker):
         self._lock.close()
 
 
-def _write_in_background(path: str, stream: Stream, spec: PlanSpec) -> None:
+def _write_in_background(path: str, stream: Stream, spec: PlanSpec, epoch: int) -> None:
     os.nice(10)  # training steps have priority
-    write(path, stream, spec)
+    write(path, stream, spec, epoch)
 
 
 @dataclass
@@ -157,14 +152,11 @@ class Plans:
     """The plans of a phase. May be pickled; safe for threads."""
 
     stream: Stream  # the split
-    names: tuple[object, ...]  # see `PlanSpec`, also for the next two
-    sequence_length: int
-    short_seq_prob: float
+    spec: PlanSpec
     corpus: str = ""  # a hash of the corpus, part of the plans' names; "": in memory
     counts: epath.Path | None = None  # the file with the numbers of rows of first plans
     # The same file in the corpus's bucket, for the one process of a run that sends counts.
     shared: epath.Path | None = None
-    units: Units = "pairs"  # pairs of either kind, or rows of full sentences (`data.sentences`)
 
     def __post_init__(self) -> None:
         self._plans: dict[int, np.ndarray] = {}
@@ -176,21 +168,23 @@ class Plans:
 
     def __reduce__(self) -> Any:
         # Processes that make batches do not send counts: `shared` is None.
-        settings = self.sequence_length, self.short_seq_prob, self.corpus, self.counts, None
-        return Plans, (self.stream, self.names, *settings, self.units)
+        return Plans, (self.stream, self.spec, self.corpus, self.counts)
 
     def find(self, epoch: int) -> np.ndarray | None:
-        """Returns the epoch's plan (`PlanSpec.plan`), or None while it is being made.
+        """Returns the chunks of an epoch in its order, `pairs.chunk_dtype` [rows].
+
+        Returns None while they are planned.
 
         Raises:
-          Unavailable: the process that makes it was killed several times.
+          Unavailable: the process that plans them was killed several times.
         """
         with self._lock:
             if epoch not in self._plans:
-                settings = self.sequence_length, self.short_seq_prob, self.units
-                spec = PlanSpec(self.names, epoch, *settings)
-                is_small = self._is_small
-                plan = spec.plan(self.stream) if is_small else self._open_or_begin(spec)
+                if self._is_small:
+                    chunks, order = self.spec.make(self.stream, epoch)
+                    plan = chunks[order]
+                else:
+                    plan = self._open_or_begin(epoch)
                 if plan is None:
                     return None
                 self._plans[epoch] = plan
@@ -251,7 +245,7 @@ class Plans:
     def _is_small(self) -> bool:
         return not self.stream.folder or len(self.stream.sentence_offsets) <= _IN_MEMORY
 
-    def _open_or_begin(self, spec: PlanSpec) -> np.ndarray | None:
+    def _open_or_begin(self, epoch: int) -> np.ndarray | None:
         if self._worker is not None and wait([self._worker], 0):
             try:
                 self._worker.result()
@@ -265,24 +259,26 @@ class Plans:
             finally:
                 self._worker.close()
                 self._worker = None
-        path = self._path(spec)
+        path = self._path(epoch)
         with translate_os_errors(path):
             plan = read(path)
             if plan is None and self._worker is None and not self._closed.is_set():
-                self._worker = PlanWorker.begin(path, self.stream, spec)
+                self._worker = PlanWorker.begin(path, self.stream, self.spec, epoch)
         return plan
 
-    def _path(self, spec: PlanSpec) -> str:
-        output = repr((PLAN_VERSION, self.corpus, self.stream.documents, tuple(spec)))
-        name = hashlib.sha256(output.encode()).hexdigest()[:32]
+    def _path(self, epoch: int) -> str:
+        names, *settings = self.spec
+        inputs = PLAN_VERSION, self.corpus, self.stream.documents, (names, epoch, *settings)
+        name = hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
         return os.fspath(cache_folder() / "plans" / f"{name}.plan")
 
     @property
     def _count_name(self) -> str:
         """Returns the name of the number of rows in the file of counts."""
-        names = "/".join(map(str, (self.corpus[:16], *self.names)))
-        settings = f"length={self.sequence_length}/short_seq_prob={self.short_seq_prob}"
-        return f"{names}/{settings}" + f"/units={self.units}" * (self.units != "pairs")
+        names, length, short_seq_prob, units = self.spec
+        name = "/".join(map(str, (self.corpus[:16], *names)))
+        name += f"/length={length}/short_seq_prob={short_seq_prob}"
+        return name + f"/units={units}" * (units != "pairs")
 
 
 def read_counts(path: epath.Path) -> dict[str, int]:

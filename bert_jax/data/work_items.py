@@ -6,13 +6,15 @@ complete, so a `prepare` that was killed resumes with the folders that exist.
     LOCATION/NAME/record.json    counts of the folder's content, written last
 """
 
+import abc
 import contextlib
+import dataclasses
 import json
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from etils import epath
 from rich import progress as rich_progress
@@ -35,29 +37,30 @@ _RECORD = "record.json"
 Tick = Callable[[float], None]
 
 
-class WorkItem(Protocol):
+@dataclasses.dataclass(frozen=True)
+class WorkItem(abc.ABC):
     """The work on one part of the text."""
 
-    @property
-    def location(self) -> str:
-        """The folder that holds the folders of all items."""
+    location: str  # the folder that holds the folders of all items
 
     @property
+    @abc.abstractmethod
     def bytes(self) -> int:
-        """The size of the part's text, for the progress."""
+        """The approximate size of the part's text, for the progress."""
 
     @property
+    @abc.abstractmethod
     def name(self) -> str:
         """The name of the item's folder."""
 
+    @abc.abstractmethod
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
         """Fills the folder; returns its record, a dict that JSON can represent."""
 
 
 def run_item(item: WorkItem, tick: Tick = lambda characters: None) -> dict[str, Any]:
     """Runs an item unless it is done; returns the record of its folder."""
-    record = read_record(item)
-    if record is not None:
+    if (record := read_record(item)) is not None:
         return record
     target = epath.Path(item.location) / item.name
     with translate_os_errors(target.parent), copies.new_part(target, _RECORD) as folder:
@@ -83,13 +86,15 @@ class StageProgress:
     def __init__(self, stage: str, report: Callable[[str], None]):
         self._stage, self._report = stage, report
         self._bar: rich_progress.Progress | None = None
+        # Bytes of all items and of those that are left at the start; since then the bytes of items
+        # that are done, and of the current item.
         self._total = self._left = self._done = 0
-        self._part = self._start = self._next = 0.0
+        self._current = self._start = self._next = 0.0
 
     @contextlib.contextmanager
     def track(self, total: int, left: int) -> Iterator[None]:
         """Shows the progress inside the context; `left` of `total` bytes are not done yet."""
-        self._total, self._left, self._done, self._part = total, left, 0, 0
+        self._total, self._left, self._done, self._current = total, left, 0, 0
         self._start = time.monotonic()
         self._next = self._start + _LINE_SECONDS
         if left < total:
@@ -112,20 +117,20 @@ class StageProgress:
 
     def tick(self, size: float) -> None:
         """Adds an approximate number of bytes to the progress of the current item."""
-        self._part += size
+        self._current += size
         self._show()
 
     def end(self, size: int) -> None:
         """Counts an item of `size` bytes as done."""
         self._done += size
-        self._part = 0
+        self._current = 0
         self._show()
 
     def _show(self) -> None:
         now = time.monotonic()
         if now < self._next:
             return
-        done = min(self._done + self._part, self._left)
+        done = min(self._done + self._current, self._left)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done)
             self._next = now + 0.2
@@ -133,9 +138,9 @@ class StageProgress:
         self._next = now + _LINE_SECONDS
         rate = done / (now - self._start)
         rest = duration((self._left - done) / rate) if done else "unknown time"
-        before = self._total - self._left
+        total_done = self._total - self._left + done
         self._report(
-            f"{self._stage}: {_mb(before + done)} of {_mb(self._total)}, {rate / 1e6:.1f} MB/s, "
+            f"{self._stage}: {_mb(total_done)} of {_mb(self._total)}, {rate / 1e6:.1f} MB/s, "
             f"{rest} left"
         )
 
@@ -150,42 +155,34 @@ def run(items: Sequence[WorkItem], workers: int, progress: StageProgress) -> lis
     Raises:
       Unavailable: a process was killed.
     """
-    records = {number: read_record(item) for number, item in enumerate(items)}
-    left = [number for number, record in records.items() if record is None]
-    with progress.track(sum(i.bytes for i in items), sum(items[n].bytes for n in left)):
-        if min(workers, len(left)) <= 1:
-            for number in left:
-                records[number] = run_item(items[number], progress.tick)
-                progress.end(items[number].bytes)
+    left = [item for item in items if read_record(item) is None]
+    with progress.track(sum(item.bytes for item in items), sum(item.bytes for item in left)):
+        if min(workers, len(left)) > 1:
+            _run_in_workers(left, min(workers, len(left)), progress)
         else:
-            _run_in_workers(items, left, min(workers, len(left)), records, progress)
-    return [record for record in records.values() if record is not None]
+            for item in left:
+                run_item(item, progress.tick)
+                progress.end(item.bytes)
+    return [record for item in items if (record := read_record(item)) is not None]
 
 
-def _run_in_workers(
-    items: Sequence[WorkItem],
-    left: Sequence[int],
-    count: int,
-    records: dict[int, Any],
-    progress: StageProgress,
-) -> None:
-    waiting, busy = list(reversed(left)), dict[Worker, int]()
+def _run_in_workers(items: Sequence[WorkItem], count: int, progress: StageProgress) -> None:
+    waiting, busy = list(reversed(items)), dict[Worker, WorkItem]()
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(contextlib.closing(Worker())) for _ in range(count)]
         while waiting or busy:
             while waiting and idle:
                 worker = idle.pop()
                 busy[worker] = waiting.pop()
-                worker.start(run_item, items[busy[worker]])
+                worker.start(run_item, busy[worker])
             for worker in wait(busy, _TICK_SECONDS):
-                number = busy.pop(worker)
                 try:
-                    records[number] = worker.result()
+                    worker.result()
                 except WorkerDied as error:
                     raise Unavailable(
                         f"prepare: {error} (out of memory?); run again to resume, with fewer "
                         "--workers if it is"
                     ) from None
-                progress.end(items[number].bytes)
+                progress.end(busy.pop(worker).bytes)
                 idle.append(worker)
             progress.tick(0)

@@ -15,7 +15,7 @@ from bert_jax.checkpoints.fork import ForkPoint
 from bert_jax.config import Experiment, Model
 from bert_jax.data import batches, corpus, mixture
 from bert_jax.data.dataset import SPLITS
-from bert_jax.data.plans import Plans
+from bert_jax.data.plans import Plans, PlanSpec
 from bert_jax.data.stream import Stream
 from bert_jax.distributed import slices
 from bert_jax.distributed.peers import Peers
@@ -108,15 +108,13 @@ class OpenCorpus:
         sends_counts = sends_counts and self.location != self.folder
 
         def plan_batches(part: Stream, *source: object) -> batches.TrainBatches:
+            lengths = spec.sequence_length, data.short_seq_prob
             plans = Plans(
                 part,
-                (*names, *source),
-                spec.sequence_length,
-                data.short_seq_prob,
+                PlanSpec((*names, *source), *lengths, data.units),
                 self.sha256,
                 self.folder / corpus.COUNTS,
                 self.location / corpus.COUNTS if sends_counts else None,
-                data.units,
             )
             return batches.TrainBatches(
                 plans,

@@ -47,8 +47,11 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "plans"
 
 
+SPEC = plans.PlanSpec((0, "train", 0), 32, 0.1)
+
+
 def of(split, corpus="a", counts=None):
-    return plans.Plans(split, (0, "train", 0), 32, 0.1, corpus, counts)
+    return plans.Plans(split, SPEC, corpus, counts)
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +110,12 @@ def test_rows_of_a_first_plan_are_counted_once(on_disk, cache, expected, tmp_pat
 
 
 def test_what_a_plan_hangs_on_has_a_file_of_its_own(on_disk):
-    recipe = plans.PlanSpec((0, "train", 0), 0, 32, 0.1, "pairs")
-    others = {"names": (1, "train", 0), "epoch": 1, "sequence_length": 33, "short_seq_prob": 0.2}
+    others = {"names": (1, "train", 0), "sequence_length": 33, "short_seq_prob": 0.2}
     others |= {"units": "sentences"}
-    recipes = [recipe, *(recipe._replace(**{name: value}) for name, value in others.items())]
-    sources = [
-        of(on_disk),
-        of(on_disk, corpus="b"),
-        of(on_disk.part(0, 9)),
-        of(on_disk.part(9, 18)),
-    ]
-    assert len({one._path(two) for one in sources for two in recipes}) == 4 * (1 + len(others))
+    specs = [SPEC, *(SPEC._replace(**{name: value}) for name, value in others.items())]
+    parts = (on_disk, "a"), (on_disk, "b"), (on_disk.part(0, 9), "a"), (on_disk.part(9, 18), "a")
+    found = [plans.Plans(split, spec, name) for split, name in parts for spec in specs]
+    assert len({one._path(epoch) for one in found for epoch in (0, 1)}) == 4 * 5 * 2
 
 
 def test_the_plans_used_last_are_kept(on_disk, cache):
@@ -162,7 +160,7 @@ sys.path.insert(0, sys.argv[3])
 import dying
 from bert_jax.data import plans, stream
 plans._IN_MEMORY = 0
-source = plans.Plans(stream.Stream.open(sys.argv[1]), (0, "train", 0), 32, 0.1, "a")
+source = plans.Plans(stream.Stream.open(sys.argv[1]), plans.PlanSpec((0, "train", 0), 32, 0.1), "a")
 plans._write_in_background = dying.sleep
 source.find(0)
 print(source._worker.process.pid, flush=True)
