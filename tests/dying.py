@@ -3,10 +3,7 @@
 import dataclasses
 import os
 import signal
-import sys
 import time
-
-from bert_jax.errors import InputError
 
 
 def kill_worker(*arguments):
@@ -15,42 +12,20 @@ def kill_worker(*arguments):
 
 
 def sleep(*arguments):
-    """Works for a long time."""
     time.sleep(100)
 
 
-def print_line():
-    print("a line of a library", flush=True)
-    print("an error of a library", file=sys.stderr, flush=True)
-
-
-class Panic(BaseException):
-    """As pyo3 raises it."""
-
-
-class Unpicklable(Exception):
-    """Cannot be sent."""
-
-    def __reduce__(self):
-        raise TypeError("cannot be pickled")
-
-
 class Unreadable(Exception):
-    """Can be sent, and cannot be made again, since its arguments are others."""
+    """Can be pickled, and not be made again: its arguments are others."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
 
 
-ERRORS = {"panic": Panic("m"), "unpicklable": Unpicklable("m"), "unreadable": Unreadable("m", 1)}
-
-
-def fail(name):
-    raise ERRORS[name]
-
-
-def refuse(message):
-    raise InputError(message)
+def fail(kind):
+    if kind == "panic":
+        raise BaseException("as pyo3 raises it")
+    raise ValueError("m", lambda: 0) if kind == "unpicklable" else Unreadable("m", 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
 import pickle
-import subprocess
-import sys
 import time
 
 import dying
@@ -152,46 +149,6 @@ def test_a_maker_that_is_killed_is_followed_by_another(on_disk, cache, monkeypat
         source._worker.process.kill()
         source._worker.process.wait()
         source.wait(0)
-
-
-WAITING = """
-import sys, time
-sys.path.insert(0, sys.argv[3])
-import dying
-from bert_jax.data import plans, stream
-plans._IN_MEMORY = 0
-source = plans.Plans(stream.Stream.open(sys.argv[1]), plans.PlanSpec((0, "train", 0), 32, 0.1), "a")
-plans._write_in_background = dying.sleep
-source.find(0)
-print(source._worker.process.pid, flush=True)
-if sys.argv[2] == "wait":
-    time.sleep(100)
-"""
-
-
-@pytest.mark.parametrize("end", ["wait", pytest.param("leave", marks=pytest.mark.long)])
-def test_a_maker_ends_with_the_process_that_began_it(end, on_disk, cache):
-    """Killed, or at its end while the next epoch is planned: nothing holds it up."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITING, on_disk.folder, end, os.path.dirname(dying.__file__)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    maker = int(process.stdout.readline())
-    if end == "wait":
-        process.kill()
-    process.wait(20)
-    process.stdout.close()
-
-    def ended():
-        with contextlib.suppress(FileNotFoundError):
-            return "State:\tZ" in pathlib.Path(f"/proc/{maker}/status").read_text()
-        return True
-
-    wait_until(ended)
-    # Its lock is free: whoever needs the plan makes it.
-    with contextlib.closing(of(on_disk)) as source:
-        assert source.find(0) is None and source._worker is not None
 
 
 def test_an_error_of_the_maker_is_told_in_its_line(on_disk, cache, tmp_path):
