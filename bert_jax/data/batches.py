@@ -86,7 +86,7 @@ class BatchBuilder:
         text = real & (column > 0) & (column != a_end) & (column != b_end)
         lengths = pair.a_length + pair.b_length + pairs.SPECIAL_TOKENS
         return {
-            **self._mask(input_ids, text, lengths, array_draws, policy),
+            **self._mask(masking.Rows(input_ids, text, lengths), array_draws, policy),
             "segment_ids": in_b.astype(np.int32),
             "input_mask": real.astype(np.int32),
             "next_sentence_labels": planned["is_random_next"].astype(np.int32),
@@ -96,14 +96,16 @@ class BatchBuilder:
         self, chunks: np.ndarray, array_draws: draws.Draws, policy: masking.Policy
     ) -> Batch:
         specials = self.ids.pad, self.ids.cls, self.ids.sep
-        rows = sentences.rows(self.stream, chunks, self.sequence_length, *specials)
+        rows, document, positions = sentences.rows(
+            self.stream, chunks, self.sequence_length, *specials
+        )
         per_document = self.data.attention == "per_document"
         if self.data.objective == "causal":
             self._require_known(rows.input_ids)
             # Every token predicts the next; with per_document only within its document.
-            predicted = rows.document[:, 1:] > 0
+            predicted = document[:, 1:] > 0
             if per_document:
-                predicted &= rows.document[:, 1:] == rows.document[:, :-1]
+                predicted &= document[:, 1:] == document[:, :-1]
             batch = {
                 "input_ids": rows.input_ids,
                 "masked_lm_positions": np.arange(predicted.shape[1], dtype=np.int32) * predicted,
@@ -111,28 +113,18 @@ class BatchBuilder:
                 "masked_lm_weights": predicted.astype(np.float32),
             }
         else:
-            batch = self._mask(rows.input_ids, rows.text, rows.length, array_draws, policy)
+            batch = self._mask(rows, array_draws, policy)
         if per_document:
-            batch |= {"example_numbers": rows.document, "positions": rows.positions}
+            batch |= {"example_numbers": document, "positions": positions}
         return {
             **batch,
             "segment_ids": np.zeros_like(rows.input_ids),
-            "input_mask": (rows.document > 0).astype(np.int32),
+            "input_mask": (document > 0).astype(np.int32),
         }
 
-    def _mask(
-        self,
-        input_ids: np.ndarray,
-        text: np.ndarray,
-        lengths: np.ndarray,
-        array_draws: draws.Draws,
-        policy: masking.Policy,
-    ) -> Batch:
-        """Masks rows, int32 [B, S], with `lengths` [B]; `text`, bool [B, S], marks candidates."""
-        self._require_known(input_ids)
-        masked = masking.mask(
-            input_ids, text, lengths, array_draws, policy, self.max_predictions, self.ids
-        )
+    def _mask(self, rows: masking.Rows, array_draws: draws.Draws, policy: masking.Policy) -> Batch:
+        self._require_known(rows.input_ids)
+        masked = masking.mask(rows, array_draws, policy, self.max_predictions, self.ids)
         return {
             "input_ids": masked.input_ids,
             "masked_lm_positions": masked.positions,

@@ -26,7 +26,7 @@ from etils import epath
 from bert_jax.config import Corpus, source_name
 from bert_jax.data import beam, dataset, parts, stream, work_items
 from bert_jax.data.dataset import SPLITS
-from bert_jax.data.work_items import StageProgress, WorkItem
+from bert_jax.data.work_items import StageProgress, WorkItem, local_file
 from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.storage.storage import LocalStorage
 from bert_jax.text import documents, tokenizer, trained, vocabulary, words
@@ -142,16 +142,24 @@ class CorpusBuilder:
         if tok is None or shared is None:
             tok = tok or self._train(read)
             shared = self._share(tok)
-        written = self._write_shards(read, splits, shared)
+        writing = [
+            parts.WriteShards(self._location, item, shared, split)
+            for (item, _), split in zip(read, splits, strict=True)
+        ]
+        written = self._run_stage("writing the dataset", writing)
         counts = self._assemble_dataset(written, tok.size)
         mixture = self._count_documents(written, [*map(len, planned)])
         for split in SPLITS:
             path = self._folder / "stream" / split
             stream.write(dataset.folder_of(self._folder), split, path, tok.size)
         records = [record for _, record in read]
+        hashes = {path: sha256 for record in records for path, sha256 in record["sources"].items()}
+        for row in sources:
+            row["sha256"] = hashes.get(row["file"]) or text_sources.sha256(row["file"])
+            row["file"] = source_name(row["file"])
         return {
             "settings": {**settings_of(corpus), "vocab_size": self._vocab_size},
-            "sources": _hash_sources(sources, records),
+            "sources": sources,
             "tokenizer": {"kind": tok.kind, "case": tok.case, "sha256": tok.sha256},
             "documents_repeated": repeated,
             "documents_empty": sum(record["empty"] for record in records),
@@ -193,7 +201,8 @@ class CorpusBuilder:
         """Trains a tokenizer on the words that the items have counted."""
         corpus, size = self._corpus, self._vocab_size
         counts = [
-            (self._local_part(item, "counts.json"), record["offsets"]) for item, record in counted
+            (local_file(item, "counts.json", self._scratch), record["offsets"])
+            for item, record in counted
         ]
         word_counts = words.count(counts)
         subset = "all of them"
@@ -230,45 +239,44 @@ class CorpusBuilder:
         """Reads the text as ids or, without a tokenizer, as numbers of words."""
         corpus, location = self._corpus, self._location
         items = [parts.Read(location, corpus, part, shared) for part in planned]
-        self._remove_other_parts(
-            item.name
-            for item in (*items, *(parts.CountStretches(location, corpus, p) for p in planned))
-        )
+        counting = [parts.CountStretches(location, corpus, part) for part in planned]
+        self._remove_other_parts({item.name for item in (*items, *counting)})
         results = self._run_stage("tokenizing" if shared else "reading", items)
-        totals = {
-            name: sum(record[name] for _, record in results)
+        long_words, replaced, empty = (
+            sum(record[name] for _, record in results)
             for name in ("long_words", "replaced", "empty")
-        }
-        if count := totals["long_words"]:
+        )
+        if long_words:
             untrained = " and train no vocabulary" if corpus.tokenizer == "train" else ""
             # For example Base64, DNA, scripts without blanks.
             self._report(
-                f"prepare: {pluralize(count, 'word')} of over {tokenizer.MAX_WORD} characters: "
-                f"[UNK]{untrained}; `bert-jax doctor EXPERIMENT` examines the text"
+                f"prepare: {pluralize(long_words, 'word')} of over {tokenizer.MAX_WORD} "
+                f"characters: [UNK]{untrained}; `bert-jax doctor EXPERIMENT` examines the text"
             )
-        if count := totals["replaced"]:
+        if replaced:
             self._report(
-                f"prepare: {pluralize(count, 'replacement character')} where bytes are not "
+                f"prepare: {pluralize(replaced, 'replacement character')} where bytes are not "
                 f"{corpus.encoding} (corpus.encoding_errors=replace)"
             )
-        if count := totals["empty"]:
-            self._report(f"prepare: {pluralize(count, 'document')} without any text skipped")
+        if empty:
+            self._report(f"prepare: {pluralize(empty, 'document')} without any text skipped")
         return results
 
-    def _remove_other_parts(self, names: Iterable[str]) -> None:
+    def _remove_other_parts(self, names: set[str]) -> None:
         """Removes the parts that an earlier `prepare` with other text or settings left."""
-        kept = {*names}
         for path in self._scratch.iterdir():
-            if path.name not in kept and not path.name.startswith("shards-"):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:  # Beam's record of an error
-                    path.unlink()
+            if path.name in names or path.name.startswith("shards-"):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:  # Beam's record of an error
+                path.unlink()
 
     def _assign_splits(self, read: Sequence[Result]) -> tuple[int, list[np.ndarray]]:
         """Returns the number of repeated documents, and the splits of each part's documents."""
         tables = [
-            np.fromfile(self._local_part(item, "documents.bin"), parts.DOCUMENT) for item, _ in read
+            np.fromfile(local_file(item, "documents.bin", self._scratch), parts.DOCUMENT)
+            for item, _ in read
         ]
         hashes = np.concatenate([table["hash"] for table in tables])
         repeated, splits = assign_splits(hashes, self._corpus)
@@ -277,19 +285,6 @@ class CorpusBuilder:
         count = pluralize(len(splits), "document")
         self._report(f"prepare: {count}, {repeated:,} repeated; read as {read_as}")
         return repeated, np.split(splits, np.cumsum([len(table) for table in tables])[:-1])
-
-    def _write_shards(
-        self,
-        read: Sequence[Result],
-        splits: Sequence[np.ndarray],
-        shared: parts.SharedTokenizer,
-    ) -> list[Result]:
-        """Writes the ids of each part into a file for each split."""
-        items = [
-            parts.WriteShards(self._location, item, shared, split)
-            for (item, _), split in zip(read, splits, strict=True)
-        ]
-        return self._run_stage("writing the dataset", items)
 
     def _assemble_dataset(
         self, written: Sequence[Result], vocab_size: int
@@ -301,7 +296,7 @@ class CorpusBuilder:
             for split, counted in record.items():
                 for name in dataset.COUNTED:
                     counts[split][name] += counted[name]
-                shards[split].append((self._local_part(item, split), counted))
+                shards[split].append((local_file(item, split, self._scratch), counted))
         for split in SPLITS:
             if not counts[split]["tokens"]:
                 raise InputError(
@@ -317,9 +312,8 @@ class CorpusBuilder:
         """Returns the training documents of each source of a mixture, for the manifest."""
         if not self._corpus.mixture:
             return {}
-        counts = [record.get("train", {"documents": 0})["documents"] for _, record in written]
-        ends = np.cumsum([0, *counts])[np.cumsum([0, *parts_of_source])]
-        document_counts = np.diff(ends).tolist()
+        counts = (record.get("train", {"documents": 0})["documents"] for _, record in written)
+        document_counts = [sum(itertools.islice(counts, number)) for number in parts_of_source]
         for source, count in zip(self._corpus.sources, document_counts, strict=True):
             if count < _LEAST_MIXED:
                 raise InputError(
@@ -330,9 +324,6 @@ class CorpusBuilder:
 
     def _run_stage(self, stage: str, items: Sequence[WorkItem]) -> list[Result]:
         return [*zip(items, self._run(stage, items, self._report), strict=True)]
-
-    def _local_part(self, item: WorkItem, file: str) -> pathlib.Path:
-        return parts.local_part(item, file, self._scratch)
 
 
 def _load_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
@@ -355,19 +346,6 @@ def _count_layouts(records: Iterable[Record]) -> dict[str, int]:
     for record in records:
         layouts.update(record["layouts"])
     return dict(layouts)
-
-
-def _hash_sources(sources: list[Record], records: Iterable[Record]) -> list[Record]:
-    """Returns the rows of `text_sources.fingerprint` with hashes, for the manifest."""
-    hashes = {path: sha256 for record in records for path, sha256 in record["sources"].items()}
-    return [
-        {
-            **row,
-            "file": source_name(row["file"]),
-            "sha256": hashes.get(row["file"]) or text_sources.sha256(row["file"]),
-        }
-        for row in sources
-    ]
 
 
 def settings_of(corpus: Corpus) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from etils import epath
 
 from bert_jax.config import Corpus
 from bert_jax.data import dataset
-from bert_jax.data.work_items import Tick, WorkItem
+from bert_jax.data.work_items import Tick, WorkItem, local_file
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.storage import buckets, copies
 from bert_jax.storage.storage import storage_of
@@ -231,12 +231,13 @@ class _DocumentWriter:
     ):
         self._writer, self._corpus = writer, corpus
         names = ("sentences.bin", "documents.bin")
-        self._sentences, self._documents = (open(folder / name, "wb") for name in names)  # noqa: SIM115
-        # The current document's hash and, if it may be cut, its sentences with their offsets.
+        self._files = [open(folder / name, "wb") for name in names]  # noqa: SIM115
+        # The hash of the current document. If documents may be cut, its sentences in a file, and
+        # the offsets at which they begin.
         self._digest, self._bounds = hashlib.sha256(), [0]
         self._text = tempfile.TemporaryFile()  # noqa: SIM115
-        self._waiting: list[str] = []  # sentences that the writer has not yet
-        self._size = 0  # characters of the text of these sentences
+        # Sentences for the next call of the writer, and the number of characters of their text.
+        self._waiting, self._size = list[str](), 0
         # Since the table was last written: masks of sentences with tokens, the number of
         # sentences, where documents end, their hashes.
         self._nonempty: list[np.ndarray] = []
@@ -273,7 +274,7 @@ class _DocumentWriter:
     def _write_sentences(self) -> None:
         lengths = self._writer.add(self._waiting)
         self._nonempty.append(lengths > 0)
-        self._sentences.write(lengths[lengths > 0].astype(np.uint32).tobytes())
+        self._files[0].write(lengths[lengths > 0].astype(np.uint32).tobytes())
         self._waiting, self._size = [], 0
 
     def _write_documents(self) -> None:
@@ -282,13 +283,12 @@ class _DocumentWriter:
         table = np.empty(len(self._hashes), DOCUMENT)
         table["hash"] = self._hashes
         table["sentences"] = np.diff(before[self._ends])
-        self._documents.write(table.tobytes())
+        self._files[1].write(table.tobytes())
         self._nonempty, self._count, self._ends, self._hashes = [], 0, [0], []
 
     def close(self) -> None:
-        """Closes the files."""
         self._write_documents()
-        for file in (self._sentences, self._documents, self._text):
+        for file in (*self._files, self._text):
             file.close()
 
 
@@ -322,7 +322,6 @@ class _IdWriter:
         return ids
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -366,11 +365,11 @@ class WriteShards(WorkItem):
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields the ids and the sentence lengths of each document."""
         dtypes = {"tokens.bin": np.uint32, "sentences.bin": np.uint32, "documents.bin": DOCUMENT}
-        files = (local_part(self.read, name, scratch) for name in dtypes)
+        files = (local_file(self.read, name, scratch) for name in dtypes)
         tokens, lengths, documents_ = map(_map_file, files, dtypes.values())
         table = None
         if isinstance(tok, tokenizer.WordPiece):
-            path = local_part(self.read, "words.txt", scratch)
+            path = local_file(self.read, "words.txt", scratch)
             table = words.WordTable(words.read_words(path), tok)
         counts = documents_["sentences"].astype(np.int64)
         sentence = token = first = 0
@@ -401,13 +400,6 @@ class WriteShards(WorkItem):
 def _map_file(path: pathlib.Path, dtype: Any) -> np.ndarray:
     """Maps a file as an array without reading it; an empty file cannot be mapped."""
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
-
-
-def local_part(item: WorkItem, file: str, scratch: pathlib.Path) -> pathlib.Path:
-    """Returns the local path of a file of an item's folder; copies an object to `scratch`."""
-    path = epath.Path(item.location) / item.name / file
-    with copies.local_copy(path, folder=scratch / item.name) as (local_path,):
-        return pathlib.Path(local_path)
 
 
 def _read_with_ticks(extent: ByteRange, corpus: Corpus, tick: Tick) -> Iterator[Document]:

@@ -77,6 +77,13 @@ def read_record(item: WorkItem) -> dict[str, Any] | None:
     return None
 
 
+def local_file(item: WorkItem, file: str, scratch: pathlib.Path) -> pathlib.Path:
+    """Returns the local path of a file of an item's folder; copies an object to `scratch`."""
+    path = epath.Path(item.location) / item.name / file
+    with copies.local_copy(path, folder=scratch / item.name) as (local_path,):
+        return pathlib.Path(local_path)
+
+
 class StageProgress:
     """Shows how much text is processed, how fast, and the remaining time.
 
