@@ -170,9 +170,6 @@ class TrainBatches:
         """Returns whether a step's batch can be made at once; else starts to plan its epochs.
 
         The plan of the epoch after the step is started, too.
-
-        Raises:
-          Unavailable: the process that makes the plan was killed several times.
         """
         ends = np.array([0, self.shape.batch_size - 1])
         return self.are_rows_ready(*self.shape.rows(step, ends).tolist())
@@ -211,19 +208,17 @@ class TrainBatches:
         The step only decides how much is masked.
         """
         epochs, slots = np.divmod(row, self.rows_per_epoch)
-        has_pairs = self.plans.spec.units != "sentences"
-        dtype = pairs.ROW_DTYPE if has_pairs else pairs.chunk_dtype(self.plans.stream)
+        stream, spec = self.plans.stream, self.plans.spec
+        dtype = pairs.chunk_dtype(stream) if spec.units == "sentences" else pairs.ROW_DTYPE
         planned = np.empty(len(row), dtype)
         for epoch in np.unique(epochs).tolist():
             in_epoch, plan_number = epochs == epoch, self._plan_number(epoch)
             plan = self.plans.wait(plan_number)
             chunks = plan[slots[in_epoch] % len(plan)]
-            if has_pairs:
-                names = *self.plans.spec.names, plan_number
-                counter = draws.Counter(draws.key_of(*names), chunks["sentence"])
-                is_swapped = self._data.units == "swapped_pairs"
-                units = "swapped_pairs" if is_swapped else "pairs"
-                chunks = pairs.rows(self.plans.stream, chunks, counter, units)
+            if spec.units != "sentences":
+                key = draws.key_of(*spec.names, plan_number)
+                chunk_draws = draws.Counter(key, chunks["sentence"])
+                chunks = pairs.rows(stream, chunks, chunk_draws, spec.units)
             planned[in_epoch] = chunks
         number = self._plan_number(epochs) * self.rows_per_epoch + slots
         policy = masking.Policy.of(self._data, self._first_step + step, self._total_steps)

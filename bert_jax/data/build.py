@@ -17,7 +17,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,11 +119,7 @@ class CorpusBuilder:
         self._location = run.locate(self._scratch)
 
     def build(self) -> dict[str, Any]:
-        """Returns the manifest: settings, sources, counts, versions, and the hash of every file.
-
-        Raises:
-          Unavailable: a bucket or a worker failed.
-        """
+        """Returns the manifest: settings, sources, counts, versions, and the hash of every file."""
         corpus = self._corpus
         tok = None if corpus.tokenizer == "train" else _load_tokenizer(corpus, self._vocab_size)
         sources = text_sources.fingerprint(corpus)
@@ -139,6 +135,12 @@ class CorpusBuilder:
             shared = self._share(tok)
         read = self._read_parts(all_parts, shared)
         repeated, splits = self._assign_splits(read)
+        layouts = collections.Counter[str]()
+        for _, record in read:
+            layouts.update(record["layouts"])
+        read_as = ", ".join(f"{name} ({count})" for name, count in layouts.items())
+        count = pluralize(sum(map(len, splits)), "document")
+        self._report(f"prepare: {count}, {repeated:,} repeated; read as {read_as}")
         if tok is None or shared is None:
             tok = tok or self._train(read)
             shared = self._share(tok)
@@ -163,7 +165,7 @@ class CorpusBuilder:
             "tokenizer": {"kind": tok.kind, "case": tok.case, "sha256": tok.sha256},
             "documents_repeated": repeated,
             "documents_empty": sum(record["empty"] for record in records),
-            "layouts": _count_layouts(records),
+            "layouts": dict(layouts),
             "splits": counts,
             **mixture,
             "files": hash_files(self._folder),
@@ -280,10 +282,6 @@ class CorpusBuilder:
         ]
         hashes = np.concatenate([table["hash"] for table in tables])
         repeated, splits = assign_splits(hashes, self._corpus)
-        layouts = _count_layouts([record for _, record in read])
-        read_as = ", ".join(f"{name} ({count})" for name, count in layouts.items())
-        count = pluralize(len(splits), "document")
-        self._report(f"prepare: {count}, {repeated:,} repeated; read as {read_as}")
         return repeated, np.split(splits, np.cumsum([len(table) for table in tables])[:-1])
 
     def _assemble_dataset(
@@ -339,13 +337,6 @@ def _load_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
             f"corpus.tokenizer={corpus.tokenizer}: is {loaded.case}; set corpus.case={loaded.case}"
         )
     return loaded
-
-
-def _count_layouts(records: Iterable[Record]) -> dict[str, int]:
-    layouts = collections.Counter[str]()
-    for record in records:
-        layouts.update(record["layouts"])
-    return dict(layouts)
 
 
 def settings_of(corpus: Corpus) -> dict[str, Any]:

@@ -19,13 +19,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from typing import Any, Literal
 
 from etils import epath
 
 from bert_jax.config import Corpus, Experiment, source_name
 from bert_jax.data import build, dataset, mixture, pairs, plans, sentences, stream
+from bert_jax.data.build import Report
 from bert_jax.errors import InputError, Unavailable, printable
 from bert_jax.storage import buckets, copies, mirror
 from bert_jax.storage.storage import storage_of
@@ -56,8 +56,6 @@ _SMALL = 1 << 25
 _SECONDS = 10.0
 # The field by which users choose the folder.
 _SETTING = "run.corpus_dir"
-
-Report = Callable[[str], None]
 
 
 class Changed(InputError):
@@ -278,7 +276,11 @@ def _remedy(folder: epath.Path, name: str) -> str:
 
 
 def _require_same(
-    manifest: dict[str, Any], corpus: Corpus, vocab_size: int, folder: epath.Path, report: Report
+    manifest: dict[str, Any],
+    corpus: Corpus,
+    vocab_size: int,
+    folder: epath.Path,
+    report: Report,
 ) -> None:
     """Raises InputError if the folder was made from other text, settings or another tokenizer."""
     remedy = f"choose another {_SETTING}, or remove {folder} to prepare it again"

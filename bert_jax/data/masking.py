@@ -35,14 +35,8 @@ class Ids:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Ids":
         """Returns the ids of a tokenizer."""
-        return cls(
-            tokenizer.pad_id,
-            tokenizer.cls_id,
-            tokenizer.sep_id,
-            tokenizer.mask_id,
-            tokenizer.size,
-            tokenizer.continues,
-        )
+        specials = tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id
+        return cls(*specials, tokenizer.size, tokenizer.continues)
 
 
 class Policy(NamedTuple):

@@ -108,13 +108,7 @@ def plan(
         chunks, begin = _chunks(stream, block, key, begin, units)
         begin -= stop - start
         result.append(chunks)
-    chunks = np.concatenate(result)
-    if not len(chunks):
-        raise InputError(
-            "data.objective=mlm_sop: no document has two sentences; give longer ones, or set "
-            "data.objective=mlm"
-        )
-    return chunks
+    return _require_chunks(np.concatenate(result), "document")
 
 
 def sample(
@@ -146,13 +140,17 @@ def sample(
         chunks, _ = _chunks(stream, block, key, 0, units)
         result.append(chunks)
         count += len(chunks)
-    chunks = np.concatenate(result)[:most]
-    if not len(chunks):
-        raise InputError(
-            "data.objective=mlm_sop: no held-out document has two sentences; give longer ones, or "
-            "set data.objective=mlm"
-        )
+    chunks = _require_chunks(np.concatenate(result)[:most], "held-out document")
     return rows(stream, chunks, Counter(key, chunks["sentence"]), units)
+
+
+def _require_chunks(chunks: np.ndarray, documents: str) -> np.ndarray:
+    if not len(chunks):  # only swapped pairs need two sentences
+        raise InputError(
+            f"data.objective=mlm_sop: no {documents} has two sentences; give longer ones, or set "
+            "data.objective=mlm"
+        )
+    return chunks
 
 
 def _chunks(

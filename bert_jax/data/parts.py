@@ -245,9 +245,10 @@ class _DocumentWriter:
 
     def add(self, piece: str, piece_sentences: list[str]) -> None:
         """Adds a piece of a document, and its sentences."""
-        self._digest.update(_encode_utf8(piece))
+        self._digest.update(piece.encode("utf-8", "surrogatepass"))
         for sentence in piece_sentences if self._corpus.cut_documents else ():
-            self._bounds.append(self._bounds[-1] + self._text.write(_encode_utf8(f"{sentence}\n")))
+            line = f"{sentence}\n".encode("utf-8", "surrogatepass")
+            self._bounds.append(self._bounds[-1] + self._text.write(line))
         self._waiting += piece_sentences
         self._count += len(piece_sentences)
         self._size += len(piece)
@@ -433,10 +434,6 @@ def _read_settings(corpus: Corpus) -> list[Any]:
     """Returns the settings that decide where documents begin and which words they have."""
     names = ("layout", "text_field", "encoding", "document_starts", "cut_documents")
     return [getattr(corpus, name) for name in (*names, "encoding_errors", "unknown_word")]
-
-
-def _encode_utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
 
 
 def _truncate_digest(digest: Any) -> int:

@@ -1,13 +1,12 @@
 """Plans of a phase, epoch by epoch, made once a host and mapped by all its processes.
 
 A plan of a small split takes a tenth of a second and is made in memory by the process that needs
-it. Plans of a large split are files in the cache of this host. A child process makes such a file
-ahead of the epoch, so that neither the interpreter's lock nor the end of a run waits for it; the
-child ends when its parent closes it or dies.
+it. Plans of a large split are files in the cache of this host. A worker makes such a file ahead of
+the epoch, so that neither the interpreter's lock nor the end of a run waits for it.
 
     CACHE/plans/NAME.plan   the chunks (`data.pairs`) in the random order of the epoch, an array as
                             `np.save` writes it; NAME is a hash of everything that determines it
-    CACHE/plans/NAME.lock   held by the process whose child makes the plan
+    CACHE/plans/NAME.lock   held by the process whose worker makes the plan
 
 A truncated file is removed and made again.
 """
@@ -179,16 +178,15 @@ class Plans:
           Unavailable: the process that plans them was killed several times.
         """
         with self._lock:
-            if epoch not in self._plans:
-                if self._is_small:
-                    chunks, order = self.spec.make(self.stream, epoch)
-                    plan = chunks[order]
-                else:
-                    plan = self._open_or_begin(epoch)
-                if plan is None:
-                    return None
+            plan = self._plans.get(epoch)
+            if plan is None and self._is_small:
+                chunks, order = self.spec.make(self.stream, epoch)
+                plan = chunks[order]
+            elif plan is None:
+                plan = self._open_or_begin(epoch)
+            if plan is not None:
                 self._plans[epoch] = plan
-            return self._plans[epoch]
+            return plan
 
     def wait(self, epoch: int) -> np.ndarray:
         """Waits until the epoch's plan is made, and returns it."""
@@ -197,11 +195,7 @@ class Plans:
         return plan
 
     def pause(self) -> None:
-        """Waits a moment.
-
-        Raises:
-          RuntimeError: another thread has closed the plans.
-        """
+        """Waits a moment; raises RuntimeError if another thread has closed the plans."""
         if self._closed.wait(_POLL_SECONDS):
             raise RuntimeError("the plans were closed")
 

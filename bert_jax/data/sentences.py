@@ -80,8 +80,10 @@ def plan(
 def sizes(
     stream: Stream, chunks: np.ndarray, sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the number of tokens of planned rows after and before truncation, int64 [B] each;
-    [SEP]s between documents count."""
+    """Returns the numbers of tokens of planned rows after and before truncation, int64 [B] each.
+
+    [SEP]s between documents count.
+    """
     first = chunks["sentence"].astype(np.int64)
     after = first + chunks["of_a"]
     tokens = np.asarray(stream.sentence_offsets).astype(np.int64)

@@ -157,11 +157,7 @@ def _mb(size: float) -> str:
 
 
 def run(items: Sequence[WorkItem], workers: int, progress: StageProgress) -> list[dict[str, Any]]:
-    """Runs the items that are not done yet, here or in processes; returns the records of all.
-
-    Raises:
-      Unavailable: a process was killed.
-    """
+    """Runs the items that are not done yet, here or in processes; returns the records of all."""
     left = [item for item in items if read_record(item) is None]
     with progress.track(sum(item.bytes for item in items), sum(item.bytes for item in left)):
         if min(workers, len(left)) > 1:

@@ -110,9 +110,8 @@ def _answer(request: bytes) -> bytes:
         function, arguments = pickle.loads(request)
         return pickle.dumps((function(*arguments), None))
     except BaseException as error:  # a Rust panic is no Exception
-        answer = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
         with contextlib.suppress(Exception):  # some libraries' errors cannot be pickled
-            exact = pickle.dumps((None, error))
-            pickle.loads(exact)
-            answer = exact
-        return answer
+            answer = pickle.dumps((None, error))
+            pickle.loads(answer)
+            return answer
+        return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
