@@ -93,12 +93,15 @@ class PartRunner:
     workers: int = 1  # processes of this machine
     beam: str | None = None  # a Beam runner and its options, used instead; None: no Beam
 
-    def __call__(self, stage: str, items: Sequence[WorkItem], report: Report) -> list[Record]:
-        """Returns the records of the items, in their order."""
-        if self.beam is not None:
+    def __call__(self, stage: str, items: Sequence[WorkItem], report: Report) -> list[Result]:
+        """Returns the items with their records, in their order."""
+        if self.beam is None:
+            progress = StageProgress(f"prepare: {stage}", report)
+            records = work_items.run(items, self.workers, progress)
+        else:
             report(f"prepare: {stage} with Beam")
-            return beam.run(items, self.beam)
-        return work_items.run(items, self.workers, StageProgress(f"prepare: {stage}", report))
+            records = beam.run(items, self.beam)
+        return [*zip(items, records, strict=True)]
 
     def locate(self, scratch: pathlib.Path) -> str:
         """Returns the folder of the items' folders, which all workers see."""
@@ -148,7 +151,7 @@ class CorpusBuilder:
             parts.WriteShards(self._location, item, shared, split)
             for (item, _), split in zip(read, splits, strict=True)
         ]
-        written = self._run_stage("writing the dataset", writing)
+        written = self._run("writing the dataset", writing, self._report)
         counts = self._assemble_dataset(written, tok.size)
         mixture = self._count_documents(written, [*map(len, planned)])
         for split in SPLITS:
@@ -193,7 +196,7 @@ class CorpusBuilder:
     def _count_words(self, planned: Sequence[parts.Part]) -> list[Result]:
         """Counts words to train a tokenizer that is not WordPiece."""
         items = [parts.CountStretches(self._location, self._corpus, part) for part in planned]
-        results = self._run_stage("counting words", items)
+        results = self._run("counting words", items, self._report)
         if not self._corpus.cut_documents:  # fails before training if the documents are too few
             count = sum(record["documents"] for _, record in results)
             assign_splits(np.arange(count), self._corpus)
@@ -243,7 +246,7 @@ class CorpusBuilder:
         items = [parts.Read(location, corpus, part, shared) for part in planned]
         counting = [parts.CountStretches(location, corpus, part) for part in planned]
         self._remove_other_parts({item.name for item in (*items, *counting)})
-        results = self._run_stage("tokenizing" if shared else "reading", items)
+        results = self._run("tokenizing" if shared else "reading", items, self._report)
         long_words, replaced, empty = (
             sum(record[name] for _, record in results)
             for name in ("long_words", "replaced", "empty")
@@ -319,9 +322,6 @@ class CorpusBuilder:
                     f"{_LEAST_MIXED} are needed; give it more text, or remove it"
                 )
         return {"documents_of_sources": document_counts}
-
-    def _run_stage(self, stage: str, items: Sequence[WorkItem]) -> list[Result]:
-        return [*zip(items, self._run(stage, items, self._report), strict=True)]
 
 
 def _load_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:

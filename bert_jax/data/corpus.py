@@ -184,8 +184,8 @@ def identities(manifest: dict[str, Any]) -> tuple[str, str]:
     sources = [{k: v for k, v in row.items() if k != "mtime_ns"} for row in manifest["sources"]]
     undated = {**manifest, "sources": sources, "checksum": None}
     texts = (json.dumps(content, sort_keys=True) for content in (undated, manifest))
-    sha256, dated_sha256 = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
-    return sha256, dated_sha256
+    undated_sha256, sha256 = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
+    return undated_sha256, sha256
 
 
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:

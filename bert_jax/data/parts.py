@@ -154,19 +154,17 @@ class CountStretches(_PartItem):
         return "counts-" + _hash(_read_settings(self.corpus), self.corpus.case, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        count = 0
+        count, unknown = 0, self.corpus.unknown_word
 
-        def pieces() -> Iterator[str]:
+        def read_pieces() -> Iterator[str]:
             nonlocal count
             for document in self.part.documents(self.corpus, tick):
                 count += bool(document.pieces)
-                yield from document.pieces
+                for piece in document.pieces:
+                    yield piece.replace(unknown, " ") if unknown else piece
 
-        texts = pieces()
-        if unknown := self.corpus.unknown_word:
-            texts = (text.replace(unknown, " ") for text in texts)
         with self.part.local_objects():
-            offsets = words.write_stretches(texts, self.corpus.case, folder / "counts.json")
+            offsets = words.write_stretches(read_pieces(), self.corpus.case, folder / "counts.json")
         return {"offsets": offsets, "documents": count}
 
 
