@@ -14,7 +14,7 @@ import tokenizers
 from benchmarks import measure
 from bert_jax.config import Corpus, Data
 from bert_jax.data import batches, stream
-from bert_jax.data.plans import Plans
+from bert_jax.data.plans import Plans, PlanSpec
 from bert_jax.text import documents, sentence_splitter
 from bert_jax.text.tokenizer import WordPiece
 
@@ -69,7 +69,7 @@ def makers(split: list[list[str]], vocab: list[str]) -> dict[str, Callable[[], f
     for length, predictions in WIDTHS:
         for masking in ("piece", "whole_word"):
             data, shape = Data(masking=masking), batches.BatchShape(length, predictions, BATCH)
-            plans = Plans(ids, (0, "train", 0), length, data.short_seq_prob)
+            plans = Plans(ids, PlanSpec((0, "train", 0), length, data.short_seq_prob))
             made = batches.TrainBatches(plans, batches.Ids.of(tokenizer), data, shape)
             turns[f"{length}_{masking}"] = lambda made=made, length=length: turn(made, length)
             turns[f"{length}_{masking}"]()

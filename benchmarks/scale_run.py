@@ -211,7 +211,7 @@ def batches(folder: pathlib.Path) -> dict[str, float]:
         epoch, maker = 99, None
         try:
             for _ in range(_ROUNDS):
-                if maker is None or maker.poll() is not None:
+                if maker is None or other.plans.find(epoch) is not None:
                     epoch += 1
                     other.plans.find(epoch)
                     maker = other.plans._worker.process

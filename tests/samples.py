@@ -14,7 +14,7 @@ from small_run import write_text
 from bert_jax import config
 from bert_jax.config import Data, Experiment, Model, Optimizer, Parallelism
 from bert_jax.data import batches, corpus, stream
-from bert_jax.data.plans import Plans
+from bert_jax.data.plans import Plans, PlanSpec
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
@@ -55,7 +55,7 @@ def train_batches(
 ) -> batches.TrainBatches:
     data, names = data or Data(), (0, "train", phase)
     widths = shape.sequence_length, data.short_seq_prob
-    plans = Plans(small_stream(), names, *widths, units=data.units)
+    plans = Plans(small_stream(), PlanSpec(names, *widths, data.units))
     return batches.TrainBatches(plans, IDS, data, shape)
 
 

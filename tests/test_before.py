@@ -24,10 +24,12 @@ import tarfile
 
 import numpy as np
 import pytest
+from broken import said
 from etils import epath
 
 import bert_jax
 from bert_jax import config
+from bert_jax.checkpoints.checkpoint import hash_json
 from bert_jax.config import Finetuning
 from bert_jax.data import corpus
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
@@ -89,6 +91,14 @@ def test_a_corpus_gives_the_batches_it_gave(folder, wanted):
     corpus.verify(epath.Path("run/corpus"))
     train = PreparedCorpus.open(epath.Path("run/corpus")).train_batches(experiment, 0)
     assert [hash_of(train.batch(step, np.arange(4))) for step in range(4)] == wanted["batches"]
+
+
+def test_a_run_knows_its_corpus(folder):
+    """By the hash of the whole manifest, the dates of the text included."""
+    assert said("evaluate --workdir run")
+    manifest = corpus.open_manifest(epath.Path("run/corpus"))
+    found, before = corpus.identities(manifest)
+    assert found != before == hash_json(manifest)
 
 
 def test_a_fine_tuned_run_answers_as_it_did(folder, wanted):

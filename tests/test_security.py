@@ -67,10 +67,8 @@ def test_experiment_files_are_the_one_thing_that_runs_as_code():
     found = {path.relative_to(ROOT).as_posix(): code_runners(path) for path in SOURCES}
     assert {path: names for path, names in found.items() if names} == {
         "bert_jax/config/code.py": {"runpy", "run_path", "importlib", "compile", "exec"},
-        # Of what the processes of one `prepare` send each other through pipes.
-        "bert_jax/data/workers.py": {"multiprocessing.connection"},
-        # Of what a run asks the child that makes its plans, through one.
-        "bert_jax/data/plans.py": {"pickle"},
+        # Of what a process and its workers send each other through pipes.
+        "bert_jax/data/workers.py": {"multiprocessing", "pickle"},
         # Bytes alone, read as JSON.
         "bert_jax/distributed/rendezvous.py": {"multiprocessing.connection"},
         # One module of ours, where one of its names is asked for.

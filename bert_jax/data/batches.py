@@ -86,7 +86,7 @@ class BatchBuilder:
         text = real & (column > 0) & (column != a_end) & (column != b_end)
         lengths = pair.a_length + pair.b_length + pairs.SPECIAL_TOKENS
         return {
-            **self._mask(input_ids, text, lengths, array_draws, policy),
+            **self._mask(masking.Rows(input_ids, text, lengths), array_draws, policy),
             "segment_ids": in_b.astype(np.int32),
             "input_mask": real.astype(np.int32),
             "next_sentence_labels": planned["is_random_next"].astype(np.int32),
@@ -96,14 +96,16 @@ class BatchBuilder:
         self, chunks: np.ndarray, array_draws: draws.Draws, policy: masking.Policy
     ) -> Batch:
         specials = self.ids.pad, self.ids.cls, self.ids.sep
-        rows = sentences.rows(self.stream, chunks, self.sequence_length, *specials)
+        rows, document, positions = sentences.rows(
+            self.stream, chunks, self.sequence_length, *specials
+        )
         per_document = self.data.attention == "per_document"
         if self.data.objective == "causal":
             self._require_known(rows.input_ids)
             # Every token predicts the next; with per_document only within its document.
-            predicted = rows.document[:, 1:] > 0
+            predicted = document[:, 1:] > 0
             if per_document:
-                predicted &= rows.document[:, 1:] == rows.document[:, :-1]
+                predicted &= document[:, 1:] == document[:, :-1]
             batch = {
                 "input_ids": rows.input_ids,
                 "masked_lm_positions": np.arange(predicted.shape[1], dtype=np.int32) * predicted,
@@ -111,28 +113,18 @@ class BatchBuilder:
                 "masked_lm_weights": predicted.astype(np.float32),
             }
         else:
-            batch = self._mask(rows.input_ids, rows.text, rows.length, array_draws, policy)
+            batch = self._mask(rows, array_draws, policy)
         if per_document:
-            batch |= {"example_numbers": rows.document, "positions": rows.positions}
+            batch |= {"example_numbers": document, "positions": positions}
         return {
             **batch,
             "segment_ids": np.zeros_like(rows.input_ids),
-            "input_mask": (rows.document > 0).astype(np.int32),
+            "input_mask": (document > 0).astype(np.int32),
         }
 
-    def _mask(
-        self,
-        input_ids: np.ndarray,
-        text: np.ndarray,
-        lengths: np.ndarray,
-        array_draws: draws.Draws,
-        policy: masking.Policy,
-    ) -> Batch:
-        """Masks rows, int32 [B, S], with `lengths` [B]; `text`, bool [B, S], marks candidates."""
-        self._require_known(input_ids)
-        masked = masking.mask(
-            input_ids, text, lengths, array_draws, policy, self.max_predictions, self.ids
-        )
+    def _mask(self, rows: masking.Rows, array_draws: draws.Draws, policy: masking.Policy) -> Batch:
+        self._require_known(rows.input_ids)
+        masked = masking.mask(rows, array_draws, policy, self.max_predictions, self.ids)
         return {
             "input_ids": masked.input_ids,
             "masked_lm_positions": masked.positions,
@@ -165,7 +157,7 @@ class TrainBatches:
         widths = shape.sequence_length, shape.max_predictions
         self._builder = BatchBuilder(plans.stream, ids, data, *widths)
         self._first_step, self._total_steps = first_step, total_steps
-        self._key = draws.key_of(*plans.names)
+        self._key = draws.key_of(*plans.spec.names)
 
     @property
     def rows_per_epoch(self) -> int:
@@ -178,9 +170,6 @@ class TrainBatches:
         """Returns whether a step's batch can be made at once; else starts to plan its epochs.
 
         The plan of the epoch after the step is started, too.
-
-        Raises:
-          Unavailable: the process that makes the plan was killed several times.
         """
         ends = np.array([0, self.shape.batch_size - 1])
         return self.are_rows_ready(*self.shape.rows(step, ends).tolist())
@@ -219,19 +208,17 @@ class TrainBatches:
         The step only decides how much is masked.
         """
         epochs, slots = np.divmod(row, self.rows_per_epoch)
-        has_pairs = self.plans.units != "sentences"
-        dtype = pairs.ROW_DTYPE if has_pairs else pairs.chunk_dtype(self.plans.stream)
+        stream, spec = self.plans.stream, self.plans.spec
+        dtype = pairs.chunk_dtype(stream) if spec.units == "sentences" else pairs.ROW_DTYPE
         planned = np.empty(len(row), dtype)
         for epoch in np.unique(epochs).tolist():
             in_epoch, plan_number = epochs == epoch, self._plan_number(epoch)
             plan = self.plans.wait(plan_number)
             chunks = plan[slots[in_epoch] % len(plan)]
-            if has_pairs:
-                names = *self.plans.names, plan_number
-                counter = draws.Counter(draws.key_of(*names), chunks["sentence"])
-                is_swapped = self._data.units == "swapped_pairs"
-                units = "swapped_pairs" if is_swapped else "pairs"
-                chunks = pairs.rows(self.plans.stream, chunks, counter, units)
+            if spec.units != "sentences":
+                key = draws.key_of(*spec.names, plan_number)
+                chunk_draws = draws.Counter(key, chunks["sentence"])
+                chunks = pairs.rows(stream, chunks, chunk_draws, spec.units)
             planned[in_epoch] = chunks
         number = self._plan_number(epochs) * self.rows_per_epoch + slots
         policy = masking.Policy.of(self._data, self._first_step + step, self._total_steps)

@@ -16,18 +16,18 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax.data import workers
+from bert_jax.data import work_items
 from bert_jax.errors import InputError
 from bert_jax.storage import buckets
 from bert_jax.storage.retry import call_with_retries
 
 
-def run(items: Sequence[workers.WorkItem], options: str) -> list[dict[str, Any]]:
+def run(items: Sequence[work_items.WorkItem], options: str) -> list[dict[str, Any]]:
     """Runs the items that are not done yet; returns the records of all."""
-    unfinished = [item for item in items if workers.read_record(item) is None]
+    unfinished = [item for item in items if work_items.read_record(item) is None]
     if unfinished:
         _run_pipeline(unfinished, options)
-    records = [workers.read_record(item) for item in items]
+    records = [work_items.read_record(item) for item in items]
     for item, record in zip(items, records, strict=True):
         if record is None:
             raise InputError(
@@ -43,7 +43,7 @@ def shared_folder(options: str) -> str:
     return f"{folder.rstrip('/')}/bert_jax" if "://" in folder and buckets.is_bucket(folder) else ""
 
 
-def _run_pipeline(items: Sequence[workers.WorkItem], options: str) -> None:
+def _run_pipeline(items: Sequence[work_items.WorkItem], options: str) -> None:
     import apache_beam as beam
 
     folder = epath.Path(items[0].location)
@@ -68,7 +68,7 @@ def _run_pipeline(items: Sequence[workers.WorkItem], options: str) -> None:
 def _run_item(item: Any) -> None:  # Any: Beam inspects annotations and rejects protocols
     """Runs an item; writes an InputError to a file for `run`, since a retry would not help."""
     try:
-        workers.run_item(item)
+        work_items.run_item(item)
     except InputError as error:
         path = epath.Path(item.location) / f"{item.name}.error"
         call_with_retries(functools.partial(path.write_text, str(error)), str(path))

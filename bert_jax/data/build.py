@@ -2,8 +2,11 @@
 
 Each stage is a list of work items (see data.parts) that run here, in several processes or in Beam.
 Their results are merged in the order of the text, so the output has the same bytes wherever they
-ran. The text is read once, or twice if SentencePiece is trained. Memory does not depend on the size
-of the corpus, except for 12 bytes a document.
+ran. Memory does not depend on the size of the corpus, except for 12 bytes a document.
+
+The words of a WordPiece vocabulary do not depend on the vocabulary. So the text is read once, as
+numbers of words, which become ids when the vocabulary is known. For other tokenizers the text is
+read as ids, and once before that to count words if the tokenizer is trained.
 """
 
 import collections
@@ -21,15 +24,16 @@ import numpy as np
 from etils import epath
 
 from bert_jax.config import Corpus, source_name
-from bert_jax.data import beam, dataset, parts, stream, workers
+from bert_jax.data import beam, dataset, parts, stream, work_items
 from bert_jax.data.dataset import SPLITS
-from bert_jax.data.workers import StageProgress, WorkItem
+from bert_jax.data.work_items import StageProgress, WorkItem, local_file
 from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.storage.storage import LocalStorage
 from bert_jax.text import documents, tokenizer, tokenizer_training, vocabulary, words
 from bert_jax.text import sources as text_sources
 
 Record = dict[str, Any]
+Result = tuple[WorkItem, Record]  # an item that was run, with its record
 Report = Callable[[str], None]
 
 # Fewer held-out documents tell little: their pairs share one topic and one writer.
@@ -82,149 +86,259 @@ def assign_splits(hashes: np.ndarray, corpus: Corpus) -> tuple[int, np.ndarray]:
     return len(hashes) - len(unique), splits
 
 
-def build(
-    corpus: Corpus,
-    vocab_size: int,
-    folder: epath.Path,
-    given: tokenizer.Tokenizer | None,
-    run: "PartRunner",
-    report: Report,
-) -> dict[str, Any]:
-    """Makes tokenizer, dataset and streams in a local corpus folder; its PARTS stay.
+@dataclasses.dataclass(frozen=True)
+class PartRunner:
+    """Runs the work items of a stage."""
 
-    `given` is the tokenizer; None trains one.
+    workers: int = 1  # processes of this machine
+    beam: str | None = None  # a Beam runner and its options, used instead; None: no Beam
 
-    Returns:
-      The content of the manifest: settings, sources, counts, versions, and the hash of every file.
+    def __call__(self, stage: str, items: Sequence[WorkItem], report: Report) -> list[Result]:
+        """Returns the items with their records, in their order."""
+        if self.beam is None:
+            progress = StageProgress(f"prepare: {stage}", report)
+            records = work_items.run(items, self.workers, progress)
+        else:
+            report(f"prepare: {stage} with Beam")
+            records = beam.run(items, self.beam)
+        return [*zip(items, records, strict=True)]
 
-    Raises:
-      Unavailable: a bucket or a worker failed.
-    """
-    scratch = pathlib.Path(folder) / PARTS
-    location = run.locate(scratch)
-    sources = text_sources.fingerprint(corpus)
-    if corpus.language.partition("-")[0] in _NO_SENTENCE_ENDS:
-        report(
-            f"prepare: no sentence ends are known for corpus.language={corpus.language}: each "
-            "paragraph is one sentence, unless corpus.layout=sentences_by_line"
+    def locate(self, scratch: pathlib.Path) -> str:
+        """Returns the folder of the items' folders, which all workers see."""
+        scratch.mkdir(parents=True, exist_ok=True)
+        shared = "" if self.beam is None else beam.shared_folder(self.beam)
+        return shared or str(scratch.absolute())
+
+
+class CorpusBuilder:
+    """Makes tokenizer, dataset and streams in a local corpus folder; its PARTS stay."""
+
+    def __init__(
+        self, corpus: Corpus, vocab_size: int, folder: epath.Path, run: PartRunner, report: Report
+    ):
+        self._corpus, self._vocab_size, self._folder = corpus, vocab_size, folder
+        self._run, self._report = run, report
+        self._scratch = pathlib.Path(folder) / PARTS
+        self._location = run.locate(self._scratch)
+
+    def build(self) -> dict[str, Any]:
+        """Returns the manifest: settings, sources, counts, versions, and the hash of every file."""
+        corpus = self._corpus
+        tok = None if corpus.tokenizer == "train" else _load_tokenizer(corpus, self._vocab_size)
+        sources = text_sources.fingerprint(corpus)
+        self._check_sources()
+        # In a mixture no part holds text of two sources.
+        planned = [
+            parts.plan(c) for c in (corpus.split_by_source() if corpus.mixture else (corpus,))
+        ]
+        all_parts = [*itertools.chain.from_iterable(planned)]
+        files, count = pluralize(len(sources), "file"), pluralize(len(all_parts), "part")
+        self._report(f"prepare: reading {files}, in {count}")
+        shared = None
+        if (tok.kind if tok else corpus.tokenizer_kind) != "wordpiece":
+            tok = tok or self._train(self._count_words(all_parts))
+            shared = self._share(tok)
+        read = self._read_parts(all_parts, shared)
+        repeated, splits = self._assign_splits(read)
+        layouts = collections.Counter[str]()
+        for _, record in read:
+            layouts.update(record["layouts"])
+        read_as = ", ".join(f"{name} ({count})" for name, count in layouts.items())
+        count = pluralize(sum(map(len, splits)), "document")
+        self._report(f"prepare: {count}, {repeated:,} repeated; read as {read_as}")
+        if tok is None or shared is None:
+            tok = tok or self._train(read)
+            shared = self._share(tok)
+        writing = [
+            parts.WriteShards(self._location, item, shared, split)
+            for (item, _), split in zip(read, splits, strict=True)
+        ]
+        written = self._run("writing the dataset", writing, self._report)
+        counts = self._assemble_dataset(written, tok.size)
+        mixture = self._count_documents(written, [*map(len, planned)])
+        for split in SPLITS:
+            path = self._folder / "stream" / split
+            stream.write(dataset.folder_of(self._folder), split, path, tok.size)
+        records = [record for _, record in read]
+        hashes = {path: sha256 for record in records for path, sha256 in record["sources"].items()}
+        for row in sources:
+            row["sha256"] = hashes.get(row["file"]) or text_sources.sha256(row["file"])
+            row["file"] = source_name(row["file"])
+        return {
+            "settings": {**settings_of(corpus), "vocab_size": self._vocab_size},
+            "sources": sources,
+            "tokenizer": {"kind": tok.kind, "case": tok.case, "sha256": tok.sha256},
+            "documents_repeated": repeated,
+            "documents_empty": sum(record["empty"] for record in records),
+            "layouts": dict(layouts),
+            "splits": counts,
+            **mixture,
+            "files": hash_files(self._folder),
+            "versions": {
+                name: importlib.metadata.version(name)
+                for name in ("bert-jax", "sentencex", "sentencepiece", "numpy")
+            },
+        }
+
+    def _check_sources(self) -> None:
+        """Reads one document of every source, to reject a missing field before hours of reading."""
+        corpus = self._corpus
+        if corpus.language.partition("-")[0] in _NO_SENTENCE_ENDS:
+            self._report(
+                f"prepare: no sentence ends are known for corpus.language={corpus.language}: each "
+                "paragraph is one sentence, unless corpus.layout=sentences_by_line"
+            )
+        for source in corpus.split_by_source():
+            extents = () if source.sources[0].startswith("text:") else documents.extents(source)
+            for extent in itertools.islice(extents, 1):
+                next(documents.read_extent(extent, source), None)
+        for line in text_sources.describe_unread(corpus):
+            self._report(f"prepare: {printable(line)}")
+
+    def _count_words(self, planned: Sequence[parts.Part]) -> list[Result]:
+        """Counts words to train a tokenizer that is not WordPiece."""
+        items = [parts.CountStretches(self._location, self._corpus, part) for part in planned]
+        results = self._run("counting words", items, self._report)
+        if not self._corpus.cut_documents:  # fails before training if the documents are too few
+            count = sum(record["documents"] for _, record in results)
+            assign_splits(np.arange(count), self._corpus)
+        return results
+
+    def _train(self, counted: Sequence[Result]) -> tokenizer.Tokenizer:
+        """Trains a tokenizer on the words that the items have counted."""
+        corpus, size = self._corpus, self._vocab_size
+        counts = [
+            (local_file(item, "counts.json", self._scratch), record["offsets"])
+            for item, record in counted
+        ]
+        word_counts = words.count(counts)
+        subset = "all of them"
+        if len(word_counts.words) < word_counts.different:
+            subset = f"the {len(word_counts.words):,} commonest"
+        self._report(
+            f"prepare: {word_counts.different:,} different words; training a "
+            f"{corpus.tokenizer_kind} vocabulary of {size} tokens on {subset}"
         )
-    # Reads one document of every source, to reject a missing field before hours of reading.
-    for source in corpus.split_by_source():
-        extents = () if source.sources[0].startswith("text:") else documents.extents(source)
-        for extent in itertools.islice(extents, 1):
-            next(documents.read_extent(extent, source), None)
-    # In a mixture no part holds text of two sources.
-    plans = [parts.plan(c) for c in (corpus.split_by_source() if corpus.mixture else [corpus])]
-    planned = [part for plan in plans for part in plan]
-    for line in text_sources.describe_unread(corpus):
-        report(f"prepare: {printable(line)}")
-    files, count = pluralize(len(sources), "file"), pluralize(len(planned), "part")
-    report(f"prepare: reading {files}, in {count}")
-    counting: list[parts.CountStretches] = []
-    if corpus.tokenizer_kind == "wordpiece" if given is None else given.kind == "wordpiece":
-        # Words do not depend on the vocabulary, so the text is read once.
-        stage = "reading"
-        reading = [parts.Read(location, corpus, part) for part in planned]
-        chosen = shared = None  # set below, when the words are known
-    else:
-        stage, chosen = "tokenizing", given
+        trained_tokenizer = tokenizer_training.train(word_counts, size, corpus)
+        names = {trained_tokenizer.token(number) for number in range(trained_tokenizer.size)}
+        lacking = len(names.intersection(vocabulary.unused(size))) - corpus.unused_pieces
+        if lacking:
+            self._report(
+                f"prepare: the text gives {size - lacking:,} tokens, so {lacking:,} of the "
+                f"vocabulary are [unused]; model.vocab_size={size - lacking} avoids them"
+            )
+        return trained_tokenizer
+
+    def _share(self, tok: tokenizer.Tokenizer) -> parts.SharedTokenizer:
+        """Saves the tokenizer, and a copy for workers that do not see the corpus folder."""
+        saved = self._folder / "tokenizer"
+        tok.save(saved)
+        if "://" not in self._location:
+            return parts.SharedTokenizer(os.path.abspath(saved), tok.sha256)
+        shared = epath.Path(self._location) / f"tokenizer-{tok.sha256[:20]}"
+        for path in saved.iterdir():
+            (shared / path.name).write_bytes(path.read_bytes())
+        return parts.SharedTokenizer(str(shared), tok.sha256)
+
+    def _read_parts(
+        self, planned: Sequence[parts.Part], shared: parts.SharedTokenizer | None
+    ) -> list[Result]:
+        """Reads the text as ids or, without a tokenizer, as numbers of words."""
+        corpus, location = self._corpus, self._location
+        items = [parts.Read(location, corpus, part, shared) for part in planned]
         counting = [parts.CountStretches(location, corpus, part) for part in planned]
-        if chosen is None:
-            word_counts = run("counting words", counting, report)
-            if not corpus.cut_documents:  # fails before training if the documents are too few
-                assign_splits(np.arange(sum(record["documents"] for record in word_counts)), corpus)
-            chosen = _train(corpus, vocab_size, counting, word_counts, scratch, report)
-        shared = _share(chosen, folder, location)
-        reading = [parts.Read(location, corpus, part, shared, chosen.sha256) for part in planned]
-    names = {item.name for item in [*counting, *reading]}
-    for path in scratch.iterdir():
-        # Left by an earlier `prepare` with other text or settings.
-        if path.name not in names and not path.name.startswith("shards-"):
+        self._remove_other_parts({item.name for item in (*items, *counting)})
+        results = self._run("tokenizing" if shared else "reading", items, self._report)
+        long_words, replaced, empty = (
+            sum(record[name] for _, record in results)
+            for name in ("long_words", "replaced", "empty")
+        )
+        if long_words:
+            untrained = " and train no vocabulary" if corpus.tokenizer == "train" else ""
+            # For example Base64, DNA, scripts without blanks.
+            self._report(
+                f"prepare: {pluralize(long_words, 'word')} of over {tokenizer.MAX_WORD} "
+                f"characters: [UNK]{untrained}; `bert-jax doctor EXPERIMENT` examines the text"
+            )
+        if replaced:
+            self._report(
+                f"prepare: {pluralize(replaced, 'replacement character')} where bytes are not "
+                f"{corpus.encoding} (corpus.encoding_errors=replace)"
+            )
+        if empty:
+            self._report(f"prepare: {pluralize(empty, 'document')} without any text skipped")
+        return results
+
+    def _remove_other_parts(self, names: set[str]) -> None:
+        """Removes the parts that an earlier `prepare` with other text or settings left."""
+        for path in self._scratch.iterdir():
+            if path.name in names or path.name.startswith("shards-"):
+                continue
             if path.is_dir():
                 shutil.rmtree(path)
             else:  # Beam's record of an error
                 path.unlink()
-    records = run(stage, reading, report)
-    tables = [
-        np.fromfile(parts.local_part(location, item.name, "documents.bin", scratch), parts.DOCUMENT)
-        for item in reading
-    ]
-    repeated, splits = assign_splits(np.concatenate([table["hash"] for table in tables]), corpus)
-    if chosen is None or shared is None:
-        if long_words := sum(record["long_words"] for record in records):
-            untrained = "" if given else " and train no vocabulary"
-            # For example Base64, DNA, scripts without blanks.
-            report(
-                f"prepare: {pluralize(long_words, 'word')} of over {tokenizer.MAX_WORD} "
-                f"characters: [UNK]{untrained}; `bert-jax doctor EXPERIMENT` examines the text"
-            )
-        chosen = given or _train(corpus, vocab_size, reading, records, scratch, report)
-        shared = _share(chosen, folder, location)
-    layouts = collections.Counter[str]()
-    for record in records:
-        layouts.update(record["layouts"])
-    read_as = ", ".join(f"{name} ({count})" for name, count in layouts.items())
-    count = pluralize(len(splits), "document")
-    report(f"prepare: {count}, {repeated:,} repeated; read as {read_as}")
-    if replaced := sum(record["replaced"] for record in records):
-        report(
-            f"prepare: {pluralize(replaced, 'replacement character')} where bytes are not "
-            f"{corpus.encoding} (corpus.encoding_errors=replace)"
+
+    def _assign_splits(self, read: Sequence[Result]) -> tuple[int, list[np.ndarray]]:
+        """Returns the number of repeated documents, and the splits of each part's documents."""
+        tables = [
+            np.fromfile(local_file(item, "documents.bin", self._scratch), parts.DOCUMENT)
+            for item, _ in read
+        ]
+        hashes = np.concatenate([table["hash"] for table in tables])
+        repeated, splits = assign_splits(hashes, self._corpus)
+        return repeated, np.split(splits, np.cumsum([len(table) for table in tables])[:-1])
+
+    def _assemble_dataset(
+        self, written: Sequence[Result], vocab_size: int
+    ) -> dict[str, dict[str, int]]:
+        """Makes the dataset of the written files; returns the counts of each split."""
+        counts = {split: dict.fromkeys(dataset.COUNTED, 0) for split in SPLITS}
+        shards = {split: list[tuple[pathlib.Path, dict[str, int]]]() for split in SPLITS}
+        for item, record in written:
+            for split, counted in record.items():
+                for name in dataset.COUNTED:
+                    counts[split][name] += counted[name]
+                shards[split].append((local_file(item, split, self._scratch), counted))
+        for split in SPLITS:
+            if not counts[split]["tokens"]:
+                raise InputError(
+                    f"corpus.sources: no text is left for the {split} split: none of its documents "
+                    f"in {', '.join(self._corpus.sources)} holds a character that the tokenizer "
+                    "keeps"
+                )
+        id_dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+        dataset.assemble(dataset.folder_of(self._folder), shards, id_dtype)
+        return counts
+
+    def _count_documents(self, written: Sequence[Result], parts_of_source: list[int]) -> Record:
+        """Returns the training documents of each source of a mixture, for the manifest."""
+        if not self._corpus.mixture:
+            return {}
+        counts = (record.get("train", {"documents": 0})["documents"] for _, record in written)
+        document_counts = [sum(itertools.islice(counts, number)) for number in parts_of_source]
+        for source, count in zip(self._corpus.sources, document_counts, strict=True):
+            if count < _LEAST_MIXED:
+                raise InputError(
+                    f"corpus.mixture: {source} has {pluralize(count, 'document')} to train on, and "
+                    f"{_LEAST_MIXED} are needed; give it more text, or remove it"
+                )
+        return {"documents_of_sources": document_counts}
+
+
+def _load_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
+    """Loads the tokenizer that the user gave; raises InputError if it does not fit."""
+    loaded = tokenizer.load(corpus.tokenizer, corpus.case)
+    if loaded.size != vocab_size:
+        raise InputError(
+            f"corpus.tokenizer={corpus.tokenizer}: has {loaded.size} ids and "
+            f"model.vocab_size={vocab_size}; set model.vocab_size={loaded.size}"
         )
-    if empty := sum(record["empty"] for record in records):
-        report(f"prepare: {pluralize(empty, 'document')} without any text skipped")
-    splits_by_part = np.split(splits, np.cumsum([len(table) for table in tables])[:-1])
-    writing = [
-        parts.WriteShards(location, item.name, shared, chosen.sha256, split.tobytes(), item.bytes)
-        for item, split in zip(reading, splits_by_part, strict=True)
-    ]
-    counts, written = _write_dataset(writing, scratch, folder, chosen.size, run, report)
-    mixture = _count_documents(corpus, written, [len(p) for p in plans])
-    for split in SPLITS:
-        if not counts[split]["tokens"]:
-            raise InputError(
-                f"corpus.sources: no text is left for the {split} split: none of its documents in "
-                f"{', '.join(corpus.sources)} holds a character that the tokenizer keeps"
-            )
-    for split in SPLITS:
-        stream.write(dataset.folder_of(folder), split, folder / "stream" / split, chosen.size)
-    hashes = {path: sha for record in records for path, sha in record["sources"].items()}
-    for row in sources:
-        row["sha256"] = hashes.get(row["file"]) or text_sources.sha256(row["file"])
-        row["file"] = source_name(row["file"])
-    return {
-        "settings": {**settings_of(corpus), "vocab_size": vocab_size},
-        "sources": sources,
-        "tokenizer": {"kind": chosen.kind, "case": chosen.case, "sha256": chosen.sha256},
-        "documents_repeated": repeated,
-        "documents_empty": empty,
-        "layouts": dict(layouts),
-        "splits": counts,
-        **mixture,
-        "files": hash_files(folder),
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("bert-jax", "sentencex", "sentencepiece", "numpy")
-        },
-    }
-
-
-def _count_documents(corpus: Corpus, written: list[int], part_counts: list[int]) -> dict[str, Any]:
-    """Returns the training documents of each source of a mixture, for the manifest.
-
-    `written` counts the training documents of each part, `part_counts` the parts of each source.
-    """
-    if not corpus.mixture:
-        return {}
-    ends = np.cumsum([0, *written])[np.cumsum([0, *part_counts])]
-    document_counts = np.diff(ends).tolist()
-    for source, count in zip(corpus.sources, document_counts, strict=True):
-        if count < _LEAST_MIXED:
-            raise InputError(
-                f"corpus.mixture: {source} has {pluralize(count, 'document')} to train on, and "
-                f"{_LEAST_MIXED} are needed; give it more text, or remove it"
-            )
-    return {"documents_of_sources": document_counts}
+    if loaded.case != corpus.case and loaded.kind != "library":
+        raise InputError(
+            f"corpus.tokenizer={corpus.tokenizer}: is {loaded.case}; set corpus.case={loaded.case}"
+        )
+    return loaded
 
 
 def settings_of(corpus: Corpus) -> dict[str, Any]:
@@ -240,93 +354,3 @@ def hash_files(folder: epath.Path) -> dict[str, list[Any]]:
     paths = sorted(p for name in folders for p in (root / name).rglob("*") if p.is_file())
     sha256 = LocalStorage().sha256
     return {p.relative_to(root).as_posix(): [p.stat().st_size, sha256(p)] for p in paths}
-
-
-def _share(chosen: tokenizer.Tokenizer, folder: epath.Path, location: str) -> str:
-    """Saves the tokenizer; returns a folder with a copy that all workers see."""
-    chosen.save(folder / "tokenizer")
-    if "://" not in location:
-        return os.path.abspath(folder / "tokenizer")
-    shared = epath.Path(location) / f"tokenizer-{chosen.sha256[:20]}"
-    for path in (folder / "tokenizer").iterdir():
-        (shared / path.name).write_bytes(path.read_bytes())
-    return str(shared)
-
-
-def _write_dataset(
-    items: Sequence[parts.WriteShards],
-    scratch: pathlib.Path,
-    folder: epath.Path,
-    vocab_size: int,
-    run: "PartRunner",
-    report: Report,
-) -> tuple[dict[str, dict[str, int]], list[int]]:
-    """Writes the dataset; returns its counts, and each part's documents in the training split."""
-    written = []
-    counts = {split: dict.fromkeys(dataset.COUNTED, 0) for split in SPLITS}
-    shards: dict[str, list[tuple[pathlib.Path, dict[str, int]]]] = {split: [] for split in SPLITS}
-    for item, record in zip(items, run("writing the dataset", items, report), strict=True):
-        written.append(record.get("train", {"documents": 0})["documents"])
-        for split, counted in record.items():
-            for name in dataset.COUNTED:
-                counts[split][name] += counted[name]
-            file = parts.local_part(item.location, item.name, split, scratch)
-            shards[split].append((file, counted))
-    if all(shards.values()):
-        id_dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-        dataset.assemble(dataset.folder_of(folder), shards, id_dtype)
-    return counts, written
-
-
-def _train(
-    corpus: Corpus,
-    vocab_size: int,
-    items: Sequence[WorkItem],
-    records: Sequence[Record],
-    scratch: pathlib.Path,
-    report: Report,
-) -> tokenizer.Tokenizer:
-    """Trains a tokenizer on the words that the items have counted."""
-    counts = [
-        (parts.local_part(item.location, item.name, "counts.json", scratch), record["offsets"])
-        for item, record in zip(items, records, strict=True)
-    ]
-    counted = words.count(counts)
-    subset = "all of them"
-    if len(counted.words) < counted.different:
-        subset = f"the {len(counted.words):,} commonest"
-    report(
-        f"prepare: {counted.different:,} different words; training a {corpus.tokenizer_kind} "
-        f"vocabulary of {vocab_size} tokens on {subset}"
-    )
-    new = tokenizer_training.train(counted, vocab_size, corpus)
-    names = {new.token(number) for number in range(new.size)}
-    unused = len(names.intersection(vocabulary.unused(vocab_size)))
-    lacking = unused - corpus.unused_pieces
-    if lacking:
-        report(
-            f"prepare: the text gives {vocab_size - lacking:,} tokens, so {lacking:,} of the "
-            f"vocabulary are [unused]; model.vocab_size={vocab_size - lacking} avoids them"
-        )
-    return new
-
-
-@dataclasses.dataclass(frozen=True)
-class PartRunner:
-    """Runs the work items of a stage."""
-
-    workers: int = 1  # processes of this machine
-    beam: str | None = None  # a Beam runner and its options, used instead; None: no Beam
-
-    def __call__(self, stage: str, items: Sequence[WorkItem], report: Report) -> list[Record]:
-        """Returns the records of the items, in their order."""
-        if self.beam is not None:
-            report(f"prepare: {stage} with Beam")
-            return beam.run(items, self.beam)
-        return workers.run(items, self.workers, StageProgress(f"prepare: {stage}", report))
-
-    def locate(self, scratch: pathlib.Path) -> str:
-        """Returns the folder of the items' folders, which all workers see."""
-        scratch.mkdir(parents=True, exist_ok=True)
-        shared = "" if self.beam is None else beam.shared_folder(self.beam)
-        return shared or str(scratch.absolute())

@@ -15,16 +15,17 @@ that reads it keeps a copy (see storage.copies).
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from typing import Any, Literal
 
 from etils import epath
 
 from bert_jax.config import Corpus, Experiment, source_name
 from bert_jax.data import build, dataset, mixture, pairs, plans, sentences, stream
+from bert_jax.data.build import Report
 from bert_jax.errors import InputError, Unavailable, printable
 from bert_jax.storage import buckets, copies, mirror
 from bert_jax.storage.storage import storage_of
@@ -55,8 +56,6 @@ _SMALL = 1 << 25
 _SECONDS = 10.0
 # The field by which users choose the folder.
 _SETTING = "run.corpus_dir"
-
-Report = Callable[[str], None]
 
 
 class Changed(InputError):
@@ -177,6 +176,18 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
     return manifest
 
 
+def identities(manifest: dict[str, Any]) -> tuple[str, str]:
+    """Returns the hash of a manifest without the dates of the text, which identifies the corpus.
+
+    The second value is the hash of the whole manifest, which earlier checkpoints hold.
+    """
+    sources = [{k: v for k, v in row.items() if k != "mtime_ns"} for row in manifest["sources"]]
+    undated = {**manifest, "sources": sources, "checksum": None}
+    texts = (json.dumps(content, sort_keys=True) for content in (undated, manifest))
+    undated_sha256, sha256 = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
+    return undated_sha256, sha256
+
+
 def open_tokenizer(folder: epath.Path, manifest: dict[str, Any]) -> tokenizer.Tokenizer:
     """Returns the tokenizer that the corpus was made with."""
     # Checked before loading, which would blame the vocabulary's author for the damage.
@@ -265,7 +276,11 @@ def _remedy(folder: epath.Path, name: str) -> str:
 
 
 def _require_same(
-    manifest: dict[str, Any], corpus: Corpus, vocab_size: int, folder: epath.Path, report: Report
+    manifest: dict[str, Any],
+    corpus: Corpus,
+    vocab_size: int,
+    folder: epath.Path,
+    report: Report,
 ) -> None:
     """Raises InputError if the folder was made from other text, settings or another tokenizer."""
     remedy = f"choose another {_SETTING}, or remove {folder} to prepare it again"
@@ -373,9 +388,7 @@ def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
 def _build(
     corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.PartRunner, report: Report
 ) -> dict[str, Any]:
-    # Loaded first: to read the text may take hours.
-    given = None if corpus.tokenizer == "train" else _load_tokenizer(corpus, vocab_size)
-    content = build.build(corpus, vocab_size, folder, given, run, report)
+    content = build.CorpusBuilder(corpus, vocab_size, folder, run, report).build()
     manifest = with_checksum({"format_version": FORMAT_VERSION, **content})
     write_atomic(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     mark_complete(folder)
@@ -434,17 +447,3 @@ def _prepare_in_bucket(
         copy.rmtree(missing_ok=True)
         local.rename(copy)
         return manifest
-
-
-def _load_tokenizer(corpus: Corpus, vocab_size: int) -> tokenizer.Tokenizer:
-    loaded = tokenizer.load(corpus.tokenizer, corpus.case)
-    if loaded.size != vocab_size:
-        raise InputError(
-            f"corpus.tokenizer={corpus.tokenizer}: has {loaded.size} ids and "
-            f"model.vocab_size={vocab_size}; set model.vocab_size={loaded.size}"
-        )
-    if loaded.case != corpus.case and loaded.kind != "library":
-        raise InputError(
-            f"corpus.tokenizer={corpus.tokenizer}: is {loaded.case}; set corpus.case={loaded.case}"
-        )
-    return loaded

@@ -35,14 +35,8 @@ class Ids:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Ids":
         """Returns the ids of a tokenizer."""
-        return cls(
-            tokenizer.pad_id,
-            tokenizer.cls_id,
-            tokenizer.sep_id,
-            tokenizer.mask_id,
-            tokenizer.size,
-            tokenizer.continues,
-        )
+        specials = tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id
+        return cls(*specials, tokenizer.size, tokenizer.continues)
 
 
 class Policy(NamedTuple):
@@ -68,6 +62,15 @@ class Policy(NamedTuple):
 HELD_OUT = Policy(0.15, 0.8, 0.1, "piece")
 
 
+class Rows(NamedTuple):
+    """Rows before they are masked: pairs, or sentences of one document after another."""
+
+    input_ids: np.ndarray  # int32 [B, S]
+    # bool [B, S], the candidates: neither specials nor padding; one stretch for each text.
+    text: np.ndarray
+    length: np.ndarray  # int64 [B], specials counted
+
+
 class Masked(NamedTuple):
     """Masked rows."""
 
@@ -77,23 +80,9 @@ class Masked(NamedTuple):
     weights: np.ndarray  # float32 [B, P], 1, and 0 after the last
 
 
-def mask(
-    input_ids: np.ndarray,
-    text: np.ndarray,
-    length: np.ndarray,
-    draws: Draws,
-    policy: Policy,
-    max_predictions: int,
-    ids: Ids,
-) -> Masked:
-    """Masks rows: pairs, or sentences of one document after another.
-
-    Args:
-      input_ids: int32 [B, S]; not changed.
-      text: bool [B, S], the candidates: neither specials nor padding; one stretch for each text.
-      length: int64 [B], specials counted.
-      max_predictions: P.
-    """
+def mask(rows: Rows, draws: Draws, policy: Policy, max_predictions: int, ids: Ids) -> Masked:
+    """Masks rows, whose arrays stay; `max_predictions` is P."""
+    input_ids, text, length = rows
     count = np.count_nonzero(text, axis=1)
     targets = np.clip(np.rint(length * policy.share).astype(np.int64), 1, max_predictions)
     # Candidates are numbered through a row's texts. (row, candidate) lists the predicted ones of

@@ -58,6 +58,15 @@ class Pairs(NamedTuple):
     b_length: np.ndarray
 
 
+class _Block(NamedTuple):
+    """The sentences of some documents, one after another."""
+
+    sentence: np.ndarray  # int64 [N], their numbers in the split
+    offsets: np.ndarray  # int64 [at least N], their first tokens and those of later sentences
+    document_end: np.ndarray  # int64 [N], one past the document's last sentence, as an index here
+    target: np.ndarray  # int64 [N], the target length of the document's pairs in tokens
+
+
 def chunk_dtype(stream: Stream) -> np.dtype:
     """Returns the type of a plan's chunks, 10 bytes each up to 2**32 sentences, else 14.
 
@@ -94,18 +103,12 @@ def plan(
         numbers = np.arange(document, after)
         target = Counter(key, numbers).target_length(most, short_seq_prob)
         size = np.diff(np.clip(bounds, start, stop))
-        sentence, target = np.arange(start, stop), np.repeat(target, size)
         end = np.repeat(bounds[1:], size) - start
-        chunks, begin = _chunks(stream, sentence, offsets, end, target, key, begin, units)
+        block = _Block(np.arange(start, stop), offsets, end, np.repeat(target, size))
+        chunks, begin = _chunks(stream, block, key, begin, units)
         begin -= stop - start
         result.append(chunks)
-    chunks = np.concatenate(result)
-    if not len(chunks):
-        raise InputError(
-            "data.objective=mlm_sop: no document has two sentences; give longer ones, or set "
-            "data.objective=mlm"
-        )
-    return chunks
+    return _require_chunks(np.concatenate(result), "document")
 
 
 def sample(
@@ -133,35 +136,31 @@ def sample(
         targets = Counter(key, documents).target_length(
             sequence_length - SPECIAL_TOKENS, short_seq_prob
         )
-        end, target = np.repeat(ends, size), np.repeat(targets, size)
-        chunks, _ = _chunks(stream, sentence, offsets, end, target, key, 0, units)
+        block = _Block(sentence, offsets, np.repeat(ends, size), np.repeat(targets, size))
+        chunks, _ = _chunks(stream, block, key, 0, units)
         result.append(chunks)
         count += len(chunks)
-    chunks = np.concatenate(result)[:most]
-    if not len(chunks):
-        raise InputError(
-            "data.objective=mlm_sop: no held-out document has two sentences; give longer ones, or "
-            "set data.objective=mlm"
-        )
+    chunks = _require_chunks(np.concatenate(result)[:most], "held-out document")
     return rows(stream, chunks, Counter(key, chunks["sentence"]), units)
 
 
+def _require_chunks(chunks: np.ndarray, documents: str) -> np.ndarray:
+    if not len(chunks):  # only swapped pairs need two sentences
+        raise InputError(
+            f"data.objective=mlm_sop: no {documents} has two sentences; give longer ones, or set "
+            "data.objective=mlm"
+        )
+    return chunks
+
+
 def _chunks(
-    stream: Stream,
-    sentence: np.ndarray,
-    offsets: np.ndarray,
-    document_end: np.ndarray,
-    target: np.ndarray,
-    key: tuple[int, int],
-    begin: int,
-    units: Units,
+    stream: Stream, block: _Block, key: tuple[int, int], begin: int, units: Units
 ) -> tuple[np.ndarray, int]:
     """Returns the chain of chunks from sentence `begin`, and the sentence after the last chunk.
 
-    `sentence`, int64 [N], has the sentences' numbers in the split; `offsets`, int64 [at least N],
-    their first tokens and those of the following sentences. `begin` and `document_end`, int64 [N],
-    one past the last sentence of each document, are indices into `sentence`.
+    Both sentences are indices into the block.
     """
+    sentence, offsets, document_end, target = block
     index = np.arange(len(sentence))
     of_a, of_b = _split_chunks(offsets, index, document_end, target, Counter(key, sentence), units)
     # A chunk with a random B puts its unused sentences back: the next chunk starts after A.

@@ -1,12 +1,14 @@
 """The parts of a corpus, each a range of documents, and the work items of `prepare` on them.
 
-Each item writes a folder (see data.workers), named by a hash of its text, settings and tokenizer.
+Each item writes a folder (see data.work_items), which is named by a hash of its text, settings and
+tokenizer.
 
     LOCATION/read-HASH/      documents of a part, as word numbers (see text.words) or as ids
     LOCATION/counts-HASH/    word counts of a part, for SentencePiece
     LOCATION/shards-HASH/    train, validation: ArrayRecord files of a part
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -24,7 +26,7 @@ from etils import epath
 
 from bert_jax.config import Corpus
 from bert_jax.data import dataset
-from bert_jax.data.workers import Tick
+from bert_jax.data.work_items import Tick, WorkItem, local_file
 from bert_jax.errors import InputError, prefix_errors
 from bert_jax.storage import buckets, copies
 from bert_jax.storage.storage import storage_of
@@ -119,14 +121,28 @@ def plan(corpus: Corpus) -> list[Part]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PartItem:
-    location: str
+class SharedTokenizer:
+    """A saved tokenizer that all workers can load."""
+
+    folder: str
+    sha256: str
+
+
+@functools.lru_cache(maxsize=1)
+def _load_tokenizer(shared: SharedTokenizer) -> tokenizer.Tokenizer:
+    """Loads a tokenizer, once in a process."""
+    names = sorted(storage_of(shared.folder).names(shared.folder))
+    with copies.local_copy(*(epath.Path(shared.folder) / name for name in names)) as paths:
+        return tokenizer.load(paths[0].parent)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PartItem(WorkItem):
     corpus: Corpus
     part: Part
 
     @property
     def bytes(self) -> int:
-        """The bytes of the part's text, approximately."""
         return self.part.bytes
 
 
@@ -135,77 +151,74 @@ class CountStretches(_PartItem):
 
     @property
     def name(self) -> str:
-        """The name of the item's folder."""
         return "counts-" + _hash(_read_settings(self.corpus), self.corpus.case, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Writes the counts of stretches between blanks; returns their record."""
-        record = {"documents": 0}
+        count, unknown = 0, self.corpus.unknown_word
 
-        def chunks() -> Iterator[str]:
+        def read_pieces() -> Iterator[str]:
+            nonlocal count
             for document in self.part.documents(self.corpus, tick):
-                record["documents"] += bool(document.chunks)
-                yield from document.chunks
+                count += bool(document.chunks)
+                for chunk in document.chunks:
+                    yield chunk.replace(unknown, " ") if unknown else chunk
 
-        texts = chunks()
-        if unknown := self.corpus.unknown_word:
-            texts = (text.replace(unknown, " ") for text in texts)
         with self.part.local_objects():
-            offsets = words.write_stretches(texts, self.corpus.case, folder / "counts.json")
-        return {"offsets": offsets, **record}
+            offsets = words.write_stretches(read_pieces(), self.corpus.case, folder / "counts.json")
+        return {"offsets": offsets, "documents": count}
 
 
 @dataclasses.dataclass(frozen=True)
 class Read(_PartItem):
     """Splits the documents of a part into words or, with a tokenizer, into ids."""
 
-    tokenizer: str = ""  # a folder; "": words
-    sha256: str = ""  # of the tokenizer
+    tokenizer: SharedTokenizer | None = None
 
     @property
     def name(self) -> str:
-        """The name of the item's folder."""
         splitter = importlib.metadata.version("sentencex")
         settings = [_read_settings(self.corpus), self.corpus.language, splitter]
-        return "read-" + _hash(settings, self.sha256 or self.corpus.case, self.part)
+        words_or_ids = self.tokenizer.sha256 if self.tokenizer else self.corpus.case
+        return "read-" + _hash(settings, words_or_ids, self.part)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Writes the documents of the part as words or ids; returns their record."""
         with self.part.local_objects():
             return self._make(folder, tick)
 
     def _make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
+        corpus, first_bytes = self.corpus, [e for e in self.part.extents if e.start == 0]
         line_reader.require_not_utf8(
-            (e.path for e in self.part.extents if e.kind in _ENCODED and e.start == 0),
-            self.corpus.encoding,
+            (e.path for e in first_bytes if e.kind in _ENCODED), corpus.encoding
         )
-        record: dict[str, Any] = {"layouts": {}, "replaced": 0, "empty": 0}
-        # The part that holds a file's first byte hashes it.
-        record["sources"] = {
-            extent.path: text_sources.sha256(extent.path)
-            for extent in self.part.extents
-            if extent.kind != "tfds" and extent.start == 0
-        }
-        writer: words.NumberWriter | _IdWriter = (
-            _IdWriter(folder, self, _load_tokenizer(self.tokenizer, self.sha256))
-            if self.tokenizer
-            else words.NumberWriter(folder, self.corpus.case, self.corpus.unknown_word)
-        )
-        output, layouts = _DocumentWriter(folder, writer, self.corpus), record["layouts"]
-        for document in self.part.documents(self.corpus, tick):
+        # The part that holds a file's first byte hashes the file.
+        hashes = {e.path: text_sources.sha256(e.path) for e in first_bytes if e.kind != "tfds"}
+        if self.tokenizer:
+            writer = _IdWriter(folder, self, _load_tokenizer(self.tokenizer))
+        else:
+            writer = words.NumberWriter(folder, corpus.case, corpus.unknown_word)
+        output, layouts = _DocumentWriter(folder, writer, corpus), collections.Counter[str]()
+        replaced = empty = 0
+        for document in self.part.documents(corpus, tick):
             if not document.chunks:
-                record["empty"] += 1
+                empty += 1
                 continue
-            layouts[document.layout] = layouts.get(document.layout, 0) + 1
+            layouts[document.layout] += 1
             for chunk in document.chunks:
-                if self.corpus.encoding_errors == "replace":
-                    record["replaced"] += chunk.count("\ufffd")
+                if corpus.encoding_errors == "replace":
+                    replaced += chunk.count("\ufffd")
                 single = dataclasses.replace(document, chunks=(chunk,))
-                output.add(chunk, sentence_splitter.split(single, self.corpus.language))
+                output.add(chunk, sentence_splitter.split(single, corpus.language))
             output.end()
         output.close()
         writer.close()
-        return {**record, "offsets": writer.offsets, "long_words": writer.long_words}
+        return {
+            "layouts": layouts,
+            "replaced": replaced,
+            "empty": empty,
+            "sources": hashes,
+            "offsets": writer.offsets,
+            "long_words": writer.long_words,
+        }
 
 
 class _DocumentWriter:
@@ -216,12 +229,13 @@ class _DocumentWriter:
     ):
         self._writer, self._corpus = writer, corpus
         names = ("sentences.bin", "documents.bin")
-        self._sentences, self._documents = (open(folder / name, "wb") for name in names)  # noqa: SIM115
-        # The current document's hash and, if it may be cut, its sentences with their offsets.
+        self._files = [open(folder / name, "wb") for name in names]  # noqa: SIM115
+        # The hash of the current document. If documents may be cut, its sentences in a file, and
+        # the offsets at which they begin.
         self._digest, self._bounds = hashlib.sha256(), [0]
         self._text = tempfile.TemporaryFile()  # noqa: SIM115
-        self._waiting: list[str] = []  # sentences that the writer has not yet
-        self._size = 0  # characters of the text of these sentences
+        # Sentences for the next call of the writer, and the number of characters of their text.
+        self._waiting, self._size = list[str](), 0
         # Since the table was last written: masks of sentences with tokens, the number of
         # sentences, where documents end, their hashes.
         self._nonempty: list[np.ndarray] = []
@@ -229,9 +243,10 @@ class _DocumentWriter:
 
     def add(self, chunk: str, chunk_sentences: list[str]) -> None:
         """Adds a chunk of a document, and its sentences."""
-        self._digest.update(_encode_utf8(chunk))
+        self._digest.update(chunk.encode("utf-8", "surrogatepass"))
         for sentence in chunk_sentences if self._corpus.cut_documents else ():
-            self._bounds.append(self._bounds[-1] + self._text.write(_encode_utf8(f"{sentence}\n")))
+            line = f"{sentence}\n".encode("utf-8", "surrogatepass")
+            self._bounds.append(self._bounds[-1] + self._text.write(line))
         self._waiting += chunk_sentences
         self._count += len(chunk_sentences)
         self._size += len(chunk)
@@ -258,7 +273,7 @@ class _DocumentWriter:
     def _write_sentences(self) -> None:
         lengths = self._writer.add(self._waiting)
         self._nonempty.append(lengths > 0)
-        self._sentences.write(lengths[lengths > 0].astype(np.uint32).tobytes())
+        self._files[0].write(lengths[lengths > 0].astype(np.uint32).tobytes())
         self._waiting, self._size = [], 0
 
     def _write_documents(self) -> None:
@@ -267,13 +282,12 @@ class _DocumentWriter:
         table = np.empty(len(self._hashes), DOCUMENT)
         table["hash"] = self._hashes
         table["sentences"] = np.diff(before[self._ends])
-        self._documents.write(table.tobytes())
+        self._files[1].write(table.tobytes())
         self._nonempty, self._count, self._ends, self._hashes = [], 0, [0], []
 
     def close(self) -> None:
-        """Closes the files."""
         self._write_documents()
-        for file in (self._sentences, self._documents, self._text):
+        for file in (*self._files, self._text):
             file.close()
 
 
@@ -307,33 +321,32 @@ class _IdWriter:
         return ids
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
 @dataclasses.dataclass(frozen=True)
-class WriteShards:
+class WriteShards(WorkItem):
     """Writes the documents of a part as ids into the files of their splits."""
 
-    location: str
-    read: str  # the name of the folder of `Read`
-    tokenizer: str  # a folder
-    sha256: str  # of the tokenizer
-    splits: bytes  # a uint8 for each document: 0 train, 1 validation, 2 dropped
-    bytes: int
+    read: WorkItem  # the item that read the part
+    tokenizer: SharedTokenizer
+    splits: np.ndarray  # uint8 [documents]: 0 train, 1 validation, 2 dropped
+
+    @property
+    def bytes(self) -> int:
+        return self.read.bytes
 
     @property
     def name(self) -> str:
-        """The name of the item's folder."""
-        return "shards-" + _hash(self.read, self.sha256, hashlib.sha256(self.splits).hexdigest())
+        splits = hashlib.sha256(self.splits.tobytes()).hexdigest()
+        return "shards-" + _hash(self.read.name, self.tokenizer.sha256, splits)
 
     def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Writes the files of each split; returns their record."""
-        tok = _load_tokenizer(self.tokenizer, self.sha256)
+        tok = _load_tokenizer(self.tokenizer)
         writers: dict[int, dataset.ShardWriter] = {}
         with tempfile.TemporaryDirectory() as scratch:
             encoded = self._read_documents(tok, pathlib.Path(scratch))
-            for split, (ids, lengths) in zip(self.splits, encoded, strict=True):
+            for split, (ids, lengths) in zip(self.splits.tolist(), encoded, strict=True):
                 if split < len(dataset.SPLITS) and len(ids):
                     if split not in writers:
                         path = folder / dataset.SPLITS[split]
@@ -351,11 +364,11 @@ class WriteShards:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields the ids and the sentence lengths of each document."""
         dtypes = {"tokens.bin": np.uint32, "sentences.bin": np.uint32, "documents.bin": DOCUMENT}
-        files = (local_part(self.location, self.read, name, scratch) for name in dtypes)
+        files = (local_file(self.read, name, scratch) for name in dtypes)
         tokens, lengths, documents_ = map(_map_file, files, dtypes.values())
         table = None
         if isinstance(tok, tokenizer.WordPiece):
-            path = local_part(self.location, self.read, "words.txt", scratch)
+            path = local_file(self.read, "words.txt", scratch)
             table = words.WordTable(words.read_words(path), tok)
         counts = documents_["sentences"].astype(np.int64)
         sentence = token = first = 0
@@ -388,12 +401,6 @@ def _map_file(path: pathlib.Path, dtype: Any) -> np.ndarray:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
-def local_part(location: str, name: str, file: str, scratch: pathlib.Path) -> pathlib.Path:
-    """Returns the local path of a file of an item's folder; copies an object to `scratch`."""
-    with copies.local_copy(epath.Path(location) / name / file, folder=scratch / name) as (path,):
-        return pathlib.Path(path)
-
-
 def _read_with_ticks(extent: Extent, corpus: Corpus, tick: Tick) -> Iterator[Document]:
     """Yields the documents of an extent; calls `tick` for each chunk of text that is read.
 
@@ -421,22 +428,10 @@ def _read_with_ticks(extent: Extent, corpus: Corpus, tick: Tick) -> Iterator[Doc
         yield dataclasses.replace(document, chunks=chunks)
 
 
-@functools.lru_cache(maxsize=1)
-def _load_tokenizer(folder: str, sha256: str) -> tokenizer.Tokenizer:
-    """Loads the tokenizer in a folder, once in a process."""
-    files = [epath.Path(folder) / name for name in sorted(storage_of(folder).names(folder))]
-    with copies.local_copy(*files) as paths:
-        return tokenizer.load(paths[0].parent)
-
-
 def _read_settings(corpus: Corpus) -> list[Any]:
     """Returns the settings that decide where documents begin and which words they have."""
     names = ("layout", "text_field", "encoding", "document_starts", "cut_documents")
     return [getattr(corpus, name) for name in (*names, "encoding_errors", "unknown_word")]
-
-
-def _encode_utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
 
 
 def _truncate_digest(digest: Any) -> int:

@@ -1,13 +1,12 @@
 """Plans of a phase, epoch by epoch, made once a host and mapped by all its processes.
 
 A plan of a small split takes a tenth of a second and is made in memory by the process that needs
-it. Plans of a large split are files in the cache of this host. A child process makes such a file
-ahead of the epoch, so that neither the interpreter's lock nor the end of a run waits for it; the
-child ends when its parent closes it or dies.
+it. Plans of a large split are files in the cache of this host. A worker makes such a file ahead of
+the epoch, so that neither the interpreter's lock nor the end of a run waits for it.
 
     CACHE/plans/NAME.plan   the chunks (`data.pairs`) in the random order of the epoch, an array as
                             `np.save` writes it; NAME is a hash of everything that determines it
-    CACHE/plans/NAME.lock   held by the process whose child makes the plan
+    CACHE/plans/NAME.lock   held by the process whose worker makes the plan
 
 A truncated file is removed and made again.
 """
@@ -17,9 +16,6 @@ import fcntl
 import hashlib
 import json
 import os
-import pickle
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -28,11 +24,10 @@ from typing import IO, Any, Literal, NamedTuple
 import numpy as np
 from etils import epath
 
-from bert_jax import errors
 from bert_jax.data import draws, pairs, sentences
 from bert_jax.data.stream import Stream
+from bert_jax.data.workers import Worker, WorkerDied, wait
 from bert_jax.errors import InputError, Unavailable
-from bert_jax.process import prepare_process
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
     cache_folder,
@@ -65,27 +60,21 @@ _SECONDS = 10.0
 
 
 class PlanSpec(NamedTuple):
-    """Everything that determines an epoch's plan, except the token stream."""
+    """Everything that determines the plans of a phase, except the token stream."""
 
-    names: tuple[object, ...]  # (seed, split, phase): with the epoch the key of its draws
-    epoch: int
+    names: tuple[object, ...]  # (seed, split, phase): with the epoch the key of a plan's draws
     sequence_length: int  # of a row, specials included
     short_seq_prob: float  # share of documents cut into shorter pairs
-    units: Units
+    units: Units = "pairs"
 
-    def make(self, stream: Stream) -> tuple[np.ndarray, np.ndarray]:
+    def make(self, stream: Stream, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the chunks in the order of documents, and their random order in the epoch."""
-        key, length = draws.key_of(*self.names, self.epoch), self.sequence_length
+        key, length = draws.key_of(*self.names, epoch), self.sequence_length
         if self.units == "sentences":
             chunks = sentences.plan(stream, length, key)
         else:
             chunks = pairs.plan(stream, length, self.short_seq_prob, key, self.units)
-        return chunks, draws.permutation(draws.key_of(*self.names), self.epoch, len(chunks))
-
-    def plan(self, stream: Stream) -> np.ndarray:
-        """Makes the plan in memory: chunks in the epoch's order, `pairs.chunk_dtype` [rows]."""
-        chunks, order = self.make(stream)
-        return chunks[order]
+        return chunks, draws.permutation(draws.key_of(*self.names), epoch, len(chunks))
 
 
 def read(path: str) -> np.ndarray | None:
@@ -103,9 +92,9 @@ def read(path: str) -> np.ndarray | None:
     return chunks
 
 
-def write(path: str, stream: Stream, spec: PlanSpec) -> None:
+def write(path: str, stream: Stream, spec: PlanSpec, epoch: int) -> None:
     """Makes a plan and writes it; deletes the least recently used plans."""
-    chunks, order = spec.make(stream)
+    chunks, order = spec.make(stream, epoch)
     with new_file(epath.Path(path)) as temporary, open(temporary, "wb") as file:
         header = {"descr": chunks.dtype.descr, "fortran_order": False, "shape": chunks.shape}
         np.lib.format.write_array_header_1_0(file, header)
@@ -124,54 +113,37 @@ def _prune(folder: str) -> None:
             os.unlink(path)
 
 
-class PlanWorker:
-    """A process that makes a plan; its lock keeps other processes of this host from doing so."""
+class PlanWorker(Worker):
+    """A worker that makes a plan; its lock keeps other processes of this host from doing so."""
 
-    def __init__(self, path: str, stream: Stream, spec: PlanSpec, lock: IO[bytes]):
+    def __init__(self, lock: IO[bytes]):
+        super().__init__()
         self._lock = lock
-        # In its own session, so that Ctrl-C reaches only the parent; ends with its standard input.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "bert_jax.data.plans"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process was killed
-            pickle.dump((path, stream, spec), self.process.stdin)
-            self.process.stdin.flush()
 
     @classmethod
-    def begin(cls, path: str, stream: Stream, spec: PlanSpec) -> "PlanWorker | None":
+    def begin(cls, path: str, stream: Stream, spec: PlanSpec, epoch: int) -> "PlanWorker | None":
         """Starts to make a plan; returns None if another process makes or has made it."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
         lock = open(f"{path.removesuffix('.plan')}.lock", "ab", opener=open_without_links)  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.exists(path):
-                return cls(path, stream, spec, lock)
+                worker = cls(lock)
+                worker.start(_write_in_background, path, stream, spec, epoch)
+                return worker
         except BlockingIOError:
             pass
         lock.close()
         return None
 
-    def has_ended(self) -> bool:
-        """Returns whether the process has ended, perhaps by a signal; raises its error."""
-        if self.process.poll() is None:
-            return False
-        output = self.close()
-        if (code := self.process.returncode) > 0:
-            types = {errors.BAD_INPUT: InputError, errors.UNAVAILABLE: Unavailable}
-            line = output.decode(errors="replace").strip()
-            raise types.get(code, RuntimeError)(line or "the process that plans an epoch failed")
-        return True
-
-    def close(self) -> bytes:
-        """Ends the process; returns its output."""
-        self.process.kill()
-        output, _ = self.process.communicate()
+    def close(self) -> None:
+        super().close()
         self._lock.close()
-        return output
+
+
+def _write_in_background(path: str, stream: Stream, spec: PlanSpec, epoch: int) -> None:
+    os.nice(10)  # training steps have priority
+    write(path, stream, spec, epoch)
 
 
 @dataclass
@@ -179,14 +151,11 @@ class Plans:
     """The plans of a phase. May be pickled; safe for threads."""
 
     stream: Stream  # the split
-    names: tuple[object, ...]  # see `PlanSpec`, also for the next two
-    sequence_length: int
-    short_seq_prob: float
+    spec: PlanSpec
     corpus: str = ""  # a hash of the corpus, part of the plans' names; "": in memory
     counts: epath.Path | None = None  # the file with the numbers of rows of first plans
     # The same file in the corpus's bucket, for the one process of a run that sends counts.
     shared: epath.Path | None = None
-    units: Units = "pairs"  # pairs of either kind, or rows of full sentences (`data.sentences`)
 
     def __post_init__(self) -> None:
         self._plans: dict[int, np.ndarray] = {}
@@ -198,25 +167,26 @@ class Plans:
 
     def __reduce__(self) -> Any:
         # Processes that make batches do not send counts: `shared` is None.
-        settings = self.sequence_length, self.short_seq_prob, self.corpus, self.counts, None
-        return Plans, (self.stream, self.names, *settings, self.units)
+        return Plans, (self.stream, self.spec, self.corpus, self.counts)
 
     def find(self, epoch: int) -> np.ndarray | None:
-        """Returns the epoch's plan (`PlanSpec.plan`), or None while it is being made.
+        """Returns the chunks of an epoch in its order, `pairs.chunk_dtype` [rows].
+
+        Returns None while they are planned.
 
         Raises:
-          Unavailable: the process that makes it was killed several times.
+          Unavailable: the process that plans them was killed several times.
         """
         with self._lock:
-            if epoch not in self._plans:
-                settings = self.sequence_length, self.short_seq_prob, self.units
-                spec = PlanSpec(self.names, epoch, *settings)
-                is_small = self._is_small
-                plan = spec.plan(self.stream) if is_small else self._open_or_begin(spec)
-                if plan is None:
-                    return None
+            plan = self._plans.get(epoch)
+            if plan is None and self._is_small:
+                chunks, order = self.spec.make(self.stream, epoch)
+                plan = chunks[order]
+            elif plan is None:
+                plan = self._open_or_begin(epoch)
+            if plan is not None:
                 self._plans[epoch] = plan
-            return self._plans[epoch]
+            return plan
 
     def wait(self, epoch: int) -> np.ndarray:
         """Waits until the epoch's plan is made, and returns it."""
@@ -225,11 +195,7 @@ class Plans:
         return plan
 
     def pause(self) -> None:
-        """Waits a moment.
-
-        Raises:
-          RuntimeError: another thread has closed the plans.
-        """
+        """Waits a moment; raises RuntimeError if another thread has closed the plans."""
         if self._closed.wait(_POLL_SECONDS):
             raise RuntimeError("the plans were closed")
 
@@ -273,33 +239,40 @@ class Plans:
     def _is_small(self) -> bool:
         return not self.stream.folder or len(self.stream.sentence_offsets) <= _IN_MEMORY
 
-    def _open_or_begin(self, spec: PlanSpec) -> np.ndarray | None:
-        if self._worker is not None and self._worker.has_ended():
-            code, self._worker = self._worker.process.returncode, None
-            self._deaths += code < 0
-            if self._deaths >= _DEATHS:
-                raise Unavailable(
-                    f"the process that plans an epoch was killed {_DEATHS} times, by signal "
-                    f"{-code}; has the machine too little memory?"
-                )
-        path = self._path(spec)
+    def _open_or_begin(self, epoch: int) -> np.ndarray | None:
+        if self._worker is not None and wait([self._worker], 0):
+            try:
+                self._worker.result()
+            except WorkerDied as error:
+                self._deaths += 1
+                if self._deaths >= _DEATHS:
+                    raise Unavailable(
+                        f"the process that plans an epoch died {_DEATHS} times, at last with code "
+                        f"{error.code}; has the machine too little memory?"
+                    ) from None
+            finally:
+                self._worker.close()
+                self._worker = None
+        path = self._path(epoch)
         with translate_os_errors(path):
             plan = read(path)
             if plan is None and self._worker is None and not self._closed.is_set():
-                self._worker = PlanWorker.begin(path, self.stream, spec)
+                self._worker = PlanWorker.begin(path, self.stream, self.spec, epoch)
         return plan
 
-    def _path(self, spec: PlanSpec) -> str:
-        output = repr((PLAN_VERSION, self.corpus, self.stream.documents, tuple(spec)))
-        name = hashlib.sha256(output.encode()).hexdigest()[:32]
+    def _path(self, epoch: int) -> str:
+        names, *settings = self.spec
+        inputs = PLAN_VERSION, self.corpus, self.stream.documents, (names, epoch, *settings)
+        name = hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
         return os.fspath(cache_folder() / "plans" / f"{name}.plan")
 
     @property
     def _count_name(self) -> str:
         """Returns the name of the number of rows in the file of counts."""
-        names = "/".join(map(str, (self.corpus[:16], *self.names)))
-        settings = f"length={self.sequence_length}/short_seq_prob={self.short_seq_prob}"
-        return f"{names}/{settings}" + f"/units={self.units}" * (self.units != "pairs")
+        names, length, short_seq_prob, units = self.spec
+        name = "/".join(map(str, (self.corpus[:16], *names)))
+        name += f"/length={length}/short_seq_prob={short_seq_prob}"
+        return name + f"/units={units}" * (units != "pairs")
 
 
 def read_counts(path: epath.Path) -> dict[str, int]:
@@ -327,29 +300,3 @@ def add_counts(path: epath.Path, rows: dict[str, int]) -> None:
         if not rows.items() <= known.items():
             record = with_checksum({"format_version": COUNTS_VERSION, "rows": known | rows})
             storage_of(path).write(path, json.dumps(record, indent=2) + "\n", seconds=_SECONDS)
-
-
-def _end_with_parent() -> None:
-    """Ends this process when standard input is closed, which happens when the parent dies."""
-    while os.read(0, 1):
-        pass
-    os._exit(errors.FAILED)
-
-
-def main() -> int:
-    """Makes the plan that `PlanWorker` requests; prints an error as one line."""
-    prepare_process()
-    os.nice(10)  # training steps have priority
-    try:
-        arguments = pickle.load(sys.stdin.buffer)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        write(*arguments)
-    except Exception as error:
-        line, code = errors.message_and_code(error)
-        print(line.removeprefix("bert-jax: "), flush=True)
-        return code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

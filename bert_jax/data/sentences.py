@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bert_jax.data import draws, pairs
+from bert_jax.data.masking import Rows
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 
@@ -26,12 +27,10 @@ SPECIAL_TOKENS = 2
 _BLOCK = 1 << 15
 
 
-class Rows(NamedTuple):
-    """Rows before they are masked."""
+class FullSentences(NamedTuple):
+    """Rows, and the documents of their tokens."""
 
-    input_ids: np.ndarray  # int32 [B, S]
-    text: np.ndarray  # bool [B, S], neither specials nor padding
-    length: np.ndarray  # int64 [B], specials counted
+    rows: Rows
     # int32 [B, S], the number of the document in its row, from 1; 0 for padding. [CLS] belongs to
     # the first document, a [SEP] to the document that it ends.
     document: np.ndarray
@@ -81,8 +80,10 @@ def plan(
 def sizes(
     stream: Stream, chunks: np.ndarray, sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the number of tokens of planned rows after and before truncation, int64 [B] each;
-    [SEP]s between documents count."""
+    """Returns the numbers of tokens of planned rows after and before truncation, int64 [B] each.
+
+    [SEP]s between documents count.
+    """
     first = chunks["sentence"].astype(np.int64)
     after = first + chunks["of_a"]
     tokens = np.asarray(stream.sentence_offsets).astype(np.int64)
@@ -93,7 +94,7 @@ def sizes(
 
 def rows(
     stream: Stream, chunks: np.ndarray, sequence_length: int, pad: int, cls: int, sep: int
-) -> Rows:
+) -> FullSentences:
     """Builds rows of `plan`, [B], of S tokens; `pad`, `cls` and `sep` are ids."""
     most = sequence_length - SPECIAL_TOKENS
     offsets, bounds = np.asarray(stream.sentence_offsets), np.asarray(stream.document_offsets)
@@ -123,10 +124,9 @@ def rows(
     begins = np.zeros(real.shape, np.int64)
     begins[:, 1:] = np.where(is_border[:, :-1], column[1:], 0)
     positions = column - np.maximum.accumulate(begins, axis=1)
-    return Rows(
-        input_ids,
-        real & (column > 0) & ~is_border & (column < last),
-        length + SPECIAL_TOKENS,
+    text = real & (column > 0) & ~is_border & (column < last)
+    return FullSentences(
+        Rows(input_ids, text, length + SPECIAL_TOKENS),
         ((before + 1) * real).astype(np.int32),
         (positions * real).astype(np.int32),
     )

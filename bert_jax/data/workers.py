@@ -1,247 +1,117 @@
-"""Work items of `prepare`, run in this process or in several with the same results; progress.
+"""Worker processes: for the parts of a corpus, plans of epochs and compilations of `plan`.
 
-Each item writes a folder at a location that all workers see. The folder appears when it is
-complete, so a `prepare` that was killed resumes with the folders that exist.
-
-    LOCATION/NAME/record.json    counts of the folder's content, written last
+Workers are not started by `multiprocessing`, which would run the user's script again in each, and
+would leave them alive when their parent is killed. A pool of `concurrent.futures` would also make
+the end of the parent wait for the calls.
 """
 
 import contextlib
-import json
-import pathlib
-import signal
+import os
+import pickle
+import queue
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing import connection as connection_lib
+from typing import IO, Any
 
-from etils import epath
-from rich import progress as rich_progress
-
-from bert_jax import process as process_lib
-from bert_jax.errors import Unavailable, duration
-from bert_jax.storage import copies
-from bert_jax.storage.storage import storage_of
-from bert_jax.storage.workdir import translate_os_errors
-from bert_jax.system import die_with_parent
-
-# Seconds between two progress lines.
-_LINE_SECONDS = 30.0
-# Seconds after which the remaining time is computed again, even if no item ends.
-_TICK_SECONDS = 1.0
-
-_RECORD = "record.json"
-
-# Takes how many of the item's `bytes` were processed since the last call.
-Tick = Callable[[float], None]
+from bert_jax.errors import FAILED, Unavailable
+from bert_jax.process import prepare_process
 
 
-class WorkItem(Protocol):
-    """The work on one part of the text."""
+class WorkerDied(Unavailable):
+    """A worker ended without an answer; `code` is its exit code, negative for a signal."""
 
-    @property
-    def location(self) -> str:
-        """The folder that holds the folders of all items."""
-
-    @property
-    def bytes(self) -> int:
-        """The size of the part's text, for the progress."""
-
-    @property
-    def name(self) -> str:
-        """The name of the item's folder."""
-
-    def make(self, folder: pathlib.Path, tick: Tick) -> dict[str, Any]:
-        """Fills the folder; returns its record, a dict that JSON can represent."""
+    def __init__(self, code: int):
+        super().__init__(f"a worker process died with code {code}")
+        self.code = code
 
 
-def run_item(item: WorkItem, tick: Tick = lambda characters: None) -> dict[str, Any]:
-    """Runs an item unless it is done; returns the record of its folder."""
-    record = read_record(item)
-    if record is not None:
-        return record
-    target = epath.Path(item.location) / item.name
-    with translate_os_errors(target.parent), copies.new_part(target, _RECORD) as folder:
-        record = item.make(folder, tick)
-        (folder / _RECORD).write_text(json.dumps(record))
-    return record
+class Worker:
+    """A process that makes one call after another.
 
-
-def read_record(item: WorkItem) -> dict[str, Any] | None:
-    """Returns the record of an item's folder; None if the item is not done."""
-    path = epath.Path(item.location) / item.name / _RECORD
-    with contextlib.suppress(FileNotFoundError):
-        return json.loads(storage_of(path).read(path))
-    return None
-
-
-class StageProgress:
-    """Shows how much text is processed, how fast, and the remaining time.
-
-    Draws a bar on a terminal; elsewhere passes a line to `report` every 30 seconds.
+    It ends with `close` or when its parent dies, even in the middle of a call. Ctrl-C does not
+    reach it. What it prints goes to `output`, by default to standard error.
     """
 
-    def __init__(self, stage: str, report: Callable[[str], None]):
-        self._stage, self._report = stage, report
-        self._bar: rich_progress.Progress | None = None
-        self._total = self._left = self._done = 0
-        self._part = self._start = self._next = 0.0
-
-    @contextlib.contextmanager
-    def track(self, total: int, left: int) -> Iterator[None]:
-        """Shows the progress inside the context; `left` of `total` bytes are not done yet."""
-        self._total, self._left, self._done, self._part = total, left, 0, 0
-        self._start = time.monotonic()
-        self._next = self._start + _LINE_SECONDS
-        if left < total:
-            self._report(f"{self._stage}: {_mb(total - left)} of {_mb(total)} were done before")
-        if not (left and process_lib.is_prepared and sys.stdout.isatty()):
-            yield
-            return
-        columns = (
-            rich_progress.TextColumn("{task.description}", markup=False),
-            rich_progress.BarColumn(),
-            rich_progress.DownloadColumn(),
-            rich_progress.TransferSpeedColumn(),
-            rich_progress.TimeRemainingColumn(),
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, output: IO[bytes] | int | None = None
+    ):
+        self._connection, worker_end = connection_lib.Pipe()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from bert_jax.data import workers; "
+            f"workers.serve({worker_end.fileno()})"
         )
-        with rich_progress.Progress(*columns, transient=True) as self._bar:
-            self._bar.add_task(self._stage, total=left)
-            self._next = self._start
-            yield
-        self._bar = None
+        with worker_end:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=2 if output is None else output,
+                stderr=output,
+                pass_fds=(worker_end.fileno(),),
+                start_new_session=True,
+            )
 
-    def tick(self, size: float) -> None:
-        """Adds an approximate number of bytes to the progress of the current item."""
-        self._part += size
-        self._show()
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Starts a call; function and arguments are pickled."""
+        with contextlib.suppress(BrokenPipeError):  # `result` tells that the process is dead
+            self._connection.send((function, arguments))
 
-    def end(self, size: int) -> None:
-        """Counts an item of `size` bytes as done."""
-        self._done += size
-        self._part = 0
-        self._show()
+    def result(self) -> Any:
+        """Waits for the result of the call; raises the error of the call.
 
-    def _show(self) -> None:
-        now = time.monotonic()
-        if now < self._next:
-            return
-        done = min(self._done + self._part, self._left)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done)
-            self._next = now + 0.2
-            return
-        self._next = now + _LINE_SECONDS
-        rate = done / (now - self._start)
-        rest = duration((self._left - done) / rate) if done else "unknown time"
-        before = self._total - self._left
-        self._report(
-            f"{self._stage}: {_mb(before + done)} of {_mb(self._total)}, {rate / 1e6:.1f} MB/s, "
-            f"{rest} left"
-        )
+        Raises:
+          WorkerDied: the process died, perhaps since the machine has too little memory.
+        """
+        try:
+            value, error = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise WorkerDied(self.process.wait()) from None
+        if error is not None:
+            raise error
+        return value
 
-
-def _mb(size: float) -> str:
-    return f"{size / 1e6:,.0f} MB"
+    def close(self) -> None:
+        """Ends the process at once."""
+        self.process.kill()
+        self.process.wait()
+        self._connection.close()
 
 
-def run(items: Sequence[WorkItem], workers: int, progress: StageProgress) -> list[dict[str, Any]]:
-    """Runs the items that are not done yet, here or in processes; returns the records of all.
-
-    Raises:
-      Unavailable: a process was killed.
-    """
-    records = {number: read_record(item) for number, item in enumerate(items)}
-    left = [number for number, record in records.items() if record is None]
-    with progress.track(sum(i.bytes for i in items), sum(items[n].bytes for n in left)):
-        if min(workers, len(left)) <= 1:
-            for number in left:
-                records[number] = run_item(items[number], progress.tick)
-                progress.end(items[number].bytes)
-        else:
-            _run_in_processes(items, left, min(workers, len(left)), records, progress)
-    return [record for record in records.values() if record is not None]
-
-
-def _run_in_processes(
-    items: Sequence[WorkItem],
-    left: Sequence[int],
-    count: int,
-    records: dict[int, Any],
-    progress: StageProgress,
-) -> None:
-    waiting = list(reversed(left))
-    processes: list[subprocess.Popen] = []
-    busy: dict[Connection, tuple[subprocess.Popen, int]] = {}
-
-    def send_item(process: subprocess.Popen, connection: Connection) -> None:
-        busy[connection] = process, waiting.pop()
-        with contextlib.suppress(BrokenPipeError):  # `recv` fails, too, if the process is dead
-            connection.send(items[busy[connection][1]])
-
-    try:
-        for _ in range(count):
-            process, connection = _start_worker()
-            processes.append(process)
-            send_item(process, connection)
-        while busy:
-            for connection in wait(list(busy), _TICK_SECONDS):
-                assert isinstance(connection, Connection)
-                process, number = busy.pop(connection)
-                try:
-                    answer = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    raise Unavailable(
-                        f"prepare: a worker process died with code {process.wait()} (out of "
-                        "memory?); run again to resume, with fewer --workers if it is"
-                    ) from None
-                if isinstance(answer, BaseException):
-                    raise answer
-                records[number] = answer
-                progress.end(items[number].bytes)
-                if waiting:
-                    send_item(process, connection)
-            progress.tick(0)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _start_worker() -> tuple[subprocess.Popen, Connection]:
-    """Starts a worker; multiprocessing would import the command and jax with it."""
-    parent_end, worker_end = Pipe()
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from bert_jax.data import workers; "
-        f"workers.serve({worker_end.fileno()})"
-    )
-    with worker_end:
-        # Output that a library prints goes to standard error.
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=2,
-            pass_fds=(worker_end.fileno(),),
-        )
-    return process, parent_end
+def wait(workers: Iterable[Worker], seconds: float | None = None) -> list[Worker]:
+    """Waits for some seconds until calls end; returns the workers whose `result` is available."""
+    by_connection: dict[Any, Worker] = {worker._connection: worker for worker in workers}
+    return [by_connection[c] for c in connection_lib.wait([*by_connection], seconds)]
 
 
 def serve(file: int) -> None:
-    """Runs the items that arrive over a connection until it closes; the main loop of a worker."""
-    die_with_parent()
-    process_lib.prepare_process()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills its workers
-    connection = Connection(file)
-    with contextlib.suppress(EOFError, ConnectionError):
+    """Makes the calls that arrive at a file descriptor: the main function of a worker."""
+    connection, requests = connection_lib.Connection(file), queue.SimpleQueue[bytes]()
+
+    def receive() -> None:
+        # The connection is closed when the parent dies.
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                requests.put(connection.recv_bytes())
+        os._exit(FAILED)
+
+    threading.Thread(target=receive, daemon=True).start()
+    prepare_process()
+    with contextlib.suppress(OSError):
         while True:
-            item = connection.recv()
-            try:
-                answer: Any = run_item(item)
-            except BaseException as error:  # a Rust panic is no Exception
-                answer = error
-            try:
-                connection.send(answer)
-            except Exception:  # a library's error that cannot be pickled
-                connection.send(RuntimeError(f"{type(answer).__name__}: {answer}"))
+            connection.send_bytes(_answer(requests.get()))
+
+
+def _answer(request: bytes) -> bytes:
+    """Makes a pickled call; returns its result and its error, pickled."""
+    try:
+        function, arguments = pickle.loads(request)
+        return pickle.dumps((function(*arguments), None))
+    except BaseException as error:  # a Rust panic is no Exception
+        with contextlib.suppress(Exception):  # some libraries' errors cannot be pickled
+            answer = pickle.dumps((None, error))
+            pickle.loads(answer)
+            return answer
+        return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))

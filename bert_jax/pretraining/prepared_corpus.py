@@ -7,10 +7,9 @@ from typing import Any
 
 from etils import epath
 
-from bert_jax.checkpoints.checkpoint import hash_json
 from bert_jax.config import Experiment
 from bert_jax.data import batches, corpus, mixture
-from bert_jax.data.plans import Plans
+from bert_jax.data.plans import Plans, PlanSpec
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 from bert_jax.text.tokenizer import Tokenizer
@@ -38,12 +37,12 @@ class PreparedCorpus:
 
     @property
     def sha256(self) -> str:
-        """Returns the hash of the manifest, which identifies the corpus."""
-        return hash_json(self.manifest)
+        """Returns the hash that identifies the corpus."""
+        return corpus.identities(self.manifest)[0]
 
     def require_same(self, metadata: dict[str, Any]) -> None:
         """Raises InputError unless a checkpoint with this metadata was trained on this corpus."""
-        if metadata["corpus_sha256"] != self.sha256:
+        if metadata["corpus_sha256"] not in corpus.identities(self.manifest):
             raise InputError(
                 f"{self.location}: not the corpus this run was trained on; restore that corpus, or "
                 "start again with another --workdir"
@@ -87,15 +86,13 @@ class PreparedCorpus:
         sends_counts = sends_counts and self.location != self.folder
 
         def plan_batches(part: Stream, *source: object) -> batches.TrainBatches:
+            lengths = phase.sequence_length, data.short_seq_prob
             plans = Plans(
                 part,
-                (*names, *source),
-                phase.sequence_length,
-                data.short_seq_prob,
-                corpus=self.sha256,
-                counts=self.folder / corpus.COUNTS,
-                shared=self.location / corpus.COUNTS if sends_counts else None,
-                units=data.units,
+                PlanSpec((*names, *source), *lengths, data.units),
+                self.sha256,
+                self.folder / corpus.COUNTS,
+                self.location / corpus.COUNTS if sends_counts else None,
             )
             first_step = experiment.ends[number] - phase.steps
             return batches.TrainBatches(

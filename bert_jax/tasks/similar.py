@@ -323,7 +323,7 @@ def _read_corpus(
         task.max_sequence_length,
         experiment.seed,
     )
-    return PairTrainingSet(pairs.total, prepared.sha256, pairs, 2, None, 0)
+    return PairTrainingSet(pairs.total, corpus.identities(prepared.manifest)[1], pairs, 2, None, 0)
 
 
 def _scaled(examples: Sequence[Sentence], how: Vectors) -> np.ndarray:

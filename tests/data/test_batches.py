@@ -43,7 +43,7 @@ EVAL = Data(eval_sequence_length=LENGTH, eval_max_predictions_per_seq=PREDICTION
 def make(batch_size=8, seed=0, phase=0, data=None, small=SMALL, rows=None, length=LENGTH, **how):
     data = data or Data()
     names = (seed, "train", phase)
-    source = plans.Plans(small, names, length, data.short_seq_prob, units=data.units)
+    source = plans.Plans(small, plans.PlanSpec(names, length, data.short_seq_prob, data.units))
     most = length - data.unpredicted if data.unpredicted else PREDICTIONS
     shape = batches.BatchShape(length, most, batch_size)
     source._row_count = rows
@@ -133,7 +133,7 @@ def test_a_row_depends_on_its_number_alone(data):
 def planned_rows(train, epoch):
     """The epoch's rows as they are planned, in their order."""
     chunks = train.plans.wait(epoch)
-    counter = draws.Counter(draws.key_of(*train.plans.names, epoch), chunks["sentence"])
+    counter = draws.Counter(draws.key_of(*train.plans.spec.names, epoch), chunks["sentence"])
     slots = np.arange(train.rows_per_epoch) % len(chunks)
     return pairs.rows(train.plans.stream, chunks, counter)[slots]
 

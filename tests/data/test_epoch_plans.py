@@ -4,12 +4,10 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
 import pickle
-import subprocess
-import sys
 import time
 
+import dying
 import numpy as np
 import pytest
 import test_batches as alone
@@ -46,8 +44,11 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "plans"
 
 
+SPEC = plans.PlanSpec((0, "train", 0), 32, 0.1)
+
+
 def of(split, corpus="a", counts=None):
-    return plans.Plans(split, (0, "train", 0), 32, 0.1, corpus, counts)
+    return plans.Plans(split, SPEC, corpus, counts)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, expec
     size = 10 * len(expected[1])
     assert size < (cache / name).stat().st_size < size + 1000
     # Another process, and one that was given the source by pickle, map the same file.
-    monkeypatch.setattr(plans.subprocess, "Popen", None)
+    monkeypatch.setattr(plans, "PlanWorker", None)
     for other in (second, pickle.loads(pickle.dumps(source))):
         np.testing.assert_array_equal(other.find(3), expected[1])
     # One that was cut off goes.
@@ -95,7 +96,7 @@ def test_rows_of_a_first_plan_are_counted_once(on_disk, cache, expected, tmp_pat
     with contextlib.closing(of(on_disk, counts=counts)) as source:
         source.wait(0)
         assert source.count_rows() == len(expected[0])
-    monkeypatch.setattr(plans.subprocess, "Popen", None)
+    monkeypatch.setattr(plans, "PlanWorker", None)
     for path in cache.iterdir():
         path.unlink()
     assert of(on_disk, counts=counts).count_rows() == len(expected[0])
@@ -106,17 +107,12 @@ def test_rows_of_a_first_plan_are_counted_once(on_disk, cache, expected, tmp_pat
 
 
 def test_what_a_plan_hangs_on_has_a_file_of_its_own(on_disk):
-    recipe = plans.PlanSpec((0, "train", 0), 0, 32, 0.1, "pairs")
-    others = {"names": (1, "train", 0), "epoch": 1, "sequence_length": 33, "short_seq_prob": 0.2}
+    others = {"names": (1, "train", 0), "sequence_length": 33, "short_seq_prob": 0.2}
     others |= {"units": "sentences"}
-    recipes = [recipe, *(recipe._replace(**{name: value}) for name, value in others.items())]
-    sources = [
-        of(on_disk),
-        of(on_disk, corpus="b"),
-        of(on_disk.part(0, 9)),
-        of(on_disk.part(9, 18)),
-    ]
-    assert len({one._path(two) for one in sources for two in recipes}) == 4 * (1 + len(others))
+    specs = [SPEC, *(SPEC._replace(**{name: value}) for name, value in others.items())]
+    parts = (on_disk, "a"), (on_disk, "b"), (on_disk.part(0, 9), "a"), (on_disk.part(9, 18), "a")
+    found = [plans.Plans(split, spec, name) for split, name in parts for spec in specs]
+    assert len({one._path(epoch) for one in found for epoch in (0, 1)}) == 4 * 5 * 2
 
 
 def test_the_plans_used_last_are_kept(on_disk, cache):
@@ -134,27 +130,13 @@ def test_the_plans_used_last_are_kept(on_disk, cache):
     assert len(names(cache)) == 8 and not names(cache, ".tmp")
 
 
-def hold_up(monkeypatch):
-    """Makers wait before they work, as if the split were large."""
-    script = "import sys, time; time.sleep(100)"
-    monkeypatch.setattr(
-        plans.subprocess,
-        "Popen",
-        lambda command, popen=subprocess.Popen, **named: popen(
-            [sys.executable, "-c", script], **named
-        ),
-    )
-
-
 def test_a_maker_that_is_killed_is_followed_by_another(on_disk, cache, monkeypatch):
     with monkeypatch.context() as patch:
-        hold_up(patch)
-        source = of(on_disk)
-        with pytest.raises(Unavailable, match=r"killed 3 times, by signal 9"):
-            while source.find(0) is None:
-                source._worker.process.kill()
-                source._worker.process.wait()
+        patch.setattr(plans, "_write_in_background", dying.kill_worker)
+        with pytest.raises(Unavailable, match=r"3 times.*code -9"):
+            of(on_disk).wait(0)
         # Closing ends one, and whoever waits for it.
+        patch.setattr(plans, "_write_in_background", dying.sleep)
         source = of(on_disk)
         assert source.find(0) is None
         maker = source._worker.process
@@ -167,45 +149,6 @@ def test_a_maker_that_is_killed_is_followed_by_another(on_disk, cache, monkeypat
         source._worker.process.kill()
         source._worker.process.wait()
         source.wait(0)
-
-
-WAITING = """
-import sys, time
-from bert_jax.data import plans, stream
-plans._IN_MEMORY = 0
-source = plans.Plans(stream.Stream.open(sys.argv[1]), (0, "train", 0), 32, 0.1, "a")
-popen = plans.subprocess.Popen
-plans.subprocess.Popen = lambda command, **named: popen([sys.executable, "-c",
-    "import pickle, sys, time; from bert_jax.data import plans; "
-    "plans.write = lambda *_: time.sleep(100); plans.main()"], **named)
-source.find(0)
-print(source._worker.process.pid, flush=True)
-if sys.argv[2] == "wait":
-    time.sleep(100)
-"""
-
-
-@pytest.mark.parametrize("end", ["wait", pytest.param("leave", marks=pytest.mark.long)])
-def test_a_maker_ends_with_the_process_that_began_it(end, on_disk, cache):
-    """Killed, or at its end while the next epoch is planned: nothing holds it up."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITING, on_disk.folder, end], stdout=subprocess.PIPE, text=True
-    )
-    maker = int(process.stdout.readline())
-    if end == "wait":
-        process.kill()
-    process.wait(20)
-    process.stdout.close()
-
-    def ended():
-        with contextlib.suppress(FileNotFoundError):
-            return "State:\tZ" in pathlib.Path(f"/proc/{maker}/status").read_text()
-        return True
-
-    wait_until(ended)
-    # Its lock is free: whoever needs the plan makes it.
-    with contextlib.closing(of(on_disk)) as source:
-        assert source.find(0) is None and source._worker is not None
 
 
 def test_an_error_of_the_maker_is_told_in_its_line(on_disk, cache, tmp_path):

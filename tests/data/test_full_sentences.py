@@ -45,12 +45,12 @@ def test_rows_are_those_of_the_rule(lengths, width, seed):
     first = int(draws.Counter(key, np.zeros(1, np.int64)).first_length(width - 2)[0])
     found = sentences.rows(small, sentences.plan(small, width, key), width, PAD, CLS, SEP)
     expected = by_hand(text, width, first)
-    assert found.length.tolist() == [len(row) for row in expected]
+    assert found.rows.length.tolist() == [len(row) for row in expected]
     for row, ids in enumerate(expected):
         padding = [PAD] * (width - len(ids))
-        assert found.input_ids[row].tolist() == ids + padding
+        assert found.rows.input_ids[row].tolist() == ids + padding
         is_text = [token not in (CLS, SEP) for token in ids]
-        assert found.text[row].tolist() == is_text + [False] * len(padding)
+        assert found.rows.text[row].tolist() == is_text + [False] * len(padding)
         document, position, places = 1, 0, []
         for token in ids:
             places.append((document, position))
@@ -92,6 +92,6 @@ def test_sizes_are_those_of_the_rows():
     plan = sentences.plan(small, 32, draws.key_of(0))
     kept, wanted = sentences.sizes(small, plan, 32)
     rows = sentences.rows(small, plan, 32, PAD, CLS, SEP)
-    assert (kept + 2).tolist() == rows.length.tolist()
+    assert (kept + 2).tolist() == rows.rows.length.tolist()
     assert (wanted >= kept).all() and (wanted > kept).any()
     assert sentences.plan(small, 32, draws.key_of(0), 3).tolist() == plan[:3].tolist()

@@ -31,10 +31,9 @@ def rows_of(lengths, seed=0):
 def mask(input_ids, lengths, units="piece", seed=0, width=9, **policy):
     a, b = np.array(lengths, np.int64).T[..., None]
     column = np.arange(input_ids.shape[1])
+    text = (column > 0) & (column != a + 1) & (column < a + b + 2)
     return masking.mask(
-        input_ids,
-        (column > 0) & (column != a + 1) & (column < a + b + 2),
-        (a + b + 3)[:, 0],
+        masking.Rows(input_ids, text, (a + b + 3)[:, 0]),
         draws.Counter((7, seed), np.arange(len(input_ids))),
         masking.HELD_OUT._replace(units=units, **policy),
         width,

@@ -45,7 +45,9 @@ def make(data=None, weights=WEIGHTS):
     for number in range(3):
         part = whole.part(ends[number], ends[number + 1])
         names = (*NAMES, "source", number)
-        source = plans.Plans(part, names, alone.LENGTH, data.short_seq_prob, units=data.units)
+        source = plans.Plans(
+            part, plans.PlanSpec(names, alone.LENGTH, data.short_seq_prob, data.units)
+        )
         sources.append(batches.TrainBatches(source, alone.IDS, data, shape))
     return mixture.MixedBatches(sources, mixture.Order(weights, NAMES))
 
@@ -83,7 +85,9 @@ def test_a_row_is_that_of_its_source_by_itself():
     train = make()
     whole, ends = three()
     part = whole.part(ends[1], ends[2])
-    source = plans.Plans(part, (*NAMES, "source", 1), alone.LENGTH, Data().short_seq_prob)
+    source = plans.Plans(
+        part, plans.PlanSpec((*NAMES, "source", 1), alone.LENGTH, Data().short_seq_prob)
+    )
     shape = batches.BatchShape(alone.LENGTH, alone.PREDICTIONS, 1)
     single = batches.TrainBatches(source, alone.IDS, Data(), shape)
     batch = alone.whole(train, 7, SIZE_OF_BATCH)
@@ -120,7 +124,7 @@ def test_a_part_is_planned_as_the_same_documents_by_themselves():
     for units in ("pairs", "swapped_pairs", "sentences"):
         for epoch in range(2):
             made = [
-                plans.Plans(one, NAMES, alone.LENGTH, 0.1, units=units).wait(epoch)
+                plans.Plans(one, plans.PlanSpec(NAMES, alone.LENGTH, 0.1, units)).wait(epoch)
                 for one in (part, own)
             ]
             np.testing.assert_array_equal(*made)
@@ -138,7 +142,7 @@ def test_large_sources_are_planned_as_small_ones(tmp_path, monkeypatch):
         for number in range(count):
             part = whole.part(10 * number, 10 * (number + 1))
             names = (*NAMES, "source", number)
-            source = plans.Plans(part, names, alone.LENGTH, 0.1, "a")
+            source = plans.Plans(part, plans.PlanSpec(names, alone.LENGTH, 0.1), "a")
             shape = batches.BatchShape(alone.LENGTH, alone.PREDICTIONS, SIZE_OF_BATCH)
             sources.append(batches.TrainBatches(source, alone.IDS, Data(), shape))
         order = mixture.Order([*range(1, count + 1)], NAMES)

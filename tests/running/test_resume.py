@@ -4,10 +4,12 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import signal
 
 import numpy as np
 import pytest
+from broken import said
 from small_run import assert_same_run, bert_jax, command, final_state, killed, pretrain
 
 from bert_jax.errors import InputError
@@ -147,3 +149,14 @@ def test_what_many_devices_trained_one_device_reads(relaid, copy_of_run):
     ):
         done = bert_jax(*words)
         assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_corpus_made_again_of_the_same_text_is_the_same(copy_of_run):
+    """Though its manifest has another date of the text."""
+    manifest = json.loads(pathlib.Path("corpus/manifest.json").read_text())
+    shutil.rmtree("corpus")
+    os.utime("text/all.txt", ns=(0, 0))
+    said("prepare small.py")
+    said("evaluate --workdir run")
+    made_again = json.loads(pathlib.Path("corpus/manifest.json").read_text())
+    assert made_again["checksum"] != manifest["checksum"]

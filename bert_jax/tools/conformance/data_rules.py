@@ -204,10 +204,9 @@ def _mask(
     ids = np.full((len(lengths), int(lengths.max())), 5, np.int32)
     ids[:, :3] = (2, 4, 3)
     ids[np.arange(len(lengths)), lengths - 1] = 3
+    text = (ids > 3) & (np.arange(ids.shape[1]) < lengths[:, None] - 1)
     return masking.mask(
-        ids,
-        (ids > 3) & (np.arange(ids.shape[1]) < lengths[:, None] - 1),
-        lengths,
+        masking.Rows(ids, text, lengths),
         counter,
         masking.Policy.of(Data(masking=units), 0, 1),
         most,

@@ -1,13 +1,9 @@
 """Compiles the training step ahead of time for TPU slices that need not exist.
 
 libtpu, an ordinary package for Linux on x86-64, contains the compiler. Each compilation has its own
-process, since the compiler sometimes crashes. The outcome is cached in the user's cache folder,
-under a hash of everything that it depends on.
-
-    python -m bert_jax.tools.plan.compile JOB.json OUTCOME.json DUMP
-
-is that process. `compile_all` starts it without devices, and with the option to dump the schedules
-of operations, which the compiler reads only at its start.
+process: the compiler sometimes crashes, and only at its start it reads where to dump the schedules
+of operations. The outcome is cached in the user's cache folder, under a hash of everything that it
+depends on.
 """
 
 import contextlib
@@ -23,8 +19,6 @@ import pathlib
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +30,11 @@ from jax.experimental import topologies
 
 from bert_jax import config, system
 from bert_jax.config import Experiment, code
+from bert_jax.data.workers import Worker, WorkerDied, wait
 from bert_jax.errors import InputError
 from bert_jax.pretraining.pretraining_job import require_runnable
 from bert_jax.storage.workdir import cache_folder, create_folder, translate_os_errors, write_atomic
 from bert_jax.tools.plan import bundles, hlo, schedule
-from bert_jax.tools.plan import topology as topology_lib
 from bert_jax.tools.plan.topology import Topology, layout_of
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
@@ -49,7 +43,6 @@ from bert_jax.training.checksums import path_of
 from bert_jax.training.collectives import CompilerOptions
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
-_COMMAND = (sys.executable, "-m", "bert_jax.tools.plan.compile")
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -62,7 +55,6 @@ DUMP = (
 )
 # Compilations at the same time; each takes a core and a half, and a gigabyte or two.
 _AT_ONCE = 2
-_POLL_SECONDS = 0.05
 # Sources on which the outcome of a compilation depends.
 _PLAN_MODULES = ("bundles", "compile", "hlo", "schedule", "topology", "work")
 _SOURCES = (
@@ -150,24 +142,23 @@ def compile_all(
         number: outcome for number, job in enumerate(jobs) if (outcome := _cached_outcome(job))
     }
     waiting = [number for number in range(len(jobs)) if number not in outcomes]
-    running: dict[int, subprocess.Popen] = {}
+    running: dict[Worker, int] = {}
     with tempfile.TemporaryDirectory(prefix="bert_jax_plan") as folder:
         try:
             while waiting or running:
                 while waiting and len(running) < width:
                     number = waiting.pop(0)
-                    running[number] = _begin(jobs[number], pathlib.Path(folder, f"{number}"), log)
-                for number in [n for n, process in running.items() if process.poll() is not None]:
-                    code = running.pop(number).returncode
-                    outcomes[number] = _end(jobs[number], pathlib.Path(folder, f"{number}"), code)
-                    if outcomes[number].kind == "refused" and refusals == "raise":
-                        message = outcomes[number].message
-                        raise InputError(f"{jobs[number].topology.name}: {message}")
-                time.sleep(_POLL_SECONDS)
+                    _log_job(jobs[number], log)
+                    running[_begin(jobs[number], pathlib.Path(folder, f"{number}"))] = number
+                for worker in wait(running):
+                    number = running.pop(worker)
+                    path = pathlib.Path(folder, f"{number}")
+                    outcome = outcomes[number] = _end(jobs[number], path, worker)
+                    if outcome.kind == "refused" and refusals == "raise":
+                        raise InputError(f"{jobs[number].topology.name}: {outcome.message}")
         finally:
-            for process in running.values():
-                process.kill()
-                process.wait()
+            for worker in running:
+                worker.close()
     return [outcomes[number] for number in range(len(jobs))]
 
 
@@ -181,53 +172,46 @@ def _cache_path(job: CompileJob) -> epath.Path:
     return cache_folder() / "compiled" / f"{key(job)}.json"
 
 
-def _begin(job: CompileJob, folder: pathlib.Path, log: Callable[[str], None]) -> subprocess.Popen:
-    """Starts the process that compiles a job, with its files in `folder`."""
+def _log_job(job: CompileJob, log: Callable[[str], None]) -> None:
     experiment = job.experiment
     log(
         f"compiling {experiment.name} for {job.topology.name}, phase {job.phase}: "
         f"{experiment.model.num_hidden_layers} layers, "
         f"{experiment.phases[job.phase].sequence_length} long, {layout_of(experiment, job.phase)}"
     )
-    folder.mkdir()
-    fields = {
-        "experiment": json.loads(config.to_json(experiment)),
-        "phase": job.phase,
-        "topology": job.topology.name,
-    }
-    (folder / "job").write_text(json.dumps(fields))
-    path = os.pathsep.join(filter(None, [str(_PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+
+
+def _begin(job: CompileJob, folder: pathlib.Path) -> Worker:
+    """Starts to compile a job in a worker without devices, with its files in `folder`."""
     dump = folder / "dump"
-    dump.mkdir()
+    dump.mkdir(parents=True)
     arguments = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {DUMP.format(dump)}".strip()
     environment = os.environ | code.environment() | _ENVIRONMENT
-    environment |= {"PYTHONPATH": path, "LIBTPU_INIT_ARGS": arguments}
+    environment |= {"LIBTPU_INIT_ARGS": arguments}
     environment.pop("XLA_FLAGS", None)  # plans use the compiler's default flags
     with open(folder / "output", "wb") as output:
-        return subprocess.Popen(
-            [*_COMMAND, str(folder / "job"), str(folder / "outcome"), str(dump)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
+        worker = Worker(environment, output)
+    worker.start(compile_job, job, str(dump))
+    return worker
 
 
-def _end(job: CompileJob, folder: pathlib.Path, code: int) -> Outcome:
-    """Returns the outcome that an ended process wrote, and caches it."""
-    shutil.rmtree(folder / "dump")
-    if not (folder / "outcome").exists():
-        if code < 0:
-            message = f"the compiler crashed ({signal.Signals(-code).name})"
+def _end(job: CompileJob, folder: pathlib.Path, worker: Worker) -> Outcome:
+    """Returns the outcome of a worker's job, and caches it."""
+    try:
+        outcome = worker.result()
+    except WorkerDied as error:
+        if error.code < 0:
+            message = f"the compiler crashed ({signal.Signals(-error.code).name})"
             return Outcome(kind="crashed", message=message)
         last = (folder / "output").read_text("utf-8", "replace").strip().split("\n")[-1]
-        raise RuntimeError(f"compiling for {job.topology.name}: {last}")
-    text = (folder / "outcome").read_text()
-    outcome = Outcome.from_json(text)
+        raise RuntimeError(f"compiling for {job.topology.name}: {last}") from error
+    finally:
+        worker.close()
+        shutil.rmtree(folder / "dump")
     if outcome.kind in ("compiled", "too large"):  # other outcomes may depend on this machine
         path = _cache_path(job)
         with create_folder(path.parent), translate_os_errors(path.parent):
-            write_atomic(path, text)
+            write_atomic(path, json.dumps(dataclasses.asdict(outcome)))
             for old in pathlib.Path(path.parent).glob("*.json"):
                 with contextlib.suppress(FileNotFoundError):
                     if time.time() - old.stat().st_mtime > _CACHE_SECONDS:
@@ -266,28 +250,21 @@ def _code_version() -> str:
     return digest.hexdigest()
 
 
-# --- the process that compiles ---
+# --- the worker ---
 
 
-def main(job_file: str, outcome_file: str, dump: str) -> None:
-    """Reads a job, compiles it and writes its outcome; dies with the parent process.
-
-    The compiler of this process writes its schedules into the folder `dump`.
-    """
-    system.die_with_parent()
-    job = json.loads(epath.Path(job_file).read_text())
-    experiment = config.from_json(json.dumps(job["experiment"]), job_file)
-    topology = topology_lib.parse(job["topology"])
+def compile_job(job: CompileJob, dump: str) -> Outcome:
+    """Compiles a job, in a process whose compiler writes its schedules into the folder `dump`."""
+    topology = job.topology
     described = topologies.get_topology_desc(
         platform="tpu", topology_name=topology.slice_name, **topology.compiler_options
     )
     try:
-        outcome = compile_step(experiment, job["phase"], described.devices, dump)
+        return compile_step(job.experiment, job.phase, described.devices, dump)
     except InputError as error:
-        outcome = Outcome(kind="refused", message=str(error))
+        return Outcome(kind="refused", message=str(error))
     except jax.errors.JaxRuntimeError as error:
-        outcome = failure(str(error))
-    write_atomic(epath.Path(outcome_file), json.dumps(dataclasses.asdict(outcome)))
+        return failure(str(error))
 
 
 def compile_step(
@@ -414,7 +391,3 @@ def failure(message: str) -> Outcome:
             wanted, available = (float(match[i]) * _UNITS[match[i + 1]] for i in (1, 3))
             return Outcome(kind="too large", message=line, wanted=wanted, available=available)
     return Outcome(kind="too large", message=line)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,7 +1,10 @@
 """Made-up outcomes of compilations, and what the real compiler wrote (make_modules.py)."""
 
 import gzip
+import os
 import pathlib
+import signal
+import time
 
 import numpy as np
 
@@ -51,3 +54,29 @@ def compiled(topology_: topology.Topology, cycles: int = 15_000_000) -> Outcome:
 TOO_LARGE = Outcome(
     kind="too large", message="RESOURCE_EXHAUSTED", wanted=20 * 2**30, available=16 * 2**30
 )
+
+
+# --- what a worker does instead of `compile_job` ---
+
+
+def crash(job, dump):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave(job, dump):
+    """Ends as libtpu does where it cannot start."""
+    print("first\nlast line", flush=True)
+    os._exit(1)
+
+
+def exceed(job, dump):
+    return TOO_LARGE
+
+
+def refuse(job, dump):
+    return Outcome(kind="refused", message="phases.0.batch_size=3: not a multiple")
+
+
+def refuse_the_second(job, dump):
+    """The first phase takes for ever."""
+    return refuse(job, dump) if job.phase else time.sleep(600)

@@ -4,14 +4,13 @@ import dataclasses
 import importlib.util
 import json
 import os
-import signal
-import sys
 import time
 
 import jax
 import numpy as np
 import pytest
 import samples
+import stand_in
 from broken import fails, said
 from stand_in import TOO_LARGE, VERSIONS, compiled, text
 
@@ -167,32 +166,25 @@ def job(monkeypatch, tmp_path):
     return CompileJob(config.load(POD), 0, topology.parse("v5e:8x8"))
 
 
-def worker_does(monkeypatch, code: str) -> None:
-    """Workers run this code, with the name of the file of their answer in `answer`."""
-    script = f"import os, sys; answer = sys.argv[2]; {code}"
-    monkeypatch.setattr(compile_lib, "_COMMAND", (sys.executable, "-c", script))
-
-
 def test_a_worker_killed_by_a_signal_is_a_crash_of_the_compiler(job, monkeypatch):
-    worker_does(monkeypatch, f"os.kill(os.getpid(), {int(signal.SIGSEGV)})")
+    monkeypatch.setattr(compile_lib, "compile_job", stand_in.crash)
     (outcome,) = compile_lib.compile_all([job], print)
     assert (outcome.kind, outcome.message) == ("crashed", "the compiler crashed (SIGSEGV)")
 
 
 def test_what_was_compiled_is_kept_and_not_compiled_again(job, monkeypatch, tmp_path):
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "here"))
-    value = {"kind": "too large", "message": "m", "wanted": 2.0, "available": 1.0}
-    worker_does(monkeypatch, f"open(answer, 'w').write({json.dumps(json.dumps(value))})")
+    monkeypatch.setattr(compile_lib, "compile_job", stand_in.exceed)
     lines = []
     first = compile_lib.compile_all([job], lines.append)
     (kept,) = (tmp_path / "here").rglob("*.json")
-    assert json.loads(kept.read_text()) == value
+    assert first == [Outcome.from_json(kept.read_text())] == [TOO_LARGE]
     os.utime(kept, (time.time() - 9 * 24 * 3600,) * 2)
     plans._prune(str(tmp_path / "here" / "plans"))  # as a run does, after each plan of an epoch
-    worker_does(monkeypatch, "sys.exit(1)")
+    monkeypatch.setattr(compile_lib, "compile_job", stand_in.leave)
     assert compile_lib.compile_all([job], lines.append) == first and len(lines) == 1
     other = dataclasses.replace(job, phase=1)
-    with pytest.raises(RuntimeError, match="v5e:8x8"):
+    with pytest.raises(RuntimeError, match="v5e:8x8: last line"):
         compile_lib.compile_all([other], lines.append)
 
 
@@ -237,20 +229,16 @@ def test_the_optimizer_s_moments_lie_beside_a_replay(job):
 
 
 def test_a_layout_that_is_refused_is_bad_input(job, monkeypatch):
-    value = json.dumps({"kind": "refused", "message": "phases.0.batch_size=3: not a multiple"})
-    worker_does(monkeypatch, f"open(answer, 'w').write({value!r})")
+    monkeypatch.setattr(compile_lib, "compile_job", stand_in.refuse)
     with pytest.raises(InputError, match=r"v5e:8x8: phases\.0\.batch_size=3"):
         compile_lib.compile_all([job], print)
     assert compile_lib.compile_all([job], print, "return")[0].kind == "refused"
 
 
 def test_a_refusal_ends_what_is_under_way(job, monkeypatch):
-    """The first phase takes for ever, the second is refused."""
-    value = json.dumps({"kind": "refused", "message": "m"})
-    wait = "import json, time; json.load(open(sys.argv[1]))['phase'] or time.sleep(600)"
-    worker_does(monkeypatch, f"{wait}; open(answer, 'w').write({value!r})")
+    monkeypatch.setattr(compile_lib, "compile_job", stand_in.refuse_the_second)
     began = time.monotonic()
-    with pytest.raises(InputError, match="v5e:8x8: m"):
+    with pytest.raises(InputError, match="v5e:8x8: phases"):
         compile_lib.compile_all([job, dataclasses.replace(job, phase=1)], print)
     assert time.monotonic() - began < 300
 
