@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from bert_jax.model import kernels as kernels_lib
 from bert_jax.model.attention import MASKED_SCORE, SAVED_NAMES
-from bert_jax.model.kernels import LANES, Kernels
+from bert_jax.model.kernels import LANES, KernelCall, Kernels
 
 
 class AttentionShape(NamedTuple):
@@ -36,8 +37,9 @@ class AttentionShape(NamedTuple):
 def _forward(static: AttentionShape, *arrays: Any) -> list[jax.Array]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
-    run = functools.partial(_forward_kernel, static)
-    return blocks.call(run, "attention_forward", _inputs(blocks, *arrays), outputs, products=2)
+    kernel = functools.partial(_forward_kernel, static)
+    call = KernelCall(kernel, "attention_forward", _inputs(blocks, *arrays), outputs)
+    return blocks.run(call, products=2)
 
 
 def _backward(static: AttentionShape, arrays: tuple[Any, ...], *more: jax.Array) -> tuple[Any, ...]:
@@ -48,8 +50,9 @@ def _backward(static: AttentionShape, arrays: tuple[Any, ...], *more: jax.Array)
     biases_block = pl.BlockSpec((1, 3, blocks.lanes), lambda b, p: (b, 0, p))
     outputs = [(blocks.row, query)] * 3
     outputs += [(biases_block, jax.ShapeDtypeStruct((b, 3, w), jnp.float32))]
-    run = functools.partial(_backward_kernel, static)
-    *gradients, d_biases = blocks.call(run, "attention_backward", inputs, outputs, products=5)
+    kernel = functools.partial(_backward_kernel, static)
+    call = KernelCall(kernel, "attention_backward", inputs, outputs)
+    *gradients, d_biases = blocks.run(call, products=5)
     return *gradients, d_biases.sum(axis=0), None, None, None
 
 
@@ -84,26 +87,18 @@ class Blocks:
         queries = pl.BlockSpec((1, 1, self.length), lambda b, p: (b, 0, 0))
         return [(keys, numbers[:, :, None]), (queries, numbers[:, None, :])]
 
-    def call(
-        self,
-        kernel: Callable[..., None],
-        name: str,
-        inputs: list[tuple[pl.BlockSpec, Any]],
-        outputs: list[tuple[pl.BlockSpec, Any]],
-        products: int,
-        keys: int = 0,
-        scratch: Sequence[Any] = (),
-    ) -> list[jax.Array]:
+    def scratch(self, dtype: Any) -> Any:
+        """Returns memory of a program for an array [S, lanes]."""
+        return pltpu.VMEM((self.length, self.lanes), dtype)
+
+    def run(self, call: KernelCall, products: int, keys: int = 0) -> list[jax.Array]:
         """Runs a kernel with a number of `products`, each of scores [Q, K] with [K, W / H].
 
-        `keys` is the number of keys that a query attends to, 0: all. For `scratch` see `launch`.
+        `keys` is the number of keys that a query attends to, 0: all.
         """
         b, s, w = self._shape
         work = b * s * (keys or s) * w
-        costs = 2 * products * work, work // self._size
-        return kernels_lib.launch(
-            self._kernels, kernel, name, self._grid, inputs, outputs, *costs, scratch
-        )
+        return call.run(self._kernels, self._grid, 2 * products * work, work // self._size)
 
 
 class Heads:

@@ -38,7 +38,10 @@ class OwnEncoder(NamedTuple):
 
 # `training.sharding` has the rules of each `model.kind`.
 _TRANSFORMER = OwnEncoder(
-    transformer.Encoder, transformer.encode, transformer.attention_probabilities, ()
+    transformer.Encoder,
+    lambda encoder, cfg, *inputs: encoder(*inputs),
+    lambda encoder, cfg, hidden: encoder.attention_probabilities(hidden),
+    (),
 )
 
 

@@ -219,6 +219,11 @@ class Noise(Protocol):
         """Returns 1 / the exact probability that `keep` draws True."""
 
 
+def noise_at(noise: Noise | None, place: int | jax.Array) -> Noise | None:
+    """Returns the noise of a layer, or of a site within a layer; None without noise."""
+    return None if noise is None else noise.at(place)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowNoise(Noise):
