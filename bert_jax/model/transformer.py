@@ -182,7 +182,7 @@ def product(dense: layers.Linear, x: jax.Array, shape: tuple[int, ...]) -> jax.A
 
 
 class LayerInputs(NamedTuple):
-    """What every layer reads, besides hidden states."""
+    """The inputs of every layer, besides hidden states."""
 
     mask: jax.Array | Shared | Packing  # see `kinds.encode`
     # `rope_angles`, as kernels read them if there are kernels; None without rotary positions.

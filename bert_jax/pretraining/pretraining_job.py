@@ -29,7 +29,7 @@ from bert_jax.running.progress import Progress
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.text.tokenizer import Tokenizer
-from bert_jax.training import feed, own
+from bert_jax.training import custom_code, feed
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 from bert_jax.training import optimizer as optimizer_lib
@@ -162,7 +162,7 @@ def pretrain(
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError if the batches or the state cannot be sharded over these devices."""
-    own.require_sound(experiment, mesh)
+    custom_code.require_valid(experiment, mesh)
     objective = objective_lib.of(experiment.model, experiment.data)
     step_lib.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     replicas = experiment.optimizer.reference_replicas

@@ -30,7 +30,7 @@ from bert_jax.storage import retry
 from bert_jax.storage.workdir import fork_record, read_json, write_atomic, write_json
 from bert_jax.training import feed, step
 from bert_jax.training import optimizer as optimizer_lib
-from bert_jax.training.replay import SilentCorruption
+from bert_jax.training.recompute_check import SilentCorruption
 
 
 class RunFailure(Exception):

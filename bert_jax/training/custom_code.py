@@ -20,7 +20,7 @@ from bert_jax.training.gradients import row_noise
 from bert_jax.training.objective import Batch, Objective
 
 
-def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
+def require_valid(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError if a custom objective or encoder does not follow its protocol.
 
     Checks nothing for an experiment without custom code.
