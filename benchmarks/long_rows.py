@@ -69,7 +69,7 @@ def losses(of: Experiment, workdir: Workdir) -> dict[int, dict[str, float]]:
     prepared, mesh = OpenCorpus.open(workdir.corpus), mesh_lib.one_device()
     params, _ = load_params(of, workdir, prepared, mesh)
     held_out = prepared.held_out(of, mesh)
-    objective = objective_lib.of(of.model, of.data)
+    objective = objective_lib.pretraining_objective(of.model, of.data)
     tokens, found = SHORTEST, {}
     while tokens <= of.data.eval_sequence_length:
         rows = [cut(batch, tokens, prepared.ids) for batch in held_out.batches]

@@ -38,7 +38,7 @@ def elmo():
 
 @pytest.fixture(scope="module")
 def learned(elmo):
-    return objective_lib.of(elmo.model, elmo.data)
+    return objective_lib.pretraining_objective(elmo.model, elmo.data)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def _backward(static: AttentionShape, arrays: tuple[Any, ...], *more: jax.Array)
 
 
 def _inputs(blocks: "Blocks", *arrays: Any) -> list[tuple[pl.BlockSpec, Any]]:
-    """Returns the inputs of both passes with their blocks, in the order of `_Inputs`."""
+    """Returns the inputs of both passes with their blocks, in the order of `_AttentionInputs`."""
     query, key, value, biases, numbers, seed, bits = arrays
     inputs = [(kernels_lib.SCALARS, seed), *((blocks.row, array) for array in (query, key, value))]
     inputs += [(pl.BlockSpec((3, blocks.lanes), lambda b, p: (0, p)), biases)]
@@ -69,7 +69,7 @@ def _inputs(blocks: "Blocks", *arrays: Any) -> list[tuple[pl.BlockSpec, Any]]:
 
 
 class Blocks:
-    """The blocks of a program: of one row, the heads that fill a register's lanes."""
+    """The blocks of a program: one row, and the heads that fill a register's lanes."""
 
     def __init__(self, kernels: Kernels, size: int, query: jax.Array):
         self._kernels, self._size, self._shape = kernels, size, query.shape
@@ -126,7 +126,7 @@ class Heads:
         return (scores if self.score_scale == 1.0 else scores * self.score_scale) + bias
 
 
-class _Inputs(Heads):
+class _AttentionInputs(Heads):
     """The inputs of both passes."""
 
     def __init__(self, static: AttentionShape, refs: Sequence[Any]):
@@ -161,7 +161,7 @@ class _Inputs(Heads):
 
 def _forward_kernel(static: AttentionShape, *refs: Any) -> None:
     *inputs, context_ref, sums_ref = refs
-    row = _Inputs(static, inputs)
+    row = _AttentionInputs(static, inputs)
     value = row.value.T
     context = jnp.zeros((row.lanes, row.tokens), jnp.float32)
     for head in row.heads:
@@ -180,7 +180,7 @@ def _forward_kernel(static: AttentionShape, *refs: Any) -> None:
 def _backward_kernel(static: AttentionShape, *refs: Any) -> None:
     *inputs, context_ref, sums_ref, gradient_ref = refs[:-4]
     d_query_ref, d_key_ref, d_value_ref, d_biases_ref = refs[-4:]
-    row = _Inputs(static, inputs)
+    row = _AttentionInputs(static, inputs)
     gradient = gradient_ref[0].astype(jnp.float32)
     # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
     products = (gradient * context_ref[0].astype(jnp.float32)).T  # [lanes, Q]

@@ -115,7 +115,7 @@ def _run(
     angles_block = pl.BlockSpec(shape, lambda b, p: (0, b if by_row else 0, 0, 0), **single_buffer)
 
     def run(half_window: int, angles: jax.Array) -> list[jax.Array]:
-        # In the order of `_Inputs`.
+        # In the order of `_RotaryInputs`.
         inputs = [*((blocks.row, array) for array in vectors), (angles_block, angles)]
         inputs += [*blocks.numbers(numbers, **single_buffer), *call.inputs]
         kernel = functools.partial(call.kernel, static._replace(half_window=half_window))
@@ -140,7 +140,7 @@ def _run(
 attention = with_gradient(_forward, _backward)
 
 
-class _Inputs(Heads):
+class _RotaryInputs(Heads):
     """The inputs of both passes, and the loop over their blocks."""
 
     def __init__(self, static: RotaryAttentionShape, refs: Sequence[Any], key_ref: Any):
@@ -210,7 +210,7 @@ class _Inputs(Heads):
 
 def _forward_kernel(static: RotaryAttentionShape, *refs: Any) -> None:
     *inputs, context_ref, sums_ref, key_ref = refs
-    row = _Inputs(static, inputs, key_ref)
+    row = _RotaryInputs(static, inputs, key_ref)
 
     def block(queries: Any, keys: Any) -> None:
         query = row.query(queries)
@@ -251,7 +251,7 @@ def _forward_kernel(static: RotaryAttentionShape, *refs: Any) -> None:
 def _backward_kernel(static: RotaryAttentionShape, *refs: Any) -> None:
     *inputs, context_ref, sums_ref, gradient_ref = refs[:-6]
     d_query_ref, d_key_ref, d_value_ref, key_ref, d_key, d_value = refs[-6:]
-    row = _Inputs(static, inputs, key_ref)
+    row = _RotaryInputs(static, inputs, key_ref)
     d_key[...], d_value[...] = jnp.zeros_like(d_key), jnp.zeros_like(d_value)
 
     def block(queries: Any, keys: Any) -> None:

@@ -321,7 +321,7 @@ def score_held_out(
     parallelism = Parallelism()  # the run's own is for the devices of its training
     mesh = mesh_lib.make_mesh(parallelism)
     params, done = load_params(experiment, run, prepared, mesh, which)
-    scored = objective.of(experiment.model_scored(done), experiment.data)
+    scored = objective.pretraining_objective(experiment.model_scored(done), experiment.data)
     held_out = prepared.held_out(experiment, mesh)
     return done, evaluate(held_out, params, scored, parallelism, mesh)
 
@@ -346,7 +346,7 @@ def _read_checkpoint(
         raise InputError(
             f"{workdir.address}: was trained with other settings ({'; '.join(changed)})"
         )
-    trained = objective.of(experiment.model, experiment.data)
+    trained = objective.pretraining_objective(experiment.model, experiment.data)
     abstract = step.abstract_state(trained, experiment.optimizer, Parallelism(), mesh)
     restored = saved.read(which, {name: abstract[name] for name in names})
     prepared.require_same(restored.metadata)

@@ -163,7 +163,7 @@ def pretrain(
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError if the batches or the state cannot be sharded over these devices."""
     custom_code.require_valid(experiment, mesh)
-    objective = objective_lib.of(experiment.model, experiment.data)
+    objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
     step_lib.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     replicas = experiment.optimizer.reference_replicas
     shards = mesh_lib.batch_shards(mesh)
@@ -283,7 +283,7 @@ class PretrainingJob(Job):
         """Opens the corpus, and creates the objective and the evaluators."""
         experiment = self.experiment
         self.optimizer, self.total_steps = experiment.optimizer, experiment.total_steps
-        self.objective = objective_lib.of(experiment.model, experiment.data)
+        self.objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
         self.metric_names = objective_lib.metric_names(experiment)
         self._peers, self._prepared = peers, OpenCorpus.open(self.workdir.corpus)
         corpus.require_rows(self._prepared.folder, experiment)
@@ -377,7 +377,7 @@ class PretrainingJob(Job):
         for model in dict.fromkeys(map(experiment.model_of, range(len(experiment.phases)))):
             # One direction for held-out rows of all phases, so that losses are comparable.
             directed = dataclasses.replace(model, direction=experiment.model.direction)
-            objectives[model] = objective_lib.of(directed, experiment.data)
+            objectives[model] = objective_lib.pretraining_objective(directed, experiment.data)
             if model.direction == "both":
                 samplers[model] = evaluators.PredictionSampler(
                     run.watch, model, prepared.tokenizer, stream

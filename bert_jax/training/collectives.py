@@ -111,17 +111,14 @@ class Collectives(NamedTuple):
     gather_dtype: str  # in which parameters are gathered
     reduce_dtype: str  # in which gradients are added up
     method: Method
-    # The axis between slices if each reduce-scatter is followed by a sum along it, else ().
-    slice_axes: tuple[str, ...] = ()
+    slice_axes: tuple[str, ...] = ()  # the axis between slices
+    # Whether a sum over slices follows each reduce-scatter; else one sum follows all of them.
+    reduces_slices_early: bool = False
 
     def is_prefetched(self, shard: jax.Array) -> bool:
         """Returns whether a layer's parameter with such shards is gathered before all layers."""
         size = math.prod(map(lax.axis_size, self.axes)) * shard.size
         return size * jnp.dtype(self.gather_dtype).itemsize <= self.method.prefetch_bytes
-
-    def with_axes(self, axes: tuple[str, ...]) -> "Collectives":
-        """Returns the same settings with these axes."""
-        return self._replace(axes=axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -181,7 +178,9 @@ def _all_gather_backward(
 ) -> tuple[jax.Array, None]:
     del residuals
     shard = reduce_scatter(gradient, dimension, collectives)
-    return reduce_across_slices(shard, collectives), None
+    if collectives.reduces_slices_early:
+        shard = reduce_across_slices(shard, collectives)
+    return shard, None
 
 
 all_gather.defvjp(_all_gather_forward, _all_gather_backward)

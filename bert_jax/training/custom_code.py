@@ -31,7 +31,7 @@ def require_valid(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
             _trace_encoder(model)
     if data.code:
         with code.failures(code.path_of(data.code)):
-            objective = objective_lib.of(model, data)
+            objective = objective_lib.pretraining_objective(model, data)
             if hasattr(objective, "compare"):
                 _require_comparable(experiment)
             params = _init_params(objective)

@@ -88,23 +88,17 @@ class ShardGradient:
 
     @property
     def _collectives(self) -> Collectives:
-        """Returns the settings of the collectives."""
         spec, method = self.spec, method_of(mesh_lib.device_kind(self.spec.mesh))
         # With several micro-batches one sum over slices, after all of them, sends less.
         is_early = spec.parallelism.state == "zero3" and spec.accumulation == 1
-        is_early &= method.sums == "by_layer"
         return Collectives(
             mesh_lib.data_axes(spec.mesh),
-            spec.objective.model.compute_dtype,
-            spec.optimizer.gradient_reduction,
-            method,
-            self._slice_axes if is_early else (),
+            gather_dtype=spec.objective.model.compute_dtype,
+            reduce_dtype=spec.optimizer.gradient_reduction,
+            method=method,
+            slice_axes=tuple(axis for axis in spec.mesh.axis_names if axis == mesh_lib.SLICE),
+            reduces_slices_early=is_early and method.sums == "by_layer",
         )
-
-    @property
-    def _slice_axes(self) -> tuple[str, ...]:
-        """Returns the axes between slices, () without slices."""
-        return tuple(axis for axis in self.spec.mesh.axis_names if axis == mesh_lib.SLICE)
 
     def _layer_loop(self, params: Any, mark: jax.Array | None) -> tuple[Any, Loop]:
         """Returns whole parameters and the loop over layers, which gathers those of `zero3`."""
@@ -154,12 +148,10 @@ class ShardGradient:
         state, collectives = self.spec.parallelism.state, self._collectives
         if state == "replicated":
             axes = mesh_lib.batch_axes(self.spec.mesh)
-            return sharding.all_reduce_gradients(gradient, collectives.with_axes(axes))
+            return sharding.all_reduce_gradients(gradient, collectives._replace(axes=axes))
         if state == "zero1":
             gradient = sharding.reduce_scatter_gradients(gradient, self.partition, collectives)
-        return sharding.all_reduce_unsharded(
-            gradient, self.partition, collectives, self._slice_axes
-        )
+        return sharding.all_reduce_unsharded(gradient, self.partition, collectives)
 
 
 def gather_outside_layers(

@@ -30,7 +30,7 @@ class Objective(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of what `forward` returns."""
+        """Names of the metrics that `forward` returns."""
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ class Pretraining:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Returns the names of what `forward` returns."""
+        """Returns the names of the metrics that `forward` returns."""
         return losses_lib.names(self.learns)
 
     @property
@@ -113,7 +113,7 @@ class Pretraining:
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Returns the names of parameters that get no gradient and stay as they are."""
+        """Returns the names of parameters that get no gradient and stay unchanged."""
         return () if len(self.losses) > 1 else ("pooler", "next_sentence")
 
     @property
@@ -147,8 +147,8 @@ class Pretraining:
         return loss
 
 
-def of(model: Model, data: Data) -> Objective:
-    """Returns the objective of pre-training: by `data.objective`, or of custom code."""
+def pretraining_objective(model: Model, data: Data) -> Objective:
+    """Returns the objective of `data.objective`, or of custom code."""
     if data.code:
         return code.function(data.code)(model, data)
     return Pretraining(model, data.objective)
@@ -156,7 +156,7 @@ def of(model: Model, data: Data) -> Objective:
 
 def make_objective(experiment: Experiment, number: int) -> Objective:
     """Returns the objective of a phase; all phases of a run have the same parameters."""
-    return of(experiment.model_of(number), experiment.data_of(number))
+    return pretraining_objective(experiment.model_of(number), experiment.data_of(number))
 
 
 def metric_names(experiment: Experiment) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ def fingerprint(tree: Any) -> jax.Array:
     It sums the arrays' checksums, byte by byte. So fingerprints of layers and micro-batches add up
     like gradients, exactly for up to 65,536 arrays, and one changed bit changes the sum.
     """
-    words = jnp.stack([checksums.sum_of(leaf)[0] for leaf in jax.tree.leaves(tree)])
+    words = jnp.stack([checksums.array_checksum(leaf)[0] for leaf in jax.tree.leaves(tree)])
     return lax.bitcast_convert_type(words, jnp.uint8).astype(jnp.float32).sum(axis=0)
 
 

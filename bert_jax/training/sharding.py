@@ -252,7 +252,7 @@ def all_gather_params(params: Tree, partition: Tree, collectives: Collectives) -
     def gather_leaf(shard: jax.Array, cut: Partition) -> jax.Array:
         if cut.data is None:
             return shard
-        return all_gather(shard, cut.data, collectives.with_axes(cut.axes))
+        return all_gather(shard, cut.data, collectives._replace(axes=cut.axes))
 
     return jax.tree.map(gather_leaf, params, partition)
 
@@ -260,12 +260,15 @@ def all_gather_params(params: Tree, partition: Tree, collectives: Collectives) -
 def prefetch_layers(
     stacked: Module, partition: Tree, collectives: Collectives
 ) -> list[jax.Array | None]:
-    """Returns copies of the parameters that are gathered for all layers before the first."""
+    """Returns copies of the parameters that are gathered for all layers before the first.
+
+    The others, and parameters that are not cut, have None.
+    """
 
     def prefetch(shard: jax.Array, cut: Partition) -> jax.Array | None:
         if cut.data is None or not collectives.is_prefetched(shard[0]):
             return None
-        return all_gather_copy(shard, cut.data, collectives.with_axes(cut.axes))
+        return all_gather_copy(shard, cut.data, collectives._replace(axes=cut.axes))
 
     return [prefetch(*leaf) for leaf in _leaves(stacked, partition)]
 
@@ -273,7 +276,7 @@ def prefetch_layers(
 def all_gather_layer(
     layer: Module, copies: Sequence[jax.Array | None], partition: Tree, collectives: Collectives
 ) -> Module:
-    """Returns one whole layer; `partition` is of the stacked layers.
+    """Returns one whole layer; `partition` is that of the stacked layers.
 
     `copies` are the layer's parameters from `prefetch_layers`.
     """
@@ -281,7 +284,7 @@ def all_gather_layer(
     def gather_leaf(shard: jax.Array, cut: Partition, copy: jax.Array | None) -> jax.Array:
         if cut.data is None:
             return shard
-        return all_gather(shard, cut.data - 1, collectives.with_axes(cut.axes), copy)
+        return all_gather(shard, cut.data - 1, collectives._replace(axes=cut.axes), copy)
 
     leaves = zip(_leaves(layer, partition), copies, strict=True)
     return jax.tree.structure(layer).unflatten([gather_leaf(*leaf, copy) for leaf, copy in leaves])
@@ -319,7 +322,7 @@ def reduce_scatter_gradients(gradients: Tree, partition: Tree, collectives: Coll
         def scatter_leaf(gradient: jax.Array, cut: Partition) -> jax.Array:
             if cut.data is None:
                 return gradient
-            return reduce_scatter(gradient, cut.data - stacked, collectives.with_axes(cut.axes))
+            return reduce_scatter(gradient, cut.data - stacked, collectives._replace(axes=cut.axes))
 
         return jax.tree.map(scatter_leaf, tree, partition)
 
@@ -330,31 +333,28 @@ def reduce_scatter_gradients(gradients: Tree, partition: Tree, collectives: Coll
     return rest
 
 
-def all_reduce_unsharded(
-    gradients: Tree, partition: Tree, collectives: Collectives, slice_axes: tuple[str, ...] = ()
-) -> Tree:
+def all_reduce_unsharded(gradients: Tree, partition: Tree, collectives: Collectives) -> Tree:
     """Sums the gradients of parameters that are not cut over devices, in one float32 vector.
 
-    Otherwise each would be a collective, and the compiler would merge them unpredictably. Along
-    `slice_axes` the sums of slices are added up, each byte by one device of a slice: those of cut
-    parameters, unless their scatter has done so, and a part of the vector on each device.
+    Otherwise each would be a collective, and the compiler would merge them unpredictably. Gradients
+    are also summed over slices, each byte by one device of a slice: those of cut parameters, unless
+    a sum followed their reduce-scatter, and a part of the vector on each device.
     """
     leaves, tree = jax.tree.flatten(gradients)
     dims = jax.tree.leaves(_map_partitions(lambda c: -1 if c.data is None else c.data, partition))
     small = [i for i, dim in enumerate(dims) if dim < 0]
     vector = jnp.concatenate([leaves[i].reshape(-1) for i in small])
     vector, start = lax.psum(vector, collectives.axes), 0
-    if slice_axes:
+    if collectives.slice_axes:
         size, parts = len(vector), math.prod(map(lax.axis_size, collectives.axes))
         padded = jnp.pad(vector, (0, -size % parts)).reshape(parts, -1)
-        own = lax.psum(padded[lax.axis_index(collectives.axes)], slice_axes)
+        own = lax.psum(padded[lax.axis_index(collectives.axes)], collectives.slice_axes)
         vector = all_gather(own, 0, collectives._replace(gather_dtype="float32"))[:size]
-    if slice_axes and not collectives.slice_axes:
-        late = collectives._replace(slice_axes=slice_axes)
-        leaves = [
-            g if dim < 0 else reduce_across_slices(g, late)
-            for g, dim in zip(leaves, dims, strict=True)
-        ]
+        if not collectives.reduces_slices_early:
+            leaves = [
+                g if dim < 0 else reduce_across_slices(g, collectives)
+                for g, dim in zip(leaves, dims, strict=True)
+            ]
     for i in small:
         end = start + leaves[i].size
         leaves[i], start = vector[start:end].reshape(leaves[i].shape), end

@@ -52,7 +52,7 @@ def init_state(objective: Objective, optimizer: Optimizer, seed: int) -> State:
     return {
         "step": jnp.zeros([], jnp.int32),
         "params": params,
-        "optimizer": optimizer_lib.make(optimizer).init(params),
+        "optimizer": optimizer_lib.make_optimizer(optimizer).init(params),
         "skipped_steps": jnp.full(SKIPPED_STEPS, -1, jnp.int32),
         "bad_in_a_row": jnp.zeros([], jnp.int32),
     }
@@ -141,7 +141,7 @@ def make_train_step(
     objective, optimizer, parallelism, _, mesh = spec
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
-    tx = optimizer_lib.make(optimizer, muon.make_orthogonalize(partition, mesh))
+    tx = optimizer_lib.make_optimizer(optimizer, muon.make_orthogonalize(partition, mesh))
     gradients = _map_gradients(spec, partition, (sharding.specs(partition), PartitionSpec()))
 
     def train_step(
