@@ -45,7 +45,7 @@ ABOVE = {
     "distributed": 1_116,
     "embeddings": 1_341,
     "interop": 2_760,
-    "model": 3_069,
+    "model": 3_046,
     "pretraining": 1_232,
     "serve": 574,
     "storage": 2_039,

@@ -8,7 +8,7 @@ summation.
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,7 @@ CompilerOptions = tuple[tuple[str, bool | int], ...]
 
 
 class Method(NamedTuple):
-    """The way in which devices of a kind exchange parameters and gradients.
-
-    `bert-jax plan --out` writes these names and values.
-    """
+    """How devices of a kind exchange parameters and gradients; `plan --out` writes these names."""
 
     # All-gather along one axis of the torus after another, or along all of them at once.
     gather: Literal["by_axis", "at_once"] = "by_axis"
@@ -169,21 +166,16 @@ def reduce_across_slices(shard: jax.Array, collectives: Collectives) -> jax.Arra
     )
 
 
-def _all_gather_forward(*args: Any) -> tuple[jax.Array, None]:
-    return all_gather(*args), None
-
-
 def _all_gather_backward(
-    dimension: int, collectives: Collectives, residuals: None, gradient: jax.Array
+    dimension: int, collectives: Collectives, _: None, gradient: jax.Array
 ) -> tuple[jax.Array, None]:
-    del residuals
     shard = reduce_scatter(gradient, dimension, collectives)
     if collectives.reduces_slices_early:
         shard = reduce_across_slices(shard, collectives)
     return shard, None
 
 
-all_gather.defvjp(_all_gather_forward, _all_gather_backward)
+all_gather.defvjp(lambda *args: (all_gather(*args), None), _all_gather_backward)
 
 
 def folded_ring(size: int) -> tuple[int, ...]:

@@ -96,13 +96,9 @@ def _init_params(objective: Objective) -> Any:
 
 
 def _trace_step(objective: Objective, params: Any, batch: dict[str, jax.ShapeDtypeStruct]) -> None:
-    counts = jax.eval_shape(objective.counts, batch)
-    shapes = jax.tree.map(jnp.shape, counts)
-    _require(
-        shapes == ((),) * len(objective.losses),
-        "counts",
-        f"must be a tuple of {len(objective.losses)} scalars",
-    )
+    counts, number = jax.eval_shape(objective.counts, batch), len(objective.losses)
+    are_scalars = jax.tree.map(jnp.shape, counts) == ((),) * number
+    _require(are_scalars, "counts", f"must be a tuple of {number} scalars")
     by_row = objective.model.dropout_rng == "threefry8"
 
     def forward(params: Any, batch: Batch, key: jax.Array | None) -> Any:

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bert_jax.config import Model, Optimizer, Parallelism
-from bert_jax.model import kernels as kernels_lib
+from bert_jax.config import Optimizer, Parallelism
 from bert_jax.model import layers, losses
 from bert_jax.model.encoder import Loop
+from bert_jax.model.kernels import BY_DEVICE
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import recompute_check, sharding
@@ -24,6 +24,7 @@ from bert_jax.training.collectives import Collectives, method_of
 from bert_jax.training.objective import Batch, ComparingObjective, Objective
 
 Metrics = losses.Metrics
+Counts = tuple[jax.Array, ...]
 
 
 class StepSpec(NamedTuple):
@@ -103,18 +104,16 @@ class ShardGradient:
     def _layer_loop(self, params: Any, mark: jax.Array | None) -> tuple[Any, Loop]:
         """Returns whole parameters and the loop over layers, which gathers those of `zero3`."""
         model, parallelism = self.spec.objective.model, self.spec.parallelism
-        kernels = _kernels(model, parallelism, self.spec.mesh)
+        # The compiler cannot partition a kernel over the devices that share a row.
+        has_kernels = model.dropout_rng == "in_kernel" and parallelism.tensor == 1
+        kernels = BY_DEVICE.get(mesh_lib.device_kind(self.spec.mesh)) if has_kernels else None
         loop = Loop(parallelism.remat, parallelism.layer_loop, kernels)
         if parallelism.state == "zero3":
             return gather_outside_layers(params, self.partition, self._collectives, loop, mark)
         return recompute_check.fingerprint_gradient(params, mark), loop
 
     def _sum_micro_batches(
-        self,
-        run: Callable[..., Any],
-        params: Any,
-        total: tuple[jax.Array, ...] | None,
-        batch: Batch,
+        self, run: Callable[..., Any], params: Any, total: Counts | None, batch: Batch
     ) -> tuple[Any, Metrics]:
         """Returns ((gradient, sum of gradients' fingerprints), metrics) of the shard's rows.
 
@@ -191,18 +190,6 @@ def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
     return noise
 
 
-def _kernels(
-    model: Model, parallelism: Parallelism, mesh: jax.sharding.Mesh
-) -> kernels_lib.Kernels | None:
-    """Returns the kernels for the devices; None if only XLA is used.
-
-    The compiler cannot partition a kernel over the devices that share a row.
-    """
-    if model.dropout_rng != "in_kernel" or parallelism.tensor > 1:
-        return None
-    return kernels_lib.BY_DEVICE.get(mesh_lib.device_kind(mesh))
-
-
 def _count_filled(micro: Batch) -> jax.Array:
     """Returns (tokens without padding, positions) of a batch, float32 [2]."""
     real = micro["input_mask"].astype(jnp.float32)
@@ -231,7 +218,7 @@ def _accumulate_compared(
     params: Any,
     batch: Batch,
     parts: int,
-    total: tuple[jax.Array, ...],
+    total: Counts,
 ) -> tuple[Any, Metrics]:
     """Sums gradients over parts of rows that are compared with each other (Gao et al. 2021).
 

@@ -167,21 +167,20 @@ def metric_names(experiment: Experiment) -> tuple[str, ...]:
 
 def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes and dtypes of a batch of `data.batches` for a step of the phase."""
-    rows, length = phase.batch_size, phase.sequence_length
-    masked = phase.max_predictions_per_seq
-    shapes: dict[str, tuple[tuple[int, ...], type]] = {"rows": ((rows,), np.uint32)}
-    if data.attention == "per_document":
-        tokens = (rows, length), np.int32
-        shapes |= {"example_numbers": tokens, "positions": tokens}
-    shapes |= {
-        "row_weights": ((rows,), np.float32),
-        "input_ids": ((rows, length), np.int32),
-        "segment_ids": ((rows, length), np.int32),
-        "input_mask": ((rows, length), np.int32),
-        "masked_lm_positions": ((rows, masked), np.int32),
-        "masked_lm_ids": ((rows, masked), np.int32),
-        "masked_lm_weights": ((rows, masked), np.float32),
+    rows, tokens = (phase.batch_size,), (phase.batch_size, phase.sequence_length)
+    masked = phase.batch_size, phase.max_predictions_per_seq
+    shapes: dict[str, tuple[tuple[int, ...], type]] = {
+        "rows": (rows, np.uint32),
+        "row_weights": (rows, np.float32),
+        "input_ids": (tokens, np.int32),
+        "segment_ids": (tokens, np.int32),
+        "input_mask": (tokens, np.int32),
+        "masked_lm_positions": (masked, np.int32),
+        "masked_lm_ids": (masked, np.int32),
+        "masked_lm_weights": (masked, np.float32),
     }
+    if data.attention == "per_document":
+        shapes |= {"example_numbers": (tokens, np.int32), "positions": (tokens, np.int32)}
     if data.units != "sentences":
-        shapes["next_sentence_labels"] = (rows,), np.int32
+        shapes["next_sentence_labels"] = rows, np.int32
     return {name: jax.ShapeDtypeStruct(*value) for name, value in shapes.items()}

@@ -260,10 +260,7 @@ def all_gather_params(params: Tree, partition: Tree, collectives: Collectives) -
 def prefetch_layers(
     stacked: Module, partition: Tree, collectives: Collectives
 ) -> list[jax.Array | None]:
-    """Returns copies of the parameters that are gathered for all layers before the first.
-
-    The others, and parameters that are not cut, have None.
-    """
+    """Returns copies of the parameters to gather for all layers at once; None for the others."""
 
     def prefetch(shard: jax.Array, cut: Partition) -> jax.Array | None:
         if cut.data is None or not collectives.is_prefetched(shard[0]):
