@@ -36,7 +36,7 @@ class OwnEncoder(NamedTuple):
     of_text: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
-# `training.sharding` has the rules of each `model.kind`.
+# The sharding rules of each `model.kind` are in `training.sharding`.
 _TRANSFORMER = OwnEncoder(
     transformer.Encoder,
     lambda encoder, cfg, *inputs: encoder(*inputs),

@@ -209,7 +209,7 @@ def _with_axes(partition: Tree, shapes: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
 
 def specs(partition: Tree) -> Tree:
-    """Returns the specs of the parameters for `shard_map`, which is not manual over `tensor`."""
+    """Returns the parameters' specs for `shard_map`, which is not manual over `tensor`."""
     return _map_partitions(lambda c: _spec({c.data: c.axes}), partition)
 
 

@@ -166,12 +166,12 @@ def seen(devices, *wrong):
 
 def test_who_errs_is_decided_by_a_third_device():
     once, twice = seen(4, (2, 0)), seen(4, (0, 1), (2, 0))
-    assert recompute_check.find_erring([(1, once), (2, seen(4))]) == ([{2}, set()], True)
-    assert recompute_check.find_erring([(1, twice), (2, once)]) == ([{0, 2}, {2}], True)
+    assert recompute_check.find_faulty([(1, once), (2, seen(4))]) == ([{2}, set()], True)
+    assert recompute_check.find_faulty([(1, twice), (2, once)]) == ([{0, 2}, {2}], True)
     # Of two devices one that erred once is found by the other; one that keeps erring is not.
     one = seen(2, (1, 0))
-    assert recompute_check.find_erring([(1, one), (1, seen(2))]) == ([{1}, set()], True)
-    assert recompute_check.find_erring([(1, one), (1, one)]) == ([{0, 1}, {0, 1}], False)
+    assert recompute_check.find_faulty([(1, one), (1, seen(2))]) == ([{1}, set()], True)
+    assert recompute_check.find_faulty([(1, one), (1, one)]) == ([{0, 1}, {0, 1}], False)
 
 
 def test_a_device_named_twice_is_the_last():
