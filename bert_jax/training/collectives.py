@@ -24,7 +24,7 @@ CompilerOptions = tuple[tuple[str, bool | int], ...]
 
 
 class Method(NamedTuple):
-    """How devices of a kind exchange parameters and gradients; `plan --out` writes these names."""
+    """The way of parameters and gradients on a kind of device; `plan --out` writes these names."""
 
     # All-gather along one axis of the torus after another, or along all of them at once.
     gather: Literal["by_axis", "at_once"] = "by_axis"
