@@ -23,7 +23,7 @@ from etils import epath
 
 from benchmarks import measure
 from bert_jax import config
-from bert_jax.config import Experiment, Parallelism
+from bert_jax.config import Experiment, Parallelism, Run
 from bert_jax.data import build, corpus, stream
 from bert_jax.data.batches import TrainBatches
 from bert_jax.distributed import peers as peers_lib
@@ -201,7 +201,7 @@ def batches(folder: pathlib.Path) -> dict[str, float]:
         time.sleep(0.05)
     sharding = mesh_lib.batch_sharding(mesh_lib.make_mesh(Parallelism()))
     windows: dict[str, list[tuple[float, float]]] = {"alone": [], "planning": []}
-    with feed.Feed(train.batch, 0, 10**6, 256, sharding, 4, 0, print) as source:
+    with feed.Feed(train.batch, range(10**6), 256, sharding, Run(), print) as source:
 
         def window() -> None:
             for _ in range(_BATCHES):

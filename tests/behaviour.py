@@ -194,7 +194,7 @@ def here() -> dict[str, str | int]:
     for name in LOWERED:
         experiment = config.load(str(ROOT / "experiments" / f"{name}.py"))
         mesh = mesh_lib.make_mesh(experiment.parallelism)
-        objective = objective_lib.of(experiment.model, experiment.data)
+        objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
         layout = (experiment.optimizer, experiment.parallelism, mesh)
         state = step_lib.abstract_state(objective, *layout)
         for number in range(len(experiment.phases)):

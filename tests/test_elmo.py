@@ -19,9 +19,9 @@ from bert_jax.model.attention import Packing
 from bert_jax.model.encoder import Loop
 from bert_jax.model.kinds import attention_probabilities, encode, text_vector
 from bert_jax.tools.conformance.rule import difference
+from bert_jax.training import custom_code
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
-from bert_jax.training import own
 
 FILE = pathlib.Path(__file__).parents[1] / "experiments" / "elmo.py"
 HALF, LENGTHS, CLS, SEP = 8, (12, 7, 3), 1, 2
@@ -38,7 +38,7 @@ def elmo():
 
 @pytest.fixture(scope="module")
 def learned(elmo):
-    return objective_lib.of(elmo.model, elmo.data)
+    return objective_lib.pretraining_objective(elmo.model, elmo.data)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_states_and_losses_are_those_of_numpy_in_float64(elmo, learned, params, 
 
 @pytest.mark.long
 def test_it_keeps_to_the_protocols_and_all_of_it_learns(elmo, learned, params, texts):
-    own.require_sound(elmo, mesh_lib.make_mesh(elmo.parallelism))
+    custom_code.require_valid(elmo, mesh_lib.make_mesh(elmo.parallelism))
     batch, _ = batch_of(texts)
 
     def loss(params):

@@ -23,7 +23,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 def describe(experiment) -> str:
     """The resolved config, and every parameter with its shape, type and place."""
     lines = [f"{path} = {value!r}" for path, value in config.flatten(experiment)]
-    objective = objective_lib.of(experiment.model, experiment.data)
+    objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
     shapes = jax.eval_shape(lambda: step.init_state(objective, experiment.optimizer, 0)["params"])
     mesh = mesh_lib.make_mesh(experiment.parallelism, jax.devices()[:1])
     cuts = sharding.partitions(shapes, experiment.parallelism, mesh, objective.rules)
@@ -76,7 +76,9 @@ def test_experiments_run_a_shrunk_step_a_phase(name):
     require_runnable(experiment, mesh)
     state = step.init_state(Pretraining(experiment.model), experiment.optimizer, experiment.seed)
     for number, phase in enumerate(experiment.phases):
-        objective = objective_lib.of(experiment.model_of(number), experiment.data)
+        objective = objective_lib.pretraining_objective(
+            experiment.model_of(number), experiment.data
+        )
         shape = batches.BatchShape(
             phase.sequence_length, phase.max_predictions_per_seq, phase.batch_size
         )

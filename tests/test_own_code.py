@@ -22,8 +22,8 @@ from bert_jax.config import code as code_lib
 from bert_jax.errors import InputError
 from bert_jax.model import encoder, layers
 from bert_jax.pretraining import loaded_model
+from bert_jax.training import custom_code, step
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import own, step
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = ["--set", "phases.0.steps=30", "--set", "phases.1.steps=20", "--set", "run.eval_every=25"]
@@ -151,7 +151,7 @@ def test_what_breaks_a_protocol_is_one_line_with_the_file(name, changed, words, 
     file = write(tmp_path, name, changed)
     experiment = config.load(str(file))
     with pytest.raises(InputError) as error:
-        own.require_sound(experiment, mesh_lib.make_mesh(experiment.parallelism))
+        custom_code.require_valid(experiment, mesh_lib.make_mesh(experiment.parallelism))
     line = str(error.value)
     assert words in line and line.startswith(str(file)) and "\n" not in line
 
@@ -183,7 +183,7 @@ def test_electra_takes_no_rows_of_several_documents_and_no_probes(tmp_path):
     experiment = config.load(str(write(tmp_path, "electra")))
     several = config.override(experiment, ["data.objective=mlm", "data.attention=per_document"])
     with pytest.raises(InputError, match=r"data\.attention: electra"):
-        own.require_sound(several, mesh_lib.make_mesh(several.parallelism))
+        custom_code.require_valid(several, mesh_lib.make_mesh(several.parallelism))
     with pytest.raises(InputError, match=r"run\.probes.*data\.code"):
         config.override(experiment, ["run.probes=a.py"])
 
@@ -196,10 +196,10 @@ def test_rows_that_are_compared_are_neither_clipped_in_parts_nor_moved(name, val
     file = write(tmp_path, "electra", ("    metrics:", "    compare = None\n    metrics:"))
     experiment = config.load(str(file))
     mesh = mesh_lib.make_mesh(experiment.parallelism)
-    own.require_sound(experiment, mesh)
+    custom_code.require_valid(experiment, mesh)
     changed = config.override(experiment, [f"{name}={value}"])
     with pytest.raises(InputError, match=rf"electra\.py: compare: .*{re.escape(name)}"):
-        own.require_sound(changed, mesh)
+        custom_code.require_valid(changed, mesh)
 
 
 def test_the_page_s_own_example_keeps_to_the_protocol(tmp_path):
@@ -208,7 +208,7 @@ def test_the_page_s_own_example_keeps_to_the_protocol(tmp_path):
     (tmp_path / "my_objective.py").write_text(block)
     shutil.copy(ROOT / "experiments" / "tiny.py", tmp_path)
     experiment = config.load(str(tmp_path / "my_objective.py"))
-    own.require_sound(experiment, mesh_lib.make_mesh(experiment.parallelism))
+    custom_code.require_valid(experiment, mesh_lib.make_mesh(experiment.parallelism))
     assert experiment.data.code.startswith("my_objective.py:doubled:")
 
 

@@ -72,7 +72,7 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    input_mask: jax.Array | Shared,
+    input_mask: jax.Array | Shared | Packing,
     noise: Noise | None,
     rate: float,
     window: jax.Array | None = None,
@@ -88,16 +88,22 @@ def attend(
       query: [B, S, H, D / H].
       key: as query.
       value: as query.
-      input_mask: [B, S], 1 for real tokens, 0 for padding; or the examples that share the rows,
-        which do not attend to each other.
+      input_mask: [B, S], 1 for real tokens, 0 for padding; or the examples or texts that share the
+        rows, which do not attend to each other.
       noise: dropout noise for the probabilities; None drops nothing.
       rate: share of probabilities dropped.
-      window: bool [S, S], the keys that a query attends to; None: all keys.
+      window: bool [S, S], of `Packing` [K, K], the keys that a query attends to; None: all keys.
       policy: what the backward pass recomputes.
 
     Returns:
       [B, S, H, D / H], in the type of value.
     """
+    if isinstance(input_mask, Packing):
+        if noise is None:
+            return _attend_packed(query, key, value, input_mask, window)
+        query, key, value = map(input_mask.unpack, (query, key, value))
+        context = attend(query, key, value, input_mask.mask, noise, rate, window, policy)
+        return input_mask.pack(context)
     noise = noise if rate else None
     if policy == "recomputed":
         return _attend_recomputed(rate, query, key, value, _key_mask(input_mask), noise, window)
@@ -109,17 +115,14 @@ def attend(
     return _product("bhqk,bkhd->bqhd", probs, value).astype(value.dtype)
 
 
-def attend_packed(
+def _attend_packed(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     packing: Packing,
     window: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `attend` without dropout for each text: [B, S, H, D / H] each -> the same.
-
-    `window`: bool [K, K].
-    """
+    """Computes `attend` without dropout for each text: [B, S, H, D / H] each -> the same."""
     # Heads come before tokens: otherwise a CPU transposes all scores.
     query, key, value = (jnp.swapaxes(packing.unpack(x), 1, 2) for x in (query, key, value))
     factor = 1.0 / math.sqrt(query.shape[-1])

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from bert_jax.model import kernels as kernels_lib
 from bert_jax.model.attention import MASKED_SCORE, SAVED_NAMES
-from bert_jax.model.kernels import LANES, Kernels
+from bert_jax.model.kernels import LANES, KernelCall, Kernels
 
 
 class AttentionShape(NamedTuple):
@@ -36,8 +37,9 @@ class AttentionShape(NamedTuple):
 def _forward(static: AttentionShape, *arrays: Any) -> list[jax.Array]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
-    run = functools.partial(_forward_kernel, static)
-    return blocks.call(run, "attention_forward", _inputs(blocks, *arrays), outputs, products=2)
+    kernel = functools.partial(_forward_kernel, static)
+    call = KernelCall(kernel, "attention_forward", _inputs(blocks, *arrays), outputs)
+    return blocks.run(call, products=2)
 
 
 def _backward(static: AttentionShape, arrays: tuple[Any, ...], *more: jax.Array) -> tuple[Any, ...]:
@@ -48,13 +50,14 @@ def _backward(static: AttentionShape, arrays: tuple[Any, ...], *more: jax.Array)
     biases_block = pl.BlockSpec((1, 3, blocks.lanes), lambda b, p: (b, 0, p))
     outputs = [(blocks.row, query)] * 3
     outputs += [(biases_block, jax.ShapeDtypeStruct((b, 3, w), jnp.float32))]
-    run = functools.partial(_backward_kernel, static)
-    *gradients, d_biases = blocks.call(run, "attention_backward", inputs, outputs, products=5)
+    kernel = functools.partial(_backward_kernel, static)
+    call = KernelCall(kernel, "attention_backward", inputs, outputs)
+    *gradients, d_biases = blocks.run(call, products=5)
     return *gradients, d_biases.sum(axis=0), None, None, None
 
 
 def _inputs(blocks: "Blocks", *arrays: Any) -> list[tuple[pl.BlockSpec, Any]]:
-    """Returns the inputs of both passes with their blocks, in the order of `_Inputs`."""
+    """Returns the inputs of both passes with their blocks, in the order of `_AttentionInputs`."""
     query, key, value, biases, numbers, seed, bits = arrays
     inputs = [(kernels_lib.SCALARS, seed), *((blocks.row, array) for array in (query, key, value))]
     inputs += [(pl.BlockSpec((3, blocks.lanes), lambda b, p: (0, p)), biases)]
@@ -66,7 +69,7 @@ def _inputs(blocks: "Blocks", *arrays: Any) -> list[tuple[pl.BlockSpec, Any]]:
 
 
 class Blocks:
-    """The blocks of a program: of one row, the heads that fill a register's lanes."""
+    """The blocks of a program: one row, and the heads that fill a register's lanes."""
 
     def __init__(self, kernels: Kernels, size: int, query: jax.Array):
         self._kernels, self._size, self._shape = kernels, size, query.shape
@@ -84,26 +87,18 @@ class Blocks:
         queries = pl.BlockSpec((1, 1, self.length), lambda b, p: (b, 0, 0))
         return [(keys, numbers[:, :, None]), (queries, numbers[:, None, :])]
 
-    def call(
-        self,
-        kernel: Callable[..., None],
-        name: str,
-        inputs: list[tuple[pl.BlockSpec, Any]],
-        outputs: list[tuple[pl.BlockSpec, Any]],
-        products: int,
-        keys: int = 0,
-        scratch: Sequence[Any] = (),
-    ) -> list[jax.Array]:
+    def scratch(self, dtype: Any) -> Any:
+        """Returns memory of a program for an array [S, lanes]."""
+        return pltpu.VMEM((self.length, self.lanes), dtype)
+
+    def run(self, call: KernelCall, products: int, keys: int = 0) -> list[jax.Array]:
         """Runs a kernel with a number of `products`, each of scores [Q, K] with [K, W / H].
 
-        `keys` is the number of keys that a query attends to, 0: all. For `scratch` see `launch`.
+        `keys` is the number of keys that a query attends to, 0: all.
         """
         b, s, w = self._shape
         work = b * s * (keys or s) * w
-        costs = 2 * products * work, work // self._size
-        return kernels_lib.launch(
-            self._kernels, kernel, name, self._grid, inputs, outputs, *costs, scratch
-        )
+        return call.run(self._kernels, self._grid, 2 * products * work, work // self._size)
 
 
 class Heads:
@@ -131,7 +126,7 @@ class Heads:
         return (scores if self.score_scale == 1.0 else scores * self.score_scale) + bias
 
 
-class _Inputs(Heads):
+class _AttentionInputs(Heads):
     """The inputs of both passes."""
 
     def __init__(self, static: AttentionShape, refs: Sequence[Any]):
@@ -166,7 +161,7 @@ class _Inputs(Heads):
 
 def _forward_kernel(static: AttentionShape, *refs: Any) -> None:
     *inputs, context_ref, sums_ref = refs
-    row = _Inputs(static, inputs)
+    row = _AttentionInputs(static, inputs)
     value = row.value.T
     context = jnp.zeros((row.lanes, row.tokens), jnp.float32)
     for head in row.heads:
@@ -185,7 +180,7 @@ def _forward_kernel(static: AttentionShape, *refs: Any) -> None:
 def _backward_kernel(static: AttentionShape, *refs: Any) -> None:
     *inputs, context_ref, sums_ref, gradient_ref = refs[:-4]
     d_query_ref, d_key_ref, d_value_ref, d_biases_ref = refs[-4:]
-    row = _Inputs(static, inputs)
+    row = _AttentionInputs(static, inputs)
     gradient = gradient_ref[0].astype(jnp.float32)
     # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
     products = (gradient * context_ref[0].astype(jnp.float32)).T  # [lanes, Q]

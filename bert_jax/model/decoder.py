@@ -20,7 +20,6 @@ from bert_jax.config import Model
 from bert_jax.model import attention, heads, layers, transformer
 from bert_jax.model.attention import Scores
 from bert_jax.model.encoder import Loop, fill_params, params_of, run_layers
-from bert_jax.model.kinds import encode
 
 Batch = dict[str, jax.Array]
 # Exponent of the length penalty (Wu et al. 2016, equation 14; also used by Rothe et al.).
@@ -40,6 +39,34 @@ class DecoderLayer(transformer.Layer):
         self.cross_output = layers.Dense(width, width, output_init, rngs=rngs)
         self.cross_layer_norm = layers.LayerNorm(width)
 
+    def keys_and_values(self, x: jax.Array) -> list[jax.Array]:
+        """Returns keys and values of self-attention: [..., D] -> [..., H, D / H] each."""
+        return [self.project_heads(dense, x) for dense in (self.key, self.value)]
+
+    def source_keys_and_values(self, source: jax.Array) -> list[jax.Array]:
+        """Returns keys and values of cross-attention: [..., D] -> [..., H, D / H] each."""
+        return [self.project_heads(dense, source) for dense in (self.cross_key, self.cross_value)]
+
+    def decode(
+        self,
+        x: jax.Array,
+        attend: Callable[[jax.Array], jax.Array],
+        attend_to_source: Callable[[jax.Array], jax.Array],
+        noise: layers.Noise | None,
+    ) -> jax.Array:
+        """Runs the layer: [B, T, D] in the compute type -> the same.
+
+        `attend` and `attend_to_source` compute self- and cross-attention with sites 0 and 3 of the
+        noise: queries [B, T, H, D / H] -> the same shape.
+        """
+        own = self.query, self.attention_output, self.attention_layer_norm, attend, 1
+        cross = self.cross_query, self.cross_output, self.cross_layer_norm, attend_to_source, 4
+        for query, output, norm, compute_context, site in (own, cross):
+            context = compute_context(self.project_heads(query, x)).reshape(x.shape)
+            added = self.dropout(transformer.product(output, context, x.shape), noise, site)
+            x = norm(x + added).astype(x.dtype)
+        return self.feed_forward(x, noise)
+
 
 class Decoder(nnx.Module):
     """L layers: one `DecoderLayer` whose parameters have a first dimension L."""
@@ -53,9 +80,15 @@ class Generator(nnx.Module):
     """An encoder, a decoder, and the output layer that scores tokens."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        self.cfg = cfg
         self.encoder = transformer.Encoder(cfg, rngs=rngs)
         self.decoder = Decoder(cfg, rngs=rngs)
         self.masked_lm = transformer.MaskedLM(cfg, rngs=rngs)
+
+    def encode(self, batch: Batch, noise: layers.Noise | None, loop: Loop) -> jax.Array:
+        """Returns the encoder's output for the source, [B, S, D]."""
+        ids = batch["input_ids"], batch["segment_ids"]
+        return self.encoder(*ids, batch["input_mask"], noise, loop)
 
 
 def init_params(cfg: Model, key: jax.Array) -> dict[str, Any]:
@@ -68,49 +101,20 @@ def merge_params(cfg: Model, params: dict[str, Any]) -> Generator:
     return fill_params(params, Generator, cfg)
 
 
-def _run_layer(
-    layer: DecoderLayer,
-    cfg: Model,
-    x: jax.Array,
-    attend: Callable[[jax.Array], jax.Array],
-    attend_to_source: Callable[[jax.Array], jax.Array],
-    noise: layers.Noise | None,
-) -> jax.Array:
-    """Runs one layer: [B, T, D] in the compute type -> the same.
-
-    `attend` and `attend_to_source` compute self- and cross-attention with sites 0 and 3 of the
-    noise: queries [B, T, H, D / H] -> the same shape.
-    """
-    at = (lambda site: None) if noise is None else noise.at
-    own = layer.query, layer.attention_output, layer.attention_layer_norm, attend, 1
-    cross = layer.cross_query, layer.cross_output, layer.cross_layer_norm, attend_to_source, 4
-    for query, output, norm, compute_context, site in (own, cross):
-        context = compute_context(_project_heads(cfg, query, x)).reshape(x.shape)
-        added = transformer.product(output, context, x.shape).astype(jnp.float32)
-        x = norm(x + layers.dropout(added, at(site), cfg.hidden_dropout_prob)).astype(x.dtype)
-    return transformer.feed_forward(layer, cfg, x, noise)
-
-
-def _project_heads(cfg: Model, dense: layers.Linear, x: jax.Array) -> jax.Array:
-    """Returns queries, keys or values: [B, S, D] -> [B, S, H, D / H]."""
-    count = cfg.num_attention_heads
-    return transformer.product(dense, x, (*x.shape[:2], count, x.shape[2] // count))
-
-
 def target_logits(
-    generator: Generator, cfg: Model, batch: Batch, noise: layers.Noise | None, loop: Loop
+    generator: Generator, batch: Batch, noise: layers.Noise | None, loop: Loop
 ) -> jax.Array:
     """Scores the next token at each position of a target (teacher forcing): float32 [B, T, V].
 
     `batch` has `input_ids`, `segment_ids` and `input_mask` of the source, int32 [B, S], and
     `decoder_ids` of the target, int32 [B, T], which begin with [CLS] and end with any padding.
     """
-    source, mask = _encode_source(generator, cfg, batch, noise, loop), batch["input_mask"]
+    cfg, source, mask = generator.cfg, generator.encode(batch, noise, loop), batch["input_mask"]
     # The encoder and the heads use the sites with smaller numbers.
-    noise = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
+    noise = layers.noise_at(noise, cfg.num_hidden_layers + 2)
     ids, dtype = batch["decoder_ids"], source.dtype
     x = generator.encoder.embeddings(ids, jnp.zeros_like(ids), dtype)
-    embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
+    embedding_noise = layers.noise_at(noise, cfg.num_hidden_layers)
     x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
     rate, ones = cfg.attention_probs_dropout_prob, jnp.ones_like(ids)
 
@@ -122,21 +126,20 @@ def target_logits(
         scores: Scores,
     ) -> jax.Array:
         del number
-        at = (lambda site: None) if noise is None else noise.at
-        attend = attention.attend
-        key, value = (_project_heads(cfg, dense, x) for dense in (layer.key, layer.value))
-        cross = (layer.cross_key, layer.cross_value)
-        source_key, source_value = (_project_heads(cfg, dense, source) for dense in cross)
+        key, value = layer.keys_and_values(x)
+        source_key, source_value = layer.source_keys_and_values(source)
         # The causal mask hides padding, too: padding comes after all scored tokens.
         window = attention.causal_mask(x.shape[1])
-        return _run_layer(
-            layer,
-            cfg,
-            x,
-            lambda query: attend(query, key, value, ones, at(0), rate, window, scores),
-            lambda query: attend(query, source_key, source_value, mask, at(3), rate, None, scores),
-            noise,
-        )
+
+        def attend(query: jax.Array) -> jax.Array:
+            site = layers.noise_at(noise, 0)
+            return attention.attend(query, key, value, ones, site, rate, window, scores)
+
+        def attend_to_source(query: jax.Array) -> jax.Array:
+            site = layers.noise_at(noise, 3)
+            return attention.attend(query, source_key, source_value, mask, site, rate, None, scores)
+
+        return layer.decode(x, attend, attend_to_source, noise)
 
     # The decoder's layers are gathered already, and kernels have no causal mask.
     loop = Loop(loop.remat, loop.layers)
@@ -144,15 +147,16 @@ def target_logits(
     return heads.token_logits(generator, cfg, x)
 
 
-def _encode_source(
-    generator: Generator, cfg: Model, batch: Batch, noise: layers.Noise | None, loop: Loop
-) -> jax.Array:
-    """Returns the encoder's output for the source, [B, S, D]."""
-    ids = batch["input_ids"], batch["segment_ids"]
-    return encode(generator.encoder, cfg, *ids, batch["input_mask"], noise, loop)
-
-
 # --- search -------------------------------------------------------------------------------------
+
+
+class SearchSettings(NamedTuple):
+    """Settings of a beam search; one beam is greedy decoding."""
+
+    beams: int  # K
+    length: int  # T, maximum number of tokens of a text
+    first: int  # the start token, which is not part of the result
+    last: int  # the end token
 
 
 class DecoderCache(NamedTuple):
@@ -165,14 +169,12 @@ class DecoderCache(NamedTuple):
     source_mask: jax.Array  # int32 [N, S], 0 for padding
 
 
-def begin(
-    generator: Generator, cfg: Model, batch: Batch, loop: Loop, beams: int, length: int
-) -> DecoderCache:
+def begin(generator: Generator, batch: Batch, loop: Loop, beams: int, length: int) -> DecoderCache:
     """Encodes the source and returns a cache for K = `beams` texts of `length` tokens."""
-    source = _encode_source(generator, cfg, batch, None, loop)
+    cfg, source = generator.cfg, generator.encode(batch, None, loop)
 
     def project(layer: DecoderLayer) -> list[jax.Array]:
-        return [_project_heads(cfg, d, source) for d in (layer.cross_key, layer.cross_value)]
+        return layer.source_keys_and_values(source)
 
     source_keys, source_values = lax.map(project, generator.decoder.layers)
     count, head_count = cfg.num_hidden_layers, cfg.num_attention_heads
@@ -182,7 +184,7 @@ def begin(
 
 
 def next_logits(
-    generator: Generator, cfg: Model, cache: DecoderCache, ids: jax.Array, position: jax.Array
+    generator: Generator, cache: DecoderCache, ids: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, DecoderCache]:
     """Scores the next token of each beam: float32 [N, K, V]. Also returns the updated cache.
 
@@ -197,7 +199,7 @@ def next_logits(
 
     def run(x: jax.Array, arrays: tuple[Any, ...]) -> tuple[jax.Array, tuple[Any, ...]]:
         layer, keys, values, source_key, source_value = arrays
-        key, value = (_project_heads(cfg, dense, x) for dense in (layer.key, layer.value))
+        key, value = layer.keys_and_values(x)
         keys = lax.dynamic_update_index_in_dim(keys, key, position, axis=2)
         values = lax.dynamic_update_index_in_dim(values, value, position, axis=2)
 
@@ -209,10 +211,11 @@ def next_logits(
         def attend_to_source(query: jax.Array) -> jax.Array:
             return attention.attend(query, source_key, source_value, cache.source_mask, None, 0.0)
 
-        return _run_layer(layer, cfg, x, attend, attend_to_source, None), (keys, values)
+        return layer.decode(x, attend, attend_to_source, None), (keys, values)
 
     x, (keys, values) = lax.scan(run, x, (generator.decoder.layers, *cache[:4]))
-    return heads.token_logits(generator, cfg, x), cache._replace(keys=keys, values=values)
+    logits = heads.token_logits(generator, generator.cfg, x)
+    return logits, cache._replace(keys=keys, values=values)
 
 
 class _Beams(NamedTuple):
@@ -227,33 +230,20 @@ class _Beams(NamedTuple):
 
 
 def search(
-    generator: Generator,
-    cfg: Model,
-    batch: Batch,
-    loop: Loop,
-    beams: int,
-    length: int,
-    first: int,
-    last: int,
+    generator: Generator, batch: Batch, loop: Loop, settings: SearchSettings
 ) -> tuple[jax.Array, jax.Array]:
-    """Generates the most probable texts by beam search; one beam is greedy decoding.
+    """Generates the most probable texts by beam search.
 
     Beams are ranked by log probability / ((5 + tokens) / 6)^0.6 (Wu et al. 2016). A finished text
     keeps its rank, and stays among the K beams until better ones replace it.
 
-    Args:
-      batch: the source, as for `target_logits`.
-      beams: K.
-      length: T, maximum number of tokens of a text.
-      first: the start token, which is not part of the result.
-      last: the end token.
-
     Returns:
-      int32 [N, T], padded with `last`, and the ranking scores of these texts, float32 [N].
+      int32 [N, T], padded with the end token, and the ranking scores of these texts, float32 [N].
     """
+    beams, length, _, last = settings
     count = len(batch["input_ids"])
-    cache = begin(generator, cfg, batch, loop, beams, length)
-    best = _Beams(
+    cache = begin(generator, batch, loop, beams, length)
+    start = _Beams(
         jnp.int32(0),
         jnp.full((count, beams, length), last, jnp.int32),
         # At first all beams are equal, so all except one are excluded.
@@ -263,43 +253,47 @@ def search(
         cache,
     )
 
-    def ranks(total: jax.Array, length: jax.Array) -> jax.Array:
-        return total / ((5.0 + length) / 6.0) ** _ALPHA
-
     def is_unfinished(best: _Beams) -> jax.Array:
         return (best.position < length) & ~best.done.all()
 
-    def step(best: _Beams) -> _Beams:
-        previous = lax.dynamic_index_in_dim(
-            best.ids, jnp.maximum(best.position - 1, 0), axis=2, keepdims=False
-        )
-        newest = jnp.where(best.position > 0, previous, first)
-        logits, cache = next_logits(generator, cfg, best.cache, newest, best.position)
-        size = logits.shape[-1]
-        ended = jnp.where(jnp.arange(size) == last, 0.0, -jnp.inf)
-        added = jnp.where(best.done[..., None], ended, jax.nn.log_softmax(logits))
-        total = best.total[..., None] + added
-        lengths = best.length + ~best.done
-        _, indices = lax.top_k(ranks(total, lengths[..., None]).reshape(count, beams * size), beams)
-        parent, token = indices // size, indices % size
+    best = lax.while_loop(is_unfinished, lambda best: _extend(generator, settings, best), start)
+    return best.ids[:, 0], _ranks(best.total, best.length)[:, 0]
 
-        def take_parent(array: jax.Array, axis: int = 1) -> jax.Array:
-            if beams == 1:
-                return array
-            shape = [1] * array.ndim
-            shape[axis - 1 : axis + 1] = parent.shape
-            return jnp.take_along_axis(array, parent.reshape(shape), axis=axis)
 
-        ids = lax.dynamic_update_index_in_dim(take_parent(best.ids), token, best.position, axis=2)
-        keys, values = take_parent(cache.keys, 2), take_parent(cache.values, 2)
-        return _Beams(
-            best.position + 1,
-            ids,
-            jnp.take_along_axis(total.reshape(count, -1), indices, axis=1),
-            take_parent(lengths),
-            take_parent(best.done) | (token == last),
-            cache._replace(keys=keys, values=values),
-        )
+def _ranks(total: jax.Array, length: jax.Array) -> jax.Array:
+    return total / ((5.0 + length) / 6.0) ** _ALPHA
 
-    best = lax.while_loop(is_unfinished, step, best)
-    return best.ids[:, 0], ranks(best.total, best.length)[:, 0]
+
+def _extend(generator: Generator, settings: SearchSettings, best: _Beams) -> _Beams:
+    """Returns the K best texts that are one token longer, or have ended."""
+    (count, beams, _), last = best.ids.shape, settings.last
+    previous = lax.dynamic_index_in_dim(
+        best.ids, jnp.maximum(best.position - 1, 0), axis=2, keepdims=False
+    )
+    newest = jnp.where(best.position > 0, previous, settings.first)
+    logits, cache = next_logits(generator, best.cache, newest, best.position)
+    size = logits.shape[-1]
+    ended = jnp.where(jnp.arange(size) == last, 0.0, -jnp.inf)
+    added = jnp.where(best.done[..., None], ended, jax.nn.log_softmax(logits))
+    total = best.total[..., None] + added
+    lengths = best.length + ~best.done
+    _, indices = lax.top_k(_ranks(total, lengths[..., None]).reshape(count, beams * size), beams)
+    parent, token = indices // size, indices % size
+
+    def take_parent(array: jax.Array, axis: int = 1) -> jax.Array:
+        if beams == 1:
+            return array
+        shape = [1] * array.ndim
+        shape[axis - 1 : axis + 1] = parent.shape
+        return jnp.take_along_axis(array, parent.reshape(shape), axis=axis)
+
+    ids = lax.dynamic_update_index_in_dim(take_parent(best.ids), token, best.position, axis=2)
+    keys, values = take_parent(cache.keys, 2), take_parent(cache.values, 2)
+    return _Beams(
+        best.position + 1,
+        ids,
+        jnp.take_along_axis(total.reshape(count, -1), indices, axis=1),
+        take_parent(lengths),
+        take_parent(best.done) | (token == last),
+        cache._replace(keys=keys, values=values),
+    )

@@ -36,7 +36,20 @@ def forward_flops(model: Model, batch_size: int, sequence_length: int, predictio
     prediction = 2 * (width * width + width * model.vocab_size)
     example = 2 * (width * width + 2 * width)
     return (
-        batch_size * sequence_length * transformer.token_flops(model, sequence_length)
+        batch_size * sequence_length * _token_flops(model, sequence_length)
         + batch_size * predictions * prediction
         + batch_size * example
     )
+
+
+def _token_flops(model: Model, sequence_length: int) -> int:
+    """Counts the operations for one token of a row in a forward pass through all layers."""
+    width, count = model.hidden_size, model.num_hidden_layers
+    global_layers = transformer.global_layers(model)
+    half = min(transformer.half_window(model), sequence_length - 1)
+    # The windows at both ends of a row lack half (half + 1) keys in all.
+    near = 2 * half + 1 - half * (half + 1) / sequence_length
+    keys = global_layers * sequence_length + (count - global_layers) * near
+    # Query, key, value, output; feed-forward and gate; scores and their product with the values.
+    inner = (3 if model.kind == "modern" else 2) * model.intermediate_size
+    return round(count * 2 * (4 * width + inner) * width + 4 * keys * width)

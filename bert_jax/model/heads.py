@@ -75,20 +75,11 @@ def token_logits(model: TokenModel, cfg: Model, hidden: jax.Array) -> jax.Array:
     The output's weights are `model.masked_lm.output`, or the word embeddings without it.
     """
     table = getattr(model.masked_lm, "output", model.encoder.embeddings.word).embedding[...]
-    inputs = apply_transform(model.masked_lm, cfg, hidden)
+    inputs = model.masked_lm(hidden)
     bias = model.masked_lm.output_bias[...]
     # Padding rows of the vocabulary have no probability.
     bias = jnp.where(jnp.arange(len(bias)) < cfg.vocab_size, bias, _PADDING_LOGIT)
     return layers.linear(inputs, table, bias, "outputs_inputs")
-
-
-def apply_transform(head: transformer.Transform, cfg: Model, hidden: jax.Array) -> jax.Array:
-    """Applies the layers below the output of masked LM, which ModernBERT's other heads have, too.
-
-    [..., D] -> the same, in the same type.
-    """
-    inner = layers.activation(cfg.hidden_act, head.transform(hidden))
-    return head.layer_norm(inner).astype(hidden.dtype)
 
 
 def pretraining_logits(

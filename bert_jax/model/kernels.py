@@ -76,6 +76,79 @@ def program_seed(words: Sequence[Any], program: Any) -> tuple[Any, Any]:
     return words[0], words[1] ^ program
 
 
+# --- shared functions -----------------------------------------------------------------------------
+
+SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
+
+
+class KernelCall(NamedTuple):
+    """A kernel with its arguments: arrays and their blocks."""
+
+    kernel: Callable[..., None]
+    name: str
+    inputs: list[tuple[pl.BlockSpec, Any]]
+    outputs: list[tuple[pl.BlockSpec, Any]]  # only shapes and types of the arrays count
+    scratch: Sequence[Any] = ()  # memory of a program
+
+    def run(
+        self, kernels: Kernels, grid: tuple[int, ...], operations: int, exponentials: int
+    ) -> list[jax.Array]:
+        """Runs the kernel over a grid; `operations` and `exponentials` estimate its cost."""
+        arrays = [array for _, array in self.inputs + self.outputs]
+        moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+        return _call(
+            self.kernel,
+            self.name,
+            [array for _, array in self.inputs],
+            grid=grid,
+            in_specs=[spec for spec, _ in self.inputs],
+            out_specs=[spec for spec, _ in self.outputs],
+            out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for _, a in self.outputs],
+            scratch_shapes=self.scratch,
+            cost_estimate=pl.CostEstimate(
+                flops=operations, bytes_accessed=moved, transcendentals=exponentials
+            ),
+            # Programs run in any order: on v4 and v5p two cores share them.
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel",) * len(grid), vmem_limit_bytes=kernels.memory
+            ),
+        )
+
+
+def dropout_scale(rate: float) -> float:
+    """Returns 1 / the probability that dropout keeps an element."""
+    return _STEPS / (_STEPS - round(rate * _STEPS))
+
+
+def draw_keep(
+    rate: float, seed: Any, bits: jax.Array | None, program: Any, shape: tuple[int, ...]
+) -> jax.Array:
+    """Returns bool `shape`, False for a share `rate` of it, from `bits` or drawn if None."""
+    if bits is None:
+        pltpu.prng_seed(*program_seed((seed[0], seed[1]), program))
+        bits = pltpu.bitcast(pltpu.prng_random_bits(shape), jnp.uint32)
+    return bits >= jnp.uint32(round(rate * _STEPS) * (2**32 // _STEPS))
+
+
+def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """Multiplies over one axis of each, with sums in float32."""
+    contract = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
+
+
+def _call(kernel: Callable[..., None], name: str, operands: Sequence[Any], **options: Any) -> Any:
+    """Runs a kernel on a TPU, or on a CPU in the interpreter; `options` are for `pallas_call`.
+
+    `plan` shows the operation as `name`.
+    """
+
+    def call(*operands: jax.Array, **more: Any) -> Any:
+        return pl.pallas_call(kernel, name=name, **options, **more)(*operands)
+
+    interpreted = functools.partial(call, interpret=True)
+    return lax.platform_dependent(*operands, cpu=interpreted, default=call)
+
+
 # --- the norm of a residual -----------------------------------------------------------------------
 
 
@@ -120,8 +193,8 @@ def residual_norm(
 
 def _norm_forward(static: Norm, *arrays: Any) -> tuple[jax.Array, tuple[Any, ...]]:
     x = arrays[0]
-    rows, _ = _row_blocks(x)
-    (normed,) = _run_norm(static, _norm_kernel, "norm_forward", arrays, (), [(rows, x)])
+    call = KernelCall(_norm_kernel, "norm_forward", [], [(_row_block(x), x)])
+    (normed,) = _run_norm(static, call, arrays)
     return normed, arrays
 
 
@@ -129,24 +202,21 @@ def _norm_backward(
     static: Norm, saved: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[jax.Array | None, ...]:
     x = saved[0]
-    rows, _ = _row_blocks(x)
-    sums = jax.ShapeDtypeStruct((len(x) // _block_height(x), 1, x.shape[1]), jnp.float32)
-    sums_block = pl.BlockSpec((1, 1, x.shape[1]), lambda i: (i, 0, 0))
+    rows, width = _row_block(x), x.shape[1]
+    sums = jax.ShapeDtypeStruct((len(x) // _block_height(x), 1, width), jnp.float32)
+    sums_block = pl.BlockSpec((1, 1, width), lambda i: (i, 0, 0))
     outputs = [*[(rows, x)] * 2, *[(sums_block, sums)] * 3]
-    d_x, d_y, *d_columns = _run_norm(
-        static, _norm_backward_kernel, "norm_backward", saved, (gradient,), outputs
-    )
+    call = KernelCall(_norm_backward_kernel, "norm_backward", [(rows, gradient)], outputs)
+    d_x, d_y, *d_columns = _run_norm(static, call, saved)
     return d_x, d_y, *(d.sum(axis=(0, 1)) for d in d_columns), None, None
 
 
 residual_norm.defvjp(_norm_forward, _norm_backward)
 
 
-def _row_blocks(x: jax.Array) -> tuple[pl.BlockSpec, pl.BlockSpec]:
-    """Returns the block of some rows [R, W], and the block of a vector [1, W]."""
-    width = x.shape[1]
-    columns = pl.BlockSpec((1, width), lambda i: (0, 0))
-    return pl.BlockSpec((_block_height(x), width), lambda i: (i, 0)), columns
+def _row_block(x: jax.Array) -> pl.BlockSpec:
+    """Returns the block of some rows of [R, W]."""
+    return pl.BlockSpec((_block_height(x), x.shape[1]), lambda i: (i, 0))
 
 
 def _block_height(x: jax.Array) -> int:
@@ -156,22 +226,15 @@ def _block_height(x: jax.Array) -> int:
     return next(heights, _TOKENS[-1])
 
 
-def _run_norm(
-    static: Norm,
-    kernel: Callable[..., None],
-    name: str,
-    arrays: tuple[Any, ...],
-    more: tuple[jax.Array, ...],
-    outputs: list[tuple[pl.BlockSpec, Any]],
-) -> list[jax.Array]:
+def _run_norm(static: Norm, call: KernelCall, arrays: tuple[Any, ...]) -> list[jax.Array]:
+    """Runs a kernel on the arrays of `residual_norm`; those of `call` come before the bits."""
     x, y, *vectors, seed, bits = arrays
-    rows, columns = _row_blocks(x)
+    rows, columns = _row_block(x), pl.BlockSpec((1, x.shape[1]), lambda i: (0, 0))
     inputs = [(SCALARS, seed), (rows, x), (rows, y)]
     inputs += [(columns, vector[None]) for vector in vectors]
-    inputs += [(rows, array) for array in (*more, bits) if array is not None]
-    grid = (len(x) // _block_height(x),)
-    run = functools.partial(kernel, static)
-    return launch(static.kernels, run, name, grid, inputs, outputs, 0, len(x))
+    inputs += call.inputs + ([] if bits is None else [(rows, bits)])
+    call = call._replace(kernel=functools.partial(call.kernel, static), inputs=inputs)
+    return call.run(static.kernels, (len(x) // _block_height(x),), 0, len(x))
 
 
 def _residual_sum(
@@ -267,79 +330,3 @@ def add_part(parts: jax.Array, received: jax.Array, index: jax.Array) -> jax.Arr
 def _add_part_kernel(index_ref: Any, parts_ref: Any, received_ref: Any, total_ref: Any) -> None:
     total = received_ref[...].astype(jnp.float32) + parts_ref[0].astype(jnp.float32)
     total_ref[...] = total.astype(total_ref.dtype)
-
-
-# --- shared functions -----------------------------------------------------------------------------
-
-SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
-
-
-def launch(
-    kernels: Kernels,
-    kernel: Callable[..., None],
-    name: str,
-    grid: tuple[int, ...],
-    inputs: list[tuple[pl.BlockSpec, Any]],
-    outputs: list[tuple[pl.BlockSpec, Any]],
-    operations: int,
-    exponentials: int,
-    scratch: Sequence[Any] = (),
-) -> list[jax.Array]:
-    """Runs a kernel over a grid.
-
-    `inputs` and `outputs` are blocks and arrays; only the shapes and types of `outputs` count.
-    `scratch` is memory of a program.
-    """
-    arrays = [array for _, array in inputs + outputs]
-    moved = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
-    return _call(
-        kernel,
-        name,
-        [array for _, array in inputs],
-        grid=grid,
-        in_specs=[spec for spec, _ in inputs],
-        out_specs=[spec for spec, _ in outputs],
-        out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for _, like in outputs],
-        scratch_shapes=scratch,
-        cost_estimate=pl.CostEstimate(
-            flops=operations, bytes_accessed=moved, transcendentals=exponentials
-        ),
-        # Programs run in any order: on v4 and v5p two cores share them.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * len(grid), vmem_limit_bytes=kernels.memory
-        ),
-    )
-
-
-def dropout_scale(rate: float) -> float:
-    """Returns 1 / the probability that dropout keeps an element."""
-    return _STEPS / (_STEPS - round(rate * _STEPS))
-
-
-def draw_keep(
-    rate: float, seed: Any, bits: jax.Array | None, program: Any, shape: tuple[int, ...]
-) -> jax.Array:
-    """Returns bool `shape`, False for a share `rate` of it, from `bits` or drawn if None."""
-    if bits is None:
-        pltpu.prng_seed(*program_seed((seed[0], seed[1]), program))
-        bits = pltpu.bitcast(pltpu.prng_random_bits(shape), jnp.uint32)
-    return bits >= jnp.uint32(round(rate * _STEPS) * (2**32 // _STEPS))
-
-
-def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Multiplies over one axis of each, with sums in float32."""
-    contract = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
-
-
-def _call(kernel: Callable[..., None], name: str, operands: Sequence[Any], **options: Any) -> Any:
-    """Runs a kernel on a TPU, or on a CPU in the interpreter; `options` are for `pallas_call`.
-
-    `plan` shows the operation as `name`.
-    """
-
-    def call(*operands: jax.Array, **more: Any) -> Any:
-        return pl.pallas_call(kernel, name=name, **options, **more)(*operands)
-
-    interpreted = functools.partial(call, interpret=True)
-    return lax.platform_dependent(*operands, cpu=interpreted, default=call)

@@ -36,9 +36,12 @@ class OwnEncoder(NamedTuple):
     of_text: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
-# `training.sharding` has the rules of each `model.kind`.
+# The sharding rules of each `model.kind` are in `training.sharding`.
 _TRANSFORMER = OwnEncoder(
-    transformer.Encoder, transformer.encode, transformer.attention_probabilities, ()
+    transformer.Encoder,
+    lambda encoder, cfg, *inputs: encoder(*inputs),
+    lambda encoder, cfg, hidden: encoder.attention_probabilities(hidden),
+    (),
 )
 
 

@@ -203,7 +203,7 @@ def dropout(x: jax.Array, noise: "Noise | None", rate: float) -> jax.Array:
     return jnp.where(noise.keep(x.shape, rate), x * noise.scale(rate), jnp.zeros_like(x))
 
 
-# --- noise ------------------------------------------------------------------------------------
+# --- dropout noise ----------------------------------------------------------------------------
 
 
 class Noise(Protocol):
@@ -217,6 +217,11 @@ class Noise(Protocol):
 
     def scale(self, rate: float) -> float:
         """Returns 1 / the exact probability that `keep` draws True."""
+
+
+def noise_at(noise: Noise | None, place: int | jax.Array) -> Noise | None:
+    """Returns the noise of a layer, or of a site within a layer; None without noise."""
+    return None if noise is None else noise.at(place)
 
 
 @jax.tree_util.register_dataclass
@@ -235,19 +240,16 @@ class RowNoise(Noise):
         return cls(jax.vmap(lambda row: jax.random.fold_in(key, row))(rows))
 
     def at(self, place: int | jax.Array) -> Self:
-        """Returns the noise of a layer, or of a site within a layer."""
         fold = jax.vmap(functools.partial(jax.random.fold_in, data=place))
         return dataclasses.replace(self, keys=fold(self.keys))
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, ..., D]."""
         # Words of 32 bits are drawn and split: drawing 8 bits at a time is ten times slower.
         words = (*shape[1:-1], _count_words(shape[-1]))
         bits = jax.vmap(lambda key: jax.random.bits(key, words, jnp.uint32))(self.keys)
         return _keep_mask(bits, shape, rate)
 
     def scale(self, rate: float) -> float:
-        """Returns 1 / the exact probability that `keep` draws True."""
         return 256 / (256 - round(rate * 256))
 
 
@@ -308,7 +310,6 @@ class ShardNoise(Noise):
     key: jax.Array  # the shard's rbg key
 
     def at(self, place: int | jax.Array) -> "ShardNoise":
-        """Returns the noise of a layer, or of a site within a layer."""
         return ShardNoise(jax.random.fold_in(self.key, place))
 
     def words(self) -> jax.Array:
@@ -316,9 +317,7 @@ class ShardNoise(Noise):
         return lax.bitcast_convert_type(jax.random.key_data(self.key)[:2], jnp.int32)
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape`, False for a share of about `rate`."""
         return jax.random.bits(self.key, shape, jnp.uint16) >= jnp.uint16(round(rate * 65_536))
 
     def scale(self, rate: float) -> float:
-        """Returns 1 / the exact probability that `keep` draws True."""
         return 65_536 / (65_536 - round(rate * 65_536))

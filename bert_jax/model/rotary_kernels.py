@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from bert_jax.model import kernels as kernels_lib
 from bert_jax.model.attention import MASKED_SCORE
 from bert_jax.model.attention_kernels import Blocks, Heads, with_gradient
-from bert_jax.model.kernels import LANES, Kernels
+from bert_jax.model.kernels import LANES, KernelCall, Kernels
 
 # Longest row; a program holds the whole row and its gradients.
 LONGEST = 8_192
@@ -84,7 +84,9 @@ def lay_out_angles(angles: jax.Array, size: int) -> jax.Array:
 def _forward(static: RotaryAttentionShape, *arrays: jax.Array) -> list[jax.Array]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     outputs = [(blocks.row, query), (blocks.sums, blocks.sums_shape)]
-    return _run(static, blocks, _forward_kernel, arrays, [], outputs, 2, [query.dtype])
+    scratch = [blocks.scratch(query.dtype)]
+    call = KernelCall(_forward_kernel, "rotary_forward", [], outputs, scratch)
+    return _run(static, blocks, arrays, call, products=2)
 
 
 def _backward(
@@ -92,41 +94,34 @@ def _backward(
 ) -> tuple[jax.Array | None, ...]:
     query, blocks = arrays[0], Blocks(static.kernels, static.size, arrays[0])
     inputs = [*zip((blocks.row, blocks.sums, blocks.row), more, strict=True)]
-    outputs, scratch = [(blocks.row, query)] * 3, [query.dtype, jnp.float32, jnp.float32]
-    gradients = _run(static, blocks, _backward_kernel, arrays, inputs, outputs, 5, scratch)
-    return *gradients, None, None, None
+    scratch = [blocks.scratch(dtype) for dtype in (query.dtype, jnp.float32, jnp.float32)]
+    outputs = [(blocks.row, query)] * 3
+    call = KernelCall(_backward_kernel, "rotary_backward", inputs, outputs, scratch)
+    return *_run(static, blocks, arrays, call, products=5), None, None, None
 
 
 def _run(
     static: RotaryAttentionShape,
     blocks: Blocks,
-    kernel: Callable[..., None],
     arrays: tuple[jax.Array, ...],
-    more: list[tuple[pl.BlockSpec, Any]],
-    outputs: list[tuple[pl.BlockSpec, Any]],
+    call: KernelCall,
     products: int,
-    scratch: Sequence[Any],
 ) -> list[jax.Array]:
-    """Runs a pass for a global or a local layer.
-
-    `scratch`: types of scratch arrays [S, lanes].
-    """
+    """Runs a pass for a global or a local layer; the inputs of `call` come after `arrays`."""
     *vectors, angles, numbers, is_global = arrays
     # One buffer, not two: the blocks are large, and do not change within a row.
     single_buffer = {"pipeline_mode": pl.Buffered(1)}
     by_row, shape = angles.shape[2] > 1, (2, 1, blocks.length, blocks.lanes)
     angles_block = pl.BlockSpec(shape, lambda b, p: (0, b if by_row else 0, 0, 0), **single_buffer)
-    memory = [pltpu.VMEM((blocks.length, blocks.lanes), dtype) for dtype in scratch]
 
     def run(half_window: int, angles: jax.Array) -> list[jax.Array]:
-        # In the order of `_Inputs`.
+        # In the order of `_RotaryInputs`.
         inputs = [*((blocks.row, array) for array in vectors), (angles_block, angles)]
-        inputs += [*blocks.numbers(numbers, **single_buffer), *more]
-        kind = "window" if half_window else "rows"
-        name = f"rotary{kernel.__name__.removesuffix('_kernel')}_{kind}"
-        body = functools.partial(kernel, static._replace(half_window=half_window))
-        keys = _local_keys(half_window)
-        return blocks.call(body, name, inputs, outputs, products, keys, memory)
+        inputs += [*blocks.numbers(numbers, **single_buffer), *call.inputs]
+        kernel = functools.partial(call.kernel, static._replace(half_window=half_window))
+        name = f"{call.name}_{'window' if half_window else 'rows'}"
+        passed = call._replace(kernel=kernel, name=name, inputs=inputs)
+        return blocks.run(passed, products, _local_keys(half_window))
 
     if not static.half_window:
         return run(0, angles[0])
@@ -145,7 +140,7 @@ def _run(
 attention = with_gradient(_forward, _backward)
 
 
-class _Inputs(Heads):
+class _RotaryInputs(Heads):
     """The inputs of both passes, and the loop over their blocks."""
 
     def __init__(self, static: RotaryAttentionShape, refs: Sequence[Any], key_ref: Any):
@@ -215,7 +210,7 @@ class _Inputs(Heads):
 
 def _forward_kernel(static: RotaryAttentionShape, *refs: Any) -> None:
     *inputs, context_ref, sums_ref, key_ref = refs
-    row = _Inputs(static, inputs, key_ref)
+    row = _RotaryInputs(static, inputs, key_ref)
 
     def block(queries: Any, keys: Any) -> None:
         query = row.query(queries)
@@ -256,7 +251,7 @@ def _forward_kernel(static: RotaryAttentionShape, *refs: Any) -> None:
 def _backward_kernel(static: RotaryAttentionShape, *refs: Any) -> None:
     *inputs, context_ref, sums_ref, gradient_ref = refs[:-6]
     d_query_ref, d_key_ref, d_value_ref, key_ref, d_key, d_value = refs[-6:]
-    row = _Inputs(static, inputs, key_ref)
+    row = _RotaryInputs(static, inputs, key_ref)
     d_key[...], d_value[...] = jnp.zeros_like(d_key), jnp.zeros_like(d_value)
 
     def block(queries: Any, keys: Any) -> None:

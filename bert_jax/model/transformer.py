@@ -13,7 +13,8 @@ they attend to a window around each token. There are no segments.
 Shape letters: B batch, S sequence, D width, F feed-forward, H heads, L layers, V vocabulary.
 """
 
-from typing import Literal
+import functools
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,46 +117,19 @@ class Embeddings(nnx.Module):
         return self.layer_norm(word + position + segment)
 
 
-class Layer(nnx.Module):
-    """Attention and feed-forward, each followed by a layer norm, or in `modern` preceded by one.
-
-    The first layer of `modern` has no norm before its attention: the scale is unused and stays 1.
-    """
-
-    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
-        width, inner, dense = cfg.hidden_size, cfg.intermediate_size, _dense(cfg)
-        init, output_init = layer_initializers(cfg)
-        self.query = dense(width, width, init, rngs=rngs)
-        self.key = dense(width, width, init, rngs=rngs)
-        self.value = dense(width, width, init, rngs=rngs)
-        self.attention_output = dense(width, width, output_init, rngs=rngs)
-        self.attention_layer_norm = _norm(cfg)
-        self.intermediate = dense(width, inner, init, rngs=rngs)
-        if _is_modern(cfg):
-            self.gate = dense(width, inner, init, rngs=rngs)
-        self.output = dense(inner, width, output_init, rngs=rngs)
-        self.output_layer_norm = _norm(cfg)
-
-
-class Encoder(nnx.Module):
-    """Embeddings, L layers, and in `modern` a final norm."""
-
-    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
-        self.embeddings = Embeddings(cfg, rngs=rngs)
-        keys = jax.random.split(rngs.params(), cfg.num_hidden_layers)
-        # One `Layer` whose parameters have a first dimension L.
-        self.layers = jax.vmap(lambda key: Layer(cfg, rngs=nnx.Rngs(params=key)))(keys)
-        if _is_modern(cfg):
-            self.final_layer_norm = _norm(cfg)
-
-
 class Transform(nnx.Module):
-    """The layers before the output's product; `model.heads.apply_transform` runs it."""
+    """The layers below the output of masked LM, which ModernBERT's other heads have, too."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        self.hidden_act = cfg.hidden_act
         width = cfg.hidden_size
         self.transform = _dense(cfg)(width, width, _output_initializer(cfg), rngs=rngs)
         self.layer_norm = _norm(cfg)
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        """[..., D] -> the same, in the same type."""
+        inner = layers.activation(self.hidden_act, self.transform(hidden))
+        return self.layer_norm(inner).astype(hidden.dtype)
 
 
 class MaskedLM(Transform):
@@ -178,24 +152,24 @@ def _global_every(cfg: Model) -> int:
     return cfg.global_every if _is_modern(cfg) else 1
 
 
-def _global_layers(cfg: Model) -> int:
+def global_layers(cfg: Model) -> int:
     """Returns the number of global layers."""
     return -(-cfg.num_hidden_layers // _global_every(cfg))
 
 
-def _half_window(cfg: Model) -> int:
+def half_window(cfg: Model) -> int:
     """Returns the positions of a window on each side; 0 if every layer is global."""
     return 0 if _global_every(cfg) == 1 else cfg.local_window // 2
 
 
 def _window(cfg: Model, is_global: jax.Array | None, length: int) -> jax.Array | None:
     """Returns the keys that a query attends to, bool [S, S]; None: every layer attends to all."""
-    half_window = _half_window(cfg)
+    half = half_window(cfg)
     causal = attention.causal_mask(length) if cfg.direction == "left_to_right" else None
-    if not half_window or is_global is None or length <= half_window + 1:
+    if not half or is_global is None or length <= half + 1:
         return causal
     position = jnp.arange(length)
-    near = is_global | (jnp.abs(position[:, None] - position) <= half_window)
+    near = is_global | (jnp.abs(position[:, None] - position) <= half)
     return near if causal is None else near & causal
 
 
@@ -207,134 +181,175 @@ def product(dense: layers.Linear, x: jax.Array, shape: tuple[int, ...]) -> jax.A
     return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), PRODUCT)
 
 
-def _attention_input(layer: Layer, cfg: Model, number: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the input of attention in the `number`-th layer, in the type of x."""
-    if not _is_modern(cfg):
-        return x
-    return jnp.where(number == 0, x, layer.attention_layer_norm(x).astype(x.dtype))
+class LayerInputs(NamedTuple):
+    """The inputs of every layer, besides hidden states."""
+
+    mask: jax.Array | Shared | Packing  # see `kinds.encode`
+    # `rope_angles`, as kernels read them if there are kernels; None without rotary positions.
+    angles: jax.Array | None
+    kernels: Kernels | None  # settings of the kernels that compute the layer; None: XLA does
 
 
-def _queries_and_keys(
-    layer: Layer,
-    x: jax.Array,
-    heads: tuple[int, ...],
-    is_global: jax.Array | None,
-    angles: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns queries and keys of shape `heads`, rotated by `angles` unless None."""
-    if angles is None or is_global is None:
-        return product(layer.query, x, heads), product(layer.key, x, heads)
-    rotation = jnp.where(is_global, angles[0], angles[1])
-    query = rotate(product(layer.query, x, heads), rotation)
-    return query, rotate(product(layer.key, x, heads), rotation)
+class Layer(nnx.Module):
+    """Attention and feed-forward, each followed by a layer norm, or in `modern` preceded by one.
 
-
-def run_layer(
-    layer: Layer,
-    cfg: Model,
-    number: jax.Array,
-    x: jax.Array,
-    input_mask: jax.Array | Shared | Packing,
-    angles: jax.Array | None,
-    noise: layers.Noise | None,
-    scores: Scores,
-    kernels: Kernels | None = None,
-) -> jax.Array:
-    """Runs one layer, the `number`-th from 0: [B, S, D] in the compute type -> the same.
-
-    `angles` are `rope_angles`, for `modern`; with `kernels`, which then compute attention, they
-    are laid out by `rotary_kernels.lay_out_angles`.
-    """
-    at = (lambda site: None) if noise is None else noise.at
-    b, s, d = x.shape
-    heads = (b, s, cfg.num_attention_heads, d // cfg.num_attention_heads)
-    is_global = None if angles is None else number % _global_every(cfg) == 0
-    inputs = _attention_input(layer, cfg, number, x)
-    if kernels is not None:
-        assert not isinstance(input_mask, Packing)  # `_kernels` returns None for it
-        rows, numbers = _rows_and_numbers(input_mask)
-        windows = _half_window(cfg), _global_layers(cfg), cfg.num_hidden_layers
-        static = rotary_kernels.RotaryAttentionShape(kernels, heads[-1], rows, *windows)
-        projections = (layer.query, layer.key, layer.value)
-        vectors = (product(dense, inputs, x.shape) for dense in projections)
-        context = rotary_kernels.attention(static, *vectors, angles, numbers, is_global)
-    else:
-        query, key = _queries_and_keys(layer, inputs, heads, is_global, angles)
-        value = product(layer.value, inputs, heads)
-        longest = input_mask.tokens.shape[1] if isinstance(input_mask, Packing) else s
-        window = _window(cfg, is_global, longest)
-        options = at(0), cfg.attention_probs_dropout_prob, window, scores
-        if not isinstance(input_mask, Packing):
-            context = attention.attend(query, key, value, input_mask, *options)
-        elif noise is None:
-            context = attention.attend_packed(query, key, value, input_mask, window)
-        else:
-            query, key, value = map(input_mask.unpack, (query, key, value))
-            mask = input_mask.mask
-            context = input_mask.pack(attention.attend(query, key, value, mask, *options))
-    attended = product(layer.attention_output, context.reshape(b, s, d), x.shape)
-    attended = layers.dropout(attended.astype(jnp.float32), at(1), cfg.hidden_dropout_prob)
-    added = x + attended
-    added = added if _is_modern(cfg) else layer.attention_layer_norm(added)
-    return feed_forward(layer, cfg, added.astype(x.dtype), noise)
-
-
-def feed_forward(layer: Layer, cfg: Model, x: jax.Array, noise: layers.Noise | None) -> jax.Array:
-    """Runs the second part of a layer: [B, S, D] in the compute type -> the same.
-
-    Dropout uses site 2 of the layer's noise.
-    """
-    at = (lambda site: None) if noise is None else noise.at
-    inputs = layer.output_layer_norm(x).astype(x.dtype) if _is_modern(cfg) else x
-    inner = product(layer.intermediate, inputs, (*x.shape[:2], -1)).astype(jnp.float32)
-    gate = product(layer.gate, inputs, inner.shape).astype(jnp.float32) if _is_modern(cfg) else None
-    inner = layers.activation(cfg.hidden_act, inner)
-    inner = inner if gate is None else inner * gate
-    outer = product(layer.output, inner.astype(x.dtype), x.shape).astype(jnp.float32)
-    added = x + layers.dropout(outer, at(2), cfg.hidden_dropout_prob)
-    return (added if _is_modern(cfg) else layer.output_layer_norm(added)).astype(x.dtype)
-
-
-def run_layer_in_kernels(
-    layer: Layer,
-    cfg: Model,
-    x: jax.Array,
-    input_mask: jax.Array | Shared,
-    noise: layers.ShardNoise,
-    kernels: Kernels,
-) -> jax.Array:
-    """Runs one layer of `bert` as `run_layer` does, with kernels for all except its products.
-
-    Kernels that read a product add its bias.
+    The first layer of `modern` has no norm before its attention: the scale is unused and stays 1.
     """
 
-    def product(dense: layers.Linear, x: jax.Array) -> jax.Array:
-        kernel = dense.kernel[...]
-        no_bias = jnp.zeros(kernel.shape[1], jnp.float32)
-        return checkpoint_name(layers.linear(x, kernel, no_bias).astype(x.dtype), PRODUCT)
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        width, inner, dense = cfg.hidden_size, cfg.intermediate_size, _dense(cfg)
+        init, output_init = layer_initializers(cfg)
+        self.query = dense(width, width, init, rngs=rngs)
+        self.key = dense(width, width, init, rngs=rngs)
+        self.value = dense(width, width, init, rngs=rngs)
+        self.attention_output = dense(width, width, output_init, rngs=rngs)
+        self.attention_layer_norm = _norm(cfg)
+        self.intermediate = dense(width, inner, init, rngs=rngs)
+        if _is_modern(cfg):
+            self.gate = dense(width, inner, init, rngs=rngs)
+        self.output = dense(inner, width, output_init, rngs=rngs)
+        self.output_layer_norm = _norm(cfg)
 
-    def residual_norm(dense: layers.Linear, inner: jax.Array, norm: layers.ScaleNorm, site: int):
-        """The layer norm of x + dropout(dense(inner))."""
-        flat = (array.reshape(-1, x.shape[-1]) for array in (x, product(dense, inner)))
-        vectors = dense.bias[...], norm.scale[...], norm.bias[...]
-        seed = noise.at(site).words()
-        static = kernels_lib.Norm(kernels, cfg.hidden_dropout_prob, norm.eps)
-        return kernels_lib.residual_norm(static, *flat, *vectors, seed, None).reshape(x.shape)
+    def __call__(
+        self,
+        number: jax.Array,
+        x: jax.Array,
+        noise: layers.Noise | None,
+        scores: Scores,
+        inputs: LayerInputs,
+    ) -> jax.Array:
+        """Runs the layer, the `number`-th from 0: [B, S, D] in the compute type -> the same.
 
-    projections = (layer.query, layer.key, layer.value)
-    size, (rows, numbers) = x.shape[-1] // cfg.num_attention_heads, _rows_and_numbers(input_mask)
-    context = attention_kernels.attention(
-        attention_kernels.AttentionShape(kernels, size, cfg.attention_probs_dropout_prob, rows),
-        *(product(dense, x) for dense in projections),
-        jnp.stack([dense.bias[...] for dense in projections]),
-        numbers,
-        noise.at(0).words(),
-        None,
-    )
-    x = residual_norm(layer.attention_output, context, layer.attention_layer_norm, 1)
-    inner = checkpoint_name(layer.intermediate(x).astype(x.dtype), PRODUCT)
-    inner = layers.activation(cfg.hidden_act, inner.astype(jnp.float32)).astype(x.dtype)
-    return residual_norm(layer.output, inner, layer.output_layer_norm, 2)
+        Dropout uses sites 0 to 2 of the layer's noise.
+        """
+        if inputs.kernels is not None and not _is_modern(self.cfg):
+            # `_kernels` returns None for `Packing`; kernels seed their bits from the shard's key.
+            assert isinstance(noise, layers.ShardNoise) and not isinstance(inputs.mask, Packing)
+            return self._run_in_kernels(x, inputs.mask, noise, inputs.kernels)
+        context = self._attend(number, x, noise, scores, inputs).reshape(x.shape)
+        attended = product(self.attention_output, context, x.shape)
+        added = x + self.dropout(attended, noise, 1)
+        added = added if _is_modern(self.cfg) else self.attention_layer_norm(added)
+        return self.feed_forward(added.astype(x.dtype), noise)
+
+    def _attend(
+        self,
+        number: jax.Array,
+        x: jax.Array,
+        noise: layers.Noise | None,
+        scores: Scores,
+        inputs: LayerInputs,
+    ) -> jax.Array:
+        """Returns the heads' weighted values, [B, S, H, D / H], or from kernels [B, S, D]."""
+        cfg, mask = self.cfg, inputs.mask
+        is_global = self._is_global(number, inputs.angles)
+        x = self._attention_input(number, x)
+        if inputs.kernels is not None:
+            assert not isinstance(mask, Packing)  # `_kernels` returns None for it
+            size, (rows, numbers) = x.shape[-1] // cfg.num_attention_heads, _rows_and_numbers(mask)
+            windows = half_window(cfg), global_layers(cfg), cfg.num_hidden_layers
+            static = rotary_kernels.RotaryAttentionShape(inputs.kernels, size, rows, *windows)
+            vectors = (product(dense, x, x.shape) for dense in (self.query, self.key, self.value))
+            return rotary_kernels.attention(static, *vectors, inputs.angles, numbers, is_global)
+        query, key = self._queries_and_keys(x, is_global, inputs.angles)
+        value = self.project_heads(self.value, x)
+        length = mask.tokens.shape[1] if isinstance(mask, Packing) else x.shape[1]
+        window = _window(cfg, is_global, length)
+        noise, rate = layers.noise_at(noise, 0), cfg.attention_probs_dropout_prob
+        return attention.attend(query, key, value, mask, noise, rate, window, scores)
+
+    def _is_global(self, number: jax.Array, angles: jax.Array | None) -> jax.Array | None:
+        """Returns whether the `number`-th layer is global, bool []; None: every layer is."""
+        return None if angles is None else number % _global_every(self.cfg) == 0
+
+    def _attention_input(self, number: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns the input of attention in the `number`-th layer, in the type of x."""
+        if not _is_modern(self.cfg):
+            return x
+        return jnp.where(number == 0, x, self.attention_layer_norm(x).astype(x.dtype))
+
+    def project_heads(self, dense: layers.Linear, x: jax.Array) -> jax.Array:
+        """Returns queries, keys or values: [..., D] -> [..., H, D / H]."""
+        count = self.cfg.num_attention_heads
+        return product(dense, x, (*x.shape[:-1], count, x.shape[-1] // count))
+
+    def _queries_and_keys(
+        self, x: jax.Array, is_global: jax.Array | None, angles: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns queries and keys, rotated by `angles` unless None."""
+        if angles is None or is_global is None:
+            return self.project_heads(self.query, x), self.project_heads(self.key, x)
+        rotation = jnp.where(is_global, angles[0], angles[1])
+        query = rotate(self.project_heads(self.query, x), rotation)
+        return query, rotate(self.project_heads(self.key, x), rotation)
+
+    def attention_probabilities(
+        self, number: jax.Array, x: jax.Array, angles: jax.Array | None
+    ) -> jax.Array:
+        """Computes the attention probabilities of one text: [S, D] -> [H, S, S]."""
+        is_global = self._is_global(number, angles)
+        query, key = self._queries_and_keys(self._attention_input(number, x), is_global, angles)
+        scores = jnp.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
+        window = _window(self.cfg, is_global, len(x))
+        scores = scores if window is None else jnp.where(window, scores, -jnp.inf)
+        return jax.nn.softmax(scores, axis=-1)
+
+    def feed_forward(self, x: jax.Array, noise: layers.Noise | None) -> jax.Array:
+        """Runs the second part of the layer: [B, S, D] in the compute type -> the same."""
+        is_modern, shape = _is_modern(self.cfg), (*x.shape[:2], -1)
+        inputs = self.output_layer_norm(x).astype(x.dtype) if is_modern else x
+        inner = product(self.intermediate, inputs, shape).astype(jnp.float32)
+        gate = product(self.gate, inputs, shape).astype(jnp.float32) if is_modern else None
+        inner = layers.activation(self.cfg.hidden_act, inner)
+        inner = inner if gate is None else inner * gate
+        outer = product(self.output, inner.astype(x.dtype), x.shape)
+        added = x + self.dropout(outer, noise, 2)
+        return (added if is_modern else self.output_layer_norm(added)).astype(x.dtype)
+
+    def dropout(self, x: jax.Array, noise: layers.Noise | None, site: int) -> jax.Array:
+        """Applies dropout with a site of the layer's noise: any float type -> float32."""
+        x, noise = x.astype(jnp.float32), layers.noise_at(noise, site)
+        return layers.dropout(x, noise, self.cfg.hidden_dropout_prob)
+
+    def _run_in_kernels(
+        self, x: jax.Array, mask: jax.Array | Shared, noise: layers.ShardNoise, kernels: Kernels
+    ) -> jax.Array:
+        """Runs a layer of `bert` with kernels for all except its products.
+
+        Kernels that read a product add its bias.
+        """
+        cfg = self.cfg
+
+        def product(dense: layers.Linear, x: jax.Array) -> jax.Array:
+            kernel = dense.kernel[...]
+            no_bias = jnp.zeros(kernel.shape[1], jnp.float32)
+            return checkpoint_name(layers.linear(x, kernel, no_bias).astype(x.dtype), PRODUCT)
+
+        def residual_norm(
+            dense: layers.Linear, inner: jax.Array, norm: layers.ScaleNorm, site: int
+        ) -> jax.Array:
+            """Returns the layer norm of x + dropout(dense(inner))."""
+            flat = (array.reshape(-1, x.shape[-1]) for array in (x, product(dense, inner)))
+            vectors = dense.bias[...], norm.scale[...], norm.bias[...]
+            seed = noise.at(site).words()
+            static = kernels_lib.Norm(kernels, cfg.hidden_dropout_prob, norm.eps)
+            return kernels_lib.residual_norm(static, *flat, *vectors, seed, None).reshape(x.shape)
+
+        projections = (self.query, self.key, self.value)
+        size, (rows, numbers) = x.shape[-1] // cfg.num_attention_heads, _rows_and_numbers(mask)
+        context = attention_kernels.attention(
+            attention_kernels.AttentionShape(kernels, size, cfg.attention_probs_dropout_prob, rows),
+            *(product(dense, x) for dense in projections),
+            jnp.stack([dense.bias[...] for dense in projections]),
+            numbers,
+            noise.at(0).words(),
+            None,
+        )
+        x = residual_norm(self.attention_output, context, self.attention_layer_norm, 1)
+        inner = checkpoint_name(self.intermediate(x).astype(x.dtype), PRODUCT)
+        inner = layers.activation(cfg.hidden_act, inner.astype(jnp.float32)).astype(x.dtype)
+        return residual_norm(self.output, inner, self.output_layer_norm, 2)
 
 
 def _rows_and_numbers(
@@ -346,43 +361,56 @@ def _rows_and_numbers(
     return "alone", input_mask
 
 
-def encode(
-    encoder: Encoder,
-    cfg: Model,
-    input_ids: jax.Array,
-    segment_ids: jax.Array,
-    input_mask: jax.Array | Shared | Packing,
-    noise: layers.Noise | None,
-    loop: Loop,
-    outputs: Literal["last", "all"] = "last",
-) -> jax.Array:
-    """Runs the encoder: see `model.kinds`. Truncated encoders of `modern` have no final norm."""
-    dtype = jnp.dtype(cfg.compute_dtype)
-    positions = input_mask.positions if isinstance(input_mask, Shared | Packing) else None
-    if _is_modern(cfg) and positions is None:
-        positions = jnp.arange(input_ids.shape[1])
-    x = encoder.embeddings(input_ids, segment_ids, dtype, positions)
-    embedding_noise = None if noise is None else noise.at(cfg.num_hidden_layers)
-    x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
-    angles = None if positions is None or not _is_modern(cfg) else rope_angles(cfg, positions)
-    kernels = _kernels(cfg, x.shape, input_mask, noise, loop)
-    if kernels is not None and angles is not None:
-        angles = rotary_kernels.lay_out_angles(angles, x.shape[-1] // cfg.num_attention_heads)
+# --- encoder ----------------------------------------------------------------------------------
 
-    def run(
-        layer: Layer, number: jax.Array, x: jax.Array, noise: layers.Noise | None, scores: Scores
+
+class Encoder(nnx.Module):
+    """Embeddings, L layers, and in `modern` a final norm."""
+
+    def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.embeddings = Embeddings(cfg, rngs=rngs)
+        keys = jax.random.split(rngs.params(), cfg.num_hidden_layers)
+        # One `Layer` whose parameters have a first dimension L.
+        self.layers = jax.vmap(lambda key: Layer(cfg, rngs=nnx.Rngs(params=key)))(keys)
+        if _is_modern(cfg):
+            self.final_layer_norm = _norm(cfg)
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        segment_ids: jax.Array,
+        input_mask: jax.Array | Shared | Packing,
+        noise: layers.Noise | None,
+        loop: Loop,
+        outputs: Literal["last", "all"] = "last",
     ) -> jax.Array:
-        if kernels is not None and not _is_modern(cfg):
-            # `_kernels` returns None for `Packing`; kernels seed their bits from the shard's key.
-            assert isinstance(noise, layers.ShardNoise) and not isinstance(input_mask, Packing)
-            return run_layer_in_kernels(layer, cfg, x, input_mask, noise, kernels)
-        return run_layer(layer, cfg, number, x, input_mask, angles, noise, scores, kernels)
+        """Runs the encoder, see `kinds.encode`; truncated ones of `modern` have no final norm."""
+        cfg, dtype = self.cfg, jnp.dtype(self.cfg.compute_dtype)
+        positions = input_mask.positions if isinstance(input_mask, Shared | Packing) else None
+        if _is_modern(cfg) and positions is None:
+            positions = jnp.arange(input_ids.shape[1])
+        x = self.embeddings(input_ids, segment_ids, dtype, positions)
+        embedding_noise = layers.noise_at(noise, cfg.num_hidden_layers)
+        x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
+        angles = None if positions is None or not _is_modern(cfg) else rope_angles(cfg, positions)
+        kernels = _kernels(cfg, x.shape, input_mask, noise, loop)
+        if kernels is not None and angles is not None:
+            angles = rotary_kernels.lay_out_angles(angles, x.shape[-1] // cfg.num_attention_heads)
+        run = functools.partial(Layer.__call__, inputs=LayerInputs(input_mask, angles, kernels))
+        last, states = run_layers(run, self.layers, x, noise, loop, outputs)
+        if _is_modern(cfg) and len(jax.tree.leaves(self.layers)[0]) == cfg.num_hidden_layers:
+            last = self.final_layer_norm(last).astype(dtype)
+            states = None if states is None else states.at[-1].set(last)
+        return last if states is None else states
 
-    last, states = run_layers(run, encoder.layers, x, noise, loop, outputs)
-    if _is_modern(cfg) and len(jax.tree.leaves(encoder.layers)[0]) == cfg.num_hidden_layers:
-        last = encoder.final_layer_norm(last).astype(dtype)
-        states = None if states is None else states.at[-1].set(last)
-    return last if states is None else states
+    def attention_probabilities(self, hidden: jax.Array) -> jax.Array:
+        """Computes the attention probabilities of a text, see `kinds.attention_probabilities`."""
+        count, length, _ = hidden.shape
+        angles = rope_angles(self.cfg, jnp.arange(length)) if _is_modern(self.cfg) else None
+
+        compute = jax.vmap(Layer.attention_probabilities, in_axes=(0, 0, 0, None))
+        return compute(self.layers, jnp.arange(count), hidden, angles)
 
 
 def _kernels(
@@ -402,39 +430,8 @@ def _kernels(
     if cfg.direction == "left_to_right":
         return None
     if _is_modern(cfg):
-        sizes = cfg.num_attention_heads, *shape[1:], _half_window(cfg)
+        sizes = cfg.num_attention_heads, *shape[1:], half_window(cfg)
         fits = not cfg.attention_probs_dropout_prob and rotary_kernels.fits(loop.kernels, *sizes)
     else:
         fits = kernels_lib.fits(cfg.num_attention_heads, *shape)
     return loop.kernels if fits else None
-
-
-def attention_probabilities(encoder: Encoder, cfg: Model, hidden: jax.Array) -> jax.Array:
-    """Computes the attention probabilities of a text in each layer: see `model.kinds`."""
-    count, length, width = hidden.shape
-    heads = (length, cfg.num_attention_heads, width // cfg.num_attention_heads)
-    angles = rope_angles(cfg, jnp.arange(length)) if _is_modern(cfg) else None
-
-    def layer_probabilities(layer: Layer, number: jax.Array, x: jax.Array) -> jax.Array:
-        is_global = number % _global_every(cfg) == 0
-        inputs = _attention_input(layer, cfg, number, x)
-        query, key = _queries_and_keys(layer, inputs, heads, is_global, angles)
-        scores = jnp.einsum("qhd,khd->hqk", query, key) / heads[-1] ** 0.5
-        window = _window(cfg, is_global, length)
-        scores = scores if window is None else jnp.where(window, scores, -jnp.inf)
-        return jax.nn.softmax(scores, axis=-1)
-
-    return jax.vmap(layer_probabilities)(encoder.layers, jnp.arange(count), hidden)
-
-
-def token_flops(cfg: Model, sequence_length: int) -> int:
-    """Counts the operations for one token of a row in a forward pass through all layers."""
-    width, count = cfg.hidden_size, cfg.num_hidden_layers
-    global_layers = _global_layers(cfg)
-    half = min(_half_window(cfg), sequence_length - 1)
-    # The windows at both ends of a row lack half (half + 1) keys in all.
-    near = 2 * half + 1 - half * (half + 1) / sequence_length
-    keys = global_layers * sequence_length + (count - global_layers) * near
-    # Query, key, value, output; feed-forward and gate; scores and their product with the values.
-    inner = (3 if _is_modern(cfg) else 2) * cfg.intermediate_size
-    return round(count * 2 * (4 * width + inner) * width + 4 * keys * width)

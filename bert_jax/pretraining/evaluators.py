@@ -118,7 +118,9 @@ class HeldOut:
         of the accuracy.
         """
         experiment, mesh = self.experiment, self.mesh
-        objective = objective_lib.of(experiment.model_scored(done), experiment.data)
+        objective = objective_lib.pretraining_objective(
+            experiment.model_scored(done), experiment.data
+        )
         sums = {name: np.zeros(2, np.float32) for name in objective.metrics}
         sums = feed.put(sums, mesh_lib.replicated(mesh))
         eval_step = step.make_eval_step(objective, experiment.parallelism, mesh)

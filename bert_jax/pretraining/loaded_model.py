@@ -413,7 +413,7 @@ def _read_checkpoint(
         raise InputError(
             f"{workdir.address}: was trained with other settings ({'; '.join(changed)})"
         )
-    trained = objective.of(experiment.model, experiment.data)
+    trained = objective.pretraining_objective(experiment.model, experiment.data)
     abstract = step.abstract_state(trained, experiment.optimizer, Parallelism(), mesh)
     restored = saved.read(checkpoint, {name: abstract[name] for name in names})
     prepared.require_same(restored.metadata)

@@ -21,7 +21,7 @@ from bert_jax.pretraining import evaluators
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.running.job import Job, PhaseBatches, Training
 from bert_jax.storage.workdir import Workdir
-from bert_jax.training import feed, own
+from bert_jax.training import custom_code, feed
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import objective as objective_lib
 from bert_jax.training import optimizer as optimizer_lib
@@ -117,7 +117,7 @@ class PretrainingJob(Job):
             hashes["run.probes"] = self.probes.sha256[:16]
         remedy = "give all processes the corpus that one of them prepared, and the same run.probes"
         peers.require_same("data", hashes, remedy)
-        objective = objective_lib.of(experiment.model, experiment.data)
+        objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
         active = evaluators.held_out_evaluators(experiment, self._corpus, mesh)
         if self.probes is not None:
             tokenizer, metrics = self._corpus.tokenizer, self.workdir.metrics
@@ -193,8 +193,8 @@ class PretrainingJob(Job):
 
 def require_runnable(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError if the batches or the state cannot be sharded over these devices."""
-    own.require_sound(experiment, mesh)
-    objective = objective_lib.of(experiment.model, experiment.data)
+    custom_code.require_valid(experiment, mesh)
+    objective = objective_lib.pretraining_objective(experiment.model, experiment.data)
     step_lib.abstract_state(objective, experiment.optimizer, experiment.parallelism, mesh)
     replicas = experiment.optimizer.reference_replicas
     shards = mesh_lib.batch_shards(mesh)

@@ -32,7 +32,7 @@ from bert_jax.running.start import Divergence, RunFailure
 from bert_jax.training import feed as feed_lib
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
-from bert_jax.training.replay import RecomputeCheck, SilentCorruption
+from bert_jax.training.recompute_check import RecomputeCheck, SilentCorruption
 
 # Maximum number of dispatched steps: a longer queue delays stopping and hides hangs.
 _MOST_DISPATCHED = 4
@@ -161,12 +161,10 @@ class Trainer:
         self.watchdog.reset(times=2)
         feed = feed_lib.Feed(
             phase.batch,
-            self.done - phase.first,
-            phase.steps,
+            range(self.done - phase.first, phase.steps),
             phase.batch_size,
             mesh_lib.batch_sharding(self.mesh),
-            run.prefetch_batches,
-            run.data_workers,
+            run,
             self.report,
         )
         with feed:

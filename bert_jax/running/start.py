@@ -30,7 +30,7 @@ from bert_jax.storage import retry
 from bert_jax.storage.workdir import fork_record, read_json, write_atomic, write_json
 from bert_jax.training import feed, step
 from bert_jax.training import optimizer as optimizer_lib
-from bert_jax.training.replay import SilentCorruption
+from bert_jax.training.recompute_check import SilentCorruption
 
 
 class RunFailure(Exception):
@@ -161,7 +161,7 @@ def _load_fork_point(
         restored.state["optimizer"] = jax.tree.unflatten(jax.tree.structure(tree), leaves)
     else:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract["optimizer"])
-        init = jax.jit(optimizer_lib.make(new).init, out_shardings=shardings)
+        init = jax.jit(optimizer_lib.make_optimizer(new).init, out_shardings=shardings)
         restored.state["optimizer"] = init(restored.state["params"])
         job.report(f"optimizer.name: {old.name} -> {new.name}, whose moments begin at 0")
     if command == "decay":

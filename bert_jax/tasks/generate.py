@@ -141,7 +141,7 @@ class GenerateObjective(TaskObjective):
         """Returns the logits of each next token of the targets: float32 [B, T, V]."""
         del fixed
         generator = decoder.merge_params(self.model, params)
-        return decoder.target_logits(generator, self.model, batch, noise, loop)
+        return decoder.target_logits(generator, batch, noise, loop)
 
     def texts(
         self, beams: int, params: Any, fixed: Any, batch: Batch, noise: None, loop: Loop
@@ -149,5 +149,5 @@ class GenerateObjective(TaskObjective):
         """Returns texts found by beam search, int32 [B, length]."""
         del fixed, noise
         generator = decoder.merge_params(self.model, params)
-        ends = self.length, self.first, self.last
-        return decoder.search(generator, self.model, batch, loop, beams, *ends)[0]
+        settings = decoder.SearchSettings(beams, self.length, self.first, self.last)
+        return decoder.search(generator, batch, loop, settings)[0]

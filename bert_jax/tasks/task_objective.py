@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bert_jax.config import Adapt, Features, Model
-from bert_jax.model import heads, layers, similarity, transformer
+from bert_jax.model import layers, similarity, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_of, text_vector
@@ -178,7 +178,7 @@ class TaskObjective:
             act = jnp.tanh if cfg.type_vocab_size else jax.nn.relu
             hidden = act(tuned.pooler(hidden)).astype(hidden.dtype)
         elif part == "masked_lm":
-            hidden = heads.apply_transform(tuned.masked_lm, cfg, hidden)
+            hidden = tuned.masked_lm(hidden)
         # The layers use the numbers below; the embeddings use num_hidden_layers.
         site = None if noise is None else noise.at(cfg.num_hidden_layers + 1)
         return tuned.head(layers.dropout(hidden, site, rate).astype(hidden.dtype))

@@ -42,11 +42,11 @@ def path_of(path: tuple[Any, ...]) -> str:
 
 @jax.jit
 def _sums(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-    return [sum_of(array) for array in arrays]
+    return [array_checksum(array) for array in arrays]
 
 
-def sum_of(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the two halves of an array's checksum, uint32 []."""
+def array_checksum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the two halves of an array's checksum, uint32 [] each."""
     bits = lax.bitcast_convert_type(array, _WORDS[array.dtype.itemsize]).astype(jnp.uint32)
     index = jnp.zeros(array.shape, jnp.uint32)
     for axis in range(array.ndim):

@@ -1,13 +1,14 @@
 """Collectives for one parameter and its gradient over DATA, inside the step's `shard_map`.
 
-`gather` makes a sharded parameter whole; its gradient is a `scatter`, this device's part of the sum
-over devices. Each generation of TPUs overlaps other collectives with computation, so METHODS has a
-method for each. All methods compute the same, up to the order of summation.
+`all_gather` makes a sharded parameter whole; its gradient is a `reduce_scatter`, which leaves each
+device its shard of the sum over devices. Each generation of TPUs overlaps other collectives with
+computation, so METHODS has a method for each. All methods compute the same, up to the order of
+summation.
 """
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +24,17 @@ CompilerOptions = tuple[tuple[str, bool | int], ...]
 
 
 class Method(NamedTuple):
-    """The way in which devices of a kind exchange parameters and gradients."""
+    """The way of parameters and gradients on a kind of device; `plan --out` writes these names."""
 
-    # Along one axis of the torus after another, or along all of them at once.
+    # All-gather along one axis of the torus after another, or along all of them at once.
     gather: Literal["by_axis", "at_once"] = "by_axis"
-    # By the compiler's reduce-scatter along each axis, or around a ring of neighbours along it.
+    # Reduce-scatter along each axis by the compiler, or around a ring of neighbours.
     scatter: Literal["reduce_scatter", "ring"] = "reduce_scatter"
     # The axis that carries a whole gradient, while the others carry the remaining parts: the
     # `outermost`, the `innermost`, or each axis for its share of the parameters (`balanced`).
     order: Literal["outermost", "innermost", "balanced"] = "outermost"
     # A layer's parameter of at most this many gathered bytes is gathered for all layers before the
-    # first, and only its gradient travels in the loop; a larger one is gathered in each layer, for
-    # each pass.
+    # first layer runs; a larger one is gathered in each layer, for each pass.
     prefetch_bytes: int = 0
     # When slices add up a layer's gradients: during the next layer's work, or after all layers.
     sums: Literal["by_layer", "in_the_end"] = "by_layer"
@@ -105,57 +105,53 @@ class Collectives(NamedTuple):
     """The settings of the collectives of a parameter and its gradient over DATA."""
 
     axes: tuple[str, ...]  # of DATA, in the order in which they cut a dimension, the coarsest first
-    copy: str  # the dtype in which parameters are gathered
-    reduction: str  # the dtype in which gradients are added up
-    method: Method  # the best for the devices
-    # The axis between slices if each scatter also adds up along it; else a later sum does.
-    slice_axes: tuple[str, ...] = ()
+    gather_dtype: str  # in which parameters are gathered
+    reduce_dtype: str  # in which gradients are added up
+    method: Method
+    slice_axes: tuple[str, ...] = ()  # the axis between slices
+    # Whether a sum over slices follows each reduce-scatter; else one sum follows all of them.
+    reduces_slices_early: bool = False
 
     def is_prefetched(self, shard: jax.Array) -> bool:
         """Returns whether a layer's parameter with such shards is gathered before all layers."""
         size = math.prod(map(lax.axis_size, self.axes)) * shard.size
-        return size * jnp.dtype(self.copy).itemsize <= self.method.prefetch_bytes
-
-    def with_axes(self, axes: tuple[str, ...]) -> "Collectives":
-        """Returns the same settings with these axes."""
-        return self._replace(axes=axes)
+        return size * jnp.dtype(self.gather_dtype).itemsize <= self.method.prefetch_bytes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather(
+def all_gather(
     shard: jax.Array, dimension: int, collectives: Collectives, copy: jax.Array | None = None
 ) -> jax.Array:
-    """All-gathers a float32 shard: float32 with values rounded to `collectives.copy`.
+    """All-gathers a float32 shard: float32, rounded to `gather_dtype`.
 
-    With an earlier `gather_copy`, only the gradient travels.
+    `copy` is the result of an earlier `all_gather_copy`; then only the gradient travels.
     """
     if copy is None:
-        copy = gather_copy(shard, dimension, collectives)
+        copy = all_gather_copy(shard, dimension, collectives)
     # A matrix product casts to the dtype of the copy again; compilers remove both casts.
     return copy.astype(jnp.float32)
 
 
-def gather_copy(shard: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
-    """All-gathers a float32 shard, in the dtype of the copy; it has no gradient."""
-    copy = lax.stop_gradient(shard).astype(collectives.copy)
+def all_gather_copy(shard: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
+    """All-gathers a float32 shard in `gather_dtype`; the copy has no gradient."""
+    copy = lax.stop_gradient(shard).astype(collectives.gather_dtype)
     if collectives.method.gather == "at_once":
-        copy = lax.all_gather(copy, collectives.axes, axis=dimension, tiled=True)
-    else:
-        for axis in reversed(collectives.axes):
-            copy = lax.all_gather(copy, axis, axis=dimension, tiled=True)
+        return lax.all_gather(copy, collectives.axes, axis=dimension, tiled=True)
+    for axis in reversed(collectives.axes):
+        copy = lax.all_gather(copy, axis, axis=dimension, tiled=True)
     return copy
 
 
-def scatter(gradient: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
+def reduce_scatter(gradient: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
     """Reduce-scatters a float32 gradient: this device's shard of the sum over devices, float32."""
-    gradient = gradient.astype(collectives.reduction)
+    gradient = gradient.astype(collectives.reduce_dtype)
     for axis in collectives.axes:
         # The devices get their own dimension: on a TPU the reduce-scatter of a part of a large
         # array's dimension becomes an all-reduce of the whole array.
         before, after = gradient.shape[:dimension], gradient.shape[dimension + 1 :]
         parts = gradient.reshape(*before, lax.axis_size(axis), -1, *after)
         if collectives.method.scatter == "ring":
-            gradient = _ring_scatter(parts, dimension, axis)
+            gradient = _ring_reduce_scatter(parts, dimension, axis)
         else:
             gradient = lax.psum_scatter(parts, axis, scatter_dimension=dimension)
     return gradient.astype(jnp.float32)
@@ -165,21 +161,21 @@ def reduce_across_slices(shard: jax.Array, collectives: Collectives) -> jax.Arra
     """Adds up a float32 shard over slices, if there are any, in the dtype of reductions."""
     if not collectives.slice_axes:
         return shard
-    return lax.psum(shard.astype(collectives.reduction), collectives.slice_axes).astype(jnp.float32)
+    return lax.psum(shard.astype(collectives.reduce_dtype), collectives.slice_axes).astype(
+        jnp.float32
+    )
 
 
-def _gather_forward(*args: Any) -> tuple[jax.Array, None]:
-    return gather(*args), None
-
-
-def _gather_backward(
-    dimension: int, collectives: Collectives, residuals: None, gradient: jax.Array
+def _all_gather_backward(
+    dimension: int, collectives: Collectives, _: None, gradient: jax.Array
 ) -> tuple[jax.Array, None]:
-    del residuals
-    return reduce_across_slices(scatter(gradient, dimension, collectives), collectives), None
+    shard = reduce_scatter(gradient, dimension, collectives)
+    if collectives.reduces_slices_early:
+        shard = reduce_across_slices(shard, collectives)
+    return shard, None
 
 
-gather.defvjp(_gather_forward, _gather_backward)
+all_gather.defvjp(lambda *args: (all_gather(*args), None), _all_gather_backward)
 
 
 def folded_ring(size: int) -> tuple[int, ...]:
@@ -190,7 +186,7 @@ def folded_ring(size: int) -> tuple[int, ...]:
     return (*range(0, size, 2), *range(size - 1 - size % 2, 0, -2))
 
 
-def _ring_scatter(parts: jax.Array, dimension: int, axis: str) -> jax.Array:
+def _ring_reduce_scatter(parts: jax.Array, dimension: int, axis: str) -> jax.Array:
     """Reduce-scatters parts over the devices of an axis, from neighbour to neighbour.
 
     Permutations overlap with other work where reduce-scatters do not. A device receives the partial

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from bert_jax import foreign, system
+from bert_jax.config import Run
 from bert_jax.data.batches import Batch
 
 MakeBatch = Callable[[int, np.ndarray], Batch]
@@ -26,40 +27,38 @@ _DEATHS = 3
 
 
 class Feed:
-    """Iterates over the global batches of steps [first, last), sharded over the devices.
+    """Iterates over the global batches of some steps, sharded over the devices.
 
-    `make_batch` makes some rows of a step on the host. `prefetch` batches are made ahead, by
-    `workers` processes or, if 0, by a thread; `report` receives a line if workers die.
+    `make_batch` makes some rows of a step on the host. `run.prefetch_batches` batches are made
+    ahead, by `run.data_workers` processes or, if 0, by a thread; `report` receives a line if
+    workers die.
     """
 
     def __init__(
         self,
         make_batch: MakeBatch,
-        first: int,
-        last: int,
+        steps: range,
         batch_size: int,
         sharding: NamedSharding,
-        prefetch: int,
-        workers: int,
+        run: Run,
         report: Callable[[str], None],
     ):
-        self._make_batch, self._next, self._last = make_batch, first, last
-        self._sharding = sharding
-        self._batch_size = batch_size
+        self._make_batch, self._steps = make_batch, steps
+        self._batch_size, self._sharding = batch_size, sharding
         self._rows = local_rows(sharding, batch_size)
-        self._prefetch, self._workers, self._report = prefetch, workers, report
-        self._deaths = 0
+        self._prefetch, self._workers = run.prefetch_batches, run.data_workers
+        self._report, self._deaths = report, 0
         self._flags = contextlib.ExitStack()  # open until the end: workers may be replaced
         self._iterator = self._host_batches()
 
     def _host_batches(self) -> grain.DatasetIterator:
-        """Returns an iterator over host batches from the next step on."""
+        """Returns an iterator over host batches of the remaining steps."""
         make_batch, rows = self._make_batch, self._rows
 
         def host_batch(step: int) -> Batch:
             return make_batch(int(step), rows)
 
-        steps = grain.MapDataset.range(self._next, self._last).map(host_batch)
+        steps = grain.MapDataset.range(self._steps.start, self._steps.stop).map(host_batch)
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch)
         dataset = steps.to_iter_dataset(options)
         if self._workers:
@@ -82,7 +81,7 @@ class Feed:
                 if not (self._workers and _WORKER_DIED in str(error)):
                     raise
                 self._replace_workers()
-        self._next += 1
+        self._steps = self._steps[1:]
         return place(batch, self._rows, self._batch_size, self._sharding)
 
     def _replace_workers(self) -> None:

@@ -4,6 +4,7 @@ Each shard goes through its micro-batches, and one reduction adds up the gradien
 Collectives are explicit, so the compiler need not infer them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -12,17 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bert_jax.config import Model, Optimizer, Parallelism
-from bert_jax.model import kernels as kernels_lib
+from bert_jax.config import Optimizer, Parallelism
 from bert_jax.model import layers, losses
 from bert_jax.model.encoder import Loop
+from bert_jax.model.kernels import BY_DEVICE
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
-from bert_jax.training import replay, sharding
+from bert_jax.training import recompute_check, sharding
 from bert_jax.training.collectives import Collectives, method_of
 from bert_jax.training.objective import Batch, ComparingObjective, Objective
 
 Metrics = losses.Metrics
+Counts = tuple[jax.Array, ...]
 
 
 class StepSpec(NamedTuple):
@@ -35,95 +37,120 @@ class StepSpec(NamedTuple):
     mesh: jax.sharding.Mesh
 
 
-def gradients(
-    spec: StepSpec,
-    partition: Any,
-    params: Any,
-    fixed: Any,
-    step: jax.Array,
-    batch: Batch,
-    key: jax.Array,
-    other: Batch | None = None,
-) -> Any:
-    """Returns the gradient of the whole batch and its metrics, reduced over all shards.
+@dataclasses.dataclass(frozen=True)
+class ShardGradient:
+    """The gradient of a step, as the devices of one shard compute it."""
 
-    With `other`, the rows of another shard, it returns `replay.fingerprints` instead.
+    spec: StepSpec
+    partition: Any  # a `sharding.Partition` for each parameter
 
-    `clip="per_replica"` reproduces the reference on `reference_replicas` TPU cores: each core has
-    its own denominators and its own clip, and the optimizer's wrapper adds the cores' gradients
-    without dividing by their number. Otherwise the denominators are global and known from the data,
-    so that micro-batches and shards only add.
-    """
-    objective, optimizer, parallelism = spec.objective, spec.optimizer, spec.parallelism
-    axes = mesh_lib.batch_axes(spec.mesh)
-    slice_axes = tuple(axis for axis in axes if axis == mesh_lib.SLICE)
-    method = method_of(mesh_lib.device_kind(spec.mesh))
-    # With several micro-batches one sum after all of them sends less.
-    early = parallelism.state == "zero3" and spec.accumulation == 1 and method.sums == "by_layer"
-    collectives = Collectives(
-        mesh_lib.data_axes(spec.mesh),
-        objective.model.compute_dtype,
-        optimizer.gradient_reduction,
-        method,
-        slice_axes if early else (),
-    )
-    per_replica = optimizer.clip == "per_replica"
-    total = None if per_replica else lax.psum(objective.counts(batch), axes)
-    if parallelism.state == "zero1":
-        params = sharding.gather_params(params, partition, collectives)
-    # The fingerprint is the gradient by `mark`, computed before devices add up their gradients.
-    params = params, None if other is None else jnp.zeros(4)
+    def gradients(
+        self,
+        params: Any,
+        fixed: Any,
+        step: jax.Array,
+        batch: Batch,
+        key: jax.Array,
+        other: Batch | None = None,
+    ) -> Any:
+        """Returns the gradient of the whole batch and its metrics, reduced over all shards.
 
-    def run(params: Any, function: Callable[..., Any], micro: Batch, number: jax.Array) -> Any:
-        """Calls a function of the objective with its arguments; `params` are sharded."""
-        params, mark = params
-        kernels = _kernels(objective.model, parallelism, spec.mesh)
+        With `other`, the rows of another shard, it returns `recompute_check.fingerprints` instead.
+
+        `clip="per_replica"` reproduces the reference on `reference_replicas` TPU cores: each core
+        has its own denominators and its own clip, and the optimizer's wrapper adds the cores'
+        gradients without dividing by their number. Otherwise the denominators are global and known
+        from the data, so that micro-batches and shards only add.
+        """
+        spec, axes = self.spec, mesh_lib.batch_axes(self.spec.mesh)
+        per_replica = spec.optimizer.clip == "per_replica"
+        total = None if per_replica else lax.psum(spec.objective.counts(batch), axes)
+        if spec.parallelism.state == "zero1":
+            params = sharding.all_gather_params(params, self.partition, self._collectives)
+        # The fingerprint is the gradient by `mark`, computed before devices add up their gradients.
+        params = params, None if other is None else jnp.zeros(4)
+
+        def run(params: Any, function: Callable[..., Any], micro: Batch, number: jax.Array) -> Any:
+            """Calls a function of the objective with its arguments; `params` are sharded."""
+            params, loop = self._layer_loop(*params)
+            noise: layers.Noise
+            if spec.objective.model.dropout_rng == "threefry8":
+                noise = row_noise(micro, key)
+            else:
+                numbers = step, number, lax.axis_index(axes)
+                noise = layers.ShardNoise(functools.reduce(jax.random.fold_in, numbers, key))
+            return function(params, fixed, micro, noise, loop)
+
+        sum_gradients = functools.partial(self._sum_micro_batches, run, params, total)
+        if other is not None:
+            return recompute_check.fingerprints(sum_gradients, other, batch, axes)
+        (gradient, _), metrics = sum_gradients(batch)
+        return self._reduce(gradient), lax.psum(metrics, axes)
+
+    @property
+    def _collectives(self) -> Collectives:
+        spec, method = self.spec, method_of(mesh_lib.device_kind(self.spec.mesh))
+        # With several micro-batches one sum over slices, after all of them, sends less.
+        is_early = spec.parallelism.state == "zero3" and spec.accumulation == 1
+        return Collectives(
+            mesh_lib.data_axes(spec.mesh),
+            gather_dtype=spec.objective.model.compute_dtype,
+            reduce_dtype=spec.optimizer.gradient_reduction,
+            method=method,
+            slice_axes=tuple(axis for axis in spec.mesh.axis_names if axis == mesh_lib.SLICE),
+            reduces_slices_early=is_early and method.sums == "by_layer",
+        )
+
+    def _layer_loop(self, params: Any, mark: jax.Array | None) -> tuple[Any, Loop]:
+        """Returns whole parameters and the loop over layers, which gathers those of `zero3`."""
+        model, parallelism = self.spec.objective.model, self.spec.parallelism
+        # The compiler cannot partition a kernel over the devices that share a row.
+        has_kernels = model.dropout_rng == "in_kernel" and parallelism.tensor == 1
+        kernels = BY_DEVICE.get(mesh_lib.device_kind(self.spec.mesh)) if has_kernels else None
         loop = Loop(parallelism.remat, parallelism.layer_loop, kernels)
         if parallelism.state == "zero3":
-            params, loop = gather_outside_layers(params, partition, collectives, loop, mark)
-        else:
-            params = replay.fingerprint_gradient(params, mark)
-        noise: layers.Noise
-        if objective.model.dropout_rng == "threefry8":
-            noise = row_noise(micro, key)
-        else:
-            numbers = step, number, lax.axis_index(axes)
-            noise = layers.ShardNoise(functools.reduce(jax.random.fold_in, numbers, key))
-        return function(params, fixed, micro, noise, loop)
+            return gather_outside_layers(params, self.partition, self._collectives, loop, mark)
+        return recompute_check.fingerprint_gradient(params, mark), loop
 
-    def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
-        counts = objective.counts(micro) if total is None else total
+    def _sum_micro_batches(
+        self, run: Callable[..., Any], params: Any, total: Counts | None, batch: Batch
+    ) -> tuple[Any, Metrics]:
+        """Returns ((gradient, sum of gradients' fingerprints), metrics) of the shard's rows.
 
-        def loss(params: Any) -> tuple[jax.Array, Metrics]:
-            metrics = run(params, objective.forward, micro, number)
-            return objective.loss(metrics, counts), metrics | {"filled": _count_filled(micro)}
+        `total` are the denominators of the losses; None: each micro-batch has its own.
+        """
+        objective, optimizer = self.spec.objective, self.spec.optimizer
 
-        (gradient, fingerprint), metrics = jax.grad(loss, has_aux=True)(params)
-        if per_replica:
-            gradient, _ = optimizer_lib.clip(gradient, optimizer.clip_norm)
-        return (gradient, fingerprint), metrics
+        def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
+            counts = objective.counts(micro) if total is None else total
 
-    accumulation = spec.accumulation
-    if per_replica:
-        accumulation = optimizer.reference_replicas // mesh_lib.batch_shards(spec.mesh)
+            def loss(params: Any) -> tuple[jax.Array, Metrics]:
+                metrics = run(params, objective.forward, micro, number)
+                return objective.loss(metrics, counts), metrics | {"filled": _count_filled(micro)}
 
-    def sum_gradients(batch: Batch) -> tuple[Any, Metrics]:
-        if accumulation > 1 and hasattr(objective, "compare"):
+            (gradient, fingerprint), metrics = jax.grad(loss, has_aux=True)(params)
+            if total is None:
+                gradient, _ = optimizer_lib.clip(gradient, optimizer.clip_norm)
+            return (gradient, fingerprint), metrics
+
+        parts = self.spec.accumulation
+        if total is None:
+            parts = optimizer.reference_replicas // mesh_lib.batch_shards(self.spec.mesh)
+        if parts > 1 and hasattr(objective, "compare"):
             assert total is not None  # an objective with `compare` has clip=global
             comparing = cast(ComparingObjective, objective)
-            return _accumulate_compared(comparing, run, params, batch, accumulation, total)
-        return _accumulate(gradient, batch, accumulation)
+            return _accumulate_compared(comparing, run, params, batch, parts, total)
+        return _accumulate(gradient, batch, parts)
 
-    if other is not None:
-        return replay.fingerprints(sum_gradients, other, batch, axes)
-    (sums, _), metrics = sum_gradients(batch)
-    if parallelism.state == "replicated":
-        sums = sharding.all_reduce(sums, collectives.with_axes(axes))
-    else:
-        if parallelism.state == "zero1":
-            sums = sharding.reduce_scatter(sums, partition, collectives)
-        sums = sharding.all_reduce_fused(sums, partition, collectives, slice_axes)
-    return sums, lax.psum(metrics, axes)
+    def _reduce(self, gradient: Any) -> Any:
+        """Sums the gradient over all shards; each device keeps its part."""
+        state, collectives = self.spec.parallelism.state, self._collectives
+        if state == "replicated":
+            axes = mesh_lib.batch_axes(self.spec.mesh)
+            return sharding.all_reduce_gradients(gradient, collectives._replace(axes=axes))
+        if state == "zero1":
+            gradient = sharding.reduce_scatter_gradients(gradient, self.partition, collectives)
+        return sharding.all_reduce_unsharded(gradient, self.partition, collectives)
 
 
 def gather_outside_layers(
@@ -131,7 +158,7 @@ def gather_outside_layers(
 ) -> tuple[Any, Loop]:
     """Gathers the parameters outside of layers; returns them and a loop that gathers each layer.
 
-    With a mark all of them go through `replay.fingerprint_gradient`.
+    With a mark all of them go through `recompute_check.fingerprint_gradient`.
     """
 
     def split(tree: Any) -> tuple[Any, Any]:
@@ -139,15 +166,15 @@ def gather_outside_layers(
         return encoder.pop("layers"), tree | {"encoder": encoder}
 
     (layers, outside), (layer_cuts, outside_cuts) = split(params), split(partition)
-    outside = sharding.gather_params(outside, outside_cuts, collectives)
-    outside = replay.fingerprint_gradient(outside, mark)
+    outside = sharding.all_gather_params(outside, outside_cuts, collectives)
+    outside = recompute_check.fingerprint_gradient(outside, mark)
     outside["encoder"]["layers"] = layers
 
     def gather(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
         def gather_layer(scanned: Any) -> Any:
             layer, copies = scanned
             layer = sharding.all_gather_layer(layer, copies, layer_cuts, collectives)
-            return replay.fingerprint_gradient(layer, mark)
+            return recompute_check.fingerprint_gradient(layer, mark)
 
         return (stacked, sharding.prefetch_layers(stacked, layer_cuts, collectives)), gather_layer
 
@@ -161,18 +188,6 @@ def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
         numbers = micro["places"] // micro["tokens"].shape[1]
         return layers.TextNoise(noise.keys, numbers, micro["positions"])
     return noise
-
-
-def _kernels(
-    model: Model, parallelism: Parallelism, mesh: jax.sharding.Mesh
-) -> kernels_lib.Kernels | None:
-    """Returns the kernels for the devices; None if only XLA is used.
-
-    The compiler cannot partition a kernel over the devices that share a row.
-    """
-    if model.dropout_rng != "in_kernel" or parallelism.tensor > 1:
-        return None
-    return kernels_lib.BY_DEVICE.get(mesh_lib.device_kind(mesh))
 
 
 def _count_filled(micro: Batch) -> jax.Array:
@@ -203,7 +218,7 @@ def _accumulate_compared(
     params: Any,
     batch: Batch,
     parts: int,
-    total: tuple[jax.Array, ...],
+    total: Counts,
 ) -> tuple[Any, Metrics]:
     """Sums gradients over parts of rows that are compared with each other (Gao et al. 2021).
 

@@ -1,9 +1,9 @@
 """The mesh of devices, and the sharding of batches over it.
 
 Axes `data_0`, `data_1`, ... are the dimensions of the devices' torus; together they are DATA, over
-which state may be cut. The outermost axis `slice` has tori, or parts of one, with equal state. The
-batch is cut along `slice` and DATA. The innermost axis `tensor` has devices that share their rows.
-`slice` and `tensor` exist only if they are larger than 1.
+which the state may be cut. Along the outermost axis `slice` lie slices: tori, or parts of one
+torus, that hold equal states. The batch is cut along `slice` and DATA. Devices along the innermost
+axis `tensor` share their rows. `slice` and `tensor` exist only if they are larger than 1.
 """
 
 import contextlib

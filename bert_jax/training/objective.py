@@ -30,7 +30,7 @@ class Objective(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of what `forward` returns."""
+        """Names of the metrics that `forward` returns."""
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ class Pretraining:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Returns the names of what `forward` returns."""
+        """Returns the names of the metrics that `forward` returns."""
         return losses_lib.names(self.learns)
 
     @property
@@ -113,7 +113,7 @@ class Pretraining:
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Returns the names of parameters that get no gradient and stay as they are."""
+        """Returns the names of parameters that get no gradient and stay unchanged."""
         return () if len(self.losses) > 1 else ("pooler", "next_sentence")
 
     @property
@@ -147,8 +147,8 @@ class Pretraining:
         return loss
 
 
-def of(model: Model, data: Data) -> Objective:
-    """Returns the objective of pre-training: by `data.objective`, or of custom code."""
+def pretraining_objective(model: Model, data: Data) -> Objective:
+    """Returns the objective of `data.objective`, or of custom code."""
     if data.code:
         return code.function(data.code)(model, data)
     return Pretraining(model, data.objective)
@@ -156,7 +156,7 @@ def of(model: Model, data: Data) -> Objective:
 
 def make_objective(experiment: Experiment, number: int) -> Objective:
     """Returns the objective of a phase; all phases of a run have the same parameters."""
-    return of(experiment.model_of(number), experiment.data_of(number))
+    return pretraining_objective(experiment.model_of(number), experiment.data_of(number))
 
 
 def metric_names(experiment: Experiment) -> tuple[str, ...]:
@@ -167,21 +167,20 @@ def metric_names(experiment: Experiment) -> tuple[str, ...]:
 
 def abstract_batch(phase: Phase, data: Data) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes and dtypes of a batch of `data.batches` for a step of the phase."""
-    rows, length = phase.batch_size, phase.sequence_length
-    masked = phase.max_predictions_per_seq
-    shapes: dict[str, tuple[tuple[int, ...], type]] = {"rows": ((rows,), np.uint32)}
-    if data.attention == "per_document":
-        tokens = (rows, length), np.int32
-        shapes |= {"example_numbers": tokens, "positions": tokens}
-    shapes |= {
-        "row_weights": ((rows,), np.float32),
-        "input_ids": ((rows, length), np.int32),
-        "segment_ids": ((rows, length), np.int32),
-        "input_mask": ((rows, length), np.int32),
-        "masked_lm_positions": ((rows, masked), np.int32),
-        "masked_lm_ids": ((rows, masked), np.int32),
-        "masked_lm_weights": ((rows, masked), np.float32),
+    rows, tokens = (phase.batch_size,), (phase.batch_size, phase.sequence_length)
+    masked = phase.batch_size, phase.max_predictions_per_seq
+    shapes: dict[str, tuple[tuple[int, ...], type]] = {
+        "rows": (rows, np.uint32),
+        "row_weights": (rows, np.float32),
+        "input_ids": (tokens, np.int32),
+        "segment_ids": (tokens, np.int32),
+        "input_mask": (tokens, np.int32),
+        "masked_lm_positions": (masked, np.int32),
+        "masked_lm_ids": (masked, np.int32),
+        "masked_lm_weights": (masked, np.float32),
     }
+    if data.attention == "per_document":
+        shapes |= {"example_numbers": (tokens, np.int32), "positions": (tokens, np.int32)}
     if data.units != "sentences":
-        shapes["next_sentence_labels"] = (rows,), np.int32
+        shapes["next_sentence_labels"] = rows, np.int32
     return {name: jax.ShapeDtypeStruct(*value) for name, value in shapes.items()}

@@ -19,6 +19,7 @@ from bert_jax.config import Optimizer
 from bert_jax.training import muon as muon_lib
 
 Tree = Any
+State = optax.OptState
 
 # Biases and layer norms do not decay, as in the reference.
 _NO_DECAY = ("bias", "scale", "output_bias")
@@ -27,7 +28,7 @@ _STACKED = {"layers", "lora"}
 _EMBEDDINGS = ["encoder", "embeddings"]
 
 
-def make(
+def make_optimizer(
     cfg: Optimizer, orthogonalize: muon_lib.Orthogonalize = muon_lib.orthogonalize_local
 ) -> optax.GradientTransformation:
     """Makes the update for a learning rate of 1: p <- p - lr * update.
@@ -100,12 +101,12 @@ def clip(gradient: Tree, max_norm: float) -> tuple[Tree, jax.Array]:
 
 
 def moments(state: tuple[Any, ...]) -> optax.ScaleByAdamState:
-    """Returns the moments `mu` and `nu` in a state of `make`: means of gradients and squares."""
+    """Returns the moments in a state of `make_optimizer`: `mu` of gradients, `nu` of squares."""
     return state[0]
 
 
 def with_moments(state: tuple[Any, ...], mean: Tree, square: Tree) -> tuple[Any, ...]:
-    """Returns a state of `make` with other moments.
+    """Returns a state of `make_optimizer` with other moments.
 
     Their count does not change; bert_adam does not use it.
     """
@@ -120,9 +121,7 @@ def decays(params: Tree) -> Tree:
 def scale_by_bert_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """Returns Adam without bias correction: m / (sqrt(v) + eps)."""
 
-    def update(
-        updates: Tree, state: optax.OptState, params: Tree = None
-    ) -> tuple[Tree, optax.OptState]:
+    def update(updates: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         del params
         state = cast(optax.ScaleByAdamState, state)
         mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
@@ -145,9 +144,7 @@ def stable_adamw(
     """
     adam = optax.scale_by_adam(b1, b2, eps)
 
-    def update(
-        updates: Tree, state: optax.OptState, params: Tree = None
-    ) -> tuple[Tree, optax.OptState]:
+    def update(updates: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         direction, new_state = adam.update(updates, state)
         new_state = cast(optax.ScaleByAdamState, new_state)
         correction = 1.0 - b2 ** jnp.asarray(new_state.count).astype(jnp.float32)
@@ -158,7 +155,7 @@ def stable_adamw(
             if path[-1].key not in _NO_DECAY:
                 u = u + weight_decay * p
             square = g * g / jnp.maximum(v / correction, eps * eps)
-            mean = jnp.mean(square, axis=_axes(path, g), keepdims=True)
+            mean = jnp.mean(square, axis=_tensor_axes(path, g), keepdims=True)
             return u / jnp.maximum(1.0, jnp.sqrt(mean))
 
         scaled = jax.tree.map_with_path(scale, direction, updates, new_state.nu, params)
@@ -176,9 +173,7 @@ def scale_by_muon(
     the author's code and in PyTorch's.
     """
 
-    def update(
-        updates: Tree, state: optax.OptState, params: Tree = None
-    ) -> tuple[Tree, optax.OptState]:
+    def update(updates: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         del params
         trace = optax.incremental_update(updates, cast(optax.TraceState, state).trace, 1 - momentum)
         nesterov = optax.incremental_update(trace, updates, momentum)
@@ -193,7 +188,7 @@ def scale_by_muon(
     return optax.GradientTransformation(optax.trace(momentum).init, update)
 
 
-def _axes(path: tuple[Any, ...], leaf: jax.Array) -> tuple[int, ...]:
+def _tensor_axes(path: tuple[Any, ...], leaf: jax.Array) -> tuple[int, ...]:
     """Returns the dimensions of a tensor: all, or for stacked layers all but the first."""
     return tuple(range(1 if any(key.key in _STACKED for key in path) else 0, leaf.ndim))
 
@@ -228,7 +223,7 @@ def scale_by_stacked_trust_ratio() -> optax.GradientTransformation:
     def scale(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:
         if path[-1].key in _NO_DECAY:
             return update
-        axes = _axes(path, param)
+        axes = _tensor_axes(path, param)
 
         def norm(x: jax.Array) -> jax.Array:
             return jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True))

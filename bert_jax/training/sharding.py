@@ -4,8 +4,8 @@
 `parallelism.tensor` cuts heads, feed-forward and vocabulary over the devices that share rows. One
 table of rules lists the dimensions.
 
-Inside the step's `shard_map`, which is manual over slices and DATA, `collectives.gather` makes a
-parameter whole.
+Inside the step's `shard_map`, which is manual over slices and DATA, `collectives.all_gather` makes
+a parameter whole.
 """
 
 import collections
@@ -25,11 +25,11 @@ from bert_jax.model.kinds import encoder_of
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.collectives import (
     Collectives,
-    gather,
-    gather_copy,
+    all_gather,
+    all_gather_copy,
     method_of,
     reduce_across_slices,
-    scatter,
+    reduce_scatter,
 )
 
 Tree = Any
@@ -209,7 +209,7 @@ def _with_axes(partition: Tree, shapes: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
 
 def specs(partition: Tree) -> Tree:
-    """Returns the specs of the parameters for `shard_map`, which is not manual over `tensor`."""
+    """Returns the parameters' specs for `shard_map`, which is not manual over `tensor`."""
     return _map_partitions(lambda c: _spec({c.data: c.axes}), partition)
 
 
@@ -246,13 +246,13 @@ def _spec(dimensions: dict[int | None, Any]) -> PartitionSpec:
 # --- inside shard_map --------------------------------------------------------------------------
 
 
-def gather_params(params: Tree, partition: Tree, collectives: Collectives) -> Tree:
+def all_gather_params(params: Tree, partition: Tree, collectives: Collectives) -> Tree:
     """Returns whole parameters; their gradient arrives partitioned."""
 
     def gather_leaf(shard: jax.Array, cut: Partition) -> jax.Array:
         if cut.data is None:
             return shard
-        return gather(shard, cut.data, collectives.with_axes(cut.axes))
+        return all_gather(shard, cut.data, collectives._replace(axes=cut.axes))
 
     return jax.tree.map(gather_leaf, params, partition)
 
@@ -260,12 +260,12 @@ def gather_params(params: Tree, partition: Tree, collectives: Collectives) -> Tr
 def prefetch_layers(
     stacked: Module, partition: Tree, collectives: Collectives
 ) -> list[jax.Array | None]:
-    """Returns copies of the parameters that are gathered for all layers before the first."""
+    """Returns copies of the parameters to gather for all layers at once; None for the others."""
 
     def prefetch(shard: jax.Array, cut: Partition) -> jax.Array | None:
         if cut.data is None or not collectives.is_prefetched(shard[0]):
             return None
-        return gather_copy(shard, cut.data, collectives.with_axes(cut.axes))
+        return all_gather_copy(shard, cut.data, collectives._replace(axes=cut.axes))
 
     return [prefetch(*leaf) for leaf in _leaves(stacked, partition)]
 
@@ -273,7 +273,7 @@ def prefetch_layers(
 def all_gather_layer(
     layer: Module, copies: Sequence[jax.Array | None], partition: Tree, collectives: Collectives
 ) -> Module:
-    """Returns one whole layer; `partition` is of the stacked layers.
+    """Returns one whole layer; `partition` is that of the stacked layers.
 
     `copies` are the layer's parameters from `prefetch_layers`.
     """
@@ -281,7 +281,7 @@ def all_gather_layer(
     def gather_leaf(shard: jax.Array, cut: Partition, copy: jax.Array | None) -> jax.Array:
         if cut.data is None:
             return shard
-        return gather(shard, cut.data - 1, collectives.with_axes(cut.axes), copy)
+        return all_gather(shard, cut.data - 1, collectives._replace(axes=cut.axes), copy)
 
     leaves = zip(_leaves(layer, partition), copies, strict=True)
     return jax.tree.structure(layer).unflatten([gather_leaf(*leaf, copy) for leaf, copy in leaves])
@@ -298,15 +298,17 @@ def _leaves(layer: Module, partition: Tree) -> list[tuple[jax.Array, Partition]]
     return pairs
 
 
-def all_reduce(gradients: Tree, collectives: Collectives) -> Tree:
+def all_reduce_gradients(gradients: Tree, collectives: Collectives) -> Tree:
     """Sums whole gradients over devices."""
     return jax.tree.map(
-        lambda g: lax.psum(g.astype(collectives.reduction), collectives.axes).astype(jnp.float32),
+        lambda g: lax.psum(g.astype(collectives.reduce_dtype), collectives.axes).astype(
+            jnp.float32
+        ),
         gradients,
     )
 
 
-def reduce_scatter(gradients: Tree, partition: Tree, collectives: Collectives) -> Tree:
+def reduce_scatter_gradients(gradients: Tree, partition: Tree, collectives: Collectives) -> Tree:
     """Sums gradients of partitioned parameters over devices; each device keeps its shard.
 
     Stacked layers are reduced one after the other: the TPU compiler turns a reduce-scatter of all
@@ -317,7 +319,7 @@ def reduce_scatter(gradients: Tree, partition: Tree, collectives: Collectives) -
         def scatter_leaf(gradient: jax.Array, cut: Partition) -> jax.Array:
             if cut.data is None:
                 return gradient
-            return scatter(gradient, cut.data - stacked, collectives.with_axes(cut.axes))
+            return reduce_scatter(gradient, cut.data - stacked, collectives._replace(axes=cut.axes))
 
         return jax.tree.map(scatter_leaf, tree, partition)
 
@@ -328,31 +330,28 @@ def reduce_scatter(gradients: Tree, partition: Tree, collectives: Collectives) -
     return rest
 
 
-def all_reduce_fused(
-    gradients: Tree, partition: Tree, collectives: Collectives, slice_axes: tuple[str, ...] = ()
-) -> Tree:
+def all_reduce_unsharded(gradients: Tree, partition: Tree, collectives: Collectives) -> Tree:
     """Sums the gradients of parameters that are not cut over devices, in one float32 vector.
 
-    Otherwise each would be a collective, and the compiler would merge them unpredictably. Along
-    `slice_axes` the sums of slices are added up, each byte by one device of a slice: those of cut
-    parameters, unless their scatter has done so, and a part of the vector on each device.
+    Otherwise each would be a collective, and the compiler would merge them unpredictably. Gradients
+    are also summed over slices, each byte by one device of a slice: those of cut parameters, unless
+    a sum followed their reduce-scatter, and a part of the vector on each device.
     """
     leaves, tree = jax.tree.flatten(gradients)
     dims = jax.tree.leaves(_map_partitions(lambda c: -1 if c.data is None else c.data, partition))
     small = [i for i, dim in enumerate(dims) if dim < 0]
     vector = jnp.concatenate([leaves[i].reshape(-1) for i in small])
     vector, start = lax.psum(vector, collectives.axes), 0
-    if slice_axes:
+    if collectives.slice_axes:
         size, parts = len(vector), math.prod(map(lax.axis_size, collectives.axes))
         padded = jnp.pad(vector, (0, -size % parts)).reshape(parts, -1)
-        own = lax.psum(padded[lax.axis_index(collectives.axes)], slice_axes)
-        vector = gather(own, 0, collectives._replace(copy="float32"))[:size]
-    if slice_axes and not collectives.slice_axes:
-        late = collectives._replace(slice_axes=slice_axes)
-        leaves = [
-            g if dim < 0 else reduce_across_slices(g, late)
-            for g, dim in zip(leaves, dims, strict=True)
-        ]
+        own = lax.psum(padded[lax.axis_index(collectives.axes)], collectives.slice_axes)
+        vector = all_gather(own, 0, collectives._replace(gather_dtype="float32"))[:size]
+        if not collectives.reduces_slices_early:
+            leaves = [
+                g if dim < 0 else reduce_across_slices(g, collectives)
+                for g, dim in zip(leaves, dims, strict=True)
+            ]
     for i in small:
         end = start + leaves[i].size
         leaves[i], start = vector[start:end].reshape(leaves[i].shape), end

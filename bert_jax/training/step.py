@@ -15,7 +15,7 @@ nothing, not even `step`, until the host reads the state and decides what to do.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def init_state(objective: Objective, optimizer: Optimizer, seed: int) -> State:
     return {
         "step": jnp.zeros([], jnp.int32),
         "params": params,
-        "optimizer": optimizer_lib.make(optimizer).init(params),
+        "optimizer": optimizer_lib.make_optimizer(optimizer).init(params),
         "skipped_steps": jnp.full(SKIPPED_STEPS, -1, jnp.int32),
         "bad_in_a_row": jnp.zeros([], jnp.int32),
     }
@@ -141,7 +141,7 @@ def make_train_step(
     objective, optimizer, parallelism, _, mesh = spec
     state = abstract_state(objective, optimizer, parallelism, mesh)
     partition = sharding.partitions(state["params"], parallelism, mesh, objective.rules)
-    tx = optimizer_lib.make(optimizer, muon.make_orthogonalize(partition, mesh))
+    tx = optimizer_lib.make_optimizer(optimizer, muon.make_orthogonalize(partition, mesh))
     gradients = _map_gradients(spec, partition, (sharding.specs(partition), PartitionSpec()))
 
     def train_step(
@@ -158,7 +158,7 @@ def make_train_step(
 
         new = {"params": params, "optimizer": opt_state}
         new = _restore_idle(new, state, getattr(objective, "idle", ()))
-        return _apply_good(spec, state, new, window, metrics, norm, rate)
+        return _apply_good(spec, state, window, _Update(new, metrics, norm, rate))
 
     out = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
     method = method_of(mesh_lib.device_kind(mesh), mesh.shape.get(mesh_lib.SLICE, 1))
@@ -170,10 +170,10 @@ def make_train_step(
 
 @functools.lru_cache(maxsize=_KEPT_STEPS)
 def make_fingerprints(spec: StepSpec) -> Callable[..., jax.Array]:
-    """Compiles `(params, fixed, step, batch, phase key, other) -> replay.fingerprints`.
+    """Compiles `(params, fixed, step, batch, phase key, other) -> recompute_check.fingerprints`.
 
     The fingerprints are those of the gradients of `make_train_step`. `other` is the result of
-    `replay.rotate_batch`.
+    `recompute_check.rotate_batch`.
     """
     objective, optimizer, parallelism, _, mesh = spec
     state = abstract_state(objective, optimizer, parallelism, mesh)
@@ -186,10 +186,10 @@ def make_fingerprints(spec: StepSpec) -> Callable[..., jax.Array]:
 def _map_gradients(
     spec: StepSpec, partition: Any, out: Any, *other: PartitionSpec
 ) -> Callable[..., Any]:
-    """Maps `gradients` of (params, fixed, step, batch, phase key, other) over all shards."""
+    """Maps `ShardGradient.gradients` over all shards."""
     whole, rows = PartitionSpec(), mesh_lib.batch_spec(spec.mesh)
     args = (sharding.specs(partition), whole, whole, rows, whole, *other)
-    function = functools.partial(gradients_lib.gradients, spec, partition)
+    function = gradients_lib.ShardGradient(spec, partition).gradients
     return mesh_lib.map_shards(function, spec.mesh, args, out)
 
 
@@ -204,19 +204,23 @@ def _restore_idle(new: State, old: State, idle: tuple[str, ...]) -> State:
     return jax.tree.map_with_path(restore, new, {name: old[name] for name in new})
 
 
+class _Update(NamedTuple):
+    """The outcome of a step, before it is known whether the step is good."""
+
+    state: State  # new `params` and `optimizer`
+    metrics: Metrics
+    norm: jax.Array  # of the gradient, before clipping
+    rate: jax.Array  # learning rate
+
+
 def _apply_good(
-    spec: StepSpec,
-    state: State,
-    new: State,
-    window: Metrics,
-    metrics: Metrics,
-    norm: jax.Array,
-    rate: jax.Array,
+    spec: StepSpec, state: State, window: Metrics, update: _Update
 ) -> tuple[State, Metrics]:
     """Returns the new state if the step is good, else the old; and the window with its metrics.
 
     A step that is not finite, or that is listed as skipped, is only counted.
     """
+    new, metrics, norm, rate = update
     loss = sum(metrics[n][0] / jnp.maximum(metrics[n][1], 1.0) for n in spec.objective.losses)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     included = jnp.all(state["skipped_steps"] != state["step"])

@@ -3,8 +3,8 @@
 Before step STEP process WHO does WHAT: `hang`, or gets the signal of that name; `none` is
 nothing; `blinded` fails to read checkpoints; `poison` makes three steps from STEP on have no finite
 loss, on all processes; `late` begins only then, and is worth a stop; `errs`: a device of WHO does,
-as `test_replay.sicken` has it. With $REPEATS process N does all work that may be repeated after a
-fault N + 1 times more often than it must. Each process writes a line
+as `test_recompute_check.sicken` has it. With $REPEATS process N does all work that may be repeated
+after a fault N + 1 times more often than it must. Each process writes a line
 (step, row, hash of all that the row holds) for each row of its devices to FOLDER. In ARGS
 $JAX_PROCESS_ID is the process's number, and `@chdir F` leads the command to run in F/NUMBER: as
 hosts have disks of their own.
@@ -33,7 +33,7 @@ ME = int(os.environ.get("JAX_PROCESS_ID", "0"))
 if WHAT == "errs":
     tests = pathlib.Path(__file__).parents[1]
     sys.path += [str(tests), str(tests / "training")]
-    from test_replay import sicken
+    from test_recompute_check import sicken
 
     sicken(pytest.MonkeyPatch(), {STEP - 1, STEP}, WHO)
 make_train_step = step.make_train_step

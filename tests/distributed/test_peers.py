@@ -18,7 +18,7 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import session, start
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import Workdir, lock
-from bert_jax.training.replay import SilentCorruption
+from bert_jax.training.recompute_check import SilentCorruption
 
 
 @pytest.fixture

@@ -89,13 +89,14 @@ def batch():
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def logits_of(params, batch, cfg=CFG):
-    return decoder.target_logits(decoder.merge_params(cfg, params), cfg, batch, None, Loop("dots"))
+    return decoder.target_logits(decoder.merge_params(cfg, params), batch, None, Loop("dots"))
 
 
 @functools.partial(jax.jit, static_argnames=("beams", "length", "last", "cfg"))
 def search(params, batch, beams=1, length=LENGTH, last=LAST, cfg=CFG):
     generator = decoder.merge_params(cfg, params)
-    return decoder.search(generator, cfg, batch, KEPT, beams, length, FIRST, last)
+    settings = decoder.SearchSettings(beams, length, FIRST, last)
+    return decoder.search(generator, batch, KEPT, settings)
 
 
 def loss(params, batch):
@@ -146,11 +147,11 @@ def test_the_cache_gives_the_logits_of_teacher_forcing(params, batch):
     @jax.jit
     def one_by_one(params):
         generator = decoder.merge_params(CFG, params)
-        cache = decoder.begin(generator, CFG, batch, KEPT, 2, length)
+        cache = decoder.begin(generator, batch, KEPT, 2, length)
 
         def step(cache, place):
             ids = given[:, :, place]
-            logits, cache = decoder.next_logits(generator, CFG, cache, ids, place)
+            logits, cache = decoder.next_logits(generator, cache, ids, place)
             return cache, logits
 
         return jax.lax.scan(step, cache, jnp.arange(length))[1]

@@ -18,7 +18,7 @@ from bert_jax.config import Model
 from bert_jax.model import attention_kernels, kernels, layers
 from bert_jax.model.attention_kernels import AttentionShape
 from bert_jax.model.encoder import Loop
-from bert_jax.model.transformer import Encoder, encode
+from bert_jax.model.transformer import Encoder
 from bert_jax.training import step
 
 # Of the largest number of an array. float32: sums of hundreds of terms, in another order. bfloat16
@@ -236,7 +236,7 @@ def test_an_encoder_of_kernels_computes_what_xla_computes():
     weights = jnp.asarray(rng.standard_normal((2, 128, 128)), jnp.float32) * mask[:, :, None]
 
     def value(params, loop):
-        hidden = encode(nnx.merge(graph, params), cfg, ids, ids * 0, mask, noise, loop)
+        hidden = nnx.merge(graph, params)(ids, ids * 0, mask, noise, loop)
         return (hidden * weights).sum(), hidden * mask[:, :, None]
 
     run = jax.jit(jax.value_and_grad(value, has_aux=True), static_argnums=1)

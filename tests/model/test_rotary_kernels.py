@@ -117,7 +117,7 @@ def test_an_encoder_of_kernels_computes_what_xla_computes(rows):
     weights = jnp.asarray(rng.standard_normal((2, LENGTH, WIDTH)), jnp.float32) * real[:, :, None]
 
     def value(params, loop):
-        hidden = transformer.encode(nnx.merge(graph, params), cfg, ids, ids, mask, noise, loop)
+        hidden = nnx.merge(graph, params)(ids, ids, mask, noise, loop)
         return (hidden * weights).sum(), hidden * real[:, :, None]
 
     run = jax.jit(jax.value_and_grad(value, has_aux=True), static_argnums=1)

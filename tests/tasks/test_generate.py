@@ -214,7 +214,7 @@ def test_texts_are_written_one_by_one_and_in_a_table_as_they_are_scored(here):
 @pytest.mark.long
 def test_texts_are_searched_for_as_widely_as_is_asked(here, monkeypatch):
     widths, search = [], decoder.search
-    monkeypatch.setattr(decoder, "search", lambda *a: widths.append(a[4]) or search(*a))
+    monkeypatch.setattr(decoder, "search", lambda *a: widths.append(a[3].beams) or search(*a))
     found = tuned.predict("--beam", "3", "wa wb", "xa xb xc")
     assert [answer["text"] for answer in found] == ["wa wb", "xa xb xc"] and set(widths) == {3}
 

@@ -239,7 +239,8 @@ def test_decay_by_layer_is_of_the_whole_update():
     gradient = jax.tree.map(lambda p: 0.3 * p + 0.01, params)
     cfg = dataclasses.replace(kinds.OPTIMIZER, name="lamb", weight_decay=0.1)
     plain, slower = (
-        optimizer_lib.make(dataclasses.replace(cfg, layer_decay=decay)) for decay in (1.0, 0.5)
+        optimizer_lib.make_optimizer(dataclasses.replace(cfg, layer_decay=decay))
+        for decay in (1.0, 0.5)
     )
     ours, theirs = (
         jax.jit(lambda p, tx=tx: tx.update(gradient, tx.init(p), p)[0])(params)

@@ -10,7 +10,7 @@ import samples
 from jax.sharding import PartitionSpec
 
 from bert_jax.config import Model, Optimizer, Parallelism
-from bert_jax.training import gradients
+from bert_jax.training.gradients import ShardGradient
 from bert_jax.training.step import StepSpec
 
 ROWS, WIDTH, PARTS = 8, 4, 4
@@ -56,7 +56,8 @@ def test_dropout_is_the_same_in_both_passes_of_each_part():
     params, key = {"weight": np.float32(0.7)}, jax.random.key(1, impl="rbg")
 
     def shard(params, batch):
-        return gradients.gradients(spec, {"weight": None}, params, None, jnp.int32(3), batch, key)
+        gradient = ShardGradient(spec, {"weight": None})
+        return gradient.gradients(params, None, jnp.int32(3), batch, key)
 
     whole = PartitionSpec()
     run = jax.shard_map(shard, mesh=mesh, in_specs=(whole, whole), out_specs=whole, check_vma=False)

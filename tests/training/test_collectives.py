@@ -66,7 +66,7 @@ def test_a_ring_adds_up_in_the_reduction_type(reduction, width):
     spec = PartitionSpec("data_0")
     run = jax.jit(
         jax.shard_map(
-            lambda g: collectives.scatter(g[0], 0, how),
+            lambda g: collectives.reduce_scatter(g[0], 0, how),
             mesh=grid(4),
             in_specs=spec,
             out_specs=spec,
@@ -95,7 +95,7 @@ def check_grids(devices: int) -> None:
 
                     def both(shard, gradient, how=how, dimension=dimension):
                         whole, back = jax.vjp(
-                            lambda s: collectives.gather(s, dimension, how), shard
+                            lambda s: collectives.all_gather(s, dimension, how), shard
                         )
                         return whole, back(gradient[0])[0]
 

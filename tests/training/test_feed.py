@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import samples
 
-from bert_jax.config import Parallelism
+from bert_jax.config import Parallelism, Run
 from bert_jax.errors import InputError
 from bert_jax.training import feed
 from bert_jax.training import mesh as mesh_lib
@@ -26,7 +26,8 @@ def global_batches(devices: int, first: int, last: int, workers: int = 0, slices
     mesh = samples.mesh_of(devices, Parallelism(slices=slices))
     sharding = mesh_lib.batch_sharding(mesh)
     train = samples.train_batches()
-    with feed.Feed(train.batch, first, last, 8, sharding, 2, workers, print) as batches:
+    run = Run(prefetch_batches=2, data_workers=workers)
+    with feed.Feed(train.batch, range(first, last), 8, sharding, run, print) as batches:
         return [jax.device_get(batch) for batch in batches]
 
 
@@ -53,7 +54,8 @@ def test_a_killed_worker_is_replaced(times):
     sharding = mesh_lib.batch_sharding(samples.mesh_of(1))
     said: list[str] = []
     killed = 0
-    with feed.Feed(samples.train_batches().batch, 0, 40, 8, sharding, 1, 1, said.append) as batches:
+    run, train = Run(prefetch_batches=1, data_workers=1), samples.train_batches()
+    with feed.Feed(train.batch, range(40), 8, sharding, run, said.append) as batches:
         found = []
         for batch in batches:
             found.append(jax.device_get(batch))
@@ -95,7 +97,7 @@ def test_an_error_in_a_batch_reaches_the_loop():
 
     sharding = mesh_lib.batch_sharding(samples.mesh_of(1))
     with (
-        feed.Feed(broken, 0, 2, 8, sharding, 2, 0, print) as batches,
+        feed.Feed(broken, range(2), 8, sharding, Run(), print) as batches,
         pytest.raises(ValueError, match="no such row"),
     ):
         next(batches)

@@ -70,7 +70,7 @@ def forwards():
     cfg = samples.MODEL
 
     def generate(params, batch, noise, loop):
-        return decoder.target_logits(decoder.merge_params(cfg, params), cfg, batch, noise, loop)
+        return decoder.target_logits(decoder.merge_params(cfg, params), batch, noise, loop)
 
     of_tags = TaskObjective(cfg, "labels", "tokens", 2, 1, Adapt(features="mixed"))
 

@@ -95,7 +95,7 @@ def by_hand(cfg, params, gradients, rate):
 @pytest.mark.parametrize("steps", [1, 5])
 def test_updates_equal_the_papers(name, steps):
     cfg = Optimizer(name=name, weight_decay=0.03, b2=0.98, matrix_learning_rate=3e-4)
-    tx = optimizer_lib.make(cfg)
+    tx = optimizer_lib.make_optimizer(cfg)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree(0))
     state = tx.init(params)
     # They grow, so that stable_adamw has something to do.
@@ -115,7 +115,7 @@ def test_lamb_moves_tensors_of_zeros_as_adam_does():
     gradient = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree(1))
     updates = []
     for name in ("lamb", "adamw"):
-        tx = optimizer_lib.make(Optimizer(name=name))
+        tx = optimizer_lib.make_optimizer(Optimizer(name=name))
         updates.append(flat(tx.update(gradient, tx.init(params), params)[0]))
     assert_close(*updates, 1e-6)
     assert all(np.any(update) for update in updates[0].values())

@@ -209,7 +209,7 @@ def test_pmap_gives_the_same_step():
 
     everywhere = jax.pmap(gradient, axis_name="data", in_axes=(None, 0))(params, cut)
     total, _ = optimizer_lib.clip(jax.tree.map(lambda g: g[0], everywhere), cfg.clip_norm)
-    tx = optimizer_lib.make(cfg)
+    tx = optimizer_lib.make_optimizer(cfg)
     update, _ = tx.update(total, tx.init(params), params)
     rate = optimizer_lib.schedule(cfg, samples.TOTAL, jnp.int32(0))
     expected = optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, update))

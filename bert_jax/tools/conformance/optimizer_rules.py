@@ -71,7 +71,7 @@ def _trajectory() -> Iterator[ReferenceRule]:
                 leaves[name.removeprefix(f"{prefix}.")] = {leaf: jnp.asarray(value, jnp.float32)}
         return leaves
 
-    tx = optimizer.make(cfg)
+    tx = optimizer.make_optimizer(cfg)
 
     @jax.jit
     def step(params: Any, state: Any, gradient: Any, number: int) -> tuple[Any, Any, jax.Array]:
@@ -116,7 +116,7 @@ def _schedule() -> Iterator[ReferenceRule]:
 
 def _first_update() -> ReferenceRule:
     cfg = Optimizer(name="bert_adam", weight_decay=0.0)
-    tx, params = optimizer.make(cfg), {"kernel": jnp.zeros(3)}
+    tx, params = optimizer.make_optimizer(cfg), {"kernel": jnp.zeros(3)}
     gradient = {"kernel": jnp.array([1.0, -1e-3, 1e-5])}
     (update,) = jax.tree.leaves(tx.update(gradient, tx.init(params), params)[0])
     g = np.asarray(gradient["kernel"], np.float64)

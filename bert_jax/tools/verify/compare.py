@@ -139,9 +139,8 @@ def states(experiment: Experiment, killed: Path, undisturbed: Path) -> StateComp
 def last_state(experiment: Experiment, root: Path) -> tuple[Any, dict[str, Any]]:
     """Returns the last state of a workdir, on the host, and the checkpoint's metadata."""
     mesh = mesh_lib.make_mesh(Parallelism(), jax.local_devices(backend="cpu")[:1])
-    abstract = step.abstract_state(
-        objective.of(experiment.model, experiment.data), experiment.optimizer, Parallelism(), mesh
-    )
+    learned = objective.pretraining_objective(experiment.model, experiment.data)
+    abstract = step.abstract_state(learned, experiment.optimizer, Parallelism(), mesh)
     checkpoints = Checkpoints(Workdir(root).checkpoints)
     restored = checkpoints.restore(experiment.total_steps, abstract)
     return jax.device_get(restored.state), restored.metadata

@@ -22,7 +22,7 @@ from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import session, start
 from bert_jax.running.progress import Clock
 from bert_jax.running.runner import Trainer
-from bert_jax.training import feed, replay, step
+from bert_jax.training import feed, recompute_check, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
 
@@ -109,8 +109,8 @@ def finder(devices, layout):
             return program(params, left.pop(0), *rest)
 
         try:
-            return replay.RecomputeCheck(mesh).wrap_step(lambda *args: "done", one)(*given)
-        except replay.SilentCorruption as erred:
+            return recompute_check.RecomputeCheck(mesh).wrap_step(lambda *args: "done", one)(*given)
+        except recompute_check.SilentCorruption as erred:
             return [device.id for device in erred.devices], erred.is_sure, erred.is_last
 
     return state["params"], find
@@ -145,7 +145,9 @@ def test_a_device_that_errs_is_named():
     [("zero3", 100), ("zero1", 20), ("replicated", 20), ("groups", 20), ("slices", 20)],
 )
 def test_each_of_a_hundred_is_named(layout, count):
-    code = f"import test_replay; found = test_replay.found(8, {layout!r}, {count})"
+    code = (
+        f"import test_recompute_check; found = test_recompute_check.found(8, {layout!r}, {count})"
+    )
     on_eight(f"{code}; assert found == ({count}, {count}), found")
 
 
@@ -164,17 +166,17 @@ def seen(devices, *wrong):
 
 def test_who_errs_is_decided_by_a_third_device():
     once, twice = seen(4, (2, 0)), seen(4, (0, 1), (2, 0))
-    assert replay.find_erring([(1, once), (2, seen(4))]) == ([{2}, set()], True)
-    assert replay.find_erring([(1, twice), (2, once)]) == ([{0, 2}, {2}], True)
+    assert recompute_check.find_faulty([(1, once), (2, seen(4))]) == ([{2}, set()], True)
+    assert recompute_check.find_faulty([(1, twice), (2, once)]) == ([{0, 2}, {2}], True)
     # Of two devices one that erred once is found by the other; one that keeps erring is not.
     one = seen(2, (1, 0))
-    assert replay.find_erring([(1, one), (1, seen(2))]) == ([{1}, set()], True)
-    assert replay.find_erring([(1, one), (1, one)]) == ([{0, 1}, {0, 1}], False)
+    assert recompute_check.find_faulty([(1, one), (1, seen(2))]) == ([{1}, set()], True)
+    assert recompute_check.find_faulty([(1, one), (1, one)]) == ([{0, 1}, {0, 1}], False)
 
 
 def test_a_device_named_twice_is_the_last():
     """So is any that is named before a replay was clean again."""
-    replays, last = replay.RecomputeCheck(samples.mesh_of(4)), []
+    replays, last = recompute_check.RecomputeCheck(samples.mesh_of(4)), []
     for place, was_clean in ((1, True), (2, True), (3, False), (2, True)):
         replays._was_clean = was_clean
         last.append(replays._corruption([{place}, set()], is_sure=True).is_last)
@@ -244,7 +246,9 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
         mock.patch.object(start, "_start", newest),
         mock.patch.object(Trainer, "_resume_from") as go_on,
     ):
-        trainer._roll_back(replay.SilentCorruption(jax.devices()[2:3], is_sure=True, is_last=False))
+        trainer._roll_back(
+            recompute_check.SilentCorruption(jax.devices()[2:3], is_sure=True, is_last=False)
+        )
     assert (go_on.call_args.args[0].step, saves.steps) == (step, left)
 
 

@@ -20,7 +20,7 @@ from bert_jax.training.gradients import row_noise
 from bert_jax.training.objective import Batch, Objective
 
 
-def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
+def require_valid(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     """Raises InputError if a custom objective or encoder does not follow its protocol.
 
     Checks nothing for an experiment without custom code.
@@ -31,7 +31,7 @@ def require_sound(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
             _trace_encoder(model)
     if data.code:
         with code.failures(code.path_of(data.code)):
-            objective = objective_lib.of(model, data)
+            objective = objective_lib.pretraining_objective(model, data)
             if hasattr(objective, "compare"):
                 _require_comparable(experiment)
             params = _init_params(objective)
@@ -96,13 +96,9 @@ def _init_params(objective: Objective) -> Any:
 
 
 def _trace_step(objective: Objective, params: Any, batch: dict[str, jax.ShapeDtypeStruct]) -> None:
-    counts = jax.eval_shape(objective.counts, batch)
-    shapes = jax.tree.map(jnp.shape, counts)
-    _require(
-        shapes == ((),) * len(objective.losses),
-        "counts",
-        f"must be a tuple of {len(objective.losses)} scalars",
-    )
+    counts, number = jax.eval_shape(objective.counts, batch), len(objective.losses)
+    are_scalars = jax.tree.map(jnp.shape, counts) == ((),) * number
+    _require(are_scalars, "counts", f"must be a tuple of {number} scalars")
     by_row = objective.model.dropout_rng == "threefry8"
 
     def forward(params: Any, batch: Batch, key: jax.Array | None) -> Any:

@@ -1,12 +1,12 @@
 """Recompute checks: detect silent data corruption by computing each device's rows twice.
 
-A check is a separate program before one of N steps, and changes nothing. Every device computes the
-step's gradient for its own rows and for the rows of another device, and a fingerprint of metrics
-and gradient, before gradients are added up over devices. Two devices with the same rows must agree
-to the bit, so no result may depend on the device: `model.dropout_rng=threefry8`.
+A check is a separate program that runs before every N-th step and changes nothing. Every device
+computes the step's gradient for its own rows and for the rows of another device, and a fingerprint
+of metrics and gradient before gradients are added up over devices. Two devices with the same rows
+must agree to the bit, so no result may depend on the device: `model.dropout_rng=threefry8`.
 
-If two devices differ, the rows are rotated further and computed once more: a third device tells
-which of the two erred. Devices that share rows count as one device here.
+If two devices differ, the rows are rotated further and computed once more: a third device shows
+which of the two is faulty. Devices that share rows count as one device here.
 """
 
 import collections
@@ -32,12 +32,12 @@ def fingerprint(tree: Any) -> jax.Array:
     It sums the arrays' checksums, byte by byte. So fingerprints of layers and micro-batches add up
     like gradients, exactly for up to 65,536 arrays, and one changed bit changes the sum.
     """
-    words = jnp.stack([checksums.sum_of(leaf)[0] for leaf in jax.tree.leaves(tree)])
+    words = jnp.stack([checksums.array_checksum(leaf)[0] for leaf in jax.tree.leaves(tree)])
     return lax.bitcast_convert_type(words, jnp.uint8).astype(jnp.float32).sum(axis=0)
 
 
 def fingerprint_gradient(tree: Any, mark: jax.Array | None) -> Any:
-    """Returns the tree; the gradient by `mark`, float32 [4], is the fingerprint of the tree's."""
+    """Returns the tree; the gradient by `mark`, float32 [4], is its gradient's fingerprint."""
     return tree if mark is None else _fingerprint_gradient(tree, mark)
 
 
@@ -86,17 +86,17 @@ class SilentCorruption(Exception):
 
     def __init__(self, devices: Sequence[jax.Device], is_sure: bool, is_last: bool):
         self.devices = devices
-        self.is_sure = is_sure  # False: at least one of the devices erred
-        self.is_last = is_last  # the devices err repeatedly, so the run should not resume
+        self.is_sure = is_sure  # False: at least one of the devices is faulty
+        self.is_last = is_last  # the devices fail repeatedly, so the run should not resume
 
 
-def find_erring(checks: Sequence[tuple[int, np.ndarray]]) -> tuple[list[set[int]], bool]:
-    """Returns the devices that erred in each check of one step, and whether all of them did.
+def find_faulty(checks: Sequence[tuple[int, np.ndarray]]) -> tuple[list[set[int]], bool]:
+    """Returns the faulty devices in each check of one step, and whether all of them are faulty.
 
     A check is (the number of shards by which rows were rotated, `fingerprints`). A result that two
-    devices agree on is right. If not all of the devices erred for sure, at least one did.
+    devices agree on is right. If it is not sure that all devices are faulty, at least one is.
     """
-    erred, is_sure = [set() for _ in checks], True
+    faulty, is_sure = [set() for _ in checks], True
     for rows in range(len(checks[0][1])):
         results = collections.defaultdict(list)
         for number, (shift, prints) in enumerate(checks):
@@ -107,17 +107,17 @@ def find_erring(checks: Sequence[tuple[int, np.ndarray]]) -> tuple[list[set[int]
         is_sure &= len(right) == 1
         for result, runs in results.items():
             for device, number in runs if right != [result] else ():
-                erred[number].add(device)
-    return erred, is_sure
+                faulty[number].add(device)
+    return faulty, is_sure
 
 
 class RecomputeCheck:
-    """The recompute checks of a run on these devices, and the devices that erred so far."""
+    """The recompute checks of a run on these devices, and the devices found faulty so far."""
 
     def __init__(self, mesh: jax.sharding.Mesh):
         self._mesh = mesh
         self._devices = mesh.devices.reshape(mesh_lib.batch_shards(mesh), -1)
-        self._reported: set[int] = set()  # in this process's life
+        self._reported: set[int] = set()  # since this process started
         self._was_clean = True
 
     def wrap_step(self, train_step: Callable, program: Callable) -> Callable:
@@ -131,17 +131,17 @@ class RecomputeCheck:
             for shift in (1, 1 if len(self._devices) == 2 else 2):
                 other = rotate_batch(batch, shift, self._mesh)
                 checks.append((shift, jax.device_get(program(*args, other))))
-                erred, is_sure = find_erring(checks)
-                if not any(erred):
+                faulty, is_sure = find_faulty(checks)
+                if not any(faulty):
                     self._was_clean = True
                     return train_step(state, window, batch, key, fixed)
-            raise self._corruption(erred, is_sure)
+            raise self._corruption(faulty, is_sure)
 
         return step
 
-    def _corruption(self, erred: list[set[int]], is_sure: bool) -> SilentCorruption:
-        indices = set().union(*erred)
-        always = is_sure and bool(set.intersection(*erred))
+    def _corruption(self, faulty: list[set[int]], is_sure: bool) -> SilentCorruption:
+        indices = set().union(*faulty)
+        always = is_sure and bool(set.intersection(*faulty))
         is_last = always or not self._was_clean or bool(indices & self._reported)
         self._reported, self._was_clean = self._reported | indices, False
         return SilentCorruption(self._devices[sorted(indices)].flatten().tolist(), is_sure, is_last)
