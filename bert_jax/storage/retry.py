@@ -4,6 +4,7 @@ Clients of buckets (gcsfs, aiohttp, google-auth), TensorStore (below Orbax) and 
 report the same few faults by different exceptions.
 """
 
+import contextlib
 import errno
 import http.client
 import json
@@ -14,7 +15,7 @@ import socket
 import ssl
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from bert_jax.errors import DiskFull, InputError, Unavailable
@@ -82,18 +83,28 @@ def is_retryable(error: BaseException) -> bool:
     return is_transient(error) or is_denied(error)
 
 
-# The time, by time.monotonic(), after which nothing is retried.
-deadline = math.inf
+class Waits:
+    """What all retries of this process share. Not a context variable: libraries start threads."""
+
+    def __init__(self) -> None:
+        self.deadline = math.inf  # the time, by time.monotonic(), after which nothing is retried
+        self.report: Callable[[str], object] = lambda line: None  # receives a line about a wait
+
+    def shorten(self) -> None:
+        """Ends all waits within half a minute, since the process is to stop."""
+        self.deadline = min(self.deadline, time.monotonic() + _STOP_GRACE)
+
+    @contextlib.contextmanager
+    def reported_by(self, report: Callable[[str], object]) -> Iterator[None]:
+        """Reports the waits of a run while entered; a request to stop ends with the run."""
+        before, self.report = self.report, report
+        try:
+            yield
+        finally:
+            self.report, self.deadline = before, math.inf
 
 
-def report(line: str) -> None:
-    """Reports that work is waiting; a run replaces this function by its own."""
-
-
-def shorten_waits() -> None:
-    """Ends all retries within half a minute, since the process is to stop."""
-    global deadline
-    deadline = min(deadline, time.monotonic() + _STOP_GRACE)
+waits = Waits()
 
 
 class Backoff:
@@ -110,14 +121,14 @@ class Backoff:
         """Returns the seconds to wait after a fault; raises Unavailable after too long."""
         now, reason = time.monotonic(), _reason(error)
         self._end = self._end or now + self._seconds
-        if now + self._wait > min(self._end, deadline):
-            timed_out = self._end <= deadline
+        if now + self._wait > min(self._end, waits.deadline):
+            timed_out = self._end <= waits.deadline
             since = f"for {self._seconds:.0f} seconds" if timed_out else "when asked to stop"
             raise Unavailable(
                 f"{self._where}: out of reach {since} ({reason}); run again to resume"
             ) from error
         if self._wait == 8 * FIRST_WAIT:
-            report(f"{self._where}: out of reach ({reason}); trying again")
+            waits.report(f"{self._where}: out of reach ({reason}); trying again")
         # Random, so that the hosts of a pod do not all retry at the same moment.
         wait, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
         return wait * random.uniform(0.5, 1.0)
