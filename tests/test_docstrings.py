@@ -84,7 +84,9 @@ def undocumented_methods(sources):
 
     def methods(node):
         functions = [child for child in node.body if isinstance(child, ast.FunctionDef)]
-        return [f for f in functions if not any("overload" in ast.unparse(d) for d in f.decorator_list)]
+        return [
+            f for f in functions if not any("overload" in ast.unparse(d) for d in f.decorator_list)
+        ]
 
     def ancestors(node):
         for base in node.bases:
