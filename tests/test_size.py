@@ -48,13 +48,13 @@ ABOVE = {
     "model": 3_069,
     "pretraining": 1_232,
     "serve": 574,
-    "storage": 2_039,
+    "storage": 2_038,
     "tasks": 4_458,
     "text": 3_219,
-    "tools": 7_960,
+    "tools": 7_908,
     "training": 2_335,
     "benchmarks": 3_034,
-    "tests": 37_310,
+    "tests": 37_272,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

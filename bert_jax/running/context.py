@@ -18,16 +18,16 @@ from bert_jax.training.objective import Batch
 
 
 class Hooks:
-    """Moments of a run, at which these methods do nothing; a subclass overrides some of them.
+    """Observes a run, and may change its batches; a subclass overrides some of the methods.
 
     `done` is the number of steps done.
     """
 
     def on_restore(self, step: int, done: int | None) -> None:
-        """Is called with the restored state's step; `done` is None if the run did not roll back."""
+        """Observes the state restored at a start (`done` is None) or to roll back, of `step`."""
 
     def on_truncate(self, file: str) -> None:
-        """Is called once a JSON Lines file has no more lines of steps that will be repeated."""
+        """Observes a JSON Lines file that has lost the lines of steps that will be repeated."""
 
     def on_step(self, done: int, batch: Batch) -> Batch:
         """Returns the batch to train on in the next step, which is not dispatched yet."""
@@ -35,10 +35,10 @@ class Hooks:
         return batch
 
     def on_evaluation(self, done: int, name: str) -> None:
-        """Is called before an evaluation; `name` is that of its `Evaluator`."""
+        """Observes the begin of an evaluation; `name` is that of its `Evaluator`."""
 
     def on_save(self, done: int, path: epath.Path) -> None:
-        """Is called before the checkpoint of this path is saved."""
+        """Observes the begin of the save of a checkpoint, whose path is `path`."""
 
 
 NO_HOOKS = Hooks()

@@ -59,8 +59,8 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
             job.experiment = experiment = job.fit_to_slices(taken, policy.booked, policy.hosts)
         if not peers.is_primary:
             progress.silence()
-        report = progress.report if peers.is_primary else peers.report
-        stack.enter_context(retry.waits.reported_by(report))
+        stack.callback(retry.waits.reset)
+        retry.waits.reset(progress.report if peers.is_primary else peers.report)
         job.read()
         facts = {name: repr(value) for name, value in config.flatten(experiment)} | versions()
         facts |= {"python": platform.python_version(), "code of bert_jax": code_hash()}

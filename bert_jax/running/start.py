@@ -278,10 +278,10 @@ def _rename_lost_checkpoint(context: Context) -> None:
     job.report(f"{lost}{f'; now {new_name}' * bool(new_name)}, resuming from step {newest}")
 
 
-# --- excluded steps -----------------------------------------------------------------------------
+# --- errors and excluded steps --------------------------------------------------------------------
 
 
-def describe(error: Divergence | SilentCorruption, done: int, peers: Peers) -> str:
+def describe_error(error: Divergence | SilentCorruption, done: int, peers: Peers) -> str:
     """Returns the error in words, with wrong devices and their processes."""
     if isinstance(error, Divergence):
         return str(error)

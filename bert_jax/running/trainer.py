@@ -60,9 +60,13 @@ class Trainer:
         self.context, self.job = context, context.job
         self.log = TrainingLog(context)
         self.check = RecomputeCheck(context.mesh)
-        steps, number = self.job.experiment.run.profile_steps, context.peers.number
-        args = steps, self.job.workdir, number, self.job.report, context.clock
-        self.profile = Profile(*args)
+        self.profile = Profile(
+            self.job.experiment.run.profile_steps,
+            self.job.workdir,
+            context.peers.number,
+            self.job.report,
+            context.clock,
+        )
         # Numbers of dispatched steps, perhaps not done yet; may belong to the previous phase.
         self.dispatched: collections.deque[jax.Array] = collections.deque()
         self.stops_for = ""  # slices that the run stops for, to restart with them
@@ -193,7 +197,7 @@ class Trainer:
                             state.arrays, state.window, batch, key, job.frozen
                         )
                 self._count_step(batch)
-                self._after_step(phase)
+                self._finish_step(phase)
         self.log.write_pending()
 
     def _await_rows(self, phase: PhaseBatches) -> bool:
@@ -219,7 +223,7 @@ class Trainer:
         self.context.watchdog.reset()
         self.context.clock.count(batch["input_ids"].size, self.job.count_flops(batch))
 
-    def _after_step(self, phase: PhaseBatches) -> None:
+    def _finish_step(self, phase: PhaseBatches) -> None:
         """Does what is due after a step, see the module."""
         state, context, run = self.state, self.context, self.job.experiment.run
         is_last = state.done == self.job.total_steps
@@ -265,7 +269,7 @@ class Trainer:
           Unavailable: devices were wrong again; the next start resumes from the checkpoint.
         """
         context, done = self.context, self.state.done
-        event = start.describe(error, done, context.peers)
+        event = start.describe_error(error, done, context.peers)
         self.log.discard_pending()
         context.watchdog.reset(times=2)
         with context.clock.waiting("restore"):

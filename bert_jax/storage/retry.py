@@ -4,7 +4,6 @@ Clients of buckets (gcsfs, aiohttp, google-auth), TensorStore (below Orbax) and 
 report the same few faults by different exceptions.
 """
 
-import contextlib
 import errno
 import http.client
 import json
@@ -15,7 +14,7 @@ import socket
 import ssl
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from bert_jax.errors import DiskFull, InputError, Unavailable
@@ -33,9 +32,7 @@ _TRANSIENT_NAMES = (
     *("ETIMEDOUT", "EPIPE", "ENETDOWN", "ENETUNREACH", "ENETRESET", "ECONNABORTED"),
     *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "ENOMEM"),
 )
-_TRANSIENT_ERRNOS = frozenset(
-    getattr(errno, name) for name in _TRANSIENT_NAMES if hasattr(errno, name)
-)
+_TRANSIENT_ERRNOS = frozenset(getattr(errno, name, -1) for name in _TRANSIENT_NAMES)
 # HTTP: timeout, too many requests, and errors of the server except "not implemented".
 _TRANSIENT_STATUSES = frozenset({408, 429, *range(500, 600)}) - {501}
 # The answer to an account without permission, and to a token that has expired.
@@ -62,18 +59,14 @@ _DENIED_TEXT = re.compile(
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns whether an error, or one of its causes, is a temporary fault of network or machine.
-
-    A denied permission is not; see `is_denied`.
-    """
+    """Returns whether an error or its cause is temporary; a denied permission is not."""
     return any(map(_is_transient, _chain(error)))
 
 
 def is_denied(error: BaseException) -> bool:
     """Returns whether a bucket denied a permission: it was never given, or a token has expired.
 
-    Before the first success it is the user's error; afterwards a token has expired, and it is
-    temporary.
+    Before the first success it is the user's error; afterwards it is temporary.
     """
     return any(_status(e) in _DENIED or _says(e, _DENIED_TEXT) for e in _chain(error))
 
@@ -87,21 +80,16 @@ class Waits:
     """What all retries of this process share. Not a context variable: libraries start threads."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self, report: Callable[[str], object] = lambda line: None) -> None:
+        """Begins or ends a run, to which `report` shows a line about each long wait."""
         self.deadline = math.inf  # the time, by time.monotonic(), after which nothing is retried
-        self.report: Callable[[str], object] = lambda line: None  # receives a line about a wait
+        self.report = report
 
     def shorten(self) -> None:
         """Ends all waits within half a minute, since the process is to stop."""
         self.deadline = min(self.deadline, time.monotonic() + _STOP_GRACE)
-
-    @contextlib.contextmanager
-    def reported_by(self, report: Callable[[str], object]) -> Iterator[None]:
-        """Reports the waits of a run while entered; a request to stop ends with the run."""
-        before, self.report = self.report, report
-        try:
-            yield
-        finally:
-            self.report, self.deadline = before, math.inf
 
 
 waits = Waits()
