@@ -55,7 +55,7 @@ class Divergence(Exception):
 
 @dataclasses.dataclass
 class RunState:
-    """What a run knows after `done` steps; the loop changes it, and a checkpoint saves it."""
+    """The state of a run after `done` steps; the loop changes it, and a checkpoint saves it."""
 
     done: int  # steps
     arrays: step.State  # on the devices; each step is given their memory
