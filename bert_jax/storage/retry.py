@@ -77,7 +77,7 @@ def is_retryable(error: BaseException) -> bool:
 
 
 class Waits:
-    """What all retries of this process share. Not a context variable: libraries start threads."""
+    """The values that all retries share. No context variable: libraries start threads."""
 
     def __init__(self) -> None:
         self.reset()
