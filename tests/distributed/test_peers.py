@@ -237,6 +237,7 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
     def read(context, at_most):
         time.sleep(0.5 * context.peers.number)
         done.append(f"read by {context.peers.number}")
+        return mock.Mock(step=4)
 
     monkeypatch.setattr(start, "_restore_or_initialize", read)
 
