@@ -35,7 +35,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # The files that take minutes: begun first, so that none is left alone at the end.
 LONGEST = (
     *("running/test_resume", "distributed/test_processes", "tools/verify/test_verify_resume"),
-    *("running/test_divergence", "running/test_runner", "storage/test_fault_table"),
+    *("running/test_divergence", "running/test_trainer", "storage/test_fault_table"),
     *("tools/conformance/test_rules", "tasks/test_runs", "interop/test_init_from"),
     *("training/test_step", "training/test_sharding", "checkpoints/test_checkpoint"),
     *("tasks/test_predict", "launch/test_rehearsal", "test_bucket"),
@@ -152,7 +152,7 @@ def objects(bucket_server, tmp_path, monkeypatch):
     monkeypatch.setattr(buckets, "_granted", set())
     monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(retry, "LONGEST_WAIT", 0.05)
-    monkeypatch.setattr(retry, "deadline", math.inf)
+    monkeypatch.setattr(retry.waits, "deadline", math.inf)
 
     async def briefly(seconds):
         del seconds

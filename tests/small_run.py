@@ -166,25 +166,28 @@ def pretrain(
 
 
 @contextlib.contextmanager
-def signal_before(at, monkeypatch):
-    """Within it a run is sent SIGTERM before a step, and stops after it."""
-    from bert_jax.training import step  # after jax's settings
+def hooked(**methods):
+    """Within it runs call these functions at the moments of `Hooks` that they are named after."""
+    from bert_jax.running.context import HOOKS, Hooks  # after jax's settings
 
-    make = step.make_train_step
-
-    def deadly(*args):
-        train_step = make(*args)
-
-        def one(state, *more):
-            if int(state["step"]) == at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return train_step(state, *more)
-
-        return one
-
-    with monkeypatch.context() as patch:
-        patch.setattr(step, "make_train_step", deadly)
+    hooks = Hooks()
+    vars(hooks).update(methods)
+    token = HOOKS.set(hooks)
+    try:
         yield
+    finally:
+        HOOKS.reset(token)
+
+
+def signal_before(at):
+    """Within it a run is sent SIGTERM before a step, and stops after it."""
+
+    def on_step(done, batch):
+        if done == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch
+
+    return hooked(on_step=on_step)
 
 
 def saves_in(workdir: pathlib.Path, run: object = None) -> object:

@@ -19,7 +19,7 @@ from small_run import bert_jax, killed
 from bert_jax import config
 from bert_jax.data import corpus, plans
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
-from bert_jax.running import runner
+from bert_jax.running import trainer
 from bert_jax.storage import buckets, mirror, retry
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import Holder
@@ -170,17 +170,17 @@ def test_a_bucket_that_is_away_for_long_ends_a_run_that_goes_on_later(
     objects, copy_of_run, remote, monkeypatch
 ):
     """With what it could not send."""
-    save = runner.Trainer._save
+    save = trainer.Trainer._save
 
     def away(self, *args):
-        if self.done == 8:
+        if self.state.done == 8:
             monkeypatch.setattr(retry, "GIVE_UP", 0.1)
             # Checkpoints are Orbax's own matter.
             objects.fault = lambda method, name, kind: None if "checkpoints" in name else Fault(503)
         save(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.Trainer, "_save", away)
+        patch.setattr(trainer.Trainer, "_save", away)
         fails(f"pretrain small.py {THERE}", "gs://bucket/run/", "out of reach", code=74)
     objects.reset_faults()
     assert call(f"pretrain small.py {THERE}") == (0, "")
@@ -193,14 +193,14 @@ def test_a_bucket_that_is_away_for_long_ends_a_run_that_goes_on_later(
 
 @pytest.mark.long
 def test_a_run_that_is_taken_over_ends_with_one_line(objects, copy_of_run, remote, monkeypatch):
-    save = runner.Trainer._save
+    save = trainer.Trainer._save
 
     def taken(self, *args):
-        if self.done == 8:
+        if self.state.done == 8:
             objects.put("run/OWNER", Holder.me().text().encode(), {})
         save(self, *args)
 
-    monkeypatch.setattr(runner.Trainer, "_save", taken)
+    monkeypatch.setattr(trainer.Trainer, "_save", taken)
     fails(f"pretrain small.py {THERE}", "gs://bucket/run: was taken over by process")
     assert {name.split("/")[2] for name in objects.files("run/checkpoints/")} == {"4"}
 

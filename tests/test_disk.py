@@ -10,12 +10,11 @@ import jax
 import pytest
 from broken import call, fails, tree
 from etils import epath
-from small_run import pretrain
+from small_run import hooked, pretrain
 
-from bert_jax.checkpoints.saves import Saves
 from bert_jax.errors import DiskFull
 from bert_jax.running.progress import Clock, Profile
-from bert_jax.running.runner import Trainer
+from bert_jax.running.trainer import Trainer
 from bert_jax.storage import copies
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
@@ -101,19 +100,16 @@ def test_a_run_may_go_on_where_its_checkpoints_do_not_fit(disk, copy_of_run):
     """It tries again at each; there is space again before the last."""
     disk.mount("size=3m")
     saved = []
-    save = Saves.save
 
-    def watched(self, step, *args):
+    def watch(step, path):
         saved.append(step)
         if step == 6:
             disk.fill()
         if step == 18:
             (disk.folder / "others").unlink()
-        save(self, step, *args)
 
     settings = ("run.checkpoint_every=3", "run.when_disk_is_full=go_on")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Saves, "save", watched)
+    with hooked(on_save=watch):
         outcome, shown = pretrain("small.py", disk.folder / "w", *settings)
     assert outcome == "finished"
     assert saved == [3, 6, 9, 12, 15, 18, 21, 22]

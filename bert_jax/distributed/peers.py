@@ -301,7 +301,7 @@ class Peers:
                     return  # the coordinator is gone; JAX ends this process
                 with contextlib.suppress(jax.errors.JaxRuntimeError):  # no such request
                     self._store.key_value_try_get(_ASKED_TO_STOP)
-                    retry.shorten_waits()
+                    retry.waits.shorten()
         self._failure = json.loads(failure)
         if self._failure is not None:
             time.sleep(self._unwind)
@@ -310,7 +310,7 @@ class Peers:
     def _end(self, failure: dict[str, Any]) -> NoReturn:
         """Logs the failure and exits; process 0 exits last, as the others read from it."""
         self._ending.acquire()  # only one of two threads may exit; never released
-        retry.shorten_waits()
+        retry.waits.shorten()
         process_lib.logger.error("%s", failure["line"])
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self.is_primary:

@@ -42,7 +42,6 @@ class StopRequest:
         if self._is_shared:
             peers_lib.notice_sigterm()
         else:
-            retry.deadline = float("inf")
             self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
         self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
         return self
@@ -75,7 +74,7 @@ class StopRequest:
         if self._is_shared:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
-            retry.shorten_waits()
+            retry.waits.shorten()
 
 
 class Watchdog:

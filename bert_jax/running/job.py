@@ -7,13 +7,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from bert_jax.checkpoints.fork import ForkPoint
-from bert_jax.checkpoints.saves import Saves
 from bert_jax.config import Optimizer
 from bert_jax.distributed.peers import Peers
-from bert_jax.distributed.watchdog import StopRequest, Watchdog
 from bert_jax.model import flops
-from bert_jax.running.progress import Clock, Progress
-from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
@@ -170,30 +166,3 @@ def make_steps(job: Job, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[
         checks = step.self_checks(mesh_lib.device_kind(mesh))
         checked_step = step.make_train_step(spec, training.total_steps, checks)
     return train_step, checked_step, step.make_fingerprints(spec)
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The end of a run."""
-
-    outcome: Literal["finished", "stopped", "failed"]
-    done: int  # steps
-    reason: str = ""  # why the run failed, or why no checkpoint has its last steps; "" if neither
-
-
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """Everything that the training loop works with."""
-
-    job: Job  # after `open`
-    booked: Any  # its experiment on all slices, even if some are missing now
-    origin: dict[str, Any] | None  # where the experiment comes from, see `session.run`
-    mesh: jax.sharding.Mesh
-    peers: Peers
-    saves: Saves
-    mirror: Mirror
-    progress: Progress
-    clock: Clock
-    watchdog: Watchdog
-    stop: StopRequest  # entered
-    clean_up: Callable[[], None]  # called if several processes exit without unwinding

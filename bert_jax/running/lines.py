@@ -6,6 +6,7 @@ cores or devices round sums differently. Everything that depends on time is in t
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -128,15 +129,16 @@ class RunLines:
         return {name: lines.tally() for name, lines in self._reproducible.items() if self._writes}
 
     def resume_from(self, step: int, tallies: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-        """Drops lines of later steps; yields each missing file with the number of its lost lines.
+        """Drops lines of later steps; yields each file with its lost lines, if it is missing.
 
-        `tallies` are those of the checkpoint at this step.
+        Keeps the timings of lost steps. `tallies` are those of the checkpoint at this step.
         """
         if not self._writes:
             return
+        self.timings.delete_after(sys.maxsize)  # a last line that a kill has cut off
+        yield "timings.jsonl", 0
         for name, lines in self._reproducible.items():
-            if lost := lines.delete_after(step or -1, tallies.get(name)):
-                yield name, lost
+            yield name, lines.delete_after(step or -1, tallies.get(name))
         self.spikes = Spikes()
         for line in self.metrics.read():
             self.spikes.check(line)

@@ -158,11 +158,9 @@ class LoggedProgress(Progress):
         self._is_silent = False
 
     def silence(self) -> None:
-        """Logs nothing from now on."""
         self._is_silent = True
 
     def report(self, line: str) -> None:
-        """Logs a line."""
         if not self._is_silent:
             logger.info("%s", line)
 
@@ -176,7 +174,6 @@ class BarProgress(LoggedProgress):
 
     @contextlib.contextmanager
     def bar(self, done: int, total: int) -> Iterator[None]:
-        """Shows steps `done` to `total` while entered."""
         with super().bar(done, total), tqdm(total=total, initial=done, unit=" steps") as bar:
             bar.disable = bar.disable or self._is_silent
             self._step_bar = bar
@@ -184,7 +181,6 @@ class BarProgress(LoggedProgress):
         self._step_bar = None
 
     def train(self, line: dict[str, float], seconds: dict[str, float]) -> None:
-        """Shows and logs a training line."""
         super().train(line, seconds)
         if self._step_bar is not None:
             self._step_bar.set_postfix_str("  ".join(self._describe(line, seconds)), False)

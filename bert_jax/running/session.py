@@ -1,6 +1,7 @@
 """Starts, resumes or extends a run in its workdir."""
 
 import contextlib
+import functools
 import json
 import platform
 from collections.abc import Callable, Iterator
@@ -11,22 +12,31 @@ import jax
 from bert_jax import config, hardware, process, system
 from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.checkpoints.saves import Saves
-from bert_jax.config import Run
+from bert_jax.config import Run, code
 from bert_jax.distributed import peers as peers_lib
 from bert_jax.distributed.peers import Peers
 from bert_jax.distributed.watchdog import StopRequest, Watchdog
 from bert_jax.errors import InputError, pluralize
 from bert_jax.running import trackers
+from bert_jax.running.context import HOOKS, Context, Result
 from bert_jax.running.environment import code_hash, enable_compilation_cache, versions
-from bert_jax.running.job import Context, Job, Result
+from bert_jax.running.job import Job
 from bert_jax.running.lines import EVALUATIONS, skipped_steps
 from bert_jax.running.progress import Clock, Progress
-from bert_jax.running.runner import Trainer
+from bert_jax.running.trainer import Trainer
 from bert_jax.storage import mirror as mirror_lib
 from bert_jax.storage import retry
 from bert_jax.storage.mirror import Mirror
 from bert_jax.storage.storage import storage_of
-from bert_jax.storage.workdir import RUN_FILES, DiskFull, Workdir, lock
+from bert_jax.storage.workdir import (
+    RUN_FILES,
+    DiskFull,
+    Workdir,
+    fork_record,
+    lock,
+    write_atomic,
+    write_json,
+)
 from bert_jax.training import mesh as mesh_lib
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -49,8 +59,8 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
             job.experiment = experiment = job.fit_to_slices(taken, policy.booked, policy.hosts)
         if not peers.is_primary:
             progress.silence()
-        stack.callback(setattr, retry, "report", retry.report)
-        retry.report = progress.report if peers.is_primary else peers.report
+        stack.callback(retry.waits.reset)
+        retry.waits.reset(progress.report if peers.is_primary else peers.report)
         mesh = mesh_lib.make_mesh(experiment.parallelism)
         job.read(mesh)
         facts = {name: repr(value) for name, value in config.flatten(experiment)} | versions()
@@ -83,15 +93,30 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
                 job.open(mesh, peers)
                 clock.peak_flops = hardware.peak_flops(job.training.objective.model.compute_dtype)
                 saves = Saves(workdir, experiment.run, peers, progress.report)
+                write = functools.partial(_write_experiment, workdir, booked, origin, saves)
+                write = write if peers.is_primary else lambda: None
                 tools = mesh, peers, saves, mirror, progress, clock, watchdog, stop, clean_up
-                trainer = Trainer(Context(job, booked, origin, *tools))
+                trainer = Trainer(Context(job, write, *tools, HOOKS.get()))
                 names = experiment.run.trackers if peers.is_primary else ()
                 with trackers.run_trackers(names, workdir, experiment, progress.report):
                     result = trainer.run()
             watchdog.pause()
             mirror.flush()
-        _show(result, job, trainer.lines.metrics.read(), trainer.skipped)
+        _show(result, job, trainer.log.lines.metrics.read(), trainer.state.skipped)
     return result.outcome
+
+
+def _write_experiment(
+    workdir: Workdir, experiment: Any, origin: dict[str, Any] | None, saves: Saves
+) -> None:
+    """Writes the experiment on all slices, even if some are missing now, and its origin."""
+    write_atomic(workdir.experiment, config.to_json(experiment))
+    for name, source in code.files(experiment).items():
+        write_atomic(workdir.root / name, source)
+    if origin is not None:
+        if (fork := fork_record(workdir)) and saves.steps:  # the run stays a fork
+            origin = {"fork": fork} | origin
+        write_json(workdir.origin, origin)
 
 
 def _show(result: Result, job: Job, lines: list[dict[str, Any]], excluded: tuple[int, ...]) -> None:

@@ -1,34 +1,39 @@
 """The state from which a run starts or rolls back. It is the first of these that exists:
 
-1. its own newest checkpoint that is not damaged;
-2. the checkpoint of another run that it forks (see checkpoints.fork);
+1. the newest checkpoint of the run that is not damaged (resume);
+2. the checkpoint of another run that the run was forked from (see checkpoints.fork);
 3. a fresh state with the weights of a base;
-4. a fresh state.
+4. a fresh random state.
+
+Checkpoint N is the state just before step N; steps are numbered from 0.
 
 A step without a finite loss and gradient changes nothing (see training.step). A few such steps are
-harmless. Many in a row mean that the previous update or the hardware has broken the parameters:
-then the run rolls back to a checkpoint before these steps and skips them.
+harmless. Many in a row mean that an earlier update or the hardware has broken the parameters: then
+`roll_back` restores a checkpoint before these steps, and the run skips them.
+
+All processes call these functions together and get the same result.
 """
 
 import contextlib
-import math
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from bert_jax import config
 from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
 from bert_jax.checkpoints.fork import ForkPoint
-from bert_jax.config import SKIPPED_STEPS, code
+from bert_jax.config import SKIPPED_STEPS
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
+from bert_jax.running.context import Context
 from bert_jax.running.environment import describe_changes
-from bert_jax.running.job import Context
+from bert_jax.running.lines import RunLines
 from bert_jax.storage import retry
-from bert_jax.storage.workdir import fork_record, read_json, write_atomic, write_json
+from bert_jax.storage.workdir import read_json
 from bert_jax.training import feed, step
+from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training.recompute_check import SilentCorruption
 
@@ -48,27 +53,76 @@ class Divergence(Exception):
         self.bad = bad
 
 
-def begin(context: Context) -> Restored:
-    """Returns the state to start from, the same on all processes; renames damaged checkpoints.
+@dataclasses.dataclass
+class RunState:
+    """The state of a run after `done` steps; the loop changes it, and a checkpoint saves it."""
+
+    done: int  # steps
+    arrays: step.State  # on the devices; each step is given their memory
+    window: dict[str, jax.Array]  # sums of metrics since the last training line
+    skipped: tuple[int, ...]  # steps that roll-backs excluded
+    init_sha256: str  # hash of the base; "" without a base
+    start_step: int  # step of the first state: not 0 in a fork
+    held_out: list[tuple[int, float]]  # all (step, held-out loss), if patience > 0
+    # The newest line with a held-out loss since the last start or roll-back.
+    evaluation: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def begin(context: Context, lines: RunLines) -> RunState:
+    """Returns the state to start from; renames damaged checkpoints, drops lines of later steps.
 
     Raises:
       Unavailable: the storage does not answer, or the processes see different checkpoints.
     """
     _await_same_steps(context)
     context.peers.run_on_primary("lost", lambda: _rename_lost_checkpoint(context))
-    return _start(context, None)
+    restored = _restore_or_initialize(context, None)
+    context.hooks.on_restore(restored.step, None)
+    return _resume(restored, context, lines)
 
 
 def roll_back(
-    error: Divergence | SilentCorruption, first: int, start_step: int, context: Context
-) -> Restored:
-    """Returns the newest checkpoint at or before step `first`; deletes newer ones.
+    state: RunState,
+    error: Divergence | SilentCorruption,
+    event: str,
+    context: Context,
+    lines: RunLines,
+) -> RunState:
+    """Returns the state of an earlier checkpoint, which skips bad steps; deletes newer ones.
 
-    After silent data corruption, falls back to the oldest checkpoint: a fork has no state 0, since
-    its first state is that of `start_step`.
+    First frees the arrays of `state`, since two states may not fit. The decision is not stored: a
+    run that restarts from a checkpoint before the bad steps meets them and rolls back again.
+
+    `event` is the error in words.
 
     Raises:
       RunFailure: too many steps would be repeated, see `can_roll_back`; nothing was deleted.
+    """
+    job = context.job
+    first, skipped = state.done - job.experiment.run.replay_every, state.skipped
+    if isinstance(error, Divergence):
+        skipped, first = exclude_steps(skipped, error.bad)
+    state.arrays, state.window = {}, {}
+    restored = _restore_before(first, state, error, context)
+    if isinstance(error, SilentCorruption):
+        job.report(f"{event}; rolling back to step {restored.step}")
+        return _resume(restored, context, lines)
+    target = "" if restored.step else " to step 0, since there is no earlier checkpoint"
+    job.report(
+        f"{event}; rolling back{target}, and skipping these and the one before "
+        f"({job.inspection_hint(first)})"
+    )
+    restored.state = with_skipped(restored.state, skipped)
+    return dataclasses.replace(_resume(restored, context, lines), skipped=skipped)
+
+
+def _restore_before(
+    first: int, state: RunState, error: Divergence | SilentCorruption, context: Context
+) -> Restored:
+    """Restores the newest checkpoint at or before step `first`; deletes newer ones.
+
+    After silent data corruption, falls back to the oldest checkpoint: a fork has no state 0, since
+    its first state is that of `start_step`.
     """
     peers, saved = context.peers, context.saves
     try:
@@ -78,7 +132,7 @@ def roll_back(
             raise  # the other processes wait for this save inside Orbax
     _await_same_steps(context)
     every = context.job.experiment.run.checkpoint_every
-    if not can_roll_back(saved.steps, first, every, start_step):
+    if not can_roll_back(saved.steps, first, every, state.start_step):
         if isinstance(error, Divergence):
             raise RunFailure(
                 f"{error}, and no checkpoint from shortly before step {first + 1} is kept to go "
@@ -86,38 +140,40 @@ def roll_back(
                 "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
             )
         first = saved.steps[-1]
-    restored = _start(context, first)
+    restored = _restore_or_initialize(context, first)
+    context.hooks.on_restore(restored.step, state.done)
     peers.wait_at_barrier("restored")  # before, other processes may still list the checkpoints
     peers.run_on_primary("removed", lambda: saved.delete_after(first, context.mirror.flush))
     saved.refresh()
     return restored
 
 
-def describe_corruption(corruption: SilentCorruption, peers: Peers) -> str:
-    """Describes the wrong devices with their processes; all processes must call this together."""
-    names = [f"device {device.id} of {peers.owner(device)}" for device in corruption.devices]
-    either, link = ("", " and ") if corruption.is_sure else ("either ", " or ")
-    return f"{either}{link.join(names)} came to another result of the same rows"
+def _resume(restored: Restored, context: Context, lines: RunLines) -> RunState:
+    """Returns the state of the next step; drops lines of steps that will be repeated."""
+    done, metadata, report = restored.step, restored.metadata, context.job.report
+    window = step.make_empty_window(context.job.training.metric_names, context.mesh)()
+    # A fork with another objective drops metric sums that no longer exist.
+    sums = {k: np.array(v, np.float32) for k, v in metadata["window"].items() if k in window}
+    window |= feed.put(sums, mesh_lib.replicated(context.mesh))
+    # Not at step 0: a fresh state may not fit, and then JAX would wait forever for its parts.
+    slots = jax.device_get(restored.state["skipped_steps"]) if done else ()
+    skipped = tuple(int(slot) for slot in slots if slot >= 0)
+    with context.saves.cached_lists():
+        context.saves.resume_from(done)
+    for name, lost in lines.resume_from(done, metadata.get("lines", {})):
+        context.hooks.on_truncate(name)
+        if lost:
+            report(f"{name}: is missing; continuing without its {lost} lines")
+    if done:
+        report(f"resume: from step {done}")
+    facts = metadata["init_sha256"], metadata.get("begun_at", 0), [*metadata.get("held_out", [])]
+    return RunState(done, restored.state, window, skipped, *facts)
 
 
-def write_experiment(context: Context) -> None:
-    """Writes the run's experiment and its origin, on process 0."""
-    workdir, experiment, origin = context.job.workdir, context.booked, context.origin
-    if not context.peers.is_primary:
-        return
-    write_atomic(workdir.experiment, config.to_json(experiment))
-    for name, source in code.files(experiment).items():
-        write_atomic(workdir.root / name, source)
-    if origin is not None:
-        if (fork := fork_record(workdir)) and context.saves.steps:  # the run stays a fork
-            origin = {"fork": fork} | origin
-        write_json(workdir.origin, origin)
-
-
-def _start(context: Context, at_most: int | None) -> Restored:
-    """Returns the state to start from, see the module; uses checkpoints up to step `at_most`."""
-    job, training = context.job, context.job.training
-    spec = training.objective, training.optimizer, job.experiment.parallelism, context.mesh
+def _restore_or_initialize(context: Context, at_most: int | None) -> Restored:
+    """Returns the state of the cases in the module; uses checkpoints up to step `at_most`."""
+    job = context.job
+    spec = job.training.objective, job.training.optimizer, job.experiment.parallelism, context.mesh
     abstract = step.abstract_state(*spec)
 
     def first_error(name: str, error: str) -> str:
@@ -129,11 +185,11 @@ def _start(context: Context, at_most: int | None) -> Restored:
         restored = context.saves.newest(abstract, at_most, first_error)
     if restored is None or restored.damaged:  # read again: a cached listing may be stale
         restored = context.saves.newest(abstract, at_most, first_error)
-    if restored is not None:  # 1
+    if restored is not None:  # case 1
         job.resume(restored.metadata)
-    elif job.fork_point is not None:  # 2
+    elif job.fork_point is not None:  # case 2
         restored = _load_fork_point(job.fork_point, context, abstract, first_error)
-    else:  # 3, or 4 where the job has no base
+    else:  # case 3, or case 4 for a job without a base
         state, sha256 = job.initial_state(step.make_init(*spec)(job.experiment.seed))
         return Restored(0, state, {"init_sha256": sha256, "window": {}}, {})
     _rename_damaged_checkpoints(context, restored)
@@ -146,10 +202,11 @@ def _load_fork_point(
     fork_point: ForkPoint, context: Context, abstract: Any, first_error: Callable[[str, str], str]
 ) -> Restored:
     """Restores the checkpoint that a run forks; a fork's own kind of optimizer starts again."""
-    job, training = context.job, context.job.training
+    job = context.job
     checkpoints = Checkpoints(fork_point.workdir.checkpoints)
-    old, new = checkpoints.experiment(fork_point.step).optimizer, training.optimizer
-    saved = step.abstract_state(training.objective, old, job.experiment.parallelism, context.mesh)
+    old, new = checkpoints.experiment(fork_point.step).optimizer, job.training.optimizer
+    objective, parallelism = job.training.objective, job.experiment.parallelism
+    saved = step.abstract_state(objective, old, parallelism, context.mesh)
     restored = checkpoints.newest(saved, fork_point.step, first_error)
     command = fork_point.command
     if restored is None or restored.step != fork_point.step:
@@ -222,7 +279,16 @@ def _rename_lost_checkpoint(context: Context) -> None:
     job.report(f"{lost}{f'; now {new_name}' * bool(new_name)}, resuming from step {newest}")
 
 
-# --- excluded steps -----------------------------------------------------------------------------
+# --- errors and excluded steps --------------------------------------------------------------------
+
+
+def describe_error(error: Divergence | SilentCorruption, done: int, peers: Peers) -> str:
+    """Returns the error in words, with wrong devices and their processes."""
+    if isinstance(error, Divergence):
+        return str(error)
+    names = [f"device {device.id} of {peers.owner(device)}" for device in error.devices]
+    either, link = ("", " and ") if error.is_sure else ("either ", " or ")
+    return f"step {done}: {either}{link.join(names)} came to another result of the same rows"
 
 
 def with_skipped(state: step.State, steps: tuple[int, ...]) -> step.State:
@@ -230,6 +296,21 @@ def with_skipped(state: step.State, steps: tuple[int, ...]) -> step.State:
     slots = np.full(SKIPPED_STEPS, -1, np.int32)
     slots[: len(steps)] = steps
     return state | {"skipped_steps": feed.put(slots, state["skipped_steps"].sharding)}
+
+
+def require_excludable(error: Divergence, skipped: Iterable[int], experiment: Any) -> None:
+    """Raises RunFailure if the run may not, or cannot, skip the bad steps."""
+    count, bad = len([*skipped]), error.bad
+    if experiment.optimizer.after_bad_steps == "stop":
+        reason = "optimizer.after_bad_steps=stop"
+    elif len(exclude_steps(skipped, bad)[0]) > SKIPPED_STEPS:
+        reason = f"{count} steps are skipped already"
+    else:
+        return
+    raise RunFailure(
+        f"no finite loss or gradient in the {len(bad)} steps from {bad[0]} to {bad[-1]}, and "
+        f"{reason}; all checkpoints are older than these steps"
+    )
 
 
 def exclude_steps(skipped: Iterable[int], bad: range) -> tuple[tuple[int, ...], int]:
@@ -252,6 +333,9 @@ def can_roll_back(checkpoints: Iterable[int], first: int, every: int, start_step
     does not decide on its own to repeat so many steps.
     """
     steps = list(checkpoints)
-    oldest = -math.inf if start_step else 0  # a fork cannot start again at step 0
-    target = max((step for step in steps if step <= first), default=oldest)
-    return max(steps, default=0) <= first or first - target < 2 * every
+    if max(steps, default=0) <= first:
+        return True
+    older = [step for step in steps if step <= first]
+    if not older and start_step:
+        return False  # a fork cannot start again at step 0
+    return first - max(older, default=0) < 2 * every

@@ -32,9 +32,7 @@ _TRANSIENT_NAMES = (
     *("ETIMEDOUT", "EPIPE", "ENETDOWN", "ENETUNREACH", "ENETRESET", "ECONNABORTED"),
     *("ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "ENOMEM"),
 )
-_TRANSIENT_ERRNOS = frozenset(
-    getattr(errno, name) for name in _TRANSIENT_NAMES if hasattr(errno, name)
-)
+_TRANSIENT_ERRNOS = frozenset(getattr(errno, name, -1) for name in _TRANSIENT_NAMES)
 # HTTP: timeout, too many requests, and errors of the server except "not implemented".
 _TRANSIENT_STATUSES = frozenset({408, 429, *range(500, 600)}) - {501}
 # The answer to an account without permission, and to a token that has expired.
@@ -61,18 +59,14 @@ _DENIED_TEXT = re.compile(
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns whether an error, or one of its causes, is a temporary fault of network or machine.
-
-    A denied permission is not; see `is_denied`.
-    """
+    """Returns whether an error or its cause is temporary; a denied permission is not."""
     return any(map(_is_transient, _chain(error)))
 
 
 def is_denied(error: BaseException) -> bool:
     """Returns whether a bucket denied a permission: it was never given, or a token has expired.
 
-    Before the first success it is the user's error; afterwards a token has expired, and it is
-    temporary.
+    Before the first success it is the user's error; afterwards it is temporary.
     """
     return any(_status(e) in _DENIED or _says(e, _DENIED_TEXT) for e in _chain(error))
 
@@ -82,18 +76,23 @@ def is_retryable(error: BaseException) -> bool:
     return is_transient(error) or is_denied(error)
 
 
-# The time, by time.monotonic(), after which nothing is retried.
-deadline = math.inf
+class Waits:
+    """The values that all retries share. No context variable: libraries start threads."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self, report: Callable[[str], object] = lambda line: None) -> None:
+        """Begins or ends a run, to which `report` shows a line about each long wait."""
+        self.deadline = math.inf  # the time, by time.monotonic(), after which nothing is retried
+        self.report = report
+
+    def shorten(self) -> None:
+        """Ends all waits within half a minute, since the process is to stop."""
+        self.deadline = min(self.deadline, time.monotonic() + _STOP_GRACE)
 
 
-def report(line: str) -> None:
-    """Reports that work is waiting; a run replaces this function by its own."""
-
-
-def shorten_waits() -> None:
-    """Ends all retries within half a minute, since the process is to stop."""
-    global deadline
-    deadline = min(deadline, time.monotonic() + _STOP_GRACE)
+waits = Waits()
 
 
 class Backoff:
@@ -110,14 +109,14 @@ class Backoff:
         """Returns the seconds to wait after a fault; raises Unavailable after too long."""
         now, reason = time.monotonic(), _reason(error)
         self._end = self._end or now + self._seconds
-        if now + self._wait > min(self._end, deadline):
-            timed_out = self._end <= deadline
+        if now + self._wait > min(self._end, waits.deadline):
+            timed_out = self._end <= waits.deadline
             since = f"for {self._seconds:.0f} seconds" if timed_out else "when asked to stop"
             raise Unavailable(
                 f"{self._where}: out of reach {since} ({reason}); run again to resume"
             ) from error
         if self._wait == 8 * FIRST_WAIT:
-            report(f"{self._where}: out of reach ({reason}); trying again")
+            waits.report(f"{self._where}: out of reach ({reason}); trying again")
         # Random, so that the hosts of a pod do not all retry at the same moment.
         wait, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
         return wait * random.uniform(0.5, 1.0)

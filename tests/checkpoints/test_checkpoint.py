@@ -15,7 +15,7 @@ from etils import epath
 from fake_gcs import Fault
 from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint._src.path import atomicity
-from small_run import assert_same_run, pretrain, saves_in
+from small_run import assert_same_run, hooked, pretrain, saves_in
 
 from bert_jax.checkpoints import checkpoint
 from bert_jax.checkpoints.checkpoint import Checkpoints, Damaged
@@ -145,20 +145,19 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(run):
 def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
     """So that a kill in between leaves the step of the newest."""
     seen = {}
-    save, look = Saves.save, Saves.poll
+    look = Saves.poll
 
-    def watched(self, step, *args):
+    def watch(step, path):
         seen[step] = json.loads((copy_of_run / "other" / "saved.json").read_text())["step"]
-        save(self, step, *args)
 
     def late(self):
         if self._is_saving:
             self._orbax.wait()
         look(self)
 
-    monkeypatch.setattr(Saves, "save", watched)
     monkeypatch.setattr(Saves, "poll", late)
-    pretrain(pathlib.Path("small.py"), copy_of_run / "other", "run.checkpoint_every=10")
+    with hooked(on_save=watch):
+        pretrain(pathlib.Path("small.py"), copy_of_run / "other", "run.checkpoint_every=10")
     assert seen == {10: 0, 20: 10, 22: 20}
 
 

@@ -237,15 +237,18 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
     def read(context, at_most):
         time.sleep(0.5 * context.peers.number)
         done.append(f"read by {context.peers.number}")
+        return mock.Mock(step=4)
 
-    monkeypatch.setattr(start, "_start", read)
+    monkeypatch.setattr(start, "_restore_or_initialize", read)
 
     def work(us):
         saved = mock.MagicMock(steps=[8, 4])
         saved.delete_after.side_effect = lambda *given: done.append(given)
         job = mock.Mock(**{"experiment.run.checkpoint_every": 4, "workdir.checkpoints": "c"})
         context = mock.Mock(job=job, peers=us, saves=saved, mirror=mirror)
-        start.roll_back(SilentCorruption([], True, False), 5, 0, context)
+        start._restore_before(
+            5, mock.Mock(start_step=0), SilentCorruption([], True, False), context
+        )
 
     together(work, 2)
     assert done == ["read by 0", "read by 1", (5, mirror.flush)]

@@ -12,14 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_identical
-from small_run import assert_same_run, final_state, pretrain, signal_before, write_text
+from small_run import (
+    assert_same_run,
+    final_state,
+    hooked,
+    pretrain,
+    signal_before,
+    write_text,
+)
 
 from bert_jax.data import batches
 from bert_jax.pretraining.evaluators import HeldOut
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import session, start
-from bert_jax.running.job import Evaluator, Result
-from bert_jax.running.runner import Trainer
+from bert_jax.running.context import Result
+from bert_jax.running.job import Evaluator
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.storage.workdir import Workdir
 from bert_jax.training import step
@@ -74,8 +81,7 @@ def gone_back(file):
 
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, {5, 6, 7})
-        for name in ("begin", "roll_back"):
-            patch.setattr(start, name, counting(getattr(start, name)))
+        patch.setattr(start, "_restore_or_initialize", counting(start._restore_or_initialize))
         gc.collect()
         outcome, shown = pretrain(file, file.with_name("back"))
     assert outcome == "finished", shown
@@ -185,7 +191,7 @@ def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
     """And the run that goes on is the one that was not stopped."""
     poison(monkeypatch, {5, 6, 7})
     settings = f"run.checkpoint_every={every}"
-    with signal_before(at, monkeypatch), leaving_no_state():
+    with signal_before(at), leaving_no_state():
         outcome, shown = pretrain(file, tmp_path / "w", settings)
     assert outcome == "stopped"
     assert f"stopped at step {at + 1}, not saved, {why}" in shown
@@ -197,14 +203,13 @@ def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
 def test_a_stop_in_a_roll_back_finds_all_saved(file, tmp_path, monkeypatch):
     """Where it goes back to is a checkpoint, and what was not saved is to be done again."""
     poison(monkeypatch, {5, 6, 7})
-    before = start.roll_back
 
-    def stopping(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return before(*args)
+    def stop(step, done):
+        if done is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(start, "roll_back", stopping)
-    outcome, shown = pretrain(file, tmp_path / "w")
+    with hooked(on_restore=stop):
+        outcome, shown = pretrain(file, tmp_path / "w")
     assert outcome == "stopped" and "step 8: not saved, since 3 steps" in shown
     assert "stopped at step 4, saved; run the same command again" in shown
 
@@ -214,18 +219,19 @@ def test_a_checkpoint_found_damaged_in_a_roll_back_is_saved_again(
     file, gone_back, tmp_path, monkeypatch
 ):
     poison(monkeypatch, {5, 6, 7})
-    diverged = Trainer._diverged
+    folder, left = tmp_path / "w" / "checkpoints" / "4", [9]  # the step before the roll-back
 
-    def damaging(self, bad):
-        folder = tmp_path / "w" / "checkpoints" / "4"
-        while not folder.exists():  # it is saved next to the steps
-            time.sleep(0.05)
-        largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-        largest.write_bytes(b"")
-        diverged(self, bad)
+    def damage(done, batch):
+        if done in left:
+            left.clear()
+            while not folder.exists():  # it is saved next to the steps
+                time.sleep(0.05)
+            files = (path for path in folder.rglob("*") if path.is_file())
+            max(files, key=lambda path: path.stat().st_size).write_bytes(b"")
+        return batch
 
-    monkeypatch.setattr(Trainer, "_diverged", damaging)
-    outcome, shown = pretrain(file, tmp_path / "w", "run.checkpoint_every=2")
+    with hooked(on_step=damage):
+        outcome, shown = pretrain(file, tmp_path / "w", "run.checkpoint_every=2")
     assert outcome == "finished" and "now damaged-4, resuming from step 2" in shown
     assert_identical(final_state(tmp_path / "w")[1], final_state(gone_back[0])[1])
 
@@ -236,14 +242,7 @@ def test_a_stop_in_the_last_step_of_a_run_that_has_to_go_back_is_no_end(
 ):
     settings = ("phases.0.steps=6", "phases.1.steps=2", "run.log_every=99")
     poison(monkeypatch, {3, 4, 5})
-    diverged = Trainer._diverged
-
-    def stopping(self, bad):
-        os.kill(os.getpid(), signal.SIGTERM)
-        diverged(self, bad)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_diverged", stopping)
+    with signal_before(7):
         outcome, shown = pretrain(file, tmp_path / "w", *settings)
     assert outcome == "stopped" and "not saved, since it must roll back" in shown
     assert pretrain(file, tmp_path / "w", *settings)[0] == "finished"

@@ -30,11 +30,11 @@ def traced(profile: pathlib.Path) -> dict[str, list[int]]:
 
 @pytest.mark.long
 def test_a_profiled_run_that_stops_in_the_window_is_the_run_without_bit_for_bit(
-    finished_run, copy_of_run, monkeypatch
+    finished_run, copy_of_run
 ):
     """The stop ends the trace, and a resume begins one; the window goes over the end of a phase."""
     file, workdir, window = pathlib.Path("small.py"), copy_of_run / "w", "run.profile_steps=11,16"
-    with signal_before(12, monkeypatch):
+    with signal_before(12):
         assert pretrain(file, workdir, window)[0] == "stopped"
     assert traced(workdir / "profile") == {"steps_12_to_13": [12, 13]}
     outcome, said = pretrain(file, workdir, window)

@@ -10,35 +10,26 @@ import signal
 import numpy as np
 import pytest
 from broken import said
-from small_run import assert_same_run, bert_jax, command, final_state, killed, pretrain
+from small_run import assert_same_run, bert_jax, command, final_state, hooked, killed, pretrain
 
 from bert_jax.errors import InputError
 from bert_jax.tools.verify.faults import Fault, Plan
-from bert_jax.training import step as step_lib
 
 
-def test_a_run_that_breaks_off_goes_on_bit_exact(finished_run, copy_of_run, monkeypatch):
+def test_a_run_that_breaks_off_goes_on_bit_exact(finished_run, copy_of_run):
     """As a kill does, between two saves, in each phase; then a stop, which saves."""
     file, workdir = pathlib.Path("small.py"), copy_of_run / "broken"
-    make, breaks = step_lib.make_train_step, {10, 17}
+    breaks = {10, 17}
 
-    def breaking(*args):
-        train_step = make(*args)
+    def break_off(done, batch):
+        if done in breaks:
+            breaks.remove(done)
+            raise RuntimeError("broken off")
+        if done == 19:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch
 
-        def one(state, *rest):
-            at = int(state["step"])
-            if at in breaks:
-                breaks.remove(at)
-                raise RuntimeError("broken off")
-            if at == 19 and not breaks:
-                breaks.add(-1)
-                os.kill(os.getpid(), signal.SIGTERM)
-            return train_step(state, *rest)
-
-        return one
-
-    with monkeypatch.context() as patch:
-        patch.setattr(step_lib, "make_train_step", breaking)
+    with hooked(on_step=break_off):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="broken off"):
                 pretrain(file, workdir)

@@ -47,20 +47,20 @@ def steps(lines):
 )
 def test_lines_of_steps_that_will_be_repeated_are_dropped(step, kept, lines):
     """A run that begins again also drops the lines of step 0."""
-    assert list(lines.resume_from(step, {})) == []
+    assert not any(lost for _, lost in lines.resume_from(step, {}))
     assert steps(lines) == kept
 
 
 def test_a_file_whose_lines_before_a_checkpoint_changed_is_refused(lines):
-    list(lines.resume_from(4, {}))
+    dict(lines.resume_from(4, {}))
     written = lines.tallies()
     lines.append({"step": 6, "kind": "train"}, "metrics")
-    assert list(lines.resume_from(4, written)) == [] and steps(lines) == [0, 3, 4]
+    assert not any(dict(lines.resume_from(4, written)).values()) and steps(lines) == [0, 3, 4]
     path = lines.metrics._path
     whole = path.read_text()
     path.unlink()
-    assert list(lines.resume_from(4, written)) == [("metrics.jsonl", 3)]
+    assert dict(lines.resume_from(4, written))["metrics.jsonl"] == 3
     for other in (whole.replace("train", "TRAIN", 1), whole.split("\n", 1)[1], whole + whole):
         path.write_text(other)
         with pytest.raises(InputError, match=r"metrics\.jsonl"):
-            list(lines.resume_from(4, written))
+            dict(lines.resume_from(4, written))

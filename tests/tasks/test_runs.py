@@ -101,10 +101,10 @@ def test_labels_are_learned_from_the_weights_of_the_run_and_a_fresh_head(full):
 
 
 @pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.nightly), "lora"])
-def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(how, request, monkeypatch):
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(how, request):
     """In the middle of an epoch and of a line; the base need not be named again."""
     settings = LORA if how == "lora" else ()
-    with tuned.signal_before(6, monkeypatch):
+    with tuned.signal_before(6):
         code, err = broken.call(finetune(f"{how}-stopped", *settings))
     assert code == 75, err
     again = finished(f"{how}-stopped", *settings, base="")

@@ -260,11 +260,11 @@ def test_queries_find_their_texts(here):
 
 
 @pytest.mark.long
-def test_a_stopped_run_of_vectors_ends_at_the_same_bits(here, monkeypatch):
+def test_a_stopped_run_of_vectors_ends_at_the_same_bits(here):
     write_task()
     tuned.finetune()
     whole = pathlib.Path("run").rename("whole")
-    with tuned.signal_before(3, monkeypatch):
+    with tuned.signal_before(3):
         assert broken.call(tuned.FINETUNE)[0] == 75
     tuned.finetune()
     assert (whole / "metrics.jsonl").read_text() == pathlib.Path("run/metrics.jsonl").read_text()

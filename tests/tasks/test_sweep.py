@@ -9,7 +9,7 @@ import tuned
 from broken import asked, fails, said
 
 from bert_jax import errors
-from bert_jax.running.runner import Trainer
+from bert_jax.running.trainer import Trainer
 from bert_jax.tools.compare import sweep
 
 RATE = "optimizer.peak_learning_rate"

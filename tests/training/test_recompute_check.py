@@ -20,8 +20,8 @@ from bert_jax.config import Parallelism, Run
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.running import session, start
-from bert_jax.running.progress import Clock
-from bert_jax.running.runner import Trainer
+from bert_jax.running.start import RunState
+from bert_jax.running.trainer import Trainer
 from bert_jax.training import feed, recompute_check, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
@@ -224,14 +224,10 @@ def sicken(monkeypatch, sick, place=2):
 )
 def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
     """The check before step 10 failed, that before step 5 did not."""
-    trainer = Trainer.__new__(Trainer)  # as far as a roll-back needs it
-    trainer.done, trainer.start_step, trainer.skipped, saves = 10, begun_at, (), mock.MagicMock()
-    run = Run(replay_every=5, checkpoint_every=4)
-    trainer.job = trainer.experiment = mock.Mock(run=run, **{"workdir.checkpoints": "c"})
-    trainer.watchdog = trainer.report = trainer.lines = mock.Mock()
-    trainer.clock, trainer.job.experiment = Clock(), trainer.experiment
-    peers, saves.steps = Peers(0, 1, None, 1.0), steps
-    trainer.context = mock.Mock(peers=peers, saves=saves, job=trainer.job)
+    state, saves = RunState(10, {}, {}, (), "", begun_at, []), mock.MagicMock(steps=steps)
+    job = mock.Mock(**{"experiment.run": Run(replay_every=5, checkpoint_every=4)})
+    context = mock.Mock(peers=Peers(0, 1, None, 1.0), saves=saves, job=job)
+    error = recompute_check.SilentCorruption(jax.devices()[2:3], is_sure=True, is_last=False)
 
     def newest(context, at_most):
         del context
@@ -243,12 +239,10 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
 
     saves.delete_after = delete_after
     with (
-        mock.patch.object(start, "_start", newest),
-        mock.patch.object(Trainer, "_resume_from") as go_on,
+        mock.patch.object(start, "_restore_or_initialize", newest),
+        mock.patch.object(start, "_resume") as go_on,
     ):
-        trainer._roll_back(
-            recompute_check.SilentCorruption(jax.devices()[2:3], is_sure=True, is_last=False)
-        )
+        start.roll_back(state, error, "", context, None)
     assert (go_on.call_args.args[0].step, saves.steps) == (step, left)
 
 

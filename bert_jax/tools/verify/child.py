@@ -1,7 +1,7 @@
 """`python -m bert_jax.tools.verify.child PLAN ARGS`: runs `bert-jax ARGS`, and kills it by a plan.
 
-PLAN is a `tools.verify.faults.Plan` as JSON. This process patches its training modules to journal
-each step and to die where the plan says. The runner does not know about the patches.
+PLAN is a `tools.verify.faults.Plan` as JSON. The hooks of the run journal each step, and end this
+process where the plan says.
 """
 
 import hashlib
@@ -11,20 +11,16 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from bert_jax import cli, system
-from bert_jax.checkpoints.checkpoint import Restored
-from bert_jax.checkpoints.saves import Saves
-from bert_jax.data import corpus
-from bert_jax.pretraining import evaluators
-from bert_jax.running import start
-from bert_jax.storage.json_lines import JsonLines
-from bert_jax.tools.verify.faults import Fault, Plan, files_below
-from bert_jax.training import step
+from bert_jax.running.context import HOOKS, Hooks
+from bert_jax.tools.verify.faults import Fault, Moment, Plan, files_below
+from bert_jax.training.objective import Batch
 
 _POLL = 0.005  # seconds between two looks at a save; more frequent looks would slow the save down
 
@@ -39,8 +35,8 @@ def rows_of(batch: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
             yield row, int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
-class _Child:
-    """The progress of this process, and the wrappers around the functions that the runner calls."""
+class FaultHooks(Hooks):
+    """Journals the steps of a run, and kills this process by a plan."""
 
     def __init__(self, plan: Plan):
         self._fault: Fault | None = plan.fault
@@ -48,22 +44,9 @@ class _Child:
         flags = os.O_APPEND | os.O_CREAT | os.O_WRONLY
         self._journal = os.open(plan.journal, flags, 0o644) if plan.journal else None
         self._steps_done = 0
-        self._steps_redone: int | None = None  # steps since the roll-back; None before one
-        self._parts_done = 0  # parts of the current evaluation or start
+        self._rolled_back_to: int | None = None  # steps done at the checkpoint; None before one
+        self._files_opened = 0  # JSON Lines files
         self._kill_thread: threading.Thread | None = None
-
-    def patch(self) -> None:
-        """Replaces each function by a call of a method, which gets the function as an argument."""
-        for owner, name, wrapper in (
-            (step, "make_train_step", self._make_train_step),
-            (step, "make_eval_step", self._make_eval_step),
-            (evaluators.PredictionSampler, "sample", self._sample_predictions),
-            (Saves, "save", self._save),
-            (start, "_start", self._restore),
-            (JsonLines, "delete_after", self._truncate_lines),
-            (corpus, "prepare", self._prepare),
-        ):
-            setattr(owner, name, _wrap(wrapper, getattr(owner, name)))
 
     def wait(self) -> None:
         """Returns at once, except if a kill is scheduled: then waits for it."""
@@ -77,77 +60,44 @@ class _Child:
 
     # --- moments at which a fault may come ------------------------------------------------------
 
-    def _make_train_step(self, make: Callable[..., Callable], *args: Any) -> Callable:
-        train_step = make(*args)
+    def on_restore(self, step: int, done: int | None) -> None:
+        if done is not None:
+            self._rolled_back_to = step
+            self._write_note("rolled_back", done=done, to=step)
+        self._steps_done = step
 
-        def journaled(state: Any, window: Any, batch: Any, key: Any, fixed: Any) -> Any:
-            self._reach("start")  # all JSON Lines files are open
-            self._reach("step")
-            self._reach("roll_back", self._steps_redone)
-            rows, hashes = zip(*rows_of(batch), strict=True)
-            self._write_note("step", step=self._steps_done, rows=rows, hashes=hashes)
-            if self._steps_done in self._plan.not_finite:
-                weights = "masked_lm_weights"
-                batch = batch | {weights: batch[weights] * float("nan")}
-            result = train_step(state, window, batch, key, fixed)
-            self._steps_done, self._parts_done = self._steps_done + 1, 0
-            self._steps_redone = None if self._steps_redone is None else self._steps_redone + 1
-            return result
+    def on_truncate(self, file: str) -> None:
+        self.reach("start", self._files_opened)
+        self._files_opened += 1
 
-        return journaled
+    def on_step(self, done: int, batch: Batch) -> Batch:
+        self._steps_done = done
+        self.reach("start")  # all JSON Lines files are open
+        self.reach("step")
+        if self._rolled_back_to is not None:
+            self.reach("roll_back", done - self._rolled_back_to)
+        rows, hashes = zip(*rows_of(batch), strict=True)
+        self._write_note("step", step=done, rows=rows, hashes=hashes)
+        if done in self._plan.not_finite:
+            weights = "masked_lm_weights"
+            batch = batch | {weights: batch[weights] * float("nan")}
+        return batch
 
-    def _make_eval_step(self, make: Callable[..., Callable], *args: Any) -> Callable:
-        eval_step = make(*args)
+    def on_evaluation(self, done: int, name: str) -> None:
+        self._steps_done = done
+        self.reach("evaluation")
 
-        def counted(*args: Any) -> Any:
-            self._reach("evaluation", self._parts_done)
-            self._parts_done += 1
-            return eval_step(*args)
-
-        return counted
-
-    def _sample_predictions(self, ask: Callable, *args: Any) -> Any:
-        self._reach("evaluation")  # after all batches; the line of the evaluation is written
-        return ask(*args)
-
-    def _truncate_lines(self, delete_after: Callable, *args: Any) -> Any:
-        self._reach("start", self._parts_done)
-        self._parts_done += 1
-        return delete_after(*args)
-
-    def _save(self, save: Callable, saves: Saves, saved_step: int, *args: Any) -> None:
+    def on_save(self, done: int, path: epath.Path) -> None:
+        self._steps_done = done
         if (fault := self._due_fault("save")) is not None:
-            arguments = pathlib.Path(saves._folder), saved_step, fault
-            self._start_kill(threading.Thread(target=self._die_in_save, args=arguments))
-        self._reach("roll_back")
-        save(saves, saved_step, *args)
-
-    def _restore(self, restore: Callable[..., Restored], *args: Any) -> Restored:
-        restored = restore(*args)
-        if args[-1] is not None:  # a roll-back
-            self._steps_redone = 0
-            self._write_note("rolled_back", done=self._steps_done, to=restored.step)
-        self._steps_done = restored.step
-        return restored
-
-    def _prepare(self, prepare: Callable, *args: Any) -> Any:
-        self._reach("prepare")
-        start_time = time.monotonic()
-        manifest = prepare(*args)
-        self._write_note("prepared", seconds=time.monotonic() - start_time)
-        return manifest
+            args = pathlib.Path(path), fault
+            self._start_kill(threading.Thread(target=self._die_in_save, args=args))
+        if self._rolled_back_to is not None:
+            self.reach("roll_back")
 
     # --- the kill -------------------------------------------------------------------------------
 
-    def _due_fault(self, moment: str) -> Fault | None:
-        fault = self._fault
-        if fault is None or self._kill_thread is not None or fault.at != moment:
-            return None
-        if moment == "roll_back":
-            return None if self._steps_redone is None else fault
-        return fault if moment in ("start", "prepare") or self._steps_done >= fault.step else None
-
-    def _reach(self, moment: str, part: int | None = None) -> None:
+    def reach(self, moment: Moment, part: int | None = None) -> None:
         """Dies, now or after a delay, if the fault is due at this moment and, if given, part."""
         fault = self._due_fault(moment)
         if fault is not None and part in (None, fault.part):
@@ -156,15 +106,21 @@ class _Child:
             else:
                 self._die(fault)
 
+    def _due_fault(self, moment: Moment) -> Fault | None:
+        fault = self._fault
+        if fault is None or self._kill_thread is not None or fault.at != moment:
+            return None
+        always = moment in ("start", "prepare", "roll_back")
+        return fault if always or self._steps_done >= fault.step else None
+
     def _start_kill(self, thread: threading.Thread) -> None:
         self._kill_thread, thread.daemon = thread, True
         thread.start()
 
-    def _die_in_save(self, folder: pathlib.Path, saved_step: int, fault: Fault) -> None:
-        """Dies once the save has `fault.part` files, or is complete."""
-        complete = folder / str(saved_step)
-        unfinished = folder / f"{saved_step}.orbax-checkpoint-tmp"
-        while not (complete.exists() or unfinished.exists()):
+    def _die_in_save(self, path: pathlib.Path, fault: Fault) -> None:
+        """Dies once the save of a checkpoint has `fault.part` files, or is complete."""
+        unfinished = path.with_name(f"{path.name}.orbax-checkpoint-tmp")
+        while not (path.exists() or unfinished.exists()):
             time.sleep(_POLL)
         while unfinished.exists() and files_below(unfinished) < fault.part:
             time.sleep(_POLL)
@@ -176,18 +132,15 @@ class _Child:
         os.kill(os.getpid(), fault.signal)
 
 
-def _wrap(wrapper: Callable, function: Callable) -> Callable:
-    """Returns a plain function: one that is an attribute of a class becomes a method."""
-    return lambda *args: wrapper(function, *args)
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code if it is not killed."""
     system.die_with_parent()
-    child = _Child(Plan.from_json(argv[0]))
-    child.patch()
+    hooks = FaultHooks(Plan.from_json(argv[0]))
+    HOOKS.set(hooks)
+    if argv[1] == "prepare":
+        hooks.reach("prepare")
     code = cli.main(argv[1:])
-    child.wait()
+    hooks.wait()
     return code
 
 

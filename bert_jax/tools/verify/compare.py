@@ -38,7 +38,6 @@ class Journal:
     killed: dict[int, int]  # {start: steps done when it was killed}
     # {start: (steps done before the roll-back, steps done at the checkpoint it returned to)}.
     rolled_back: dict[int, tuple[int, int]]
-    prepare_seconds: float = 0.0  # time that making the corpus took; 0 if none was made
 
     @classmethod
     def read(cls, path: Path) -> "Journal":
@@ -50,8 +49,6 @@ class Journal:
                 journal.killed[note["start"]] = note["done"]
             elif note["kind"] == "rolled_back":
                 journal.rolled_back[note["start"]] = (note["done"], note["to"])
-            elif note["kind"] == "prepared":
-                journal.prepare_seconds = note["seconds"]
             else:
                 # Rows that several devices share are listed once for each device.
                 hash_of = sorted(dict(zip(note["rows"], note["hashes"], strict=True)).items())

@@ -6,7 +6,6 @@ opened for appending, so that no kill can cut the line:
     {"kind": "step", "start": N, "step": S, "rows": [...], "hashes": [...]}
     {"kind": "killed", "start": N, "done": S}
     {"kind": "rolled_back", "start": N, "done": S, "to": S}
-    {"kind": "prepared", "start": N, "seconds": T}
 """
 
 import contextlib
@@ -23,13 +22,13 @@ Moment = Literal["step", "save", "evaluation", "start", "prepare", "roll_back"]
 class Fault:
     """The moment at which a process is killed."""
 
-    # step: before a step; save: after the begin of a save; start: while a run is restored; prepare:
-    # while the corpus is made; roll_back: between a roll-back and the next save.
+    # step: before a step; save: after the begin of a save; start: while a run is restored;
+    # evaluation: before one; prepare: while the corpus is made; roll_back: between a roll-back and
+    # the next save.
     at: Moment
     signal: int = signal.SIGKILL  # the signal that kills it
     step: int = 0  # the fault comes at the first such moment with at least so many steps done
-    # Progress at the kill. save: files that exist; evaluation: batches done; start: files opened;
-    # roll_back: steps done again.
+    # Progress at the kill. save: files that exist; start: files opened; roll_back: steps repeated.
     part: int = 0
     after: float = 0.0  # seconds between the moment and the kill
 

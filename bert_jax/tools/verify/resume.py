@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import os
 import pathlib
 import random
@@ -49,12 +48,12 @@ class Undisturbed:
 
     saves: tuple[int, ...]  # steps after which the run saves; the last is the run's end
     evaluations: tuple[int, ...]  # steps after which the run evaluates
-    evaluation_batches: int  # batches of an evaluation
     saved_files: int  # files of a checkpoint
     not_finite: range  # consecutive steps whose loss is made not finite, in all runs alike
     # (steps done before the roll-back, steps done at the checkpoint); None without a roll-back.
     rolled_back: tuple[int, int] | None
     step_seconds: float  # median time of a step
+    evaluation_seconds: float  # median time of an evaluation
     prepare_seconds: float  # time of making the corpus
     planned: dict[int, Execution]  # {step: its execution in this run}
 
@@ -69,19 +68,19 @@ class Undisturbed:
     ) -> "Undisturbed":
         """Reads the workdir of a finished run, and its journal."""
         total, run, workdir = experiment.total_steps, experiment.run, Workdir(root)
-        laps = [x for x in JsonLines(workdir.timings).read() if x["kind"] == "train" and x["steps"]]
-        rows = max(
-            x["rows"] for x in JsonLines(workdir.metrics).read() if x["kind"] == "evaluation"
-        )
+        timings = JsonLines(workdir.timings).read()
+        laps = [line for line in timings if line["kind"] == "train" and line["steps"]]
         return cls(
             (*range(run.checkpoint_every, total, run.checkpoint_every), total),
             (*range(run.eval_every, total, run.eval_every), total),
-            math.ceil(rows / run.eval_batch_size),
             files_below(root / "checkpoints" / str(total)),
             not_finite,
             next(iter(journal.rolled_back.values()), None),
             statistics.median(lap["seconds"] / lap["steps"] for lap in laps),
-            journal.prepare_seconds,
+            statistics.median(
+                x["evaluation_seconds"] for x in timings if "evaluation_seconds" in x
+            ),
+            max(line.get("prepare_seconds", 0.0) for line in timings),
             journal.survivors(),
         )
 
@@ -123,8 +122,8 @@ def _draw_save_fault(run: Undisturbed, rng: random.Random) -> Fault:
 
 def _draw_evaluation_or_start_fault(run: Undisturbed, rng: random.Random) -> Fault:
     if rng.random() < 0.5:
-        part = rng.randrange(run.evaluation_batches + 1)
-        return Fault("evaluation", step=rng.choice(run.evaluations), part=part)
+        after = rng.random() * run.evaluation_seconds
+        return Fault("evaluation", step=rng.choice(run.evaluations), after=after)
     part = rng.randrange(_START_PARTS)
     return Fault("start", step=rng.randrange(run.total), part=part)
 

@@ -14,7 +14,7 @@ import time
 import broken
 import numpy as np
 import pytest
-from small_run import settings, write_text
+from small_run import hooked, settings, write_text
 
 from bert_jax.data import corpus, draws, pairs
 from bert_jax.errors import InputError
@@ -222,8 +222,8 @@ def test_a_run_that_ends_in_an_error_says_why_and_a_finished_one_keeps_its_times
     def fails(*_):
         raise InputError("the disk is full")
 
-    monkeypatch.setattr("bert_jax.running.runner.Trainer._evaluate", fails)
-    broken.fails("pretrain small.py --workdir w", "the disk is full")
+    with hooked(on_evaluation=fails):
+        broken.fails("pretrain small.py --workdir w", "the disk is full")
     record = Record.read("w")
     assert record.state == "failed" and record.timings[-1]["why"] == "the disk is full"
     assert record.steps_done == 6

@@ -1,5 +1,6 @@
 """What the loop does beside the steps."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from etils import epath
 from rich.console import Console
-from small_run import pretrain, saves_in
+from small_run import hooked, pretrain, saves_in
 
 from bert_jax import config
 from bert_jax.checkpoints.checkpoint import Checkpoints
@@ -24,11 +25,11 @@ from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
 from bert_jax.pretraining import evaluators, prepared_corpus
-from bert_jax.running import session
+from bert_jax.running import session, start
 from bert_jax.running.job import Evaluator, PhaseBatches
 from bert_jax.running.progress import Clock, Progress
-from bert_jax.running.runner import Trainer
-from bert_jax.running.start import Divergence, RunFailure
+from bert_jax.running.start import Divergence, RunFailure, RunState
+from bert_jax.running.trainer import Trainer
 from bert_jax.storage.json_lines import JsonLines
 from bert_jax.text import tokenizer
 from bert_jax.training import step
@@ -60,20 +61,13 @@ def test_the_host_reads_the_device_once_a_log_interval(file, tmp_path, monkeypat
         reads.append(self.shape)
         return fetch(self)
 
-    make = step.make_train_step
-
-    def make_counting(*args):
-        train_step = make(*args)
-
-        def counting(*args):
-            reads_before_step.append(len(reads))
-            return train_step(*args)
-
-        return counting
+    def count_reads(done, batch):
+        reads_before_step.append(len(reads))
+        return batch
 
     monkeypatch.setattr(array, "_value", property(counted))
-    monkeypatch.setattr(step, "make_train_step", make_counting)
-    pretrain(file, tmp_path / "w", "run.eval_every=100", "run.checkpoint_every=100")
+    with hooked(on_step=count_reads):
+        pretrain(file, tmp_path / "w", "run.eval_every=100", "run.checkpoint_every=100")
     in_phase = reads_before_step[:14]
     steps_with_reads = [i for i in range(1, 14) if in_phase[i] > in_phase[i - 1]]
     # Before step i the loop has dispatched steps 1 to i; lines are due at 3, 6, 9, 12.
@@ -293,7 +287,8 @@ def test_waiting_for_a_plan_is_no_hang():
 
     seen = Recorder()
     trainer = Trainer.__new__(Trainer)
-    trainer.done, trainer.watchdog, trainer.stop = 17, seen, seen
+    trainer.state = types.SimpleNamespace(done=17)
+    trainer.context = types.SimpleNamespace(watchdog=seen, stop=seen)
     phase = PhaseBatches(1, 10, 20, 8, None, None, seen.ready)
     assert trainer._await_rows(phase)
     assert seen.calls == ["ready 7", "pause", "ready 7", "ready 7", "ready 7", "reset"]
@@ -307,47 +302,40 @@ def test_waiting_for_a_plan_is_no_hang():
 def test_a_state_after_bad_steps_is_saved_at_the_end_alone(done, bad, is_saved):
     """Before, a roll-back needs an older one; at the end there is no roll-back any more."""
     trainer = Trainer.__new__(Trainer)  # as far as a save needs it
-    trainer.job, trainer.training = mock.Mock(), mock.Mock(patience=0, total_steps=22)
-    trainer.experiment = config.load("experiments/tiny.py")
-    trainer.done, trainer.window, trainer.pending = done, {}, None
-    trainer.held_out, trainer.evaluation = [], {"step": 18, "loss": 1.0}
-    trainer.state = {"bad_in_a_row": np.int32(bad)}
-    trainer.init_sha256, trainer.start_step, trainer.report = "", 0, mock.Mock()
-    trainer.saves, trainer.lines = mock.MagicMock(), mock.Mock()
-    trainer.watchdog, trainer.context = mock.Mock(), mock.Mock()
-    trainer.training.data_sha256, trainer.job.notes.return_value = "", {}
+    trainer.job, saves = mock.MagicMock(), mock.MagicMock()
+    trainer.job.training = mock.Mock(patience=0, total_steps=22)
+    trainer.job.experiment = config.load("experiments/tiny.py")
+    trainer.state = RunState(done, {"bad_in_a_row": np.int32(bad)}, {}, (), "", 0, [])
+    trainer.state.evaluation = {"step": 18, "loss": 1.0}
+    trainer.log, trainer.context = mock.Mock(), mock.Mock(saves=saves)
     trainer._save()
-    assert trainer.saves.save.called == is_saved and trainer.saves.skip.called != is_saved
+    assert saves.save.called == is_saved and saves.skip.called != is_saved
     if is_saved:  # the evaluation is of another step
-        assert trainer.saves.save.call_args.args[3] is None
+        assert saves.save.call_args.args[3] is None
 
 
 @pytest.mark.parametrize(
-    ("known", "after", "error"),
-    [(54, "roll_back", Divergence), (55, "roll_back", RunFailure), (0, "stop", RunFailure)],
+    ("known", "after", "fails"),
+    [(54, "roll_back", False), (55, "roll_back", True), (0, "stop", True)],
 )
-def test_a_run_fails_once_more_steps_are_bad_than_a_state_can_leave_out(known, after, error):
+def test_a_run_fails_once_more_steps_are_bad_than_a_state_can_leave_out(known, after, fails):
     """64 can be left out; next to nine bad ones it is the one before them."""
-    trainer = Trainer.__new__(Trainer)
-    trainer.experiment = mock.Mock(optimizer=mock.Mock(after_bad_steps=after))
-    trainer.skipped = tuple(range(known))
-    with pytest.raises(error):
-        trainer._diverged(range(100, 109))
+    experiment = mock.Mock(optimizer=mock.Mock(after_bad_steps=after))
+    with pytest.raises(RunFailure) if fails else contextlib.nullcontext():
+        start.require_excludable(Divergence(range(100, 109)), range(known), experiment)
 
 
 @pytest.mark.parametrize(("bad", "in_vain"), [(0, True), (3, False)])
 def test_a_state_that_stands_still_over_bad_steps_is_no_reason_to_end(bad, in_vain):
     """Its held-out loss stays what it was; what follows is a roll-back."""
     trainer = Trainer.__new__(Trainer)  # as far as an evaluation needs it
-    trainer.training = types.SimpleNamespace(patience=2, total_steps=99, evaluators=[])
-    trainer.state = {"params": {}, "bad_in_a_row": np.int32(bad)}
-    trainer.clock, metrics = Clock(), []
-    trainer.lines = types.SimpleNamespace(append=lambda line, file: metrics.append(line))
-    trainer.pending = None
-    trainer.held_out, said = [(10, 1.0)], []
-    trainer.report = said.append
+    said, arrays = [], {"params": {}, "bad_in_a_row": np.int32(bad)}
+    training = types.SimpleNamespace(patience=2, total_steps=99, evaluators=[])
+    trainer.job = types.SimpleNamespace(training=training, report=said.append)
+    trainer.state = RunState(0, arrays, {}, (), "", 0, [(10, 1.0)])
+    trainer.log, trainer.context = mock.Mock(), mock.Mock(clock=Clock())
     asked = Evaluator("scores", lambda done: True, lambda *of: {"loss": 1.0}, lambda line: "")
-    for trainer.done in (20, 30):
+    for trainer.state.done in (20, 30):
         trainer._evaluate([asked])
-    assert len(metrics) == 2
+    assert trainer.log.lines.append.call_count == 2
     assert bool(said) == trainer._is_finished == in_vain

@@ -1,0 +1,73 @@
+"""What the training loop works with, how it ends, and hooks into it."""
+
+import contextvars
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+from etils import epath
+
+from bert_jax.checkpoints.saves import Saves
+from bert_jax.distributed.peers import Peers
+from bert_jax.distributed.watchdog import StopRequest, Watchdog
+from bert_jax.running.job import Job
+from bert_jax.running.progress import Clock, Progress
+from bert_jax.storage.mirror import Mirror
+from bert_jax.training.objective import Batch
+
+
+class Hooks:
+    """Observes a run, and may change its batches; a subclass overrides some of the methods.
+
+    `done` is the number of steps done.
+    """
+
+    def on_restore(self, step: int, done: int | None) -> None:
+        """Observes the state restored at a start (`done` is None) or to roll back, of `step`."""
+
+    def on_truncate(self, file: str) -> None:
+        """Observes a JSON Lines file that has lost the lines of steps that will be repeated."""
+
+    def on_step(self, done: int, batch: Batch) -> Batch:
+        """Returns the batch to train on in the next step, which is not dispatched yet."""
+        del done
+        return batch
+
+    def on_evaluation(self, done: int, name: str) -> None:
+        """Observes the begin of an evaluation; `name` is that of its `Evaluator`."""
+
+    def on_save(self, done: int, path: epath.Path) -> None:
+        """Observes the begin of the save of a checkpoint, whose path is `path`."""
+
+
+NO_HOOKS = Hooks()
+# The hooks of the runs that are started in a context.
+HOOKS: contextvars.ContextVar[Hooks] = contextvars.ContextVar("hooks", default=NO_HOOKS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The end of a run."""
+
+    outcome: Literal["finished", "stopped", "failed"]
+    done: int  # steps
+    reason: str = ""  # why the run failed, or why no checkpoint has its last steps; "" if neither
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Everything that the training loop works with."""
+
+    job: Job  # after `open`
+    write_experiment: Callable[[], None]  # writes the experiment and its origin to the workdir
+    mesh: jax.sharding.Mesh
+    peers: Peers
+    saves: Saves
+    mirror: Mirror
+    progress: Progress
+    clock: Clock
+    watchdog: Watchdog
+    stop: StopRequest  # entered
+    clean_up: Callable[[], None]  # called if several processes exit without unwinding
+    hooks: Hooks

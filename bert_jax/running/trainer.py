@@ -1,0 +1,376 @@
+"""The training loop of pre-training and fine-tuning.
+
+A run is a function of (experiment, corpus, step): the loop resumes from the step of the newest
+checkpoint, and nothing but the state has memory. A step is dispatched, then what is due after it
+follows in this order, on all processes:
+
+1. log: write the line of an earlier step, whose numbers the devices have by now; too many bad steps
+   in it roll the run back. If a line is due, the sums of its metrics are put aside for later;
+2. evaluate, if due; this waits for the devices;
+3. save, if due; this waits for the devices, then for the previous save;
+4. stop, if asked to or after early stopping.
+
+Logging waits for a step that has another one queued behind it, so that the devices never idle.
+"""
+
+import collections
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from bert_jax import config
+from bert_jax.errors import Unavailable
+from bert_jax.model import losses
+from bert_jax.running import lines as lines_lib
+from bert_jax.running import start
+from bert_jax.running.context import Context, Result
+from bert_jax.running.environment import environment
+from bert_jax.running.job import Evaluator, PhaseBatches, make_steps
+from bert_jax.running.log import TrainingLog, copy_array
+from bert_jax.running.progress import Profile
+from bert_jax.running.start import Divergence, RunFailure, RunState
+from bert_jax.training import feed as feed_lib
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
+from bert_jax.training.objective import Batch
+from bert_jax.training.recompute_check import RecomputeCheck, SilentCorruption
+
+# Maximum number of dispatched steps: a longer queue delays stopping and hides hangs.
+_MOST_DISPATCHED = 4
+
+# Seconds between two checks whether an epoch is planned.
+_POLL_SECONDS = 0.05
+
+
+class Trainer:
+    """One run on the devices of all its processes, from its newest checkpoint to its end.
+
+    Every process runs every step and reads the numbers of every line, so that all processes make
+    the same decisions. Only the primary process writes files and reports.
+    """
+
+    state: RunState  # set by `run`
+
+    def __init__(self, context: Context):
+        self.context, self.job = context, context.job
+        self.log = TrainingLog(context)
+        self.check = RecomputeCheck(context.mesh)
+        self.profile = Profile(
+            self.job.experiment.run.profile_steps,
+            self.job.workdir,
+            context.peers.number,
+            self.job.report,
+            context.clock,
+        )
+        # Numbers of dispatched steps, perhaps not done yet; may belong to the previous phase.
+        self.dispatched: collections.deque[jax.Array] = collections.deque()
+        self.stops_for = ""  # slices that the run stops for, to restart with them
+
+    def run(self) -> Result:
+        """Trains the run; returns how it ended."""
+        context, saves = self.context, self.context.saves
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(saves)
+            stack.enter_context(context.peers.abort_together(context.clean_up))
+            stack.enter_context(mesh_lib.translate_memory_errors())
+            with context.clock.waiting("restore"):
+                self.state = start.begin(context, self.log.lines)
+            self._evaluate_fresh()
+            # Not earlier: the workdir must not hold an experiment that was refused.
+            context.write_experiment()
+            if self._is_finished:
+                return Result("finished", self.state.done)
+            saves.require_space(self.state.arrays)
+            self._log_start()
+            if self.job.fork_point is not None and self.state.done not in saves.steps:
+                self._save()  # now the fork has a checkpoint of its own, as any other run
+            try:
+                with context.progress.bar(self.state.done, self.job.training.total_steps):
+                    error = self._train()
+                context.watchdog.pause()
+                with context.clock.waiting("checkpoint"):
+                    if error is None and saves.step != self.state.done:
+                        self._save()
+                    saves.finish(self.state.done, self._save if error is None else None)
+                    stack.close()  # inside `waiting`, which counts the end of the last save
+                # After the save: a process that must stop may have little time.
+                self.profile.end()
+            except BaseException as exception:
+                with contextlib.suppress(Exception):  # the disk may be full
+                    self.profile.end()
+                    facts = {"outcome": "failed", "why": str(exception)}
+                    self.log.time(self.state.done, "end", facts)
+                raise
+        return self._result(error)
+
+    def _log_start(self) -> None:
+        fork_point, peers = self.job.fork_point, self.context.peers
+        fork = {} if fork_point is None else {"branch": str(fork_point)}
+        missing = peers.report_slices(self.log.lines.timings.read(), self.job.report)
+        facts = {"environment": environment()} | fork | missing
+        self.log.time(self.state.done, "start", facts)
+
+    def _result(self, error: RunFailure | Divergence | None) -> Result:
+        """Returns and logs how the run ended; `error` is why its last state was not saved."""
+        saves = self.context.saves
+        if isinstance(error, Divergence):
+            saves.skip(f"it must roll back over the steps {error.bad[0]} to {error.bad[-1]}")
+        reason = str(error) if isinstance(error, RunFailure) else saves.unsaved_reason
+        outcome = "finished" if self._is_finished and not reason else "stopped"
+        outcome = "failed" if isinstance(error, RunFailure) else outcome
+        slices = {"for_slices": self.stops_for} if self.stops_for else {}
+        self.log.time(self.state.done, "end", {"outcome": outcome} | slices)
+        return Result(outcome, self.state.done, reason)
+
+    # --- train ----------------------------------------------------------------------------------
+
+    def _train(self) -> RunFailure | Divergence | None:
+        """Trains all phases; returns an error if the state must not be saved.
+
+        Returns a `Divergence` if a request to stop comes before the roll-back.
+        """
+        stop = self.context.stop
+        try:
+            while not (stop.requested or self._is_finished):
+                try:
+                    phase = self.job.training.batches(self.state.done)
+                    try:
+                        if self._await_rows(phase):
+                            self._train_phase(phase)
+                    finally:
+                        phase.close()
+                except (Divergence, SilentCorruption) as error:
+                    error = error.with_traceback(None)  # its frames hold a batch and a state
+                    if isinstance(error, Divergence):
+                        start.require_excludable(error, self.state.skipped, self.job.experiment)
+                        if stop.requested:
+                            return error
+                    self._roll_back(error)
+        except RunFailure as error:
+            return error.with_traceback(None)
+        return None
+
+    def _train_phase(self, phase: PhaseBatches) -> None:
+        """Trains the current phase until its end or a request to stop."""
+        context, job, state = self.context, self.job, self.state
+        run, last = job.experiment.run, phase.first + phase.steps
+        train_step, checked_step, fingerprints = make_steps(job, phase, context.mesh)
+        recomputed_step = self.check.wrap_step(checked_step, fingerprints)
+        # (interval in steps, program); of those that are due, the last one runs.
+        programs = (1, train_step), (run.check_every, checked_step)
+        programs += ((run.replay_every, recomputed_step),)
+        key = step.phase_key(job.training.objective.model, job.experiment.seed, phase.number)
+        compiled: set[Callable] = set()
+        context.watchdog.reset(times=2)
+        feed = feed_lib.Feed(
+            phase.batch,
+            range(state.done - phase.first, phase.steps),
+            phase.batch_size,
+            mesh_lib.batch_sharding(context.mesh),
+            run,
+            job.report,
+        )
+        with feed:
+            while state.done < last and not (context.stop.requested or self._stops_early):
+                with self.profile.step(state.done, state.arrays):
+                    with context.clock.waiting("data"):
+                        if not self._await_rows(phase):
+                            break
+                        batch = next(feed)
+                    batch = context.hooks.on_step(state.done, batch)
+                    *_, program = (p for every, p in programs if every and state.done % every == 0)
+                    timer = contextlib.nullcontext()
+                    if program not in compiled:
+                        # The first call compiles the step, or loads it from the cache.
+                        compiled.add(program)
+                        context.watchdog.reset(times=2)
+                        timer = context.clock.waiting("compilation")
+                    with timer:
+                        state.arrays, state.window = program(
+                            state.arrays, state.window, batch, key, job.training.frozen
+                        )
+                self._count_step(batch)
+                self._finish_step(phase)
+        self.log.write_pending()
+
+    def _await_rows(self, phase: PhaseBatches) -> bool:
+        """Waits until the rows of the next step are planned; False after a request to stop.
+
+        Planning an epoch may take minutes, so the watchdog pauses.
+        """
+        number, context = self.state.done - phase.first, self.context
+        if phase.ready(number):
+            return True
+        context.watchdog.pause()
+        while not (context.stop.requested or phase.ready(number)):
+            time.sleep(_POLL_SECONDS)
+        context.watchdog.reset()
+        return not context.stop.requested
+
+    def _count_step(self, batch: Batch) -> None:
+        """Counts a dispatched step; waits if too many are in the queue of the devices."""
+        self.dispatched.append(copy_array(self.state.arrays["step"]))
+        if len(self.dispatched) > _MOST_DISPATCHED:
+            jax.block_until_ready(self.dispatched.popleft())
+        self.state.done += 1
+        self.context.watchdog.reset()
+        self.context.clock.count(batch["input_ids"].size, self.job.training.count_flops(batch))
+
+    def _finish_step(self, phase: PhaseBatches) -> None:
+        """Does what is due after a step, see the module."""
+        state, context, run = self.state, self.context, self.job.experiment.run
+        is_last = state.done == self.job.training.total_steps
+        context.mirror.require_owned()
+        context.saves.poll()
+        self.log.write_pending()
+        ends_line = phase.ends_line and state.done == phase.first + phase.steps
+        if state.done % run.log_every == 0 or is_last or ends_line:
+            self.log.close_window(state, phase.objective.losses)
+        due = self._due_evaluators(state.done)
+        saves = state.done % run.checkpoint_every == 0 or is_last
+        if due or saves:
+            jax.block_until_ready(state.arrays["step"])  # counts as time of the steps
+        if due:
+            self._evaluate(due)
+            if self._stops_early and not is_last:
+                if state.done % run.log_every:  # no later line will have these steps
+                    self.log.close_window(state, phase.objective.losses)
+                at_end = self._due_evaluators(self.job.training.total_steps)
+                self._evaluate([evaluator for evaluator in at_end if evaluator not in due])
+            context.watchdog.reset()
+        if saves:
+            with context.clock.waiting("checkpoint"):
+                self._save()
+            context.watchdog.reset()
+            self._admit_slices()
+        context.stop.on_step(state.done)
+
+    def _admit_slices(self) -> None:
+        """Stops the run if slices wait that it had better restart with."""
+        peers, steps_left = self.context.peers, self.job.training.total_steps - self.state.done
+        self.stops_for = peers.slices_to_admit(self.log.lines.timings.read, steps_left)
+        if self.stops_for:
+            self.job.report(f"slices: {self.stops_for} can train as well; stopping to take them")
+            self.context.stop.requested = True
+
+    def _roll_back(self, error: Divergence | SilentCorruption) -> None:
+        """Replaces the state by that of a checkpoint from before the error.
+
+        Raises:
+          RunFailure: no checkpoint is old enough; none is removed.
+          Unavailable: devices were wrong again; the next start resumes from the checkpoint.
+        """
+        context, done = self.context, self.state.done
+        event = start.describe_error(error, done, context.peers)
+        self.log.discard_pending()
+        context.watchdog.reset(times=2)
+        with context.clock.waiting("restore"):
+            self.state = start.roll_back(self.state, error, event, context, self.log.lines)
+        self._evaluate_fresh()
+        if isinstance(error, Divergence):
+            bad = [error.bad[0], error.bad[-1]]
+            facts = {"bad": bad, "skipped": list(self.state.skipped)}
+        else:
+            facts = {"replayed": done, "erred": [device.id for device in error.devices]}
+        self.log.time(self.state.done, "roll_back", facts)
+        if isinstance(error, SilentCorruption) and error.is_last:
+            context.mirror.flush()  # the files of process 0 are lost when it ends
+            message = f"{event}, again; run again on another machine"
+            context.peers.agree("devices", message, Unavailable)
+
+    # --- evaluate -------------------------------------------------------------------------------
+
+    @property
+    def _stops_early(self) -> bool:
+        return lines_lib.should_stop_early(self.state.held_out, self.job.training.patience)
+
+    @property
+    def _is_finished(self) -> bool:
+        return self.state.done == self.job.training.total_steps or self._stops_early
+
+    def _due_evaluators(self, done: int) -> list[Evaluator]:
+        """Returns the evaluators to run after this many steps."""
+        return [evaluator for evaluator in self.job.training.evaluators if evaluator.is_due(done)]
+
+    def _evaluate_fresh(self) -> None:
+        """Evaluates a state before the first step."""
+        if self.state.done == 0:
+            self._evaluate(self._due_evaluators(0))
+
+    def _evaluate(self, evaluators: list[Evaluator]) -> None:
+        """Evaluates and writes the lines; raises RunFailure if the held-out loss is not finite."""
+        state, report, patience = self.state, self.job.report, self.job.training.patience
+        for evaluator in evaluators:
+            self.log.write_pending()
+            self.context.hooks.on_evaluation(state.done, evaluator.name)
+            with self.context.clock.waiting(evaluator.wait):
+                values = evaluator.evaluate(state.arrays["params"], state.done)
+            if not math.isfinite(values.get("loss", 0.0)):
+                if jax.device_get(state.arrays["bad_in_a_row"]):  # a roll-back will follow
+                    return
+                raise RunFailure(
+                    f"the held-out loss of step {state.done} is not finite: the parameters have "
+                    "run away"
+                )
+            if not values:
+                continue
+            line = {"step": state.done, "kind": evaluator.name, **values}
+            self.log.lines.append(line, evaluator.file)
+            if description := evaluator.describe(line):
+                report(f"step {state.done}: {description}")
+            if "loss" not in values:
+                continue
+            state.evaluation = line
+            # Bad steps do not change the state: an equal loss must not stop the run early.
+            if patience and not jax.device_get(state.arrays["bad_in_a_row"]):
+                state.held_out.append((state.done, values["loss"]))
+                if self._stops_early and state.done < self.job.training.total_steps:
+                    best, loss = min(state.held_out, key=lambda evaluated: evaluated[1])
+                    report(
+                        f"step {state.done}: early stopping, as the last {patience} "
+                        f"held-out losses are not below {loss:.4f} of step {best} (patience)"
+                    )
+
+    # --- save -----------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Begins to save the state and its metadata, unless its last steps are bad."""
+        state, context, saves = self.state, self.context, self.context.saves
+        self.log.write_pending()
+        self.job.training.require_unchanged()
+        sums, bad = jax.device_get((state.window, state.arrays["bad_in_a_row"]))
+        if bad and not self._is_finished:
+            # A roll-back needs an older checkpoint, and only a few are kept.
+            saves.skip(f"{int(bad)} steps up to it have no finite loss or gradient")
+            self.job.report(f"step {state.done}: {saves.unsaved_reason}")
+            return
+        evaluated = state.evaluation if state.evaluation.get("step") == state.done else {}
+        metadata: dict[str, Any] = {
+            "window": {k: v.tolist() for k, v in sums.items()},
+            "corpus_sha256": self.job.training.data_sha256,
+            "init_sha256": state.init_sha256,
+            "begun_at": state.start_step,
+            "experiment": json.loads(config.to_json(self.job.experiment)),
+            "environment": environment(),
+            "notes": self.job.notes(evaluated),
+        }
+        if self.job.training.patience:
+            metadata["held_out"] = [*state.held_out]  # a copy: saving is asynchronous
+        saves.wait_for_previous()
+        with saves.tolerate_full_disk(state.done):
+            # Before the checkpoint, since a resumed run does not write these lines again.
+            self.log.lines.flush()
+            context.watchdog.pause()
+            context.mirror.flush()  # copies all files to the run's bucket, if it has one
+            context.watchdog.reset(times=2)
+            metadata["lines"] = self.log.lines.tallies()
+            # Not the loss of pairs: few documents make it, so it is noisy.
+            token_task = losses.find_task(evaluated, losses.TOKENS)
+            loss = evaluated.get(f"{token_task}_loss", evaluated.get("loss"))
+            context.hooks.on_save(state.done, self.job.workdir.checkpoints / str(state.done))
+            saves.save(state.done, state.arrays, metadata, loss)
