@@ -12,7 +12,7 @@ from broken import call, fails, tree
 from etils import epath
 from small_run import pretrain
 
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints.save import Saver
 from bert_jax.errors import DiskFull
 from bert_jax.running.progress import Clock, Profile
 from bert_jax.running.runner import Trainer
@@ -101,7 +101,7 @@ def test_a_run_may_go_on_where_its_checkpoints_do_not_fit(disk, copy_of_run):
     """It tries again at each; there is space again before the last."""
     disk.mount("size=3m")
     saved = []
-    save = Saves.save
+    save = Saver.save
 
     def watched(self, step, *args):
         saved.append(step)
@@ -113,7 +113,7 @@ def test_a_run_may_go_on_where_its_checkpoints_do_not_fit(disk, copy_of_run):
 
     settings = ("run.checkpoint_every=3", "run.when_disk_is_full=go_on")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Saves, "save", watched)
+        patch.setattr(Saver, "save", watched)
         outcome, shown = pretrain("small.py", disk.folder / "w", *settings)
     assert outcome == "finished"
     assert saved == [3, 6, 9, 12, 15, 18, 21, 22]

@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple
 from etils import epath
 
 from bert_jax import config
-from bert_jax.checkpoints.checkpoint import Checkpoints, hash_json
+from bert_jax.checkpoints.layout import hash_json
+from bert_jax.checkpoints.load import Checkpoints
 from bert_jax.config import Experiment
 from bert_jax.data import corpus
 from bert_jax.errors import InputError

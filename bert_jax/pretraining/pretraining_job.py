@@ -11,8 +11,8 @@ from etils import epath
 
 from bert_jax import config, system
 from bert_jax.checkpoints import base as base_lib
-from bert_jax.checkpoints.checkpoint import hash_json
 from bert_jax.checkpoints.fork import ForkPoint
+from bert_jax.checkpoints.layout import hash_json
 from bert_jax.config import Experiment, Model
 from bert_jax.data import batches, corpus, mixture
 from bert_jax.data.dataset import SPLITS

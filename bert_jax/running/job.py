@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from bert_jax.checkpoints.fork import ForkPoint
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints.save import Saver
 from bert_jax.config import Optimizer
 from bert_jax.distributed.peers import Peers
 from bert_jax.distributed.watchdog import StopRequest, Watchdog
@@ -178,7 +178,7 @@ class Context:
     origin: dict[str, Any] | None  # where the experiment comes from, see `session.run`
     mesh: jax.sharding.Mesh
     peers: Peers
-    saves: Saves
+    saves: Saver
     mirror: Mirror
     progress: Progress
     clock: Clock

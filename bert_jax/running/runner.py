@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bert_jax import config
-from bert_jax.checkpoints.checkpoint import Restored
+from bert_jax.checkpoints.load import Restored
 from bert_jax.config import SKIPPED_STEPS
 from bert_jax.errors import Unavailable
 from bert_jax.model import losses
@@ -99,7 +99,7 @@ class Trainer:
             facts = {"environment": environment()} | fork
             facts |= self.context.peers.report_slices(self.lines.timings.read(), self.report)
             self._log_timing("start", facts)
-            if fork and self.done not in self.saves.steps:
+            if fork and self.done not in self.saves.checkpoints.steps:
                 self._save()  # now the fork has a checkpoint of its own, as any other run
             try:
                 with self.context.progress.bar(self.done, total):
@@ -278,7 +278,7 @@ class Trainer:
         self.skipped = tuple(int(s) for s in slots if s >= 0)
         self.init_sha256, self.start_step = metadata["init_sha256"], metadata.get("begun_at", 0)
         self.evaluation, self.held_out = {}, [*metadata.get("held_out", [])]
-        with self.saves.cached_lists():
+        with self.saves.checkpoints.folder.cached_lists():
             self.saves.resume_from(self.done)
         for name, lost in self.lines.resume_from(self.done, metadata.get("lines", {})):
             self.report(f"{name}: is missing; continuing without its {lost} lines")

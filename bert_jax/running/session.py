@@ -9,8 +9,9 @@ from typing import Any, Literal
 import jax
 
 from bert_jax import config, hardware, process, system
-from bert_jax.checkpoints.checkpoint import Checkpoints
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints.layout import CheckpointFolder
+from bert_jax.checkpoints.load import Checkpoints
+from bert_jax.checkpoints.save import Saver
 from bert_jax.config import Run
 from bert_jax.distributed import peers as peers_lib
 from bert_jax.distributed.peers import Peers
@@ -72,7 +73,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         clock = Clock()
         with _lock_workdir(job, peers) as (mirror, clean_up):
             _require_shared(workdir, mirror, peers)
-            with Checkpoints(workdir.checkpoints).cached_lists():
+            with CheckpointFolder(workdir.checkpoints).cached_lists():
                 _require_resumable(job)
             # A signal ends the process at once: the next start makes an unfinished corpus again.
             watchdog.pause()
@@ -83,7 +84,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
             with StopRequest(peers) as stop:
                 job.open(mesh, peers)
                 clock.peak_flops = hardware.peak_flops(job.objective.model.compute_dtype)
-                saves = Saves(workdir, experiment.run, peers, progress.report)
+                saves = Saver(workdir, experiment.run, peers, progress.report)
                 tools = mesh, peers, saves, mirror, progress, clock, watchdog, stop, clean_up
                 trainer = Trainer(Context(job, booked, origin, *tools))
                 names = experiment.run.trackers if peers.is_primary else ()

@@ -8,7 +8,7 @@ them.
     W/experiment.json       the resolved experiment
     W/experiment_code.py    the experiment's custom code, if it has any
     W/corpus/               the prepared corpus (see data.corpus)
-    W/checkpoints/          one folder for each saved step (see checkpoints.checkpoint)
+    W/checkpoints/          one folder for each saved step (see checkpoints.layout)
     W/metrics.jsonl         metrics: a function of experiment, corpus and step alone
     W/predictions.jsonl     sample predictions, as reproducible as the metrics
     W/timings.jsonl         times

@@ -320,7 +320,7 @@ class FinetuningJob(Job):
             )
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """Returns metadata for checkpoints, which tasks.predict and checkpoints.checkpoint read.
+        """Returns metadata for checkpoints, which tasks.predict and checkpoints.load read.
 
         The threshold was found at the checkpoint's step, also in a resumed run.
         """

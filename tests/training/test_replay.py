@@ -15,7 +15,7 @@ from compare import assert_identical
 from jax import lax
 from small_run import OBJECTIVES, assert_same_run, final_state, on_eight, pretrain
 
-from bert_jax.checkpoints.checkpoint import Restored
+from bert_jax.checkpoints.load import Restored
 from bert_jax.config import Parallelism, Run
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
@@ -228,7 +228,7 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
     trainer.job = trainer.experiment = mock.Mock(run=run, **{"workdir.checkpoints": "c"})
     trainer.watchdog = trainer.report = trainer.lines = mock.Mock()
     trainer.clock, trainer.job.experiment = Clock(), trainer.experiment
-    peers, saves.steps = Peers(0, 1, None, 1.0), steps
+    peers, saves.checkpoints.steps = Peers(0, 1, None, 1.0), steps
     trainer.context = mock.Mock(peers=peers, saves=saves, job=trainer.job)
 
     def newest(context, at_most):
@@ -237,7 +237,7 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
 
     def delete_after(last, send):
         del send
-        saves.steps = [one for one in steps if one <= last]
+        saves.checkpoints.steps = [one for one in steps if one <= last]
 
     saves.delete_after = delete_after
     with (
@@ -245,7 +245,7 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
         mock.patch.object(Trainer, "_resume_from") as go_on,
     ):
         trainer._roll_back(replay.SilentCorruption(jax.devices()[2:3], is_sure=True, is_last=False))
-    assert (go_on.call_args.args[0].step, saves.steps) == (step, left)
+    assert (go_on.call_args.args[0].step, saves.checkpoints.steps) == (step, left)
 
 
 @pytest.mark.long

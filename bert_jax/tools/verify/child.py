@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from bert_jax import cli, system
-from bert_jax.checkpoints.checkpoint import Restored
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints.load import Restored
+from bert_jax.checkpoints.save import Saver
 from bert_jax.data import corpus
 from bert_jax.pretraining import evaluators
 from bert_jax.running import start
@@ -58,7 +58,7 @@ class _Child:
             (step, "make_train_step", self._make_train_step),
             (step, "make_eval_step", self._make_eval_step),
             (evaluators.PredictionSampler, "sample", self._sample_predictions),
-            (Saves, "save", self._save),
+            (Saver, "save", self._save),
             (start, "_start", self._restore),
             (JsonLines, "delete_after", self._truncate_lines),
             (corpus, "prepare", self._prepare),
@@ -115,9 +115,9 @@ class _Child:
         self._parts_done += 1
         return delete_after(*args)
 
-    def _save(self, save: Callable, saves: Saves, saved_step: int, *args: Any) -> None:
+    def _save(self, save: Callable, saves: Saver, saved_step: int, *args: Any) -> None:
         if (fault := self._due_fault("save")) is not None:
-            arguments = pathlib.Path(saves._folder), saved_step, fault
+            arguments = pathlib.Path(saves.checkpoints.folder.path), saved_step, fault
             self._start_kill(threading.Thread(target=self._die_in_save, args=arguments))
         self._reach("roll_back")
         save(saves, saved_step, *args)
