@@ -59,7 +59,7 @@ def prepare(args: argparse.Namespace) -> int:
     """Makes a corpus."""
     experiment = resolve_experiment(args.experiment, args.set, args.workdir)
     root = root_of(experiment, args.workdir)
-    workdir = mirror.open_to_write(root, experiment.run.corpus_dir)
+    workdir = mirror.open_workdir(root, experiment.run.corpus_dir, to_write=True)
     from bert_jax.data import corpus
 
     workdir.require_run_or_empty()
@@ -122,7 +122,9 @@ def _train(
     from bert_jax.tasks.probes import Probes
 
     progress = make_progress()
-    workdir = mirror.open_to_write(root_of(experiment, root), experiment.run.corpus_dir)
+    workdir = mirror.open_workdir(
+        root_of(experiment, root), experiment.run.corpus_dir, to_write=True
+    )
     for note in config.notes_on_settings(experiment):
         progress.report(note)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
@@ -168,7 +170,7 @@ def auto(args: argparse.Namespace) -> int:
             )
         progress.report(f"{root}: resumes with the experiment that was chosen for it")
         return _train(experiment, root, "keep", None, None)
-    workdir = mirror.open_to_write(root)
+    workdir = mirror.open_workdir(root, to_write=True)
     workdir.require_run_or_empty()
     from bert_jax.tools.auto import choose_experiment
     from bert_jax.tools.compare.budget import MeasurementEnded

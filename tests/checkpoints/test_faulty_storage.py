@@ -43,7 +43,7 @@ def test_the_message_about_a_lost_save_names_its_own_step(error, tmp_path, monke
 )
 def test_a_save_that_a_bucket_interrupts_is_repeated(error, objects, monkeypatch):
     """A stale listing and a damaged answer raise errors of many types."""
-    workdir = mirror.open_to_write(epath.Path("gs://bucket/run"))
+    workdir = mirror.open_workdir(epath.Path("gs://bucket/run"), to_write=True)
     workdir.root.mkdir(parents=True)
     checkpointer = load.ocp.training.Checkpointer
     with Saver(workdir, Run(), Peers(0, 1, None, 1.0), print) as saved:

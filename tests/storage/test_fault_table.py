@@ -99,7 +99,7 @@ def device_state() -> dict[str, jax.Array]:
 
 
 def open_saves() -> Saver:
-    workdir = mirror.open_to_write(RUN)
+    workdir = mirror.open_workdir(RUN, to_write=True)
     workdir.root.mkdir(parents=True, exist_ok=True)
     return Saver(workdir, Run(keep_checkpoints=2), Peers(0, 1, None, 1.0), lambda line: None)
 
@@ -131,7 +131,7 @@ def list_all() -> Any:
 
 
 def push() -> None:
-    workdir = mirror.open_to_write(RUN)
+    workdir = mirror.open_workdir(RUN, to_write=True)
     workdir.root.mkdir(parents=True, exist_ok=True)
     run = mirror.Mirror(workdir)
     run.acquire(Holder.me())
