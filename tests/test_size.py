@@ -38,7 +38,7 @@ AIMS = {
 }
 ABOVE = {
     ".": 1_060,
-    "checkpoints": 1_178,
+    "checkpoints": 1_175,
     "cli": 2_245,
     "config": 2_313,
     "data": 3_687,
@@ -48,7 +48,7 @@ ABOVE = {
     "model": 3_069,
     "pretraining": 1_232,
     "serve": 574,
-    "storage": 2_039,
+    "storage": 2_025,
     "tasks": 4_458,
     "text": 3_219,
     "tools": 7_960,

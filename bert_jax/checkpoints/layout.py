@@ -8,14 +8,11 @@ A checkpoint is the state of training.step and some JSON, its metadata: the expe
 environment, and the sums of metrics since the last line, so that a resumed run writes the same
 lines as one without interruption. The metadata hold a checksum of every array, which is the same on
 any mesh, and one of themselves: Orbax restores a flipped bit without an error.
-
-Only this package imports Orbax.
 """
 
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -33,7 +30,6 @@ from bert_jax.storage.workdir import absolute, translate_os_errors
 T = TypeVar("T")
 
 FORMAT_VERSION = 2
-VERSION_WITHOUT_CHECKSUMS = 1
 DAMAGED_PREFIX = "damaged-"
 # Orbax adds this to the name of an incomplete checkpoint, and deletes such folders before it saves.
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -95,19 +91,19 @@ class CheckpointFolder:
             raise Unavailable(f"{self.path}: {reason}; run again to resume") from error
 
     def rename_damaged(self, step: int) -> str:
-        """Renames a damaged checkpoint, so that it no longer counts; called by process 0 only.
+        """Renames a damaged checkpoint, so that it no longer counts.
 
-        Returns its new name; "" if it does not exist.
+        Returns its new name; "" if it does not exist. Called by process 0 only.
         """
         folder = self.step_path(step)
 
         def rename() -> str:
             if not folder.exists():
                 return ""
-            # An earlier attempt may have moved a part of it in a bucket: the rest gets a number.
-            ends = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
-            paths = (self.path / f"{DAMAGED_PREFIX}{step}{end}" for end in ends)
-            target = next(path for path in paths if not path.exists())
+            target, number = self.path / f"{DAMAGED_PREFIX}{step}", 0
+            while target.exists():  # an earlier attempt in a bucket may have moved a part of it
+                number += 1
+                target = self.path / f"{DAMAGED_PREFIX}{step}-{number}"
             with self.translate_write_faults():  # it may have moved although the answer was lost
                 folder.rename(target)
             if self._storage.is_bucket:  # Orbax deletes folders without this file as unfinished
@@ -130,10 +126,8 @@ class CheckpointFolder:
         self.retry(rename_and_delete)
 
     def delete_unfinished(self) -> None:
-        """Deletes incomplete checkpoints, to free their space; nothing may be saving meanwhile.
-
-        Orbax does the same only when it starts a save. Ignores errors.
-        """
+        """Deletes incomplete checkpoints; nothing may be saving meanwhile. Ignores errors."""
+        # Orbax does the same only when it starts a save, for which the space may be needed.
         with contextlib.suppress(Exception), orbax_client(self.path):
             for path in self.path.glob(f"*{_UNFINISHED}"):
                 path.rmtree()

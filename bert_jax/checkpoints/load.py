@@ -30,8 +30,9 @@ from bert_jax.training.checksums import checksums, path_of
 
 T = TypeVar("T")
 Saved = TypeVar("Saved", bound=Section)
-# Takes the name of a barrier and the error of this process ("" for none); returns the first error
-# of all processes.
+_NO_DAMAGE = (InputError, Unavailable, MemoryError, PermissionError, jax.errors.JaxRuntimeError)
+# A barrier of all processes: takes its name and the error of this process ("" for none), and
+# returns the first error of all. They meet before they compute together.
 FirstError = Callable[[str, str], str]
 
 
@@ -56,27 +57,22 @@ class Checkpoints:
         """Returns the steps of complete checkpoints, newest first; some may be damaged."""
         return self.folder.steps
 
-    # --- metadata -------------------------------------------------------------------------------
-
     def metadata(self, step: int) -> dict[str, Any]:
         """Returns the JSON that was saved with the state; raises the errors of `restore`."""
 
         def read(path: epath.Path) -> dict[str, Any]:
             metadata = dict(typing.cast("dict[str, Any]", ocp.metadata(path).custom_metadata))
             version, checksum = metadata["format_version"], metadata.pop("sha256", None)
-            has_checksum = version != layout.VERSION_WITHOUT_CHECKSUMS
-            if has_checksum and checksum != layout.hash_json(metadata):
+            if version != 1 and checksum != layout.hash_json(metadata):  # version 1 had none
                 raise ValueError("its metadata were changed")
             if version == layout.FORMAT_VERSION and metadata["step"] != step:
                 raise ValueError(f"it is of step {metadata['step']}")
             return metadata
 
-        metadata = self._read(step, read)
-        if (version := metadata["format_version"]) != layout.FORMAT_VERSION:
-            raise InputError(
-                f"{self.folder.step_path(step)}: format_version {version!r}, this version reads "
-                f"{layout.FORMAT_VERSION}; use the bert-jax that wrote it"
-            )
+        metadata, known = self._read(step, read), layout.FORMAT_VERSION
+        if (version := metadata["format_version"]) != known:
+            remedy = f"this version reads {known}; use the bert-jax that wrote it"
+            raise InputError(f"{self.folder.step_path(step)}: format_version {version!r}, {remedy}")
         return metadata
 
     def experiment(self, step: int, kind: type[Saved] = Experiment) -> Saved:
@@ -115,8 +111,6 @@ class Checkpoints:
             f"{', '.join(map(str, steps))}, of which {len(evaluated)} were evaluated"
         )
 
-    # --- state ----------------------------------------------------------------------------------
-
     def abstract_state(self, step: int, sharding: jax.sharding.Sharding) -> Any:
         """Returns the abstract state of a whole checkpoint, all with one sharding."""
         saved = self.metadata(step)["checksums"]
@@ -146,18 +140,14 @@ class Checkpoints:
         at_most: int | None = None,
         first_error: FirstError = lambda name, error: error,
     ) -> Restored | None:
-        """Reads the newest checkpoint up to `at_most` that is not damaged; None if there is none.
-
-        For the other arguments see `restore`.
-        """
+        """Restores the newest checkpoint up to `at_most` that is not damaged; None if none is."""
         damaged: dict[int, str] = {}
         for step in (step for step in self.steps if at_most is None or step <= at_most):
             try:
                 restored = self.restore(step, abstract_state, first_error)
+                return dataclasses.replace(restored, damaged=damaged)
             except Damaged as damage:
                 damaged[step] = str(damage)
-            else:
-                return dataclasses.replace(restored, damaged=damaged)
         if damaged:
             raise InputError(
                 f"{'; '.join(damaged.values())}: no checkpoint is left to resume from; put the "
@@ -166,19 +156,12 @@ class Checkpoints:
         return None
 
     def restore(
-        self,
-        step: int,
-        abstract_state: Any,
-        first_error: FirstError = lambda name, error: error,
+        self, step: int, abstract_state: Any, first_error: FirstError = lambda name, error: error
     ) -> Restored:
         """Reads the state of a step and verifies its checksums, in all processes together.
 
-        Reads once more if checksums differ: a bit may have flipped in transit.
-
-        Args:
-          step: of the checkpoint.
-          abstract_state: a tree of `jax.ShapeDtypeStruct` with shardings, or a part of the tree.
-          first_error: all processes call it before and after they compute checksums together.
+        Reads once more if checksums differ: a bit may have flipped in transit. `abstract_state` is
+        a tree of `jax.ShapeDtypeStruct` with shardings, or a part of the tree.
 
         Raises:
           Damaged: the state is not the one that was saved.
@@ -194,7 +177,12 @@ class Checkpoints:
             if error := first_error(f"{step} read", error):
                 break  # `_load` has read it twice already
             assert restored is not None
-            if not (error := first_error(f"{step} checked", self._find_change(restored))):
+            saved = restored.metadata["checksums"]
+            with mesh_lib.translate_memory_errors():
+                computed = checksums(restored.state)  # by all processes that hold a part
+            changed = [name for name, value in computed.items() if saved.get(name) != value]
+            error = self._damage(step, f"{changed[0]} is not what was saved") if changed else ""
+            if not (error := first_error(f"{step} checked", error)):
                 return restored
         raise Damaged(error)
 
@@ -212,32 +200,19 @@ class Checkpoints:
 
         return Restored(step, self._read(step, read), metadata, {})
 
-    def _find_change(self, restored: Restored) -> str:
-        """Returns a message about an array that is not the one that was saved; "" if none.
-
-        All processes that hold a part of the state compute its checksums together.
-        """
-        saved = restored.metadata["checksums"]
-        with mesh_lib.translate_memory_errors():
-            computed = checksums(restored.state)
-        names = [name for name, checksum in computed.items() if saved.get(name) != checksum]
-        return self._damage(restored.step, f"{names[0]} is not what was saved") if names else ""
-
     def _read(self, step: int, read: Callable[[epath.Path], T]) -> T:
         """Calls `read` with a checkpoint's folder, again after each transient error.
 
         The checkpoint is damaged if reading fails twice although all its files can be opened.
         """
         path = self.folder.step_path(step)
-        other_errors = InputError | Unavailable | MemoryError | PermissionError
-        other_errors |= jax.errors.JaxRuntimeError
 
         def attempt(files_open: bool = False) -> T:
             try:
                 with _independent_reads():
                     return read(absolute(path))
             except Exception as error:
-                if isinstance(error, other_errors) or retry.is_retryable(error):
+                if isinstance(error, _NO_DAMAGE) or retry.is_retryable(error):
                     raise
                 if files_open:
                     raise Damaged(self._damage(step, str(error).split("\n")[0][:200])) from error
@@ -254,10 +229,9 @@ class Checkpoints:
 def _independent_reads() -> Iterator[None]:
     """Makes reads independent of other processes: none waits for a process that fails.
 
-    In each process Orbax counts its operations, reads included, and names the barriers of a save by
-    the count. A process that repeats a read would wait at barriers that no other process reaches.
-    So the count is reset after each read. Only saves increase the count, and all processes save
-    together.
+    Orbax counts the operations of each process, reads included, and names the barriers of a save by
+    the count. A process that repeats a read would wait at barriers that no other process reaches:
+    so the count is reset after each read. Only saves increase it, in all processes together.
     """
     settings, process = layout.orbax_settings(), jax.process_index()
     if jax.process_count() > 1:

@@ -57,8 +57,6 @@ class Saver:
             finally:
                 self._delete_unfinished()
 
-    # --- save -----------------------------------------------------------------------------------
-
     def save(
         self, done: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
     ) -> None:
@@ -69,20 +67,15 @@ class Saver:
         Raises:
           Unavailable: transient errors lasted too long, or there are several processes.
         """
-        metadata = {
-            "format_version": layout.FORMAT_VERSION,
-            "step": done,
-            "checksums": checksums(state),
-            "held_out_loss": held_out_loss,
-            **metadata,
-        }
-        metadata["sha256"] = layout.hash_json(metadata)
+        content: dict[str, Any] = {"format_version": layout.FORMAT_VERSION, "step": done}
+        content |= {"checksums": checksums(state), "held_out_loss": held_out_loss, **metadata}
+        content["sha256"] = layout.hash_json(content)
 
         def begin() -> None:
             with self._translate_errors():
                 orbax = self._orbax or self._open_orbax()
                 self._retention.losses[done] = held_out_loss
-                orbax.save_async(done, state, force=True, custom_metadata=metadata)
+                orbax.save_async(done, state, force=True, custom_metadata=content)
 
         self._retry(begin)
         self._previous_step = self.step
@@ -99,11 +92,7 @@ class Saver:
                     self._record(self.step)
 
     def wait(self) -> None:
-        """Waits until the current save is on disk; deletes the files of a failed save.
-
-        Raises:
-          Unavailable: the save failed with a transient error; the next one may succeed.
-        """
+        """Waits until the current save is on disk; deletes a failed one, and raises its error."""
         self._has_failed = False
         with self._translate_errors():
             if self._orbax is not None:
@@ -161,10 +150,8 @@ class Saver:
         free = shutil.disk_usage(self._workdir.root).free
         # One more than are kept: an old one is deleted after the next is complete.
         more = max(run.keep_checkpoints + run.keep_best + 1 - len(self.checkpoints.steps), 1)
-        message = (
-            f"{self._workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and {more} more "
-            f"checkpoints take {size / 1e6:,.1f} MB each; free some space"
-        )
+        message = f"{self._workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and "
+        message += f"{more} more checkpoints take {size / 1e6:,.1f} MB each; free some space"
         # If the memory is too small as well, a larger disk would not help: the first step fails.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if free < size < memory and run.when_disk_is_full == "stop":
@@ -172,34 +159,27 @@ class Saver:
         if free < more * size:
             self._report(message)
 
-    # --- resume ---------------------------------------------------------------------------------
-
     def resume_from(self, done: int) -> None:
         """Records that the run starts from the checkpoint of this step; 0 if there is none."""
         self.step, self.unsaved_reason = done, ""
         self._record()
 
     def refresh(self) -> None:
-        """Makes Orbax list the checkpoints again, after process 0 has renamed or deleted some.
-
-        Otherwise the steps of deleted ones could not be saved again.
-        """
+        """Makes Orbax list checkpoints again: it would refuse to save steps of deleted ones."""
         if self._orbax is not None:
             self.checkpoints.folder.retry(self._orbax.reload)
 
     def delete_after(self, step: int, send: Callable[[], None]) -> None:
         """Deletes checkpoints after `step`, whose steps will be repeated; called by process 0 only.
 
-        First records the newest that remains and calls `send`, which copies the record to a bucket:
-        a later start must not report the deleted checkpoints as lost.
+        `send` copies the record of the newest checkpoint to a bucket.
         """
         steps = self.checkpoints.steps
+        # First: a later start must not report the deleted checkpoints as lost.
         self._record(max((number for number in steps if number <= step), default=0))
         send()
         for newer in [number for number in steps if number > step]:
             self.checkpoints.folder.delete(newer)
-
-    # --- internals ------------------------------------------------------------------------------
 
     def _open_orbax(self) -> ocp.training.Checkpointer:
         """Opens Orbax's checkpointer; all checkpoints must be readable then."""
