@@ -267,15 +267,14 @@ def _add_checkpoints_arguments(parser: Parser) -> None:
 def checkpoints(args: argparse.Namespace) -> int:
     """Lists the checkpoints of a run."""
     run = open_run_or_base(args.run)
-    from bert_jax.checkpoints import layout
-    from bert_jax.checkpoints.load import Checkpoints
+    from bert_jax.checkpoints import layout, load
     from bert_jax.training import mesh as mesh_lib
 
     kind = Finetuning if workdir.holds_finetuning(run) else Experiment
     experiment = workdir.load_experiment(run, kind)
     if not storage_of(run.checkpoints).names(run.checkpoints):
         raise InputError(f"{run.checkpoints}: no checkpoint yet")
-    reader = Checkpoints(run.checkpoints)
+    reader = load.Checkpoints(run.checkpoints)
     steps, damaged = reader.steps, reader.unreadable()
     metadata = {n: reader.metadata(n) for n in steps if n not in damaged}
     losses = {n: m["held_out_loss"] for n, m in metadata.items() if m["held_out_loss"] is not None}

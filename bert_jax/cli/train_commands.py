@@ -121,10 +121,8 @@ def _train(
     from bert_jax.pretraining import pretraining_job
     from bert_jax.tasks.probes import Probes
 
-    progress = make_progress()
-    workdir = mirror.open_workdir(
-        root_of(experiment, root), experiment.run.corpus_dir, to_write=True
-    )
+    progress, root = make_progress(), root_of(experiment, root)
+    workdir = mirror.open_workdir(root, experiment.run.corpus_dir, to_write=True)
     for note in config.notes_on_settings(experiment):
         progress.report(note)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None

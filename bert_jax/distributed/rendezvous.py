@@ -36,6 +36,8 @@ _CONNECT, _RETRY, _MOST_BYTES = 5.0, 0.1, 4096
 # Seconds until all processes have accepted a decision about the slices.
 _ACCEPT = 60.0
 
+Address = tuple[str, int]  # host and port
+
 
 class ProcessInfo(NamedTuple):
     """The data by which a process connects to the other processes of its run."""
@@ -84,16 +86,14 @@ def wait_for_all(process: ProcessInfo, limit: float) -> None:
         raise Unavailable(error) if is_late else InputError(error)
 
 
-def _parse_address(address: str) -> tuple[str, int]:
+def _parse_address(address: str) -> Address:
     host, _, port = address.rpartition(":")
     if not host or ".." in host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(f"JAX_COORDINATOR_ADDRESS={address}: write it as host:port")
     return host.strip("[]"), int(port)
 
 
-def _await_reports(
-    process: ProcessInfo, address: tuple[str, int], limit: float
-) -> tuple[str, bool]:
+def _await_reports(process: ProcessInfo, address: Address, limit: float) -> tuple[str, bool]:
     """Returns the error that all processes get ("" for none), and whether some are late."""
     deadline, hosts, error = time.monotonic() + limit, {0: socket.gethostname()}, ""
     numbers: dict[Connection, int] = {}  # of processes; -1: not known yet
@@ -149,7 +149,7 @@ def _listen(process: ProcessInfo, port: int) -> socket.socket:
         ) from error
 
 
-def _report(process: ProcessInfo, address: tuple[str, int], limit: float) -> tuple[str, bool]:
+def _report(process: ProcessInfo, address: Address, limit: float) -> tuple[str, bool]:
     """Reports this process to process 0; returns the answer, which all processes get."""
     deadline, own_host = time.monotonic() + limit, socket.gethostname()
     while True:
@@ -175,7 +175,7 @@ def _report(process: ProcessInfo, address: tuple[str, int], limit: float) -> tup
     ), True
 
 
-def _connect(address: tuple[str, int]) -> Connection:
+def _connect(address: Address) -> Connection:
     return _make_connection(socket.create_connection(address, timeout=_CONNECT))
 
 
@@ -234,19 +234,19 @@ def join_rendezvous(
     return membership
 
 
-def _join(process: ProcessInfo, firsts: list[tuple[str, int]], policy: SlicePolicy) -> Membership:
+def _join(process: ProcessInfo, firsts: list[Address], policy: SlicePolicy) -> Membership:
     """Reports to the first process of each slice until one of them starts a run with this slice."""
     start, own_slice = time.monotonic(), process.number // policy.hosts
     answers: queue.SimpleQueue[tuple[Connection, dict[str, Any] | None]] = queue.SimpleQueue()
     is_over, arrivals, listener = threading.Event(), Arrivals(policy, own_slice), None
 
     def report(connection: Connection) -> None:
-        """Reports this process and its waiting time; a second report accepts the decision."""
+        """Reports this process and its waiting time; a second report accepts a decision."""
         with contextlib.suppress(OSError):  # a listener that has left is noticed soon
             connection.send_bytes(json.dumps([process.number, time.monotonic() - start]).encode())
 
-    def exchange(address: tuple[str, int]) -> None:
-        """Reports to a first process and queues its answers; then None once it has left."""
+    def exchange(address: Address) -> None:
+        """Reports to a slice's first process and queues its answers; None once it has left."""
         answered: Connection | None = None
         while answered is None and not is_over.wait(_RETRY):
             with contextlib.suppress(OSError, EOFError), _connect(address) as connection:
@@ -308,7 +308,7 @@ class LateJoinListener:
     listeners decide at the same time, all processes can accept only one of them.
     """
 
-    def __init__(self, process: ProcessInfo, address: tuple[str, int], arrivals: Arrivals):
+    def __init__(self, process: ProcessInfo, address: Address, arrivals: Arrivals):
         self._process, self._arrivals = process, arrivals
         self._host, port = address
         self._server = _listen(process, port)
