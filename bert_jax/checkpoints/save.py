@@ -201,9 +201,9 @@ class Saver:
     def _wait_at_barrier(self, *, key: str, timeout_ms: int) -> None:
         """Waits at a barrier of Orbax, unless this thread has failed to save.
 
-        Orbax would let it wait, 20 minutes long and with its error untold, at the last barrier of a
-        save, while the other processes wait for its part at an earlier one. The processes cannot
-        agree before: a save fails after Orbax was called.
+        By default Orbax keeps a failed thread for 20 minutes at the last barrier of the save, with
+        its error unreported, while the other processes wait for its part at an earlier barrier. The
+        processes cannot agree beforehand: a save fails after Orbax was called.
         """
         error = sys.exception()
         if error is not None and threading.current_thread() is not threading.main_thread():
