@@ -3,7 +3,7 @@
 `python -m benchmarks.loop`. Overhead: seconds a step of a real run (`pretrain`) of a very
 small model, less those of the bare compiled step on one batch, in the same process, in turns. Wall
 time is what the loop adds for real, CPU time counts what its data thread does next to it. Saving:
-the time `Saves.save` keeps the loop, as a share of the time until the files are whole.
+the time `Saver.save` keeps the loop, as a share of the time until the files are whole.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from benchmarks import measure, ours
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints.save import Saver
 from bert_jax.config import Corpus, Data, Experiment, Parallelism, Phase, Run
 from bert_jax.distributed.peers import Peers
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
@@ -92,7 +92,7 @@ def saving(folder: pathlib.Path, shape: ours.Shape, rounds: int) -> list[float]:
     state, _ = jax.block_until_ready(ours.first_state(ours.model_of(shape, "float32"), mesh))
     shares = []
     for number in range(rounds):
-        with Saves(Workdir(folder / f"{number}"), Run(), Peers(0, 1, None, 0.0), print) as saved:
+        with Saver(Workdir(folder / f"{number}"), Run(), Peers(0, 1, None, 0.0), print) as saved:
             start = time.perf_counter()
             saved.save(1, state, {})
             blocking = time.perf_counter() - start

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import measure
 from bert_jax import config
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints.save import Saver
 from bert_jax.config import Run
 from bert_jax.distributed import peers
 from bert_jax.storage.workdir import Workdir
@@ -89,13 +89,13 @@ def member(folder: pathlib.Path, name: str) -> None:
             found["cpu"][what], found["wall"][what] = measure.clocked(work)
 
         def restore() -> None:
-            restored = saved.newest(abstract, None, everyone.first_error)
+            restored = saved.checkpoints.newest(abstract, None, everyone.first_error)
             if restored is None or restored.damaged:
                 raise RuntimeError("what was saved was not restored")
 
         timed("compiling checksums", lambda: checksums(held))
         timed("checksums", lambda: checksums(held))
-        with Saves(Workdir(folder), Run(), everyone, print) as saved:
+        with Saver(Workdir(folder), Run(), everyone, print) as saved:
             timed("blocking", lambda: saved.save(1, held["state"], {}))
             timed("rest", saved.wait)
             held.clear()

@@ -105,7 +105,7 @@ def _open_run(
         experiment = config.load(os.fspath(experiment))
     experiment = _override(experiment, settings)
     root = f"runs/{experiment.name}" if workdir is None else workdir
-    return experiment, mirror.open_to_write(root, experiment.run.corpus_dir)
+    return experiment, mirror.open_workdir(root, experiment.run.corpus_dir, to_write=True)
 
 
 def _override(experiment: T, settings: Sequence[str]) -> T:

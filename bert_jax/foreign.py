@@ -98,13 +98,6 @@ def hash_devices_only() -> None:
 # --- Orbax and etils -----------------------------------------------------------------------------
 
 
-def wait_at_barrier(key: str, timeout_ms: int) -> None:
-    """Waits at Orbax's default barrier: a custom barrier must call it in the end."""
-    from orbax.checkpoint._src.multihost import multihost
-
-    multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-
 @contextlib.contextmanager
 def restore_operation_ids() -> Iterator[None]:
     """Restores Orbax's counter of operations on exit; no public name reads or sets it."""

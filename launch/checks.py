@@ -98,7 +98,7 @@ def require_writable_workdir(spec: Spec) -> None:
     path = experiment.run.corpus_dir
     if path and not path.startswith("gs://"):
         raise InputError(f"run.corpus_dir={path}: rented machines do not see it; name a bucket")
-    workdir = mirror.open_to_write(spec.workdir, path)
+    workdir = mirror.open_workdir(spec.workdir, path, to_write=True)
     buckets.require_writable(workdir.address)
 
 
@@ -107,7 +107,7 @@ def require_healthy_corpus(spec: Spec) -> None:
     from bert_jax.tools import doctor
     from bert_jax.tools.doctor import corpus_findings
 
-    corpus = mirror.open_to_write(spec.workdir, spec.experiment.run.corpus_dir).corpus
+    corpus = mirror.open_workdir(spec.workdir, spec.experiment.run.corpus_dir, to_write=True).corpus
     if not storage_of(corpus).exists(corpus / COMPLETE):
         raise InputError(
             f"{corpus}: no prepared corpus, which would take time of rented machines; run "

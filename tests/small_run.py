@@ -192,12 +192,12 @@ def signal_before(at):
 
 def saves_in(workdir: pathlib.Path, run: object = None) -> object:
     """What writes a run's checkpoints, as of one process."""
-    from bert_jax.checkpoints.saves import Saves
+    from bert_jax.checkpoints.save import Saver
     from bert_jax.config import Run
     from bert_jax.distributed.peers import Peers
     from bert_jax.storage.workdir import Workdir
 
-    return Saves(Workdir(workdir), run or Run(), Peers(0, 1, None, 1.0), print)
+    return Saver(Workdir(workdir), run or Run(), Peers(0, 1, None, 1.0), print)
 
 
 def final_state(workdir: pathlib.Path, step: int | None = None) -> tuple[int, dict]:
@@ -206,7 +206,7 @@ def final_state(workdir: pathlib.Path, step: int | None = None) -> tuple[int, di
     from etils import epath
 
     from bert_jax import config
-    from bert_jax.checkpoints.checkpoint import Checkpoints
+    from bert_jax.checkpoints.load import Checkpoints
     from bert_jax.training import mesh as mesh_lib
     from bert_jax.training.objective import Pretraining
     from bert_jax.training.step import abstract_state

@@ -29,7 +29,7 @@ from etils import epath
 
 import bert_jax
 from bert_jax import config
-from bert_jax.checkpoints.checkpoint import hash_json
+from bert_jax.checkpoints.layout import hash_json
 from bert_jax.config import Finetuning
 from bert_jax.data import corpus
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus

@@ -132,17 +132,6 @@ def test_keys_of_programs_name_devices(monkeypatch):
     assert key(renamed) != key(devices)
 
 
-def test_barrier_is_orbax_s_own(monkeypatch):
-    from orbax.checkpoint._src.multihost import multihost
-
-    met = []
-    monkeypatch.setattr(multihost, "get_barrier_sync_fn", lambda: lambda **at: met.append(at))
-    foreign.wait_at_barrier("a", 5)
-    assert met == [{"key": "a", "timeout_ms": 5}]
-    monkeypatch.undo()
-    foreign.wait_at_barrier("a", 5)  # of one process: returns
-
-
 def test_operations_are_not_counted():
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 

@@ -67,7 +67,7 @@ def test_what_is_never_imported():
 
 def test_only_checkpoints_import_orbax():
     users = {m for m, path in MODULES.items() if any("orbax" in name for name in imports(path))}
-    checkpoints = {"bert_jax.checkpoints.checkpoint", "bert_jax.checkpoints.saves"}
+    checkpoints = {f"bert_jax.checkpoints.{name}" for name in ("layout", "load", "save")}
     assert users == checkpoints | {"bert_jax.foreign"}
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax import config
-from bert_jax.checkpoints.checkpoint import Checkpoints
+from bert_jax.checkpoints.load import Checkpoints
 from bert_jax.config import Parallelism
 from bert_jax.storage import workdir
 from bert_jax.storage.workdir import load_experiment, with_checksum

@@ -41,9 +41,8 @@ FORMAT_VERSION = 1
 
 _JSON, _WEIGHTS, _TOKENIZER = "base.json", "params.safetensors", "tokenizer"
 _MOMENTS, _HEAD = "moments.safetensors", "head.safetensors"
-# Fields of a model that may differ from those of the weights; all others must be equal.
-_FREE = ("compute_dtype", "dropout_rng", "initializer_range", "initialization")
-_FREE_ENDING = "dropout_prob"
+# Endings of fields of a model that may differ from those of the weights.
+_FREE = ("compute_dtype", "dropout_rng", "initializer_range", "initialization", "dropout_prob")
 _FLOATS = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -64,11 +63,10 @@ class Moments:
 class TextVectors:
     """The settings by which hidden states of tokens become the vector of a text."""
 
-    # The `mean` of all tokens with [CLS] and [SEP], the state of [CLS], or that of the last, [SEP].
+    # The mean of all tokens with [CLS] and [SEP], the state of [CLS], or that of the last, [SEP].
     pooling: Literal["mean", "cls", "last"] = "mean"
     normalize: bool = False  # whether the vector is scaled to length 1
-    # Most tokens that are read, with [CLS] and [SEP]; 0: the number of positions.
-    max_length: int = 0
+    max_length: int = 0  # most tokens that are read, with [CLS] and [SEP]; 0: all positions
     query_prefix: str = ""  # prompt that is put before a query
     text_prefix: str = ""  # prompt that is put before a document
 
@@ -81,13 +79,12 @@ class Head:
     labels: tuple[str, ...]  # names of the outputs; () if they have none
     kernel: np.ndarray  # float32 [D, outputs]
     bias: np.ndarray  # float32 [outputs]
-    # The hidden state that it reads: that of [CLS], or the mean of all tokens.
-    pooling: Literal["cls", "mean"] = "cls"
+    pooling: Literal["cls", "mean"] = "cls"  # reads the state of [CLS], or the mean of all tokens
 
 
 @dataclasses.dataclass
 class Base:
-    """Weights with their model, tokenizer and origin."""
+    """Weights with their model and tokenizer."""
 
     model: Model
     params: dict[str, Any]  # nested dict of float32 arrays, as from model.heads.init_params
@@ -97,10 +94,8 @@ class Base:
     # `next_sentence`, or an array of a part, such as `masked_lm/output_bias`.
     fresh: tuple[str, ...] = ()
     moments: Moments | None = None  # initial moments of a run; None: zeros
-    # Hash of the weights, and of the moments if there are any; "" before it is written.
-    sha256: str = ""
-    # How its source computes vectors; None if the source does not tell.
-    vectors: TextVectors | None = None
+    sha256: str = ""  # of the weights, and of the moments if there are any; "" before `write`
+    vectors: TextVectors | None = None  # None: the source does not tell
     head: Head | None = None  # None: the source was not fine-tuned for a task
 
 
@@ -111,8 +106,9 @@ def is_base(folder: epath.Path) -> bool:
 
 def write(base: Base, folder: epath.Path) -> None:
     """Writes a base into a new folder, completely or not at all."""
+    metadata = {"format": "bert_jax"}
     with new_folder(folder) as new:
-        write_tensors(new / _WEIGHTS, flatten(base.params), {"format": "bert_jax"})
+        write_tensors(new / _WEIGHTS, flatten(base.params), metadata)
         base.tokenizer.save(new / _TOKENIZER)
         record = {
             "format_version": FORMAT_VERSION,
@@ -125,15 +121,14 @@ def write(base: Base, folder: epath.Path) -> None:
         }
         if base.moments is not None:
             trees = {"mean": base.moments.mean, "square": base.moments.square}
-            write_tensors(new / _MOMENTS, flatten(trees), {"format": "bert_jax"})
-            record["moments_step"] = base.moments.step
-            record["moments_sha256"] = _sha256(new / _MOMENTS)
+            write_tensors(new / _MOMENTS, flatten(trees), metadata)
+            step, sha256 = base.moments.step, _sha256(new / _MOMENTS)
+            record |= {"moments_step": step, "moments_sha256": sha256}
         if base.head is not None:
-            tensors = {"kernel": base.head.kernel, "bias": base.head.bias}
-            write_tensors(new / _HEAD, tensors, {"format": "bert_jax"})
-            names = ("kinds", "labels", "pooling")
-            record["head"] = {name: getattr(base.head, name) for name in names}
-            record["head_sha256"] = _sha256(new / _HEAD)
+            head = dict(vars(base.head))
+            tensors = {name: head.pop(name) for name in ("kernel", "bias")}
+            write_tensors(new / _HEAD, tensors, metadata)
+            record |= {"head": head, "head_sha256": _sha256(new / _HEAD)}
         write_json(new / _JSON, record)
         mark_complete(new)
 
@@ -163,7 +158,7 @@ def read(folder: epath.Path) -> Base:
         source, vectors, head = record["source"], read_vectors(record), None
         if hashes["head_sha256"]:
             kinds, labels = (tuple(record["head"][name]) for name in ("kinds", "labels"))
-            pooling = record["head"].get("pooling", "cls")  # older versions had no other
+            pooling = record["head"].get("pooling", "cls")  # older versions wrote none
             head = Head(kinds, labels, **read_tensors(folder / _HEAD), pooling=pooling)
     sha256 = _combine_hashes(hashes["weights_sha256"], hashes["moments_sha256"])
     return Base(model, params, tokenizer, source, fresh, moments, sha256, vectors, head)
@@ -198,7 +193,7 @@ def require_same_model(base: Base, model: Model, where: str) -> None:
     changed = [
         f"model.{line}"
         for line in config.differences(base.model, model, "all")
-        if not (name := line.split(":")[0]).endswith(_FREE_ENDING) and name not in _FREE
+        if not line.split(":")[0].endswith(_FREE)
     ]
     if changed:
         raise InputError(
@@ -245,11 +240,9 @@ def read_tensors(path: epath.Path) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
     for name, tensor in entries:
         dtype = _FLOATS.get(tensor["dtype"])
-        if dtype is None:
-            tensors[name] = np.frombuffer(tensor["data"], np.uint8)
-        else:
-            values = np.frombuffer(tensor["data"], dtype).reshape(tensor["shape"])
-            tensors[name] = values.astype(np.float32)
+        tensors[name] = np.frombuffer(tensor["data"], np.uint8 if dtype is None else dtype)
+        if dtype is not None:
+            tensors[name] = tensors[name].reshape(tensor["shape"]).astype(np.float32)
     return tensors
 
 
@@ -259,9 +252,8 @@ def write_tensors(
     """Writes tensors of any layout; equal tensors and one metadata entry give equal bytes."""
     # The library writes the raw memory and ignores strides.
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    content = save(contiguous, metadata)
     with translate_os_errors(path):
-        path.write_bytes(content)
+        path.write_bytes(save(contiguous, metadata))
 
 
 def _sha256(path: epath.Path) -> str:

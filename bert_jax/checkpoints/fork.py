@@ -1,9 +1,8 @@
 """Runs that start from a checkpoint of another run, their parent: decays and forks.
 
-While the learning rate is at its peak, nothing depends on when it will fall. So a run of the same
-experiment that decays from step N on (`optimizer.schedule=wsd`) is identical to its parent up to
-step N. Started from the parent's checkpoint, it computes the same bits as from step 0, so that its
-own experiment describes it completely.
+A decay differs from its parent only in when the learning rate falls (`optimizer.schedule=wsd`).
+Before that step the two runs are identical. Started from the parent's checkpoint, the decay
+computes the same bits as from step 0, so that its own experiment describes it completely.
 
 A fork may have other settings than its parent, so its own experiment does not tell how its state
 was computed: origin.json holds the parent's experiment, and `Phase.row_offset` the next rows.
@@ -18,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 from etils import epath
 
 from bert_jax import config
-from bert_jax.checkpoints.checkpoint import Checkpoints, hash_json
+from bert_jax.checkpoints.layout import hash_json
+from bert_jax.checkpoints.load import Checkpoints
 from bert_jax.config import Experiment
 from bert_jax.data import corpus
 from bert_jax.errors import InputError
@@ -50,7 +50,7 @@ class ForkPoint(NamedTuple):
         return os.fspath(self.workdir.checkpoints / str(self.step))
 
     def saved(self) -> tuple[Experiment, str]:
-        """Returns the experiment and checksum of the checkpoint; InputError if it is missing."""
+        """Returns the experiment and checksum of the checkpoint; raises InputError without it."""
         checkpoints = Checkpoints(self.workdir.checkpoints)
         if self.step not in checkpoints.steps:
             steps = ", ".join(map(str, checkpoints.steps)) or "none"
@@ -58,48 +58,49 @@ class ForkPoint(NamedTuple):
         return checkpoints.experiment(self.step), hash_json(checkpoints.metadata(self.step))
 
     def require(self, experiment: Experiment) -> None:
-        """Raises InputError unless the checkpoint exists and this experiment may start from it.
-
-        The experiment of a decay must equal its parent's before the decay. Only the learning rate
-        may depend on the number of all steps.
-        """
+        """Raises InputError unless the checkpoint exists and this experiment may start from it."""
         saved, _ = self.saved()
+        find_obstacle = self._fork_obstacle if self.command == "fork" else self._decay_obstacle
+        if obstacle := find_obstacle(saved, experiment):
+            raise InputError(f"{self.command} {self}: {obstacle}")
+
+    def _fork_obstacle(self, saved: Experiment, experiment: Experiment) -> str:
+        """Returns why this experiment cannot fork the saved one; "" if it can."""
         changed = config.differences(saved, experiment, "identity")
-        if self.command == "fork":
-            if fixed := [line for line in changed if line.startswith(_FIXED)]:
-                reason = f"of another model ({'; '.join(fixed)})"
-            elif self.step >= experiment.total_steps:
-                reason = f"phases have only {experiment.total_steps} steps"
-            elif experiment.corpus.tokenizer == "train" and (
-                saved.corpus.tokenizer != "train" or self.has_other_text(saved, experiment)
-            ):
-                reason = (
-                    "corpus.tokenizer=train makes another vocabulary of another text; add --set "
-                    f"corpus.tokenizer={self.corpus / 'tokenizer'}"
-                )
-            else:
-                return
-            raise InputError(f"fork {self}: {reason}")
+        if fixed := [line for line in changed if line.startswith(_FIXED)]:
+            return f"of another model ({'; '.join(fixed)})"
+        if self.step >= experiment.total_steps:
+            return f"phases have only {experiment.total_steps} steps"
+        if experiment.corpus.tokenizer == "train" and (
+            saved.corpus.tokenizer != "train" or self.has_other_text(saved, experiment)
+        ):
+            return (
+                "corpus.tokenizer=train makes another vocabulary of another text; add --set "
+                f"corpus.tokenizer={self.corpus / 'tokenizer'}"
+            )
+        return ""
+
+    def _decay_obstacle(self, saved: Experiment, experiment: Experiment) -> str:
+        """Returns why this experiment is not a decay of the saved one; "" if it is.
+
+        Before the decay they must be equal: only the learning rate may depend on the total steps.
+        """
+        changed = config.differences(saved, experiment, "identity")
         last = f"phases.{len(saved.phases) - 1}.steps:"
         peak_start = experiment.optimizer.warmup_steps
         peak_end = saved.total_steps - saved.optimizer.decay_steps
         if changed := [line for line in changed if not line.startswith((*_FREE, last))]:
-            reason = f"its run has other settings ({'; '.join(changed)}) than the decay"
-        elif not peak_start <= self.step <= peak_end:
-            reason = f"the rate is at its peak from step {peak_start} to {peak_end}; choose one"
-        elif experiment.data.final_masked_lm_prob:
-            reason = "data.final_masked_lm_prob depends on the number of steps; set it to 0"
-        else:
-            return
-        raise InputError(f"decay {self}: {reason}")
+            return f"its run has other settings ({'; '.join(changed)}) than the decay"
+        if not peak_start <= self.step <= peak_end:
+            return f"the rate is at its peak from step {peak_start} to {peak_end}; choose one"
+        if experiment.data.final_masked_lm_prob:
+            return "data.final_masked_lm_prob depends on the number of steps; set it to 0"
+        return ""
 
     def has_other_text(self, saved: Experiment, experiment: Experiment) -> bool:
-        """Returns whether the experiment has other text than its parent, and so other rows.
-
-        The vocabulary's file does not matter, since both must have the same tokens, nor does the
-        path of the text, nor the shares of a mixture, whose rows are counted over all sources.
-        """
+        """Returns whether the experiment has other text than its parent, and so other rows."""
         new, old = (dataclasses.asdict(side.corpus) for side in (experiment, saved))
+        # Both must have the same tokens, and rows of a mixture are counted over all its sources.
         changed = {name for name in new if new[name] != old[name]} - {"tokenizer", "mixture"}
         is_moved = changed == {"sources"} and corpus.is_made_of(self.corpus, experiment.corpus)
         return bool(changed) and not is_moved
@@ -107,11 +108,10 @@ class ForkPoint(NamedTuple):
     @property
     def corpus(self) -> epath.Path:
         """The corpus of the parent."""
-        corpus_dir = load_experiment(self.workdir).run.corpus_dir
-        return self.workdir.with_corpus(corpus_dir).corpus
+        return self.workdir.with_corpus(load_experiment(self.workdir).run.corpus_dir).corpus
 
     def begin(self, workdir: Workdir) -> None:
-        """Copies the parent's lines up to the checkpoint into a new run."""
+        """Copies the parent's lines up to the checkpoint into a run without checkpoints."""
         if _has_checkpoint(workdir):
             return
         if self.command == "fork":
@@ -133,10 +133,10 @@ class ForkPoint(NamedTuple):
 def plan_decay(
     checkpoint: str, given: str | None, settings: Sequence[str]
 ) -> tuple[Experiment, dict[str, Any], ForkPoint]:
-    """Returns the experiment of a decay from RUN/checkpoints/STEP, its origin and its fork point.
+    """Returns the experiment of a decay, the record for its origin.json, and its fork point.
 
-    `settings` change the experiment of the file `given`, or that of the parent if it is None. A
-    decay of a fork is recorded as a fork, too.
+    `checkpoint` is RUN/checkpoints/STEP. `settings` change the experiment of the file `given`, or
+    the parent's if it is None. A decay of a fork is recorded as a fork, too.
     """
     fork_point = _parse_fork_point("decay", checkpoint)
     saved = load_experiment(fork_point.workdir)
@@ -166,11 +166,11 @@ def plan_decay(
 def plan_fork(
     checkpoint: str, given: str | None, settings: Sequence[str], workdir: Workdir
 ) -> tuple[Experiment, dict[str, Any] | None, ForkPoint]:
-    """Returns the experiment of a fork, its origin (None: keep the saved one) and its fork point.
+    """Returns the experiment of a fork, the record for its origin.json, and its fork point.
 
-    Each phase continues at its first row that the parent has not seen, whatever its batch size;
-    with another text or seed, at the first row. Once `workdir`, that of the fork, has a checkpoint,
-    the parent is not read, and rows and origin stay. For the other arguments see `plan_decay`.
+    Each phase continues at its first row that the parent has not seen; with another text or seed,
+    at the first row. Once the fork's `workdir` has a checkpoint, the parent is not read, the rows
+    stay, and the record is None. For the other arguments see `plan_decay`.
     """
     fork_point, file = _parse_fork_point("fork", checkpoint), workdir.experiment
     if _has_checkpoint(workdir):

@@ -82,7 +82,7 @@ def plan(args: argparse.Namespace) -> int:
     mode = "search" if args.search else "plan"
     path = epath.Path(args.out) if args.out else None
     if args.workdir:
-        workdir = mirror.open_to_write(args.workdir)
+        workdir = mirror.open_workdir(args.workdir, to_write=True)
         workdir.require_run_or_empty()
         path = workdir.address / "plan.json"
     if path is not None:

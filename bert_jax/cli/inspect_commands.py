@@ -76,14 +76,14 @@ def report(args: argparse.Namespace) -> int:
 def checkpoints(args: argparse.Namespace) -> int:
     """Lists the checkpoints of a run."""
     run = open_run_or_base(args.run)
-    from bert_jax.checkpoints import checkpoint
+    from bert_jax.checkpoints import layout, load
     from bert_jax.training import mesh as mesh_lib
 
     kind = Finetuning if workdir.holds_finetuning(run) else Experiment
     experiment = workdir.load_experiment(run, kind)
     if not storage_of(run.checkpoints).names(run.checkpoints):
         raise InputError(f"{run.checkpoints}: no checkpoint yet")
-    reader = checkpoint.Checkpoints(run.checkpoints)
+    reader = load.Checkpoints(run.checkpoints)
     steps, damaged = reader.steps, reader.unreadable()
     metadata = {n: reader.metadata(n) for n in steps if n not in damaged}
     losses = {n: m["held_out_loss"] for n, m in metadata.items() if m["held_out_loss"] is not None}
@@ -101,7 +101,7 @@ def checkpoints(args: argparse.Namespace) -> int:
         labels = {"newest": row == 0, "best": number == best, "damaged": number in damaged}
         words += [label for label, applies in labels.items() if applies]
         print_now(f"{number:>10}  {saved_at}  {_megabytes(folder):>9.1f}  {', '.join(words)}")
-    for folder in sorted(run.checkpoints.glob(f"{checkpoint.DAMAGED_PREFIX}*")):
+    for folder in sorted(run.checkpoints.glob(f"{layout.DAMAGED_PREFIX}*")):
         print_now(f"{folder.name}: was found damaged and put aside, {_megabytes(folder):.1f} MB")
     if steps and steps[0] in metadata and _is_finished(experiment, metadata[steps[0]]):
         print_now("the run is finished")
@@ -111,7 +111,7 @@ def checkpoints(args: argparse.Namespace) -> int:
             replicated = mesh_lib.replicated(mesh_lib.one_device())
             reader.restore(number, reader.abstract_state(number, replicated))
             print_now(f"step {number}: every array is as it was saved")
-        except checkpoint.Damaged as error:
+        except layout.Damaged as error:
             print_now(str(error))
             code = FAILED
     return code

@@ -68,7 +68,7 @@ def prepare(args: argparse.Namespace) -> int:
     """Makes a corpus."""
     experiment = resolve_experiment(args)
     root = root_of(experiment, args.workdir)
-    workdir = mirror.open_to_write(root, experiment.run.corpus_dir)
+    workdir = mirror.open_workdir(root, experiment.run.corpus_dir, to_write=True)
     from bert_jax.data import corpus
 
     workdir.require_run_or_empty()
@@ -143,8 +143,8 @@ def _train(
     from bert_jax.running import session
     from bert_jax.tasks.probes import Probes
 
-    progress = make_progress()
-    workdir = mirror.open_to_write(root_of(experiment, root), experiment.run.corpus_dir)
+    progress, root = make_progress(), root_of(experiment, root)
+    workdir = mirror.open_workdir(root, experiment.run.corpus_dir, to_write=True)
     for note in config.notes_on_settings(experiment):
         progress.report(note)
     probes = Probes(experiment.run.probes) if experiment.run.probes else None
@@ -198,7 +198,7 @@ def train_auto(args: argparse.Namespace) -> int:
             raise InputError(f"TEXT {args.text}: {other}; choose another --workdir")
         progress.report(f"{root}: resumes with the experiment that was chosen for it")
         return _train(experiment, root, "keep", None, None)
-    workdir = mirror.open_to_write(root)
+    workdir = mirror.open_workdir(root, to_write=True)
     workdir.require_run_or_empty()
     from bert_jax.tools import auto
     from bert_jax.tools.compare.budget import MeasurementEnded

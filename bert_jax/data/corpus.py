@@ -168,7 +168,7 @@ def open_manifest(folder: epath.Path) -> dict[str, Any]:
         f"use the bert-jax that wrote it; for new runs choose another {_SETTING}, or remove "
         f"{folder} to prepare it again",
         "put the whole file back",
-        seal="required",
+        checksum="required",
     )
     for name in manifest["files"]:
         if os.path.isabs(name) or ".." in name.split("/"):

@@ -285,7 +285,7 @@ def read_counts(path: epath.Path) -> dict[str, int]:
     """
     try:
         content = storage_of(path).read(path, seconds=_SECONDS)
-        return parse_json(content, path, COUNTS_VERSION, "", "", seal="required")["rows"]
+        return parse_json(content, path, COUNTS_VERSION, "", "", checksum="required")["rows"]
     except (FileNotFoundError, InputError):
         return {}
 

@@ -33,7 +33,7 @@ Kind = type[InputError | Unavailable]
 # Seconds to wait for the other processes at a start; BERT_JAX_ARRIVE_WITHIN overrides it.
 _ARRIVE = 300.0
 # Seconds for a process to clean up, and for the other processes to read why process 0 ends.
-_UNWIND, _READ = 10.0, 3.0
+_CLEAN_UP, _READ = 10.0, 3.0
 # Milliseconds between two checks for a failure, while waiting and in the background; of a day.
 _WAIT_POLL, _WATCH_POLL, _DAY = 1_000, 5_000, 86_400_000
 _ASKED_TO_STOP = "RECEIVED_PREEMPTION_NOTICE"  # JAX's key after a process received SIGTERM
@@ -51,7 +51,7 @@ _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds between two compariso
 
 
 class Peers:
-    """This process and the other processes of its run."""
+    """Connects this process with the other processes of its run."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class Peers:
         self.number, self.count = number, count  # of this process, of all processes
         self.membership = membership  # the slices that train; None: a run of one slice
         self._store, self._limit = store, limit
-        self._me = f"process {number} ({socket.gethostname()})"
+        self._name = f"process {number} ({socket.gethostname()})"
         self._failure: dict[str, Any] | None = None
         self._shared_error: BaseException | None = None  # an error that all processes raise
-        self._unwind = _UNWIND
+        self._clean_up_seconds = _CLEAN_UP
         self._ending = threading.Lock()
-        self._times: collections.Counter[str] = collections.Counter()
+        self._uses: collections.Counter[str] = collections.Counter()  # of names of barriers
         self._clean_up: Callable[[], None] = lambda: None
         self._watching = threading.Thread(target=self._watch, name="peers", daemon=True)
         if count > 1:
@@ -82,12 +82,12 @@ class Peers:
 
     def report(self, line: str) -> None:
         """Logs a line that names this process."""
-        process_lib.logger.warning("bert-jax: %s: %s", self._me, line)
+        process_lib.logger.warning("bert-jax: %s: %s", self._name, line)
 
     def owner(self, device: jax.Device) -> str:
-        """Returns the process and the host of a device; all processes must call this together."""
+        """Returns the process and the host of a device; all processes must call it together."""
         is_mine = device.process_index == self.number
-        return self.first_error(f"owner of device {device.id}", self._me * is_mine)
+        return self.first_error(f"owner of device {device.id}", self._name * is_mine)
 
     def first_error(self, name: str, error: str, patience: float = 0.0) -> str:
         """Waits for all processes; returns, on each, the error of the first process that has one.
@@ -103,8 +103,7 @@ class Peers:
 
     def agree(self, name: str, error: str, kind: Kind = InputError) -> None:
         """Raises, on all processes, the error of the first one that has one; see `first_error`."""
-        first_error = self.first_error(name, error)
-        if first_error:
+        if first_error := self.first_error(name, error):
             self._shared_error = kind(first_error)
             raise self._shared_error
 
@@ -172,7 +171,7 @@ class Peers:
                     return f"{process} differs from {primary}: {named}{more}; {remedy}"
             return ""
 
-        return self._gather(name, json.dumps([self._me, dict(facts)]), self._limit, compare)
+        return self._gather(name, json.dumps([self._name, dict(facts)]), self._limit, compare)
 
     def await_same(self, name: str, read: Callable[[], str], remedy: str, kind: Kind) -> None:
         """Waits until all processes read the same value: a shared disk may be stale for a while.
@@ -181,8 +180,7 @@ class Peers:
         """
         for pause in (0.0, *_PAUSES):
             time.sleep(pause)
-            difference = self.difference(name, {name: read()}, remedy)
-            if not difference:
+            if not (difference := self.difference(name, {name: read()}, remedy)):
                 return
         self.agree(f"{name}, at last", difference, kind)
 
@@ -203,14 +201,14 @@ class Peers:
         The others may be in a computation that waits for the failed process forever. `clean_up` is
         called before the end.
         """
-        self._clean_up, self._unwind = clean_up, 0.0
+        self._clean_up, self._clean_up_seconds = clean_up, 0.0
         try:
             yield
         except BaseException as error:
             if self.count > 1:
                 self.fail(error)
             raise
-        self._unwind = _UNWIND
+        self._clean_up_seconds = _CLEAN_UP
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all processes with one message and one exit code."""
@@ -226,7 +224,7 @@ class Peers:
         elif code == errors.FAILED and self._failure is None:
             traceback.print_exception(error)
         if not is_shared:
-            line = line.replace("bert-jax: ", f"bert-jax: {self._me}: ", 1)
+            line = line.replace("bert-jax: ", f"bert-jax: {self._name}: ", 1)
         failure = {"line": line, "code": code}
         try:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process failed first
@@ -253,8 +251,8 @@ class Peers:
         """Gathers a message of each process on process 0; returns `reduce` of them on all."""
         if self.count == 1:
             return reduce([message])
-        self._times[name] += 1  # a key of the store can be set only once
-        key = name if self._times[name] == 1 else f"{name}, {self._times[name]}"
+        self._uses[name] += 1  # a key of the store can be set only once
+        key = name if self._uses[name] == 1 else f"{name}, {self._uses[name]}"
         self._set(f"{key}/{self.number}", message)
         if self.is_primary:
             # The other processes may have waited for this one for `limit` seconds.
@@ -304,7 +302,7 @@ class Peers:
                     retry.waits.shorten()
         self._failure = json.loads(failure)
         if self._failure is not None:
-            time.sleep(self._unwind)
+            time.sleep(self._clean_up_seconds)
             self._end(self._failure)
 
     def _end(self, failure: dict[str, Any]) -> NoReturn:

@@ -5,8 +5,8 @@ Elsewhere three variables do: JAX_COORDINATOR_ADDRESS (host:port of process 0), 
 and JAX_PROCESS_ID. Without these variables a run is one process.
 
 JAX connects all processes in one call. If one is missing, the call aborts every process without
-naming the missing one. So all processes report to process 0 first, and it answers all of them: go
-on, or who is missing.
+naming the missing one. So all processes report to process 0 first, which answers all of them: with
+the numbers of missing processes, or without an error.
 
 For a run on several slices, JAX_COORDINATOR_ADDRESS names the first process of each slice,
 separated by commas. Processes are numbered slice by slice, equally many in each. Slices may be
@@ -32,9 +32,11 @@ from bert_jax.distributed.slices import Arrivals, SlicePolicy
 from bert_jax.errors import InputError, Unavailable
 
 # Seconds to connect, and between two attempts; maximum bytes of a message.
-_CONNECT, _RETRY, _LONGEST = 5.0, 0.1, 4096
-# Seconds until all processes have agreed to start.
-_AGREE = 60.0
+_CONNECT, _RETRY, _MOST_BYTES = 5.0, 0.1, 4096
+# Seconds until all processes have accepted a decision about the slices.
+_ACCEPT = 60.0
+
+Address = tuple[str, int]  # host and port
 
 
 class ProcessInfo(NamedTuple):
@@ -79,24 +81,24 @@ def wait_for_all(process: ProcessInfo, limit: float) -> None:
       Unavailable: some are missing; the message is the same on all processes.
     """
     meet = _await_reports if process.number == 0 else _report
-    error, is_late = meet(process, *_parse_address(process.address), limit)
+    error, is_late = meet(process, _parse_address(process.address), limit)
     if error:
         raise Unavailable(error) if is_late else InputError(error)
 
 
-def _parse_address(address: str) -> tuple[str, int]:
+def _parse_address(address: str) -> Address:
     host, _, port = address.rpartition(":")
     if not host or ".." in host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(f"JAX_COORDINATOR_ADDRESS={address}: write it as host:port")
     return host.strip("[]"), int(port)
 
 
-def _await_reports(process: ProcessInfo, host: str, port: int, limit: float) -> tuple[str, bool]:
+def _await_reports(process: ProcessInfo, address: Address, limit: float) -> tuple[str, bool]:
     """Returns the error that all processes get ("" for none), and whether some are late."""
     deadline, hosts, error = time.monotonic() + limit, {0: socket.gethostname()}, ""
     numbers: dict[Connection, int] = {}  # of processes; -1: not known yet
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_listen(process, port))
+        server = stack.enter_context(_listen(process, address[1]))
         while not error and len(hosts) < process.count and time.monotonic() < deadline:
             seconds_left = max(deadline - time.monotonic(), 0.0)
             for ready in wait_for_messages([server, *numbers], seconds_left):
@@ -104,7 +106,7 @@ def _await_reports(process: ProcessInfo, host: str, port: int, limit: float) -> 
                     numbers[stack.enter_context(_make_connection(server.accept()[0]))] = -1
                     continue
                 try:
-                    number, count, name = json.loads(ready.recv_bytes(_LONGEST))
+                    number, count, name = json.loads(ready.recv_bytes(_MOST_BYTES))
                     number = int(number)
                 except (OSError, EOFError, ValueError, TypeError):  # a stranger, or it has left
                     hosts.pop(numbers.pop(ready), None)
@@ -147,12 +149,12 @@ def _listen(process: ProcessInfo, port: int) -> socket.socket:
         ) from error
 
 
-def _report(process: ProcessInfo, host: str, port: int, limit: float) -> tuple[str, bool]:
+def _report(process: ProcessInfo, address: Address, limit: float) -> tuple[str, bool]:
     """Reports this process to process 0; returns the answer, which all processes get."""
     deadline, own_host = time.monotonic() + limit, socket.gethostname()
     while True:
         try:
-            connection = _connect((host, port))
+            connection = _connect(address)
             break
         except OSError as error:
             if time.monotonic() > deadline:
@@ -173,7 +175,7 @@ def _report(process: ProcessInfo, host: str, port: int, limit: float) -> tuple[s
     ), True
 
 
-def _connect(address: tuple[str, int]) -> Connection:
+def _connect(address: Address) -> Connection:
     return _make_connection(socket.create_connection(address, timeout=_CONNECT))
 
 
@@ -232,18 +234,19 @@ def join_rendezvous(
     return membership
 
 
-def _join(process: ProcessInfo, firsts: list[tuple[str, int]], policy: SlicePolicy) -> Membership:
+def _join(process: ProcessInfo, firsts: list[Address], policy: SlicePolicy) -> Membership:
+    """Reports to the first process of each slice until one of them starts a run with this slice."""
     start, own_slice = time.monotonic(), process.number // policy.hosts
     answers: queue.SimpleQueue[tuple[Connection, dict[str, Any] | None]] = queue.SimpleQueue()
     is_over, arrivals, listener = threading.Event(), Arrivals(policy, own_slice), None
 
     def report(connection: Connection) -> None:
-        """Reports this process and its waiting time; a second report accepts the decision."""
+        """Reports this process and its waiting time; a second report accepts a decision."""
         with contextlib.suppress(OSError):  # a listener that has left is noticed soon
             connection.send_bytes(json.dumps([process.number, time.monotonic() - start]).encode())
 
-    def exchange(address: tuple[str, int]) -> None:
-        """Reports to a first process and queues its answers; then None once it has left."""
+    def exchange(address: Address) -> None:
+        """Reports to a slice's first process and queues its answers; None once it has left."""
         answered: Connection | None = None
         while answered is None and not is_over.wait(_RETRY):
             with contextlib.suppress(OSError, EOFError), _connect(address) as connection:
@@ -262,7 +265,7 @@ def _join(process: ProcessInfo, firsts: list[tuple[str, int]], policy: SlicePoli
         stack.callback(is_over.set)
         for address in firsts:
             threading.Thread(target=exchange, args=(address,), name="slices", daemon=True).start()
-        accepted: Connection | None = None
+        accepted: Connection | None = None  # whose decision this process accepts
         limit: float | None = policy.wait + policy.limit
         while True:
             try:
@@ -283,10 +286,10 @@ def _join(process: ProcessInfo, firsts: list[tuple[str, int]], policy: SlicePoli
             arrivals.is_decided = True  # this slice must not decide any more
             if accepted is None:
                 limit = None  # waits until the run without this slice ends
-                if own_slice in answer["slices"] and answer["what"] == "decided":
-                    accepted, limit = connection, _AGREE
+                if own_slice in answer["slices"] and answer["kind"] == "decided":
+                    accepted, limit = connection, _ACCEPT
                     report(connection)
-            elif answer["what"] == "go":
+            elif answer["kind"] == "start":
                 break
         taken = tuple(answer["slices"])
         number = taken.index(own_slice) * policy.hosts + process.number % policy.hosts
@@ -305,7 +308,7 @@ class LateJoinListener:
     listeners decide at the same time, all processes can accept only one of them.
     """
 
-    def __init__(self, process: ProcessInfo, address: tuple[str, int], arrivals: Arrivals):
+    def __init__(self, process: ProcessInfo, address: Address, arrivals: Arrivals):
         self._process, self._arrivals = process, arrivals
         self._host, port = address
         self._server = _listen(process, port)
@@ -341,7 +344,7 @@ class LateJoinListener:
                         self._numbers[stack.enter_context(connection)] = -1
                         continue
                     try:
-                        self._receive(ready, *json.loads(ready.recv_bytes(_LONGEST)))
+                        self._receive(ready, *json.loads(ready.recv_bytes(_MOST_BYTES)))
                     except (OSError, EOFError, LookupError, ValueError, TypeError):
                         # A stranger, or the process has left.
                         self._arrivals.remove(self._numbers.pop(ready, -1))
@@ -355,7 +358,7 @@ class LateJoinListener:
         if self._numbers[connection] == number:
             self._accepted.add(number)
             if len(self._accepted) == len(self._decision["slices"]) * self._arrivals.policy.hosts:
-                self._send("go")
+                self._send("start")
             return
         for old in [other for other, owner in self._numbers.items() if owner == number]:
             del self._numbers[old]  # its machine went away without closing the connection
@@ -363,7 +366,7 @@ class LateJoinListener:
         self._numbers[connection] = number
         self._arrivals.add(number, time.monotonic() - waited)
         if self._decision:
-            self._send("goes_on", connection)
+            self._send("running", connection)
 
     def _decide(self, taken: tuple[int, ...]) -> None:
         # JAX's own service gets another, free port: later processes connect to this one.
@@ -372,7 +375,7 @@ class LateJoinListener:
             self._decision = {"slices": taken, "address": f"{host}:{server.getsockname()[1]}"}
         self._send("decided")
 
-    def _send(self, what: str, *receivers: Connection) -> None:
+    def _send(self, kind: str, *receivers: Connection) -> None:
         for connection in receivers or [c for c, number in self._numbers.items() if number >= 0]:
             with contextlib.suppress(OSError):  # JAX will notice that this process has left
-                connection.send_bytes(json.dumps(self._decision | {"what": what}).encode())
+                connection.send_bytes(json.dumps(self._decision | {"kind": kind}).encode())

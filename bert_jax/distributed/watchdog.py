@@ -18,9 +18,9 @@ from bert_jax.errors import INTERRUPTED, UNAVAILABLE
 from bert_jax.storage import retry
 
 _STDERR = 2
-# Seconds for faulthandler to print the stacks, until a process whose interpreter lock is held is
-# killed, and between two looks at the clock.
-_SHOW, _STUCK, _POLL = 1.0, 30.0, 0.5
+# Seconds in which faulthandler prints the stacks, after which SIGALRM kills a process whose
+# interpreter lock is held, and between two checks of the deadline.
+_PRINT, _KILL, _POLL = 1.0, 30.0, 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
 _STOPPING = b"stopping after a step or a few; Ctrl-C again leaves at once, unsaved\n"
 
@@ -36,14 +36,14 @@ class StopRequest:
         self.requested = False
         self._is_shared = peers.count > 1
         self._interrupts = self._reached = 0
-        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+        self._old_handlers: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> "StopRequest":
         if self._is_shared:
             peers_lib.notice_sigterm()
         else:
-            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
-        self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
+            self._old_handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._handle)
+        self._old_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def on_step(self, done: int) -> None:
@@ -55,7 +55,7 @@ class StopRequest:
             self.requested |= multihost_utils.reached_preemption_sync_point(self._reached)
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -86,18 +86,17 @@ class Watchdog:
     process (142 in a shell) if the interpreter lock is never released, so that no thread can run.
 
     Args:
-      seconds: may pass between two resets; 0 disables the watchdog. BERT_JAX_HANG_AFTER overrides
-        it.
+      seconds: between two resets at most; 0 disables it. BERT_JAX_HANG_AFTER overrides it.
       coordinates: whether JAX ends the other processes when this one exits; it then waits until
         they have printed their stacks.
     """
 
     def __init__(self, seconds: float, coordinates: bool = False):
         self._seconds = peers_lib.seconds("BERT_JAX_HANG_AFTER") or seconds
-        self._show = 5 * _SHOW if coordinates else _SHOW
+        self._print_seconds = 5 * _PRINT if coordinates else _PRINT
         self._deadline = float("inf")
-        # Setting faulthandler and SIGALRM takes too long to do it after each fast step. Both may
-        # fire `_slack` seconds late, and are set again only when that would not be enough.
+        # Setting faulthandler and SIGALRM after each step would slow down fast steps. Both may fire
+        # `_slack` seconds late, and are set again only when that would not be enough.
         self._set_for, self._slack = float("-inf"), min(_POLL, self._seconds / 10)
         self._watch: threading.Thread | None = None
 
@@ -107,12 +106,12 @@ class Watchdog:
             return
         seconds = times * self._seconds + self._slack
         now = time.monotonic()
-        self._deadline = now + seconds + self._show
+        self._deadline = now + seconds + self._print_seconds
         if not 0 <= now + seconds - self._set_for <= self._slack:
             self._set_for = now + seconds
             faulthandler.dump_traceback_later(seconds, file=_STDERR)
             with contextlib.suppress(ValueError):  # too long for a timer
-                signal.setitimer(signal.ITIMER_REAL, seconds + self._show + _STUCK)
+                signal.setitimer(signal.ITIMER_REAL, seconds + self._print_seconds + _KILL)
         if self._watch is None:
             self._watch = threading.Thread(target=self._end_when_late, name="watchdog", daemon=True)
             self._watch.start()

@@ -19,7 +19,7 @@ from etils import epath
 from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.checkpoints.base import Base, Moments
-from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
+from bert_jax.checkpoints.load import Checkpoints, Restored
 from bert_jax.config import Experiment, Model, Parallelism
 from bert_jax.embeddings import embed as embed_lib
 from bert_jax.embeddings.embed import Embedder, Features, TextRole

@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 from etils import epath
 
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints.save import Saver
 from bert_jax.distributed.peers import Peers
 from bert_jax.distributed.watchdog import StopRequest, Watchdog
 from bert_jax.running.job import Job
@@ -63,7 +63,7 @@ class Context:
     write_experiment: Callable[[], None]  # writes the experiment and its origin to the workdir
     mesh: jax.sharding.Mesh
     peers: Peers
-    saves: Saves
+    saves: Saver
     mirror: Mirror
     progress: Progress
     clock: Clock

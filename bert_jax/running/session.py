@@ -10,8 +10,9 @@ from typing import Any, Literal
 import jax
 
 from bert_jax import config, hardware, process, system
-from bert_jax.checkpoints.checkpoint import Checkpoints
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints.layout import CheckpointFolder
+from bert_jax.checkpoints.load import Checkpoints
+from bert_jax.checkpoints.save import Saver
 from bert_jax.config import Run, code
 from bert_jax.distributed import peers as peers_lib
 from bert_jax.distributed.peers import Peers
@@ -81,7 +82,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         clock = Clock()
         with _lock_workdir(job, peers) as (mirror, clean_up):
             _require_shared(workdir, mirror, peers)
-            with Checkpoints(workdir.checkpoints).cached_lists():
+            with CheckpointFolder(workdir.checkpoints).cached_lists():
                 _require_resumable(job)
             # A signal ends the process at once: the next start makes an unfinished corpus again.
             watchdog.pause()
@@ -92,7 +93,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
             with StopRequest(peers) as stop:
                 job.open(mesh, peers)
                 clock.peak_flops = hardware.peak_flops(job.training.objective.model.compute_dtype)
-                saves = Saves(workdir, experiment.run, peers, progress.report)
+                saves = Saver(workdir, experiment.run, peers, progress.report)
                 write = functools.partial(_write_experiment, workdir, booked, origin, saves)
                 write = write if peers.is_primary else lambda: None
                 tools = mesh, peers, saves, mirror, progress, clock, watchdog, stop, clean_up
@@ -107,14 +108,14 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
 
 
 def _write_experiment(
-    workdir: Workdir, experiment: Any, origin: dict[str, Any] | None, saves: Saves
+    workdir: Workdir, experiment: Any, origin: dict[str, Any] | None, saves: Saver
 ) -> None:
     """Writes the experiment on all slices, even if some are missing now, and its origin."""
     write_atomic(workdir.experiment, config.to_json(experiment))
     for name, source in code.files(experiment).items():
         write_atomic(workdir.root / name, source)
     if origin is not None:
-        if (fork := fork_record(workdir)) and saves.steps:  # the run stays a fork
+        if (fork := fork_record(workdir)) and saves.checkpoints.steps:  # the run stays a fork
             origin = {"fork": fork} | origin
         write_json(workdir.origin, origin)
 

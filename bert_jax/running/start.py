@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
 from bert_jax.checkpoints.fork import ForkPoint
+from bert_jax.checkpoints.load import Checkpoints, Restored
 from bert_jax.config import SKIPPED_STEPS
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
@@ -132,14 +132,14 @@ def _restore_before(
             raise  # the other processes wait for this save inside Orbax
     _await_same_steps(context)
     every = context.job.experiment.run.checkpoint_every
-    if not can_roll_back(saved.steps, first, every, state.start_step):
+    if not can_roll_back(saved.checkpoints.steps, first, every, state.start_step):
         if isinstance(error, Divergence):
             raise RunFailure(
                 f"{error}, and no checkpoint from shortly before step {first + 1} is kept to go "
                 "back to; no checkpoint was deleted",
                 "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
             )
-        first = saved.steps[-1]
+        first = saved.checkpoints.steps[-1]
     restored = _restore_or_initialize(context, first)
     context.hooks.on_restore(restored.step, state.done)
     peers.wait_at_barrier("restored")  # before, other processes may still list the checkpoints
@@ -158,7 +158,7 @@ def _resume(restored: Restored, context: Context, lines: RunLines) -> RunState:
     # Not at step 0: a fresh state may not fit, and then JAX would wait forever for its parts.
     slots = jax.device_get(restored.state["skipped_steps"]) if done else ()
     skipped = tuple(int(slot) for slot in slots if slot >= 0)
-    with context.saves.cached_lists():
+    with context.saves.checkpoints.folder.cached_lists():
         context.saves.resume_from(done)
     for name, lost in lines.resume_from(done, metadata.get("lines", {})):
         context.hooks.on_truncate(name)
@@ -180,11 +180,11 @@ def _restore_or_initialize(context: Context, at_most: int | None) -> Restored:
         # Waits long: a process repeats reads for a while before it gives up.
         return context.peers.first_error(f"checkpoint {name}", error, patience=2 * retry.GIVE_UP)
 
-    restored = None
-    with context.saves.cached_lists(), contextlib.suppress(InputError):
-        restored = context.saves.newest(abstract, at_most, first_error)
+    checkpoints, restored = context.saves.checkpoints, None
+    with checkpoints.folder.cached_lists(), contextlib.suppress(InputError):
+        restored = checkpoints.newest(abstract, at_most, first_error)
     if restored is None or restored.damaged:  # read again: a cached listing may be stale
-        restored = context.saves.newest(abstract, at_most, first_error)
+        restored = checkpoints.newest(abstract, at_most, first_error)
     if restored is not None:  # case 1
         job.resume(restored.metadata)
     elif job.fork_point is not None:  # case 2
@@ -232,9 +232,9 @@ def _await_same_steps(context: Context) -> None:
     peers, saved = context.peers, context.saves
 
     def list_steps() -> str:
-        with saved.cached_lists():
+        with saved.checkpoints.folder.cached_lists():
             saved.refresh()
-            return ", ".join(map(str, saved.steps))
+            return ", ".join(map(str, saved.checkpoints.steps))
 
     peers.agree("last save", "")  # before, process 0 may still be saving a checkpoint
     peers.await_same(
@@ -244,38 +244,38 @@ def _await_same_steps(context: Context) -> None:
 
 def _rename_damaged_checkpoints(context: Context, restored: Restored) -> None:
     """Renames damaged checkpoints newer than the restored one, and unreadable older ones."""
-    saved = context.saves
+    checkpoints = context.saves.checkpoints
 
     def rename() -> None:
-        with saved.cached_lists():
-            unreadable = saved.unreadable()
-        unreadable = saved.unreadable() if unreadable else {}
+        with checkpoints.folder.cached_lists():
+            unreadable = checkpoints.unreadable()
+        unreadable = checkpoints.unreadable() if unreadable else {}
         for number, reason in (unreadable | restored.damaged).items():
-            new_name = saved.rename_damaged(number)
+            new_name = checkpoints.folder.rename_damaged(number)
             context.job.report(f"{reason}; now {new_name}, resuming from step {restored.step}")
 
     context.peers.run_on_primary("damaged", rename)
-    saved.refresh()
+    context.saves.refresh()
 
 
 def _rename_lost_checkpoint(context: Context) -> None:
     """Renames and reports the newest checkpoint that was saved completely, if it is damaged now."""
-    job, saved = context.job, context.saves
+    job, folder = context.job, context.saves.checkpoints.folder
     path, remedy = job.workdir.saved, "remove it to continue"
     step = read_json(path, 1, remedy, remedy)["step"] if path.exists() else 0
-    with saved.cached_lists():
-        newest = max(saved.steps, default=0)
+    with folder.cached_lists():
+        newest = max(folder.steps, default=0)
     if step > newest:  # list again: the cached listing may be stale
-        newest = max(saved.steps, default=0)
+        newest = max(folder.steps, default=0)
     if step <= newest:
         return
-    lost = f"{job.workdir.checkpoints / str(step)}: damaged, was saved whole (it is cut or gone)"
+    lost = f"{folder.step_path(step)}: damaged, was complete once and is now incomplete or missing"
     if not newest:
         raise InputError(
             f"{lost}, and no other checkpoint is left to resume from; put the files back, or "
             "choose another --workdir to start again"
         )
-    new_name = saved.rename_damaged(step)
+    new_name = folder.rename_damaged(step)
     job.report(f"{lost}{f'; now {new_name}' * bool(new_name)}, resuming from step {newest}")
 
 

@@ -87,7 +87,7 @@ class Trainer:
                 return Result("finished", self.state.done)
             saves.require_space(self.state.arrays)
             self._log_start()
-            if self.job.fork_point is not None and self.state.done not in saves.steps:
+            if self.job.fork_point is not None and self.state.done not in saves.checkpoints.steps:
                 self._save()  # now the fork has a checkpoint of its own, as any other run
             try:
                 with context.progress.bar(self.state.done, self.job.training.total_steps):

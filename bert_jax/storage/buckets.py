@@ -5,8 +5,8 @@ fails, for ten minutes by default, and then raises `Unavailable`. A missing buck
 that is denied at its first use, are bad input. A permission that is denied later means that a token
 has expired, and is retried.
 
-Content is read from one generation of an object and compared with the size and the CRC32C that
-the bucket states. Lists, descriptions and ranges have no checksum: they are requested twice, and
+Content is read from one generation of an object and compared with the size and the CRC32C that the
+bucket gives. Lists, entries of objects, and ranges have no checksum: they are requested twice, and
 both responses must be equal. A mismatch is retried like a network fault.
 """
 
@@ -38,7 +38,7 @@ _PERMISSIONS = {"list": "list", "read": "get", "write": "create", "replace": "de
 _PROBE = ".bert_jax.tmp"  # written and removed to test the permissions
 # Bytes that are read at a time from a disk, and from an opened object.
 _BLOCK, _RANGE = 2**20, 2**22
-# Time limits in seconds: a request, a connection, and between two bytes of a response.
+# Time limits in seconds: of a request, of a connection, and between two bytes of a response.
 _REQUEST, _CONNECT, _BYTE = 600.0, 30.0, 120.0
 
 # (bucket, right) that were used with success.
@@ -56,10 +56,10 @@ class Listed(NamedTuple):
 
 
 class Replaced(ConnectionError):
-    """The object was replaced or removed after the bucket described it."""
+    """The object was replaced or removed after its entry was read."""
 
 
-# Local copies by the paths of their objects; this thread reads the copies (see `copies`).
+# {path of an object: local copy}: this thread reads the copies (see `copies`).
 local_copies: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
     "local_copies", default=types.MappingProxyType({})
 )
@@ -98,11 +98,11 @@ class BucketStorage:
         """
         from bert_jax.storage import gcs
 
-        known = [listed] if listed else []
+        given = [listed] if listed else []
 
         def read_whole() -> bytes:
-            if known:
-                listed = known.pop()  # may be out of date: the next attempt requests another
+            if given:
+                listed = given.pop()  # may be out of date: the next attempt requests another
             else:
                 headers, content = _files().call("GET", "b/{}/o/{}", *split(path), alt="media")
                 if "x-goog-hash" in headers and not gcs.is_unpacked(headers):
@@ -213,15 +213,13 @@ class _Ranges(fsspec.spec.AbstractBufferedFile):
         self._listed = listed
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        def ask() -> bytes:
-            return read_range(self.path, self._listed, start, end)
-
-        return _retry("read", self.path, functools.partial(_ask_twice, ask))
+        request = functools.partial(read_range, self.path, self._listed, start, end)
+        return _retry("read", self.path, functools.partial(_request_twice, request))
 
 
-def _ask_twice(ask: Callable[[], T]) -> T:
-    """Sends a request without a checksum twice, and requires equal responses."""
-    first, second = ask(), ask()
+def _request_twice(request: Callable[[], T]) -> T:
+    """Sends a request whose response has no checksum twice, and requires equal responses."""
+    first, second = request(), request()
     if first != second:
         raise ConnectionError("two responses to the same request differ")
     return first
@@ -237,9 +235,9 @@ def describe(path: epath.PathLike, seconds: float | None = None) -> Listed | Non
 
 def _require_object(path: epath.PathLike, seconds: float | None = None) -> Listed:
     """Returns the entry of an object; raises FileNotFoundError if it is missing."""
-    ask = functools.partial(_ask_twice, functools.partial(_describe_once, path))
+    request = functools.partial(_request_twice, functools.partial(_describe_once, path))
     try:
-        return _retry("read", path, ask, seconds)
+        return _retry("read", path, request, seconds)
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path)) from error
 
@@ -322,10 +320,10 @@ def _list_folder(
     folders: set[str] = set()
     token: str | None = None
     while token != "":
-        ask = functools.partial(_request_page, bucket, prefix, delimiter, token)
-        ask = functools.partial(_ask_twice, ask) if verify else ask
+        request = functools.partial(_request_page, bucket, prefix, delimiter, token)
+        request = functools.partial(_request_twice, request) if verify else request
         try:
-            page_objects, page_folders, token = _retry("list", folder, ask, seconds)
+            page_objects, page_folders, token = _retry("list", folder, request, seconds)
         except FileNotFoundError as error:
             raise InputError(f"{folder}: there is no bucket {bucket}") from error
         objects |= page_objects
@@ -371,7 +369,7 @@ def split(path: epath.PathLike) -> tuple[str, str]:
 def _retry(
     right: Right, path: epath.PathLike, work: Callable[[], T], seconds: float | None = None
 ) -> T:
-    """Calls `work`, and retries it as `retry` does; names a permission that is denied."""
+    """Calls `work` with retries; raises InputError for a permission that was never granted."""
     bucket = split(path)[0]
 
     def attempt() -> T:

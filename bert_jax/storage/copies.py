@@ -1,13 +1,10 @@
 """Folders that are complete or missing, and copies of files between this machine and buckets.
 
-Several streams copy files. Each file is checked, and an interrupted copy is continued.
+Files are copied in several streams and verified. A copy that was interrupted, or that a full disk
+ended, continues with the missing files. While bytes arrive, a copy may take any time.
 
-A corpus is mapped into memory, so it must lie on a local disk. Files that were copied before a
-break, or before a disk was full, are not copied again; there is no limit of time while bytes
-arrive.
-
-    CACHE/corpora/NAME/          a copy of a corpus in a bucket: as the corpus, without its dataset
-    CACHE/corpora/NAME.lock      held while it is made; other processes of this host wait
+    CACHE/corpora/NAME/          a corpus in a bucket, without its dataset: it is mapped into memory
+    CACHE/corpora/NAME.lock      locked while the copy is made; other processes of this host wait
     CACHE/sources/               copies of text in a bucket, while the text is read
 """
 
@@ -38,18 +35,17 @@ Report = Callable[[str], None]
 
 # Number of parallel streams, and bytes of a request.
 STREAMS, PIECE = 8, 32 * 2**20
-# REQUESTS objects of up to SMALL bytes are downloaded at once, since waiting for a response takes
-# longer than its transfer.
+# REQUESTS objects of up to SMALL bytes are downloaded in parallel, since waiting for a response
+# takes longer than its transfer.
 SMALL, REQUESTS = 2**20, 32
-# Seconds between two lines about the progress of a copy.
-_TELL = 10.0
+_REPORT_EVERY = 10.0  # seconds, about the progress of a copy
 
 
 @contextlib.contextmanager
 def copy_of(folder: epath.PathLike) -> Iterator[epath.Path]:
     """Locks and yields the folder for this host's copy of a folder in a bucket.
 
-    Others of this host wait as long as it is held.
+    Other processes of this host wait for the lock.
     """
     copy = mirror.cache_folder_of("corpora", folder)
     with translate_os_errors(copy):
@@ -63,22 +59,29 @@ def copy_of(folder: epath.PathLike) -> Iterator[epath.Path]:
 def local_copy(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[epath.Path]]:
     """Yields local paths of files: the files themselves, or copies if all are in a bucket.
 
-    Copies lie in `folder`, stay there and are not made twice; "": in the cache, and go at the end.
+    Copies in `folder` are kept and used again. Without a folder, copies lie in the cache and are
+    removed at the end.
     """
-    there = [epath.Path(path) for path in paths]
-    if not any(map(buckets.is_bucket, there)):
-        yield there
+    sources = [epath.Path(path) for path in paths]
+    if not any(map(buckets.is_bucket, sources)):
+        yield sources
         return
-    with contextlib.ExitStack() as stack:
-        if not folder:
-            sources = cache_folder() / "sources"
-            sources.mkdir(parents=True, exist_ok=True)
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=sources))
-        targets = [epath.Path(folder) / path.name for path in there]
-        for path, target in zip(there, targets, strict=True):
-            if not target.exists():
-                download(path, target.parent)
+    with contextlib.nullcontext(folder) if folder else _scratch_folder() as target:
+        targets = [epath.Path(target) / path.name for path in sources]
+        for path, copy in zip(sources, targets, strict=True):
+            if not copy.exists():
+                download(path, copy.parent)
         yield targets
+
+
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[str]:
+    """Yields a new folder in the cache, and removes it at the end."""
+    sources = cache_folder() / "sources"
+    with translate_os_errors(sources):
+        sources.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=sources) as folder:
+        yield folder
 
 
 def require_new_folder(folder: epath.Path) -> None:
@@ -115,9 +118,9 @@ def _temporary(folder: epath.Path) -> Iterator[epath.Path]:
 
 @contextlib.contextmanager
 def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
-    """Yields a local folder to fill, which is moved to `target` at the end, also in a bucket.
+    """Yields a local folder to fill, which is moved to `target`, also in a bucket, at the end.
 
-    There it is whole as soon as it holds the file `last`, or not at all.
+    `last` names the file that is moved last: `target` is complete once it holds this file.
     """
     if buckets.is_bucket(target):
         with tempfile.TemporaryDirectory() as scratch:
@@ -163,12 +166,9 @@ def use_local_copies(objects: Mapping[str, buckets.Listed]) -> Iterator[None]:
     if not objects:
         yield
         return
-    sources = cache_folder() / "sources"
-    with translate_os_errors(sources):
-        sources.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=sources) as folder:
+    with _scratch_folder() as folder:
         files = {path: epath.Path(folder) / str(number) for number, path in enumerate(objects)}
-        with translate_os_errors(sources):
+        with translate_os_errors(folder):
             _download({path: (listed, files[path]) for path, listed in objects.items()})
         token = buckets.local_copies.set({path: os.fspath(file) for path, file in files.items()})
         try:
@@ -182,30 +182,30 @@ def download_all(
     target: epath.Path,
     names: Iterable[str],
     damage: Callable[[str, epath.Path], str],
-    mend: str,
+    remedy: str,
     report: Report | None = None,
 ) -> None:
-    """Copies objects of a folder to a local one, in several streams, each checked or not there.
+    """Copies objects of a folder to a local one; a copy is complete and verified, or missing.
 
-    `names` are paths in both folders. `damage` takes such a path and the local file, which equals
-    the object, and returns what is wrong with it ("": nothing). `mend` tells what to do then.
+    `names` are paths in both folders. `damage` takes such a path and a copy, and returns what is
+    wrong with the copy ("" for nothing). `remedy` tells the user what to do then.
 
     Raises:
-      Unavailable: no answer for ten minutes, or a full disk; the files that are whole stay.
+      Unavailable: no answer for ten minutes, or a full disk; complete copies stay.
     """
-    wanted = list(names)
-    there = buckets.list_objects(source) if wanted else {}
-    for name in wanted:
-        if name not in there:
-            raise InputError(f"{source / name}: is missing; {mend}")
-    progress = _Progress(f"copy of {source}", sum(there[name].size for name in wanted), report)
-    for name in wanted:
+    names = list(names)
+    objects = buckets.list_objects(source) if names else {}
+    for name in names:
+        if name not in objects:
+            raise InputError(f"{source / name}: is missing; {remedy}")
+    progress = _Progress(f"copy of {source}", sum(objects[name].size for name in names), report)
+    for name in names:
         with translate_os_errors(target):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
         with new_file(target / name) as file:
-            _download({os.fspath(source / name): (there[name], file)}, progress.add)
-            if wrong := damage(name, file):
-                raise InputError(f"{source / name}: damaged ({wrong}); {mend}")
+            _download({os.fspath(source / name): (objects[name], file)}, progress.add)
+            if problem := damage(name, file):
+                raise InputError(f"{source / name}: damaged ({problem}); {remedy}")
 
 
 def _download(
@@ -255,16 +255,15 @@ def _download(
 def upload_all(
     source: epath.Path, target: epath.Path, files: Iterable[str], report: Report | None = None
 ) -> None:
-    """Copies files of a local folder to a bucket's, several at once; those there are not sent.
+    """Copies files of a local folder to a folder in a bucket, unless it has them already.
 
     `files` are paths in both folders.
     """
 
     def find_missing() -> list[str]:
-        there = buckets.list_objects(target)
-        return [
-            f for f in files if f not in there or not buckets.has_same_content(source / f, there[f])
-        ]
+        objects = buckets.list_objects(target)
+        same = buckets.has_same_content
+        return [f for f in files if f not in objects or not same(source / f, objects[f])]
 
     def send(name: str) -> int:
         with translate_os_errors(source / name):
@@ -272,31 +271,34 @@ def upload_all(
             return os.stat(source / name).st_size
 
     files = list(files)
-    left = find_missing()
-    progress = _Progress(
-        f"sending to {target}", sum(os.stat(source / name).st_size for name in left), report
-    )
+    missing = find_missing()
+    size = sum(os.stat(source / name).st_size for name in missing)
+    progress = _Progress(f"sending to {target}", size, report)
     with ThreadPoolExecutor(STREAMS) as pool:
-        for size in pool.map(send, left):
-            progress.add(size)
-    if left and (wrong := find_missing()):
-        raise InputError(f"{target / wrong[0]}: is not as it was sent; run again")
+        for sent in pool.map(send, missing):
+            progress.add(sent)
+    if missing and (damaged := find_missing()):
+        raise InputError(f"{target / damaged[0]}: differs from what was sent; run again")
 
 
 class _Progress:
-    """Reports the progress of a copy at times."""
+    """Reports the progress of a copy of `total` bytes at times."""
 
-    def __init__(self, what: str, total: int, report: Report | None):
-        self._what, self._total, self._report, self._done = what, total, report, 0
-        self._began = self._shown = time.monotonic()
+    def __init__(self, name: str, total: int, report: Report | None):
+        self._name, self._total, self._report, self._done = name, total, report, 0
+        self._start = self._reported = time.monotonic()
 
     def add(self, size: int) -> None:
         """Counts bytes that were copied."""
         self._done += size
         now = time.monotonic()
-        if self._report is not None and 0 < self._done < self._total and now > self._shown + _TELL:
-            self._shown, rate = now, self._done / (now - self._began)
+        if (
+            self._report is not None
+            and 0 < self._done < self._total
+            and now > self._reported + _REPORT_EVERY
+        ):
+            self._reported, rate = now, self._done / (now - self._start)
             self._report(
-                f"{self._what}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, "
+                f"{self._name}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, "
                 f"{rate / 1e6:,.0f} MB/s, {duration((self._total - self._done) / rate)} left"
             )

@@ -1,4 +1,4 @@
-"""Subclasses of gcsfs's client: one checks responses, one retries requests of Orbax and jax.
+"""Subclasses of gcsfs's client: one checks responses, one also retries requests of Orbax and JAX.
 
 This module is imported on the first use of a bucket. In our own processes, fsspec gives epath,
 Orbax and jax the class `PatientFileSystem` (see `process`).
@@ -63,16 +63,16 @@ class PatientFileSystem(CheckedFileSystem):
     _request = foreign.request_without_retries()
 
     async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
-        answers = _answers
-        answer = answers.find(method, path, args, kwargs) if answers else None
+        cache = _cache
+        answer = cache.find(method, path, args, kwargs) if cache else None
         if answer is not None:
             return answer
         backoff = retry.Backoff(_address(path, args))
         while True:
             try:
                 answer = await super()._call(method, path, *args, **kwargs)
-                if answers:
-                    answers.add(method, path, kwargs, answer)
+                if cache:
+                    cache.add(method, path, kwargs, answer)
                 return answer
             except Exception as error:
                 if not retry.is_retryable(error):
@@ -152,19 +152,19 @@ class _AnswerCache:
 
 
 # The cache in use, if any, and the last one.
-_answers: _AnswerCache | None = None
+_cache: _AnswerCache | None = None
 _previous: _AnswerCache | None = None
 
 
 @contextlib.contextmanager
 def answered_from(bucket: str, prefix: str, objects: Mapping[str, Any]) -> Iterator[None]:
     """Answers requests about a folder from a list of the folder; see `cached_lists`."""
-    global _answers, _previous
-    _previous = _answers = _AnswerCache(bucket, prefix, objects, _previous)
+    global _cache, _previous
+    _previous = _cache = _AnswerCache(bucket, prefix, objects, _previous)
     try:
         yield
     finally:
-        _answers = None
+        _cache = None
 
 
 def _compare_with_headers(headers: CIMultiDictProxy[str], content: bytes) -> None:

@@ -1,19 +1,19 @@
-"""Runs in buckets: their small files are written on this machine and uploaded by a thread.
+"""Runs in buckets: a thread uploads their small files, which are written on this machine.
 
-A failed upload is repeated half a minute later. (Corpora are copied by `copies`; Orbax writes
+A failed upload is repeated half a minute later. (`copies` copies corpora, and Orbax writes
 checkpoints to the bucket itself.)
 
     gs://B/W/OWNER       the process that owns the run
-    CACHE/runs/NAME/     the local folder of the run; .owner.json: who has written there
-    CACHE/views/NAME/    the small files of a run, downloaded to be read
+    CACHE/runs/NAME/     the local folder of a run that is written; .owner.json: its owners
+    CACHE/views/NAME/    the small files of a run that is only read
 
 A process that starts a run becomes its owner: it replaces the token in OWNER with its own. It reads
 OWNER again before each upload and each checkpoint, and ends if it finds another token. So the
 process that started last wins, and no process waits for another.
 
-If the local folder and the bucket differ at a start, it depends on the last owner which files win.
-If it wrote into this local folder, the local files win, since some of their lines may not have been
-uploaded. Otherwise another machine has continued the run, and the files in the bucket win.
+If the local folder and the bucket differ at a start, the last owner decides which files win. If
+that process wrote into this local folder, the local files win, since some of their lines may not
+have been uploaded. Otherwise another machine has continued the run, and the bucket's files win.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ import re
 import threading
 import time
 from collections.abc import Iterable
-from typing import Literal
 
 from etils import epath
 
@@ -54,28 +53,20 @@ _UPLOAD_EVERY, _UPLOAD_SHARE = 30.0, 0.05
 _KILLED_AFTER = 900.0
 
 
-def open_workdir(root: epath.PathLike, corpus_dir: str = "") -> Workdir:
-    """Opens the workdir of a run to read it; downloads the small files of a run in a bucket."""
-    return _open(root, corpus_dir, "views")
+def open_workdir(root: epath.PathLike, corpus_dir: str = "", to_write: bool = False) -> Workdir:
+    """Opens the workdir of a run, on this machine or in a bucket.
 
-
-def open_to_write(root: epath.PathLike, corpus_dir: str = "") -> Workdir:
-    """Opens the workdir of a run to write it.
-
-    The workdir of a run in a bucket is a local folder, whose files `Mirror` uploads.
+    The files of a run in a bucket are a copy on this machine. By default this function downloads
+    them. With `to_write`, `Mirror` downloads and uploads them.
     """
-    return _open(root, corpus_dir, "runs")
-
-
-def _open(root: epath.PathLike, corpus_dir: str, folder: Literal["views", "runs"]) -> Workdir:
     if not buckets.is_bucket(root):
         return Workdir(root, corpus_dir)
     remote = epath.Path(os.fspath(root).rstrip("/"))
-    local = cache_folder_of(folder, remote)
-    if folder == "views":
-        _download(remote, local, _VIEW_FILES)
-    else:
+    local = cache_folder_of("runs" if to_write else "views", remote)
+    if to_write:
         require_run_among(remote, storage_of(remote).names(remote) - {OWNER})
+    else:
+        _download(remote, local, _VIEW_FILES)
     return Workdir(local, corpus_dir, remote)
 
 
@@ -97,7 +88,7 @@ def is_running(workdir: Workdir) -> bool:
 
 
 def read_holder(workdir: Workdir, seconds: float | None = None) -> Holder | None:
-    """Returns the process that has locked a local run, or owns a run in a bucket; None: unknown."""
+    """Returns the process that holds a run: its lock, or OWNER in a bucket; None if unknown."""
     path = workdir.root / "lock" if workdir.remote is None else workdir.remote / OWNER
     with translate_os_errors(path), contextlib.suppress(FileNotFoundError):
         return Holder.parse(storage_of(path).read(path, seconds=seconds))
@@ -105,7 +96,7 @@ def read_holder(workdir: Workdir, seconds: float | None = None) -> Holder | None
 
 
 def _download(remote: epath.Path, folder: epath.Path, names: Iterable[str]) -> None:
-    """Makes files of a local folder equal to those of the bucket, or removes them."""
+    """Makes files of a local folder equal to the bucket's; removes those that it lacks."""
     objects = buckets.list_objects(remote, "/")
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,10 +121,10 @@ def cache_folder_of(kind: str, remote: epath.PathLike) -> epath.Path:
 
 
 class Mirror:
-    """Uploads the files that process `number` writes for a run in a bucket.
+    """Uploads the files of a run in a bucket that process `number` writes.
 
     Process 0, which has locked the local folder, writes the small files of the run. Every process
-    writes traces. Inside the context, a thread uploads changed files every half a minute, and takes
+    writes its traces. While entered, a thread uploads changed files every half a minute, and takes
     at most a twentieth of the time. For a local run, all methods do nothing.
     """
 
@@ -149,7 +140,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._upload_regularly, name="mirror", daemon=True)
 
     def acquire(self, me: Holder) -> None:
-        """Makes this process the owner of the run, and updates the local files if need be."""
+        """Makes this process the owner of the run; downloads files that another machine wrote."""
         self.token = me.token
         if self._remote is None:
             return
@@ -160,8 +151,8 @@ class Mirror:
             tokens.insert(0, last.token)
         else:
             _download(self._remote, self._local, RUN_FILES)
-        # The local file is written first. If this process is killed in between, OWNER still names
-        # the last owner. Its token was kept if the local files won; they win again then.
+        # First the local file: if this process is killed in between, OWNER still names the last
+        # owner, whose token is kept if the local files won. Then they win again.
         record = json.dumps({"format_version": 1, "tokens": tokens})
         write_atomic(self._local / _LOCAL_OWNERS, record)
         if self._is_first:  # tests the permission to create, then that to replace

@@ -47,7 +47,7 @@ class Storage(typing.Protocol):
     def write(
         self, path: epath.Path, text: str | Iterable[str], seconds: float | None = None
     ) -> None:
-        """Replaces the text of a file atomically."""
+        """Replaces the text of a file atomically; creates its folder."""
         ...
 
     def exists(self, path: epath.Path) -> bool:
@@ -63,7 +63,7 @@ class Storage(typing.Protocol):
         ...
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """Files on the disks of this machine, by the interface `Storage`."""
 
     is_bucket = False
@@ -71,46 +71,38 @@ class LocalStorage:
     def read(
         self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
     ) -> bytes:
-        """Returns the content of a file."""
         return epath.Path(path).read_bytes()
 
     def open(self, path: epath.PathLike) -> io.BufferedReader:
-        """Returns a file, opened for reading."""
         return open(path, "rb")
 
     def sha256(self, path: epath.PathLike) -> str:
-        """Returns the SHA-256 of a file."""
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def stat(
         self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
     ) -> tuple[int, int]:
-        """Returns size and time of a file."""
         stat = os.stat(path)
         return stat.st_size, stat.st_mtime_ns
 
     def write(
         self, path: epath.Path, text: str | Iterable[str], seconds: float | None = None
     ) -> None:
-        """Replaces the text of a file atomically; creates its folder."""
-        with create_folder(path.parent):  # which is removed again if the write fails
+        with create_folder(path.parent):  # removed again if the write fails
             write_atomic(path, text)
 
     def exists(self, path: epath.Path) -> bool:
-        """Returns whether the file exists."""
         with translate_os_errors(path):
             return path.exists()
 
     def names(self, folder: epath.PathLike) -> set[str]:
-        """Returns the names in a folder; none if it is missing."""
         with translate_os_errors(folder):
             path = epath.Path(folder)
             return {child.name for child in path.iterdir()} if path.exists() else set()
 
     def cached_lists(self, folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: lists of a local folder are quick."""
-        return contextlib.nullcontext()
+        return contextlib.nullcontext()  # lists of a local folder are quick
 
 
 _LOCAL, _BUCKETS = LocalStorage(), buckets.BucketStorage()

@@ -8,7 +8,7 @@ them.
     W/experiment.json       the resolved experiment
     W/experiment_code.py    the experiment's custom code, if it has any
     W/corpus/               the prepared corpus (see data.corpus)
-    W/checkpoints/          one folder for each saved step (see checkpoints.checkpoint)
+    W/checkpoints/          one folder for each saved step (see checkpoints.layout)
     W/metrics.jsonl         metrics: a function of experiment, corpus and step alone
     W/predictions.jsonl     sample predictions, as reproducible as the metrics
     W/timings.jsonl         times
@@ -206,8 +206,7 @@ def cache_folder() -> epath.Path:
 
 
 def absolute(path: epath.Path) -> epath.Path:
-    """Returns the absolute path."""
-    # epath would take "gs:" for the name of a folder.
+    """Returns the absolute path; a path in a bucket stays as it is."""
     return path if "://" in os.fspath(path) else path.absolute()
 
 
@@ -239,7 +238,7 @@ def new_file(path: epath.Path) -> Iterator[epath.Path]:
 
 
 def open_without_links(path: str, flags: int) -> int:
-    """Opens a file for `open`, but not a link, which could lead out of a folder of other users."""
+    """Opens a file, an `opener` of `open`; refuses a link, which another user may have placed."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -261,19 +260,19 @@ def write_json(path: epath.Path, record: dict[str, Any]) -> None:
 
 
 def _checksum(record: dict[str, Any]) -> str:
-    held = {name: value for name, value in record.items() if name != _CHECKSUM}
-    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+    content = {name: value for name, value in record.items() if name != _CHECKSUM}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_json(
     path: epath.Path,
     format_version: int,
-    mend: str = "use the bert-jax that wrote it",
-    restore: str = "put the whole file back",
+    version_remedy: str = "use the bert-jax that wrote it",
+    damage_remedy: str = "put the whole file back",
 ) -> dict[str, Any]:
     """Reads a JSON object with a `format_version`, and compares its checksum if it has one.
 
-    Error messages end with `mend` for another version, and with `restore` for a damaged file.
+    The remedies end the messages about another version and about a damaged file.
     """
     try:
         content = path.read_bytes()
@@ -282,27 +281,27 @@ def read_json(
     except OSError as error:
         if retry.is_transient(error):
             raise Unavailable(f"{path}: {error.strerror}; run again to resume") from error
-        raise InputError(f"{path}: damaged, cannot be read ({error}); {restore}") from error
-    return parse_json(content, path, format_version, mend, restore)
+        raise InputError(f"{path}: damaged, cannot be read ({error}); {damage_remedy}") from error
+    return parse_json(content, path, format_version, version_remedy, damage_remedy)
 
 
 def parse_json(
     content: bytes,
     path: epath.PathLike,
     format_version: int,
-    mend: str,
-    restore: str,
-    seal: Literal["required", "optional"] = "optional",
+    version_remedy: str,
+    damage_remedy: str,
+    checksum: Literal["required", "optional"] = "optional",
 ) -> dict[str, Any]:
     """Parses the content of a file as `read_json` does."""
-    value = json_object(content, f"{path}: damaged", restore)
+    value = json_object(content, f"{path}: damaged", damage_remedy)
     if value.get("format_version") != format_version:
         raise InputError(
             f"{path}: format_version {value.get('format_version')!r}, "
-            f"this version reads {format_version}; {mend}"
+            f"this version reads {format_version}; {version_remedy}"
         )
-    if (seal == "required" or _CHECKSUM in value) and value.get(_CHECKSUM) != _checksum(value):
-        raise InputError(f"{path}: damaged, was changed since it was written; {restore}")
+    if (checksum == "required" or _CHECKSUM in value) and value.get(_CHECKSUM) != _checksum(value):
+        raise InputError(f"{path}: damaged, was changed since it was written; {damage_remedy}")
     return value
 
 
@@ -317,7 +316,7 @@ def is_complete(folder: epath.Path) -> bool:
 
 
 # Messages for permanent errors of the file system.
-_WORDS = {
+_MESSAGES = {
     errno.EROFS: "cannot be written ({})",
     errno.EACCES: "may not be used ({})",
     errno.EPERM: "may not be used ({})",
@@ -339,8 +338,8 @@ def translate_os_errors(path: epath.PathLike) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(_FULL.format(path)) from error
-        if error.errno in _WORDS:
-            raise InputError(f"{path}: {_WORDS[error.errno].format(error.strerror)}") from error
+        if error.errno in _MESSAGES:
+            raise InputError(f"{path}: {_MESSAGES[error.errno].format(error.strerror)}") from error
         reason = f"{error.filename or path}: {error.strerror or error}"
         if retry.is_retryable(error):
             raise Unavailable(f"{reason}; run again to resume") from error
@@ -361,8 +360,8 @@ def lock(
 ) -> Iterator[Holder]:
     """Locks the folder for this process, and creates it if needed; yields the holder.
 
-    FOLDER/lock describes this process meanwhile. The lock ends with the process. If the context
-    raises and leaves no new files, the lock and a new folder are removed.
+    FOLDER/lock describes the holder. The lock ends with the process. If the context raises and
+    leaves no new files, the lock and a new folder are removed.
 
     Args:
       folder: the folder.
@@ -423,7 +422,7 @@ def _open_locked(path: epath.Path, address: epath.PathLike, setting: str) -> IO[
                     return file
             except BlockingIOError as error:
                 tries += 1
-                if tries == _LOCK_TRIES:  # `is_locked` holds the lock for a moment
+                if tries == _LOCK_TRIES:  # several, since `is_locked` holds the lock for a moment
                     file.seek(0)
                     holder = Holder.parse(file.read()) or "another process"
                     raise InputError(

@@ -61,7 +61,7 @@ def finetune(
             base = load_experiment(existing, Finetuning).init_from
     if base is not None:
         experiment = dataclasses.replace(experiment, init_from=base)
-    workdir = mirror.open_to_write(path)
+    workdir = mirror.open_workdir(path, to_write=True)
     return session.run(FinetuningJob(experiment, workdir, progress.report), progress, origin)
 
 

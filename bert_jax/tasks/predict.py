@@ -14,7 +14,7 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
-from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
+from bert_jax.checkpoints.load import Checkpoints, Restored
 from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError, printable
 from bert_jax.model import heads

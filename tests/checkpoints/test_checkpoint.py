@@ -17,9 +17,9 @@ from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint._src.path import atomicity
 from small_run import assert_same_run, hooked, pretrain, saves_in
 
-from bert_jax.checkpoints import checkpoint
-from bert_jax.checkpoints.checkpoint import Checkpoints, Damaged
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints import layout, load
+from bert_jax.checkpoints.load import Checkpoints, Damaged
+from bert_jax.checkpoints.save import Saver
 from bert_jax.config import Run
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.pretraining import loaded_model
@@ -145,7 +145,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(run):
 def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
     """So that a kill in between leaves the step of the newest."""
     seen = {}
-    look = Saves.poll
+    look = Saver.poll
 
     def watch(step, path):
         seen[step] = json.loads((copy_of_run / "other" / "saved.json").read_text())["step"]
@@ -155,7 +155,7 @@ def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
             self._orbax.wait()
         look(self)
 
-    monkeypatch.setattr(Saves, "poll", late)
+    monkeypatch.setattr(Saver, "poll", late)
     with hooked(on_save=watch):
         pretrain(pathlib.Path("small.py"), copy_of_run / "other", "run.checkpoint_every=10")
     assert seen == {10: 0, 20: 10, 22: 20}
@@ -163,9 +163,9 @@ def test_what_is_whole_is_known_before_the_next_save(copy_of_run, monkeypatch):
 
 def test_of_two_damaged_ones_of_a_step_both_are_kept(run):
     with saves_in(run) as saved:
-        assert saved.rename_damaged(22) == "damaged-22"
+        assert saved.checkpoints.folder.rename_damaged(22) == "damaged-22"
         (run / "checkpoints" / "22").mkdir()
-        assert saved.rename_damaged(22) == "damaged-22-1"
+        assert saved.checkpoints.folder.rename_damaged(22) == "damaged-22-1"
     assert names(run) == {"16", "20", "damaged-22", "damaged-22-1"}
 
 
@@ -179,7 +179,7 @@ def test_a_kill_while_newer_ones_are_removed_leaves_no_half_one(run, monkeypatch
 
     def sent():  # before anything is gone; else the next start would miss it, and end there
         assert json.loads((run / "saved.json").read_text())["step"] == 0
-        assert saved.steps == [22, 20, 16]
+        assert saved.checkpoints.steps == [22, 20, 16]
         calls.append("sent")
 
     calls = []
@@ -188,21 +188,21 @@ def test_a_kill_while_newer_ones_are_removed_leaves_no_half_one(run, monkeypatch
     monkeypatch.undo()
     assert calls == ["sent"]
     with saves_in(run) as saved:
-        assert saved.steps == [20, 16] and not saved.unreadable()
+        assert saved.checkpoints.steps == [20, 16] and not saved.checkpoints.unreadable()
         saved.delete_after(0, lambda: None)
-        assert not saved.steps
+        assert not saved.checkpoints.steps
     assert not list((run / "checkpoints").glob("*"))
 
 
 def test_one_that_goes_while_all_are_looked_at_is_not_damaged(run, monkeypatch):
-    read = checkpoint.Checkpoints.metadata
+    read = load.Checkpoints.metadata
 
     def removed(self, step):
         shutil.rmtree(run / "checkpoints" / f"{step}")  # as a run at work does
         return read(self, step)
 
-    monkeypatch.setattr(checkpoint.Checkpoints, "metadata", removed)
-    assert checkpoint.Checkpoints(epath.Path(run / "checkpoints")).unreadable() == {}
+    monkeypatch.setattr(load.Checkpoints, "metadata", removed)
+    assert load.Checkpoints(epath.Path(run / "checkpoints")).unreadable() == {}
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_one_that_goes_while_all_are_looked_at_is_not_damaged(run, monkeypatch):
 )
 def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(error, words, run, monkeypatch):
     """Nor is one for which there is too little memory."""
-    monkeypatch.setattr(checkpoint.ocp, "load", failing(error))
+    monkeypatch.setattr(load.ocp, "load", failing(error))
     with pytest.raises(InputError, match=words) as refused:
         newest(run)
     assert not isinstance(refused.value, Damaged)
@@ -245,9 +245,9 @@ def test_a_fault_that_passes_while_one_is_read_damages_nothing(error, run, monke
     """Of its metadata, of its arrays, and of the list of checkpoints."""
     monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
     for owner, name in (
-        (checkpoint.ocp, "load"),
-        (checkpoint.ocp, "metadata"),
-        (checkpoint, "checkpoint_steps"),
+        (load.ocp, "load"),
+        (load.ocp, "metadata"),
+        (layout, "checkpoint_steps"),
     ):
         monkeypatch.setattr(owner, name, failing(error, error, error, then=getattr(owner, name)))
     assert newest(run).step == 22
@@ -257,7 +257,7 @@ def test_a_fault_that_passes_while_one_is_read_damages_nothing(error, run, monke
 def test_a_read_leaves_the_number_in_names_of_barriers_as_it_is(name, run, monkeypatch):
     """Processes may read, and fail to read, unequally often, and still meet in the next save."""
     monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
-    read = getattr(checkpoint.ocp, name)
+    read = getattr(load.ocp, name)
     faults = [TimeoutError(), TimeoutError()]
 
     def fail_after(*args, **kwargs):
@@ -266,7 +266,7 @@ def test_a_read_leaves_the_number_in_names_of_barriers_as_it_is(name, run, monke
             raise faults.pop()
         return done
 
-    monkeypatch.setattr(checkpoint.ocp, name, fail_after)
+    monkeypatch.setattr(load.ocp, name, fail_after)
     operations = synchronization.OperationIdGenerator
     before = operations.next_operation_id()
     assert newest(run).step == 22 and not faults
@@ -281,7 +281,7 @@ def test_a_storage_that_stays_away_is_unavailable_and_nothing_is_renamed(run, mo
         "__kwdefaults__",
         retry.call_with_retries.__kwdefaults__ | {"seconds": 1},
     )
-    monkeypatch.setattr(checkpoint.ocp, "load", failing(OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(load.ocp, "load", failing(OSError(errno.EIO, "Input/output error")))
     with pytest.raises(Unavailable, match="out of reach for 1 seconds"):
         again(run)
     assert names(run) == KEPT
@@ -306,7 +306,7 @@ def now_and_then(function):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (checkpoint.ocp.training.Checkpointer, "save_async"),
+        (load.ocp.training.Checkpointer, "save_async"),
         (atomicity, "on_commit_callback"),
     ],
 )
@@ -365,12 +365,12 @@ def test_checksums_are_computed_once_all_have_read(run, monkeypatch):
         seen.append("checksums")
         return checksums(tree)
 
-    monkeypatch.setattr(checkpoint, "checksums", counted)
+    monkeypatch.setattr(load, "checksums", counted)
     assert newest(run, agreed).step == 20
     assert seen == ["22 read", "20 read", "checksums", "20 checked"]
 
 
-def newest(run: pathlib.Path, *agreed, folder=None) -> checkpoint.Restored:
+def newest(run: pathlib.Path, *agreed, folder=None) -> load.Restored:
     experiment = load_experiment(Workdir(run))
     mesh = mesh_lib.one_device()
     abstract = abstract_state(
@@ -407,7 +407,7 @@ def test_saved_are_the_newest_the_best_and_every_so_many(tmp_path):
             for step, loss in steps.items():
                 saved.save(step, state, {}, loss)
                 saved.wait()
-    assert saved.steps == [21, 20, 18, 9, 6]
+    assert saved.checkpoints.steps == [21, 20, 18, 9, 6]
 
 
 def test_reading_leaves_a_save_under_way_alone(run):

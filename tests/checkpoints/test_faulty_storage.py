@@ -11,8 +11,8 @@ from orbax.checkpoint._src.path import atomicity
 from small_run import saves_in
 from test_checkpoint import failing, newest
 
-from bert_jax.checkpoints import checkpoint
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints import load
+from bert_jax.checkpoints.save import Saver
 from bert_jax.config import Run
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError
@@ -30,7 +30,7 @@ def test_the_message_about_a_lost_save_names_its_own_step(error, tmp_path, monke
         saved.save(7, {"x": jnp.zeros(3)}, {})
         saved.wait_for_previous()
     assert re.findall(r"^step (\d+):", capsys.readouterr().out, re.MULTILINE) == ["7"]
-    assert saved.step == 4 and saved.steps == [4]
+    assert saved.step == 4 and saved.checkpoints.steps == [4]
 
 
 @pytest.mark.parametrize(
@@ -43,30 +43,30 @@ def test_the_message_about_a_lost_save_names_its_own_step(error, tmp_path, monke
 )
 def test_a_save_that_a_bucket_interrupts_is_repeated(error, objects, monkeypatch):
     """A stale listing and a damaged answer raise errors of many types."""
-    workdir = mirror.open_to_write(epath.Path("gs://bucket/run"))
+    workdir = mirror.open_workdir(epath.Path("gs://bucket/run"), to_write=True)
     workdir.root.mkdir(parents=True)
-    checkpointer = checkpoint.ocp.training.Checkpointer
-    with Saves(workdir, Run(), Peers(0, 1, None, 1.0), print) as saved:
+    checkpointer = load.ocp.training.Checkpointer
+    with Saver(workdir, Run(), Peers(0, 1, None, 1.0), print) as saved:
         save = failing(error, then=checkpointer.save_async)
         monkeypatch.setattr(checkpointer, "save_async", save)
         saved.save(1, {"x": jnp.zeros(3)}, {})
         saved.finish(1, None)
-        assert saved.steps == [1]
+        assert saved.checkpoints.steps == [1]
 
 
 @pytest.mark.parametrize("flips", ["once", "always"])
 def test_arrays_that_differ_are_read_once_more(flips, run, monkeypatch):
     """A bit may flip in transit, which only the checksums of a checkpoint detect."""
-    load, calls = checkpoint.ocp.load, []
+    load_state, calls = load.ocp.load, []
 
     def flip(*args):
         calls.append(args)
-        state = load(*args)
+        state = load_state(*args)
         if len(calls) == 1 or flips == "always":
             state["params"] = jax.tree.map(lambda leaf: -leaf, state["params"])
         return state
 
-    monkeypatch.setattr(checkpoint.ocp, "load", flip)
+    monkeypatch.setattr(load.ocp, "load", flip)
     if flips == "once":
         assert newest(run).step == 22 and len(calls) == 2
     else:

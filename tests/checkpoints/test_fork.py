@@ -20,7 +20,7 @@ from small_run import assert_same_run, command, final_state, killed, pretrain, w
 
 from bert_jax import config
 from bert_jax.checkpoints import fork as fork_lib
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints.save import Saver
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage.workdir import Workdir, fork_record
@@ -258,7 +258,7 @@ def test_another_vocabulary_or_a_damaged_checkpoint_is_named_and_begins_no_run(r
 
 def test_a_run_is_no_fork_for_one_that_was_killed_in_its_workdir(copy_of_run, monkeypatch):
     """Before its first save, after which a run with other settings is refused there."""
-    monkeypatch.setattr(Saves, "require_space", Mock(side_effect=Unavailable("at once")))
+    monkeypatch.setattr(Saver, "require_space", Mock(side_effect=Unavailable("at once")))
     assert call(fork(".", "w", step=16, run="run"))[0] == 74
     assert fork_record(Workdir(copy_of_run / "w"))
     assert call("pretrain small.py --workdir w --set seed=7")[0] == 74

@@ -22,7 +22,7 @@ import jax
 import pytest
 
 from bert_jax import cli
-from bert_jax.checkpoints import checkpoint
+from bert_jax.checkpoints import load
 from bert_jax.distributed import slices
 from bert_jax.storage import retry
 from bert_jax.tools.verify.child import rows_of
@@ -76,7 +76,7 @@ if WHAT == "blinded":
         def away(*args, **kwargs):
             raise OSError(errno.ESTALE, "Stale file handle")
 
-        checkpoint.ocp.load = away
+        load.ocp.load = away
 if os.environ.get("REPEATS"):
     retry.FIRST_WAIT = 0.01
     again = retry.call_with_retries

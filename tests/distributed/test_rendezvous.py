@@ -212,7 +212,7 @@ def test_of_two_that_decide_at_once_one_run_begins_or_none(addresses, monkeypatc
         return here if len(here) == 2 and not roll.is_decided else ()
 
     monkeypatch.setattr(Arrivals, "choose_slices", verdict)
-    monkeypatch.setattr(rendezvous, "_AGREE", 1.0)
+    monkeypatch.setattr(rendezvous, "_ACCEPT", 1.0)
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         calls = [pool.submit(meet, addresses, number) for number in range(6)]
         concurrent.futures.wait(calls, 4)  # a slice that is left over waits for ever

@@ -24,7 +24,7 @@ def test_a_hang_is_tried_again_also_where_no_thread_can_run(hang, code):
     program = (
         "import ctypes, time\n"
         "from bert_jax.distributed import watchdog\n"
-        "watchdog._STUCK = 1.0\n"
+        "watchdog._KILL = 1.0\n"
         "watchdog.Watchdog(1.0).reset()\n" + hang
     )
     done = command("-c", program)

@@ -11,7 +11,7 @@ from etils import epath
 from small_run import final_state
 
 from bert_jax.checkpoints import base as base_lib
-from bert_jax.checkpoints.checkpoint import Checkpoints
+from bert_jax.checkpoints.load import Checkpoints
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.mirror import open_workdir
 

@@ -246,7 +246,7 @@ def differences(of: Rehearsal, name: str, other: str) -> list[str]:
     code = (
         "import sys; from etils import epath; import jax\n"
         "from bert_jax.training import mesh\n"
-        "from bert_jax.checkpoints.checkpoint import Checkpoints\n"
+        "from bert_jax.checkpoints.load import Checkpoints\n"
         "saved = Checkpoints(epath.Path(sys.argv[1]))\n"
         "step = max(saved.steps)\n"
         "tree = saved.abstract_state(step, mesh.replicated(mesh.one_device()))\n"

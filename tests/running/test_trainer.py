@@ -20,7 +20,7 @@ from rich.console import Console
 from small_run import hooked, pretrain, saves_in
 
 from bert_jax import config
-from bert_jax.checkpoints.checkpoint import Checkpoints
+from bert_jax.checkpoints.load import Checkpoints
 from bert_jax.data import batches, plans, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
@@ -183,7 +183,7 @@ def test_a_full_disk_under_a_checkpoint_is_named(tmp_path, monkeypatch):
         def full(*_, **__):
             raise ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device")
 
-        monkeypatch.setattr(saved._checkpointer, "save_async", full)
+        monkeypatch.setattr(saved._open_orbax(), "save_async", full)
         saved.save(1, {"x": jax.numpy.zeros(3)}, {})
 
 

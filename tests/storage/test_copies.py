@@ -18,7 +18,7 @@ FILES = {"first": LARGE, "a/large": LARGE, "small": b"small", "a/empty": b""}
 @pytest.fixture(autouse=True)
 def pieces(monkeypatch):
     monkeypatch.setattr(copies, "PIECE", 1000)
-    monkeypatch.setattr(copies, "_TELL", 0.0)
+    monkeypatch.setattr(copies, "_REPORT_EVERY", 0.0)
 
 
 def filled(folder):

@@ -26,8 +26,8 @@ from etils import epath
 from fake_gcs import Fault, emptied, flipped, halved
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from bert_jax.checkpoints.checkpoint import Checkpoints
-from bert_jax.checkpoints.saves import Saves
+from bert_jax.checkpoints.load import Checkpoints
+from bert_jax.checkpoints.save import Saver
 from bert_jax.config import Run
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
@@ -98,16 +98,16 @@ def device_state() -> dict[str, jax.Array]:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), STATE)
 
 
-def open_saves() -> Saves:
-    workdir = mirror.open_to_write(RUN)
+def open_saves() -> Saver:
+    workdir = mirror.open_workdir(RUN, to_write=True)
     workdir.root.mkdir(parents=True, exist_ok=True)
-    return Saves(workdir, Run(keep_checkpoints=2), Peers(0, 1, None, 1.0), lambda line: None)
+    return Saver(workdir, Run(keep_checkpoints=2), Peers(0, 1, None, 1.0), lambda line: None)
 
 
 def save(step: int) -> None:
     """Saves a step, unless it is saved: a run that starts again resumes from the step it finds."""
     with open_saves() as run:
-        if step in run.steps:
+        if step in run.checkpoints.steps:
             return
         state = device_state()
         run.save(step, state, {"note": "x" * 40})
@@ -131,7 +131,7 @@ def list_all() -> Any:
 
 
 def push() -> None:
-    workdir = mirror.open_to_write(RUN)
+    workdir = mirror.open_workdir(RUN, to_write=True)
     workdir.root.mkdir(parents=True, exist_ok=True)
     run = mirror.Mirror(workdir)
     run.acquire(Holder.me())
@@ -141,7 +141,7 @@ def push() -> None:
 
 def set_aside_and_remove() -> None:
     with open_saves() as run:
-        run.rename_damaged(2)
+        run.checkpoints.folder.rename_damaged(2)
         run.delete_after(0, lambda: None)
 
 

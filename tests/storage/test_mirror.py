@@ -24,7 +24,7 @@ def opened(on="here"):
     os.environ["BERT_JAX_CACHE_DIR"] = str(
         pathlib.Path(os.environ["BERT_JAX_CACHE_DIR"]).parent / on
     )
-    return mirror.open_to_write(RUN)
+    return mirror.open_workdir(RUN, to_write=True)
 
 
 def started(workdir):
@@ -214,4 +214,4 @@ def test_whether_a_run_in_a_bucket_goes_on(objects):
 def test_a_folder_of_other_things_is_no_run(objects):
     objects.put("run/novel.txt", b"x", {})
     with pytest.raises(InputError, match="gs://bucket/run: holds other files and no run"):
-        mirror.open_to_write(RUN)
+        mirror.open_workdir(RUN, to_write=True)

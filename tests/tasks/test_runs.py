@@ -13,7 +13,7 @@ from compare import assert_identical
 from etils import epath
 from small_run import on_two
 
-from bert_jax.checkpoints.checkpoint import Checkpoints
+from bert_jax.checkpoints.load import Checkpoints
 from bert_jax.config import Finetuning
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.running.lines import should_stop_early

@@ -172,7 +172,7 @@ def test_a_checkpoint_is_restored_in_another_order_of_axes(slices, torus, tmp_pa
     with saves_in(tmp_path) as saved:
         saved.save(7, state, {})
         saved.wait()
-        restored = saved.restore(7, abstract[1])
+        restored = saved.checkpoints.restore(7, abstract[1])
     assert jax.tree.map(lambda leaf: leaf.sharding, restored.state) == places[1]
     assert_identical(jax.device_get(restored.state), jax.device_get(state))
 

@@ -15,7 +15,7 @@ from compare import assert_identical
 from jax import lax
 from small_run import OBJECTIVES, assert_same_run, final_state, on_eight, pretrain
 
-from bert_jax.checkpoints.checkpoint import Restored
+from bert_jax.checkpoints.load import Restored
 from bert_jax.config import Parallelism, Run
 from bert_jax.distributed.peers import Peers
 from bert_jax.errors import InputError, Unavailable
@@ -235,7 +235,7 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
 
     def delete_after(last, send):
         del send
-        saves.steps = [one for one in steps if one <= last]
+        saves.checkpoints.steps = [one for one in steps if one <= last]
 
     saves.delete_after = delete_after
     with (

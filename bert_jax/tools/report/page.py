@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from bert_jax import config
-from bert_jax.checkpoints.checkpoint import Checkpoints
+from bert_jax.checkpoints.load import Checkpoints
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import InputError, translate_parser_errors
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus

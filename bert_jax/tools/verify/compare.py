@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bert_jax.checkpoints.checkpoint import Checkpoints
+from bert_jax.checkpoints.load import Checkpoints
 from bert_jax.config import Experiment, Parallelism
 from bert_jax.errors import printable
 from bert_jax.storage.workdir import Workdir

@@ -1,0 +1,164 @@
+"""The folders of a run's checkpoints: lists, renames and deletes them.
+
+    W/checkpoints/STEP/                         a complete checkpoint
+    W/checkpoints/STEP.orbax-checkpoint-tmp/    a checkpoint that is being written or deleted
+    W/checkpoints/damaged-STEP/                 a checkpoint that was found to be damaged
+
+A checkpoint is the state of training.step and some JSON, its metadata: the experiment, the
+environment, and the sums of metrics since the last line, so that a resumed run writes the same
+lines as one without interruption. The metadata hold a checksum of every array, which is the same on
+any mesh, and one of themselves: Orbax restores a flipped bit without an error.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.utils import checkpoint_steps
+
+from bert_jax import foreign
+from bert_jax.errors import InputError, Unavailable
+from bert_jax.storage import retry
+from bert_jax.storage.storage import storage_of
+from bert_jax.storage.workdir import absolute, translate_os_errors
+
+T = TypeVar("T")
+
+FORMAT_VERSION = 2
+DAMAGED_PREFIX = "damaged-"
+# Orbax adds this to the name of an incomplete checkpoint, and deletes such folders before it saves.
+_UNFINISHED = ".orbax-checkpoint-tmp"
+# Orbax writes this file into a complete checkpoint in a bucket.
+_COMMITTED = "commit_success.txt"
+
+
+class Damaged(InputError):
+    """A checkpoint could be read completely, but differs from what was saved."""
+
+
+def list_steps(folder: epath.Path) -> list[int]:
+    """Returns the steps of complete checkpoints, newest first; does not retry."""
+    return sorted(checkpoint_steps(absolute(folder)), reverse=True) if folder.exists() else []
+
+
+class CheckpointFolder:
+    """The folder of one run's checkpoints, on a disk or in a bucket."""
+
+    def __init__(self, path: epath.Path):
+        self.path, self._storage = path, storage_of(path)
+        self._was_allowed = False  # whether a bucket has granted access before
+
+    def cached_lists(self) -> contextlib.AbstractContextManager[None]:
+        """Caches lists of the folder; nothing may change the folder inside the context."""
+        return self._storage.cached_lists(self.path)
+
+    @property
+    def steps(self) -> list[int]:
+        """Returns the steps of complete checkpoints, newest first; some may be damaged."""
+
+        return self.retry(lambda: list_steps(self.path))
+
+    def step_path(self, step: int) -> epath.Path:
+        """Returns the folder of one checkpoint."""
+        return self.path / str(step)
+
+    def retry(self, work: Callable[[], T]) -> T:
+        """Calls `work`, which uses the folder, again after each transient error."""
+        with translate_os_errors(self.path), orbax_client(self.path):
+            denied = "wait" if self._was_allowed else "refuse"
+            result = retry.call_with_retries(work, str(self.path), denied=denied)
+        self._was_allowed = self._storage.is_bucket  # tokens for buckets expire
+        return result
+
+    @contextlib.contextmanager
+    def translate_write_faults(self) -> Iterator[None]:
+        """Raises Unavailable for any error of a save or a rename in a bucket.
+
+        Such an error is transient: the run has tested its access at the start, and no other program
+        writes there. A damaged answer or a stale listing gives errors of many types.
+        """
+        try:
+            yield
+        except (OSError, ValueError) as error:  # TensorStore raises ValueError for everything
+            if not self._storage.is_bucket:
+                raise
+            reason = str(error).partition("\n")[0][:200]
+            raise Unavailable(f"{self.path}: {reason}; run again to resume") from error
+
+    def rename_damaged(self, step: int) -> str:
+        """Renames a damaged checkpoint, so that it no longer counts.
+
+        Returns its new name; "" if it does not exist. Called by process 0 only.
+        """
+        folder = self.step_path(step)
+
+        def rename() -> str:
+            if not folder.exists():
+                return ""
+            target, number = self.path / f"{DAMAGED_PREFIX}{step}", 0
+            while target.exists():  # an earlier attempt in a bucket may have moved a part of it
+                number += 1
+                target = self.path / f"{DAMAGED_PREFIX}{step}-{number}"
+            with self.translate_write_faults():  # it may have moved although the answer was lost
+                folder.rename(target)
+            if self._storage.is_bucket:  # Orbax deletes folders without this file as unfinished
+                (target / _COMMITTED).write_text("")
+            return target.name
+
+        return self.retry(rename)
+
+    def delete(self, step: int) -> None:
+        """Deletes a checkpoint; a kill leaves it complete or not counted."""
+        folder, renamed = self.step_path(step), self.path / f"{step}{_UNFINISHED}"
+
+        def rename_and_delete() -> None:
+            renamed.rmtree(missing_ok=True)
+            if folder.exists():
+                with self.translate_write_faults():
+                    folder.rename(renamed)
+                renamed.rmtree()
+
+        self.retry(rename_and_delete)
+
+    def delete_unfinished(self) -> None:
+        """Deletes incomplete checkpoints; nothing may be saving meanwhile. Ignores errors."""
+        # Orbax does the same only when it starts a save, for which the space may be needed.
+        with contextlib.suppress(Exception), orbax_client(self.path):
+            for path in self.path.glob(f"*{_UNFINISHED}"):
+                path.rmtree()
+            self.path.rmdir()
+
+
+def orbax_settings() -> ocp.Context:
+    """Returns the Orbax settings of all checkpoints."""
+    settings = ocp.Context()
+    settings.array.saving.use_compression = False
+    # Orbax's store of shapes repeats those of the arrays, and has no checksum.
+    settings.array.saving.array_metadata_store = None
+    settings.pytree.loading.partial_load = True
+    return settings
+
+
+def orbax_client(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
+    """Makes Orbax retry requests to a bucket while entered; no change for a local folder."""
+    if not storage_of(folder).is_bucket:
+        return contextlib.nullcontext()
+    return foreign.use_bucket_client(_patient_files)
+
+
+@functools.cache
+def _patient_files() -> Any:
+    from bert_jax.storage.gcs import PatientFileSystem
+
+    # No cache: lists must show new objects of other processes. etils needs the last argument.
+    return PatientFileSystem(use_listings_cache=False, finalize_on_close=True)
+
+
+def hash_json(metadata: dict[str, Any]) -> str:
+    """Returns a checksum of a checkpoint's metadata, which hold the checksums of its arrays."""
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()

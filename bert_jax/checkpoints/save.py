@@ -1,0 +1,276 @@
+"""Saves the checkpoints of a run with Orbax, and handles saves that fail.
+
+Saving is asynchronous: the state is copied and written during the next steps. A checkpoint counts
+only once it is complete. A save that fails with a transient error costs a run of one process only
+time; several processes all end and start again.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from orbax.checkpoint import multihost
+from orbax.checkpoint import v1 as ocp
+
+from bert_jax.checkpoints import layout
+from bert_jax.checkpoints.load import Checkpoints
+from bert_jax.config import Run
+from bert_jax.distributed.peers import Peers
+from bert_jax.errors import DiskFull, Unavailable
+from bert_jax.storage import retry
+from bert_jax.storage.workdir import Workdir, absolute, translate_os_errors, write_json
+from bert_jax.training.checksums import checksums
+
+
+class Saver:
+    """Saves the checkpoints of one run; must be entered while it does."""
+
+    def __init__(self, workdir: Workdir, run: Run, peers: Peers, report: Callable[[str], None]):
+        self.checkpoints = Checkpoints(workdir.checkpoints)
+        self.step = 0  # of the newest checkpoint, which may not be complete yet
+        self.unsaved_reason = ""  # why no checkpoint has the last steps; "" if one has them
+        self._previous_step = 0  # of the previous checkpoint, which is complete
+        self._is_saving = False
+        self._has_failed = False  # the current save has failed here: `wait` will raise its error
+        self._workdir, self._peers, self._report = workdir, peers, report
+        self._retention = _Retention(run)
+        self._orbax: ocp.training.Checkpointer | None = None  # opened at the first save
+        self._client = contextlib.ExitStack()  # entered with this object
+        self._delete_unfinished()  # threads of a failed save may have written files after its end
+
+    def __enter__(self) -> "Saver":
+        self._client.enter_context(layout.orbax_client(self._workdir.checkpoints))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._client:
+            try:
+                if self._orbax is not None:
+                    with self._translate_errors():
+                        self._orbax.close()
+            finally:
+                self._delete_unfinished()
+
+    def save(
+        self, done: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
+    ) -> None:
+        """Starts to save the state of training.step and the JSON, after `wait_for_previous`.
+
+        The best checkpoints have the lowest held-out loss; None if this step was not evaluated.
+
+        Raises:
+          Unavailable: transient errors lasted too long, or there are several processes.
+        """
+        content: dict[str, Any] = {"format_version": layout.FORMAT_VERSION, "step": done}
+        content |= {"checksums": checksums(state), "held_out_loss": held_out_loss, **metadata}
+        content["sha256"] = layout.hash_json(content)
+
+        def begin() -> None:
+            with self._translate_errors():
+                orbax = self._orbax or self._open_orbax()
+                self._retention.losses[done] = held_out_loss
+                orbax.save_async(done, state, force=True, custom_metadata=content)
+
+        self._retry(begin)
+        self._previous_step = self.step
+        self.step, self.unsaved_reason, self._is_saving = done, "", True
+
+    def poll(self) -> None:
+        """Notices whether the current save has failed, or has become a complete checkpoint."""
+        if self._has_failed:
+            self.wait_for_previous()  # at once: the other processes wait for this one inside Orbax
+        if self._is_saving and self._orbax and not self._orbax.is_saving_in_progress():
+            self._is_saving = False
+            with contextlib.suppress(Exception):  # does not wait for a bucket without an answer
+                if self.step in layout.list_steps(self._workdir.checkpoints):
+                    self._record(self.step)
+
+    def wait(self) -> None:
+        """Waits until the current save is on disk; deletes a failed one, and raises its error."""
+        self._has_failed = False
+        with self._translate_errors():
+            if self._orbax is not None:
+                self._orbax.wait()
+
+    def wait_for_previous(self) -> None:
+        """Waits for the previous save; if it has failed, the save that follows replaces it."""
+        with self.tolerate_full_disk(self.step):  # a failed save has freed its space
+            try:
+                self.wait()
+            except DiskFull:
+                self.step = self._previous_step
+                raise
+            except Unavailable as error:
+                self._give_up(error)
+
+    def finish(self, done: int, save: Callable[[], None] | None) -> None:
+        """Waits for the last save; repeats it with `save` if it failed with a transient error."""
+        try:
+            self.wait()
+        except Unavailable as error:
+            self._give_up(error)
+            if save is None:
+                raise
+
+            def repeat() -> None:
+                if done not in self.checkpoints.steps:  # else only a deletion has failed
+                    save()
+                    self.wait()
+
+            self._retry(repeat)
+        self._record()
+
+    def skip(self, reason: str) -> None:
+        """Records why the last steps are not saved."""
+        newest = f"the newest checkpoint is of step {self.step}"
+        self.unsaved_reason = f"not saved, since {reason}; {newest}"
+
+    @contextlib.contextmanager
+    def tolerate_full_disk(self, done: int) -> Iterator[None]:
+        """Continues without a checkpoint on a full disk if `run.when_disk_is_full` allows it."""
+        try:
+            yield
+        except DiskFull as error:
+            if self._retention.run.when_disk_is_full == "stop" or self._peers.count > 1:
+                raise
+            self.unsaved_reason = f"without a new checkpoint: {error}"
+            self._report(f"step {done}: {self.unsaved_reason}")
+
+    def require_space(self, state: Any) -> None:
+        """Reports if the disk has too little space; raises DiskFull if no checkpoint fits."""
+        if self._workdir.remote is not None or not self._peers.is_primary:
+            return
+        run, size = self._retention.run, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        free = shutil.disk_usage(self._workdir.root).free
+        # One more than are kept: an old one is deleted after the next is complete.
+        more = max(run.keep_checkpoints + run.keep_best + 1 - len(self.checkpoints.steps), 1)
+        message = f"{self._workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and "
+        message += f"{more} more checkpoints take {size / 1e6:,.1f} MB each; free some space"
+        # If the memory is too small as well, a larger disk would not help: the first step fails.
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if free < size < memory and run.when_disk_is_full == "stop":
+            raise DiskFull(f"{message} and run again")
+        if free < more * size:
+            self._report(message)
+
+    def resume_from(self, done: int) -> None:
+        """Records that the run starts from the checkpoint of this step; 0 if there is none."""
+        self.step, self.unsaved_reason = done, ""
+        self._record()
+
+    def refresh(self) -> None:
+        """Makes Orbax list checkpoints again: it would refuse to save steps of deleted ones."""
+        if self._orbax is not None:
+            self.checkpoints.folder.retry(self._orbax.reload)
+
+    def delete_after(self, step: int, send: Callable[[], None]) -> None:
+        """Deletes checkpoints after `step`, whose steps will be repeated; called by process 0 only.
+
+        `send` copies the record of the newest checkpoint to a bucket.
+        """
+        steps = self.checkpoints.steps
+        # First: a later start must not report the deleted checkpoints as lost.
+        self._record(max((number for number in steps if number <= step), default=0))
+        send()
+        for newer in [number for number in steps if number > step]:
+            self.checkpoints.folder.delete(newer)
+
+    def _open_orbax(self) -> ocp.training.Checkpointer:
+        """Opens Orbax's checkpointer; all checkpoints must be readable then."""
+        for step in self.checkpoints.steps:
+            self._retention.losses[step] = self.checkpoints.metadata(step)["held_out_loss"]
+        settings = layout.orbax_settings()
+        make_options = settings.asynchronous.v0  # Orbax's new interface lacks this option
+        settings.asynchronous.v0 = lambda: dataclasses.replace(
+            make_options(), barrier_sync_fn=self._wait_at_barrier
+        )
+        self._orbax = ocp.training.Checkpointer(
+            absolute(self._workdir.checkpoints),
+            context=settings,
+            preservation_policy=self._retention,
+            cleanup_tmp_directories=True,
+        )
+        return self._orbax
+
+    def _wait_at_barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Waits at a barrier of Orbax, unless this thread has failed to save.
+
+        By default Orbax keeps a failed thread for 20 minutes at the last barrier of the save, with
+        its error unreported, while the other processes wait for its part at an earlier barrier. The
+        processes cannot agree beforehand: a save fails after Orbax was called.
+        """
+        error = sys.exception()
+        if error is not None and threading.current_thread() is not threading.main_thread():
+            self._has_failed = True
+            raise error
+        multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+    @contextlib.contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        """Translates errors of a save; after a failure deletes its files and closes Orbax."""
+        folder = self.checkpoints.folder
+        try:
+            with translate_os_errors(folder.path), folder.translate_write_faults():
+                yield
+        except Exception:
+            # Orbax's own list of checkpoints may be wrong now.
+            orbax, self._orbax = self._orbax, None
+            with contextlib.suppress(Exception):
+                if orbax is not None:
+                    orbax.close()
+            self._delete_unfinished()
+            raise
+
+    def _delete_unfinished(self) -> None:
+        if self._peers.is_primary:
+            self.checkpoints.folder.delete_unfinished()
+
+    def _record(self, step: int | None = None) -> None:
+        """Records the newest complete checkpoint, so that a later start notices if it is lost."""
+        if self._peers.is_primary:
+            step = max(self.checkpoints.steps, default=0) if step is None else step
+            with contextlib.suppress(DiskFull):
+                write_json(self._workdir.saved, {"format_version": 1, "step": step})
+
+    def _give_up(self, error: Unavailable) -> None:
+        """Gives up the current save; with several processes, raises its error instead."""
+        if self._peers.count > 1:  # the other processes wait for this one inside Orbax
+            raise error
+        self._report(f"step {self.step}: no checkpoint was written ({error})")
+        self.step = self._previous_step
+
+    def _retry(self, work: Callable[[], None]) -> None:
+        """Does the work, again after each transient error; only once with several processes."""
+        if self._peers.count > 1:
+            work()
+        else:
+            retry.call_with_retries(work, f"{self._workdir.checkpoints}")
+
+
+class _Retention:
+    """Decides which checkpoints a run keeps; Orbax asks before it deletes some.
+
+    Orbax's `best_fn` with `max_to_keep` would delete the newest, and its metrics are files without
+    which it cannot be opened.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.losses: dict[int, float | None] = {}  # {step: held-out loss} of checkpoints
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Returns whether to keep each checkpoint, oldest first."""
+        del context
+        run, steps = self.run, [checkpoint.step for checkpoint in checkpoints]
+        losses = {step: self.losses.get(step) for step in steps}
+        evaluated = sorted((loss, step) for step, loss in losses.items() if loss is not None)
+        kept = {*steps[-run.keep_checkpoints :], *(step for _, step in evaluated[: run.keep_best])}
+        checked = (steps[-1] - 1) // run.replay_every * run.replay_every if run.replay_every else 0
+        kept.update([step for step in steps if step <= checked][-1:])
+        return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]
