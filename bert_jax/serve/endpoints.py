@@ -120,7 +120,7 @@ class PredictEndpoint:
     def __init__(self, model: TaskModel):
         self.name, self._model = model.experiment.name, model
         self._task = model.experiment.task
-        self._texts = examples_lib.texts_per_example(self._task)
+        self._texts = len(self._task.text_columns)
         self.about = f"{pluralize(self._texts, 'text')} per example"
         self.warm()
 

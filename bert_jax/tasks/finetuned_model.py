@@ -46,7 +46,7 @@ class FinetunedModel(LoadedModel):
           texts: for each example its text, or a sequence of its texts.
         """
         task, flat = self.task_model.task, list[str]()
-        count = examples_lib.texts_per_example(task)
+        count = len(task.text_columns)
         for position, example in enumerate(list_examples(texts)):
             parts = list_texts(example, f"texts[{position}]")
             if len(parts) != count:

@@ -11,28 +11,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from bert_jax.checkpoints.base import Base
+from bert_jax.config import Finetuning
 from bert_jax.model import decoder, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
-from bert_jax.tasks.rows import (
-    LENGTH_STEP,
-    Answer,
-    Answers,
-    Outputs,
-    ScoredExample,
-    Scores,
-    TaskKind,
-    TaskRows,
-    padded,
-)
 from bert_jax.tasks.rows import Batch as HostBatch
+from bert_jax.tasks.rows import TaskRows, padded, padded_length
+from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
 from bert_jax.tasks.task_objective import Batch, TaskObjective, Tree
 from bert_jax.text.tokenizer import joined
 from bert_jax.training import sharding
-
-# The arrays of a batch that the encoder reads.
-SOURCE = ("input_ids", "segment_ids", "input_mask")
 
 
 @dataclasses.dataclass
@@ -42,8 +32,6 @@ class TargetRows(TaskRows):
     # For each row int32 [n], with [CLS] and [SEP]; empty if the examples have no labels.
     targets: list[np.ndarray] = dataclasses.field(default_factory=list)
     target_limit: int = 0  # maximum length of a target without [CLS], also with padding
-    # Number of sources and of targets that were truncated.
-    cut: tuple[int, int] = (0, 0)
 
     def batch_like(self, numbers: np.ndarray, like: np.ndarray, pad_id: int) -> HostBatch:
         """Returns some rows, padded to the length of a batch of the rows `like`.
@@ -55,7 +43,7 @@ class TargetRows(TaskRows):
         batch = super().batch_like(numbers, like, pad_id)
         if self.targets:
             longest = max(len(self.targets[i]) for i in like) - 1
-            length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.target_limit)
+            length = padded_length(longest, self.target_limit)
             targets = [self.targets[i] for i in numbers]
             batch["decoder_ids"] = padded([t[:-1] for t in targets], length, pad_id, np.int32)
             batch["targets"] = padded([t[1:] for t in targets], length, pad_id, np.int32)
@@ -69,11 +57,23 @@ class Generate(TaskKind):
 
     reads, column = "decoder", "generated"
 
+    @classmethod
+    def require_libraries(cls) -> None:
+        scores.require_sacrebleu()
+
+    def make_objective(
+        self, experiment: Finetuning, base: Base, class_weights: Sequence[float] = ()
+    ) -> "GenerateObjective":
+        fields = self._objective_fields(experiment, base, class_weights)
+        ends = {"first": self.tokenizer.cls_id, "last": self.tokenizer.sep_id}
+        return GenerateObjective(**fields, **ends, length=self.task.max_target_length)
+
     def rows(self, examples: Sequence[Sentence]) -> TargetRows:
         """Returns a row for each source, with its target; both are truncated at the end."""
-        room, target_room = self._task.max_sequence_length - 2, self._task.max_target_length - 1
+        limit, target_limit = self.task.max_sequence_length, self.task.max_target_length
+        room, target_room = limit - 2, target_limit - 1
         sources = [self.encode(example.texts[0], example.location) for example in examples]
-        ids = [joined(self._tokenizer, tokens[:room], None)[0] for tokens in sources]
+        ids = [joined(self.tokenizer, tokens[:room], None)[0] for tokens in sources]
         labelled = [example for example in examples if example.label is not None]
         targets = [self.encode(str(example.label), example.location) for example in labelled]
         return TargetRows(
@@ -82,10 +82,15 @@ class Generate(TaskKind):
             {},
             {},
             [],
-            self._task.max_sequence_length,
-            targets=[joined(self._tokenizer, t[:target_room], None)[0] for t in targets],
-            target_limit=self._task.max_target_length,
-            cut=(sum(len(s) > room for s in sources), sum(len(t) > target_room for t in targets)),
+            limit,
+            cut={
+                f"texts at task.max_sequence_length={limit}": sum(len(s) > room for s in sources),
+                f"targets at task.max_target_length={target_limit}": sum(
+                    len(t) > target_room for t in targets
+                ),
+            },
+            targets=[joined(self.tokenizer, t[:target_room], None)[0] for t in targets],
+            target_limit=target_limit,
         )
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
@@ -94,7 +99,7 @@ class Generate(TaskKind):
         The outputs of a row are token ids, int32 [T], [SEP] after the end of the text.
         """
         del rows, examples
-        tok = self._tokenizer
+        tok = self.tokenizer
         special = {tok.pad_id, tok.cls_id, tok.mask_id}
         answers = []
         for ids in outputs:
@@ -123,10 +128,10 @@ class GenerateObjective(TaskObjective):
     first: int = 0  # the token that starts a text
     last: int = 0  # the token that ends a text
     length: int = 0  # maximum number of tokens of a text
+    beams: int = 1  # of the search for texts
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
-        """Returns the sharding rules of the parameters."""
         return sharding.generator_rules(self.model)
 
     def init_params(self, key: jax.Array) -> Tree:
@@ -141,11 +146,11 @@ class GenerateObjective(TaskObjective):
         generator = decoder.merge_params(self.model, params)
         return decoder.target_logits(generator, self.model, batch, noise, loop)
 
-    def texts(
-        self, beams: int, params: Any, fixed: Any, batch: Batch, noise: None, loop: Loop
+    def predict(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
-        """Returns texts found by beam search, int32 [B, length]."""
+        """Returns the token ids of texts that beam search finds, int32 [B, length]."""
         del fixed, noise
         generator = decoder.merge_params(self.model, params)
         ends = self.length, self.first, self.last
-        return decoder.search(generator, self.model, batch, loop, beams, *ends)[0]
+        return decoder.search(generator, self.model, batch, loop, self.beams, *ends)[0]

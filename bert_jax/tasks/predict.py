@@ -14,7 +14,7 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
-from bert_jax.checkpoints.checkpoint import Checkpoints, Restored
+from bert_jax.checkpoints.checkpoint import Checkpoints
 from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError, printable
 from bert_jax.model import heads
@@ -23,10 +23,9 @@ from bert_jax.process import logger
 from bert_jax.storage.workdir import Workdir, create_folder, load_experiment, write_atomic
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats, rows
-from bert_jax.tasks import scores as scores_lib
-from bert_jax.tasks.adaptation import LoadedBase, compile_forward, kind_of
-from bert_jax.tasks.examples import Example, Question, Sentence, Tally
-from bert_jax.tasks.similar import inherit_prompts, validation_task
+from bert_jax.tasks.adaptation import compile_forward, frozen_params, read_base
+from bert_jax.tasks.examples import Example, Tally
+from bert_jax.tasks.task_kind import TaskKind
 from bert_jax.tasks.task_objective import merged_params
 from bert_jax.text import records as text_records
 from bert_jax.text.tokenizer import UnknownShare
@@ -65,37 +64,36 @@ class TaskModel:
         self.experiment = dataclasses.replace(
             saved.experiment(number, Finetuning), init_from=base or newest.init_from
         )
-        loaded = _load_base(self.experiment, workdir, metadata["init_sha256"])
-        task = validation_task(self.experiment.task)
-        self.task = task.with_fields(**reading)
-        if beams is not None and task.kind != "generate":
-            raise InputError(
-                f"--beam: {workdir.address} has task.kind={task.kind}, which generates no texts; "
-                "remove --beam"
-            )
+        loaded = _read_base(self.experiment, workdir, metadata["init_sha256"])
+        # Only training has negatives.
+        self.task = self.experiment.task.with_fields(negative_column="", **reading)
         # In the order of the head's outputs; empty for regression and spans.
         self.labels = tuple(metadata["notes"]["labels"])
         self._vectors = base_lib.read_vectors(metadata["notes"]) or loaded.vectors
-        prompted = inherit_prompts(task, self._vectors) if task.kind == "similar" else task
-        self.kind = kind_of(prompted.with_fields(**reading), self.labels, loaded.tokenizer)
+        kind: TaskKind = self.task.spec.implementing_class.from_notes(
+            self.task, self.labels, loaded, metadata["notes"]
+        )
         weights = metadata["notes"].get("class_weights", ())  # older runs have none
-        if task.kind == "similar":
-            self.kind.outputs = metadata["notes"]["teacher_width"]
-        objective = loaded.objective(self.experiment, self.kind, weights)
+        objective: Any = kind.make_objective(self.experiment, loaded, weights)
+        if beams is not None and kind.reads != "decoder":
+            raise InputError(
+                f"--beam: {workdir.address} has task.kind={self.task.kind}, which generates no "
+                "texts; remove --beam"
+            )
+        if beams is not None:
+            objective = dataclasses.replace(objective, beams=beams)
         self.pooling = objective.adapt.pooling  # of the head's input
         abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
         restored = saved.read(which, {"params": abstract["params"]})
         # The trainable parameters of the checkpoint, on the devices.
         self.step, self.params = restored.step, restored.state["params"]
+        self.kind = kind.fitted(restored.metadata["notes"] | {"step": self.step})
         # The base's, with the run's dropout rates and compute type.
         self.model, self.tokenizer = objective.model, loaded.tokenizer
         # The line of metrics.jsonl with the scores of this step; None if there is none.
         self.evaluation = metrics_line(workdir, "scores", self.step)
-        if task.kind == "span" and task.no_answer == "possible":
-            self.kind = kind_of(task, self.labels, loaded.tokenizer, _threshold(restored))
-        self.fixed = loaded.fixed(objective, mesh)  # the frozen parameters
-        self._forward = compile_forward(objective, parallelism, mesh, beams or 1)
-        self._pad_id = loaded.tokenizer.pad_id
+        self.fixed = frozen_params(loaded, objective, mesh)  # the frozen parameters
+        self._forward = compile_forward(objective, parallelism, mesh)
         self.unknown = UnknownShare(loaded.tokenizer)
         self._shards = mesh_lib.batch_shards(mesh)
         # Batch sizes in examples, smallest first, after `warm`; before, the largest size so far.
@@ -118,27 +116,25 @@ class TaskModel:
     def warm(self, sizes: tuple[int, ...]) -> None:
         """Compiles the programs for examples of all lengths, in batches of these sizes only."""
         self._sizes, task = sizes, self.task
-        others = ["a"] * (examples_lib.texts_per_example(task) - 1)
+        others = ["a"] * (len(task.text_columns) - 1)
         for limit in range(
             rows.LENGTH_STEP, task.max_sequence_length + rows.LENGTH_STEP, rows.LENGTH_STEP
         ):
             # Each word is one token, so that the rows need the program of this length.
             words = " ".join(["a"] * (limit - rows.LENGTH_STEP // 2))
-            example = [words, *others] if task.kind != "span" else [*others, words]
             for size in sizes:
-                list(self.predict(examples_lib.parse_arguments(task, example * size)))
+                list(self.predict(examples_lib.parse_arguments(task, [*others, words] * size)))
 
     def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
         """Yields the answers to examples, in order; `WINDOW` examples are in memory at once.
 
         Yields:
-          JSON: the answer of `TaskKind.answers`, and the `text` or `texts` of a sentence or the
-          `question` of a span.
+          JSON: `TaskKind.inputs` and the answer of `TaskKind.answers`.
         """
         examples = iter(examples)
         while window := list(itertools.islice(examples, WINDOW)):
             outputs, _, task_rows = self.outputs(window)
-            yield from _add_inputs(window, self.kind.answers(outputs, task_rows, window))
+            yield from self._answers(outputs, task_rows, window)
 
     def score(
         self, examples: Sequence[Example], counts: Mapping[str, int]
@@ -153,17 +149,19 @@ class TaskModel:
           `step`, `loss`, `score`, `examples` and all scores by name, as in metrics.jsonl (spans use
           the run's threshold for no answer); and the answers as from `predict`.
         """
-        if self.task.kind == "generate":
-            scores_lib.require_sacrebleu()
+        self.kind.require_libraries()
         examples_lib.require_known_labels(self.labels, examples)
         outputs, loss, task_rows = self.outputs(examples)
-        scores = self.kind.scores(outputs, task_rows, examples)
-        scores |= self.kind.part_scores(outputs, self.kind.parts(examples, counts))
-        score = scores[self.task.main_score]
-        loss = 1 - score if self.task.kind == "similar" else loss
-        line = {"step": self.step, "loss": loss, "score": score}
+        parts = self.kind.parts(examples, counts)
+        line = self.kind.evaluate(outputs, loss, task_rows, examples, parts)
+        return {"step": self.step, **line}, self._answers(outputs, task_rows, examples)
+
+    def _answers(
+        self, outputs: list[np.ndarray], task_rows: rows.TaskRows, examples: Sequence[Example]
+    ) -> Iterator[dict[str, Any]]:
         answers = self.kind.answers(outputs, task_rows, examples)
-        return line | {"examples": len(examples)} | scores, _add_inputs(examples, answers)
+        pairs = zip(examples, answers, strict=True)
+        return (self.kind.inputs(example) | answer for example, answer in pairs)
 
     def score_sources(
         self, sources: Sequence[str], tally: Tally
@@ -188,50 +186,25 @@ class TaskModel:
         sizes = self._sizes or (self._largest,)
         size = next((size for size in sizes if size >= count), sizes[-1])
         size = -(-size // self._shards) * self._shards * task_rows.rows_per_example
-        batches = rows.eval_batches(task_rows, self._pad_id, size)
+        batches = rows.eval_batches(task_rows, self.tokenizer.pad_id, size)
         return *self._forward(self.params, self.fixed, batches, task_rows), task_rows
 
 
-def _add_inputs(
-    examples: Sequence[Example], answers: Iterable[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    for example, answer in zip(examples, answers, strict=True):
-        inputs: dict[str, Any] = {}
-        if isinstance(example, Sentence):
-            texts = example.texts
-            inputs = {"text": texts[0]} if len(texts) == 1 else {"texts": list(texts)}
-        elif isinstance(example, Question):
-            inputs = {"id": example.id, "question": example.question}
-        yield inputs | answer
-
-
-def _load_base(experiment: Finetuning, workdir: Workdir, sha256: str) -> LoadedBase:
+def _read_base(experiment: Finetuning, workdir: Workdir, sha256: str) -> base_lib.Base:
+    """Reads the base of a run, and raises InputError if it is not the one of training."""
     try:
-        loaded = LoadedBase.of(experiment)
+        base = read_base(experiment)
     except InputError as error:
         raise InputError(
             f"{error}; the base of {workdir.address} is {experiment.init_from}: give its current "
             "folder with --from"
         ) from error
-    if loaded.sha256 != sha256:
+    if base.sha256 != sha256:
         raise InputError(
-            f"{experiment.init_from}: its weights ({loaded.sha256[:12]}) are not those of the base "
+            f"{experiment.init_from}: its weights ({base.sha256[:12]}) are not those of the base "
             f"of {workdir.address} ({sha256[:12]}); give the folder of that base with --from"
         )
-    return loaded
-
-
-def _threshold(restored: Restored) -> float:
-    """Returns the threshold for no answer; see `SpanTask`."""
-    threshold = restored.metadata["notes"]["no_answer_threshold"]
-    if threshold is None:
-        logger.warning(
-            "step %d was not evaluated, so it has no threshold for no answer; the answer is none "
-            "wherever that scores highest",
-            restored.step,
-        )
-        return 0.0
-    return threshold
+    return base
 
 
 def predict(
@@ -297,7 +270,7 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
     """
     task = model.task
     source, suffix = file, epath.Path(out).suffix
-    if task.kind != "span":
+    if not {"csv", "tsv", "jsonl"}.isdisjoint(task.spec.sources):
         source = config.source_of("--input", task.kind, file)
     if source.partition(":")[0] not in ("csv", "tsv", "jsonl"):
         raise InputError(

@@ -9,7 +9,7 @@ Shape letters: B rows, S sequence, D width, O outputs.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,15 @@ from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_of, text_vector
 from bert_jax.tasks import tagger
-from bert_jax.tasks.rows import Learns, Reads
 from bert_jax.training import sharding
 
 Batch = dict[str, jax.Array]
 Tree = dict[str, Any]
+# Input of a task's head: the pooled output of a text, or the output of each token. `decoder` is a
+# decoder instead of a head; `vectors` are compared without a head.
+Reads = Literal["pooled", "tokens", "decoder", "vectors"]
+# Targets of a head: a label for each target, a number, or the first and last token of a span.
+Learns = Literal["labels", "numbers", "places"]
 
 HEAD_RULE = sharding.Rule("head/(kernel|bias)")
 _LORA_RULE = sharding.Rule("lora/[a-z_]+/(down|up)")
@@ -100,7 +104,7 @@ class TaskObjective:
     """The `Objective` of a task; see `training.objective`."""
 
     model: Model  # of the base, with the dropout rates and the compute type of `adapt`
-    # The next four are those of the task's `TaskKind`.
+    # The next four are those of the `TaskKind`.
     learns: Learns
     reads: Reads
     outputs: int
@@ -129,6 +133,11 @@ class TaskObjective:
             part_rules = ()
         lora = self.adapt.how == "lora"
         return [HEAD_RULE, *tagger_rules, *part_rules, *[_LORA_RULE] * lora]
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Metadata for checkpoints, as JSON."""
+        return {}
 
     @property
     def _shape(self) -> tuple[Any, ...]:
@@ -182,6 +191,12 @@ class TaskObjective:
         # The layers use the numbers below; the embeddings use num_hidden_layers.
         site = None if noise is None else noise.at(cfg.num_hidden_layers + 1)
         return tuned.head(layers.dropout(hidden, site, rate).astype(hidden.dtype))
+
+    def predict(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
+    ) -> jax.Array:
+        """Returns the outputs of each row for `TaskKind.answers`, by default the logits."""
+        return self.logits(params, fixed, batch, noise, loop)
 
     def forward(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
