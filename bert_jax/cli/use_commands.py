@@ -97,6 +97,7 @@ def predict(args: argparse.Namespace) -> int:
 def _predict_finetuned(run: Workdir, args: argparse.Namespace) -> int:
     from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks import predict as predict_lib
+    from bert_jax.tasks.finetuned_model import TaskModel
 
     if args.texts and (args.source or args.score):
         raise InputError("TEXTS: cannot be combined with --source or --score; remove TEXTS")
@@ -108,7 +109,7 @@ def _predict_finetuned(run: Workdir, args: argparse.Namespace) -> int:
         flag = flag.replace("_", "-")
         raise InputError(f"--{flag}: describes a file; name one with --source or --input")
     enable_compilation_cache()
-    model = predict_lib.TaskModel(run, args.base, args.checkpoint, args.beam, columns)
+    model = TaskModel(run, args.base, args.checkpoint, args.beam, columns)
     if args.input is not None:
         summary = predict_lib.predict_table(model, args.input, args.out)
         print_now(f"{printable(args.out)}: {printable(summary)}")
@@ -378,7 +379,7 @@ def serve(args: argparse.Namespace) -> int:
     if not is_tuned:
         reject_flags(run, ONLY_FINETUNED_REASON, {"--from": args.base})
     from bert_jax.running.environment import enable_compilation_cache
-    from bert_jax.tasks.predict import TaskModel
+    from bert_jax.tasks.finetuned_model import TaskModel
 
     try:
         from bert_jax.serve import endpoints, service
@@ -393,7 +394,7 @@ def serve(args: argparse.Namespace) -> int:
     with service.listening(args.host, args.port) as listener:
         enable_compilation_cache()
         task = TaskModel(run, args.base, args.checkpoint) if is_tuned else None
-        if task is not None and task.experiment.task.kind != "similar":
+        if task is not None and task.kind.reads != "vectors":
             _reject_vector_flags(args)
             endpoint = endpoints.PredictEndpoint(task)
         else:

@@ -25,7 +25,7 @@ from bert_jax.config.fields import (
     subset_of,
 )
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
-from bert_jax.config.task_kinds import KINDS, Kind, KindSpec, kinds_with
+from bert_jax.config.task_kinds import KINDS, LEARNED_KINDS, Kind, KindSpec, kinds_with
 from bert_jax.errors import InputError
 
 # Which layers of the encoder a tagger's BiLSTM reads; empty: no BiLSTM, only a linear head.
@@ -36,16 +36,15 @@ Features = Literal[
 # Sources that end in a split or a method instead of a path.
 _SPLIT_FORMS = {"tfds": "NAME:SPLIT", "corpus": "WORKDIR:HOW", "beir": "FOLDER:SPLIT"}
 
-_LEARNED_KINDS = tuple(kind for kind, spec in KINDS.items() if spec.learns)
 _LORA_ONLY = RequiresValue("adapt.how", ("lora",))
 
 
-def _only_for_kinds(field: str) -> RequiresValue:
+def _only(field: str) -> RequiresValue:
     return RequiresValue("kind", kinds_with(field))
 
 
-def _noted_except_for_kinds(field: str) -> RequiresValue:
-    # With other kinds these fields were never errors, so a path (`task.kind`) makes them notes.
+def _noted(field: str) -> RequiresValue:
+    # With other kinds this field was never an error, so a path (`task.kind`) makes it a note.
     return RequiresValue("task.kind", kinds_with(field))
 
 
@@ -72,7 +71,7 @@ class Task(Section, role="identity", label="task"):
     kind: Kind
     # Sources of training examples: tsv:FILE, csv:FILE, jsonl:FILE, conll:FILE, squad:FILE or
     # tfds:NAME:SPLIT; for similar also corpus:WORKDIR:HOW; for minimal_pairs none.
-    train: Annotated[tuple[str, ...], RequiresValue("kind", _LEARNED_KINDS)] = ()
+    train: Annotated[tuple[str, ...], RequiresValue("kind", LEARNED_KINDS)] = ()
     # Sources of examples to score on; for similar also beir:FOLDER:SPLIT.
     validation: tuple[str, ...]
     # Whether a broken row is an error (stop), or skipped and counted: a row with a blank text or
@@ -83,39 +82,37 @@ class Task(Section, role="identity", label="task"):
     # Column of the text, or of the first of two; for minimal_pairs of the acceptable one.
     text_column: str = "sentence"
     # Column of the second text, for kinds with two; for minimal_pairs of the unacceptable one.
-    second_column: Annotated[str, _only_for_kinds("second_column")] = ""
+    second_column: Annotated[str, _only("second_column")] = ""
     # For similar: column of a similar text that is not an answer (hard negative); empty: none.
-    negative_column: Annotated[str, _only_for_kinds("negative_column")] = ""
+    negative_column: Annotated[str, _only("negative_column")] = ""
     # For similar: prompt of queries and of the first text of a pair.
-    query_prefix: Annotated[str, _only_for_kinds("query_prefix")] = ""
+    query_prefix: Annotated[str, _only("query_prefix")] = ""
     # For similar: prompt of all other texts.
-    text_prefix: Annotated[str, _only_for_kinds("text_prefix")] = ""
+    text_prefix: Annotated[str, _only("text_prefix")] = ""
     # For choice: the columns of the texts to choose from; the first is answer 0.
-    choice_columns: Annotated[tuple[str, ...], _only_for_kinds("choice_columns")] = ()
+    choice_columns: Annotated[tuple[str, ...], _only("choice_columns")] = ()
     # Column of the answer; for generate of the text to write, for minimal_pairs of the paradigm.
     label_column: str = "label"
     # For minimal_pairs: column of the field of several paradigms, such as syntax; empty: none.
-    field_column: Annotated[str, _only_for_kinds("field_column")] = ""
+    field_column: Annotated[str, _only("field_column")] = ""
     # All labels, in order; label 1 is the positive one for `f1`; empty: those of the training
     # examples, sorted. For choice, the names of the answers; empty: 0, 1, and so on.
-    labels: Annotated[tuple[str, ...], _only_for_kinds("labels")] = ()
+    labels: Annotated[tuple[str, ...], _only("labels")] = ()
     # The score by which runs are compared; empty: the default of the kind.
     score: str = ""
     # Maximum number of tokens in a row; longer texts are truncated or read in windows.
     max_sequence_length: RowLength = 128
     # For generate: maximum number of tokens of a target text and its end; the rest is truncated.
-    max_target_length: Annotated[RowLength, _noted_except_for_kinds("max_target_length")] = 128
+    max_target_length: Annotated[RowLength, _noted("max_target_length")] = 128
     # For span: a long context is read in windows that begin this many tokens apart (SQuAD: 128 with
     # rows of 384).
-    document_stride: Annotated[PositiveCount, _noted_except_for_kinds("document_stride")] = 128
+    document_stride: Annotated[PositiveCount, _noted("document_stride")] = 128
     # For span: maximum number of tokens of a question; longer ones are truncated.
-    max_query_length: Annotated[PositiveCount, _noted_except_for_kinds("max_query_length")] = 64
+    max_query_length: Annotated[PositiveCount, _noted("max_query_length")] = 64
     # For span: maximum number of tokens in an answer.
-    max_answer_length: Annotated[PositiveCount, _noted_except_for_kinds("max_answer_length")] = 30
+    max_answer_length: Annotated[PositiveCount, _noted("max_answer_length")] = 30
     # For span: whether a question may have no answer (SQuAD 2.0).
-    no_answer: Annotated[Literal["never", "possible"], _noted_except_for_kinds("no_answer")] = (
-        "never"
-    )
+    no_answer: Annotated[Literal["never", "possible"], _noted("no_answer")] = "never"
 
     @property
     def spec(self) -> KindSpec:
@@ -131,11 +128,6 @@ class Task(Section, role="identity", label="task"):
     def ranks(self) -> bool:
         """Whether the task is scored by retrieval."""
         return all(source.startswith("beir:") for source in self.validation)
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether the task predicts one of several labels."""
-        return "labels" in self.spec.settings
 
     @property
     def text_columns(self) -> tuple[str, ...]:
@@ -200,7 +192,7 @@ class Task(Section, role="identity", label="task"):
         for name, alone, never in (("train", "corpus", "beir"), ("validation", "beir", "corpus")):
             sources = getattr(self, name)
             words = [source.partition(":")[0] for source in sources]
-            if not sources and (name == "validation" or self.spec.learns):
+            if not sources and (name == "validation" or self.kind in LEARNED_KINDS):
                 yield name, "name at least one source"
             self.require_readable(f"task.{name}", sources, columns)
             if never in words:
@@ -355,7 +347,7 @@ class Finetuning(Section, role="identity", label="finetuning"):
             if name not in spec.settings and self._value_of(name) != default:
                 kinds = ", ".join(kinds_with(name))
                 yield name, f"not for task.kind={self.task.kind}, only for {kinds}; remove it"
-        if how not in spec.adapts:
+        if spec.adapts and how not in spec.adapts:
             yield "adapt.how", f"not for task.kind={self.task.kind}; set it to {spec.adapts[0]}"
         if "vectors" in spec.settings:
             yield from self._vector_problems()

@@ -26,8 +26,8 @@ class KindSpec:
     # Settings that not all kinds have: fields of `Task`, and paths in a fine-tuning.
     settings: tuple[str, ...] = ()
     sources: tuple[str, ...] = _TABLES  # formats from which examples can be read
-    adapts: tuple[str, ...] = ("full", "frozen", "lora")  # allowed values of `adapt.how`
-    learns: bool = True  # whether a model can be fine-tuned on the kind
+    # Allowed values of `adapt.how`; (): no model can be fine-tuned on the kind.
+    adapts: tuple[str, ...] = ("full", "frozen", "lora")
     problems: Callable[[Any], Iterable[Problem]] = lambda task: ()  # checks a `Task` of the kind
 
     @functools.cached_property
@@ -108,7 +108,7 @@ KINDS = {
         ("accuracy",),
         _TWO_TEXTS,
         ("field_column",),
-        learns=False,
+        adapts=(),
         problems=_pair_problems,
     ),
     "similar": KindSpec(
@@ -121,6 +121,9 @@ KINDS = {
         adapts=("full", "lora"),
     ),
 }
+
+# Kinds on which a model can be fine-tuned.
+LEARNED_KINDS = tuple(kind for kind, spec in KINDS.items() if spec.adapts)
 
 # A value of `task.kind`. Type checkers cannot read names from a table.
 if TYPE_CHECKING:

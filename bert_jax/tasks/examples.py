@@ -377,7 +377,7 @@ def find_labels(task: Task, train: Sequence[Any]) -> tuple[str, ...]:
     labels of `choice` are 0, 1 and so on, one for each candidate. A task without label names,
     such as regression, has ().
     """
-    if not task.has_labels:
+    if "labels" not in task.spec.settings:
         return ()
     if task.labels:
         labels = task.labels

@@ -52,7 +52,7 @@ def finetune(
     If `base` is None, the base is that of the experiment, or that of the run in the workdir. The
     workdir is `root`, or runs/NAME. `origin` is described at `session.run`.
     """
-    if not experiment.task.spec.learns:
+    if not experiment.task.spec.adapts:
         raise InputError(
             f"task.kind={experiment.task.kind}: is not for training; score a run on it with "
             "`bert-jax evaluate --task FILE`, or during pre-training with run.probes"
@@ -270,7 +270,7 @@ class FinetuningJob(Job):
             )
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """Returns metadata for checkpoints, which tasks.predict and checkpoints.checkpoint read.
+        """Returns metadata for checkpoints, which `TaskModel` reads.
 
         The threshold was found at the checkpoint's step, also in a resumed run.
         """

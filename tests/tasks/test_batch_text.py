@@ -93,7 +93,8 @@ def test_labels_tags_and_answers_stand_with_their_rows_and_pieces(task, tmp_path
     shutil.rmtree(tmp_path / "run")
     setup = task("span")
     _, *lines = show(capsys, "--rows", "16")
-    answers = {q.id: q.answers[0].text if q.answers else None for q in setup._data.training.examples}
+    questions = setup._data.training.examples
+    answers = {q.id: q.answers[0].text if q.answers else None for q in questions}
     for place, text in zip(lines[::2], lines[1::2], strict=True):
         there = [word.strip("{}") for word in text.split() if word.startswith("{")]
         id_ = place.removesuffix(": not answered here").rpartition(" ")[2]

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.tasks import examples, predict, task_objective
-from bert_jax.tasks.predict import TaskModel
+from bert_jax.tasks.finetuned_model import TaskModel
 
 # Written by transformers; see tests/interop/make_task_classes.py.
 TASK_CLASSES = pathlib.Path(__file__).parents[1] / "interop" / "task_classes"
