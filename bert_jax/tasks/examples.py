@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -234,24 +234,11 @@ def example_from_cells(task: Task, location: str, values: list[Any]) -> Example:
 
 
 def sentence_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Sentence:
-    """Returns an example whose label is a name or a text."""
-    return _sentence_from_cells(task, location, texts, labels, _label_name)
-
-
-def scored_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Sentence:
-    """Returns an example whose label is a number."""
-    return _sentence_from_cells(task, location, texts, labels, _label_number)
-
-
-def _sentence_from_cells(
-    task: Task,
-    location: str,
-    texts: Cells,
-    labels: Cells,
-    parse_label: Callable[[Any, str, str], str | float],
-) -> Sentence:
+    """Returns an example whose label is a name, a text, or a number."""
     columns = zip(task.text_columns, texts, strict=True)
     checked = tuple(text_of(value, f"column {column!r}", location) for column, value in columns)
+    # Correlations compare numbers.
+    parse_label = _label_number if "spearman" in task.spec.scores else _label_name
     label = parse_label(labels[0], f"column {task.label_column!r}", location) if labels else None
     return Sentence(location, checked, label)
 

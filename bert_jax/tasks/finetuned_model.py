@@ -122,22 +122,23 @@ class TaskModel:
             yield from self._answers(outputs, task_rows, window)
 
     def score(
-        self, examples: Sequence[Example], counts: Mapping[str, int]
+        self, sources: Sequence[str], tally: Tally
     ) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-        """Returns the scores of labelled examples, and the answers to them.
+        """Returns the scores of the labelled examples of sources, and the answers to them.
 
         Args:
-          examples: of all sources, one source after the other.
-          counts: the number of examples of each source.
+          sources: as in `task.validation`; none: the validation examples of the run.
+          tally: counts the examples of each source and the broken ones.
 
         Returns:
           `step`, `loss`, `score`, `examples` and all scores by name, as in metrics.jsonl (spans use
           the run's threshold for no answer); and the answers as from `predict`.
         """
         self.kind.require_libraries()
-        examples_lib.require_known_labels(self.labels, examples)
+        known = self.task.with_fields(labels=self.labels)
+        examples = examples_lib.read(known, tuple(sources) or known.validation, "labelled", tally)
         outputs, loss, task_rows = self.outputs(examples)
-        parts = self.kind.parts(examples, counts)
+        parts = self.kind.parts(examples, tally.examples)
         line = self.kind.evaluate(outputs, loss, task_rows, examples, parts)
         return {"step": self.step, **line}, self._answers(outputs, task_rows, examples)
 
@@ -147,19 +148,6 @@ class TaskModel:
         answers = self.kind.answers(outputs, task_rows, examples)
         pairs = zip(examples, answers, strict=True)
         return (self.kind.inputs(example) | answer for example, answer in pairs)
-
-    def score_sources(
-        self, sources: Sequence[str], tally: Tally
-    ) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-        """Returns what `score` returns, for the labelled examples of sources.
-
-        Args:
-          sources: as in `task.validation`; none: the validation examples of the run.
-          tally: counts the examples of each source and the broken ones.
-        """
-        known = self.task.with_fields(labels=self.labels)
-        examples = examples_lib.read(known, tuple(sources) or known.validation, "labelled", tally)
-        return self.score(examples, tally.examples)
 
     def outputs(self, examples: Sequence[Example]) -> tuple[list[np.ndarray], float, rows.TaskRows]:
         """Returns the outputs of each row and the mean loss (as `Forward`), and the rows."""
@@ -255,5 +243,5 @@ class FinetunedModel(LoadedModel):
             examples of the run.
         """
         listed = [sources] if isinstance(sources, str) else sources
-        metrics, _ = self.task_model.score_sources(listed, Tally())
+        metrics, _ = self.task_model.score(listed, Tally())
         return metrics

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from bert_jax import config
 from bert_jax.config import Finetuning
@@ -76,20 +75,19 @@ class FinetuningJob(Job):
     objective: TaskObjective  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def read(self) -> None:
-        """Reads the base and the examples."""
         experiment = self.experiment
         experiment.task.spec.implementing_class.require_libraries()
         self._base = read_base(experiment)
         self._tallies = {"train": Tally(), "validation": Tally()}
-        self._data = read_data(experiment, self._base, self._tallies)
-        self.objective, self.data_sha256 = self._data.objective, self._data.sha256
-        draws = self._data.training.draws
+        self.data = read_data(experiment, self._base, self._tallies)
+        self.objective, self.data_sha256 = self.data.objective, self.data.sha256
+        draws = self.data.training.draws
         self._set_steps(math.ceil(experiment.epochs * draws / experiment.batch_size))
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The label of each class number; () for a task without labels."""
-        return self._data.kind.labels
+        return self.data.kind.labels
 
     def _set_steps(self, steps: int) -> None:
         """Sets the number of steps, and the schedule of the learning rate."""
@@ -97,7 +95,6 @@ class FinetuningJob(Job):
         self.optimizer = dataclasses.replace(self.experiment.optimizer, warmup_steps=warmup)
 
     def require_runnable(self, mesh: jax.sharding.Mesh) -> None:
-        """Raises InputError if the batches or the state cannot be sharded over these devices."""
         step.abstract_state(self.objective, self.optimizer, self.experiment.parallelism, mesh)
         size = self.experiment.batch_size
         parts = self.experiment.parallelism.accumulation_of(0)
@@ -133,7 +130,7 @@ class FinetuningJob(Job):
             "give all processes the same files",
         )
         experiment, tokenizer = self.experiment, self._base.tokenizer
-        data, training = self._data, self._data.training
+        data, training = self.data, self.data.training
         shards = mesh_lib.batch_shards(mesh)
         size = -(-experiment.run.eval_batch_size // shards) * shards
         size *= data.eval_rows.rows_per_example
@@ -157,10 +154,7 @@ class FinetuningJob(Job):
             "total_steps": self.total_steps,
             "examples": {"train": training.count, "validation": len(data.validation)},
             "unknown": {name: share.value for name, share in shares.items()},
-            "cut": {
-                "train": _full_share(training.rows),
-                "validation": _full_share(data.eval_rows),
-            },
+            "cut": {"train": _full_share(training.rows), "validation": _full_share(data.eval_rows)},
             "guess": guess,
             "warnings": data.warnings,
         }
@@ -171,7 +165,6 @@ class FinetuningJob(Job):
         self.evaluators = self._evaluators(record)
 
     def batches(self, done: int) -> PhaseBatches:
-        """Returns the only phase."""
         return self._phase
 
     def _evaluators(self, record: dict[str, Any]) -> tuple[Evaluator, ...]:
@@ -182,24 +175,21 @@ class FinetuningJob(Job):
                 kind, lambda n: n == step, lambda *_: evaluate(), lambda line: "", "predictions"
             )
 
-        mistakes = [once("mistakes", self.total_steps, self._mistakes)] * bool(
-            self._data.training.examples
+        scores = Evaluator(
+            "scores",
+            repeat_every(self.experiment.run.eval_every, self.total_steps),
+            self._evaluate,
+            lambda line: summary(line) + self._baseline,
         )
-        return (
-            once("task", 0, lambda: record),
-            Evaluator(
-                "scores",
-                repeat_every(self.experiment.run.eval_every, self.total_steps),
-                self._evaluate,
-                lambda line: summary(line) + self._baseline,
-            ),
-            *mistakes,
-        )
+        evaluators = once("task", 0, lambda: record), scores
+        if not self.data.training.examples:
+            return evaluators
+        return *evaluators, once("mistakes", self.total_steps, self._mistakes)
 
     def _describe(self, shares: dict[str, UnknownShare]) -> Iterator[str]:
         """Yields lines about the task, the examples and the base, and warnings."""
         experiment, task, labels = self.experiment, self.experiment.task, self.labels[:_MAX_LABELS]
-        data, training = self._data, self._data.training
+        data, training = self.data, self.data.training
         hidden = len(self.labels) - len(labels)
         more = f" and {hidden} more" if hidden else ""
         in_rows = f" in {training.draws:,} rows" if training.draws != training.count else ""
@@ -241,7 +231,6 @@ class FinetuningJob(Job):
         yield from filter(None, (share.warning(name) for name, share in shares.items()))
 
     def count_flops(self, batch: dict[str, jax.Array]) -> int:
-        """Returns the number of operations of a training step on a batch."""
         # Counted as for adapt.how=full; other ways take about as many.
         model, (count, length) = self.objective.model, batch["input_ids"].shape
         operations = flops.train_step_flops(model, count, length, 0)
@@ -251,7 +240,6 @@ class FinetuningJob(Job):
         return operations
 
     def initial_state(self, fresh: step.State) -> tuple[step.State, str]:
-        """Returns the fresh state with the base's trainable weights, and the base's hash."""
         params = dict(fresh["params"])
         if self.experiment.adapt.how == "full":
             for name, tree in base_params(self._base, self.objective).items():
@@ -262,7 +250,6 @@ class FinetuningJob(Job):
         return fresh | {"params": params}, self._base.sha256
 
     def require_same(self, metadata: dict[str, Any]) -> None:
-        """Raises InputError unless a checkpoint was trained on these examples."""
         if metadata["corpus_sha256"] != self.data_sha256:
             raise InputError(
                 f"{self.workdir.address}: the examples are not those that this run was trained on; "
@@ -270,10 +257,6 @@ class FinetuningJob(Job):
             )
 
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
-        """Returns metadata for checkpoints, which `TaskModel` reads.
-
-        The threshold was found at the checkpoint's step, also in a resumed run.
-        """
         return self.objective.notes | {
             "labels": list(self.labels),
             "no_answer_threshold": evaluation.get("no_answer_threshold"),
@@ -281,13 +264,9 @@ class FinetuningJob(Job):
             "class_weights": list(self.objective.class_weights),
         }
 
-    def scores(self, outputs: list[np.ndarray]) -> dict[str, float]:
-        """Returns all scores for the head's outputs on the validation rows."""
-        return self._data.kind.scores(outputs, self._data.eval_rows, self._data.validation)
-
     def _evaluate(self, params: Any, done: int) -> dict[str, Any]:
         """Returns the loss on the validation examples, all scores, and the main one as `score`."""
-        data = self._data
+        data = self.data
         outputs, loss = self._forward(params, self.frozen, self.eval_batches, data.eval_rows)
         line = data.kind.evaluate(outputs, loss, data.eval_rows, data.validation, self._parts)
         self._newest = outputs, data.kind.fitted(line)
@@ -296,8 +275,8 @@ class FinetuningJob(Job):
     def _mistakes(self) -> dict[str, Any]:
         """Returns the mistakes of the newest evaluation, which was at the same step."""
         outputs, kind = self._newest
-        answers = kind.answers(outputs, self._data.eval_rows, self._data.validation)
-        return kind.mistakes(answers, self._data.validation)
+        answers = kind.answers(outputs, self.data.eval_rows, self.data.validation)
+        return kind.mistakes(answers, self.data.validation)
 
 
 def _overlay(fresh: Any, tree: Any) -> Any:

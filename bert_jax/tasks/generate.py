@@ -13,6 +13,7 @@ import numpy as np
 
 from bert_jax.checkpoints.base import Base
 from bert_jax.config import Finetuning
+from bert_jax.errors import InputError
 from bert_jax.model import decoder, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import scores
@@ -52,75 +53,6 @@ class TargetRows(TaskRows):
         return batch
 
 
-class Generate(TaskKind):
-    """The kind of `generate`: there are no labels, and outputs are token ids."""
-
-    reads, column = "decoder", "generated"
-
-    @classmethod
-    def require_libraries(cls) -> None:
-        scores.require_sacrebleu()
-
-    def make_objective(
-        self, experiment: Finetuning, base: Base, class_weights: Sequence[float] = ()
-    ) -> "GenerateObjective":
-        fields = self._objective_fields(experiment, base, class_weights)
-        ends = {"first": self.tokenizer.cls_id, "last": self.tokenizer.sep_id}
-        return GenerateObjective(**fields, **ends, length=self.task.max_target_length)
-
-    def rows(self, examples: Sequence[Sentence]) -> TargetRows:
-        """Returns a row for each source, with its target; both are truncated at the end."""
-        limit, target_limit = self.task.max_sequence_length, self.task.max_target_length
-        room, target_room = limit - 2, target_limit - 1
-        sources = [self.encode(example.texts[0], example.location) for example in examples]
-        ids = [joined(self.tokenizer, tokens[:room], None)[0] for tokens in sources]
-        labelled = [example for example in examples if example.label is not None]
-        targets = [self.encode(str(example.label), example.location) for example in labelled]
-        return TargetRows(
-            ids,
-            np.array([len(row) for row in ids], np.int32),
-            {},
-            {},
-            [],
-            limit,
-            cut={
-                f"texts at task.max_sequence_length={limit}": sum(len(s) > room for s in sources),
-                f"targets at task.max_target_length={target_limit}": sum(
-                    len(t) > target_room for t in targets
-                ),
-            },
-            targets=[joined(self.tokenizer, t[:target_room], None)[0] for t in targets],
-            target_limit=target_limit,
-        )
-
-    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
-        """Returns the `generated` text for each example.
-
-        The outputs of a row are token ids, int32 [T], [SEP] after the end of the text.
-        """
-        del rows, examples
-        tok = self.tokenizer
-        special = {tok.pad_id, tok.cls_id, tok.mask_id}
-        answers = []
-        for ids in outputs:
-            ends = np.flatnonzero(ids == tok.sep_id)
-            text_ids = ids[: ends[0]] if len(ends) else ids
-            text = tok.decode([int(i) for i in text_ids if int(i) not in special])
-            answers.append({"generated": text})
-        return answers
-
-    def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Scores:
-        """Returns chrF and BLEU of the texts as one corpus."""
-        generated = [answer["generated"] for answer in self.answers(outputs, rows, examples)]
-        return scores.text_scores([str(example.label) for example in examples], generated)
-
-    def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
-        """Returns both texts, and 1 - chrF as the error."""
-        truth, generated = str(example.label), answer["generated"]
-        error = 1 - scores.text_scores([truth], [generated])["chrf"]
-        return ScoredExample([truth], [generated], error)
-
-
 @dataclasses.dataclass(frozen=True)
 class GenerateObjective(TaskObjective):
     """The `Objective` of text generation: an encoder and a decoder, both trainable."""
@@ -142,7 +74,6 @@ class GenerateObjective(TaskObjective):
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
         """Returns the logits of each next token of the targets: float32 [B, T, V]."""
-        del fixed
         generator = decoder.merge_params(self.model, params)
         return decoder.target_logits(generator, self.model, batch, noise, loop)
 
@@ -150,7 +81,68 @@ class GenerateObjective(TaskObjective):
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
         """Returns the token ids of texts that beam search finds, int32 [B, length]."""
-        del fixed, noise
         generator = decoder.merge_params(self.model, params)
         ends = self.length, self.first, self.last
         return decoder.search(generator, self.model, batch, loop, self.beams, *ends)[0]
+
+
+class Generate(TaskKind):
+    """The kind of `generate`: there are no labels, and outputs are token ids."""
+
+    reads, column = "decoder", "generated"
+    objective_class = GenerateObjective
+
+    @classmethod
+    def require_libraries(cls) -> None:
+        try:
+            import sacrebleu  # noqa: F401
+        except ImportError as error:
+            raise InputError(
+                "task.kind=generate: sacreBLEU, which scores texts, is not installed; pip install "
+                "'bert-jax[generate]'"
+            ) from error
+
+    def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
+        ends = {"first": self.tokenizer.cls_id, "last": self.tokenizer.sep_id}
+        return ends | {"length": self.task.max_target_length}
+
+    def rows(self, examples: Sequence[Sentence]) -> TargetRows:
+        """Returns a row for each source, with its target; both are truncated at the end."""
+        limit, target_limit = self.task.max_sequence_length, self.task.max_target_length
+        room, target_room = limit - 2, target_limit - 1
+        sources = [self.encode(example.texts[0], example.location) for example in examples]
+        ids = [joined(self.tokenizer, tokens[:room], None)[0] for tokens in sources]
+        labelled = [example for example in examples if example.label is not None]
+        targets = [self.encode(str(example.label), example.location) for example in labelled]
+        cut = {
+            f"texts at task.max_sequence_length={limit}": sum(len(s) > room for s in sources),
+            f"targets at task.max_target_length={target_limit}": sum(
+                len(t) > target_room for t in targets
+            ),
+        }
+        targets = [joined(self.tokenizer, t[:target_room], None)[0] for t in targets]
+        return TargetRows(ids, limit, cut=cut, targets=targets, target_limit=target_limit)
+
+    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
+        """Returns the `generated` text for each example.
+
+        The outputs of a row are token ids, int32 [T], [SEP] after the end of the text.
+        """
+        tok = self.tokenizer
+        special = {tok.pad_id, tok.cls_id, tok.mask_id}
+        answers = []
+        for ids in outputs:
+            ends = np.flatnonzero(ids == tok.sep_id)
+            text_ids = ids[: ends[0]] if len(ends) else ids
+            text = tok.decode([int(i) for i in text_ids if int(i) not in special])
+            answers.append({"generated": text})
+        return answers
+
+    def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Scores:
+        generated = [answer["generated"] for answer in self.answers(outputs, rows, examples)]
+        return scores.text_scores([str(example.label) for example in examples], generated)
+
+    def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
+        truth, generated = str(example.label), answer["generated"]
+        error = 1 - scores.text_scores([truth], [generated])["chrf"]
+        return ScoredExample([truth], [generated], error)

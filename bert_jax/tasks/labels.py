@@ -43,12 +43,10 @@ class Sentences(TaskKind):
         numbers = {}
         if examples[0].label is not None:
             numbers["targets"] = np.repeat(self._truth(examples), self.rows_per_example)
-        per_example, limit = self.rows_per_example, self.task.max_sequence_length
-        return TaskRows(ids, np.array(first, np.int32), numbers, {}, [], limit, per_example)
+        limit, per_example = self.task.max_sequence_length, self.rows_per_example
+        return TaskRows(ids, limit, first, numbers, rows_per_example=per_example)
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
-        """Returns for each example its `label`, and `probabilities` by label."""
-        del rows, examples
         answers = []
         for logits in self._example_logits(outputs):
             probabilities = np.exp(logits - logits.max())
@@ -59,7 +57,6 @@ class Sentences(TaskKind):
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Scores:
         """Returns all scores of the kind; `f1` only for two labels, of which the second is 1."""
-        del rows
         names = [n for n in self.task.spec.scores if n != "f1" or len(self.labels) == 2]
         truth, predicted = self._truth(examples), self._predicted(outputs)
         return {name: scores.score(name, truth, predicted) for name in names}
@@ -106,13 +103,11 @@ class NumberTask(Sentences):
     """The kind of `regress`: a number for each example."""
 
     learns, column, outputs = "numbers", "value", 1
-    from_cells = staticmethod(examples_lib.scored_from_cells)
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
         return [{"value": float(row[0])} for row in outputs]
 
     def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
-        """Returns both numbers; the error is their distance."""
         truth, value = float(example.label or 0), answer["value"]
         return ScoredExample([f"{truth:.4g}"], [f"{value:.4g}"], abs(value - truth))
 
@@ -134,7 +129,6 @@ class Tags(TaskKind):
 
     @staticmethod
     def from_texts(location: str, number: int, texts: Sequence[str]) -> Tagged:
-        del number
         return Tagged(location, tuple(texts[0].split()), None)
 
     def inputs(self, example: Tagged) -> dict[str, Any]:
@@ -158,12 +152,10 @@ class Tags(TaskKind):
                 tags.append(tag)
                 weights.append(weight)
                 notes.append((number, starts))
-        first = np.array([len(row) for row in ids], np.int32)
         targets = {"targets": tags, "target_weights": weights}
-        return TaskRows(ids, first, {}, targets, notes, self.task.max_sequence_length)
+        return TaskRows(ids, self.task.max_sequence_length, tokens=targets, notes=notes)
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Tagged]) -> Answers:
-        """Returns for each example its `words` and their predicted `tags`."""
         answers = [{"words": list(example.words), "tags": []} for example in examples]
         for logits, (number, starts) in zip(outputs, rows.notes, strict=True):
             answers[number]["tags"] += [self.labels[i] for i in logits[starts].argmax(axis=1)]

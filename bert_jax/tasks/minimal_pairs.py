@@ -68,7 +68,6 @@ class MinimalPairs:
         def row_log_probabilities(
             params: Any, fixed: Any, batch: Any, noise: layers.Noise | None, loop: Loop
         ) -> jax.Array:
-            del fixed
             module = heads.merge(model, params)
             ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
             hidden = encode(module.encoder, model, *ids, mask, noise, loop)

@@ -38,7 +38,7 @@ def predict(
     task = model.task
     scores, tally = None, examples_lib.Tally()
     if what == "score":
-        scores, answers = model.score_sources(sources, tally)
+        scores, answers = model.score(sources, tally)
     elif sources:
         answers = model.predict(examples_lib.iterate(task, sources, "unlabelled", tally))
     elif isinstance(texts, Sequence):
@@ -52,16 +52,13 @@ def predict(
         yield _json(_rounded(scores))
     elif out is None:
         yield from (_json(_rounded(answer)) for answer in answers)
-    _warn_of_broken(tally)
-    _warn_of_unknown(model)
+    _warn(model, tally)
 
 
-def _warn_of_broken(tally: Tally) -> None:
+def _warn(model: TaskModel, tally: Tally) -> None:
+    """Warns of broken rows and of unknown tokens."""
     if tally.broken:
         logger.warning("broken rows left out: %s", printable(str(tally)))
-
-
-def _warn_of_unknown(model: TaskModel) -> None:
     if warning := model.unknown.warning("the text"):
         logger.warning("%s", warning)
 
@@ -97,8 +94,7 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
     table_rows = _predict_rows(model, source, counts, unread, tally)
     with create_folder(epath.Path(out).parent):
         write_atomic(epath.Path(out), _table_lines(table_rows, suffix, task.header))
-    _warn_of_broken(tally)
-    _warn_of_unknown(model)
+    _warn(model, tally)
     shown = ", ".join(f"{label} {counts[label]:,}" for label in model.labels if counts[label])
     parts = [f"{counts.total() + len(unread.broken):,} rows of {file}"]
     parts += [f"predicted {shown}"] if shown else []

@@ -60,7 +60,6 @@ class Probe:
     @classmethod
     def read(cls, name: str, task: Task, most: int | None) -> "Probe":
         """Reads at most 1,000 training and validation examples each."""
-        del most
         train, validation = draw_examples(task, "train"), draw_examples(task, "validation")
         labels = examples_lib.find_labels(task, [*train, *validation])
         return cls(name, task, labels, train, validation)
@@ -148,7 +147,6 @@ class SimilarityProbe:
     majority, labels = 0.0, ()
 
     def __init__(self, name: str, task: Task, most: int | None):
-        del most
         self.name, self.task = name, task.with_fields(negative_column="")
         examples = examples_lib.read(self.task, task.validation, "labelled")
         self.examples = cast(list[examples_lib.Sentence | examples_lib.Passage], examples)

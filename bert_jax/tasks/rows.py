@@ -6,6 +6,7 @@ short texts cost little. Every process computes the padded length from the lengt
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,13 @@ class TaskRows:
     """Rows of token ids, and their targets."""
 
     ids: list[np.ndarray]  # int32 [n] for each row, with [CLS] and [SEP]
-    first: np.ndarray  # int32 [rows], number of tokens of segment 0
-    numbers: dict[str, np.ndarray]  # targets with one number per row: {name: [rows]}
-    # Targets with one number per token: {name: [n] for each row}; padded with 0.
-    tokens: dict[str, list[np.ndarray]]
-    notes: list[Any]  # data about each row, for `TaskKind.answers`
     limit: int  # maximum length, also with padding: the model may have no more positions
+    first: Any = None  # int32 [rows], number of tokens of segment 0; None: all tokens
+    # Targets with one number per row: {name: [rows]}.
+    numbers: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    # Targets with one number per token: {name: [n] for each row}; padded with 0.
+    tokens: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+    notes: Sequence[Any] = ()  # data about each row, for `TaskKind.answers`
     # Consecutive rows that form one example, such as the candidates of a choice.
     rows_per_example: int = 1
     # Numbers of truncated texts, by a description of the texts.
@@ -37,6 +39,7 @@ class TaskRows:
 
     def __post_init__(self) -> None:
         self.lengths = np.array([len(ids) for ids in self.ids], np.int32)
+        self.first = self.lengths if self.first is None else np.array(self.first, np.int32)
 
     def batch(self, numbers: np.ndarray, length: int, pad_id: int) -> Batch:
         """Returns the rows with these numbers, [B], padded to S = `length`.

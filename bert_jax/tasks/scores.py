@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from bert_jax.config import Task
-from bert_jax.errors import InputError
 from bert_jax.tasks.examples import NoAnswer, Question, text_key
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -67,17 +66,6 @@ def _correlation(name: str, truth: Any, predicted: Any) -> float:
 
 
 # --- texts --------------------------------------------------------------------------------------
-
-
-def require_sacrebleu() -> None:
-    """Raises InputError unless sacreBLEU, which scores generated texts, is installed."""
-    try:
-        import sacrebleu  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            "task.kind=generate: sacreBLEU, which scores texts, is not installed; pip install "
-            "'bert-jax[generate]'"
-        ) from error
 
 
 def text_scores(truth: Sequence[str], generated: Sequence[str]) -> dict[str, float]:

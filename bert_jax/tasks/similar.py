@@ -46,155 +46,6 @@ _Examples = Sequence[Sentence | Passage]
 _SCALE_RULE = sharding.Rule("head/scale")
 
 
-class Similar(TaskKind):
-    """The kind of `similar`: a row and a vector for each text.
-
-    `outputs` is the width of the teacher's vectors, 0 without a teacher.
-    """
-
-    reads, column, shares_rows = "vectors", "cosine", True
-    from_cells = staticmethod(examples_lib.scored_from_cells)
-
-    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
-        super().__init__(task, labels, tokenizer)
-        self._limit = task.max_sequence_length
-        self._prefixes = {"query": task.query_prefix, "document": task.text_prefix}
-        # Tokens of a text that fit behind the longer prefix, as in `CorpusPairs`.
-        longest = max(len(tokenizer.encode(x.rstrip())) for x in self._prefixes.values())
-        self._text_tokens = max(self._limit - 2 - longest, 0)
-        self.rows_per_example = len(task.text_columns)
-
-    @classmethod
-    def from_notes(
-        cls, task: Task, labels: tuple[str, ...], base: Base, notes: Mapping[str, Any]
-    ) -> "Similar":
-        vectors = base_lib.read_vectors(notes) or base.vectors
-        kind = cls(inherit_prompts(task, vectors), labels, base.tokenizer)
-        kind.outputs = notes["teacher_width"]
-        return kind
-
-    @classmethod
-    def read_training(
-        cls,
-        experiment: Finetuning,
-        base: Base,
-        tally: examples_lib.Tally,
-        teacher: Literal["run", "skip"] = "run",
-    ) -> TrainingSet:
-        task, how = inherit_prompts(experiment.task, base.vectors), experiment.vectors
-        kind = cls(task, (), base.tokenizer)
-        format_, _, path = task.train[0].partition(":")
-        if format_ == "corpus":
-            kind.rows_per_example = 2
-            pairs, sha256 = _read_corpus(kind, experiment, *path.rpartition(":")[::2])
-            return TrainingSet(kind, pairs.total, pairs, None, (), (sha256,))
-        labelled: examples_lib.Labelled = "labelled" if how.loss == "cosine" else "unlabelled"
-        if how.loss == "distil":  # only the first text of a pair has a target
-            task = dataclasses.replace(task, second_column="")
-        examples = cast(list[Sentence], examples_lib.read(task, task.train, labelled, tally))
-        rows, teacher_sha256 = kind.rows(examples), ""
-        kind.rows_per_example = rows.rows_per_example
-        if how.loss == "cosine":
-            rows.numbers["scores"] = np.repeat(_scaled(examples, how), rows.rows_per_example)
-        if how.loss == "distil" and teacher == "run":
-            targets = _teacher_vectors(how, examples)
-            rows.numbers["wanted"], kind.outputs = targets, targets.shape[1]
-            teacher_sha256 = hashlib.sha256(np.ascontiguousarray(targets).data).hexdigest()
-            if how.projection == "none" and kind.outputs != base.model.hidden_size:
-                raise InputError(
-                    f"vectors.teacher={how.teacher}: its vectors have {kind.outputs} numbers, but "
-                    f"the encoder's have {base.model.hidden_size}; set vectors.projection=linear"
-                )
-        batches = TaskBatches(rows, kind.tokenizer.pad_id, experiment.batch_size, experiment.seed)
-        identity = (examples_lib.sha256(examples, (teacher_sha256,)),)
-        pairs = [dataclasses.replace(x, texts=x.texts[:2]) for x in examples if len(x.texts) > 1]
-        keys = frozenset(map(examples_lib.text_key, pairs))
-        return TrainingSet(kind, len(examples), batches, rows, (), identity, keys)
-
-    def make_objective(
-        self, experiment: Finetuning, base: Base, class_weights: Sequence[float] = ()
-    ) -> "SimilarObjective":
-        how = experiment.vectors
-        require_comparable(how, base.model)
-        vectors = TextVectors(
-            how.pooling or (base.vectors or TextVectors()).pooling,
-            normalize=True,
-            max_length=self.task.max_sequence_length,
-            query_prefix=self.task.query_prefix,
-            text_prefix=self.task.text_prefix,
-        )
-        fields = self._objective_fields(experiment, base, class_weights)
-        return SimilarObjective(**fields, how=how, text_vectors=vectors)
-
-    def rows(self, examples: _Examples) -> TaskRows:
-        """Returns a row for each text, with its prefix; long texts are cut at the end.
-
-        Texts with equal keys are not negatives of each other. A key is computed from the tokens of
-        the text that fit into a row, without the prefix.
-        """
-        ids, keys = [], []
-        for example in examples:
-            for role, text in zip(roles_of(example), example.texts, strict=True):
-                tokens = self.encode(text, example.location)
-                prefix = self._prefixes[role]
-                row = self.encode(prefix + text, example.location) if prefix else tokens
-                ids.append(joined(self.tokenizer, row[: self._limit - 2], None)[0])
-                keys.append(zlib.crc32(np.array(tokens[: self._text_tokens], np.uint32).tobytes()))
-        first = np.array([len(row) for row in ids], np.int32)
-        numbers = {"keys": np.array(keys, np.uint32)}
-        return TaskRows(ids, first, numbers, {}, [], self._limit, len(examples[0].texts))
-
-    def answers(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Answers:
-        """Returns the `cosine` of the two texts of each example."""
-        if rows.rows_per_example == 1:
-            raise InputError(
-                f"{examples[0].location}: task.kind=similar: this is one text, but a cosine needs "
-                "two; use the run in `bert-jax embed`, `search` or `evaluate --task`"
-            )
-        return [{"cosine": float(value)} for value in _cosines(np.stack(outputs))]
-
-    def scores(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Scores:
-        """Returns correlations of cosines with the scores of pairs, or retrieval scores."""
-        del rows
-        if isinstance(examples[0], Passage):  # then all are
-            return retrieval.scores(outputs, cast(Sequence[Passage], examples))
-        pairs = cast(Sequence[Sentence], examples)
-        truth = np.array([pair.label for pair in pairs], np.float32)
-        cosines = _cosines(np.stack(outputs))
-        return {name: scores.score(name, truth, cosines) for name in ("spearman", "pearson")}
-
-
-def roles_of(example: Sentence | Passage) -> list[Role]:
-    """Returns the role of each text of an example, which decides its prefix.
-
-    The first of several texts is a query, and so is a query of a BEIR folder. Every other text has
-    the role "document", a single text too, since `embed` uses that role by default.
-    """
-    if isinstance(example, Passage):
-        return ["document" if example.relevant is None else "query"]
-    count = len(example.texts)
-    return ["query", *["document"] * (count - 1)] if count > 1 else ["document"]
-
-
-def require_comparable(how: Vectors, model: Model) -> None:
-    """Raises InputError unless an encoder's vectors support these settings."""
-    if how.dimensions and how.dimensions[-1] > model.hidden_size:
-        raise InputError(
-            f"vectors.dimensions={how.dimensions}: the encoder's vectors have {model.hidden_size} "
-            "numbers; remove the wider ones"
-        )
-    if how.pooling == "cls" and model.direction != "both":
-        raise InputError(
-            f"vectors.pooling=cls: with model.direction={model.direction} the vector of [CLS] "
-            "does not depend on the text; use mean or last"
-        )
-
-
-def _cosines(vectors: np.ndarray) -> np.ndarray:
-    """Returns the cosine of rows 0 and 1, 2 and 3, and so on, all of length 1."""
-    return (vectors[::2] * vectors[1::2]).sum(axis=-1)
-
-
 @dataclasses.dataclass(frozen=True)
 class SimilarObjective(TaskObjective):
     """The `Objective` of vectors, which compares the rows of a batch with each other."""
@@ -254,7 +105,6 @@ class SimilarObjective(TaskObjective):
         loop: Loop,
     ) -> losses_lib.Metrics:
         """Computes the metrics of rows by their vectors, float32 [B, D]."""
-        del fixed, noise, loop
         how, head, axes = self.how, params.get("head", {}), mesh_lib.manual_axes()
         if how.loss == "distil":
             if "kernel" in head:
@@ -280,6 +130,150 @@ class SimilarObjective(TaskObjective):
     ) -> losses_lib.Metrics:
         vectors = self.vectors(params, fixed, batch, noise, loop)
         return self.compare(vectors, params, fixed, batch, noise, loop)
+
+
+class Similar(TaskKind):
+    """The kind of `similar`: a row and a vector for each text.
+
+    `outputs` is the width of the teacher's vectors, 0 without a teacher.
+    """
+
+    reads, column, shares_rows = "vectors", "cosine", True
+    objective_class = SimilarObjective
+
+    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
+        super().__init__(task, labels, tokenizer)
+        self._limit = task.max_sequence_length
+        self._prefixes = {"query": task.query_prefix, "document": task.text_prefix}
+        # Tokens of a text that fit behind the longer prefix, as in `CorpusPairs`.
+        longest = max(len(tokenizer.encode(x.rstrip())) for x in self._prefixes.values())
+        self._text_tokens = max(self._limit - 2 - longest, 0)
+        self.rows_per_example = len(task.text_columns)
+
+    @classmethod
+    def from_notes(
+        cls, task: Task, labels: tuple[str, ...], base: Base, notes: Mapping[str, Any]
+    ) -> "Similar":
+        vectors = base_lib.read_vectors(notes) or base.vectors
+        kind = cls(inherit_prompts(task, vectors), labels, base.tokenizer)
+        kind.outputs = notes["teacher_width"]
+        return kind
+
+    @classmethod
+    def read_training(
+        cls,
+        experiment: Finetuning,
+        base: Base,
+        tally: examples_lib.Tally,
+        teacher: Literal["run", "skip"] = "run",
+    ) -> TrainingSet:
+        task, how = inherit_prompts(experiment.task, base.vectors), experiment.vectors
+        kind = cls(task, (), base.tokenizer)
+        format_, _, path = task.train[0].partition(":")
+        if format_ == "corpus":
+            kind.rows_per_example = 2
+            pairs, sha256 = _read_corpus(kind, experiment, *path.rpartition(":")[::2])
+            return TrainingSet(kind, pairs.total, pairs, None, (), (sha256,))
+        labelled: examples_lib.Labelled = "labelled" if how.loss == "cosine" else "unlabelled"
+        if how.loss == "distil":  # only the first text of a pair has a target
+            task = dataclasses.replace(task, second_column="")
+        examples = cast(list[Sentence], examples_lib.read(task, task.train, labelled, tally))
+        rows, teacher_sha256 = kind.rows(examples), ""
+        kind.rows_per_example = rows.rows_per_example
+        if how.loss == "cosine":
+            rows.numbers["scores"] = np.repeat(_scaled(examples, how), rows.rows_per_example)
+        if how.loss == "distil" and teacher == "run":
+            targets = _teacher_vectors(how, examples)
+            rows.numbers["wanted"], kind.outputs = targets, targets.shape[1]
+            teacher_sha256 = hashlib.sha256(np.ascontiguousarray(targets).data).hexdigest()
+            if how.projection == "none" and kind.outputs != base.model.hidden_size:
+                raise InputError(
+                    f"vectors.teacher={how.teacher}: its vectors have {kind.outputs} numbers, but "
+                    f"the encoder's have {base.model.hidden_size}; set vectors.projection=linear"
+                )
+        batches = TaskBatches(rows, kind.tokenizer.pad_id, experiment.batch_size, experiment.seed)
+        identity = (examples_lib.sha256(examples, (teacher_sha256,)),)
+        pairs = [dataclasses.replace(x, texts=x.texts[:2]) for x in examples if len(x.texts) > 1]
+        keys = frozenset(map(examples_lib.text_key, pairs))
+        return TrainingSet(kind, len(examples), batches, rows, (), identity, keys)
+
+    def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
+        how, inherited = experiment.vectors, base.vectors or TextVectors()
+        require_comparable(how, base.model)
+        vectors = TextVectors(
+            how.pooling or inherited.pooling,
+            normalize=True,
+            max_length=self.task.max_sequence_length,
+            query_prefix=self.task.query_prefix,
+            text_prefix=self.task.text_prefix,
+        )
+        return {"how": how, "text_vectors": vectors}
+
+    def rows(self, examples: _Examples) -> TaskRows:
+        """Returns a row for each text, with its prefix; long texts are cut at the end.
+
+        Texts with equal keys are not negatives of each other. A key is computed from the tokens of
+        the text that fit into a row, without the prefix.
+        """
+        ids, keys = [], []
+        for example in examples:
+            for role, text in zip(roles_of(example), example.texts, strict=True):
+                tokens = self.encode(text, example.location)
+                prefix = self._prefixes[role]
+                row = self.encode(prefix + text, example.location) if prefix else tokens
+                ids.append(joined(self.tokenizer, row[: self._limit - 2], None)[0])
+                keys.append(zlib.crc32(np.array(tokens[: self._text_tokens], np.uint32).tobytes()))
+        numbers = {"keys": np.array(keys, np.uint32)}
+        per_example = len(examples[0].texts)
+        return TaskRows(ids, self._limit, numbers=numbers, rows_per_example=per_example)
+
+    def answers(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Answers:
+        if rows.rows_per_example == 1:
+            raise InputError(
+                f"{examples[0].location}: task.kind=similar: this is one text, but a cosine needs "
+                "two; use the run in `bert-jax embed`, `search` or `evaluate --task`"
+            )
+        return [{"cosine": float(value)} for value in _cosines(np.stack(outputs))]
+
+    def scores(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Scores:
+        """Returns correlations of cosines with the scores of pairs, or retrieval scores."""
+        if isinstance(examples[0], Passage):  # then all are
+            return retrieval.scores(outputs, cast(Sequence[Passage], examples))
+        pairs = cast(Sequence[Sentence], examples)
+        truth = np.array([pair.label for pair in pairs], np.float32)
+        cosines = _cosines(np.stack(outputs))
+        return {name: scores.score(name, truth, cosines) for name in ("spearman", "pearson")}
+
+
+def roles_of(example: Sentence | Passage) -> list[Role]:
+    """Returns the role of each text of an example, which decides its prefix.
+
+    The first of several texts is a query, and so is a query of a BEIR folder. Every other text has
+    the role "document", a single text too, since `embed` uses that role by default.
+    """
+    if isinstance(example, Passage):
+        return ["document" if example.relevant is None else "query"]
+    count = len(example.texts)
+    return ["query", *["document"] * (count - 1)] if count > 1 else ["document"]
+
+
+def require_comparable(how: Vectors, model: Model) -> None:
+    """Raises InputError unless an encoder's vectors support these settings."""
+    if how.dimensions and how.dimensions[-1] > model.hidden_size:
+        raise InputError(
+            f"vectors.dimensions={how.dimensions}: the encoder's vectors have {model.hidden_size} "
+            "numbers; remove the wider ones"
+        )
+    if how.pooling == "cls" and model.direction != "both":
+        raise InputError(
+            f"vectors.pooling=cls: with model.direction={model.direction} the vector of [CLS] "
+            "does not depend on the text; use mean or last"
+        )
+
+
+def _cosines(vectors: np.ndarray) -> np.ndarray:
+    """Returns the cosine of rows 0 and 1, 2 and 3, and so on, all of length 1."""
+    return (vectors[::2] * vectors[1::2]).sum(axis=-1)
 
 
 # --- training examples ----------------------------------------------------------------------------

@@ -119,9 +119,8 @@ class SpanTask(TaskKind):
         spans = np.array(targets, np.int32)
         numbers = {"starts": spans[:, 0], "ends": spans[:, 1]}
         limit = self.task.max_sequence_length
-        segments = np.array(first, np.int32)
         cut = {f"questions at task.max_query_length={self.task.max_query_length}": cut}
-        return TaskRows(ids, segments, numbers, {}, notes, limit, cut=cut)
+        return TaskRows(ids, limit, first, numbers, notes=notes, cut=cut)
 
     def count_rows(self, example: Question, most: int) -> int:
         question = len(self.encode(example.question, example.location)[: self._longest_question])
@@ -166,7 +165,6 @@ class SpanTask(TaskKind):
         return scores.span_scores(examples, answers, "possible") | {"no_answer_threshold": limit}
 
     def score_example(self, answer: Answer, example: Question) -> ScoredExample:
-        """Returns the right texts and the answer, and 1 - F1 as the error."""
         golds = [gold.text for gold in example.answers]
         error = 1 - scores.answer_f1(answer["answer"], golds, self.task.no_answer)
         return ScoredExample([" | ".join(golds)], [answer["answer"]], error)

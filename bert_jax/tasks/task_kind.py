@@ -63,6 +63,7 @@ class TaskKind:
     # The field of an answer that a table shows; "": the label, and its probability.
     column = ""
     has_one_answer = False  # whether equal texts must have equal answers
+    objective_class: type[TaskObjective] = TaskObjective
     shares_rows = False  # whether several texts share a row in training
 
     # (task, location, cells of texts, cells of labels or []) -> example
@@ -75,7 +76,6 @@ class TaskKind:
     @staticmethod
     def from_texts(location: str, number: int, texts: Sequence[str]) -> Example:
         """Returns an unlabelled example of typed texts; `number` counts the examples."""
-        del number
         return Sentence(location, tuple(texts), None)
 
     @classmethod
@@ -96,7 +96,6 @@ class TaskKind:
 
         A kind that learns from another model computes its outputs unless `teacher` is "skip".
         """
-        del teacher
         task = experiment.task
         examples = examples_lib.read(task, task.train, "labelled", tally)
         labels = examples_lib.find_labels(task, examples)
@@ -110,24 +109,18 @@ class TaskKind:
         self, experiment: Finetuning, base: Base, class_weights: Sequence[float] = ()
     ) -> TaskObjective:
         """Returns the objective of the task over a base."""
-        return TaskObjective(**self._objective_fields(experiment, base, class_weights))
-
-    def _objective_fields(
-        self, experiment: Finetuning, base: Base, class_weights: Sequence[float] = ()
-    ) -> dict[str, Any]:
         adapt = experiment.adapt
         if base.head is not None and self.task.kind in base.head.kinds:
             adapt = dataclasses.replace(adapt, pooling=adapt.pooling or base.head.pooling)
-        return {
-            "model": base.model,
-            "learns": self.learns,
-            "reads": self.reads,
-            "outputs": self.outputs,
-            "rows_per_example": self.rows_per_example,
-            "adapt": adapt,
-            "fresh_parts": base.fresh,
-            "class_weights": tuple(class_weights),
-        }
+        return self.objective_class(
+            *(base.model, self.learns, self.reads, self.outputs, self.rows_per_example, adapt),
+            *(base.fresh, tuple(class_weights)),
+            **self.objective_fields(experiment, base),
+        )
+
+    def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
+        """Returns the fields of the objective that not all kinds have."""
+        return {}
 
     # --- rows and answers -----------------------------------------------------------------------
 
@@ -142,7 +135,6 @@ class TaskKind:
 
     def count_rows(self, example: Any, most: int) -> int:
         """Returns the number of rows of an example; stops counting above `most`."""
-        del example, most
         return 1
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Any]) -> Answers:
@@ -159,7 +151,6 @@ class TaskKind:
         cls, task: Task, labels: tuple[str, ...], base: Base, notes: Mapping[str, Any]
     ) -> Self:
         """Returns the kind of a trained run, with the `notes` of its checkpoint."""
-        del notes
         return cls(task, labels, base.tokenizer)
 
     def fitted(self, values: Mapping[str, Any]) -> Self:
@@ -167,7 +158,6 @@ class TaskKind:
 
         `values` are the scores of the evaluation, or the notes of a checkpoint with its `step`.
         """
-        del values
         return self
 
     # --- scores ---------------------------------------------------------------------------------

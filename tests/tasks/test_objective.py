@@ -301,7 +301,7 @@ def test_a_task_of_the_same_kind_and_labels_begins_with_the_head_of_its_base(kin
     )
     base = base_lib.Base(None, {}, None, head=held)
     setup = FinetuningJob.__new__(FinetuningJob)
-    setup._base, setup._data = (
+    setup._base, setup.data = (
         base,
         types.SimpleNamespace(kind=types.SimpleNamespace(labels=labels)),
     )
