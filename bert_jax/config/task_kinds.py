@@ -8,7 +8,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from bert_jax.config.fields import Problem
 
@@ -64,20 +64,15 @@ def _span_problems(task: Any) -> Iterator[Problem]:
 
 
 _TWO_TEXTS = ("text_column", "second_column")
+_PAIR: Any = {"text_columns": _TWO_TEXTS, "problems": _pair_problems}
 _LABEL_SCORES = ("accuracy", "f1", "macro_f1", "micro_f1", "matthews")
 _LABEL_SETTINGS = ("labels", "class_weights", "adapt.pooling")
 
 KINDS = {
     "classify": KindSpec("labels:Sentences", _LABEL_SCORES, settings=_LABEL_SETTINGS),
-    "pair": KindSpec(
-        "labels:Sentences", _LABEL_SCORES, _TWO_TEXTS, _LABEL_SETTINGS, problems=_pair_problems
-    ),
+    "pair": KindSpec("labels:Sentences", _LABEL_SCORES, settings=_LABEL_SETTINGS, **_PAIR),
     "regress": KindSpec(
-        "labels:NumberTask",
-        ("spearman", "pearson"),
-        _TWO_TEXTS,
-        ("adapt.pooling",),
-        problems=_pair_problems,
+        "labels:NumberTask", ("spearman", "pearson"), settings=("adapt.pooling",), **_PAIR
     ),
     "choice": KindSpec(
         "labels:Choices",
@@ -104,12 +99,7 @@ KINDS = {
         "generate:Generate", ("chrf", "bleu"), settings=("max_target_length",), adapts=("full",)
     ),
     "minimal_pairs": KindSpec(
-        "minimal_pairs:PairKind",
-        ("accuracy",),
-        _TWO_TEXTS,
-        ("field_column",),
-        adapts=(),
-        problems=_pair_problems,
+        "minimal_pairs:PairKind", ("accuracy",), settings=("field_column",), adapts=(), **_PAIR
     ),
     "similar": KindSpec(
         "similar:Similar",
@@ -125,11 +115,8 @@ KINDS = {
 # Kinds on which a model can be fine-tuned.
 LEARNED_KINDS = tuple(kind for kind, spec in KINDS.items() if spec.adapts)
 
-# A value of `task.kind`. Type checkers cannot read names from a table.
-if TYPE_CHECKING:
-    Kind = str
-else:
-    Kind = Literal[tuple(KINDS)]
+# A value of `task.kind`.
+Kind = Literal[tuple(KINDS)]  # pyrefly: ignore[invalid-literal]
 
 
 def kinds_with(setting: str) -> tuple[str, ...]:

@@ -66,11 +66,6 @@ class Tagged:
         return (" ".join(self.words),)
 
     @property
-    def label(self) -> tuple[str, ...] | None:
-        """The tags."""
-        return self.tags
-
-    @property
     def label_names(self) -> tuple[str, ...]:
         """The tags; () for an unlabelled example."""
         return self.tags or ()

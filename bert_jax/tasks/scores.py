@@ -243,7 +243,7 @@ def data_warnings(
         answers: dict[int, Any] = {}
         ambiguous: dict[int, str] = {}  # by text, the location of its second answer
         for example in split:
-            key, answer = text_key(example), example.label
+            key, answer = text_key(example), example.label_names or example.label
             if answers.setdefault(key, answer) != answer:
                 ambiguous.setdefault(key, example.location)
         if ambiguous:
