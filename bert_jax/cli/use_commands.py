@@ -97,7 +97,6 @@ def predict(args: argparse.Namespace) -> int:
 def _predict_finetuned(run: Workdir, args: argparse.Namespace) -> int:
     from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks import predict as predict_lib
-    from bert_jax.tasks.finetuned_model import TaskModel
 
     if args.texts and (args.source or args.score):
         raise InputError("TEXTS: cannot be combined with --source or --score; remove TEXTS")
@@ -109,7 +108,7 @@ def _predict_finetuned(run: Workdir, args: argparse.Namespace) -> int:
         flag = flag.replace("_", "-")
         raise InputError(f"--{flag}: describes a file; name one with --source or --input")
     enable_compilation_cache()
-    model = TaskModel(run, args.base, args.checkpoint, args.beam, columns)
+    model = predict_lib.TaskModel(run, args.base, args.checkpoint, args.beam, columns)
     if args.input is not None:
         summary = predict_lib.predict_table(model, args.input, args.out)
         print_now(f"{printable(args.out)}: {printable(summary)}")

@@ -31,11 +31,6 @@ class Passage:
     # For a query, the grades above 0 of texts by text id; None for a text.
     relevant: Mapping[str, int] | None = None
 
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The text alone; other examples have several."""
-        return (self.text,)
-
 
 def read(path: str, split: str) -> list[Passage]:
     """Returns the queries that have judgements, then all texts, in the order of the files.

@@ -15,9 +15,8 @@ from bert_jax.errors import InputError
 from bert_jax.model import flops
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage import mirror
-from bert_jax.tasks import tagger
 from bert_jax.tasks.rows import INPUT_NAMES, Batch, TaskRows, eval_batches
-from bert_jax.tasks.task_objective import TaskObjective, part_below_head
+from bert_jax.tasks.task_objective import TaskObjective, part_below_head, require_tagger_layers
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
@@ -129,7 +128,7 @@ def require_usable(model: Model, experiment: Finetuning, where: str) -> None:
                 f"task.{name}={getattr(task, name)}: longer than the position table of {where}, "
                 f"{model.max_position_embeddings}"
             )
-    tagger.require_layers(model, experiment.adapt.features, where)
+    require_tagger_layers(model, experiment.adapt.features, where)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

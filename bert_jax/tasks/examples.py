@@ -114,12 +114,17 @@ class MinimalPair:
 Example = Sentence | Tagged | Question | MinimalPair | Passage
 
 
+def texts_of(example: Example) -> tuple[str, ...]:
+    """Returns the texts of an example."""
+    return (example.text,) if isinstance(example, Passage) else example.texts
+
+
 def text_key(example: Example) -> int:
     """Returns a hash of all texts of an example.
 
     Differences in Unicode normalization (NFKC) and in surrounding white space do not matter.
     """
-    return hash(tuple(unicodedata.normalize("NFKC", text).strip() for text in example.texts))
+    return hash(tuple(unicodedata.normalize("NFKC", text).strip() for text in texts_of(example)))
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -217,14 +217,14 @@ class Similar(TaskKind):
         """
         ids, keys = [], []
         for example in examples:
-            for role, text in zip(roles_of(example), example.texts, strict=True):
+            for role, text in zip(roles_of(example), examples_lib.texts_of(example), strict=True):
                 tokens = self.encode(text, example.location)
                 prefix = self._prefixes[role]
                 row = self.encode(prefix + text, example.location) if prefix else tokens
                 ids.append(joined(self.tokenizer, row[: self._limit - 2], None)[0])
                 keys.append(zlib.crc32(np.array(tokens[: self._text_tokens], np.uint32).tobytes()))
         numbers = {"keys": np.array(keys, np.uint32)}
-        per_example = len(examples[0].texts)
+        per_example = len(examples_lib.texts_of(examples[0]))
         return TaskRows(ids, self._limit, numbers=numbers, rows_per_example=per_example)
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Answers:

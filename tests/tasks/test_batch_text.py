@@ -36,9 +36,8 @@ def task(tmp_path, monkeypatch):
 
 def batch_of(setup, number, size):
     cfg = setup.experiment
-    batches = TaskBatches(
-        setup.data.training.rows, tuned.PIECES.index("[PAD]"), cfg.batch_size, cfg.seed
-    )
+    rows, pad_id = setup.data.training.rows, tuned.PIECES.index("[PAD]")
+    batches = TaskBatches(rows, pad_id, cfg.batch_size, cfg.seed)
     return batches.batch(number, np.arange(size))
 
 

@@ -19,8 +19,7 @@ GIVEN = ["wa", "wb", "wc", "", "", "wa"]
 
 
 def line_of(kind, answers, examples, **settings):
-    task, labels = kinds.task(kind, **settings), kinds.LABELS[kind]
-    of = task_kind.kind_of(task, labels, kinds.TOKENIZER)
+    of = task_kind.kind_of(kinds.task(kind, **settings), kinds.LABELS[kind], kinds.TOKENIZER)
     return of.mistakes(answers, examples)
 
 

@@ -299,12 +299,9 @@ def test_a_task_of_the_same_kind_and_labels_begins_with_the_head_of_its_base(kin
     held = base_lib.Head(
         ("classify", "pair"), ("a", "b", "c"), np.arange(6.0).reshape(2, 3), np.arange(3.0)
     )
-    base = base_lib.Base(None, {}, None, head=held)
     setup = FinetuningJob.__new__(FinetuningJob)
-    setup._base, setup.data = (
-        base,
-        types.SimpleNamespace(kind=types.SimpleNamespace(labels=labels)),
-    )
+    setup._base = base_lib.Base(None, {}, None, head=held)
+    setup.data = types.SimpleNamespace(kind=types.SimpleNamespace(labels=labels))
     setup.experiment = Finetuning(name="x", task=kinds.task(kind), adapt=Adapt(how="frozen"))
     fresh = {"kernel": jnp.full((2, 3), 9.0), "bias": jnp.full(3, 9.0)}
     state, _ = setup.initial_state({"params": {"head": fresh}, "step": 0})

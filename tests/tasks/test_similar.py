@@ -127,8 +127,7 @@ def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
     monkeypatch.setattr(similar.OpenCorpus, "open", lambda folder: prepared)
     monkeypatch.setattr(similar.corpus, "open_stream", lambda folder, split: documents)
     experiment = Finetuning(name="x", task=task, batch_size=2)
-    base = Base(kinds.MODEL, {}, ours)
-    training = Similar.read_training(experiment, base, Tally())
+    training = Similar.read_training(experiment, Base(kinds.MODEL, {}, ours), Tally())
     batch = training.batches.batch(0, np.arange(2))
     found = [
         row[mask > 0].tolist()
