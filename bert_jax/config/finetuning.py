@@ -126,7 +126,7 @@ class Task(Section, role="identity", label="task"):
 
     @property
     def ranks(self) -> bool:
-        """Whether the task is scored by retrieval."""
+        """Returns whether the task is scored by retrieval."""
         return all(source.startswith("beir:") for source in self.validation)
 
     @property

@@ -17,7 +17,7 @@ _TABLES = ("tsv", "csv", "jsonl", "tfds")
 
 @dataclass(frozen=True)
 class KindSpec:
-    """What the config knows about a kind of task."""
+    """The settings and checks of a kind of task."""
 
     implementation: str  # MODULE:CLASS of `bert_jax.tasks`
     scores: tuple[str, ...]  # allowed values of `task.score`; the first is the default

@@ -230,7 +230,7 @@ def example_from_cells(task: Task, location: str, values: list[Any]) -> Example:
     """Builds an example from the cells of its text columns and, if read, its label columns."""
     count = len(task.text_columns)
     kind = task.spec.implementing_class
-    return kind.from_cells(task, location, values[:count], values[count:])
+    return kind.parse_cells(task, location, values[:count], values[count:])
 
 
 def sentence_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Sentence:
@@ -351,7 +351,7 @@ def _parse_typed(task: Task, location: str, texts: Sequence[str], number: int) -
             f"write {'<tab>'.join(columns)} in a line, or give each text as one argument"
         )
     checked = [text_of(text, f"text {i}", location) for i, text in enumerate(texts, 1)]
-    return task.spec.implementing_class.from_texts(location, number, checked)
+    return task.spec.implementing_class.parse_texts(location, number, checked)
 
 
 # --- labels ---------------------------------------------------------------------------------------

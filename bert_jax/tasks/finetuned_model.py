@@ -68,7 +68,7 @@ class TaskModel:
         # In the order of the head's outputs; () for a task without labels.
         self.labels = tuple(metadata["notes"]["labels"])
         self.vectors = base_lib.read_vectors(metadata["notes"]) or loaded.vectors
-        kind: TaskKind = self.task.spec.implementing_class.from_notes(
+        kind: TaskKind = self.task.spec.implementing_class.restore(
             self.task, self.labels, loaded, metadata["notes"]
         )
         weights = metadata["notes"].get("class_weights", ())  # older runs have none

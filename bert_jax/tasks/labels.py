@@ -125,10 +125,10 @@ class Tags(TaskKind):
     """
 
     reads, column, has_one_answer = "tokens", "tags", True
-    from_cells = staticmethod(examples_lib.tagged_from_cells)
+    parse_cells = staticmethod(examples_lib.tagged_from_cells)
 
     @staticmethod
-    def from_texts(location: str, number: int, texts: Sequence[str]) -> Tagged:
+    def parse_texts(location: str, number: int, texts: Sequence[str]) -> Tagged:
         return Tagged(location, tuple(texts[0].split()), None)
 
     def inputs(self, example: Tagged) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _LENGTH_STEP = 8
 class PairKind(TaskKind):
     """The kind `minimal_pairs`, which only a probe scores."""
 
-    from_cells = staticmethod(examples_lib.minimal_pair_from_cells)
+    parse_cells = staticmethod(examples_lib.minimal_pair_from_cells)
 
 
 class MinimalPairs:

@@ -151,7 +151,7 @@ class Similar(TaskKind):
         self.rows_per_example = len(task.text_columns)
 
     @classmethod
-    def from_notes(
+    def restore(
         cls, task: Task, labels: tuple[str, ...], base: Base, notes: Mapping[str, Any]
     ) -> "Similar":
         vectors = base_lib.read_vectors(notes) or base.vectors

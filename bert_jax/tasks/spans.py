@@ -60,13 +60,13 @@ class SpanTask(TaskKind):
         self._longest_question = min(task.max_query_length, room - 1)
 
     @staticmethod
-    def from_texts(location: str, number: int, texts: Sequence[str]) -> Question:
+    def parse_texts(location: str, number: int, texts: Sequence[str]) -> Question:
         return Question(location, str(number), texts[0], texts[1], (), True)
 
     def inputs(self, example: Question) -> dict[str, Any]:
         return {"id": example.id, "question": example.question}
 
-    def shown_texts(self, example: Question) -> Sequence[str]:
+    def mistake_texts(self, example: Question) -> Sequence[str]:
         return (example.question,)
 
     def fitted(self, values: Mapping[str, Any]) -> "SpanTask":

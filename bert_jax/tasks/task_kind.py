@@ -67,14 +67,14 @@ class TaskKind:
     shares_rows = False  # whether several texts share a row in training
 
     # (task, location, cells of texts, cells of labels or []) -> example
-    from_cells: Callable[..., Example] = staticmethod(examples_lib.sentence_from_cells)
+    parse_cells: Callable[..., Example] = staticmethod(examples_lib.sentence_from_cells)
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         self.task, self.labels, self.tokenizer = task, labels, tokenizer
         self.outputs = self.outputs or len(labels)
 
     @staticmethod
-    def from_texts(location: str, number: int, texts: Sequence[str]) -> Example:
+    def parse_texts(location: str, number: int, texts: Sequence[str]) -> Example:
         """Returns an unlabelled example of typed texts; `number` counts the examples."""
         return Sentence(location, tuple(texts), None)
 
@@ -147,7 +147,7 @@ class TaskKind:
         return {"text": texts[0]} if len(texts) == 1 else {"texts": list(texts)}
 
     @classmethod
-    def from_notes(
+    def restore(
         cls, task: Task, labels: tuple[str, ...], base: Base, notes: Mapping[str, Any]
     ) -> Self:
         """Returns the kind of a trained run, with the `notes` of its checkpoint."""
@@ -228,7 +228,7 @@ class TaskKind:
             mistake = {"place": examples[i].location, "truth": truth, "predicted": predicted}
             if "probabilities" in answers[i]:
                 mistake["probability"] = answers[i]["probabilities"][answers[i]["label"]]
-            texts = self.shown_texts(examples[i])
+            texts = self.mistake_texts(examples[i])
             worst.append(mistake | {"texts": [text[:_CHARACTERS] for text in texts]})
         line: dict[str, Any] = {"wrong": len(wrong), "worst": worst}
         if self.labels:
@@ -237,7 +237,7 @@ class TaskKind:
             line["confusions"] = [[*pair, count] for pair, count in confusions.most_common(_MOST)]
         return line
 
-    def shown_texts(self, example: Any) -> Sequence[str]:
+    def mistake_texts(self, example: Any) -> Sequence[str]:
         """Returns the texts that a mistake shows."""
         return example.texts
 
