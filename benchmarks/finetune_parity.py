@@ -76,12 +76,12 @@ def one(experiment: Finetuning, place: pathlib.Path, peer: measure.Ask) -> dict[
         lengths, logits = batch["input_mask"].sum(axis=1), np.load(place / f"logits_{number}.npy")
         for row, length, scores in zip(which, lengths, logits, strict=False):
             outputs[row] = scores if scores.ndim == 1 else scores[:length]
-    score = experiment.task.main_score
+    score, data = experiment.task.main_score, job.data
     return {
         "losses": [line["loss"] for line in lines if line["kind"] == "train"],
         "their_losses": theirs,
         "score": next(line[score] for line in lines if line["kind"] == "scores"),
-        "their_score": job.scores(outputs)[score],
+        "their_score": data.kind.scores(outputs, data.eval_rows, data.validation)[score],
     }
 
 

@@ -25,8 +25,8 @@ from bert_jax.interop import finetuned
 from bert_jax.running.progress import LineConsole, Progress
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks.finetuned_model import TaskModel
 from bert_jax.tasks.finetuning_job import finetune
-from bert_jax.tasks.predict import TaskModel
 from bert_jax.text.library import LibraryTokenizer
 from bert_jax.text.tokenizer import WordPiece
 

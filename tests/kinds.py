@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from bert_jax.config import Adapt, Model, Optimizer, Task
-from bert_jax.tasks import adaptation
+from bert_jax.tasks import task_kind
 from bert_jax.tasks.examples import Answer, Question, Sentence, Tagged
 from bert_jax.tasks.task_objective import TaskObjective
 from bert_jax.text.tokenizer import WordPiece
@@ -107,7 +107,7 @@ LABELS = {
 
 
 def kind_of(kind):
-    return adaptation.kind_of(task(kind), LABELS[kind], TOKENIZER)
+    return task_kind.kind_of(task(kind), LABELS[kind], TOKENIZER)
 
 
 def objective(kind, adapt=None, model=MODEL, fresh_parts=()):

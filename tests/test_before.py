@@ -35,7 +35,7 @@ from bert_jax.data import corpus
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.tasks.examples import parse_arguments
-from bert_jax.tasks.predict import TaskModel
+from bert_jax.tasks.finetuned_model import TaskModel
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "before"
 TEXT = "aa ab [MASK] ad ."

@@ -5,7 +5,8 @@ from typing import get_args
 import pytest
 
 from bert_jax import config
-from bert_jax.config import SOURCES, Finetuning, Kind, Task
+from bert_jax.config import KINDS as SPECS
+from bert_jax.config import Finetuning, Kind, Task
 from bert_jax.errors import InputError
 
 KINDS = {
@@ -28,7 +29,7 @@ FORMS = {
 
 
 def task(kind="classify", source=None, **settings):
-    source = source or FORMS[SOURCES[kind][0]]
+    source = source or FORMS[SPECS[kind].sources[0]]
     fields = {"train": (source,), "validation": (source,)} | KINDS[kind] | settings
     return Task(kind=kind, **fields)
 
@@ -36,7 +37,7 @@ def task(kind="classify", source=None, **settings):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_is_read_from_the_sources_that_can_hold_it(kind):
     for word, source in FORMS.items():
-        if word in SOURCES[kind]:
+        if word in SPECS[kind].sources:
             assert task(kind, source).train == (source,)
         else:
             with pytest.raises(InputError, match=rf"task\.train: '{word}:x': task.kind={kind} "):
@@ -113,7 +114,7 @@ BY_FLAGS = {
 def test_each_kind_is_said_by_flags_and_settings_alone(kind):
     """However many of its required fields have no flag."""
     fields, settings = BY_FLAGS[kind]
-    source = FORMS[SOURCES[kind][0]]
+    source = FORMS[SPECS[kind].sources[0]]
     held_out = "beir:x:test" if kind == "similar" else source
     given = {"kind": kind, "train": [source], "validation": [held_out]}
     sets = [*settings, "optimizer.peak_learning_rate=1e-4"]

@@ -49,7 +49,7 @@ ABOVE = {
     "pretraining": 1_232,
     "serve": 573,
     "storage": 2_039,
-    "tasks": 4_458,
+    "tasks": 4_456,
     "text": 3_219,
     "tools": 7_955,
     "training": 2_335,

@@ -8,7 +8,6 @@ import numpy as np
 from bert_jax import config
 from bert_jax.config import Finetuning, Optimizer
 from bert_jax.storage.workdir import Workdir
-from bert_jax.tasks import scores
 
 STEPS, EVERY, EXAMPLES = 400, 10, 400
 SOURCES = {"tag": "conll", "span": "squad"}
@@ -78,9 +77,7 @@ class Run:
         guess = ["always 'a'", 0.4] if kind in ("classify", "pair", "choice") else None
         self.task = {"total_steps": STEPS, "unknown": shares, "cut": shares, "guess": guess}
         self.task |= {"examples": {"train": 4_000, "validation": EXAMPLES}}
-        self.mistakes = scores.mistakes(
-            kinds.kind_of(kind), kinds.LABELS[kind], list(answers(kind, examples)), examples
-        )
+        self.mistakes = kinds.kind_of(kind).mistakes(list(answers(kind, examples)), examples)
 
     def write(self, folder):
         """Writes its files into a new folder, and returns that as text."""

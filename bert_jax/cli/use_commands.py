@@ -364,7 +364,7 @@ def serve(args: argparse.Namespace) -> int:
     run = open_run_or_base(args.workdir)
     reject_finetuned_flags(run, args)
     from bert_jax.running.environment import enable_compilation_cache
-    from bert_jax.tasks.predict import TaskModel
+    from bert_jax.tasks.finetuned_model import TaskModel
 
     try:
         from bert_jax.serve import endpoints, service
@@ -379,7 +379,7 @@ def serve(args: argparse.Namespace) -> int:
     with service.listening(args.host, args.port) as listener:
         enable_compilation_cache()
         task = TaskModel(run, args.base, args.checkpoint) if holds_finetuning(run) else None
-        if task is not None and task.experiment.task.kind != "similar":
+        if task is not None and task.kind.reads != "vectors":
             reject_flags(args, shared.VECTOR_FLAGS, f"{args.workdir}: this run makes no vectors")
             endpoint = endpoints.PredictEndpoint(task)
         else:

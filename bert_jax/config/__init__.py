@@ -27,12 +27,9 @@ from bert_jax.config.files import (
 )
 from bert_jax.config.finetuning import (
     LORA_TARGETS,
-    SCORES,
-    SOURCES,
     Adapt,
     Features,
     Finetuning,
-    Kind,
     Task,
     Vectors,
 )
@@ -45,4 +42,5 @@ from bert_jax.config.pretraining import (
     Phase,
     Run,
 )
+from bert_jax.config.task_kinds import KINDS, Kind
 from bert_jax.config.text_corpus import Corpus, source_name

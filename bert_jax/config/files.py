@@ -13,8 +13,9 @@ from bert_jax.config.code import run_file
 from bert_jax.config.comparison import Table
 from bert_jax.config.explain import TYPES, suggestion
 from bert_jax.config.fields import RequiresValue, Section, fields_of
-from bert_jax.config.finetuning import SOURCES, Finetuning
+from bert_jax.config.finetuning import Finetuning
 from bert_jax.config.pretraining import Experiment
+from bert_jax.config.task_kinds import KINDS
 from bert_jax.config.text_corpus import COMPRESSED, Corpus, source_name
 from bert_jax.errors import InputError, json_object, prefix_errors
 
@@ -93,15 +94,16 @@ def name_of(path: str) -> str:
 
 def source_of(flag: str, kind: str, file: str) -> str:
     """Returns a source for `task.train`, with the format by the ending of the file's name."""
-    if file.partition(":")[0] in SOURCES[kind]:
+    formats = KINDS[kind].sources
+    if file.partition(":")[0] in formats:
         return file
     ending = pathlib.PurePath(COMPRESSED.sub("", file)).suffix.lower()
     file_format = "squad" if ending == ".json" else ending.removeprefix(".")
-    if file_format not in SOURCES[kind]:
-        known = ", ".join(f"{known}:" for known in SOURCES[kind])
+    if file_format not in formats:
+        known = ", ".join(f"{known}:" for known in formats)
         raise InputError(
             f"{flag} {file}: the name does not say which format it is; --kind {kind} reads {known} "
-            f"so write {SOURCES[kind][0]}:{file}, for example"
+            f"so write {formats[0]}:{file}, for example"
         )
     return f"{file_format}:{file}"
 

@@ -25,62 +25,34 @@ from bert_jax.config.fields import (
     subset_of,
 )
 from bert_jax.config.pretraining import Optimizer, Parallelism, Run
+from bert_jax.config.task_kinds import KINDS, LEARNED_KINDS, Kind, KindSpec, kinds_with
 from bert_jax.errors import InputError
-
-Kind = Literal[
-    "classify", "pair", "regress", "choice", "tag", "span", "generate", "minimal_pairs", "similar"
-]
 
 # Which layers of the encoder a tagger's BiLSTM reads; empty: no BiLSTM, only a linear head.
 Features = Literal[
     "", "embeddings", "last", "second_to_last", "sum_last_four", "concat_last_four", "mixed"
 ]
 
-# The scores of each kind of task; the first is the default.
-SCORES: dict[str, tuple[str, ...]] = {
-    "classify": ("accuracy", "f1", "macro_f1", "micro_f1", "matthews"),
-    "pair": ("accuracy", "f1", "macro_f1", "micro_f1", "matthews"),
-    "regress": ("spearman", "pearson"),
-    "choice": ("accuracy",),
-    "tag": ("entity_f1", "accuracy"),
-    "span": ("f1", "exact_match"),
-    "generate": ("chrf", "bleu"),
-    "minimal_pairs": ("accuracy",),
-    # spearman is for pairs with a number, the others for `beir`.
-    "similar": ("spearman", "pearson", "ndcg@10", "mrr@10", "recall@10", "recall@1"),
-}
-
-_TABLES = ("tsv", "csv", "jsonl", "tfds")
-# The formats of sources from which examples of each kind of task can be read.
-SOURCES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(SCORES, _TABLES),
-    "tag": ("conll", "jsonl", "tfds"),
-    "span": ("squad", "tfds"),
-    "similar": (*_TABLES, "corpus", "beir"),
-}
 # Sources that end in a split or a method instead of a path.
 _SPLIT_FORMS = {"tfds": "NAME:SPLIT", "corpus": "WORKDIR:HOW", "beir": "FOLDER:SPLIT"}
 
-_TWO_TEXT_KINDS = ("pair", "regress", "minimal_pairs")
-_LABEL_KINDS = ("classify", "pair", "choice", "tag")
-_SimilarOnly = Annotated[str, RequiresValue("kind", ("similar",))]
-# With other kinds these fields were never errors, so a path (`task.kind`) makes them notes.
-_GENERATE_ONLY, _SPAN_ONLY = (
-    RequiresValue("task.kind", ("generate",)),
-    RequiresValue("task.kind", ("span",)),
-)
 _LORA_ONLY = RequiresValue("adapt.how", ("lora",))
 
 
-def _not_for(kind: str) -> RequiresValue:
-    return RequiresValue("kind", tuple(allowed for allowed in SCORES if allowed != kind))
+def _only(field: str) -> RequiresValue:
+    return RequiresValue("kind", kinds_with(field))
+
+
+def _noted(field: str) -> RequiresValue:
+    # With other kinds this field was never an error, so a path (`task.kind`) makes it a note.
+    return RequiresValue("task.kind", kinds_with(field))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Section, role="identity", label="task"):
     """The task of a fine-tuning, and the sources of its examples.
 
-    `SOURCES` has the formats for each kind; relative paths are relative to the current directory.
+    `KINDS` has the formats for each kind; relative paths are relative to the current directory.
     Columns are given by their names in the file's first line, in JSON or in TFDS. In CoNLL files
     and in files without a header they are given by their numbers from 0. The columns of a span are
     always SQuAD's.
@@ -99,7 +71,7 @@ class Task(Section, role="identity", label="task"):
     kind: Kind
     # Sources of training examples: tsv:FILE, csv:FILE, jsonl:FILE, conll:FILE, squad:FILE or
     # tfds:NAME:SPLIT; for similar also corpus:WORKDIR:HOW; for minimal_pairs none.
-    train: Annotated[tuple[str, ...], _not_for("minimal_pairs")] = ()
+    train: Annotated[tuple[str, ...], RequiresValue("kind", LEARNED_KINDS)] = ()
     # Sources of examples to score on; for similar also beir:FOLDER:SPLIT.
     validation: tuple[str, ...]
     # Whether a broken row is an error (stop), or skipped and counted: a row with a blank text or
@@ -110,44 +82,47 @@ class Task(Section, role="identity", label="task"):
     # Column of the text, or of the first of two; for minimal_pairs of the acceptable one.
     text_column: str = "sentence"
     # Column of the second text, for kinds with two; for minimal_pairs of the unacceptable one.
-    second_column: Annotated[str, RequiresValue("kind", (*_TWO_TEXT_KINDS, "similar"))] = ""
+    second_column: Annotated[str, _only("second_column")] = ""
     # For similar: column of a similar text that is not an answer (hard negative); empty: none.
-    negative_column: _SimilarOnly = ""
+    negative_column: Annotated[str, _only("negative_column")] = ""
     # For similar: prompt of queries and of the first text of a pair.
-    query_prefix: _SimilarOnly = ""
+    query_prefix: Annotated[str, _only("query_prefix")] = ""
     # For similar: prompt of all other texts.
-    text_prefix: _SimilarOnly = ""
+    text_prefix: Annotated[str, _only("text_prefix")] = ""
     # For choice: the columns of the texts to choose from; the first is answer 0.
-    choice_columns: Annotated[tuple[str, ...], RequiresValue("kind", ("choice",))] = ()
+    choice_columns: Annotated[tuple[str, ...], _only("choice_columns")] = ()
     # Column of the answer; for generate of the text to write, for minimal_pairs of the paradigm.
     label_column: str = "label"
     # For minimal_pairs: column of the field of several paradigms, such as syntax; empty: none.
-    field_column: Annotated[str, RequiresValue("kind", ("minimal_pairs",))] = ""
+    field_column: Annotated[str, _only("field_column")] = ""
     # All labels, in order; label 1 is the positive one for `f1`; empty: those of the training
     # examples, sorted. For choice, the names of the answers; empty: 0, 1, and so on.
-    labels: Annotated[tuple[str, ...], RequiresValue("kind", _LABEL_KINDS)] = ()
+    labels: Annotated[tuple[str, ...], _only("labels")] = ()
     # The score by which runs are compared; empty: the default of the kind.
     score: str = ""
     # Maximum number of tokens in a row; longer texts are truncated or read in windows.
     max_sequence_length: RowLength = 128
     # For generate: maximum number of tokens of a target text and its end; the rest is truncated.
-    max_target_length: Annotated[RowLength, _GENERATE_ONLY] = 128
+    max_target_length: Annotated[RowLength, _noted("max_target_length")] = 128
     # For span: a long context is read in windows that begin this many tokens apart (SQuAD: 128 with
     # rows of 384).
-    document_stride: Annotated[PositiveCount, _SPAN_ONLY] = 128
+    document_stride: Annotated[PositiveCount, _noted("document_stride")] = 128
     # For span: maximum number of tokens of a question; longer ones are truncated.
-    max_query_length: Annotated[PositiveCount, _SPAN_ONLY] = 64
+    max_query_length: Annotated[PositiveCount, _noted("max_query_length")] = 64
     # For span: maximum number of tokens in an answer.
-    max_answer_length: Annotated[PositiveCount, _SPAN_ONLY] = 30
+    max_answer_length: Annotated[PositiveCount, _noted("max_answer_length")] = 30
     # For span: whether a question may have no answer (SQuAD 2.0).
-    no_answer: Annotated[Literal["never", "possible"], _SPAN_ONLY] = "never"
+    no_answer: Annotated[Literal["never", "possible"], _noted("no_answer")] = "never"
+
+    @property
+    def spec(self) -> KindSpec:
+        """The kind of the task."""
+        return KINDS[self.kind]
 
     @property
     def main_score(self) -> str:
         """The score by which runs are compared."""
-        if self.kind == "similar" and self.ranks:
-            return self.score or "ndcg@10"
-        return self.score or SCORES[self.kind][0]
+        return self.score or ("ndcg@10" if self.ranks else self.spec.scores[0])
 
     @property
     def ranks(self) -> bool:
@@ -155,29 +130,25 @@ class Task(Section, role="identity", label="task"):
         return all(source.startswith("beir:") for source in self.validation)
 
     @property
-    def has_labels(self) -> bool:
-        """Returns whether the task predicts one of several labels."""
-        return self.kind in _LABEL_KINDS
-
-    @property
     def text_columns(self) -> tuple[str, ...]:
         """The columns of an example's texts, in the order in which the encoder reads them."""
-        if self.kind in _TWO_TEXT_KINDS:
-            return self.text_column, self.second_column
-        optional = (self.second_column, self.negative_column) if self.kind == "similar" else ()
-        return self.text_column, *self.choice_columns, *filter(None, optional)
+        columns: list[str] = []
+        for name in self.spec.text_columns:
+            value = getattr(self, name, name)
+            columns += [value] if isinstance(value, str) else value
+        return tuple(filter(None, columns))
 
     @property
     def label_columns(self) -> tuple[str, ...]:
         """The columns besides those of texts."""
-        return (self.label_column, *((self.field_column,) if self.field_column else ()))
+        return tuple(filter(None, (self.label_column, self.field_column)))
 
     def with_fields(self, **fields: Any) -> "Task":
         """Returns a copy with other fields, to read files with other columns.
 
         `train` and `validation` are not checked again: their columns differ from the new ones.
         """
-        if "second_column" in fields and self.kind not in (*_TWO_TEXT_KINDS, "similar"):
+        if "second_column" in fields and self.kind not in kinds_with("second_column"):
             self._refuse("kind", "has no second text; remove --second")
         task = copy.copy(self)
         for name, value in fields.items():
@@ -192,7 +163,7 @@ class Task(Section, role="identity", label="task"):
             word, _, path = source.partition(":")
             # A dataset name may end in a colon and a version, so the split is the last part.
             parts = path.rpartition(":")[::2] if word in _SPLIT_FORMS else [path]
-            known = SOURCES[self.kind]
+            known = self.spec.sources
             if word not in known or not all(parts):
                 forms = " or ".join(f"{word}:{_SPLIT_FORMS.get(word, 'FILE')}" for word in known)
                 raise InputError(f"{where}: {source!r}: task.kind={self.kind} reads {forms}")
@@ -205,52 +176,31 @@ class Task(Section, role="identity", label="task"):
                     )
 
     def _problems(self) -> Iterator[Problem]:
-        kind = f"task.kind={self.kind}"
-        yield from self._column_problems()
-        yield from self._label_problems()
-        for name, alone, never in (("train", "corpus", "beir"), ("validation", "beir", "corpus")):
-            sources = getattr(self, name)
-            words = [source.partition(":")[0] for source in sources]
-            if not sources and (self.kind, name) != ("minimal_pairs", "train"):
-                yield name, "name at least one source"
-            self.require_readable(f"task.{name}", sources, self.text_columns + self.label_columns)
-            if never in words:
-                yield name, f"{never}: cannot be used here; {kind} also reads tables"
-            if alone in words and len(words) > 1:
-                yield name, f"{alone}: cannot be combined with other sources; remove the others"
-        if self.score not in ("", *SCORES[self.kind]):
-            yield "score", f"{kind} is scored by {', '.join(SCORES[self.kind])}"
-        # A window holds [CLS], a question, a part of the context and two [SEP].
-        room = self.max_sequence_length - self.max_query_length - 3
-        length = f"task.max_sequence_length={self.max_sequence_length} (SQuAD: 384)"
-        if self.kind == "span" and room <= 0:
-            yield "max_query_length", f"{length} has no room for a context next to the question"
-        if self.kind == "span" and self.document_stride > room:
-            why = f"{length} has room for {room} tokens next to a question of up to "
-            yield "document_stride", f"{why}task.max_query_length={self.max_query_length}"
-
-    def _column_problems(self) -> Iterator[Problem]:
-        if self.kind in _TWO_TEXT_KINDS and not self.second_column:
-            example = "hypothesis" if self.text_column == "premise" else "text_b"
-            why = f"task.kind={self.kind}: name the column of the second text, e.g. {example}"
-            yield "second_column", why
-        if self.kind == "choice" and len(self.choice_columns) < 2:
-            yield "choice_columns", "task.kind=choice needs at least two"
+        kind, labels = f"task.kind={self.kind}", self.labels
+        yield from self.spec.problems(self)
         columns = self.text_columns + self.label_columns
-        if "" in columns or len(set(columns)) < len(columns):
+        has_unnamed = not (self.text_column and self.label_column)
+        if has_unnamed or len(set(columns)) < len(columns):
             yield "text_column", f"the columns {columns} must differ, and none may be empty"
-
-    def _label_problems(self) -> Iterator[Problem]:
-        labels, choices = self.labels, len(self.choice_columns)
         if len(set(labels)) < len(labels):
             yield "labels", "one is named more than once"
         # Labels are stripped when they are read.
         if not all(label and label == label.strip() for label in labels):
             yield "labels", "one is empty, or has blanks around it"
-        if self.kind == "choice" and len(labels) not in (0, choices):
-            yield "labels", f"name one for each of the {choices} choices, or none"
         if len(labels) == 1:
             yield "labels", "name at least two, or none"
+        for name, alone, never in (("train", "corpus", "beir"), ("validation", "beir", "corpus")):
+            sources = getattr(self, name)
+            words = [source.partition(":")[0] for source in sources]
+            if not sources and (name == "validation" or self.kind in LEARNED_KINDS):
+                yield name, "name at least one source"
+            self.require_readable(f"task.{name}", sources, columns)
+            if never in words:
+                yield name, f"{never}: cannot be used here; {kind} also reads tables"
+            if alone in words and len(words) > 1:
+                yield name, f"{alone}: cannot be combined with other sources; remove the others"
+        if self.score not in ("", *self.spec.scores):
+            yield "score", f"{kind} is scored by {', '.join(self.spec.scores)}"
 
 
 # The parts of a layer that have a kernel; only model.kind=modern has gates.
@@ -344,6 +294,15 @@ class Vectors(Section, role="identity", label="vectors"):
             yield "teacher", "vectors.loss=distil: name a base, a run or a .npz file of vectors"
 
 
+# Settings that not all kinds of tasks have, with their defaults.
+_KIND_SETTINGS = {
+    "class_weights": "none",
+    "adapt.features": "",
+    "adapt.pooling": "",
+    "vectors": Vectors(),
+}
+
+
 def _default_optimizer() -> Optimizer:
     # With bias correction; without it, training on few examples often fails (Mosbach et al. 2021).
     return Optimizer(name="adamw", peak_learning_rate=5e-5, warmup_steps=0, schedule="linear")
@@ -383,16 +342,15 @@ class Finetuning(Section, role="identity", label="finetuning"):
     run: Run = field(default_factory=_default_run)
 
     def _problems(self) -> Iterator[Problem]:
-        kind, how, optimizer = self.task.kind, self.adapt.how, self.optimizer
-        if self.class_weights != "none" and kind not in ("classify", "pair", "tag"):
-            yield "class_weights", f"task.kind={kind} cannot weight labels; remove it"
-        if self.adapt.features and kind != "tag":
-            yield "adapt.features", f"not for task.kind={kind}, only for tag; remove it"
-        if self.adapt.pooling and kind not in ("classify", "pair", "regress", "choice"):
-            yield "adapt.pooling", f"task.kind={kind} does not read a pooled vector; remove it"
-        yield from self._vector_problems()
-        if kind == "generate" and how != "full":
-            yield "adapt.how", "task.kind=generate trains everything; set it to full"
+        spec, how, optimizer = self.task.spec, self.adapt.how, self.optimizer
+        for name, default in _KIND_SETTINGS.items():
+            if name not in spec.settings and self._value_of(name) != default:
+                kinds = ", ".join(kinds_with(name))
+                yield name, f"not for task.kind={self.task.kind}, only for {kinds}; remove it"
+        if spec.adapts and how not in spec.adapts:
+            yield "adapt.how", f"not for task.kind={self.task.kind}; set it to {spec.adapts[0]}"
+        if "vectors" in spec.settings:
+            yield from self._vector_problems()
         for name in ("watch", "probes", "corpus_dir", "replay_every"):
             if getattr(self.run, name):
                 yield f"run.{name}", "only for pre-training; remove it"
@@ -415,10 +373,6 @@ class Finetuning(Section, role="identity", label="finetuning"):
 
     def _vector_problems(self) -> Iterator[Problem]:
         task, loss = self.task, self.vectors.loss
-        if task.kind != "similar":
-            if self.vectors != Vectors():
-                yield "vectors", f"not for task.kind={task.kind}, only for similar; remove it"
-            return
         reads_corpus = task.train[0].startswith("corpus:")
         if reads_corpus and loss != "contrastive":
             yield "task.train", f"vectors.loss={loss}: give tables; a corpus has no scores"
@@ -429,5 +383,3 @@ class Finetuning(Section, role="identity", label="finetuning"):
             yield "task.negative_column", "only for tables with vectors.loss=contrastive; remove it"
         if loss == "contrastive" and self.batch_size < 2:
             yield "batch_size", "a text is compared with the others of its step; set it to more"
-        if self.adapt.how == "frozen":
-            yield "adapt.how", "task.kind=similar has no head; set it to full or lora"

@@ -31,19 +31,17 @@ def export(model: LoadedModel, target: epath.Path, form: Form | None, dtype: Dty
         return _export_transformers(
             model, _pretrained_form(model.model, form, model.name), dtype, target
         )
-    task_model = model.task_model
-    supported = (
-        ("encoder",) if task_model.task.kind == "similar" else ("task", "adapter", "encoder")
-    )
+    kind = model.task_model.kind
+    supported = ("encoder",) if kind.reads == "vectors" else ("task", "adapter", "encoder")
     chosen = form or supported[0]
     if chosen not in supported:
         raise InputError(
-            f"--as {form}: {model.name} was trained with task.kind={task_model.task.kind}; choose "
+            f"--as {form}: {model.name} was trained with task.kind={kind.task.kind}; choose "
             f"{' or '.join(supported)}"
         )
     if chosen == "encoder":
         return _export_transformers(model, "encoder", dtype, target)
-    return finetuned.export(task_model, cast(finetuned.Form, chosen), dtype, target)
+    return finetuned.export(model, cast(finetuned.Form, chosen), dtype, target)
 
 
 def _pretrained_form(model: Model, form: Form | None, name: str) -> huggingface.Kind:

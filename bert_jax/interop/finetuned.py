@@ -19,7 +19,7 @@ from bert_jax.interop import card, configs, names, vocabularies, weights
 from bert_jax.interop.huggingface import INPUTS, write_tensors
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage.copies import new_folder
-from bert_jax.tasks.predict import TaskModel
+from bert_jax.tasks.finetuned_model import FinetunedModel, TaskModel
 from bert_jax.tasks.task_objective import merged_params
 
 # Classes of transformers by `names.family` and by kind of task.
@@ -39,16 +39,15 @@ Form = Literal["task", "adapter"]
 
 
 def export(
-    model: TaskModel, form: Form, dtype: Literal["float32", "bfloat16"], target: epath.Path
+    loaded: FinetunedModel, form: Form, dtype: Literal["float32", "bfloat16"], target: epath.Path
 ) -> str:
     """Writes a folder for transformers or PEFT, which appears at `target` when it is complete.
 
     `adapter` exports the trained parameters next to their base; bfloat16 rounds the weights.
     `target` must not exist. Returns the class that reads the folder.
     """
-    architecture = architecture_of(model)
-    adapt = model.experiment.adapt
-    stated = model.make_model({})
+    model = loaded.task_model
+    architecture, adapt = architecture_of(model), model.experiment.adapt
     if form == "adapter" and adapt.how != "lora":
         raise InputError(
             f"--as adapter: {model.experiment.name} learned with adapt.how={adapt.how}, and only "
@@ -57,19 +56,19 @@ def export(
     with new_folder(target) as folder:
         if form == "task":
             params = merged_params(adapt, model.params, model.fixed)
-            _write_model(model, stated, params, architecture, dtype, folder)
+            _write_model(model, loaded, params, architecture, dtype, folder)
         else:
             fresh = {name: tree for name, tree in model.params.items() if name != "lora"}
             head = jax.tree.map(np.zeros_like, fresh["head"])
             params = fresh | (model.fixed or {}) | {"head": head}
             (folder / "base").mkdir()
-            _write_model(model, stated, params, architecture, dtype, folder / "base")
+            _write_model(model, loaded, params, architecture, dtype, folder / "base")
             _write_adapter(model, architecture, dtype, target, folder)
         # Longer texts were truncated in training, too.
         longest = model.experiment.task.max_sequence_length
         vocabularies.write(model.tokenizer, longest, INPUTS[names.family(model.model)], folder)
         text = card.write(
-            *(stated, architecture, dtype, target.name),
+            *(loaded, architecture, dtype, target.name),
             form="adapter" if form == "adapter" else "model",
             tuned=model.experiment,
             labels=model.labels,
@@ -81,9 +80,10 @@ def export(
 def architecture_of(model: TaskModel) -> str:
     """Returns the class of theirs that holds a run."""
     task, features = model.experiment.task.kind, model.experiment.adapt.features
+    kinds = ARCHITECTURES[names.family(model.model)]
     reasons = {
         f"has BiLSTM layers on its encoder (adapt.features={features})": features,
-        "has learned task.kind=generate, an encoder and a decoder": task == "generate",
+        f"has learned task.kind={task}": task not in kinds,
         f"adapts a base of model.code={model.model.code}": model.model.code,
         "adapts a base of model.direction=left_to_right, of which the last [SEP] is read and not "
         "[CLS]": model.model.direction == "left_to_right",
@@ -97,19 +97,19 @@ def architecture_of(model: TaskModel) -> str:
                 f"--as task: {model.experiment.name} {reason}; transformers has no class for it: "
                 "use `bert-jax predict`"
             )
-    return ARCHITECTURES[names.family(model.model)][model.experiment.task.kind]
+    return kinds[task]
 
 
 def _write_model(
     model: TaskModel,
-    stated: LoadedModel,
+    loaded: LoadedModel,
     params: dict[str, Any],
     architecture: str,
     dtype: str,
     folder: epath.Path,
 ) -> None:
     task, adapt = model.experiment.task, model.experiment.adapt
-    fields = configs.fields_of(stated, architecture, dtype)
+    fields = configs.fields_of(loaded, architecture, dtype)
     fields |= configs.task_fields(
         task.kind, model.labels, task.label_column, adapt.head_dropout_prob
     )

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from bert_jax.embeddings.embed import Embedder
 from bert_jax.errors import InputError, pluralize
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks.predict import TaskModel
+from bert_jax.tasks.finetuned_model import TaskModel
 from bert_jax.text.records import encodable
 
 # A text or an example of a request, and its cost in rows: its own rows, and one for this many
@@ -120,7 +120,7 @@ class PredictEndpoint:
     def __init__(self, model: TaskModel):
         self.name, self._model = model.experiment.name, model
         self._task = model.experiment.task
-        self._texts = examples_lib.texts_per_example(self._task)
+        self._texts = len(self._task.text_columns)
         self.about = f"{pluralize(self._texts, 'text')} per example"
         self.warm()
 

@@ -9,7 +9,7 @@
 
 An event loop receives requests, and one thread computes in turns. A turn takes one item of each
 waiting request in rotation until it has enough rows, so that a large request does not block others.
-`embed.Embedder` or `tasks.predict.TaskModel` sorts the items by length and computes them. Items of
+`embed.Embedder` or a `TaskModel` sorts the items by length and computes them. Items of
 clients that have disconnected are dropped, and responses are written as fast as clients read them.
 """
 

@@ -1,7 +1,6 @@
-"""Loads a base for a task, selects the kind of the task, and runs models over rows."""
+"""Reads a base for a task, and runs models over rows."""
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,137 +9,105 @@ import jax
 import numpy as np
 
 from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.base import Base
 from bert_jax.config import Finetuning, Model, Parallelism, Task
 from bert_jax.errors import InputError
 from bert_jax.model import flops
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.storage import mirror
-from bert_jax.tasks import tagger
-from bert_jax.tasks.generate import SOURCE, Generate, GenerateObjective
-from bert_jax.tasks.labels import Choices, NumberTask, Sentences, Tags
-from bert_jax.tasks.rows import Batch, TaskKind, TaskRows, eval_batches
-from bert_jax.tasks.similar import Similar, SimilarObjective, require_comparable
-from bert_jax.tasks.spans import SpanTask
-from bert_jax.tasks.task_objective import TaskObjective, part_below_head
+from bert_jax.tasks.rows import INPUT_NAMES, Batch, TaskRows, eval_batches
+from bert_jax.tasks.task_objective import TaskObjective, part_below_head, require_tagger_layers
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import feed, step
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.objective import Pretraining
 
 Batches = list[tuple[np.ndarray, Batch]]  # from `eval_batches`
-# By `task.kind`; see also `examples.EXAMPLE_FORMATS` and `config.SCORES`.
-KINDS: dict[str, Callable[..., TaskKind]] = {
-    "classify": Sentences,
-    "pair": Sentences,
-    "regress": NumberTask,
-    "choice": Choices,
-    "tag": Tags,
-    "span": SpanTask,
-    "generate": Generate,
-    "similar": Similar,
-}
 
 
-def kind_of(
-    task: Task, labels: tuple[str, ...], tokenizer: Tokenizer, *threshold: float
-) -> TaskKind:
-    """Returns the kind of a task; for spans, `threshold` is that of `SpanTask`."""
-    return KINDS[task.kind](task, labels, tokenizer, *threshold)
-
-
-@dataclasses.dataclass
-class LoadedBase(base_lib.Base):
-    """The weights of a base that a task can use, on the host.
+def read_base(experiment: Finetuning) -> Base:
+    """Reads the weights of the base that a task can use, onto the host.
 
     These are `encoder`, and the part below the head or, for a decoder, `masked_lm`. The model has
     the dropout rates and the compute type of `adapt`. The hash covers the weights and the
     tokenizer; a run saves it to identify its base.
     """
+    if not experiment.init_from:
+        raise InputError("--from: name a base or a run whose encoder is to be adapted")
+    trained = LoadedModel.of(mirror.open_workdir(experiment.init_from))
+    adapt, has_decoder = experiment.adapt, _has_decoder(experiment)
+    require_usable(trained.model, experiment, experiment.init_from)
+    names = {"encoder", "masked_lm" if has_decoder else part_below_head(trained.model, "pooled")}
+    params = jax.device_get({name: trained.params[name] for name in sorted(names)})
+    if "masked_lm" in params and not has_decoder:
+        for name in {"output_bias", "output"} & params["masked_lm"].keys():
+            del params["masked_lm"][name]
+    for name in adapt.lora_targets:
+        if adapt.how == "lora" and name not in params["encoder"]["layers"]:
+            raise InputError(
+                f"adapt.lora_targets: the layers of {experiment.init_from}, "
+                f"model.kind={trained.model.kind}, have no {name!r}"
+            )
+    digest = hashlib.sha256(trained.tokenizer.sha256.encode())
+    for path, leaf in sorted(base_lib.flatten(params).items()):
+        digest.update(path.encode())
+        digest.update(np.ascontiguousarray(leaf).data)
+    if trained.head is not None and trained.head.pooling != "cls":
+        digest.update(trained.head.pooling.encode())
+    frozen = adapt.how == "frozen"  # then there is no dropout
+    model = dataclasses.replace(
+        trained.model,
+        hidden_dropout_prob=0.0 if frozen else adapt.hidden_dropout_prob,
+        attention_probs_dropout_prob=0.0 if frozen else adapt.attention_probs_dropout_prob,
+        compute_dtype=adapt.compute_dtype,
+    )
+    return Base(
+        model,
+        params,
+        trained.tokenizer,
+        fresh=tuple(name for name in trained.fresh if name in params),
+        sha256=digest.hexdigest(),
+        vectors=trained.vectors,
+        head=trained.head,
+    )
 
-    @classmethod
-    def of(cls, experiment: Finetuning) -> "LoadedBase":
-        """Reads the base that an experiment names."""
-        if not experiment.init_from:
-            raise InputError("--from: name a base or a run whose encoder is to be adapted")
-        trained = LoadedModel.of(mirror.open_workdir(experiment.init_from))
-        adapt, generates = experiment.adapt, experiment.task.kind == "generate"
-        require_usable(trained.model, experiment, experiment.init_from)
-        names = {"encoder", "masked_lm" if generates else part_below_head(trained.model, "pooled")}
-        params = jax.device_get({name: trained.params[name] for name in sorted(names)})
-        if "masked_lm" in params and not generates:
-            for name in {"output_bias", "output"} & params["masked_lm"].keys():
-                del params["masked_lm"][name]
-        for name in adapt.lora_targets:
-            if adapt.how == "lora" and name not in params["encoder"]["layers"]:
-                raise InputError(
-                    f"adapt.lora_targets: the layers of {experiment.init_from}, "
-                    f"model.kind={trained.model.kind}, have no {name!r}"
-                )
-        fresh = tuple(name for name in trained.fresh if name in params)
-        digest = hashlib.sha256(trained.tokenizer.sha256.encode())
-        for path, leaf in sorted(base_lib.flatten(params).items()):
-            digest.update(path.encode())
-            digest.update(np.ascontiguousarray(leaf).data)
-        if trained.head is not None and trained.head.pooling != "cls":
-            digest.update(trained.head.pooling.encode())
-        frozen = adapt.how == "frozen"  # then there is no dropout
-        model = dataclasses.replace(
-            trained.model,
-            hidden_dropout_prob=0.0 if frozen else adapt.hidden_dropout_prob,
-            attention_probs_dropout_prob=0.0 if frozen else adapt.attention_probs_dropout_prob,
-            compute_dtype=adapt.compute_dtype,
-        )
-        fields = {"head": trained.head, "vectors": trained.vectors, "fresh": fresh}
-        return cls(model, params, trained.tokenizer, sha256=digest.hexdigest(), **fields)
 
-    def objective(
-        self, experiment: Finetuning, kind: TaskKind, class_weights: Sequence[float] = ()
-    ) -> TaskObjective:
-        """Returns the objective of the experiment's task over this base."""
-        adapt = experiment.adapt
-        if self.head is not None and experiment.task.kind in self.head.kinds:
-            adapt = dataclasses.replace(adapt, pooling=adapt.pooling or self.head.pooling)
-        args = (
-            *(self.model, kind.learns, kind.reads, kind.outputs, kind.rows_per_example),
-            *(adapt, self.fresh, tuple(class_weights)),
-        )
-        if kind.reads == "vectors":
-            inherited = self.vectors or base_lib.TextVectors()
-            how = experiment.vectors
-            require_comparable(how, self.model)
-            return SimilarObjective(*args, how=how, pooling=how.pooling or inherited.pooling)
-        if kind.reads != "decoder":
-            return TaskObjective(*args)
-        ends = {"first": self.tokenizer.cls_id, "last": self.tokenizer.sep_id}
-        return GenerateObjective(*args, **ends, length=experiment.task.max_target_length)
+def base_head(base: Base, experiment: Finetuning, labels: Sequence[str]) -> dict[str, Any] | None:
+    """Returns the base's head for a task, with outputs in the order of the labels, or None."""
+    head = base.head
+    if head is None or experiment.task.kind not in head.kinds:
+        return None
+    if experiment.adapt.features or sorted(head.labels or labels) != sorted(labels):
+        return None
+    if experiment.adapt.pooling not in ("", head.pooling):
+        return None
+    order = [head.labels.index(label) for label in labels if head.labels]
+    order = order or list(range(len(head.bias)))
+    return {"kernel": head.kernel[:, order], "bias": head.bias[order]}
 
-    def head_for(self, experiment: Finetuning, labels: Sequence[str]) -> dict[str, Any] | None:
-        """Returns the base's head for a task, with outputs in the order of the labels, or None."""
-        if self.head is None or experiment.task.kind not in self.head.kinds:
-            return None
-        if experiment.adapt.features or sorted(self.head.labels or labels) != sorted(labels):
-            return None
-        if experiment.adapt.pooling not in ("", self.head.pooling):
-            return None
-        order = [self.head.labels.index(label) for label in labels if self.head.labels]
-        order = order or list(range(len(self.head.bias)))
-        return {"kernel": self.head.kernel[:, order], "bias": self.head.bias[order]}
 
-    def fixed(self, objective: TaskObjective, mesh: jax.sharding.Mesh) -> dict[str, Any] | None:
-        """Returns the frozen weights, replicated over the mesh; None if all weights learn."""
-        if objective.adapt.how == "full":
-            return None
-        return feed.put(self.params_for(objective), mesh_lib.replicated(mesh))
+def base_params(base: Base, objective: TaskObjective) -> dict[str, Any]:
+    """Returns the base's weights for an objective, on the host.
 
-    def params_for(self, objective: TaskObjective) -> dict[str, Any]:
-        """Returns the base's weights for an objective, on the host.
+    A decoder starts with the encoder's layers; the base has no cross-attention for it.
+    """
+    if objective.reads == "decoder":
+        return base.params | {"decoder": {"layers": base.params["encoder"]["layers"]}}
+    part = part_below_head(objective.model, objective.reads, objective.adapt.features)
+    return {name: base.params[name] for name in ("encoder", part) if name}
 
-        A decoder starts with the encoder's layers; the base has no cross-attention for it.
-        """
-        if objective.reads == "decoder":
-            return self.params | {"decoder": {"layers": self.params["encoder"]["layers"]}}
-        part = part_below_head(objective.model, objective.reads, objective.adapt.features)
-        return {name: self.params[name] for name in ("encoder", part) if name}
+
+def frozen_params(
+    base: Base, objective: TaskObjective, mesh: jax.sharding.Mesh
+) -> dict[str, Any] | None:
+    """Returns the frozen weights, replicated over the mesh; None if all weights learn."""
+    if objective.adapt.how == "full":
+        return None
+    return feed.put(base_params(base, objective), mesh_lib.replicated(mesh))
+
+
+def _has_decoder(experiment: Finetuning) -> bool:
+    return experiment.task.spec.implementing_class.reads == "decoder"
 
 
 def require_usable(model: Model, experiment: Finetuning, where: str) -> None:
@@ -148,20 +115,20 @@ def require_usable(model: Model, experiment: Finetuning, where: str) -> None:
 
     The model must read rows as long as the task's, and have the layers for a tagger or a decoder.
     """
-    task, generates = experiment.task, experiment.task.kind == "generate"
-    if generates and (model.kind != "bert" or model.code):
+    task, has_decoder = experiment.task, _has_decoder(experiment)
+    if has_decoder and (model.kind != "bert" or model.code):
         kind = f"model.code={model.code}" if model.code else f"model.kind={model.kind}"
         raise InputError(
             f"{where}: {kind}: task.kind=generate needs the layers of model.kind=bert for its "
             "decoder; name another base"
         )
-    for name in ["max_sequence_length"] + ["max_target_length"] * generates:
+    for name in ["max_sequence_length"] + ["max_target_length"] * has_decoder:
         if getattr(task, name) > model.max_position_embeddings:
             raise InputError(
                 f"task.{name}={getattr(task, name)}: longer than the position table of {where}, "
                 f"{model.max_position_embeddings}"
             )
-    tagger.require_layers(model, experiment.adapt.features, where)
+    require_tagger_layers(model, experiment.adapt.features, where)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -227,26 +194,20 @@ Forward = Callable[[Any, Any, Batches, TaskRows], tuple[list[np.ndarray], float]
 
 
 def compile_forward(
-    objective: TaskObjective, parallelism: Parallelism, mesh: jax.sharding.Mesh, beams: int = 1
+    objective: TaskObjective, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> Forward:
     """Returns the forward function of an objective, compiled for the devices of a mesh.
 
-    The outputs of a decoder are token ids, found by a search with this number of `beams`, and its
-    loss is per token of the targets.
+    The outputs are those of `objective.predict`. The loss of a decoder is per token of the targets.
     """
-    if isinstance(objective, GenerateObjective):
-        texts = functools.partial(objective.texts, beams)
-        write = step.make_rows_step(objective, texts, parallelism, mesh)
+    predict = step.make_rows_step(objective, objective.predict, parallelism, mesh)
+    if objective.reads == "decoder":  # its outputs are texts, so that the loss takes another pass
         add_metrics = step.make_eval_step(objective, parallelism, mesh)
         zeros: Any = {name: np.zeros(2, np.float32) for name in objective.metrics}
-
-        def run_batch(params: Any, fixed: Any, batch: Any) -> jax.Array:
-            return write(params, fixed, {name: batch[name] for name in SOURCE})
 
         def measure(params: Any, outputs: jax.Array, batch: Any) -> Any:
             return add_metrics(params, zeros, batch)
     else:
-        run_batch = step.make_rows_step(objective, objective.logits, parallelism, mesh)
         measure_logits = jax.jit(objective.measure, out_shardings=mesh_lib.replicated(mesh))
 
         def measure(params: Any, outputs: jax.Array, batch: Any) -> Any:
@@ -257,7 +218,7 @@ def compile_forward(
 
         def run(batch: Any) -> jax.Array:
             nonlocal sums
-            outputs = run_batch(params, fixed, batch)
+            outputs = predict(params, fixed, {name: batch[name] for name in INPUT_NAMES})
             if "targets" in batch or "starts" in batch:
                 sums = sums + jax.device_get(measure(params, outputs, batch)["loss"])
             return outputs

@@ -1,6 +1,5 @@
 """Shows the batch of a fine-tuning step as text: tokens and targets."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -10,12 +9,11 @@ from rich.text import Text
 from bert_jax.config import Finetuning
 from bert_jax.errors import InputError, printable
 from bert_jax.pretraining.row_text import mark_tokens
-from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import similar
-from bert_jax.tasks.adaptation import LoadedBase, kind_of
-from bert_jax.tasks.examples import Example, Tally
+from bert_jax.tasks.adaptation import read_base
+from bert_jax.tasks.examples import Tally
 from bert_jax.tasks.generate import TargetRows
 from bert_jax.tasks.rows import Batch, TaskBatches, TaskRows
+from bert_jax.tasks.task_kind import TaskKind
 from bert_jax.text.tokenizer import Tokenizer
 
 
@@ -25,39 +23,30 @@ def show(experiment: Finetuning, done: int, most: int) -> Iterator[Text]:
     A token with a tag, and the first and last token of an answer, are written {token|mark}. The
     target of a generated text follows `->`.
     """
-    base, is_similar = LoadedBase.of(experiment), experiment.task.kind == "similar"
-    train, labels, rows = list[Example](), (), None
-    if is_similar:
-        task = similar.inherit_prompts(experiment.task, base.vectors)
-        experiment = dataclasses.replace(experiment, task=task)
-        learned = similar.read(experiment, base.model, base.tokenizer, Tally(), teacher="skip")
-        batches, per_example = learned.batches, learned.rows_per_example
-        row_count = learned.examples * per_example
-    else:
-        train = examples_lib.read(experiment.task, experiment.task.train, "labelled")
-        labels = examples_lib.find_labels(experiment.task, train)
-        rows = kind_of(experiment.task, labels, base.tokenizer).rows(train)
-        batches = TaskBatches(rows, base.tokenizer.pad_id, experiment.batch_size, experiment.seed)
-        per_example, row_count = rows.rows_per_example, len(rows.ids)
-    total = math.ceil(experiment.epochs * (row_count // per_example) / experiment.batch_size)
+    base = read_base(experiment)
+    implementation: type[TaskKind] = experiment.task.spec.implementing_class
+    training = implementation.read_training(experiment, base, Tally(), teacher="skip")
+    kind, rows, batches = training.kind, training.rows, training.batches
+    total = math.ceil(experiment.epochs * training.draws / experiment.batch_size)
     if not 0 <= done < total:
         raise InputError(f"--step {done}: the run has steps 0 to {total - 1}")
+    per_example = kind.rows_per_example
     count = experiment.batch_size * per_example
     batch = batches.batch(done, np.arange(count))
     filled, length = batch["input_mask"].mean(), batch["input_ids"].shape[1]
+    epoch = done * experiment.batch_size // training.draws
     yield Text(
-        f"step {done} of {total}, epoch {done * count // row_count}: {count} rows of {length}, "
-        f"{filled:.0%} filled"
+        f"step {done} of {total}, epoch {epoch}: {count} rows of {length}, {filled:.0%} filled"
     )
-    if is_similar:
+    if kind.reads == "vectors":
         yield from _similar_lines(batch, base.tokenizer, per_example, most)
         return
     assert rows is not None and isinstance(batches, TaskBatches)
     for row in batches.step_rows(done)[:most]:
-        example = train[rows.notes[row][0] if rows.notes else row // per_example]
-        yield Text(f"\n{printable(example.location)}{_target_text(rows, int(row), labels)}")
+        example = training.examples[rows.notes[row][0] if rows.notes else row // per_example]
+        yield Text(f"\n{printable(example.location)}{_target_text(rows, int(row), kind.labels)}")
         tokens = [printable(base.tokenizer.token(int(i))) for i in rows.ids[row]]
-        text = mark_tokens(tokens, dict(_marks(rows, int(row), labels)))
+        text = mark_tokens(tokens, dict(_marks(rows, int(row), kind.labels)))
         if isinstance(rows, TargetRows):
             target = (printable(base.tokenizer.token(int(i))) for i in rows.targets[row])
             text.append(f"-> {' '.join(target)}")

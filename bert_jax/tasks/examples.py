@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -46,6 +46,11 @@ class Sentence:
     # A label's name; a number (`regress`, `similar`); a text (`generate`); None if unlabelled.
     label: str | float | None
 
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The name of the label; () for a number or an unlabelled example."""
+        return (self.label,) if isinstance(self.label, str) else ()
+
 
 @dataclass(frozen=True)
 class Tagged:
@@ -54,6 +59,16 @@ class Tagged:
     location: str  # of the first word
     words: tuple[str, ...]  # at least one
     tags: tuple[str, ...] | None  # one for each word; None if unlabelled
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The sentence."""
+        return (" ".join(self.words),)
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The tags; () for an unlabelled example."""
+        return self.tags or ()
 
 
 class Answer(NamedTuple):
@@ -74,6 +89,11 @@ class Question:
     answers: tuple[Answer, ...]  # the reference answers; () if there are none, or if unlabelled
     has_answer: bool  # whether the context contains an answer; True if unlabelled
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The question and its context."""
+        return self.question, self.context
+
 
 @dataclass(frozen=True)
 class MinimalPair:
@@ -85,19 +105,18 @@ class MinimalPair:
     paradigm: str  # the phenomenon that the pair tests
     field: str  # a group of paradigms, such as "syntax"; "" if there are no groups
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Both texts."""
+        return self.good, self.bad
+
 
 Example = Sentence | Tagged | Question | MinimalPair | Passage
 
 
-def display_texts(example: Example) -> tuple[str, ...]:
-    """Returns the texts of an example to display. A question's context is omitted."""
-    if isinstance(example, Sentence):
-        return example.texts
-    if isinstance(example, Tagged):
-        return (" ".join(example.words),)
-    if isinstance(example, Passage):
-        return (example.text,)
-    return (example.question,) if isinstance(example, Question) else (example.good, example.bad)
+def texts_of(example: Example) -> tuple[str, ...]:
+    """Returns the texts of an example."""
+    return (example.text,) if isinstance(example, Passage) else example.texts
 
 
 def text_key(example: Example) -> int:
@@ -105,19 +124,7 @@ def text_key(example: Example) -> int:
 
     Differences in Unicode normalization (NFKC) and in surrounding white space do not matter.
     """
-    texts = display_texts(example)
-    if isinstance(example, Question):
-        texts = (example.question, example.context)
-    return hash(tuple(unicodedata.normalize("NFKC", text).strip() for text in texts))
-
-
-def label_names(example: Example) -> tuple[str, ...]:
-    """Returns the tags of an example, or its one label; () for numbers and unlabelled examples."""
-    if isinstance(example, Tagged):
-        return example.tags or ()
-    if isinstance(example, Sentence) and isinstance(example.label, str):
-        return (example.label,)
-    return ()
+    return hash(tuple(unicodedata.normalize("NFKC", text).strip() for text in texts_of(example)))
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -194,7 +201,7 @@ def _raise_broken(location: str, error: InputError) -> None:
 def _read_source(
     task: Task, source: str, columns: tuple[str, ...], labelled: Labelled, on_broken: OnBroken
 ) -> Iterator[Example]:
-    if task.kind == "span":  # a question has no columns
+    if "squad" in task.spec.sources:  # a question has no columns
         for location, record in formats.questions(source):
             try:
                 yield _question_from_record(source, location, record, task.no_answer, labelled)
@@ -222,18 +229,22 @@ def is_blank(value: Any) -> bool:
 def example_from_cells(task: Task, location: str, values: list[Any]) -> Example:
     """Builds an example from the cells of its text columns and, if read, its label columns."""
     count = len(task.text_columns)
-    return EXAMPLE_FORMATS[task.kind].from_cells(task, location, values[:count], values[count:])
+    kind = task.spec.implementing_class
+    return kind.parse_cells(task, location, values[:count], values[count:])
 
 
-def _sentence_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Sentence:
+def sentence_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Sentence:
+    """Returns an example whose label is a name, a text, or a number."""
     columns = zip(task.text_columns, texts, strict=True)
     checked = tuple(text_of(value, f"column {column!r}", location) for column, value in columns)
-    parse_label = _label_number if task.kind in ("regress", "similar") else _label_name
+    # Correlations compare numbers.
+    parse_label = _label_number if "spearman" in task.spec.scores else _label_name
     label = parse_label(labels[0], f"column {task.label_column!r}", location) if labels else None
     return Sentence(location, checked, label)
 
 
-def _minimal_pair_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> MinimalPair:
+def minimal_pair_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> MinimalPair:
+    """Returns a pair with its paradigm and, if the task names its column, its field."""
     columns = zip(task.text_columns, texts, strict=True)
     good, bad = (text_of(value, f"column {column!r}", location) for column, value in columns)
     columns = zip((task.label_column, task.field_column), labels, strict=False)
@@ -242,7 +253,8 @@ def _minimal_pair_from_cells(task: Task, location: str, texts: Cells, labels: Ce
     return MinimalPair(location, good, bad, paradigm, field_name)
 
 
-def _tagged_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Tagged:
+def tagged_from_cells(task: Task, location: str, texts: Cells, labels: Cells) -> Tagged:
+    """Returns an example of a list of words and a list of tags."""
     columns = (task.text_column, task.label_column)
     for column, value in zip(columns, [*texts, *labels], strict=False):
         if not isinstance(value, list) or not value:
@@ -313,41 +325,9 @@ def _label_number(value: Any, what: str, location: str) -> float:
 # --- typed texts ----------------------------------------------------------------------------------
 
 
-class ExampleFormat(NamedTuple):
-    """The format of a typed example of a task kind, and the functions that build examples."""
-
-    line: str  # describes a typed line
-    # (task, location, cells of texts, cells of labels or []) -> example
-    from_cells: Callable[[Task, str, list[Any], list[Any]], Example] = _sentence_from_cells
-    # (location, number of the example, typed texts) -> example
-    from_texts: Callable[[str, int, Sequence[str]], Example] = lambda location, number, texts: (
-        Sentence(location, tuple(texts), None)
-    )
-
-
-# By `task.kind`.
-EXAMPLE_FORMATS = {
-    **dict.fromkeys(("classify", "generate"), ExampleFormat("TEXT")),
-    **dict.fromkeys(("pair", "regress", "similar"), ExampleFormat("A<tab>B")),
-    "choice": ExampleFormat("TEXT<tab>A<tab>B and so on, one for each of task.choice_columns"),
-    "tag": ExampleFormat(
-        "words separated by blanks",
-        _tagged_from_cells,
-        lambda location, number, texts: Tagged(location, tuple(texts[0].split()), None),
-    ),
-    "span": ExampleFormat(
-        "QUESTION<tab>CONTEXT",
-        from_texts=lambda location, number, texts: Question(
-            location, str(number), texts[0], texts[1], (), True
-        ),
-    ),
-    "minimal_pairs": ExampleFormat("", _minimal_pair_from_cells),  # cannot be typed
-}
-
-
 def parse_lines(task: Task, lines: Iterable[tuple[str, str]]) -> Iterator[Example]:
     """Yields an unlabelled example for each (location, line) that is not blank."""
-    has_tabs = "<tab>" in EXAMPLE_FORMATS[task.kind].line
+    has_tabs = len(task.text_columns) > 1
     filled = ((location, line) for location, line in lines if line.strip())
     for number, (location, line) in enumerate(filled, 1):
         yield _parse_typed(task, location, line.split("\t") if has_tabs else [line], number)
@@ -358,45 +338,40 @@ def parse_arguments(task: Task, texts: Sequence[str], first: int = 1) -> Iterato
 
     Questions are numbered from `first`.
     """
-    count = texts_per_example(task)
+    count = len(task.text_columns)
     for number, start in enumerate(range(0, len(texts), count), first):
         yield _parse_typed(task, f"TEXT {start + 1}", texts[start : start + count], number)
 
 
-def texts_per_example(task: Task) -> int:
-    """Returns the number of texts of a typed example."""
-    return 2 if task.kind == "span" else len(task.text_columns)
-
-
 def _parse_typed(task: Task, location: str, texts: Sequence[str], number: int) -> Example:
-    count, line = texts_per_example(task), EXAMPLE_FORMATS[task.kind].line
-    if len(texts) != count:
+    columns = task.text_columns
+    if len(texts) != len(columns):
         raise InputError(
-            f"{location}: {len(texts)} texts, but task.kind={task.kind} takes {count}; write "
-            f"{line} in a line, or give each text as one argument"
+            f"{location}: {len(texts)} texts, but task.kind={task.kind} takes {len(columns)}: "
+            f"write {'<tab>'.join(columns)} in a line, or give each text as one argument"
         )
     checked = [text_of(text, f"text {i}", location) for i, text in enumerate(texts, 1)]
-    return EXAMPLE_FORMATS[task.kind].from_texts(location, number, checked)
+    return task.spec.implementing_class.parse_texts(location, number, checked)
 
 
 # --- labels ---------------------------------------------------------------------------------------
 
 
-def find_labels(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
+def find_labels(task: Task, train: Sequence[Any]) -> tuple[str, ...]:
     """Returns the label names of a task; a label's index is its class number.
 
     These are `task.labels` or, if it is empty, the sorted labels of the training examples. The
     labels of `choice` are 0, 1 and so on, one for each candidate. A task without label names,
     such as regression, has ().
     """
-    if not task.has_labels:
+    if "labels" not in task.spec.settings:
         return ()
     if task.labels:
         labels = task.labels
-    elif task.kind == "choice":
+    elif task.choice_columns:
         labels = tuple(str(i) for i in range(len(task.choice_columns)))
     else:
-        labels = tuple(sorted({name for example in train for name in label_names(example)}))
+        labels = tuple(sorted({name for example in train for name in example.label_names}))
     require_known_labels(labels, train)
     if len(labels) < 2:
         raise InputError(
@@ -417,14 +392,14 @@ def find_labels(task: Task, train: Sequence[Example]) -> tuple[str, ...]:
     return labels
 
 
-def require_known_labels(labels: Sequence[str], examples: Sequence[Example]) -> None:
+def require_known_labels(labels: Sequence[str], examples: Sequence[Any]) -> None:
     """Raises InputError if an example has a label that is not in `labels`.
 
     An empty `labels` allows every label.
     """
     known = set(labels)
     for example in examples if known else ():
-        for number, name in enumerate(label_names(example), 1):
+        for number, name in enumerate(example.label_names, 1):
             if name not in known:
                 what = f"word {number}: tag" if isinstance(example, Tagged) else "label"
                 raise InputError(

@@ -1,15 +1,183 @@
-"""A fine-tuned model as a Python object: its encoder, its predictions and its scores."""
+"""Fine-tuned models: `TaskModel` predicts, and `FinetunedModel` adds the encoder for Python."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.load import Checkpoints
+from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError, pluralize
-from bert_jax.pretraining.loaded_model import LoadedModel, list_examples, list_texts
-from bert_jax.storage.workdir import Workdir
+from bert_jax.model import heads
+from bert_jax.pretraining.loaded_model import (
+    LoadedModel,
+    list_examples,
+    list_texts,
+    metrics_line,
+)
+from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks.examples import Tally
-from bert_jax.tasks.predict import TaskModel
+from bert_jax.tasks import rows
+from bert_jax.tasks.adaptation import compile_forward, frozen_params, read_base
+from bert_jax.tasks.examples import Example, Tally
+from bert_jax.tasks.task_kind import TaskKind
+from bert_jax.tasks.task_objective import merged_params
+from bert_jax.text.tokenizer import UnknownShare
+from bert_jax.training import mesh as mesh_lib
+from bert_jax.training import step
+
+# The number of examples whose rows are in memory at once.
+WINDOW = 2048
+
+
+class TaskModel:
+    """A checkpoint of a fine-tuned run with its base, on all devices of this process.
+
+    Args:
+      workdir: the run's workdir, opened.
+      base: the current path of the run's base; None: its path at training.
+      which: the run's checkpoint: `newest`, `best` (by held-out loss), or a step.
+      beams: the number of beams of the search for texts; None: one, as during training.
+      reading: fields of the task, such as column names, for files of another format.
+    """
+
+    def __init__(
+        self,
+        workdir: Workdir,
+        base: str | None = None,
+        which: str = "newest",
+        beams: int | None = None,
+        reading: Mapping[str, str] = types.MappingProxyType({}),
+    ):
+        parallelism = Parallelism()  # the run's own is for the run's devices
+        mesh = mesh_lib.make_mesh(parallelism)
+        newest = load_experiment(workdir, Finetuning)
+        saved = Checkpoints(workdir.checkpoints)
+        number = saved.find_step(which)
+        metadata = saved.metadata(number)
+        self.experiment = dataclasses.replace(
+            saved.experiment(number, Finetuning), init_from=base or newest.init_from
+        )
+        loaded = _read_base(self.experiment, workdir, metadata["init_sha256"])
+        # Only training has negatives.
+        self.task = self.experiment.task.with_fields(negative_column="", **reading)
+        # In the order of the head's outputs; () for a task without labels.
+        self.labels = tuple(metadata["notes"]["labels"])
+        self.vectors = base_lib.read_vectors(metadata["notes"]) or loaded.vectors
+        kind: TaskKind = self.task.spec.implementing_class.restore(
+            self.task, self.labels, loaded, metadata["notes"]
+        )
+        weights = metadata["notes"].get("class_weights", ())  # older runs have none
+        objective: Any = kind.make_objective(self.experiment, loaded, weights)
+        if beams is not None and kind.reads != "decoder":
+            raise InputError(
+                f"--beam: {workdir.address} has task.kind={self.task.kind}, which generates no "
+                "texts; remove --beam"
+            )
+        if beams is not None:
+            objective = dataclasses.replace(objective, beams=beams)
+        self.pooling = objective.adapt.pooling  # of the head's input
+        abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
+        restored = saved.read(which, {"params": abstract["params"]})
+        # The trainable parameters of the checkpoint, on the devices.
+        self.step, self.params = restored.step, restored.state["params"]
+        self.kind = kind.fitted(restored.metadata["notes"] | {"step": self.step})
+        # The base's, with the run's dropout rates and compute type.
+        self.model, self.tokenizer = objective.model, loaded.tokenizer
+        # The line of metrics.jsonl with the scores of this step; None if there is none.
+        self.evaluation = metrics_line(workdir, "scores", self.step)
+        self.fixed = frozen_params(loaded, objective, mesh)  # the frozen parameters
+        self._forward = compile_forward(objective, parallelism, mesh)
+        self.unknown = UnknownShare(loaded.tokenizer)
+        self._shards = mesh_lib.batch_shards(mesh)
+        # Batch sizes in examples, smallest first, after `warm`; before, the largest size so far.
+        self._sizes: tuple[int, ...] = ()
+        self._largest = 0
+
+    def warm(self, sizes: tuple[int, ...]) -> None:
+        """Compiles the programs for examples of all lengths, in batches of these sizes only."""
+        self._sizes, task = sizes, self.task
+        others = ["a"] * (len(task.text_columns) - 1)
+        for limit in range(
+            rows.LENGTH_STEP, task.max_sequence_length + rows.LENGTH_STEP, rows.LENGTH_STEP
+        ):
+            # Each word is one token, so that the rows need the program of this length.
+            words = " ".join(["a"] * (limit - rows.LENGTH_STEP // 2))
+            for size in sizes:
+                list(self.predict(examples_lib.parse_arguments(task, [*others, words] * size)))
+
+    def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
+        """Yields the answers to examples, in order; `WINDOW` examples are in memory at once.
+
+        Yields:
+          JSON: `TaskKind.inputs` and the answer of `TaskKind.answers`.
+        """
+        examples = iter(examples)
+        while window := list(itertools.islice(examples, WINDOW)):
+            outputs, _, task_rows = self.outputs(window)
+            yield from self._answers(outputs, task_rows, window)
+
+    def score(
+        self, sources: Sequence[str], tally: Tally
+    ) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+        """Returns the scores of the labelled examples of sources, and the answers to them.
+
+        Args:
+          sources: as in `task.validation`; none: the validation examples of the run.
+          tally: counts the examples of each source and the broken ones.
+
+        Returns:
+          `step`, `loss`, `score`, `examples` and all scores by name, as in metrics.jsonl (spans use
+          the run's threshold for no answer); and the answers as from `predict`.
+        """
+        self.kind.require_libraries()
+        known = self.task.with_fields(labels=self.labels)
+        examples = examples_lib.read(known, tuple(sources) or known.validation, "labelled", tally)
+        outputs, loss, task_rows = self.outputs(examples)
+        parts = self.kind.parts(examples, tally.examples)
+        line = self.kind.evaluate(outputs, loss, task_rows, examples, parts)
+        return {"step": self.step, **line}, self._answers(outputs, task_rows, examples)
+
+    def _answers(
+        self, outputs: list[np.ndarray], task_rows: rows.TaskRows, examples: Sequence[Example]
+    ) -> Iterator[dict[str, Any]]:
+        answers = self.kind.answers(outputs, task_rows, examples)
+        pairs = zip(examples, answers, strict=True)
+        return (self.kind.inputs(example) | answer for example, answer in pairs)
+
+    def outputs(self, examples: Sequence[Example]) -> tuple[list[np.ndarray], float, rows.TaskRows]:
+        """Returns the outputs of each row and the mean loss (as `Forward`), and the rows."""
+        task_rows = self.kind.rows(examples)
+        self.unknown.add(task_rows.ids)
+        count = len(task_rows.ids) // task_rows.rows_per_example
+        # The batch size grows with the windows, so that few texts compile a small program.
+        self._largest = max(self._largest, min(self.experiment.run.eval_batch_size, count))
+        sizes = self._sizes or (self._largest,)
+        size = next((size for size in sizes if size >= count), sizes[-1])
+        size = -(-size // self._shards) * self._shards * task_rows.rows_per_example
+        batches = rows.eval_batches(task_rows, self.tokenizer.pad_id, size)
+        return *self._forward(self.params, self.fixed, batches, task_rows), task_rows
+
+
+def _read_base(experiment: Finetuning, workdir: Workdir, sha256: str) -> base_lib.Base:
+    """Reads the base of a run, and raises InputError if it is not the one of training."""
+    try:
+        base = read_base(experiment)
+    except InputError as error:
+        raise InputError(
+            f"{error}; the base of {workdir.address} is {experiment.init_from}: give its current "
+            "folder with --from"
+        ) from error
+    if base.sha256 != sha256:
+        raise InputError(
+            f"{experiment.init_from}: its weights ({base.sha256[:12]}) are not those of the base "
+            f"of {workdir.address} ({sha256[:12]}); give the folder of that base with --from"
+        )
+    return base
 
 
 @dataclasses.dataclass(repr=False)
@@ -29,10 +197,20 @@ class FinetunedModel(LoadedModel):
 
         `base` is where the base of the run is now; None: where it was during training.
         """
-        task_model = TaskModel(run, base, checkpoint)
-        loaded = task_model.encoder()
-        fields = {f.name: getattr(loaded, f.name) for f in dataclasses.fields(LoadedModel)}
-        return cls(**fields, task_model=task_model)
+        tuned = TaskModel(run, base, checkpoint)
+        merged = merged_params(tuned.experiment.adapt, tuned.params, tuned.fixed)
+        params, fresh = heads.add_missing_heads(tuned.model, {"encoder": merged["encoder"]})
+        return cls(
+            tuned.model,
+            params,
+            tuned.tokenizer,
+            fresh=fresh,
+            vectors=tuned.vectors,
+            name=tuned.experiment.name,
+            step=tuned.step,
+            evaluation=tuned.evaluation,
+            task_model=tuned,
+        )
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -46,7 +224,7 @@ class FinetunedModel(LoadedModel):
           texts: for each example its text, or a sequence of its texts.
         """
         task, flat = self.task_model.task, list[str]()
-        count = examples_lib.texts_per_example(task)
+        count = len(task.text_columns)
         for position, example in enumerate(list_examples(texts)):
             parts = list_texts(example, f"texts[{position}]")
             if len(parts) != count:
@@ -65,5 +243,5 @@ class FinetunedModel(LoadedModel):
             examples of the run.
         """
         listed = [sources] if isinstance(sources, str) else sources
-        metrics, _ = self.task_model.score_sources(listed, Tally())
+        metrics, _ = self.task_model.score(listed, Tally())
         return metrics

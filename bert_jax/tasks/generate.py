@@ -11,28 +11,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from bert_jax.checkpoints.base import Base
+from bert_jax.config import Finetuning
+from bert_jax.errors import InputError
 from bert_jax.model import decoder, layers
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
-from bert_jax.tasks.rows import (
-    LENGTH_STEP,
-    Answer,
-    Answers,
-    Outputs,
-    ScoredExample,
-    Scores,
-    TaskKind,
-    TaskRows,
-    padded,
-)
 from bert_jax.tasks.rows import Batch as HostBatch
+from bert_jax.tasks.rows import TaskRows, padded, padded_length
+from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
 from bert_jax.tasks.task_objective import Batch, TaskObjective, Tree
 from bert_jax.text.tokenizer import add_special_tokens
 from bert_jax.training import sharding
-
-# The arrays of a batch that the encoder reads.
-SOURCE = ("input_ids", "segment_ids", "input_mask")
 
 
 @dataclasses.dataclass
@@ -42,8 +33,6 @@ class TargetRows(TaskRows):
     # For each row int32 [n], with [CLS] and [SEP]; empty if the examples have no labels.
     targets: list[np.ndarray] = dataclasses.field(default_factory=list)
     target_limit: int = 0  # maximum length of a target without [CLS], also with padding
-    # Number of sources and of targets that were truncated.
-    cut: tuple[int, int] = (0, 0)
 
     def batch_like(self, numbers: np.ndarray, like: np.ndarray, pad_id: int) -> HostBatch:
         """Returns some rows, padded to the length of a batch of the rows `like`.
@@ -55,67 +44,13 @@ class TargetRows(TaskRows):
         batch = super().batch_like(numbers, like, pad_id)
         if self.targets:
             longest = max(len(self.targets[i]) for i in like) - 1
-            length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.target_limit)
+            length = padded_length(longest, self.target_limit)
             targets = [self.targets[i] for i in numbers]
             batch["decoder_ids"] = padded([t[:-1] for t in targets], length, pad_id, np.int32)
             batch["targets"] = padded([t[1:] for t in targets], length, pad_id, np.int32)
             lengths = np.array([len(target) - 1 for target in targets])
             batch["target_weights"] = (np.arange(length) < lengths[:, None]).astype(np.float32)
         return batch
-
-
-class Generate(TaskKind):
-    """The kind of `generate`: there are no labels, and outputs are token ids."""
-
-    reads, column = "decoder", "generated"
-
-    def rows(self, examples: Sequence[Sentence]) -> TargetRows:
-        """Returns a row for each source, with its target; both are truncated at the end."""
-        room, target_room = self._task.max_sequence_length - 2, self._task.max_target_length - 1
-        sources = [self.encode(example.texts[0], example.location) for example in examples]
-        ids = [add_special_tokens(self._tokenizer, tokens[:room], None)[0] for tokens in sources]
-        labelled = [example for example in examples if example.label is not None]
-        targets = [self.encode(str(example.label), example.location) for example in labelled]
-        return TargetRows(
-            ids,
-            np.array([len(row) for row in ids], np.int32),
-            {},
-            {},
-            [],
-            self._task.max_sequence_length,
-            targets=[
-                add_special_tokens(self._tokenizer, t[:target_room], None)[0] for t in targets
-            ],
-            target_limit=self._task.max_target_length,
-            cut=(sum(len(s) > room for s in sources), sum(len(t) > target_room for t in targets)),
-        )
-
-    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
-        """Returns the `generated` text for each example.
-
-        The outputs of a row are token ids, int32 [T], [SEP] after the end of the text.
-        """
-        del rows, examples
-        tok = self._tokenizer
-        special = {tok.pad_id, tok.cls_id, tok.mask_id}
-        answers = []
-        for ids in outputs:
-            ends = np.flatnonzero(ids == tok.sep_id)
-            text_ids = ids[: ends[0]] if len(ends) else ids
-            text = tok.decode([int(i) for i in text_ids if int(i) not in special])
-            answers.append({"generated": text})
-        return answers
-
-    def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Scores:
-        """Returns chrF and BLEU of the texts as one corpus."""
-        generated = [answer["generated"] for answer in self.answers(outputs, rows, examples)]
-        return scores.text_scores([str(example.label) for example in examples], generated)
-
-    def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
-        """Returns both texts, and 1 - chrF as the error."""
-        truth, generated = str(example.label), answer["generated"]
-        error = 1 - scores.text_scores([truth], [generated])["chrf"]
-        return ScoredExample([truth], [generated], error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +60,10 @@ class GenerateObjective(TaskObjective):
     first: int = 0  # the token that starts a text
     last: int = 0  # the token that ends a text
     length: int = 0  # maximum number of tokens of a text
+    beams: int = 1  # of the search for texts
 
     @property
     def rules(self) -> Sequence[sharding.Rule]:
-        """Returns the sharding rules of the parameters."""
         return sharding.generator_rules(self.model)
 
     def init_params(self, key: jax.Array) -> Tree:
@@ -139,15 +74,75 @@ class GenerateObjective(TaskObjective):
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
         """Returns the logits of each next token of the targets: float32 [B, T, V]."""
-        del fixed
         generator = decoder.merge_params(self.model, params)
         return decoder.target_logits(generator, batch, noise, loop)
 
-    def texts(
-        self, beams: int, params: Any, fixed: Any, batch: Batch, noise: None, loop: Loop
+    def predict(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
     ) -> jax.Array:
-        """Returns texts found by beam search, int32 [B, length]."""
-        del fixed, noise
+        """Returns the token ids of texts that beam search finds, int32 [B, length]."""
         generator = decoder.merge_params(self.model, params)
-        settings = decoder.SearchSettings(beams, self.length, self.first, self.last)
+        settings = decoder.SearchSettings(self.beams, self.length, self.first, self.last)
         return decoder.search(generator, batch, loop, settings)[0]
+
+
+class Generate(TaskKind):
+    """The kind of `generate`: there are no labels, and outputs are token ids."""
+
+    reads, column = "decoder", "generated"
+    objective_class = GenerateObjective
+
+    @classmethod
+    def require_libraries(cls) -> None:
+        try:
+            import sacrebleu  # noqa: F401
+        except ImportError as error:
+            raise InputError(
+                "task.kind=generate: sacreBLEU, which scores texts, is not installed; pip install "
+                "'bert-jax[generate]'"
+            ) from error
+
+    def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
+        ends = {"first": self.tokenizer.cls_id, "last": self.tokenizer.sep_id}
+        return ends | {"length": self.task.max_target_length}
+
+    def rows(self, examples: Sequence[Sentence]) -> TargetRows:
+        """Returns a row for each source, with its target; both are truncated at the end."""
+        limit, target_limit = self.task.max_sequence_length, self.task.max_target_length
+        room, target_room = limit - 2, target_limit - 1
+        sources = [self.encode(example.texts[0], example.location) for example in examples]
+        ids = [add_special_tokens(self.tokenizer, tokens[:room], None)[0] for tokens in sources]
+        labelled = [example for example in examples if example.label is not None]
+        targets = [self.encode(str(example.label), example.location) for example in labelled]
+        cut = {
+            f"texts at task.max_sequence_length={limit}": sum(len(s) > room for s in sources),
+            f"targets at task.max_target_length={target_limit}": sum(
+                len(t) > target_room for t in targets
+            ),
+        }
+        targets = [add_special_tokens(self.tokenizer, t[:target_room], None)[0] for t in targets]
+        return TargetRows(ids, limit, cut=cut, targets=targets, target_limit=target_limit)
+
+    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
+        """Returns the `generated` text for each example.
+
+        The outputs of a row are token ids, int32 [T], [SEP] after the end of the text.
+        """
+        tok = self.tokenizer
+        special = {tok.pad_id, tok.cls_id, tok.mask_id}
+        answers = []
+        for ids in outputs:
+            ends = np.flatnonzero(ids == tok.sep_id)
+            text_ids = ids[: ends[0]] if len(ends) else ids
+            text = tok.decode([int(i) for i in text_ids if int(i) not in special])
+            answers.append({"generated": text})
+        return answers
+
+    def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Scores:
+        generated = [answer["generated"] for answer in self.answers(outputs, rows, examples)]
+        return scores.text_scores([str(example.label) for example in examples], generated)
+
+    def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
+        truth, generated = str(example.label), answer["generated"]
+        error = 1 - scores.text_scores([truth], [generated])["chrf"]
+        return ScoredExample([truth], [generated], error)

@@ -6,14 +6,17 @@ token of each word (`tag`), as in Devlin et al. 2018, sections 3.2 and 5.3.
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
-from bert_jax.config import SCORES, Task
+from bert_jax.config import Task
 from bert_jax.errors import prefix_errors
+from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence, Tagged
-from bert_jax.tasks.rows import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind, TaskRows
+from bert_jax.tasks.rows import TaskRows
+from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
 from bert_jax.text.tokenizer import (
     Tokenizer,
     add_special_tokens,
@@ -23,7 +26,9 @@ from bert_jax.text.tokenizer import (
 
 
 class Sentences(TaskKind):
-    """The kind of `classify` and `pair`: one label for a text or a pair of texts."""
+    """The kinds `classify` and `pair`: one label for a text or a pair of texts."""
+
+    has_one_answer = True
 
     def rows(self, examples: Sequence[Sentence]) -> TaskRows:
         """Returns one row for each text, pair or candidate.
@@ -37,30 +42,27 @@ class Sentences(TaskKind):
             tokens = [self.encode(text, example.location) for text in example.texts]
             pairs = [(tokens[0], other) for other in tokens[1:]] or [(tokens[0], None)]
             for a, b in pairs:
-                row, start_b = add_special_tokens(self._tokenizer, *self._truncate(a, b))
+                row, start_b = add_special_tokens(self.tokenizer, *self._truncate(a, b))
                 ids.append(row)
-                first.append(first_segment_length(self._tokenizer, row, start_b))
+                first.append(first_segment_length(self.tokenizer, row, start_b))
         numbers = {}
         if examples[0].label is not None:
             numbers["targets"] = np.repeat(self._truth(examples), self.rows_per_example)
-        per_example, limit = self.rows_per_example, self._task.max_sequence_length
-        return TaskRows(ids, np.array(first, np.int32), numbers, {}, [], limit, per_example)
+        limit, per_example = self.task.max_sequence_length, self.rows_per_example
+        return TaskRows(ids, limit, first, numbers, rows_per_example=per_example)
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
-        """Returns for each example its `label`, and `probabilities` by label."""
-        del rows, examples
         answers = []
         for logits in self._example_logits(outputs):
             probabilities = np.exp(logits - logits.max())
             probabilities /= probabilities.sum()
-            by_label = dict(zip(self._labels, map(float, probabilities), strict=True))
-            answers.append({"label": self._labels[int(logits.argmax())], "probabilities": by_label})
+            by_label = dict(zip(self.labels, map(float, probabilities), strict=True))
+            answers.append({"label": self.labels[int(logits.argmax())], "probabilities": by_label})
         return answers
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Scores:
         """Returns all scores of the kind; `f1` only for two labels, of which the second is 1."""
-        del rows
-        names = [n for n in SCORES[self._task.kind] if n != "f1" or len(self._labels) == 2]
+        names = [n for n in self.task.spec.scores if n != "f1" or len(self.labels) == 2]
         truth, predicted = self._truth(examples), self._predicted(outputs)
         return {name: scores.score(name, truth, predicted) for name in names}
 
@@ -71,7 +73,7 @@ class Sentences(TaskKind):
         return ScoredExample([truth], [label], error)
 
     def _truth(self, examples: Sequence[Sentence]) -> np.ndarray:
-        number = {label: i for i, label in enumerate(self._labels)}
+        number = {label: i for i, label in enumerate(self.labels)}
         return np.array([number[str(example.label)] for example in examples], np.int32)
 
     def _predicted(self, outputs: Outputs) -> np.ndarray:
@@ -79,13 +81,13 @@ class Sentences(TaskKind):
 
     def _example_logits(self, outputs: Outputs) -> np.ndarray:
         """Returns the logits of each example, [examples, labels]."""
-        return np.stack(outputs).reshape(-1, len(self._labels))
+        return np.stack(outputs).reshape(-1, len(self.labels))
 
     def _truncate(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None]:
-        room = self._task.max_sequence_length - special_count(self._tokenizer, 1 + (b is not None))
+        room = self.task.max_sequence_length - special_count(self.tokenizer, 1 + (b is not None))
         if b is None:
             return a[:room], None
-        cuts_first = self._tokenizer.kind == "library" and len(a) <= len(b)  # if equally long
+        cuts_first = self.tokenizer.kind == "library" and len(a) <= len(b)  # if equally long
         a, b = list(a), list(b)
         while len(a) + len(b) > room:
             (a if len(a) + cuts_first > len(b) else b).pop()
@@ -108,12 +110,9 @@ class NumberTask(Sentences):
     learns, column, outputs = "numbers", "value", 1
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
-        """Returns the `value` of each example."""
-        del rows, examples
         return [{"value": float(row[0])} for row in outputs]
 
     def score_example(self, answer: Answer, example: Sentence) -> ScoredExample:
-        """Returns both numbers, and their distance as the error."""
         truth, value = float(example.label or 0), answer["value"]
         return ScoredExample([f"{truth:.4g}"], [f"{value:.4g}"], abs(value - truth))
 
@@ -130,17 +129,25 @@ class Tags(TaskKind):
     A sentence that is too long for a row continues in another row, so that every word has a tag.
     """
 
-    reads, column = "tokens", "tags"
+    reads, column, has_one_answer = "tokens", "tags", True
+    parse_cells = staticmethod(examples_lib.tagged_from_cells)
+
+    @staticmethod
+    def parse_texts(location: str, number: int, texts: Sequence[str]) -> Tagged:
+        return Tagged(location, tuple(texts[0].split()), None)
+
+    def inputs(self, example: Tagged) -> dict[str, Any]:
+        return {}  # the answer has the words
 
     def rows(self, examples: Sequence[Tagged]) -> TaskRows:
         """Returns one or more rows for each sentence; a word longer than a row is truncated."""
         ids, tags, weights, notes = [], [], [], []
-        label_numbers = {label: i for i, label in enumerate(self._labels)}
+        label_numbers = {label: i for i, label in enumerate(self.labels)}
         for number, example in enumerate(examples):
             with prefix_errors(example.location):
                 parts = self._split_words(example.words)
             for tokens, starts, words in parts:
-                row, _ = add_special_tokens(self._tokenizer, tokens, None)
+                row, _ = add_special_tokens(self.tokenizer, tokens, None)
                 weight = np.zeros(len(row), np.float32)
                 weight[starts] = 1.0
                 tag = np.zeros(len(row), np.int32)
@@ -150,15 +157,13 @@ class Tags(TaskKind):
                 tags.append(tag)
                 weights.append(weight)
                 notes.append((number, starts))
-        first = np.array([len(row) for row in ids], np.int32)
         targets = {"targets": tags, "target_weights": weights}
-        return TaskRows(ids, first, {}, targets, notes, self._task.max_sequence_length)
+        return TaskRows(ids, self.task.max_sequence_length, tokens=targets, notes=notes)
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Tagged]) -> Answers:
-        """Returns for each example its `words` and their predicted `tags`."""
         answers = [{"words": list(example.words), "tags": []} for example in examples]
         for logits, (number, starts) in zip(outputs, rows.notes, strict=True):
-            answers[number]["tags"] += [self._labels[i] for i in logits[starts].argmax(axis=1)]
+            answers[number]["tags"] += [self.labels[i] for i in logits[starts].argmax(axis=1)]
         return answers
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Tagged]) -> Scores:
@@ -167,7 +172,7 @@ class Tags(TaskKind):
         predicted = [answer["tags"] for answer in self.answers(outputs, rows, examples)]
         right = [a == b for a, b in zip(chain(*truth), chain(*predicted), strict=True)]
         by_name = {"accuracy": float(np.mean(right))}
-        if self._task.main_score == "entity_f1":
+        if self.task.main_score == "entity_f1":
             by_name["entity_f1"] = scores.entity_f1(truth, predicted)
         return by_name
 
@@ -179,12 +184,12 @@ class Tags(TaskKind):
 
     def _split_words(self, words: Sequence[str]) -> list[tuple[list[int], list[int], list[int]]]:
         """Returns for each row its tokens, the positions where words start, and the words."""
-        room = self._task.max_sequence_length - 2
+        room = self.task.max_sequence_length - 2
         rows: list[tuple[list[int], list[int], list[int]]] = [([], [], [])]
         for number, word in enumerate(words):
-            encode = self._tokenizer.encode_within if number else self._tokenizer.encode
+            encode = self.tokenizer.encode_within if number else self.tokenizer.encode
             # A word without a token, such as a control character, becomes [UNK].
-            tokens = (encode(word) or [self._tokenizer.unk_id])[:room]
+            tokens = (encode(word) or [self.tokenizer.unk_id])[:room]
             if len(rows[-1][0]) + len(tokens) > room:
                 rows.append(([], [], []))
             row, starts, row_words = rows[-1]

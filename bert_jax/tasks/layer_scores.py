@@ -16,7 +16,7 @@ from bert_jax.errors import InputError, prefix_errors
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.tasks import probes as probes_lib
 from bert_jax.tasks import scores
-from bert_jax.tasks.examples import Example, Sentence, display_texts
+from bert_jax.tasks.examples import Example, Sentence, texts_of
 from bert_jax.tasks.probes import Probe, Probes, draw_examples
 
 FORMAT_VERSION = 1
@@ -88,11 +88,11 @@ def _length_probe(task: Task, train: list[Example], validation: list[Example]) -
     """Returns a probe for the number of words of a text; None if it is always the same."""
 
     def label_lengths(examples: list[Example]) -> list[Example]:
-        texts = [display_texts(example)[0] for example in examples]
+        texts = [texts_of(example)[0] for example in examples]
         bins = [int(np.searchsorted(edges, len(text.split()))) for text in texts]
         return [Sentence(_LENGTH, (t,), str(b)) for t, b in zip(texts, bins, strict=True)]
 
-    counts = [len(display_texts(example)[0].split()) for example in train]
+    counts = [len(texts_of(example)[0].split()) for example in train]
     edges = np.unique(np.quantile(counts, np.arange(1, _BINS) / _BINS))
     edges = edges[edges < max(counts)]
     if not len(edges):

@@ -25,7 +25,8 @@ from bert_jax.model.kinds import encode
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks.adaptation import MeshEncoder, require_finite
 from bert_jax.tasks.examples import MinimalPair
-from bert_jax.tasks.rows import padded
+from bert_jax.tasks.rows import padded, padded_length
+from bert_jax.tasks.task_kind import TaskKind
 from bert_jax.text.tokenizer import add_special_tokens
 from bert_jax.training import feed
 from bert_jax.training import mesh as mesh_lib
@@ -34,18 +35,25 @@ from bert_jax.training import mesh as mesh_lib
 _LENGTH_STEP = 8
 
 
+class PairKind(TaskKind):
+    """The kind `minimal_pairs`, which only a probe scores."""
+
+    parse_cells = staticmethod(examples_lib.minimal_pair_from_cells)
+
+
 class MinimalPairs:
     """A probe that scores a model on the pairs of a task.
 
     At most `most` pairs are drawn, evenly from the paradigms and the same in every run; None: all.
     """
 
-    majority = 0.5
+    majority, labels = 0.5, ()
 
     def __init__(self, name: str, task: Task, most: int | None):
         self.name, self.task = name, task
         pairs: list[Any] = examples_lib.read(task, task.validation, "labelled")
-        self.pairs = pairs if most is None else _sample(pairs, most)
+        self.examples = pairs if most is None else _sample(pairs, most)
+        self.description = f"{len(self.examples)} minimal pairs"
 
     def open(self, reader: MeshEncoder) -> int:
         """Tokenizes the texts; returns the number of operations of one evaluation."""
@@ -54,13 +62,12 @@ class MinimalPairs:
         # Equal texts are scored once, so that their scores are equal to the last bit.
         self._texts: dict[tuple[int, ...], int] = {}
         self._pair_texts = np.array(
-            [[self._number(t, pair.location) for t in (pair.good, pair.bad)] for pair in self.pairs]
+            [[self._number(t, pair.location) for t in pair.texts] for pair in self.examples]
         )
 
         def row_log_probabilities(
             params: Any, fixed: Any, batch: Any, noise: layers.Noise | None, loop: Loop
         ) -> jax.Array:
-            del fixed
             module = heads.merge(model, params)
             ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
             hidden = encode(module.encoder, model, *ids, mask, noise, loop)
@@ -85,11 +92,11 @@ class MinimalPairs:
         require_finite(self.name, [likelihoods])
         good, bad = likelihoods[self._pair_texts].T
         right = np.where(good == bad, 0.5, good > bad)
-        fields = [pair.field for pair in self.pairs if pair.field]
+        fields = [pair.field for pair in self.examples if pair.field]
         return {
             **_accuracy(right),
             "fields": _accuracy_by_name(right, fields) if fields else {},
-            "paradigms": _accuracy_by_name(right, [pair.paradigm for pair in self.pairs]),
+            "paradigms": _accuracy_by_name(right, [pair.paradigm for pair in self.examples]),
         }
 
     def _number(self, text: str, location: str) -> int:
@@ -159,7 +166,7 @@ class MinimalPairs:
             )
 
     def _padded_length(self, tokens: int) -> int:
-        return min(-(-(tokens + 2) // _LENGTH_STEP) * _LENGTH_STEP, self._limit)
+        return padded_length(tokens + 2, self._limit, _LENGTH_STEP)
 
 
 def score_lines(name: str, answer: dict[str, Any]) -> Iterator[str]:

@@ -1,237 +1,24 @@
-"""Predictions of a fine-tuned run for examples, and their scores."""
+"""Writes the predictions of a fine-tuned run for examples, and its scores."""
 
 import collections
 import csv
-import dataclasses
 import itertools
 import json
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-import numpy as np
 from etils import epath
 
 from bert_jax import config
-from bert_jax.checkpoints import base as base_lib
-from bert_jax.checkpoints.load import Checkpoints, Restored
-from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError, printable
-from bert_jax.model import heads
-from bert_jax.pretraining.loaded_model import LoadedModel, metrics_line
 from bert_jax.process import logger
-from bert_jax.storage.workdir import Workdir, create_folder, load_experiment, write_atomic
+from bert_jax.storage.workdir import create_folder, write_atomic
 from bert_jax.tasks import examples as examples_lib
-from bert_jax.tasks import formats, rows
-from bert_jax.tasks import scores as scores_lib
-from bert_jax.tasks.adaptation import LoadedBase, compile_forward, kind_of
-from bert_jax.tasks.examples import Example, Question, Sentence, Tally
-from bert_jax.tasks.similar import inherit_prompts, validation_task
-from bert_jax.tasks.task_objective import merged_params
+from bert_jax.tasks import formats
+from bert_jax.tasks.examples import Example, Tally
+from bert_jax.tasks.finetuned_model import WINDOW, TaskModel
 from bert_jax.text.records import SourceRecord, encodable, quote_names
-from bert_jax.text.tokenizer import UnknownShare
-from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import step
-
-# The number of examples whose rows are in memory at once.
-WINDOW = 2048
-
-
-class TaskModel:
-    """A checkpoint of a fine-tuned run with its base, on all devices of this process.
-
-    Args:
-      workdir: the run's workdir, opened.
-      base: the current path of the run's base; None: its path at training.
-      which: the run's checkpoint: `newest`, `best` (by held-out loss), or a step.
-      beams: the number of beams of the search for texts; None: one, as during training.
-      reading: fields of the task, such as column names, for files of another format.
-    """
-
-    def __init__(
-        self,
-        workdir: Workdir,
-        base: str | None = None,
-        which: str = "newest",
-        beams: int | None = None,
-        reading: Mapping[str, str] = types.MappingProxyType({}),
-    ):
-        parallelism = Parallelism()  # the run's own is for the run's devices
-        mesh = mesh_lib.make_mesh(parallelism)
-        newest = load_experiment(workdir, Finetuning)
-        saved = Checkpoints(workdir.checkpoints)
-        number = saved.find_step(which)
-        metadata = saved.metadata(number)
-        self.experiment = dataclasses.replace(
-            saved.experiment(number, Finetuning), init_from=base or newest.init_from
-        )
-        loaded = _load_base(self.experiment, workdir, metadata["init_sha256"])
-        task = validation_task(self.experiment.task)
-        self.task = task.with_fields(**reading)
-        if beams is not None and task.kind != "generate":
-            raise InputError(
-                f"--beam: {workdir.address} has task.kind={task.kind}, which generates no texts; "
-                "remove --beam"
-            )
-        # In the order of the head's outputs; empty for regression and spans.
-        self.labels = tuple(metadata["notes"]["labels"])
-        self._vectors = base_lib.read_vectors(metadata["notes"]) or loaded.vectors
-        prompted = inherit_prompts(task, self._vectors) if task.kind == "similar" else task
-        self.kind = kind_of(prompted.with_fields(**reading), self.labels, loaded.tokenizer)
-        weights = metadata["notes"].get("class_weights", ())  # older runs have none
-        if task.kind == "similar":
-            self.kind.outputs = metadata["notes"]["teacher_width"]
-        objective = loaded.objective(self.experiment, self.kind, weights)
-        self.pooling = objective.adapt.pooling  # of the head's input
-        abstract = step.abstract_state(objective, self.experiment.optimizer, parallelism, mesh)
-        restored = saved.read(which, {"params": abstract["params"]})
-        # The trainable parameters of the checkpoint, on the devices.
-        self.step, self.params = restored.step, restored.state["params"]
-        # The base's, with the run's dropout rates and compute type.
-        self.model, self.tokenizer = objective.model, loaded.tokenizer
-        # The line of metrics.jsonl with the scores of this step; None if there is none.
-        self.evaluation = metrics_line(workdir, "scores", self.step)
-        if task.kind == "span" and task.no_answer == "possible":
-            self.kind = kind_of(task, self.labels, loaded.tokenizer, _threshold(restored))
-        self.fixed = loaded.fixed(objective, mesh)  # the frozen parameters
-        self._forward = compile_forward(objective, parallelism, mesh, beams or 1)
-        self._pad_id = loaded.tokenizer.pad_id
-        self.unknown = UnknownShare(loaded.tokenizer)
-        self._shards = mesh_lib.batch_shards(mesh)
-        # Batch sizes in examples, smallest first, after `warm`; before, the largest size so far.
-        self._sizes: tuple[int, ...] = ()
-        self._largest = 0
-
-    def encoder(self) -> LoadedModel:
-        """Returns the fine-tuned encoder, for vectors or for export."""
-        merged = merged_params(self.experiment.adapt, self.params, self.fixed)
-        params, fresh = heads.add_missing_heads(self.model, {"encoder": merged["encoder"]})
-        return self.make_model(params, fresh)
-
-    def make_model(self, params: dict[str, Any], fresh: tuple[str, ...] = ()) -> LoadedModel:
-        """Returns a model of these parameters, with the name, step and vectors of this one."""
-        fields = {"vectors": self._vectors, "step": self.step, "evaluation": self.evaluation}
-        return LoadedModel(
-            self.model, params, self.tokenizer, fresh=fresh, name=self.experiment.name, **fields
-        )
-
-    def warm(self, sizes: tuple[int, ...]) -> None:
-        """Compiles the programs for examples of all lengths, in batches of these sizes only."""
-        self._sizes, task = sizes, self.task
-        others = ["a"] * (examples_lib.texts_per_example(task) - 1)
-        for limit in range(
-            rows.LENGTH_STEP, task.max_sequence_length + rows.LENGTH_STEP, rows.LENGTH_STEP
-        ):
-            # Each word is one token, so that the rows need the program of this length.
-            words = " ".join(["a"] * (limit - rows.LENGTH_STEP // 2))
-            example = [words, *others] if task.kind != "span" else [*others, words]
-            for size in sizes:
-                list(self.predict(examples_lib.parse_arguments(task, example * size)))
-
-    def predict(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
-        """Yields the answers to examples, in order; `WINDOW` examples are in memory at once.
-
-        Yields:
-          JSON: the answer of `TaskKind.answers`, and the `text` or `texts` of a sentence or the
-          `question` of a span.
-        """
-        examples = iter(examples)
-        while window := list(itertools.islice(examples, WINDOW)):
-            outputs, _, task_rows = self.outputs(window)
-            yield from _add_inputs(window, self.kind.answers(outputs, task_rows, window))
-
-    def score(
-        self, examples: Sequence[Example], counts: Mapping[str, int]
-    ) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-        """Returns the scores of labelled examples, and the answers to them.
-
-        Args:
-          examples: of all sources, one source after the other.
-          counts: the number of examples of each source.
-
-        Returns:
-          `step`, `loss`, `score`, `examples` and all scores by name, as in metrics.jsonl (spans use
-          the run's threshold for no answer); and the answers as from `predict`.
-        """
-        if self.task.kind == "generate":
-            scores_lib.require_sacrebleu()
-        examples_lib.require_known_labels(self.labels, examples)
-        outputs, loss, task_rows = self.outputs(examples)
-        scores = self.kind.scores(outputs, task_rows, examples)
-        scores |= self.kind.part_scores(outputs, self.kind.parts(examples, counts))
-        score = scores[self.task.main_score]
-        loss = 1 - score if self.task.kind == "similar" else loss
-        line = {"step": self.step, "loss": loss, "score": score}
-        answers = self.kind.answers(outputs, task_rows, examples)
-        return line | {"examples": len(examples)} | scores, _add_inputs(examples, answers)
-
-    def score_sources(
-        self, sources: Sequence[str], tally: Tally
-    ) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-        """Returns what `score` returns, for the labelled examples of sources.
-
-        Args:
-          sources: as in `task.validation`; none: the validation examples of the run.
-          tally: counts the examples of each source and the broken ones.
-        """
-        known = self.task.with_fields(labels=self.labels)
-        examples = examples_lib.read(known, tuple(sources) or known.validation, "labelled", tally)
-        return self.score(examples, tally.examples)
-
-    def outputs(self, examples: Sequence[Example]) -> tuple[list[np.ndarray], float, rows.TaskRows]:
-        """Returns the outputs of each row and the mean loss (as `Forward`), and the rows."""
-        task_rows = self.kind.rows(examples)
-        self.unknown.add(task_rows.ids)
-        count = len(task_rows.ids) // task_rows.rows_per_example
-        # The batch size grows with the windows, so that few texts compile a small program.
-        self._largest = max(self._largest, min(self.experiment.run.eval_batch_size, count))
-        sizes = self._sizes or (self._largest,)
-        size = next((size for size in sizes if size >= count), sizes[-1])
-        size = -(-size // self._shards) * self._shards * task_rows.rows_per_example
-        batches = rows.eval_batches(task_rows, self._pad_id, size)
-        return *self._forward(self.params, self.fixed, batches, task_rows), task_rows
-
-
-def _add_inputs(
-    examples: Sequence[Example], answers: Iterable[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    for example, answer in zip(examples, answers, strict=True):
-        inputs: dict[str, Any] = {}
-        if isinstance(example, Sentence):
-            texts = example.texts
-            inputs = {"text": texts[0]} if len(texts) == 1 else {"texts": list(texts)}
-        elif isinstance(example, Question):
-            inputs = {"id": example.id, "question": example.question}
-        yield inputs | answer
-
-
-def _load_base(experiment: Finetuning, workdir: Workdir, sha256: str) -> LoadedBase:
-    try:
-        loaded = LoadedBase.of(experiment)
-    except InputError as error:
-        raise InputError(
-            f"{error}; the base of {workdir.address} is {experiment.init_from}: give its current "
-            "folder with --from"
-        ) from error
-    if loaded.sha256 != sha256:
-        raise InputError(
-            f"{experiment.init_from}: its weights ({loaded.sha256[:12]}) are not those of the base "
-            f"of {workdir.address} ({sha256[:12]}); give the folder of that base with --from"
-        )
-    return loaded
-
-
-def _threshold(restored: Restored) -> float:
-    """Returns the threshold for no answer; see `SpanTask`."""
-    threshold = restored.metadata["notes"]["no_answer_threshold"]
-    if threshold is None:
-        logger.warning(
-            "step %d was not evaluated, so it has no threshold for no answer; the answer is none "
-            "wherever that scores highest",
-            restored.step,
-        )
-        return 0.0
-    return threshold
 
 
 def predict(
@@ -251,7 +38,7 @@ def predict(
     task = model.task
     scores, tally = None, examples_lib.Tally()
     if what == "score":
-        scores, answers = model.score_sources(sources, tally)
+        scores, answers = model.score(sources, tally)
     elif sources:
         answers = model.predict(examples_lib.iterate(task, sources, "unlabelled", tally))
     elif isinstance(texts, Sequence):
@@ -265,16 +52,13 @@ def predict(
         yield _json(_rounded(scores))
     elif out is None:
         yield from (_json(_rounded(answer)) for answer in answers)
-    _warn_of_broken(tally)
-    _warn_of_unknown(model)
+    _warn(model, tally)
 
 
-def _warn_of_broken(tally: Tally) -> None:
+def _warn(model: TaskModel, tally: Tally) -> None:
+    """Warns of broken rows and of unknown tokens."""
     if tally.broken:
         logger.warning("broken rows left out: %s", printable(str(tally)))
-
-
-def _warn_of_unknown(model: TaskModel) -> None:
     if warning := model.unknown.warning("the text"):
         logger.warning("%s", warning)
 
@@ -297,7 +81,7 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
     """
     task = model.task
     source, suffix = file, epath.Path(out).suffix
-    if task.kind != "span":
+    if not {"csv", "tsv", "jsonl"}.isdisjoint(task.spec.sources):
         source = config.source_of("--input", task.kind, file)
     if source.partition(":")[0] not in ("csv", "tsv", "jsonl"):
         raise InputError(
@@ -310,8 +94,7 @@ def predict_table(model: TaskModel, file: str, out: str) -> str:
     table_rows = _predict_rows(model, source, counts, unread, tally)
     with create_folder(epath.Path(out).parent):
         write_atomic(epath.Path(out), _table_lines(table_rows, suffix, task.header))
-    _warn_of_broken(tally)
-    _warn_of_unknown(model)
+    _warn(model, tally)
     shown = ", ".join(f"{label} {counts[label]:,}" for label in model.labels if counts[label])
     parts = [f"{counts.total() + len(unread.broken):,} rows of {file}"]
     parts += [f"predicted {shown}"] if shown else []

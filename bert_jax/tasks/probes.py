@@ -31,16 +31,16 @@ from bert_jax.model.kinds import encode, text_vector
 from bert_jax.pretraining.loaded_model import LoadedModel
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import similar
-from bert_jax.tasks.adaptation import MeshEncoder, kind_of, require_finite, run_rows
+from bert_jax.tasks.adaptation import MeshEncoder, require_finite, run_rows
 from bert_jax.tasks.examples import Example
 from bert_jax.tasks.minimal_pairs import MinimalPairs
-from bert_jax.tasks.rows import Reads
+from bert_jax.tasks.task_kind import kind_of
+from bert_jax.tasks.task_objective import Reads
 from bert_jax.text.tokenizer import Tokenizer
 from bert_jax.training import mesh as mesh_lib
 
 # The layers to read: the last, or the embeddings and all layers.
 Outputs = Literal["last", "all"]
-_KINDS = ("classify", "pair", "tag", "minimal_pairs", "similar")
 # Maximum size of a sample: enough to tell 60 % from 65 %, small enough to be scored often.
 _MOST = 1_000
 # Penalties to select from, as shares of the number of rows; features have a variance of one.
@@ -56,6 +56,24 @@ class Probe:
     labels: tuple[str, ...]  # the label of each class number
     train: Sequence[Example]
     validation: Sequence[Example]
+
+    @classmethod
+    def read(cls, name: str, task: Task, most: int | None) -> "Probe":
+        """Reads at most 1,000 training and validation examples each."""
+        train, validation = draw_examples(task, "train"), draw_examples(task, "validation")
+        labels = examples_lib.find_labels(task, [*train, *validation])
+        return cls(name, task, labels, train, validation)
+
+    @property
+    def examples(self) -> Sequence[Example]:
+        """All examples."""
+        return [*self.train, *self.validation]
+
+    @property
+    def description(self) -> str:
+        """The score, and the numbers of examples."""
+        counts = f"{len(self.train)} examples to learn from, {len(self.validation)} to score"
+        return f"{self.task.main_score}; {counts}"
 
     def open(self, reader: MeshEncoder) -> int:
         """Builds the rows; returns the number of operations of one evaluation."""
@@ -126,12 +144,13 @@ def jit_features(reader: MeshEncoder, reads: Reads, outputs: Outputs) -> Callabl
 class SimilarityProbe:
     """A probe that scores the encoder's text vectors on the validation examples of a task."""
 
-    majority = 0.0
+    majority, labels = 0.0, ()
 
-    def __init__(self, name: str, task: Task):
-        self.name, self.task = name, similar.validation_task(task)
+    def __init__(self, name: str, task: Task, most: int | None):
+        self.name, self.task = name, task.with_fields(negative_column="")
         examples = examples_lib.read(self.task, task.validation, "labelled")
         self.examples = cast(list[examples_lib.Sentence | examples_lib.Passage], examples)
+        self.description = f"{task.main_score}; {len(examples)} examples to score"
 
     def open(self, reader: MeshEncoder) -> int:
         """Builds the rows; returns the number of operations of one evaluation."""
@@ -156,9 +175,17 @@ class SimilarityProbe:
 @functools.lru_cache(maxsize=8)
 def jit_vectors(reader: MeshEncoder) -> Callable[..., jax.Array]:
     """Returns a function that computes the vectors of rows, compiled for the devices."""
-    pooling, args = (reader.vectors or TextVectors()).pooling, ("labels", "vectors", 0, 1, Adapt())
-    objective = similar.SimilarObjective(reader.model, *args, pooling=pooling)
+    args, vectors = ("labels", "vectors", 0, 1, Adapt()), reader.vectors or TextVectors()
+    objective = similar.SimilarObjective(reader.model, *args, text_vectors=vectors)
     return reader.compile_rows(objective.vectors)
+
+
+# The probe for each kind of task: (name, task, maximum number of minimal pairs) -> probe.
+PROBES: dict[str, Callable[[str, Task, int | None], "Probe | MinimalPairs | SimilarityProbe"]] = {
+    **dict.fromkeys(("classify", "pair", "tag"), Probe.read),
+    "minimal_pairs": MinimalPairs,
+    "similar": SimilarityProbe,
+}
 
 
 class Probes:
@@ -178,28 +205,12 @@ class Probes:
         self._where = where
         self.probes: list[Probe | MinimalPairs | SimilarityProbe] = []  # in the order of the files
         about, digest = list[str](), hashlib.sha256()
-        for path, name, task in read_tasks(paths, _KINDS, where):
+        for path, name, task in read_tasks(paths, tuple(PROBES), where):
             with prefix_errors(f"{where}: {path}"):
-                task = dataclasses.replace(task, **fields)
-                if task.kind == "minimal_pairs":
-                    probe, labels = MinimalPairs(name, task, pairs), ()
-                    examples = probe.pairs
-                    words = f"{len(examples)} minimal pairs"
-                elif task.kind == "similar":
-                    probe, labels = SimilarityProbe(name, task), ()
-                    examples = probe.examples
-                    words = f"{probe.task.main_score}; {len(examples)} examples to score"
-                else:
-                    splits = ("train", "validation")
-                    train, validation = (draw_examples(task, split) for split in splits)
-                    examples = [*train, *validation]
-                    labels = examples_lib.find_labels(task, examples)
-                    probe = Probe(name, task, labels, train, validation)
-                    words = f"{task.main_score}; {len(train)} examples to learn from, "
-                    words += f"{len(validation)} to score"
+                probe = PROBES[task.kind](name, dataclasses.replace(task, **fields), pairs)
             self.probes.append(probe)
-            about.append(f"{name} ({words})")
-            digest.update(examples_lib.sha256(examples, labels).encode())
+            about.append(f"{name} ({probe.description})")
+            digest.update(examples_lib.sha256(probe.examples, probe.labels).encode())
         # A description of the probes, and a hash of their examples and labels.
         self.about, self.sha256 = ", ".join(about), digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""Rows of token ids for the examples of a task, their batches, and the base class of task kinds.
+"""Rows of token ids for the examples of a task, and their batches.
 
 A batch is a function of (seed, step): an epoch is a permutation of the examples, and the next epoch
 starts where it ends, even inside a batch. Rows are padded to the longest of their batch, so that
@@ -6,28 +6,16 @@ short texts cost little. Every process computes the padded length from the lengt
 """
 
 import dataclasses
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from bert_jax.config import Task, source_name
 from bert_jax.data import draws
-from bert_jax.errors import prefix_errors
-from bert_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
-# Input of a task's head: the pooled output of a text, or the output of each token. `decoder` is a
-# decoder instead of a head; `vectors` are compared without a head.
-Reads = Literal["pooled", "tokens", "decoder", "vectors"]
-# Targets of a head: a label for each target, a number, or the first and last token of a span.
-Learns = Literal["labels", "numbers", "places"]
-Answer = dict[str, Any]
-Answers = list[Answer]
-Outputs = list[np.ndarray]
-Scores = dict[str, float]
-
+# The arrays of a batch that an encoder reads.
+INPUT_NAMES = ("input_ids", "segment_ids", "input_mask")
 # Batches are padded to a multiple of this (at most to the limit), so that few programs compile.
 LENGTH_STEP = 32
 
@@ -37,18 +25,21 @@ class TaskRows:
     """Rows of token ids, and their targets."""
 
     ids: list[np.ndarray]  # int32 [n] for each row, with [CLS] and [SEP]
-    first: np.ndarray  # int32 [rows], number of tokens of segment 0
-    numbers: dict[str, np.ndarray]  # targets with one number per row: {name: [rows]}
-    # Targets with one number per token: {name: [n] for each row}; padded with 0.
-    tokens: dict[str, list[np.ndarray]]
-    notes: list[Any]  # data about each row for `TaskKind.answers`
     limit: int  # maximum length, also with padding: the model may have no more positions
+    first: Any = None  # int32 [rows], number of tokens of segment 0; None: all tokens
+    # Targets with one number per row: {name: [rows]}.
+    numbers: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    # Targets with one number per token: {name: [n] for each row}; padded with 0.
+    tokens: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+    notes: Sequence[Any] = ()  # data about each row, for `TaskKind.answers`
     # Consecutive rows that form one example, such as the candidates of a choice.
     rows_per_example: int = 1
-    cut_questions: int = 0  # number of questions of `span` that were truncated
+    # Numbers of truncated texts, by a description of the texts.
+    cut: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lengths = np.array([len(ids) for ids in self.ids], np.int32)
+        self.first = self.lengths if self.first is None else np.array(self.first, np.int32)
 
     def batch(self, numbers: np.ndarray, length: int, pad_id: int) -> Batch:
         """Returns the rows with these numbers, [B], padded to S = `length`.
@@ -88,8 +79,12 @@ class TaskRows:
 
     def padded_length(self, numbers: np.ndarray) -> int:
         """Returns the length to which a batch of these rows is padded."""
-        longest = int(self.lengths[numbers].max())
-        return min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.limit)
+        return padded_length(int(self.lengths[numbers].max()), self.limit)
+
+
+def padded_length(tokens: int, limit: int, multiple: int = LENGTH_STEP) -> int:
+    """Returns a number of tokens, rounded up to a multiple of `multiple`, at most `limit`."""
+    return min(-(-tokens // multiple) * multiple, limit)
 
 
 def padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.ndarray:
@@ -98,94 +93,6 @@ def padded(rows: list[np.ndarray], length: int, value: int, dtype: Any) -> np.nd
     for row, values in zip(array, rows, strict=True):
         row[: len(values)] = values
     return array
-
-
-class ScoredExample(NamedTuple):
-    """A prediction compared with the truth."""
-
-    truth: Sequence[str]  # names of labels (one, or one per word), or one number or text
-    predicted: Sequence[str]  # as long as `truth`
-    error: float  # in the unit of the kind's score; 0 if the prediction is right
-
-
-class SourceExamples(NamedTuple):
-    """The examples of one of several sources, and their rows."""
-
-    name: str
-    first: int  # the number of its first row among the rows of all sources
-    rows: TaskRows
-    examples: Sequence[Any]
-
-
-class TaskKind:
-    """A kind of task, for one tokenizer and one set of labels; `adaptation.KINDS` has all.
-
-    Outputs are the head's results for each row: float32 [outputs] for the pooled text, or
-    [n, outputs] for its n tokens; token ids from a decoder.
-    """
-
-    reads: Reads = "pooled"  # input of the head
-    outputs = 0  # number of the head's outputs; 0: one for each label
-    learns: Learns = "labels"  # determines the loss, see `tasks.task_objective`
-    rows_per_example = 1  # consecutive rows that are answered together
-    # The field of an answer that a table shows; "": the label, and its probability.
-    column = ""
-
-    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
-        self._task, self._labels, self._tokenizer = task, labels, tokenizer
-        self.outputs = self.outputs or len(labels)
-
-    def encode(self, text: str, location: str) -> list[int]:
-        """Returns the token ids of a text; errors begin with `location`."""
-        with prefix_errors(location):
-            return self._tokenizer.encode(text)
-
-    def rows(self, examples: Sequence[Any]) -> TaskRows:
-        """Returns the rows of examples, with targets if the examples have labels."""
-        raise NotImplementedError
-
-    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Any]) -> Answers:
-        """Returns the prediction for each example, as JSON."""
-        raise NotImplementedError
-
-    def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Any]) -> Scores:
-        """Returns the scores of labelled examples by name."""
-        raise NotImplementedError
-
-    def parts(self, examples: Sequence[Any], counts: Mapping[str, int]) -> list[SourceExamples]:
-        """Returns the examples of each source; empty if there is only one source.
-
-        Args:
-          examples: of all sources, one source after the other.
-          counts: the number of examples of each source.
-        """
-        names = [re.split("[/:]", source)[-1].partition(".")[0] for source in counts]
-        if len({*names, ""}) <= len(names):  # some are equal or empty: use the whole sources
-            names = list(map(source_name, counts))
-        parts, start, first = list[SourceExamples](), 0, 0
-        for name, count in zip(names, counts.values(), strict=True):
-            selected = examples[start : start + count]
-            rows = self.rows(selected)
-            parts.append(SourceExamples(name, first, rows, selected))
-            start, first = start + count, first + len(rows.ids)
-        return parts if len(parts) > 1 else []
-
-    def part_scores(self, outputs: Outputs, parts: Sequence[SourceExamples]) -> Scores:
-        """Returns the main score of each part, named SCORE/NAME; `outputs` are of all rows."""
-        score, by_name = self._task.main_score, Scores()
-        for name, first, rows, examples in parts:
-            selected = outputs[first : first + len(rows.ids)]
-            by_name[f"{score}/{name}"] = self.scores(selected, rows, examples)[score]
-        return by_name
-
-    def score_example(self, answer: Answer, example: Any) -> ScoredExample:
-        """Returns the comparison of an answer to a labelled example with its label."""
-        raise NotImplementedError
-
-    def count_rows(self, example: Any, most: int) -> int:
-        """Returns the number of rows of an example; stops counting above `most`."""
-        del example, most
-        return 1
 
 
 class TaskBatches:

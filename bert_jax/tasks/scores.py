@@ -1,4 +1,4 @@
-"""Scores of predictions, in [0, 1] or [-1, 1], higher is better; also mistakes and baselines.
+"""Scores of predictions, in [0, 1] or [-1, 1], higher is better; also warnings about the data.
 
 `f1` is that of label 1. If the positive label does not sort last, set `task.labels` with it second.
 
@@ -18,23 +18,7 @@ from typing import Any
 import numpy as np
 
 from bert_jax.config import Task
-from bert_jax.errors import InputError
-from bert_jax.tasks.examples import (
-    Example,
-    NoAnswer,
-    Question,
-    Tagged,
-    display_texts,
-    label_names,
-    text_key,
-)
-from bert_jax.tasks.rows import Answer, TaskKind
-
-# Maximum number of recorded mistakes and confusions, and of characters of a text.
-_MOST, _CHARACTERS = 20, 400
-
-# Task kinds with one right answer for each text.
-_SINGLE_ANSWER_KINDS = ("classify", "pair", "regress", "choice", "tag")
+from bert_jax.tasks.examples import NoAnswer, Question, text_key
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -82,17 +66,6 @@ def _correlation(name: str, truth: Any, predicted: Any) -> float:
 
 
 # --- texts --------------------------------------------------------------------------------------
-
-
-def require_sacrebleu() -> None:
-    """Raises InputError unless sacreBLEU, which scores generated texts, is installed."""
-    try:
-        import sacrebleu  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            "task.kind=generate: sacreBLEU, which scores texts, is not installed; pip install "
-            "'bert-jax[generate]'"
-        ) from error
 
 
 def text_scores(truth: Sequence[str], generated: Sequence[str]) -> dict[str, float]:
@@ -249,7 +222,7 @@ def best_threshold(
 def data_warnings(
     task: Task,
     labels: Sequence[str],
-    examples: Mapping[str, Sequence[Example]],
+    examples: Mapping[str, Sequence[Any]],
     train_keys: Collection[int],
 ) -> list[str]:
     """Returns warnings about examples that make scores misleading.
@@ -266,11 +239,11 @@ def data_warnings(
             f"{len(shared):,} of {len(held_out):,} validation examples have the text of a training "
             f"example (the first: {shared[0].location}); scores of them say little about new texts"
         )
-    for name, split in examples.items() if task.kind in _SINGLE_ANSWER_KINDS else ():
+    for name, split in examples.items() if task.spec.implementing_class.has_one_answer else ():
         answers: dict[int, Any] = {}
         ambiguous: dict[int, str] = {}  # by text, the location of its second answer
         for example in split:
-            key, answer = text_key(example), _label_of(example)
+            key, answer = text_key(example), example.label_names or example.label
             if answers.setdefault(key, answer) != answer:
                 ambiguous.setdefault(key, example.location)
         if ambiguous:
@@ -290,59 +263,3 @@ def data_warnings(
                 "one label, use one spelling in all rows"
             )
     return warnings_
-
-
-def _label_of(example: Any) -> Any:
-    return example.tags if isinstance(example, Tagged) else example.label
-
-
-# --- mistakes -----------------------------------------------------------------------------------
-
-
-def mistakes(
-    kind: TaskKind, labels: Sequence[str], answers: Sequence[Answer], examples: Sequence[Example]
-) -> dict[str, Any]:
-    """Returns the mistakes in answers to labelled examples, as JSON of bounded length.
-
-    Returns:
-      `wrong`: their number. `worst`: those with the largest errors, sorted, with `place`, `texts`,
-      `truth`, `predicted` and, for labels, the `probability` of the prediction. For labels and tags
-      also `confusions`: the most frequent [truth, predicted, count].
-    """
-    scored = [kind.score_example(answer, e) for answer, e in zip(answers, examples, strict=True)]
-    order = np.argsort([-example.error for example in scored], kind="stable")
-    wrong = [i for i in order if scored[i].error]
-    worst = []
-    for i in wrong[:_MOST]:
-        truth, predicted = (" ".join(names)[:_CHARACTERS] for names in scored[i][:2])
-        mistake = {"place": examples[i].location, "truth": truth, "predicted": predicted}
-        if "probabilities" in answers[i]:
-            mistake["probability"] = answers[i]["probabilities"][answers[i]["label"]]
-        worst.append(mistake | {"texts": [t[:_CHARACTERS] for t in display_texts(examples[i])]})
-    line: dict[str, Any] = {"wrong": len(wrong), "worst": worst}
-    if labels:
-        pairs = (zip(*scored[i][:2], strict=True) for i in wrong)
-        confusions = collections.Counter(pair for example in pairs for pair in example)
-        line["confusions"] = [[*pair, count] for pair, count in confusions.most_common(_MOST)]
-    return line
-
-
-def guess(task: Task, labels: Sequence[str], examples: Sequence[Any]) -> tuple[str, float] | None:
-    """Returns the best constant answer as text, and its main score; None if that is no baseline.
-
-    The answer is one label or tag for all examples, or no answer to all questions. There is no such
-    baseline for numbers, entities, generated texts, and questions that all have answers.
-    """
-    if task.kind == "span" and task.no_answer == "possible":
-        no_answers = {example.id: "" for example in examples}
-        by_name = span_scores(examples, no_answers, "possible")
-        return "never an answer", by_name[task.main_score]
-    if not labels or task.main_score == "entity_f1":
-        return None
-    truth = np.array([labels.index(name) for example in examples for name in label_names(example)])
-    by_label = {
-        name: score(task.main_score, truth, np.full_like(truth, number))
-        for number, name in enumerate(labels)
-    }
-    best = max(labels, key=lambda name: by_label[name])
-    return f"always {best!r}", by_label[best]

@@ -6,7 +6,7 @@ Shape letters: B rows (those of an example are consecutive), S tokens, D width, 
 import dataclasses
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from bert_jax.checkpoints.base import TextVectors
+from bert_jax.checkpoints import base as base_lib
+from bert_jax.checkpoints.base import Base, TextVectors
 from bert_jax.config import Finetuning, Model, Parallelism, Task, Vectors
 from bert_jax.data import corpus
 from bert_jax.embeddings import retrieval
@@ -34,7 +35,8 @@ from bert_jax.storage import mirror
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Sentence
-from bert_jax.tasks.rows import Answers, Outputs, Scores, TaskBatches, TaskKind, TaskRows
+from bert_jax.tasks.rows import TaskBatches, TaskRows
+from bert_jax.tasks.task_kind import Answers, Outputs, Scores, TaskKind, TrainingSet
 from bert_jax.tasks.task_objective import HEAD_RULE, Batch, TaskObjective, Tree, merged_params
 from bert_jax.text.tokenizer import Tokenizer, add_special_tokens
 from bert_jax.training import mesh as mesh_lib
@@ -44,13 +46,100 @@ _Examples = Sequence[Sentence | Passage]
 _SCALE_RULE = sharding.Rule("head/scale")
 
 
+@dataclasses.dataclass(frozen=True)
+class SimilarObjective(TaskObjective):
+    """The `Objective` of vectors, which compares the rows of a batch with each other."""
+
+    how: Vectors = dataclasses.field(default_factory=Vectors)  # the settings of the loss
+    # How a text becomes a vector, for `embed`.
+    text_vectors: TextVectors = dataclasses.field(default_factory=TextVectors)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return ("loss", "accuracy") if self.how.loss == "contrastive" else ("loss",)
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        vectors = dataclasses.asdict(self.text_vectors)
+        return {"vectors": vectors, "teacher_width": self.outputs}
+
+    @property
+    def rules(self) -> Sequence[sharding.Rule]:
+        head = {"learned": [_SCALE_RULE]}.get(self.how.temperature_is, [])
+        if self.how.projection == "linear":
+            return super().rules
+        return [*(rule for rule in super().rules if rule != HEAD_RULE), *head]
+
+    def init_params(self, key: jax.Array) -> Tree:
+        params = super().init_params(key)
+        if self.how.temperature_is == "learned":
+            params["head"] = {"scale": -jnp.log(jnp.full([1], self.how.temperature))}
+        elif self.how.projection == "none":
+            del params["head"]
+        return params
+
+    def vectors(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
+    ) -> jax.Array:
+        """Returns the vector of each row, float32 [B, D], of length 1."""
+        params = merged_params(self.adapt, params, fixed)
+        encoder = fill_params(params["encoder"], encoder_of(self.model).encoder, self.model)
+        ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
+        if "tokens" in batch:  # texts share rows, see `embeddings.packing`
+            packed = Packing(batch["positions"], batch["tokens"], batch["places"])
+            hidden = packed.unpack(encode(encoder, self.model, *ids, packed, noise, loop))
+            mask = packed.mask
+        else:
+            hidden = encode(encoder, self.model, *ids, mask, noise, loop)
+        return similarity.normalize(similarity.pool(hidden, mask, self.text_vectors.pooling))
+
+    predict = vectors
+
+    def compare(
+        self,
+        vectors: jax.Array,
+        params: Any,
+        fixed: Any,
+        batch: Batch,
+        noise: layers.Noise | None,
+        loop: Loop,
+    ) -> losses_lib.Metrics:
+        """Computes the metrics of rows by their vectors, float32 [B, D]."""
+        how, head, axes = self.how, params.get("head", {}), mesh_lib.manual_axes()
+        if how.loss == "distil":
+            if "kernel" in head:
+                vectors = similarity.normalize(vectors @ head["kernel"] + head["bias"])
+            targets, weights = batch["wanted"], batch["row_weights"]
+            sums = similarity.distillation_loss(vectors, targets, weights, how.geometry, axes)
+            return {"loss": sums}
+        scale = jnp.exp(head["scale"][0]) if "scale" in head else 1 / how.temperature
+        per_example = self.rows_per_example
+        keys, weights = batch["keys"].reshape(-1, per_example), batch["row_weights"][::per_example]
+        loss, hits = jnp.zeros(2), jnp.zeros(2)
+        for size in how.dimensions or (vectors.shape[1],):
+            texts = Texts(vectors[:, :size].reshape(-1, per_example, size), keys, weights)
+            if how.loss == "cosine":
+                size_loss = similarity.cosine_loss(texts, batch["scores"][::per_example])
+            else:
+                size_loss, hits = similarity.contrastive_loss(texts, scale, axes)
+            loss = jnp.stack([loss[0] + size_loss[0], size_loss[1]])
+        return {"loss": loss} if how.loss == "cosine" else {"loss": loss, "accuracy": hits}
+
+    def forward(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
+    ) -> losses_lib.Metrics:
+        vectors = self.vectors(params, fixed, batch, noise, loop)
+        return self.compare(vectors, params, fixed, batch, noise, loop)
+
+
 class Similar(TaskKind):
     """The kind of `similar`: a row and a vector for each text.
 
     `outputs` is the width of the teacher's vectors, 0 without a teacher.
     """
 
-    reads, column = "vectors", "cosine"
+    reads, column, shares_rows = "vectors", "cosine", True
+    objective_class = SimilarObjective
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
         super().__init__(task, labels, tokenizer)
@@ -61,27 +150,84 @@ class Similar(TaskKind):
         self._text_tokens = max(self._limit - 2 - longest, 0)
         self.rows_per_example = len(task.text_columns)
 
+    @classmethod
+    def restore(
+        cls, task: Task, labels: tuple[str, ...], base: Base, notes: Mapping[str, Any]
+    ) -> "Similar":
+        vectors = base_lib.read_vectors(notes) or base.vectors
+        kind = cls(inherit_prompts(task, vectors), labels, base.tokenizer)
+        kind.outputs = notes["teacher_width"]
+        return kind
+
+    @classmethod
+    def read_training(
+        cls,
+        experiment: Finetuning,
+        base: Base,
+        tally: examples_lib.Tally,
+        teacher: Literal["run", "skip"] = "run",
+    ) -> TrainingSet:
+        task, how = inherit_prompts(experiment.task, base.vectors), experiment.vectors
+        kind = cls(task, (), base.tokenizer)
+        format_, _, path = task.train[0].partition(":")
+        if format_ == "corpus":
+            kind.rows_per_example = 2
+            pairs, sha256 = _read_corpus(kind, experiment, *path.rpartition(":")[::2])
+            return TrainingSet(kind, pairs.total, pairs, None, (), (sha256,))
+        labelled: examples_lib.Labelled = "labelled" if how.loss == "cosine" else "unlabelled"
+        if how.loss == "distil":  # only the first text of a pair has a target
+            task = dataclasses.replace(task, second_column="")
+        examples = cast(list[Sentence], examples_lib.read(task, task.train, labelled, tally))
+        rows, teacher_sha256 = kind.rows(examples), ""
+        kind.rows_per_example = rows.rows_per_example
+        if how.loss == "cosine":
+            rows.numbers["scores"] = np.repeat(_scaled(examples, how), rows.rows_per_example)
+        if how.loss == "distil" and teacher == "run":
+            targets = _teacher_vectors(how, examples)
+            rows.numbers["wanted"], kind.outputs = targets, targets.shape[1]
+            teacher_sha256 = hashlib.sha256(np.ascontiguousarray(targets).data).hexdigest()
+            if how.projection == "none" and kind.outputs != base.model.hidden_size:
+                raise InputError(
+                    f"vectors.teacher={how.teacher}: its vectors have {kind.outputs} numbers, but "
+                    f"the encoder's have {base.model.hidden_size}; set vectors.projection=linear"
+                )
+        batches = TaskBatches(rows, kind.tokenizer.pad_id, experiment.batch_size, experiment.seed)
+        identity = (examples_lib.sha256(examples, (teacher_sha256,)),)
+        pairs = [dataclasses.replace(x, texts=x.texts[:2]) for x in examples if len(x.texts) > 1]
+        keys = frozenset(map(examples_lib.text_key, pairs))
+        return TrainingSet(kind, len(examples), batches, rows, (), identity, keys)
+
+    def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
+        how, inherited = experiment.vectors, base.vectors or TextVectors()
+        require_comparable(how, base.model)
+        vectors = TextVectors(
+            how.pooling or inherited.pooling,
+            normalize=True,
+            max_length=self.task.max_sequence_length,
+            query_prefix=self.task.query_prefix,
+            text_prefix=self.task.text_prefix,
+        )
+        return {"how": how, "text_vectors": vectors}
+
     def rows(self, examples: _Examples) -> TaskRows:
         """Returns a row for each text, with its prefix; long texts are cut at the end.
 
         Texts with equal keys are not negatives of each other. A key is computed from the tokens of
         the text that fit into a row, without the prefix.
         """
-        ids, keys, texts = [], [], ()
+        ids, keys = [], []
         for example in examples:
-            texts = example.texts if isinstance(example, Sentence) else (example.text,)
-            for role, text in zip(roles_of(example), texts, strict=True):
+            for role, text in zip(roles_of(example), examples_lib.texts_of(example), strict=True):
                 tokens = self.encode(text, example.location)
                 prefix = self._prefixes[role]
                 row = self.encode(prefix + text, example.location) if prefix else tokens
-                ids.append(add_special_tokens(self._tokenizer, row[: self._limit - 2], None)[0])
+                ids.append(add_special_tokens(self.tokenizer, row[: self._limit - 2], None)[0])
                 keys.append(zlib.crc32(np.array(tokens[: self._text_tokens], np.uint32).tobytes()))
-        first = np.array([len(row) for row in ids], np.int32)
         numbers = {"keys": np.array(keys, np.uint32)}
-        return TaskRows(ids, first, numbers, {}, [], self._limit, len(texts))
+        per_example = len(examples_lib.texts_of(examples[0]))
+        return TaskRows(ids, self._limit, numbers=numbers, rows_per_example=per_example)
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Answers:
-        """Returns the `cosine` of the two texts of each example."""
         if rows.rows_per_example == 1:
             raise InputError(
                 f"{examples[0].location}: task.kind=similar: this is one text, but a cosine needs "
@@ -91,7 +237,6 @@ class Similar(TaskKind):
 
     def scores(self, outputs: Outputs, rows: TaskRows, examples: _Examples) -> Scores:
         """Returns correlations of cosines with the scores of pairs, or retrieval scores."""
-        del rows
         if isinstance(examples[0], Passage):  # then all are
             return retrieval.scores(outputs, cast(Sequence[Passage], examples))
         pairs = cast(Sequence[Sentence], examples)
@@ -131,177 +276,23 @@ def _cosines(vectors: np.ndarray) -> np.ndarray:
     return (vectors[::2] * vectors[1::2]).sum(axis=-1)
 
 
-@dataclasses.dataclass(frozen=True)
-class SimilarObjective(TaskObjective):
-    """The `Objective` of vectors, which compares the rows of a batch with each other."""
-
-    how: Vectors = dataclasses.field(default_factory=Vectors)  # the settings of the loss
-    pooling: similarity.Pooling = "mean"  # of `how`, or of the base
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Returns the names of what `forward` returns."""
-        return ("loss", "accuracy") if self.how.loss == "contrastive" else ("loss",)
-
-    def notes(self, task: Task) -> dict[str, Any]:
-        """Returns metadata for checkpoints: settings for text vectors, and the teacher's width."""
-        vectors = TextVectors(
-            self.pooling,
-            normalize=True,
-            max_length=task.max_sequence_length,
-            query_prefix=task.query_prefix,
-            text_prefix=task.text_prefix,
-        )
-        return {"vectors": dataclasses.asdict(vectors), "teacher_width": self.outputs}
-
-    @property
-    def rules(self) -> Sequence[sharding.Rule]:
-        """Returns the sharding rules of the trainable parameters."""
-        head = {"learned": [_SCALE_RULE]}.get(self.how.temperature_is, [])
-        if self.how.projection == "linear":
-            return super().rules
-        return [*(rule for rule in super().rules if rule != HEAD_RULE), *head]
-
-    def init_params(self, key: jax.Array) -> Tree:
-        """Returns fresh trainable parameters; the caller replaces an encoder by the base's."""
-        params = super().init_params(key)
-        if self.how.temperature_is == "learned":
-            params["head"] = {"scale": -jnp.log(jnp.full([1], self.how.temperature))}
-        elif self.how.projection == "none":
-            del params["head"]
-        return params
-
-    def vectors(
-        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
-    ) -> jax.Array:
-        """Returns the vector of each row, float32 [B, D], of length 1."""
-        params = merged_params(self.adapt, params, fixed)
-        encoder = fill_params(params["encoder"], encoder_of(self.model).encoder, self.model)
-        ids, mask = (batch["input_ids"], batch["segment_ids"]), batch["input_mask"]
-        if "tokens" in batch:  # texts share rows, see `embeddings.packing`
-            packed = Packing(batch["positions"], batch["tokens"], batch["places"])
-            hidden = packed.unpack(encode(encoder, self.model, *ids, packed, noise, loop))
-            mask = packed.mask
-        else:
-            hidden = encode(encoder, self.model, *ids, mask, noise, loop)
-        return similarity.normalize(similarity.pool(hidden, mask, self.pooling))
-
-    logits = vectors  # the outputs of a model without a head
-
-    def compare(
-        self,
-        vectors: jax.Array,
-        params: Any,
-        fixed: Any,
-        batch: Batch,
-        noise: layers.Noise | None,
-        loop: Loop,
-    ) -> losses_lib.Metrics:
-        """Computes the metrics of rows by their vectors, float32 [B, D]."""
-        del fixed, noise, loop
-        how, head, axes = self.how, params.get("head", {}), mesh_lib.manual_axes()
-        if how.loss == "distil":
-            if "kernel" in head:
-                vectors = similarity.normalize(vectors @ head["kernel"] + head["bias"])
-            targets, weights = batch["wanted"], batch["row_weights"]
-            sums = similarity.distillation_loss(vectors, targets, weights, how.geometry, axes)
-            return {"loss": sums}
-        scale = jnp.exp(head["scale"][0]) if "scale" in head else 1 / how.temperature
-        per_example = self.rows_per_example
-        keys, weights = batch["keys"].reshape(-1, per_example), batch["row_weights"][::per_example]
-        loss, hits = jnp.zeros(2), jnp.zeros(2)
-        for size in how.dimensions or (vectors.shape[1],):
-            texts = Texts(vectors[:, :size].reshape(-1, per_example, size), keys, weights)
-            if how.loss == "cosine":
-                size_loss = similarity.cosine_loss(texts, batch["scores"][::per_example])
-            else:
-                size_loss, hits = similarity.contrastive_loss(texts, scale, axes)
-            loss = jnp.stack([loss[0] + size_loss[0], size_loss[1]])
-        return {"loss": loss} if how.loss == "cosine" else {"loss": loss, "accuracy": hits}
-
-    def forward(
-        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
-    ) -> losses_lib.Metrics:
-        """Computes the metrics of some rows."""
-        vectors = self.vectors(params, fixed, batch, noise, loop)
-        return self.compare(vectors, params, fixed, batch, noise, loop)
-
-
 # --- training examples ----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class PairTrainingSet:
-    """The training examples of a run."""
-
-    examples: int  # per epoch
-    sha256: str
-    batches: TaskBatches | CorpusPairs
-    rows_per_example: int
-    rows: TaskRows | None  # None for a corpus, whose rows are computed for each batch
-    width: int  # of the teacher's vectors; 0 without a teacher
-    keys: frozenset[int] = frozenset()  # `text_key` of the first two texts of each example
-
-
-def validation_task(task: Task) -> Task:
-    """Returns the task for validation, which has no column of negatives."""
-    return dataclasses.replace(task, negative_column="")
 
 
 def inherit_prompts(task: Task, vectors: TextVectors | None) -> Task:
     """Returns the task with the base's prompts where the task sets none."""
     vectors = vectors or TextVectors()
-    return dataclasses.replace(
-        task,
+    return task.with_fields(
         query_prefix=task.query_prefix or vectors.query_prefix,
         text_prefix=task.text_prefix or vectors.text_prefix,
     )
 
 
-def read(
-    experiment: Finetuning,
-    model: Model,
-    tokenizer: Tokenizer,
-    tally: examples_lib.Tally,
-    teacher: Literal["run", "skip"] = "run",
-) -> PairTrainingSet:
-    """Reads the training examples, and computes the teacher's vectors unless `teacher` is "skip".
-
-    `tally` counts the examples.
-    """
-    task, how = experiment.task, experiment.vectors
-    format_, _, path = task.train[0].partition(":")
-    if format_ == "corpus":
-        return _read_corpus(experiment, tokenizer, *path.rpartition(":")[::2])
-    if how.loss == "distil":
-        task = dataclasses.replace(task, second_column="")
-    labelled: examples_lib.Labelled = "labelled" if how.loss == "cosine" else "unlabelled"
-    examples = cast(list[Sentence], examples_lib.read(task, task.train, labelled, tally))
-    kind = Similar(task, (), tokenizer)
-    rows, width, teacher_sha256 = kind.rows(examples), 0, ""
-    if how.loss == "cosine":
-        scaled = _scaled(examples, how)
-        rows.numbers["scores"] = np.repeat(scaled, rows.rows_per_example)
-    if how.loss == "distil" and teacher == "run":
-        targets = _teacher_vectors(how, examples)
-        rows.numbers["wanted"], width = targets, targets.shape[1]
-        teacher_sha256 = hashlib.sha256(np.ascontiguousarray(targets).data).hexdigest()
-        if how.projection == "none" and width != model.hidden_size:
-            raise InputError(
-                f"vectors.teacher={how.teacher}: its vectors have {width} numbers, but the "
-                f"encoder's have {model.hidden_size}; set vectors.projection=linear"
-            )
-    sha256 = examples_lib.sha256(examples, (teacher_sha256,))
-    batches = TaskBatches(rows, tokenizer.pad_id, experiment.batch_size, experiment.seed)
-    pairs = [dataclasses.replace(x, texts=x.texts[:2]) for x in examples if len(x.texts) > 1]
-    keys = frozenset(map(examples_lib.text_key, pairs))
-    return PairTrainingSet(len(examples), sha256, batches, rows.rows_per_example, rows, width, keys)
-
-
 def _read_corpus(
-    experiment: Finetuning, tokenizer: Tokenizer, path: str, how: str
-) -> PairTrainingSet:
-    task, folder = experiment.task, epath.Path(path)
+    kind: Similar, experiment: Finetuning, path: str, how: str
+) -> tuple[CorpusPairs, str]:
+    """Returns the pairs of a corpus, and its hash."""
+    task, tokenizer, folder = kind.task, kind.tokenizer, epath.Path(path)
     if how not in get_args(PairMethod):
         raise InputError(
             f"task.train: corpus:{path}:{how}: end it in {', '.join(get_args(PairMethod))}"
@@ -323,7 +314,7 @@ def _read_corpus(
         task.max_sequence_length,
         experiment.seed,
     )
-    return PairTrainingSet(pairs.total, corpus.identities(prepared.manifest)[1], pairs, 2, None, 0)
+    return pairs, prepared.sha256
 
 
 def _scaled(examples: Sequence[Sentence], how: Vectors) -> np.ndarray:

@@ -5,16 +5,18 @@ context. Each token has a score as the start and as the end of the answer; an an
 sum of both. [CLS] means no answer. A start counts only in the window with most context around it.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bert_jax.config import Task
 from bert_jax.errors import prefix_errors
+from bert_jax.process import logger
 from bert_jax.tasks import scores
 from bert_jax.tasks.examples import Question
-from bert_jax.tasks.rows import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind, TaskRows
+from bert_jax.tasks.rows import TaskRows
+from bert_jax.tasks.task_kind import Answer, Answers, Outputs, ScoredExample, Scores, TaskKind
 from bert_jax.text.tokenizer import (
     Tokenizer,
     add_special_tokens,
@@ -62,6 +64,35 @@ class SpanTask(TaskKind):
         room = task.max_sequence_length - special_count(tokenizer, 2)
         self._longest_question = min(task.max_query_length, room - 1)
 
+    @staticmethod
+    def parse_texts(location: str, number: int, texts: Sequence[str]) -> Question:
+        return Question(location, str(number), texts[0], texts[1], (), True)
+
+    def inputs(self, example: Question) -> dict[str, Any]:
+        return {"id": example.id, "question": example.question}
+
+    def mistake_texts(self, example: Question) -> Sequence[str]:
+        return (example.question,)
+
+    def fitted(self, values: Mapping[str, Any]) -> "SpanTask":
+        if self.task.no_answer == "never":
+            return self
+        threshold = values["no_answer_threshold"]
+        if threshold is None:
+            logger.warning(
+                "step %d was not evaluated, so it has no threshold for no answer; the answer is "
+                "none wherever that scores highest",
+                values["step"],
+            )
+        return SpanTask(self.task, self.labels, self.tokenizer, threshold or 0.0)
+
+    def baseline(self, examples: Sequence[Question]) -> tuple[str, float] | None:
+        if self.task.no_answer == "never":
+            return None
+        no_answers = {example.id: "" for example in examples}
+        by_name = scores.span_scores(examples, no_answers, "possible")
+        return "never an answer", by_name[self.task.main_score]
+
     def rows(self, examples: Sequence[Question]) -> TaskRows:
         """Returns windows. The target of a window without the whole answer is [CLS]."""
         ids, first, notes, targets = [], [], [], []
@@ -81,9 +112,9 @@ class SpanTask(TaskKind):
             best_windows = _best_windows(len(tokens), starts, room)
             for window, start in enumerate(starts):
                 end = min(start + room, len(tokens))
-                row, offset = add_special_tokens(self._tokenizer, question, tokens[start:end])
+                row, offset = add_special_tokens(self.tokenizer, question, tokens[start:end])
                 ids.append(row)
-                first.append(first_segment_length(self._tokenizer, row, offset))
+                first.append(first_segment_length(self.tokenizer, row, offset))
                 counts = best_windows[start:end] == window
                 notes.append(Window(number, offset, spans[start:end], counts))
                 if answer is not None and start <= answer[0] and answer[1] < end:
@@ -92,18 +123,17 @@ class SpanTask(TaskKind):
                     targets.append([0, 0])
         spans = np.array(targets, np.int32)
         numbers = {"starts": spans[:, 0], "ends": spans[:, 1]}
-        limit = self._task.max_sequence_length
-        segments = np.array(first, np.int32)
-        return TaskRows(ids, segments, numbers, {}, notes, limit, cut_questions=cut)
+        limit = self.task.max_sequence_length
+        cut = {f"questions at task.max_query_length={self.task.max_query_length}": cut}
+        return TaskRows(ids, limit, first, numbers, notes=notes, cut=cut)
 
     def count_rows(self, example: Question, most: int) -> int:
-        """Returns the number of rows of an example; stops counting above `most`."""
         question = len(self.encode(example.question, example.location)[: self._longest_question])
         room, tokens = self._room(question), 0
         with prefix_errors(example.location):
-            for _, _, ids in self._tokenizer.words(example.context):
+            for _, _, ids in self.tokenizer.words(example.context):
                 tokens += len(ids)
-                if tokens > room + (most - 1) * min(self._task.document_stride, room):
+                if tokens > room + (most - 1) * min(self.task.document_stride, room):
                     break
         return len(self._window_starts(tokens, question))
 
@@ -118,7 +148,7 @@ class SpanTask(TaskKind):
         for example, (best, no_answer) in zip(examples, predicted, strict=True):
             answer: Answer = {"id": example.id, "answer": best[0][1]}
             answer["best"] = [{"answer": text, "score": score} for score, text in best]
-            if self._task.no_answer == "possible":
+            if self.task.no_answer == "possible":
                 answer["no_answer"] = no_answer
                 if self._threshold is not None and no_answer > self._threshold:
                     answer["answer"] = ""
@@ -130,7 +160,7 @@ class SpanTask(TaskKind):
         predicted = self._predicted(outputs, rows, examples)
         pairs = list(zip(examples, predicted, strict=True))
         answers = {example.id: best[0][1] for example, (best, _) in pairs}
-        if self._task.no_answer == "never":
+        if self.task.no_answer == "never":
             return scores.span_scores(examples, answers, "never")
         no_answer_scores = {example.id: no_answer for example, (_, no_answer) in pairs}
         limit = self._threshold
@@ -140,25 +170,24 @@ class SpanTask(TaskKind):
         return scores.span_scores(examples, answers, "possible") | {"no_answer_threshold": limit}
 
     def score_example(self, answer: Answer, example: Question) -> ScoredExample:
-        """Returns the right texts and the answer, and 1 - F1 as the error."""
         golds = [gold.text for gold in example.answers]
-        error = 1 - scores.answer_f1(answer["answer"], golds, self._task.no_answer)
+        error = 1 - scores.answer_f1(answer["answer"], golds, self.task.no_answer)
         return ScoredExample([" | ".join(golds)], [answer["answer"]], error)
 
     def _room(self, question: int) -> int:
-        return self._task.max_sequence_length - question - special_count(self._tokenizer, 2)
+        return self.task.max_sequence_length - question - special_count(self.tokenizer, 2)
 
     def _window_starts(self, tokens: int, question: int) -> list[int]:
         room, starts = self._room(question), [0]
         while starts[-1] + room < tokens:
-            starts.append(starts[-1] + min(self._task.document_stride, room))
+            starts.append(starts[-1] + min(self.task.document_stride, room))
         return starts
 
     def _tokenize_context(self, context: str) -> tuple[list[int], np.ndarray]:
         """Returns the token ids of a context, and the characters of their words, int32 [n, 2]."""
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
-        for start, end, ids in self._tokenizer.words(context):
+        for start, end, ids in self.tokenizer.words(context):
             tokens += ids
             spans += [(start, end)] * len(ids)
         return tokens, np.array(spans, np.int32).reshape(-1, 2)
@@ -195,7 +224,7 @@ class SpanTask(TaskKind):
         starts, ends = order[:, 0], order[:, 1]
         starts = starts[window.counts[starts]]
         length = ends[None] - starts[:, None]
-        fits = (length >= 0) & (length < self._task.max_answer_length)
+        fits = (length >= 0) & (length < self.task.max_answer_length)
         a, b = np.nonzero(fits)
         score = logits[starts[a], 0] + logits[ends[b], 1]
         best = np.argsort(-score, kind="stable")[:_CANDIDATES]

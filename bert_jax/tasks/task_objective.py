@@ -4,31 +4,37 @@ The head is always trainable. `adapt.how` decides about the base: all of it is t
 nothing (`frozen`), or low-rank matrices next to its kernels (`lora`). A run saves only the
 trainable parameters; the base supplies the others.
 
-Shape letters: B rows, S sequence, D width, O outputs.
+Shape letters: B rows, S sequence, D width, O outputs, L layers of the encoder, N features of each
+token.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from bert_jax.config import Adapt, Features, Model
-from bert_jax.model import layers, similarity, transformer
+from bert_jax.errors import InputError
+from bert_jax.model import layers, lstm, similarity, transformer
 from bert_jax.model import losses as losses_lib
 from bert_jax.model.encoder import Loop, fill_params, initializer, params_of
 from bert_jax.model.kinds import encode, encoder_of, text_vector
-from bert_jax.tasks import tagger
-from bert_jax.tasks.rows import Learns, Reads
 from bert_jax.training import sharding
+from bert_jax.training.sharding import Rule
 
 Batch = dict[str, jax.Array]
 Tree = dict[str, Any]
+# Input of a task's head: the pooled output of a text, or the output of each token. `decoder` is a
+# decoder instead of a head; `vectors` are compared without a head.
+Reads = Literal["pooled", "tokens", "decoder", "vectors"]
+# Targets of a head: a label for each target, a number, or the first and last token of a span.
+Learns = Literal["labels", "numbers", "places"]
 
-HEAD_RULE = sharding.Rule("head/(kernel|bias)")
-_LORA_RULE = sharding.Rule("lora/[a-z_]+/(down|up)")
+HEAD_RULE = Rule("head/(kernel|bias)")
+_LORA_RULE = Rule("lora/[a-z_]+/(down|up)")
 # The logit of padding as the start or the end of an answer.
 _PADDING_LOGIT = -1e9
 
@@ -54,13 +60,111 @@ class EncoderWithHead(nnx.Module):
     ):
         self.encoder = encoder_of(cfg).encoder(cfg, rngs=rngs)
         if features:
-            self.tagger = tagger.Tagger(cfg, features, rngs=rngs)
+            self.tagger = Tagger(cfg, features, rngs=rngs)
         if part_below_head(cfg, reads, features) == "pooler":
             width = cfg.hidden_size
             self.pooler = layers.Dense(width, width, initializer(cfg), rngs=rngs)
         if part_below_head(cfg, reads, features) == "masked_lm":
             self.masked_lm = transformer.Transform(cfg, rngs=rngs)
         self.head = layers.Dense(cfg.hidden_size, outputs, initializer(cfg), rngs=rngs)
+
+
+# --- BiLSTM layers for tags ---------------------------------------------------------------------
+
+_LAST = 4
+# The number of layers that `adapt.features` needs.
+_NEEDED = {
+    "second_to_last": 2,
+    "sum_last_four": _LAST,
+    "concat_last_four": _LAST,
+}
+
+
+def tagger_rules(features: Features) -> tuple[Rule, ...]:
+    """Returns rules that replicate the parameters of a tagger; () without a tagger."""
+    gates = (Rule("tagger/(lower|upper)/gates/(kernel|bias)"),) if features else ()
+    return (*gates, Rule("tagger/mixture/(weights|scale)")) if features == "mixed" else gates
+
+
+class Mixture(nnx.Module):
+    """A sum of all layers with the softmax of `weights` [L + 1], times `scale` [].
+
+    Weight decay applies to kernels, embeddings and, as in the paper, to these weights.
+    """
+
+    def __init__(self, count: int):
+        self.weights = nnx.Param(jnp.zeros(count, jnp.float32))
+        self.scale = nnx.Param(jnp.ones([], jnp.float32))
+
+    def __call__(self, every: jax.Array) -> jax.Array:
+        """[L + 1, B, S, D] -> float32 [B, S, D]."""
+        shares = jax.nn.softmax(self.weights[...])
+        return self.scale[...] * jnp.einsum("l,lbsd->bsd", shares, every.astype(jnp.float32))
+
+
+class Tagger(nnx.Module):
+    """Two BiLSTM layers as wide as the encoder, over the layers that `features` selects.
+
+    BERT's feature-based approach (Devlin et al. 2018, section 5.3 and Table 7) reads some layers of
+    a frozen encoder; ELMo's (Peters et al. 2018, section 3.3) all, mixed by trained weights.
+    """
+
+    def __init__(self, cfg: Model, features: Features, *, rngs: nnx.Rngs):
+        width = cfg.hidden_size
+        reads = width * (_LAST if features == "concat_last_four" else 1)
+        if features == "mixed":
+            self.mixture = Mixture(cfg.num_hidden_layers + 1)
+        self.lower = lstm.both_directions(reads, width // 2, rngs=rngs)
+        self.upper = lstm.both_directions(width, width // 2, rngs=rngs)
+
+
+def _tagger_features(tagger: Tagger, features: Features, every: jax.Array) -> jax.Array:
+    """Returns the features of each token: [L + 1, B, S, D] of all layers -> float32 [B, S, N]."""
+    every = every.astype(jnp.float32)
+    last = every[-_LAST:]
+    if features == "mixed":
+        return tagger.mixture(every)
+    if features == "sum_last_four":
+        return last.sum(axis=0)
+    if features == "concat_last_four":
+        return jnp.concatenate(list(last), axis=-1)
+    return every[{"embeddings": 0, "second_to_last": -2, "last": -1}[features]]
+
+
+def run_tagger(
+    tagger: Tagger,
+    features: Features,
+    every: jax.Array,
+    input_mask: jax.Array,
+    noise: layers.Noise | None,
+    rate: float,
+) -> jax.Array:
+    """Runs the two layers over the encoder's features, with dropout on the input of each.
+
+    Maps [L + 1, B, S, D] and `input_mask`, int32 [B, S], 0 for padding, to [B, S, D]. All but the
+    mask are of the compute type.
+    """
+    x = _tagger_features(tagger, features, every)
+    for number, layer in enumerate((tagger.lower, tagger.upper)):
+        site = None if noise is None else noise.at(number)
+        x = layers.dropout(x, site, rate).astype(every.dtype)
+        x = lstm.run_both(layer, jnp.stack([x, x]), input_mask)
+    return x.astype(every.dtype)
+
+
+def require_tagger_layers(model: Model, features: Features, where: str) -> None:
+    """Raises InputError, which names `where`, unless the encoder has the layers for `features`."""
+    needed = _NEEDED.get(features, 1)
+    if model.num_hidden_layers < needed:
+        raise InputError(
+            f"adapt.features={features}: {where} has {model.num_hidden_layers} layers, but "
+            f"{needed} are needed; choose embeddings, last or mixed"
+        )
+    if features and model.hidden_size % 2:
+        raise InputError(
+            f"adapt.features={features}: {where} has model.hidden_size={model.hidden_size}, which "
+            "must be even for two directions; remove it"
+        )
 
 
 # --- trainable parameters -----------------------------------------------------------------------
@@ -100,7 +204,7 @@ class TaskObjective:
     """The `Objective` of a task; see `training.objective`."""
 
     model: Model  # of the base, with the dropout rates and the compute type of `adapt`
-    # The next four are those of the task's `TaskKind`.
+    # The next four are those of the `TaskKind`.
     learns: Learns
     reads: Reads
     outputs: int
@@ -119,16 +223,21 @@ class TaskObjective:
     @property
     def rules(self) -> Sequence[sharding.Rule]:
         """Returns the sharding rules of the trainable parameters."""
-        tagger_rules = tagger.rules(self.adapt.features)
+        rules = tagger_rules(self.adapt.features)
         part = part_below_head(self.model, self.reads, self.adapt.features)
         part_rules = sharding.optional_rules(self.model)[part] if part else ()
         if self.adapt.how == "full":
             encoder = sharding.encoder_rules(self.model)
-            return [*encoder, *part_rules, HEAD_RULE, *tagger_rules]
+            return [*encoder, *part_rules, HEAD_RULE, *rules]
         if part not in self.fresh_parts:
             part_rules = ()
         lora = self.adapt.how == "lora"
-        return [HEAD_RULE, *tagger_rules, *part_rules, *[_LORA_RULE] * lora]
+        return [HEAD_RULE, *rules, *part_rules, *[_LORA_RULE] * lora]
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Metadata for checkpoints, as JSON."""
+        return {}
 
     @property
     def _shape(self) -> tuple[Any, ...]:
@@ -167,7 +276,7 @@ class TaskObjective:
         if features:
             site = None if noise is None else noise.at(cfg.num_hidden_layers + 2)
             mask = batch["input_mask"]
-            hidden = tagger.run(tuned.tagger, features, hidden, mask, site, rate)
+            hidden = run_tagger(tuned.tagger, features, hidden, mask, site, rate)
         if self.reads == "pooled" and self.adapt.pooling == "mean":
             hidden = similarity.pool(hidden, batch["input_mask"], "mean").astype(hidden.dtype)
         elif self.reads == "pooled":
@@ -182,6 +291,12 @@ class TaskObjective:
         # The layers use the numbers below; the embeddings use num_hidden_layers.
         site = None if noise is None else noise.at(cfg.num_hidden_layers + 1)
         return tuned.head(layers.dropout(hidden, site, rate).astype(hidden.dtype))
+
+    def predict(
+        self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop
+    ) -> jax.Array:
+        """Returns the outputs of each row for `TaskKind.answers`, by default the logits."""
+        return self.logits(params, fixed, batch, noise, loop)
 
     def forward(
         self, params: Any, fixed: Any, batch: Batch, noise: layers.Noise | None, loop: Loop

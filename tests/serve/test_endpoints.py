@@ -40,7 +40,7 @@ class Task_:
         pass
 
     def predict(self, examples):
-        return [{"texts": list(getattr(e, "texts", None) or e.words)} for e in examples]
+        return [{"texts": list(getattr(e, "words", None) or e.texts)} for e in examples]
 
 
 @pytest.mark.parametrize(

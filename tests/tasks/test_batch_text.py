@@ -37,7 +37,8 @@ def task(tmp_path, monkeypatch):
 
 def batch_of(setup, number, size):
     cfg = setup.experiment
-    batches = TaskBatches(setup._rows, tuned.PIECES.index("[PAD]"), cfg.batch_size, cfg.seed)
+    rows, pad_id = setup.data.training.rows, tuned.PIECES.index("[PAD]")
+    batches = TaskBatches(rows, pad_id, cfg.batch_size, cfg.seed)
     return batches.batch(number, np.arange(size))
 
 
@@ -62,9 +63,9 @@ def test_the_pieces_of_a_step_are_those_of_its_batch(kind, task, capsys):
 
 def test_a_pass_is_over_all_rows_and_a_run_begun_when_it_was_not_keeps_its_steps(task, capsys):
     setup = task("span", max_sequence_length=16, document_stride=4)
-    rows, steps = len(setup._rows.ids), setup.total_steps
+    rows, steps = len(setup.data.training.rows.ids), setup.total_steps
     assert rows >= 32 and steps == -(-rows // 4)
-    drawn = [setup._batches.step_rows(number) for number in range(steps)]
+    drawn = [setup.data.training.batches.step_rows(number) for number in range(steps)]
     assert set(np.concatenate(drawn)) == set(range(rows))
     assert f": 16 examples in {rows} rows, 11 held out, {steps} steps" in next(setup._describe({}))
     assert show(capsys)[0].startswith(f"step 0 of {steps}, ")
@@ -92,7 +93,8 @@ def test_labels_tags_and_answers_stand_with_their_rows_and_pieces(task, tmp_path
     shutil.rmtree(tmp_path / "run")
     setup = task("span")
     _, *lines = show(capsys, "--rows", "16")
-    answers = {q.id: q.answers[0].text if q.answers else None for q in setup._train}
+    questions = setup.data.training.examples
+    answers = {q.id: q.answers[0].text if q.answers else None for q in questions}
     for place, text in zip(lines[::2], lines[1::2], strict=True):
         there = [word.strip("{}") for word in text.split() if word.startswith("{")]
         id_ = place.removesuffix(": not answered here").rpartition(" ")[2]

@@ -10,7 +10,7 @@ import pytest
 import tuned
 from sklearn import metrics
 
-from bert_jax.tasks import adaptation, scores
+from bert_jax.tasks import task_kind
 from bert_jax.text.tokenizer import UnknownShare, WordPiece
 
 # Of questions, and what is answered.
@@ -19,9 +19,12 @@ GIVEN = ["wa", "wb", "wc", "", "", "wa"]
 
 
 def line_of(kind, answers, examples, **settings):
-    task, labels = kinds.task(kind, **settings), kinds.LABELS[kind]
-    of = adaptation.kind_of(task, labels, kinds.TOKENIZER)
-    return scores.mistakes(of, labels, answers, examples)
+    of = task_kind.kind_of(kinds.task(kind, **settings), kinds.LABELS[kind], kinds.TOKENIZER)
+    return of.mistakes(answers, examples)
+
+
+def guess_of(task, labels, examples):
+    return task_kind.kind_of(task, labels, kinds.TOKENIZER).baseline(examples)
 
 
 def test_the_worst_mistakes_of_labels_are_the_surest_and_confusions_scikit_learn_s():
@@ -75,20 +78,20 @@ def test_guessing_is_the_best_single_label(score, best):
         "f1": metrics.f1_score(truth, guess, pos_label=1),
         "macro_f1": metrics.f1_score(truth, guess, average="macro"),
     }[score]
-    words, value = scores.guess(kinds.task("classify", score=score), ("no", "yes"), examples)
+    words, value = guess_of(kinds.task("classify", score=score), ("no", "yes"), examples)
     assert words == f"always {best!r}" and value == pytest.approx(want)
 
 
 def test_guessing_of_tags_and_of_questions():
     tags = kinds.task("tag", score="accuracy")
     examples = [kinds.tagged(["a", "b", "c"], ["X", "X", "O"])]
-    assert scores.guess(tags, ("O", "X"), examples) == ("always 'X'", pytest.approx(2 / 3))
-    assert scores.guess(kinds.task("tag"), ("O", "B-X"), examples) is None
-    assert scores.guess(kinds.task("regress"), (), examples) is None
+    assert guess_of(tags, ("O", "X"), examples) == ("always 'X'", pytest.approx(2 / 3))
+    assert guess_of(kinds.task("tag"), ("O", "B-X"), examples) is None
+    assert guess_of(kinds.task("regress"), (), examples) is None
     questions = [kinds.question("wa wb", *gold, number=i) for i, gold in enumerate(ANSWERS)]
     possible = kinds.task("span", no_answer="possible")
-    assert scores.guess(possible, (), questions) == ("never an answer", pytest.approx(1 / 3))
-    assert scores.guess(kinds.task("span"), (), questions[:4]) is None
+    assert guess_of(possible, (), questions) == ("never an answer", pytest.approx(1 / 3))
+    assert guess_of(kinds.task("span"), (), questions[:4]) is None
 
 
 def test_the_share_of_unknown_pieces_leaves_out_what_stands_around():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,6 @@ from bert_jax.config import LORA_TARGETS, Adapt, Finetuning, Parallelism
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import rows
 from bert_jax.tasks import task_objective as objective_lib
-from bert_jax.tasks.adaptation import LoadedBase
 from bert_jax.tasks.finetuning_job import FinetuningJob
 from bert_jax.tasks.task_objective import TaskObjective
 from bert_jax.training import optimizer as optimizer_lib
@@ -300,9 +300,9 @@ def test_a_task_of_the_same_kind_and_labels_begins_with_the_head_of_its_base(kin
     held = base_lib.Head(
         ("classify", "pair"), ("a", "b", "c"), np.arange(6.0).reshape(2, 3), np.arange(3.0)
     )
-    base = LoadedBase(None, {}, None, head=held)
     setup = FinetuningJob.__new__(FinetuningJob)
-    setup._base, setup.labels = base, labels
+    setup._base = base_lib.Base(None, {}, None, head=held)
+    setup.data = types.SimpleNamespace(kind=types.SimpleNamespace(labels=labels))
     setup.experiment = Finetuning(name="x", task=kinds.task(kind), adapt=Adapt(how="frozen"))
     fresh = {"kernel": jnp.full((2, 3), 9.0), "bias": jnp.full(3, 9.0)}
     state, _ = setup.initial_state({"params": {"head": fresh}, "step": 0})

@@ -14,8 +14,8 @@ import tuned
 from safetensors.numpy import load_file
 
 from bert_jax.storage.mirror import open_workdir
-from bert_jax.tasks import examples, predict, task_objective
-from bert_jax.tasks.predict import TaskModel
+from bert_jax.tasks import examples, finetuned_model, predict, task_objective
+from bert_jax.tasks.finetuned_model import TaskModel
 
 # Written by transformers; see tests/interop/make_task_classes.py.
 TASK_CLASSES = pathlib.Path(__file__).parents[1] / "interop" / "task_classes"
@@ -74,7 +74,7 @@ def test_answers_to_a_source_are_the_same_in_any_windows(run, monkeypatch):
     pathlib.Path("bare").write_text("".join(json.dumps(row) + "\n" for row in rows))
     whole = tuned.predict("--source", "jsonl:bare")
     assert [answer["text"] for answer in whole] == [row["sentence"] for row in rows]
-    monkeypatch.setattr(predict, "WINDOW", 3)
+    monkeypatch.setattr(finetuned_model, "WINDOW", 3)
     assert tuned.predict("--source", "jsonl:bare", "--out", "answers") == []
     for a, b in zip(whole, tuned.lines("answers"), strict=True):
         assert a["label"] == b["label"]
@@ -82,7 +82,7 @@ def test_answers_to_a_source_are_the_same_in_any_windows(run, monkeypatch):
 
 
 def test_examples_are_taken_as_they_are_needed(run, monkeypatch):
-    monkeypatch.setattr(predict, "WINDOW", 2)
+    monkeypatch.setattr(finetuned_model, "WINDOW", 2)
     model, taken = TaskModel(open_workdir("run")), 0
 
     def one_by_one():

@@ -26,7 +26,7 @@ def rows_of(lengths, together=1):
     first = np.array([(n + 1) // 2 for n in lengths], np.int32)
     targets = np.repeat(np.arange(len(lengths) // together, dtype=np.int32), together)
     tokens = {"target_weights": [np.full(n, 0.5, np.float32) for n in lengths]}
-    return TaskRows(found, first, {"targets": targets}, tokens, [], LIMIT, together)
+    return TaskRows(found, LIMIT, first, {"targets": targets}, tokens, (), together)
 
 
 def whole(batches, step, count):

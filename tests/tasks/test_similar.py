@@ -16,6 +16,7 @@ from compare import assert_close
 from test_steps import train
 
 from bert_jax import cli
+from bert_jax.checkpoints.base import Base
 from bert_jax.config import Adapt, Finetuning, Parallelism, Task, Vectors
 from bert_jax.data import stream
 from bert_jax.data.batches import Ids
@@ -23,7 +24,7 @@ from bert_jax.errors import InputError
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.tasks import similar
 from bert_jax.tasks.examples import Sentence, Tally
-from bert_jax.tasks.predict import TaskModel
+from bert_jax.tasks.finetuned_model import TaskModel
 from bert_jax.tasks.similar import Similar, SimilarObjective
 from bert_jax.text import library
 from bert_jax.training import optimizer
@@ -126,7 +127,8 @@ def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
     monkeypatch.setattr(similar.PreparedCorpus, "open", lambda folder: prepared)
     monkeypatch.setattr(similar.corpus, "open_stream", lambda folder, split: documents)
     experiment = Finetuning(name="x", task=task, batch_size=2)
-    batch = similar.read(experiment, kinds.MODEL, ours, Tally()).batches.batch(0, np.arange(2))
+    training = Similar.read_training(experiment, Base(kinds.MODEL, {}, ours), Tally())
+    batch = training.batches.batch(0, np.arange(2))
     found = [
         row[mask > 0].tolist()
         for row, mask in zip(batch["input_ids"], batch["input_mask"], strict=True)
@@ -135,6 +137,7 @@ def test_what_stands_before_a_text_is_cut_with_it(monkeypatch):
 
 
 TASKFILE = """
+from bert_jax.checkpoints.base import Base
 from bert_jax.config import Adapt, Finetuning, Optimizer, Parallelism, Run, Task, Vectors
 
 
@@ -243,7 +246,7 @@ def test_a_run_and_its_base_are_scored_as_they_are(here):
         np.testing.assert_allclose(vectors["again", role], vectors["run", role], atol=1e-6)
     # What learns over it puts the same before its texts, though its task names nothing.
     broken.said("finetune task.py --from again --workdir further --set epochs=0.25")
-    kept = TaskModel(open_workdir("further")).encoder().vectors
+    kept = TaskModel(open_workdir("further")).vectors
     assert (kept.pooling, kept.query_prefix, kept.text_prefix) == ("last", "wa wb ", "xa ")
     assert np.abs(vectors["run", "text"] - vectors["run", "query"]).max() > 1e-3
     np.testing.assert_array_equal(vectors["base", "text"], vectors["base", "query"])

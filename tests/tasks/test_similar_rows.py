@@ -18,7 +18,7 @@ from bert_jax.embeddings.retrieval import Passage
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop
 from bert_jax.tasks import probes, similar
-from bert_jax.tasks.adaptation import LoadedBase, MeshEncoder, run_rows
+from bert_jax.tasks.adaptation import MeshEncoder, read_base, run_rows
 from bert_jax.tasks.examples import Sentence, Tally
 from bert_jax.tasks.similar import Similar
 from bert_jax.text.tokenizer import WordPiece
@@ -91,9 +91,9 @@ def test_a_base_that_is_its_own_teacher_is_at_distance_zero(prompted, tmp_path):
         vectors=Vectors(loss="distil", teacher=str(tmp_path / "base"), geometry=1.0),
         batch_size=3,
     )
-    training_set = similar.read(experiment, base.model, base.tokenizer, Tally())
+    training_set = Similar.read_training(experiment, base, Tally())
     kind = Similar(experiment.task, (), base.tokenizer)
-    objective = LoadedBase.of(experiment).objective(experiment, kind)
+    objective = kind.make_objective(experiment, read_base(experiment))
     batch = training_set.batches.batch(0, np.arange(3))
     forward = jax.jit(lambda *of: objective.forward(*of, None, Loop())["loss"])
     loss = forward(base.params, None, batch)
@@ -107,7 +107,7 @@ def test_a_base_is_scored_by_the_vectors_that_embed_gives(prompted):
     task = Task(kind="similar", train=(source,), validation=(source,),
                 second_column="b", max_sequence_length=30)  # fmt: skip
     reader = MeshEncoder(base.model, base.tokenizer, Parallelism(), mesh, 6, base.vectors)
-    probe = probes.SimilarityProbe("x", task)
+    probe = probes.SimilarityProbe("x", task, None)
     probe.open(reader)
     run = functools.partial(probes.jit_vectors(reader), base.params, None)
     scored = np.stack(run_rows(run, probe._batches, probe._rows, mesh))

@@ -17,7 +17,7 @@ from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Adapt, Parallelism
 from bert_jax.model import heads
 from bert_jax.model.encoder import Loop, fill_params
-from bert_jax.tasks import tagger
+from bert_jax.tasks import task_objective
 from bert_jax.tasks import task_objective as objective_lib
 from bert_jax.text.tokenizer import WordPiece
 from bert_jax.training import sharding
@@ -68,7 +68,9 @@ def test_what_is_read_and_two_layers_are_those_of_numpy_in_float64(features):
         }[features]
     mask = np.arange(7) < np.array(LENGTHS)[:, None]
     module = module_of(task, params)
-    found = tagger.run(module, features, jnp.asarray(every, jnp.float32), mask, None, 0.1)
+    found = task_objective.run_tagger(
+        module, features, jnp.asarray(every, jnp.float32), mask, None, 0.1
+    )
     for row, length in enumerate(LENGTHS):
         x = inputs[row, :length]
         for layer in ("lower", "upper"):

@@ -224,7 +224,8 @@ def sicken(monkeypatch, sick, place=2):
 )
 def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
     """The check before step 10 failed, that before step 5 did not."""
-    state, saves = RunState(10, {}, {}, (), "", begun_at, []), mock.MagicMock(steps=steps)
+    state, saves = RunState(10, {}, {}, (), "", begun_at, []), mock.MagicMock()
+    saves.checkpoints.steps = steps
     job = mock.Mock(**{"experiment.run": Run(replay_every=5, checkpoint_every=4)})
     context = mock.Mock(peers=Peers(0, 1, None, 1.0), saves=saves, job=job)
     error = recompute_check.SilentCorruption(jax.devices()[2:3], is_sure=True, is_last=False)
@@ -243,7 +244,7 @@ def test_no_step_after_the_last_good_check_is_kept(steps, begun_at, step, left):
         mock.patch.object(start, "_resume") as go_on,
     ):
         start.roll_back(state, error, "", context, None)
-    assert (go_on.call_args.args[0].step, saves.steps) == (step, left)
+    assert (go_on.call_args.args[0].step, saves.checkpoints.steps) == (step, left)
 
 
 @pytest.mark.long

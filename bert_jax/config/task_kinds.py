@@ -1,0 +1,124 @@
+"""The kinds of tasks: for each its scores, sources, settings, and the class that implements it.
+
+To add a kind, write its class in a module of `bert_jax.tasks`, see `tasks.task_kind.TaskKind`, and
+add it to `KINDS`. This module imports no JAX, so that settings are checked at once.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bert_jax.config.fields import Problem
+
+_TABLES = ("tsv", "csv", "jsonl", "tfds")
+
+
+@dataclass(frozen=True)
+class KindSpec:
+    """The settings and checks of a kind of task."""
+
+    implementation: str  # MODULE:CLASS of `bert_jax.tasks`
+    scores: tuple[str, ...]  # allowed values of `task.score`; the first is the default
+    # Fields of `Task` that hold the columns of an example's texts, or the columns themselves.
+    text_columns: tuple[str, ...] = ("text_column",)
+    # Settings that not all kinds have: fields of `Task`, and paths in a fine-tuning.
+    settings: tuple[str, ...] = ()
+    sources: tuple[str, ...] = _TABLES  # formats from which examples can be read
+    # Allowed values of `adapt.how`; (): no model can be fine-tuned on the kind.
+    adapts: tuple[str, ...] = ("full", "frozen", "lora")
+    problems: Callable[[Any], Iterable[Problem]] = lambda task: ()  # checks a `Task` of the kind
+
+    @functools.cached_property
+    def implementing_class(self) -> Any:
+        """The class that implements the kind, a `tasks.task_kind.TaskKind`."""
+        module, _, name = self.implementation.partition(":")
+        return getattr(importlib.import_module(f"bert_jax.tasks.{module}"), name)
+
+
+def _pair_problems(task: Any) -> Iterator[Problem]:
+    if not task.second_column:
+        example = "hypothesis" if task.text_column == "premise" else "text_b"
+        why = f"task.kind={task.kind}: name the column of the second text, e.g. {example}"
+        yield "second_column", why
+
+
+def _choice_problems(task: Any) -> Iterator[Problem]:
+    choices = len(task.choice_columns)
+    if choices < 2:
+        yield "choice_columns", "task.kind=choice needs at least two"
+    if len(task.labels) not in (0, choices):
+        yield "labels", f"name one for each of the {choices} choices, or none"
+
+
+def _span_problems(task: Any) -> Iterator[Problem]:
+    # A window holds [CLS], a question, a part of the context and two [SEP].
+    room = task.max_sequence_length - task.max_query_length - 3
+    length = f"task.max_sequence_length={task.max_sequence_length} (SQuAD: 384)"
+    if room <= 0:
+        yield "max_query_length", f"{length} has no room for a context next to the question"
+    if task.document_stride > room:
+        why = f"{length} has room for {room} tokens next to a question of up to "
+        yield "document_stride", f"{why}task.max_query_length={task.max_query_length}"
+
+
+_TWO_TEXTS = ("text_column", "second_column")
+_PAIR: Any = {"text_columns": _TWO_TEXTS, "problems": _pair_problems}
+_LABEL_SCORES = ("accuracy", "f1", "macro_f1", "micro_f1", "matthews")
+_LABEL_SETTINGS = ("labels", "class_weights", "adapt.pooling")
+
+KINDS = {
+    "classify": KindSpec("labels:Sentences", _LABEL_SCORES, settings=_LABEL_SETTINGS),
+    "pair": KindSpec("labels:Sentences", _LABEL_SCORES, settings=_LABEL_SETTINGS, **_PAIR),
+    "regress": KindSpec(
+        "labels:NumberTask", ("spearman", "pearson"), settings=("adapt.pooling",), **_PAIR
+    ),
+    "choice": KindSpec(
+        "labels:Choices",
+        ("accuracy",),
+        ("text_column", "choice_columns"),
+        ("labels", "adapt.pooling"),
+        problems=_choice_problems,
+    ),
+    "tag": KindSpec(
+        "labels:Tags",
+        ("entity_f1", "accuracy"),
+        settings=("labels", "class_weights", "adapt.features"),
+        sources=("conll", "jsonl", "tfds"),
+    ),
+    "span": KindSpec(
+        "spans:SpanTask",
+        ("f1", "exact_match"),
+        ("question", "context"),
+        ("document_stride", "max_query_length", "max_answer_length", "no_answer"),
+        ("squad", "tfds"),
+        problems=_span_problems,
+    ),
+    "generate": KindSpec(
+        "generate:Generate", ("chrf", "bleu"), settings=("max_target_length",), adapts=("full",)
+    ),
+    "minimal_pairs": KindSpec(
+        "minimal_pairs:PairKind", ("accuracy",), settings=("field_column",), adapts=(), **_PAIR
+    ),
+    "similar": KindSpec(
+        "similar:Similar",
+        # spearman is for pairs with a number, the others for `beir`.
+        ("spearman", "pearson", "ndcg@10", "mrr@10", "recall@10", "recall@1"),
+        (*_TWO_TEXTS, "negative_column"),
+        ("query_prefix", "text_prefix", "vectors"),
+        (*_TABLES, "corpus", "beir"),
+        adapts=("full", "lora"),
+    ),
+}
+
+# Kinds on which a model can be fine-tuned.
+LEARNED_KINDS = tuple(kind for kind, spec in KINDS.items() if spec.adapts)
+
+# A value of `task.kind`.
+Kind = Literal[tuple(KINDS)]  # pyrefly: ignore[invalid-literal]
+
+
+def kinds_with(setting: str) -> tuple[str, ...]:
+    """Returns the kinds that have a setting, such as `labels` or `adapt.pooling`."""
+    return tuple(k for k, spec in KINDS.items() if setting in spec.text_columns + spec.settings)

@@ -1,0 +1,330 @@
+"""The base class of the kinds of tasks, and the data of a fine-tuning.
+
+Each kind is a class in a module of this package, which `config.task_kinds.KINDS` names.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+
+from bert_jax.checkpoints.base import Base
+from bert_jax.config import Finetuning, Task, source_name
+from bert_jax.embeddings import packing
+from bert_jax.embeddings.text_pairs import CorpusPairs
+from bert_jax.errors import prefix_errors
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks import scores as scores_lib
+from bert_jax.tasks.examples import Example, Sentence, Tally
+from bert_jax.tasks.rows import Batch, TaskBatches, TaskRows, balanced_weights
+from bert_jax.tasks.task_objective import Learns, Reads, TaskObjective
+from bert_jax.text.tokenizer import Tokenizer
+
+Answer = dict[str, Any]
+Answers = list[Answer]
+Outputs = list[np.ndarray]
+Scores = dict[str, float]
+
+# Maximum number of recorded mistakes and confusions, and of characters of a text.
+_MOST, _CHARACTERS = 20, 400
+
+
+class ScoredExample(NamedTuple):
+    """A prediction compared with the truth."""
+
+    truth: Sequence[str]  # names of labels (one, or one per word), or one number or text
+    predicted: Sequence[str]  # as long as `truth`
+    error: float  # in the unit of the kind's score; 0 if the prediction is right
+
+
+class SourceExamples(NamedTuple):
+    """The examples of one of several sources, and their rows."""
+
+    name: str
+    first: int  # the number of its first row among the rows of all sources
+    rows: TaskRows
+    examples: Sequence[Any]
+
+
+class TaskKind:
+    """A kind of task, for one tokenizer and one set of labels.
+
+    Outputs are the head's results for each row: float32 [outputs] for the pooled text, or
+    [n, outputs] for its n tokens; token ids from a decoder.
+    """
+
+    reads: Reads = "pooled"  # input of the head
+    outputs = 0  # number of the head's outputs; 0: one for each label
+    learns: Learns = "labels"  # determines the loss, see `tasks.task_objective`
+    rows_per_example = 1  # consecutive rows that are answered together
+    # The field of an answer that a table shows; "": the label, and its probability.
+    column = ""
+    has_one_answer = False  # whether equal texts must have equal answers
+    objective_class: type[TaskObjective] = TaskObjective
+    shares_rows = False  # whether several texts share a row in training
+
+    # (task, location, cells of texts, cells of labels or []) -> example
+    parse_cells: Callable[..., Example] = staticmethod(examples_lib.sentence_from_cells)
+
+    def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):
+        self.task, self.labels, self.tokenizer = task, labels, tokenizer
+        self.outputs = self.outputs or len(labels)
+
+    @staticmethod
+    def parse_texts(location: str, number: int, texts: Sequence[str]) -> Example:
+        """Returns an unlabelled example of typed texts; `number` counts the examples."""
+        return Sentence(location, tuple(texts), None)
+
+    @classmethod
+    def require_libraries(cls) -> None:
+        """Raises InputError unless the libraries for the scores are installed."""
+
+    # --- training -------------------------------------------------------------------------------
+
+    @classmethod
+    def read_training(
+        cls,
+        experiment: Finetuning,
+        base: Base,
+        tally: Tally,
+        teacher: Literal["run", "skip"] = "run",
+    ) -> "TrainingSet":
+        """Reads the training examples; `tally` counts them.
+
+        A kind that learns from another model computes its outputs unless `teacher` is "skip".
+        """
+        task = experiment.task
+        examples = examples_lib.read(task, task.train, "labelled", tally)
+        labels = examples_lib.find_labels(task, examples)
+        kind = cls(task, labels, base.tokenizer)
+        rows = kind.rows(examples)
+        batches = TaskBatches(rows, base.tokenizer.pad_id, experiment.batch_size, experiment.seed)
+        keys = frozenset(map(examples_lib.text_key, examples))
+        return TrainingSet(kind, len(examples), batches, rows, examples, labels, keys)
+
+    def make_objective(
+        self, experiment: Finetuning, base: Base, class_weights: Sequence[float] = ()
+    ) -> TaskObjective:
+        """Returns the objective of the task over a base."""
+        adapt = experiment.adapt
+        if base.head is not None and self.task.kind in base.head.kinds:
+            adapt = dataclasses.replace(adapt, pooling=adapt.pooling or base.head.pooling)
+        return self.objective_class(
+            *(base.model, self.learns, self.reads, self.outputs, self.rows_per_example, adapt),
+            *(base.fresh, tuple(class_weights)),
+            **self.objective_fields(experiment, base),
+        )
+
+    def objective_fields(self, experiment: Finetuning, base: Base) -> dict[str, Any]:
+        """Returns the fields of the objective that not all kinds have."""
+        return {}
+
+    # --- rows and answers -----------------------------------------------------------------------
+
+    def encode(self, text: str, location: str) -> list[int]:
+        """Returns the token ids of a text; errors begin with `location`."""
+        with prefix_errors(location):
+            return self.tokenizer.encode(text)
+
+    def rows(self, examples: Sequence[Any]) -> TaskRows:
+        """Returns the rows of examples, with targets if the examples have labels."""
+        raise NotImplementedError
+
+    def count_rows(self, example: Any, most: int) -> int:
+        """Returns the number of rows of an example; stops counting above `most`."""
+        return 1
+
+    def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Any]) -> Answers:
+        """Returns the prediction for each example, as JSON."""
+        raise NotImplementedError
+
+    def inputs(self, example: Any) -> dict[str, Any]:
+        """Returns the fields of an example that `predict` puts before its answer."""
+        texts = example.texts
+        return {"text": texts[0]} if len(texts) == 1 else {"texts": list(texts)}
+
+    @classmethod
+    def restore(
+        cls, task: Task, labels: tuple[str, ...], base: Base, notes: Mapping[str, Any]
+    ) -> Self:
+        """Returns the kind of a trained run, with the `notes` of its checkpoint."""
+        return cls(task, labels, base.tokenizer)
+
+    def fitted(self, values: Mapping[str, Any]) -> Self:
+        """Returns the kind with what an evaluation has fitted: for `span`, a threshold.
+
+        `values` are the scores of the evaluation, or the notes of a checkpoint with its `step`.
+        """
+        return self
+
+    # --- scores ---------------------------------------------------------------------------------
+
+    def scores(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Any]) -> Scores:
+        """Returns the scores of labelled examples by name."""
+        raise NotImplementedError
+
+    def parts(self, examples: Sequence[Any], counts: Mapping[str, int]) -> list[SourceExamples]:
+        """Returns the examples of each source; empty if there is only one source.
+
+        Args:
+          examples: of all sources, one source after the other.
+          counts: the number of examples of each source.
+        """
+        names = [re.split("[/:]", source)[-1].partition(".")[0] for source in counts]
+        if len({*names, ""}) <= len(names):  # some are equal or empty: use the whole sources
+            names = list(map(source_name, counts))
+        parts, start, first = list[SourceExamples](), 0, 0
+        for name, count in zip(names, counts.values(), strict=True):
+            selected = examples[start : start + count]
+            rows = self.rows(selected)
+            parts.append(SourceExamples(name, first, rows, selected))
+            start, first = start + count, first + len(rows.ids)
+        return parts if len(parts) > 1 else []
+
+    def evaluate(
+        self,
+        outputs: Outputs,
+        loss: float,
+        rows: TaskRows,
+        examples: Sequence[Any],
+        parts: Sequence[SourceExamples],
+    ) -> dict[str, Any]:
+        """Returns the `loss`, the main score as `score`, the number of `examples`, and all scores.
+
+        These include the main score of each part, named SCORE/NAME.
+        """
+        main, by_name = self.task.main_score, self.scores(outputs, rows, examples)
+        fitted = self.fitted(by_name)
+        for part in parts:
+            selected = outputs[part.first : part.first + len(part.rows.ids)]
+            part_scores = fitted.scores(selected, part.rows, part.examples)
+            by_name[f"{main}/{part.name}"] = part_scores[main]
+        score = by_name[main]
+        if self.reads == "vectors":  # an evaluation has no loss
+            loss = 1 - score
+        return {"loss": loss, "score": score, "examples": len(examples), **by_name}
+
+    def score_example(self, answer: Answer, example: Any) -> ScoredExample:
+        """Returns the comparison of an answer to a labelled example with its label."""
+        raise NotImplementedError
+
+    def mistakes(self, answers: Sequence[Answer], examples: Sequence[Any]) -> dict[str, Any]:
+        """Returns the mistakes in answers to labelled examples, as JSON of bounded length.
+
+        Returns:
+          `wrong`: their number. `worst`: those with the largest errors, sorted, with `place`,
+          `texts`, `truth`, `predicted` and, for labels, the `probability` of the prediction. For
+          labels and tags also `confusions`: the most frequent [truth, predicted, count].
+        """
+        scored = [self.score_example(*pair) for pair in zip(answers, examples, strict=True)]
+        order = np.argsort([-example.error for example in scored], kind="stable")
+        wrong = [i for i in order if scored[i].error]
+        worst = []
+        for i in wrong[:_MOST]:
+            truth, predicted = (" ".join(names)[:_CHARACTERS] for names in scored[i][:2])
+            mistake = {"place": examples[i].location, "truth": truth, "predicted": predicted}
+            if "probabilities" in answers[i]:
+                mistake["probability"] = answers[i]["probabilities"][answers[i]["label"]]
+            texts = self.mistake_texts(examples[i])
+            worst.append(mistake | {"texts": [text[:_CHARACTERS] for text in texts]})
+        line: dict[str, Any] = {"wrong": len(wrong), "worst": worst}
+        if self.labels:
+            pairs = (zip(*scored[i][:2], strict=True) for i in wrong)
+            confusions = collections.Counter(pair for example in pairs for pair in example)
+            line["confusions"] = [[*pair, count] for pair, count in confusions.most_common(_MOST)]
+        return line
+
+    def mistake_texts(self, example: Any) -> Sequence[str]:
+        """Returns the texts that a mistake shows."""
+        return example.texts
+
+    def baseline(self, examples: Sequence[Any]) -> tuple[str, float] | None:
+        """Returns the best constant answer as text, and its main score; None if there is none.
+
+        The answer is one label or tag for all examples, or no answer to all questions. There is no
+        such baseline for numbers, entities, generated texts, and questions that all have answers.
+        """
+        main = self.task.main_score
+        if not self.labels or main == "entity_f1":
+            return None
+        names = [name for example in examples for name in example.label_names]
+        truth = np.array([self.labels.index(name) for name in names])
+        by_label = {
+            name: scores_lib.score(main, truth, np.full_like(truth, number))
+            for number, name in enumerate(self.labels)
+        }
+        best = max(self.labels, key=lambda name: by_label[name])
+        return f"always {best!r}", by_label[best]
+
+
+def kind_of(task: Task, labels: tuple[str, ...], tokenizer: Tokenizer) -> TaskKind:
+    """Returns the kind of a task."""
+    return task.spec.implementing_class(task, labels, tokenizer)
+
+
+# --- data of a fine-tuning ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class TrainingSet:
+    """The training examples of a run, as rows and batches."""
+
+    kind: TaskKind
+    count: int  # examples per epoch
+    batches: TaskBatches | CorpusPairs
+    rows: TaskRows | None  # None for a corpus, whose rows are computed for each batch
+    examples: Sequence[Any]  # () if there is nothing to show about them
+    # Hashed with the examples: the labels, or hashes of other data.
+    identity: tuple[str, ...]
+    keys: frozenset[int] = frozenset()  # `text_key` of examples that validation should not have
+
+    @property
+    def draws(self) -> int:
+        """Number of draws per epoch: an example of tags or spans may have several rows."""
+        return self.count if self.rows is None else len(self.rows.ids) // self.kind.rows_per_example
+
+    def batch(self, group: int, step: int, indices: np.ndarray) -> Batch:
+        """Returns some rows of a step; texts share rows within groups of `group` rows."""
+        batch = self.batches.batch(step, indices)
+        if not self.kind.shares_rows:
+            return batch
+        return packing.share_rows(batch, self.batches.lengths(step), group)
+
+
+@dataclasses.dataclass
+class TaskData:
+    """The data of a fine-tuning."""
+
+    training: TrainingSet
+    kind: TaskKind  # of the validation examples
+    validation: Sequence[Any]
+    eval_rows: TaskRows
+    objective: TaskObjective
+    sha256: str  # hash of all examples
+    warnings: list[str]  # about examples that make scores misleading
+
+
+def read_data(experiment: Finetuning, base: Base, tallies: Mapping[str, Tally]) -> TaskData:
+    """Reads the examples of a fine-tuning; `tallies` counts those of `train` and `validation`."""
+    implementation: type[TaskKind] = experiment.task.spec.implementing_class
+    training = implementation.read_training(experiment, base, tallies["train"])
+    labels = training.kind.labels
+    task = training.kind.task.with_fields(negative_column="")  # only training has negatives
+    validation = examples_lib.read(task, task.validation, "labelled", tallies["validation"])
+    examples_lib.require_known_labels(labels, validation)
+    kind, weights = implementation(task, labels, base.tokenizer), ()
+    if experiment.class_weights == "balanced" and training.rows is not None:
+        weights = balanced_weights(training.rows, len(labels))
+    parts = {"train": training.examples, "validation": validation}
+    return TaskData(
+        training,
+        kind,
+        validation,
+        kind.rows(validation),
+        training.kind.make_objective(experiment, base, weights),
+        examples_lib.sha256([*training.examples, *validation], training.identity),
+        scores_lib.data_warnings(task, labels, parts, training.keys),
+    )
