@@ -391,7 +391,7 @@ def test_a_prepare_that_fails_while_sending_goes_on_and_loses_nothing(
     assert (made / "dataset").exists()  # it might be the only one
     objects.reset_faults()
     objects.writes.clear()
-    monkeypatch.setattr(corpus.build, "build", None)  # not called: the corpus is made
+    monkeypatch.setattr(corpus.build, "CorpusBuilder", None)  # not called: the corpus is made
     assert call(PREPARE) == (0, "")
     assert "corpus/COMPLETE" in objects.files() and not made.exists()
     again = {name for name, _ in objects.writes if name.removeprefix("corpus/").count("/")}
