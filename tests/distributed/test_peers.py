@@ -246,9 +246,8 @@ def test_nothing_is_removed_while_another_process_lists_it(monkeypatch):
         saved.delete_after.side_effect = lambda *given: done.append(given)
         job = mock.Mock(**{"experiment.run.checkpoint_every": 4, "workdir.checkpoints": "c"})
         context = mock.Mock(job=job, peers=us, saves=saved, mirror=mirror)
-        start._restore_before(
-            5, mock.Mock(start_step=0), SilentCorruption([], True, False), context
-        )
+        state, error = mock.Mock(start_step=0), SilentCorruption([], True, False)
+        start._restore_before(5, state, error, context)
 
     together(work, 2)
     assert done == ["read by 0", "read by 1", (5, mirror.flush)]
