@@ -146,8 +146,8 @@ class TaskModel:
         self, outputs: list[np.ndarray], task_rows: rows.TaskRows, examples: Sequence[Example]
     ) -> Iterator[dict[str, Any]]:
         answers = self.kind.answers(outputs, task_rows, examples)
-        pairs = zip(examples, answers, strict=True)
-        return (self.kind.inputs(example) | answer for example, answer in pairs)
+        for example, answer in zip(examples, answers, strict=True):
+            yield self.kind.inputs(example) | answer
 
     def outputs(self, examples: Sequence[Example]) -> tuple[list[np.ndarray], float, rows.TaskRows]:
         """Returns the outputs of each row and the mean loss (as `Forward`), and the rows."""

@@ -260,6 +260,9 @@ def test_queries_find_their_texts(here):
     lines = [line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores"]
     assert {"recall@1", "recall@10", "mrr@10", "ndcg@10"} <= set(lines[0])
     assert lines[0]["score"] == lines[0]["ndcg@10"]
+    scores = json.loads(broken.said("predict --workdir run --score"))
+    np.testing.assert_allclose(scores["score"], lines[-1]["score"], atol=1e-3)
+    broken.fails("predict --workdir run --score --out scores.jsonl", "needs two")
 
 
 @pytest.mark.long
