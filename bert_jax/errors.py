@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
-UNAVAILABLE, STOPPED, INTERRUPTED, PEER_LOST = 74, 75, 130, 134
+UNAVAILABLE, STOPPED = 74, 75  # EX_IOERR and EX_TEMPFAIL of sysexits.h
+INTERRUPTED = 130  # 128 + SIGINT
+PEER_LOST = 134  # 128 + SIGABRT, with which JAX ends a process
 
-# The meanings for all commands. A command overrides these texts with `Command.codes`.
+# Meanings of the exit codes of all commands. `Command.codes` overrides them and adds others.
 _MEANINGS = {
     FINISHED: "finished",
-    FAILED: "the command failed",
+    FAILED: "the run failed, or an internal error",
     BAD_INPUT: "bad input or usage",
     UNAVAILABLE: "the machine or the network failed (a full disk, a bucket out of reach)",
     INTERRUPTED: "Ctrl-C",
@@ -21,9 +23,9 @@ _MEANINGS = {
 # The meanings for commands that train.
 TRAINING_CODE_MEANINGS = {
     UNAVAILABLE: "the machine or the network failed (a bucket out of reach, a host that did not\n"
-    "       arrive, a hang, a full disk); run again to resume, as `bert-jax launch` does",
+    "       arrive, a hang, a full disk); run again to resume (`bert-jax launch` does)",
     STOPPED: "stopped on request with the state saved; run again to resume",
-    INTERRUPTED: "Ctrl-C before training, or a second one during it",
+    INTERRUPTED: "Ctrl-C before training, or twice during training",
     PEER_LOST: "the process lost contact with another process of its run or with the coordinator",
 }
 
@@ -50,7 +52,7 @@ class Unavailable(_OneLineError):
 
 
 class DiskFull(Unavailable):
-    """A full disk. Unlike after other failures, waiting does not help; space must be freed."""
+    """A full disk, which does not go away by waiting: the user must free space."""
 
 
 # Maximum number of characters of a text that a message quotes.
@@ -73,10 +75,10 @@ def translate_parser_errors(
 
 
 class TranslateRustErrors:
-    """Turns the errors and panics of a Rust library within the context into InputError.
+    """Turns all exceptions and panics within the context into InputError.
 
-    pyo3 raises a panic as a BaseException, so `except Exception` does not catch it. `describe`
-    returns the message; it is a function, so that the message is made only on an error.
+    It is for calls of a Rust library. pyo3 raises a panic as a BaseException, so `except Exception`
+    does not catch it. `describe` is called on an error only, and returns the message.
     """
 
     def __init__(self, describe: Callable[[], str]):
@@ -92,7 +94,7 @@ class TranslateRustErrors:
 
 
 def json_object(content: str | bytes, where: object, remedy: str = "") -> dict[str, Any]:
-    """Parses a JSON object; error messages begin with `where` and end with "; " and `remedy`."""
+    """Parses a JSON object; error messages have the form `WHERE: REASON; REMEDY`."""
     ending = f"; {remedy}" if remedy else ""
     try:
         value = json.loads(content)

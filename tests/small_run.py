@@ -182,12 +182,12 @@ def hooked(**methods):
 def signal_before(at):
     """Within it a run is sent SIGTERM before a step, and stops after it."""
 
-    def on_step(done, batch):
+    def change_batch(done, batch):
         if done == at:
             os.kill(os.getpid(), signal.SIGTERM)
         return batch
 
-    return hooked(on_step=on_step)
+    return hooked(change_batch=change_batch)
 
 
 def saves_in(workdir: pathlib.Path, run: object = None) -> object:

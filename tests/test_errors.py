@@ -122,7 +122,7 @@ def test_a_refused_start_leaves_an_existing_run_to_go_on(copy_of_run):
     states = sorted(pathlib.Path("run/checkpoints").glob("*/state"))
     for state in states:
         shutil.move(state, f"away-{state.parent.name}")
-    fails("pretrain small.py --workdir run", "put the files back")
+    fails("pretrain small.py --workdir run", "files from a copy")
     shutil.move(f"away-{states[0].parent.name}", states[0])
     assert call("pretrain small.py --workdir run") == (0, "")
     assert pathlib.Path("run/metrics.jsonl").read_bytes() == lines

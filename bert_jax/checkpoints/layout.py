@@ -5,9 +5,9 @@
     W/checkpoints/damaged-STEP/                 a checkpoint that was found to be damaged
 
 A checkpoint is the state of training.step and some JSON, its metadata: the experiment, the
-environment, and the sums of metrics since the last line, so that a resumed run writes the same
-lines as one without interruption. The metadata hold a checksum of every array, which is the same on
-any mesh, and one of themselves: Orbax restores a flipped bit without an error.
+environment, and the sums of metrics since the last line of metrics.jsonl, so that a resumed run
+writes the same lines as one without interruption. The metadata also hold a checksum of every array,
+which is the same on any mesh, and one of themselves, since Orbax does not detect a flipped bit.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _COMMITTED = "commit_success.txt"
 
 
 class Damaged(InputError):
-    """A checkpoint could be read completely, but differs from what was saved."""
+    """A checkpoint cannot be restored although its files can be read, or its checksums differ."""
 
 
 def list_steps(folder: epath.Path) -> list[int]:
@@ -51,7 +51,7 @@ class CheckpointFolder:
 
     def __init__(self, path: epath.Path):
         self.path, self._storage = path, storage_of(path)
-        self._was_allowed = False  # whether a bucket has granted access before
+        self._may_wait = False  # whether a bucket has granted access before
 
     def cached_lists(self) -> contextlib.AbstractContextManager[None]:
         """Caches lists of the folder; nothing may change the folder inside the context."""
@@ -68,19 +68,20 @@ class CheckpointFolder:
         return self.path / str(step)
 
     def retry(self, work: Callable[[], T]) -> T:
-        """Calls `work`, which uses the folder, again after each transient error."""
-        with translate_os_errors(self.path), orbax_client(self.path):
-            denied = "wait" if self._was_allowed else "refuse"
+        """Calls `work`, which uses the folder, and retries it after transient errors."""
+        with translate_os_errors(self.path), patient_orbax(self.path):
+            # A denial after a success is an expired token of a bucket.
+            denied = "wait" if self._may_wait else "refuse"
             result = retry.call_with_retries(work, str(self.path), denied=denied)
-        self._was_allowed = self._storage.is_bucket  # tokens for buckets expire
+        self._may_wait = self._storage.is_bucket
         return result
 
     @contextlib.contextmanager
-    def translate_write_faults(self) -> Iterator[None]:
+    def translate_write_errors(self) -> Iterator[None]:
         """Raises Unavailable for any error of a save or a rename in a bucket.
 
         Such an error is transient: the run has tested its access at the start, and no other program
-        writes there. A damaged answer or a stale listing gives errors of many types.
+        writes there. A corrupt response or a stale listing raises errors of many types.
         """
         try:
             yield
@@ -104,7 +105,7 @@ class CheckpointFolder:
             while target.exists():  # an earlier attempt in a bucket may have moved a part of it
                 number += 1
                 target = self.path / f"{DAMAGED_PREFIX}{step}-{number}"
-            with self.translate_write_faults():  # it may have moved although the answer was lost
+            with self.translate_write_errors():  # it may have succeeded in spite of an error
                 folder.rename(target)
             if self._storage.is_bucket:  # Orbax deletes folders without this file as unfinished
                 (target / _COMMITTED).write_text("")
@@ -113,13 +114,13 @@ class CheckpointFolder:
         return self.retry(rename)
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint; a kill leaves it complete or not counted."""
+        """Deletes a checkpoint; after a kill it is still complete, or counts as incomplete."""
         folder, renamed = self.step_path(step), self.path / f"{step}{_UNFINISHED}"
 
         def rename_and_delete() -> None:
             renamed.rmtree(missing_ok=True)
             if folder.exists():
-                with self.translate_write_faults():
+                with self.translate_write_errors():
                     folder.rename(renamed)
                 renamed.rmtree()
 
@@ -127,24 +128,24 @@ class CheckpointFolder:
 
     def delete_unfinished(self) -> None:
         """Deletes incomplete checkpoints; nothing may be saving meanwhile. Ignores errors."""
-        # Orbax does the same only when it starts a save, for which the space may be needed.
-        with contextlib.suppress(Exception), orbax_client(self.path):
+        # Orbax does this when a save starts; but that save may need the space.
+        with contextlib.suppress(Exception), patient_orbax(self.path):
             for path in self.path.glob(f"*{_UNFINISHED}"):
                 path.rmtree()
-            self.path.rmdir()
+            self.path.rmdir()  # fails, which is ignored, unless the folder is empty
 
 
 def orbax_settings() -> ocp.Context:
     """Returns the Orbax settings of all checkpoints."""
     settings = ocp.Context()
     settings.array.saving.use_compression = False
-    # Orbax's store of shapes repeats those of the arrays, and has no checksum.
+    # The array metadata store repeats the shapes of the arrays, and has no checksum.
     settings.array.saving.array_metadata_store = None
     settings.pytree.loading.partial_load = True
     return settings
 
 
-def orbax_client(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
+def patient_orbax(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
     """Makes Orbax retry requests to a bucket while entered; no change for a local folder."""
     if not storage_of(folder).is_bucket:
         return contextlib.nullcontext()

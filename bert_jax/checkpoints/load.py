@@ -1,8 +1,8 @@
 """Reads checkpoints with Orbax and verifies their checksums.
 
-A checkpoint is damaged if the checksums of its arrays differ in two reads, or if Orbax fails to
-restore it. Errors of the network or the machine are not damage (storage.retry): the read is retried
-for ten minutes.
+A checkpoint is damaged if its arrays do not have the saved checksums in either of two reads, or if
+Orbax fails to restore it. Errors of the network or the machine are not damage (storage.retry): the
+read is retried for ten minutes.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ T = TypeVar("T")
 Saved = TypeVar("Saved", bound=Section)
 _NO_DAMAGE = (InputError, Unavailable, MemoryError, PermissionError, jax.errors.JaxRuntimeError)
 # A barrier of all processes: takes its name and the error of this process ("" for none), and
-# returns the first error of all. They meet before they compute together.
-FirstError = Callable[[str, str], str]
+# returns the first error of all. Processes pass it before they compute something together.
+ExchangeErrors = Callable[[str, str], str]
 
 
 @dataclasses.dataclass
@@ -96,7 +96,9 @@ class Checkpoints:
         steps, unreadable = self.steps, self.unreadable()
         readable = [step for step in steps if step not in unreadable]
         if not readable:
-            problems = (f"{reason}; put the files back" for reason in unreadable.values())
+            problems = (
+                f"{reason}; restore its files from a copy" for reason in unreadable.values()
+            )
             raise InputError("; ".join(problems) or f"{self.folder.path}: no checkpoint yet")
         if which == "newest":
             return readable[0]
@@ -138,9 +140,12 @@ class Checkpoints:
         self,
         abstract_state: Any,
         at_most: int | None = None,
-        first_error: FirstError = lambda name, error: error,
+        first_error: ExchangeErrors = lambda name, error: error,
     ) -> Restored | None:
-        """Restores the newest checkpoint up to `at_most` that is not damaged; None if none is."""
+        """Restores the newest checkpoint up to `at_most` that is not damaged.
+
+        Returns None if there are no checkpoints; raises InputError if all are damaged.
+        """
         damaged: dict[int, str] = {}
         for step in (step for step in self.steps if at_most is None or step <= at_most):
             try:
@@ -150,13 +155,16 @@ class Checkpoints:
                 damaged[step] = str(damage)
         if damaged:
             raise InputError(
-                f"{'; '.join(damaged.values())}: no checkpoint is left to resume from; put the "
-                "files back, or choose another --workdir to start again"
+                f"{'; '.join(damaged.values())}: no checkpoint is left to resume from; restore "
+                "the files from a copy, or choose another --workdir to start again"
             )
         return None
 
     def restore(
-        self, step: int, abstract_state: Any, first_error: FirstError = lambda name, error: error
+        self,
+        step: int,
+        abstract_state: Any,
+        first_error: ExchangeErrors = lambda name, error: error,
     ) -> Restored:
         """Reads the state of a step and verifies its checksums, in all processes together.
 
@@ -201,23 +209,23 @@ class Checkpoints:
         return Restored(step, self._read(step, read), metadata, {})
 
     def _read(self, step: int, read: Callable[[epath.Path], T]) -> T:
-        """Calls `read` with a checkpoint's folder, again after each transient error.
+        """Calls `read` with a checkpoint's folder, and retries it after transient errors.
 
         The checkpoint is damaged if reading fails twice although all its files can be opened.
         """
         path = self.folder.step_path(step)
 
-        def attempt(files_open: bool = False) -> T:
+        def attempt(files_verified: bool = False) -> T:
             try:
                 with _independent_reads():
                     return read(absolute(path))
             except Exception as error:
                 if isinstance(error, _NO_DAMAGE) or retry.is_retryable(error):
                     raise
-                if files_open:
+                if files_verified:
                     raise Damaged(self._damage(step, str(error).split("\n")[0][:200])) from error
             _require_open(path)
-            return attempt(files_open=True)
+            return attempt(files_verified=True)
 
         return self.folder.retry(attempt)
 
@@ -231,7 +239,7 @@ def _independent_reads() -> Iterator[None]:
 
     Orbax counts the operations of each process, reads included, and names the barriers of a save by
     the count. A process that repeats a read would wait at barriers that no other process reaches:
-    so the count is reset after each read. Only saves increase it, in all processes together.
+    so the count is restored after each read. Then only saves increase it, on all processes at once.
     """
     settings, process = layout.orbax_settings(), jax.process_index()
     if jax.process_count() > 1:
@@ -243,7 +251,7 @@ def _independent_reads() -> Iterator[None]:
 
 
 def _require_open(folder: epath.Path) -> None:
-    """Raises the error if a listed file cannot be opened, which is not damage."""
+    """Raises OSError or Unavailable if a listed file cannot be opened, which is not damage."""
     for path in folder.iterdir() if folder.exists() else ():
         if path.is_dir():
             _require_open(path)
@@ -252,4 +260,4 @@ def _require_open(folder: epath.Path) -> None:
             with path.open("rb") as file:
                 file.read(1)
         except FileNotFoundError as error:
-            raise Unavailable(f"{path}: listed, but not found where it is read") from error
+            raise Unavailable(f"{path}: is listed, but cannot be opened (not found)") from error

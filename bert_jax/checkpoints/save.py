@@ -1,8 +1,8 @@
 """Saves the checkpoints of a run with Orbax, and handles saves that fail.
 
 Saving is asynchronous: the state is copied and written during the next steps. A checkpoint counts
-only once it is complete. A save that fails with a transient error costs a run of one process only
-time; several processes all end and start again.
+only once it is complete. After a save fails with a transient error, a run of one process
+continues; the processes of a larger run all end and start again.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from bert_jax.training.checksums import checksums
 
 
 class Saver:
-    """Saves the checkpoints of one run; must be entered while it does."""
+    """Saves the checkpoints of one run; a context manager around all its saves."""
 
     def __init__(self, workdir: Workdir, run: Run, peers: Peers, report: Callable[[str], None]):
         self.checkpoints = Checkpoints(workdir.checkpoints)
@@ -41,15 +41,15 @@ class Saver:
         self._workdir, self._peers, self._report = workdir, peers, report
         self._retention = _Retention(run)
         self._orbax: ocp.training.Checkpointer | None = None  # opened at the first save
-        self._client = contextlib.ExitStack()  # entered with this object
-        self._delete_unfinished()  # threads of a failed save may have written files after its end
+        self._exit_stack = contextlib.ExitStack()  # entered with this object
+        self._delete_unfinished()  # threads of an earlier process may have left some
 
     def __enter__(self) -> "Saver":
-        self._client.enter_context(layout.orbax_client(self._workdir.checkpoints))
+        self._exit_stack.enter_context(layout.patient_orbax(self._workdir.checkpoints))
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._client:
+        with self._exit_stack:
             try:
                 if self._orbax is not None:
                     with self._translate_errors():
@@ -60,12 +60,12 @@ class Saver:
     def save(
         self, done: int, state: Any, metadata: dict[str, Any], held_out_loss: float | None = None
     ) -> None:
-        """Starts to save the state of training.step and the JSON, after `wait_for_previous`.
+        """Starts to save the state of training.step and the JSON; call `wait_for_previous` first.
 
         The best checkpoints have the lowest held-out loss; None if this step was not evaluated.
 
         Raises:
-          Unavailable: transient errors lasted too long, or there are several processes.
+          Unavailable: a transient error, which lasted too long if there is one process.
         """
         content: dict[str, Any] = {"format_version": layout.FORMAT_VERSION, "step": done}
         content |= {"checksums": checksums(state), "held_out_loss": held_out_loss, **metadata}
@@ -87,7 +87,7 @@ class Saver:
             self.wait_for_previous()  # at once: the other processes wait for this one inside Orbax
         if self._is_saving and self._orbax and not self._orbax.is_saving_in_progress():
             self._is_saving = False
-            with contextlib.suppress(Exception):  # does not wait for a bucket without an answer
+            with contextlib.suppress(Exception):  # of a bucket that does not answer; no retry
                 if self.step in layout.list_steps(self._workdir.checkpoints):
                     self._record(self.step)
 
@@ -100,7 +100,7 @@ class Saver:
 
     def wait_for_previous(self) -> None:
         """Waits for the previous save; if it has failed, the save that follows replaces it."""
-        with self.tolerate_full_disk(self.step):  # a failed save has freed its space
+        with self.tolerate_full_disk(self.step):  # the files of a failed save are deleted
             try:
                 self.wait()
             except DiskFull:
@@ -110,7 +110,10 @@ class Saver:
                 self._give_up(error)
 
     def finish(self, done: int, save: Callable[[], None] | None) -> None:
-        """Waits for the last save; repeats it with `save` if it failed with a transient error."""
+        """Waits for the last save; if it failed with a transient error, saves again with `save`.
+
+        If `save` is None, raises the error instead.
+        """
         try:
             self.wait()
         except Unavailable as error:
@@ -119,7 +122,9 @@ class Saver:
                 raise
 
             def repeat() -> None:
-                if done not in self.checkpoints.steps:  # else only a deletion has failed
+                if (
+                    done not in self.checkpoints.steps
+                ):  # else the save succeeded, and the deletion of another failed
                     save()
                     self.wait()
 
@@ -129,7 +134,7 @@ class Saver:
     def skip(self, reason: str) -> None:
         """Records why the last steps are not saved."""
         newest = f"the newest checkpoint is of step {self.step}"
-        self.unsaved_reason = f"not saved, since {reason}; {newest}"
+        self.unsaved_reason = f"not saved: {reason}; {newest}"
 
     @contextlib.contextmanager
     def tolerate_full_disk(self, done: int) -> Iterator[None]:
@@ -152,7 +157,7 @@ class Saver:
         more = max(run.keep_checkpoints + run.keep_best + 1 - len(self.checkpoints.steps), 1)
         message = f"{self._workdir.checkpoints}: its disk has {free / 1e6:,.1f} MB free, and "
         message += f"{more} more checkpoints take {size / 1e6:,.1f} MB each; free some space"
-        # If the memory is too small as well, a larger disk would not help: the first step fails.
+        # A state that exceeds the memory of the host, too, fails at the first step: no error here.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if free < size < memory and run.when_disk_is_full == "stop":
             raise DiskFull(f"{message} and run again")
@@ -165,7 +170,7 @@ class Saver:
         self._record()
 
     def refresh(self) -> None:
-        """Makes Orbax list checkpoints again: it would refuse to save steps of deleted ones."""
+        """Makes Orbax list checkpoints again: it refuses to save a step that it believes is there."""
         if self._orbax is not None:
             self.checkpoints.folder.retry(self._orbax.reload)
 
@@ -203,7 +208,7 @@ class Saver:
 
         By default Orbax keeps a failed thread for 20 minutes at the last barrier of the save, with
         its error unreported, while the other processes wait for its part at an earlier barrier. The
-        processes cannot agree beforehand: a save fails after Orbax was called.
+        processes cannot exchange errors before the save, because it fails inside Orbax.
         """
         error = sys.exception()
         if error is not None and threading.current_thread() is not threading.main_thread():
@@ -216,7 +221,7 @@ class Saver:
         """Translates errors of a save; after a failure deletes its files and closes Orbax."""
         folder = self.checkpoints.folder
         try:
-            with translate_os_errors(folder.path), folder.translate_write_faults():
+            with translate_os_errors(folder.path), folder.translate_write_errors():
                 yield
         except Exception:
             # Orbax's own list of checkpoints may be wrong now.
@@ -246,7 +251,7 @@ class Saver:
         self.step = self._previous_step
 
     def _retry(self, work: Callable[[], None]) -> None:
-        """Does the work, again after each transient error; only once with several processes."""
+        """Calls `work`; retries it after transient errors if there is only one process."""
         if self._peers.count > 1:
             work()
         else:
@@ -256,8 +261,8 @@ class Saver:
 class _Retention:
     """Decides which checkpoints a run keeps; Orbax asks before it deletes some.
 
-    Orbax's `best_fn` with `max_to_keep` would delete the newest, and its metrics are files without
-    which it cannot be opened.
+    Orbax's `best_fn` with `max_to_keep` would delete the newest, and it needs files of metrics: a
+    checkpointer cannot be opened if one is missing.
     """
 
     def __init__(self, run: Run):
@@ -271,6 +276,7 @@ class _Retention:
         losses = {step: self.losses.get(step) for step in steps}
         evaluated = sorted((loss, step) for step, loss in losses.items() if loss is not None)
         kept = {*steps[-run.keep_checkpoints :], *(step for _, step in evaluated[: run.keep_best])}
+        # Also the newest from before the last recompute check, which is known to be good.
         checked = (steps[-1] - 1) // run.replay_every * run.replay_every if run.replay_every else 0
         kept.update([step for step in steps if step <= checked][-1:])
         return [s in kept or (run.keep_every > 0 and s % run.keep_every == 0) for s in steps]

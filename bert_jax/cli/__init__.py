@@ -33,7 +33,7 @@ def launch(args: argparse.Namespace) -> int:
     """Starts a run in several processes."""
     from bert_jax.launch.__main__ import main
 
-    return main(args.words)
+    return main(args.argv)
 
 
 # The commands in the order of the help.
@@ -83,26 +83,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the arguments of a command. `.command` is the Command to run."""
     try:
         return _parse(list(argv))
-    except flags.Error as error:  # a value of one of absl's flags
+    except flags.Error as error:  # an invalid value of one of absl's flags
         raise InputError(str(error)) from error
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
-    command_index = next(
-        (i for i, word in enumerate(words) if not word.startswith("-")), len(words)
-    )
+def _parse(argv: list[str]) -> argparse.Namespace:
+    command_index = next((i for i, word in enumerate(argv) if not word.startswith("-")), len(argv))
     program = _program_parser()
-    is_debugging = program.parse_args(words[:command_index]).debug
-    if command_index == len(words):
+    is_debugging = program.parse_args(argv[:command_index]).debug
+    if command_index == len(argv):
         program.error("COMMAND is missing")
-    name, rest = words[command_index], words[command_index + 1 :]
+    name, rest = argv[command_index], argv[command_index + 1 :]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         raise InputError(f"{name}: no such command; {hint}")
     _reject_old_syntax(name, rest)
     chosen = COMMANDS[name]
-    namespace = argparse.Namespace(command=chosen, words=rest, debug=is_debugging)
+    namespace = argparse.Namespace(command=chosen, argv=rest, debug=is_debugging)
     if name == "launch":  # it has a parser of its own
         return namespace
     parser = chosen.parser(name)
@@ -133,10 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stderr.isatty():
             logging.get_absl_handler().setFormatter(None)  # plain messages
         app.run(_run, flags_parser=_parse_or_exit)
+        raise AssertionError("absl.app.run ends the process")
     try:
-        args = parse(argv or ())
+        args = parse(argv)
     except InputError as error:
-        return _report(error, argv or ())
+        return _report(error, argv)
     return _run(args)
 
 
@@ -153,7 +152,7 @@ def _parse_or_exit(argv: Sequence[str]) -> argparse.Namespace:
 def _run(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code; prints an error in one line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal shows all of UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")  # for what its encoding lacks
     prepare_process()
     try:
         code_file = getattr(args, "code", None)
@@ -176,7 +175,7 @@ def _run(args: argparse.Namespace) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if args.debug and isinstance(error, Exception):
             raise
-        return _report(error, args.words)
+        return _report(error, args.argv)
 
 
 def _report(error: BaseException, words: Sequence[str]) -> int:
@@ -188,9 +187,8 @@ def _report(error: BaseException, words: Sequence[str]) -> int:
         kind: type[Exception] = InputError
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             kind = errors.DiskFull
-            if (
-                error.filename is None
-            ):  # standard output; bert_jax names the file of all other writes
+            # Errors of the package's own writes name a file, so this one is of standard output.
+            if error.filename is None:
                 error.filename = "standard output"
                 _drop_output()
         if error.filename is not None:

@@ -66,7 +66,12 @@ def doctor(args: argparse.Namespace) -> int:
     ),
     shared.OPTIONAL_EXPERIMENT,
     shared.PRICE,
-    shared.WORKDIR,
+    Argument(
+        "--workdir",
+        metavar="W",
+        help="plan the run in W if EXPERIMENT is not given, and save the plan as W/plan.json",
+        group="shared options",
+    ),
     *shared.TRAINING_FLAGS,
 )
 def plan(args: argparse.Namespace) -> int:
@@ -131,7 +136,7 @@ def verify_resume(args: argparse.Namespace) -> int:
     "conformance",
     "check conformance with google-research/bert; also list where an EXPERIMENT deviates",
     shared.OPTIONAL_EXPERIMENT,
-    shared.WORKDIR,
+    shared.SAVED_EXPERIMENT,
     shared.SETTINGS,
     codes={FAILED: "a check failed, or the command failed"},
 )

@@ -87,7 +87,9 @@ def _require_source(source: str) -> None:
         return
     # Old names on the hub have no organization: bert-base-uncased.
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*|\w+(-[\w.]+)+", source)
-    download = f"; download a model of the hub first: `hf download {source} --local-dir D`"
+    download = (
+        f"; download a model from the Hugging Face Hub first: `hf download {source} --local-dir D`"
+    )
     raise InputError(
         f"{source}: no such folder; SOURCE is a folder with config.json, model.safetensors and "
         f"a vocabulary, a TensorFlow checkpoint, or a run{download if on_hub else ''}"
@@ -124,9 +126,9 @@ def export(args: argparse.Namespace) -> int:
     from bert_jax.interop import exporting
 
     architecture = exporting.export(model, out, args.form, args.dtype)
-    over = "adapter for " if args.form == "adapter" else ""
+    prefix = "adapter for " if args.form == "adapter" else ""
     print_now(
-        f"exported {printable(model.name)}, step {model.step}: {over}{architecture}, {args.dtype}, "
-        f"in {printable(args.out)}"
+        f"exported {printable(model.name)}, step {model.step}: {prefix}{architecture}, "
+        f"{args.dtype}, in {printable(args.out)}"
     )
     return FINISHED

@@ -17,8 +17,8 @@ from bert_jax.cli.loading import (
     open_run,
     open_run_or_base,
     print_now,
-    read_lines,
-    reject_finetuned_flags,
+    read_input_lines,
+    reject_flags_unless_finetuned,
     require_corpus,
     resolve_experiment,
 )
@@ -178,11 +178,11 @@ def evaluate(args: argparse.Namespace) -> int:
 
 def _evaluate_tasks(args: argparse.Namespace) -> int:
     if args.experiment is not None or args.set or not args.workdir:
-        missing = "give --workdir" if not args.workdir else "remove EXPERIMENT and --set"
-        raise InputError(f"--task: {missing}")
+        remedy = "give --workdir" if not args.workdir else "remove EXPERIMENT and --set"
+        raise InputError(f"--task: {remedy}")
     runs = {root: open_run_or_base(root) for root in (args.workdir, *args.also)}
     for run in runs.values():
-        reject_finetuned_flags(run, args)
+        reject_flags_unless_finetuned(run, args)
     from bert_jax.tasks import probes
 
     tasks = probes.Probes(args.task, pairs=None, where="--task", fields=shared.column_fields(args))
@@ -324,7 +324,7 @@ def _batch_lines(args: argparse.Namespace) -> Iterator[Any]:
         const="",
     ),
     shared.OPTIONAL_EXPERIMENT,
-    shared.WORKDIR,
+    shared.SAVED_EXPERIMENT,
     shared.SETTINGS,
 )
 def print_config(args: argparse.Namespace) -> int:
@@ -354,7 +354,7 @@ def tokenize(args: argparse.Namespace) -> int:
     from bert_jax.text import tokenizer
 
     tok = tokenizer.load(args.tokenizer, "cased" if args.cased else "uncased")
-    for where, line in read_lines():
+    for where, line in read_input_lines():
         with prefix_errors(where):
             ids = tok.encode(line)
         print(" ".join(map(str, ids)))

@@ -20,8 +20,8 @@ if typing.TYPE_CHECKING:
 T = typing.TypeVar("T", bound=Section)
 
 
-def open_existing_run(root: str | None) -> Workdir:
-    """Opens the workdir of an existing run to read it; `root` is the argument of --workdir."""
+def open_named_run(root: str | None) -> Workdir:
+    """Opens the workdir that --workdir names, to read it; raises InputError if it names none."""
     if not root:
         raise InputError("name an EXPERIMENT, or the --workdir of a run")
     return mirror.open_workdir(root)
@@ -33,16 +33,16 @@ def load_saved_experiment(run: Workdir, settings: Sequence[str], kind: type[T]) 
 
 
 def resolve_experiment(args: argparse.Namespace) -> Experiment:
-    """Returns the experiment that EXPERIMENT names, or of the run in --workdir, with --set."""
-    if args.experiment is None:
-        return open_run(args)[0]
-    return config.override(config.load(args.experiment), args.set)
+    """Returns the experiment named by EXPERIMENT, else the one saved in --workdir, with --set."""
+    if args.experiment is not None:
+        return config.override(config.load(args.experiment), args.set)
+    return load_saved_experiment(open_named_run(args.workdir), args.set, Experiment)
 
 
 def open_run(args: argparse.Namespace) -> tuple[Experiment, Workdir]:
     """Returns the experiment (see `resolve_experiment`) and its workdir, opened for reading."""
     if args.experiment is None:
-        run = open_existing_run(args.workdir)
+        run = open_named_run(args.workdir)
         experiment = load_saved_experiment(run, args.set, Experiment)
         return experiment, run.with_corpus(experiment.run.corpus_dir)
     experiment = resolve_experiment(args)
@@ -63,8 +63,8 @@ def open_run_or_base(root: str) -> Workdir:
     return run
 
 
-def require_file_path(flag: str, path: str | None) -> None:
-    """Raises InputError unless `path` can be a file. Commands call it before they compute."""
+def require_writable_path(flag: str, path: str | None) -> None:
+    """Raises InputError early if no file could be written at `path`; None and URLs pass."""
     if path is None or "://" in path:
         return
     if os.path.isdir(path):
@@ -77,12 +77,12 @@ def require_file_path(flag: str, path: str | None) -> None:
 
 
 def require_corpus(run: Workdir) -> None:
-    """Raises InputError if a run has no prepared corpus, before jax is imported."""
+    """Raises InputError if a run has no prepared corpus. Does not import jax."""
     if not storage_of(run.corpus).exists(run.corpus / workdir.COMPLETE):
         raise InputError(f"{run.corpus}: no prepared corpus here; run `bert-jax prepare` first")
 
 
-def reject_finetuned_flags(run: Workdir, args: argparse.Namespace, *flags: str) -> None:
+def reject_flags_unless_finetuned(run: Workdir, args: argparse.Namespace, *flags: str) -> None:
     """Raises InputError if a run is not fine-tuned, and --from or one of the flags is given."""
     if not workdir.holds_finetuning(run):
         reason = f"{run.address}: only a fine-tuned run takes this"
@@ -94,9 +94,9 @@ def load_model(
 ) -> "LoadedModel":
     """Loads the model of a run or a base. The model of a fine-tuned run is a FinetunedModel.
 
-    Raises InputError for a fine-tuned run unless the command takes these.
+    Raises InputError for a fine-tuned run if `allow_finetuned` is False.
     """
-    reject_finetuned_flags(run, args)
+    reject_flags_unless_finetuned(run, args)
     from bert_jax.pretraining.loaded_model import LoadedModel
     from bert_jax.running.environment import enable_compilation_cache
 
@@ -108,7 +108,7 @@ def load_model(
     return LoadedModel.of(run, checkpoint=args.checkpoint)
 
 
-def read_lines() -> Iterator[tuple[str, str]]:
+def read_input_lines() -> Iterator[tuple[str, str]]:
     """Yields (location, line) pairs of standard input."""
     from bert_jax.text import line_reader
 

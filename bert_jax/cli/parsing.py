@@ -17,8 +17,9 @@ class Argument:
 
     Args:
       *names: the flags, or the name of a positional argument.
-      group: title under which the help lists the argument; "": it is the command's own.
-      **options: those of `ArgumentParser.add_argument`. `help` ends with the default in brackets.
+      group: title of its group in the help; "" for the command's own arguments.
+      **options: those of `ArgumentParser.add_argument`. Callers end `help` with the default in
+        brackets.
     """
 
     def __init__(self, *names: str, group: str = "", **options: Any):
@@ -60,30 +61,30 @@ class Parser(argparse_flags.ArgumentParser):
         raise InputError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
-def find_given(args: argparse.Namespace, flags: Iterable[str]) -> dict[Argument, Any]:
-    """Returns {argument: value} of the flags that have another value than their default."""
+def find_changed_flags(args: argparse.Namespace, flags: Iterable[str]) -> dict[Argument, Any]:
+    """Returns {argument: value} of the flags whose value is not their default."""
     known = (argument for argument in args.command.arguments if argument.names[0] in flags)
     values = {argument: getattr(args, argument.dest) for argument in known}
     return {argument: value for argument, value in values.items() if value != argument.default}
 
 
 def reject_flags(args: argparse.Namespace, flags: Iterable[str], reason: str) -> None:
-    """Raises InputError for the first of the flags that was given, with the reason."""
-    for argument in find_given(args, flags):
+    """Raises InputError for the first of the flags whose value is not its default."""
+    for argument in find_changed_flags(args, flags):
         flag = argument.names[0]
         raise InputError(f"{flag}: {reason}; remove {flag}")
 
 
-Run = Callable[[argparse.Namespace], int]  # does a command and returns the exit code
+Handler = Callable[[argparse.Namespace], int]  # executes a command; returns the exit code
 
 
 class Command(NamedTuple):
-    """A command: what it does, its summary for the help, and its arguments."""
+    """A command: its function, its summary for the help, and its arguments."""
 
-    run: Run
+    run: Handler
     summary: str
     arguments: tuple[Argument, ...]
-    codes: Mapping[int, str]  # meanings that differ from `errors.format_exit_codes`
+    codes: Mapping[int, str]  # overrides, see `errors.format_exit_codes`
 
     def parser(self, name: str) -> Parser:
         """Returns the parser of the command."""
@@ -99,10 +100,10 @@ class CommandTable(dict[str, Command]):
         summary: str,
         *arguments: Argument,
         codes: Mapping[int, str] = types.MappingProxyType({}),
-    ) -> Callable[[Run], Run]:
+    ) -> Callable[[Handler], Handler]:
         """Returns a decorator that adds a function as a command; see `Command`."""
 
-        def decorate(run: Run) -> Run:
+        def decorate(run: Handler) -> Handler:
             self[name] = Command(run, summary, arguments, codes)
             return run
 
@@ -139,7 +140,7 @@ def _require_within(text: str, value: float, least: float, most: float | None) -
         raise argparse.ArgumentTypeError(f"{text} must be {bounds}")
 
 
-def integers(text: str) -> tuple[int, ...]:
+def integer_list(text: str) -> tuple[int, ...]:
     """Converts an argument such as -4,-3,-2,-1."""
     try:
         return tuple(int(part) for part in text.split(","))

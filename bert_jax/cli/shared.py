@@ -7,7 +7,7 @@ its own flags.
 import argparse
 import functools
 
-from bert_jax.cli.parsing import Argument, find_given, integers, number
+from bert_jax.cli.parsing import Argument, find_changed_flags, integer_list, number
 
 _EXPERIMENT_HELP = (
     "a .py file that defines experiment(), the name of a shipped experiment (tiny, bert_base)"
@@ -29,6 +29,9 @@ PRICE = Argument(
 
 _shared = functools.partial(Argument, group="shared options")
 WORKDIR = _shared("--workdir", metavar="W", help="workdir of the run [runs/NAME]")
+SAVED_EXPERIMENT = _shared(
+    "--workdir", metavar="W", help="the run whose experiment is taken if EXPERIMENT is not given"
+)
 RUN_OR_BASE = _shared("--workdir", metavar="W", help="a run or a base", required=True)
 SETTINGS = _shared(
     "--set",
@@ -59,7 +62,7 @@ CHECKPOINT = _shared(
 BASE_OF_FINETUNED = _shared(
     "--from",
     metavar="BASE",
-    help="new location of the model that the run was fine-tuned from, if that was moved",
+    help="where the model that the run was fine-tuned from is now, if it was moved",
     dest="base",
 )
 # The flags of most commands that train, and of most commands that use a model.
@@ -67,7 +70,7 @@ TRAINING_FLAGS = (SETTINGS, CUSTOM_CODE, CACHE)
 MODEL_FLAGS = (CUSTOM_CODE, CACHE, CHECKPOINT, BASE_OF_FINETUNED)
 
 _column = functools.partial(Argument, group="columns of the files of examples")
-# Each sets the field of a task that `dest` names.
+# `dest` is the name of the task's field that the flag sets.
 COLUMNS = (
     _column(
         "--text",
@@ -84,7 +87,7 @@ COLUMNS = (
     _column(
         "--label",
         metavar="COLUMN",
-        help="column of the answer [as in the task, else 'label']",
+        help="column of the label [as in the task, else 'label']",
         dest="label_column",
     ),
     _column(
@@ -118,7 +121,7 @@ VECTORS = (
         "--layers",
         metavar="N,N",
         help="layers to take; 0: the embeddings, 1: the first layer, -1: the last [-1]",
-        type=integers,
+        type=integer_list,
         default=(-1,),
     ),
     _vectors(
@@ -138,7 +141,7 @@ VECTORS = (
     _vectors(
         "--batch-tokens",
         metavar="N",
-        help="tokens of a batch on a device; 0: 512 on a CPU, 16384 elsewhere [0]",
+        help="tokens per batch on each device; 0: 512 on a CPU, 16384 elsewhere [0]",
         type=int,
         default=0,
     ),
@@ -156,4 +159,6 @@ VECTOR_FLAGS = tuple(argument.names[0] for argument in (POOLING, NORMALIZE, *VEC
 
 def column_fields(args: argparse.Namespace) -> dict[str, str]:
     """Returns the fields of a task that the flags of `COLUMNS` set."""
-    return {argument.dest: value for argument, value in find_given(args, COLUMN_FLAGS).items()}
+    return {
+        argument.dest: value for argument, value in find_changed_flags(args, COLUMN_FLAGS).items()
+    }

@@ -9,13 +9,13 @@ from bert_jax import config, system
 from bert_jax.cli import shared
 from bert_jax.cli.loading import (
     load_saved_experiment,
-    open_existing_run,
+    open_named_run,
     open_run,
     print_now,
     resolve_experiment,
     root_of,
 )
-from bert_jax.cli.parsing import Argument, CommandTable, find_given, integer
+from bert_jax.cli.parsing import Argument, CommandTable, find_changed_flags, integer
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_CODE_MEANINGS, InputError
 from bert_jax.storage import mirror
@@ -365,12 +365,12 @@ def _load_finetuning(args: argparse.Namespace) -> tuple[Finetuning, dict[str, An
         return config.load_with_origin(args.taskfile, args.set, Finetuning)
     if task or not args.workdir:
         return config.finetuning_of(task, args.workdir, args.set)
-    return load_saved_experiment(open_existing_run(args.workdir), args.set, Finetuning), None
+    return load_saved_experiment(open_named_run(args.workdir), args.set, Finetuning), None
 
 
 def _task_fields_of_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of a task that flags set; raises InputError if there is a TASKFILE too."""
-    given = find_given(args, ("--kind", "--train", "--validation", *shared.COLUMN_FLAGS))
+    given = find_changed_flags(args, ("--kind", "--train", "--validation", *shared.COLUMN_FLAGS))
     for argument in given if args.taskfile is not None else ():
         flag = argument.names[0]
         raise InputError(f"{flag}: {args.taskfile} sets this already; change it with --set")

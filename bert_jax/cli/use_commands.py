@@ -12,11 +12,18 @@ from bert_jax.cli.loading import (
     load_model,
     open_run_or_base,
     print_now,
-    read_lines,
-    reject_finetuned_flags,
-    require_file_path,
+    read_input_lines,
+    reject_flags_unless_finetuned,
+    require_writable_path,
 )
-from bert_jax.cli.parsing import Argument, CommandTable, find_given, integer, number, reject_flags
+from bert_jax.cli.parsing import (
+    Argument,
+    CommandTable,
+    find_changed_flags,
+    integer,
+    number,
+    reject_flags,
+)
 from bert_jax.config import Parallelism
 from bert_jax.errors import FINISHED, InputError, prefix_errors, printable
 from bert_jax.storage.workdir import Workdir, holds_finetuning
@@ -27,7 +34,7 @@ if typing.TYPE_CHECKING:
 
 COMMANDS = CommandTable()
 
-_PREVIEW_CHARACTERS = 200  # maximum number that `search` prints of a text
+_PREVIEW_CHARACTERS = 200  # `search` prints at most this many characters of a text
 
 
 @COMMANDS.add(
@@ -36,30 +43,35 @@ _PREVIEW_CHARACTERS = 200  # maximum number that `search` prints of a text
     Argument(
         "texts",
         metavar="TEXTS",
-        help="texts with [MASK]; of a fine-tuned run, texts of examples [lines of standard "
-        "input, tabs between texts]",
+        help="texts with [MASK]; for a fine-tuned run, the texts to predict for [standard "
+        "input: an example per line, its texts separated by tabs]",
         nargs="*",
     ),
     Argument("--workdir", metavar="W", help="a run, a base or a fine-tuned run", required=True),
     Argument("--next", metavar="B", help="second text: print the probability that it follows"),
-    Argument("--top", metavar="K", help="tokens to print for each [MASK] [5]", type=integer(1)),
+    Argument(
+        "--top",
+        metavar="K",
+        help="candidates to print for each [MASK]; 5 by default",
+        type=integer(1),
+    ),
     Argument(
         "--source",
         metavar="SOURCE",
-        help="fine-tuned run: predict for the examples of a file, written as in task.train, e.g. "
-        "tsv:FILE; may be repeated",
+        help="fine-tuned run: examples to predict for, written as in task.train, e.g. tsv:FILE; "
+        "may be repeated",
         action="append",
         default=[],
     ),
     Argument(
         "--score",
         action="store_true",
-        help="fine-tuned run: print scores instead of predictions, by default on task.validation",
+        help="fine-tuned run: print the metrics on --source [task.validation], not predictions",
     ),
     Argument(
         "--input",
         metavar="FILE",
-        help="fine-tuned run: a .csv, .tsv or .jsonl to predict for; its lines go to --out with a "
+        help="fine-tuned run: a .csv, .tsv or .jsonl to predict for; --out becomes a copy with a "
         "column `predicted`, and `probability` if the predictions are labels",
     ),
     Argument(
@@ -79,38 +91,39 @@ _PREVIEW_CHARACTERS = 200  # maximum number that `search` prints of a text
 )
 def predict(args: argparse.Namespace) -> int:
     """Predicts with a fine-tuned run, or fills [MASK]."""
-    require_file_path("--out", args.out)
+    require_writable_path("--out", args.out)
     run = open_run_or_base(args.workdir)
     if holds_finetuning(run):
         reject_flags(args, ("--next", "--top"), f"{run.address}: no fine-tuned run takes this")
         return _predict_finetuned(run, args)
     flags = ("--source", "--score", "--input", "--out", "--beam", *shared.COLUMN_FLAGS)
-    reject_finetuned_flags(run, args, *flags)
+    reject_flags_unless_finetuned(run, args, *flags)
     return _fill_masks(run, args)
 
 
 def _predict_finetuned(run: Workdir, args: argparse.Namespace) -> int:
     from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks import predict as predict_lib
+    from bert_jax.tasks.finetuned_model import TaskModel
 
     if args.texts and (args.source or args.score):
         raise InputError("TEXTS: cannot be combined with --source or --score; remove TEXTS")
     if args.input is not None and (args.texts or args.source or args.score or args.out is None):
         raise InputError("--input: needs --out, and no TEXTS, --source or --score")
     if not (args.source or args.score or args.input):
-        for argument in find_given(args, shared.COLUMN_FLAGS):
+        for argument in find_changed_flags(args, shared.COLUMN_FLAGS):
             raise InputError(
                 f"{argument.names[0]}: describes a file; name one with --source or --input"
             )
     enable_compilation_cache()
     columns = shared.column_fields(args)
-    model = predict_lib.TaskModel(run, args.base, args.checkpoint, args.beam, columns)
+    model = TaskModel(run, args.base, args.checkpoint, args.beam, columns)
     if args.input is not None:
         summary = predict_lib.predict_table(model, args.input, args.out)
         print_now(f"{printable(args.out)}: {printable(summary)}")
         return FINISHED
-    # All texts of the command line, or a (location, line) pair for each example.
-    texts = args.texts or read_lines()
+    # The texts of one or more examples, or (location, line) pairs of standard input.
+    texts = args.texts or read_input_lines()
     mode = "score" if args.score else "predict"
     for line in predict_lib.predict(model, texts, tuple(args.source), mode, args.out):
         print(line)
@@ -125,7 +138,7 @@ def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
     from bert_jax.text.tokenizer import UnknownShare
     from bert_jax.text.vocabulary import MASK
 
-    predictor = Predictor(model.model, model.tokenizer)  # tokenizes, to count unknown tokens
+    encode = Predictor(model.model, model.tokenizer).encode
     unknown = UnknownShare(model.tokenizer)
     inputs = [("TEXTS", text, args.next) for text in args.texts]
     for where, a, b in inputs or _read_pairs():
@@ -135,11 +148,11 @@ def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
                 raise InputError(
                     f"{args.workdir}: predict cannot use the imported task head of this base; "
                     "write [MASK] in the text, or fine-tune the head with `bert-jax finetune "
-                    f"--kind {kinds[0]} --from {args.workdir} ...` and name that run"
+                    f"--kind {kinds[0]} --from {args.workdir} ...` and pass that run as --workdir"
                 )
             answer = model.fill(a, b, args.top or 5)
         for text in (a,) if b is None else (a, b):
-            unknown.add([predictor.encode(text)])
+            unknown.add([encode(text)])
             print(printable(text))
         for position, tokens in enumerate(answer.masks, 1):
             words = "  ".join(f"{printable(token)} {p:.3f}" for token, p in tokens)
@@ -155,7 +168,7 @@ def _fill_masks(run: Workdir, args: argparse.Namespace) -> int:
 
 def _read_pairs() -> Iterator[tuple[str, str, str | None]]:
     """Yields (where, A, B) of the lines of standard input that are not empty."""
-    for where, line in read_lines():
+    for where, line in read_input_lines():
         a, tab, b = line.partition("\t")
         if line.strip():
             yield where, a, b if tab else None
@@ -187,6 +200,7 @@ def _read_pairs() -> Iterator[tuple[str, str, str | None]]:
     Argument(
         "--role",
         help="role of the texts, for an encoder with a prompt for each role [document]",
+        # "text" is the former name of the role.
         type=lambda word: "document" if word == "text" else word,
         choices=("document", "query"),
         default="document",
@@ -204,12 +218,12 @@ def _read_pairs() -> Iterator[tuple[str, str, str | None]]:
 )
 def embed(args: argparse.Namespace) -> int:
     """Writes vectors of texts, or of their tokens."""
-    require_file_path("--out", args.out)
+    require_writable_path("--out", args.out)
     run = open_run_or_base(args.workdir)
     from bert_jax.embeddings import embed as embed_lib
     from bert_jax.text import line_reader
 
-    lines = line_reader.read(args.text_file) if args.text_file else read_lines()
+    lines = line_reader.read(args.text_file) if args.text_file else read_input_lines()
     _, embedder = _load_embedder(run, args, args.normalize)
     embed_lib.write(embedder, lines, epath.Path(args.out), print_now, args.role, args.quantize)
     return FINISHED
@@ -282,7 +296,7 @@ def search(args: argparse.Namespace) -> int:
         raise InputError("QUERY: --queries reads them from a file; remove QUERY")
     if "://" in args.text_file and args.vectors is None:
         raise InputError(f"{args.text_file}: is in a bucket; name a local folder with --vectors")
-    require_file_path("--out", args.out)
+    require_writable_path("--out", args.out)
     run = open_run_or_base(args.workdir)
     from bert_jax.embeddings import search as search_lib
 
@@ -292,7 +306,7 @@ def search(args: argparse.Namespace) -> int:
     if args.queries is not None:
         index.answer_file(args.queries, epath.Path(args.out), args.top)
         return FINISHED
-    for query in args.query or (line for _, line in read_lines()):
+    for query in args.query or (line for _, line in read_input_lines()):
         print(printable(query))
         for answer in index.nearest([query], args.top)[0]:
             preview = printable(answer.text[:_PREVIEW_CHARACTERS])
@@ -362,7 +376,7 @@ def search(args: argparse.Namespace) -> int:
 def serve(args: argparse.Namespace) -> int:
     """Serves vectors or a fine-tuned run's task over HTTP."""
     run = open_run_or_base(args.workdir)
-    reject_finetuned_flags(run, args)
+    reject_flags_unless_finetuned(run, args)
     from bert_jax.running.environment import enable_compilation_cache
     from bert_jax.tasks.finetuned_model import TaskModel
 

@@ -1,7 +1,7 @@
 """The kinds of tasks: for each its scores, sources, settings, and the class that implements it.
 
 To add a kind, write its class in a module of `bert_jax.tasks`, see `tasks.task_kind.TaskKind`, and
-add it to `KINDS`. This module imports no JAX, so that settings are checked at once.
+add it to `KINDS`. This module imports no JAX, so that checking settings does not wait for JAX.
 """
 
 import functools
@@ -21,9 +21,10 @@ class KindSpec:
 
     implementation: str  # MODULE:CLASS of `bert_jax.tasks`
     scores: tuple[str, ...]  # allowed values of `task.score`; the first is the default
-    # Fields of `Task` that hold the columns of an example's texts, or the columns themselves.
+    # Fields of `Task` that name the columns of an example's texts; for `span`, whose columns are
+    # fixed, the columns.
     text_columns: tuple[str, ...] = ("text_column",)
-    # Settings that not all kinds have: fields of `Task`, and paths in a fine-tuning.
+    # Settings that not all kinds have: fields of `Task`, or names such as adapt.pooling.
     settings: tuple[str, ...] = ()
     sources: tuple[str, ...] = _TABLES  # formats from which examples can be read
     # Allowed values of `adapt.how`; (): no model can be fine-tuned on the kind.
@@ -99,11 +100,15 @@ KINDS = {
         "generate:Generate", ("chrf", "bleu"), settings=("max_target_length",), adapts=("full",)
     ),
     "minimal_pairs": KindSpec(
-        "minimal_pairs:PairKind", ("accuracy",), settings=("field_column",), adapts=(), **_PAIR
+        "minimal_pairs:MinimalPairsKind",
+        ("accuracy",),
+        settings=("field_column",),
+        adapts=(),
+        **_PAIR,
     ),
     "similar": KindSpec(
         "similar:Similar",
-        # spearman is for pairs with a number, the others for `beir`.
+        # spearman and pearson are for pairs with a number, the others for `beir`.
         ("spearman", "pearson", "ndcg@10", "mrr@10", "recall@10", "recall@1"),
         (*_TWO_TEXTS, "negative_column"),
         ("query_prefix", "text_prefix", "vectors"),

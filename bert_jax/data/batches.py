@@ -157,7 +157,7 @@ class TrainBatches:
         widths = shape.sequence_length, shape.max_predictions
         self._builder = BatchBuilder(plans.stream, ids, data, *widths)
         self._first_step, self._total_steps = first_step, total_steps
-        self._key = draws.key_of(*plans.spec.names)
+        self._key = draws.key_of(*plans.spec.key_parts)
 
     @property
     def rows_per_epoch(self) -> int:
@@ -216,7 +216,7 @@ class TrainBatches:
             plan = self.plans.wait(plan_number)
             chunks = plan[slots[in_epoch] % len(plan)]
             if spec.units != "sentences":
-                key = draws.key_of(*spec.names, plan_number)
+                key = draws.key_of(*spec.key_parts, plan_number)
                 chunk_draws = draws.Counter(key, chunks["sentence"])
                 chunks = pairs.rows(stream, chunks, chunk_draws, spec.units)
             planned[in_epoch] = chunks

@@ -1,12 +1,13 @@
 """The stages of `prepare`: read the text, train a vocabulary, write ids into shards.
 
-Each stage is a list of work items (see data.parts) that run here, in several processes or in Beam.
-Their results are merged in the order of the text, so the output has the same bytes wherever they
-ran. Memory does not depend on the size of the corpus, except for 12 bytes a document.
+Each stage is a list of work items (defined in data.parts), which run in this process, in worker
+processes or in Beam. Their results are merged in the order of the text, so the output has the same
+bytes wherever they ran. Memory does not depend on the size of the corpus, except for 12 bytes per
+document.
 
-The words of a WordPiece vocabulary do not depend on the vocabulary. So the text is read once, as
-numbers of words, which become ids when the vocabulary is known. For other tokenizers the text is
-read as ids, and once before that to count words if the tokenizer is trained.
+WordPiece splits text into words before it looks at a vocabulary. So the text is read once, as
+indices of words, which become token ids when the vocabulary is known. For other tokenizers the text
+is read as token ids, and once before that to count words if the tokenizer is trained.
 """
 
 import collections
@@ -36,16 +37,18 @@ Record = dict[str, Any]
 Result = tuple[WorkItem, Record]  # an item that was run, with its record
 Report = Callable[[str], None]
 
-# Fewer held-out documents tell little: their pairs share one topic and one writer.
+# With fewer held-out documents, all sentence pairs come from a few topics and authors.
 LEAST_VALIDATION_DOCUMENTS = 8
-# Training documents that each source of a mixture needs: random text is of another document.
-_LEAST_MIXED = 2
+# Minimum number of training documents of each source of a mixture: the random second segment of a
+# pair comes from another document.
+_LEAST_DOCUMENTS_PER_SOURCE = 2
 
 # Advice for text that is one document, or a few.
-ONE_FILE = (
-    "A file is one document unless a blank line ends one (corpus.layout=sentences_by_line), lines "
-    "begin one (corpus.document_starts=headings, or a regular expression), or long texts are cut "
-    "(corpus.cut_documents=100 sentences)"
+DOCUMENT_ADVICE = (
+    "A file is one document unless blank lines separate documents "
+    "(corpus.layout=sentences_by_line), certain lines begin a document "
+    "(corpus.document_starts=headings, or a regular expression), or long texts are cut "
+    "(corpus.cut_documents=100, a number of sentences)"
 )
 
 # Languages in which sentencex finds no sentence ends: Thai, Lao, Khmer, Tibetan, Dzongkha.
@@ -73,7 +76,7 @@ def assign_splits(hashes: np.ndarray, corpus: Corpus) -> tuple[int, np.ndarray]:
         raise InputError(
             f"corpus.sources: {pluralize(len(unique), 'different document')}, but "
             f"{2 * LEAST_VALIDATION_DOCUMENTS} are needed, to hold out "
-            f"{LEAST_VALIDATION_DOCUMENTS}. {ONE_FILE}"
+            f"{LEAST_VALIDATION_DOCUMENTS}. {DOCUMENT_ADVICE}"
         )
     if held_out > len(unique) // 2:
         raise InputError(
@@ -87,7 +90,7 @@ def assign_splits(hashes: np.ndarray, corpus: Corpus) -> tuple[int, np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartRunner:
+class StageRunner:
     """Runs the work items of a stage."""
 
     workers: int = 1  # processes of this machine
@@ -103,23 +106,23 @@ class PartRunner:
             records = beam.run(items, self.beam)
         return [*zip(items, records, strict=True)]
 
-    def locate(self, scratch: pathlib.Path) -> str:
-        """Returns the folder of the items' folders, which all workers see."""
+    def choose_folder(self, scratch: pathlib.Path) -> str:
+        """Returns the parent of the items' folders, which all workers see; creates `scratch`."""
         scratch.mkdir(parents=True, exist_ok=True)
         shared = "" if self.beam is None else beam.shared_folder(self.beam)
         return shared or str(scratch.absolute())
 
 
 class CorpusBuilder:
-    """Makes tokenizer, dataset and streams in a local corpus folder; its PARTS stay."""
+    """Makes tokenizer, dataset and streams in a local corpus folder; the caller deletes PARTS."""
 
     def __init__(
-        self, corpus: Corpus, vocab_size: int, folder: epath.Path, run: PartRunner, report: Report
+        self, corpus: Corpus, vocab_size: int, folder: epath.Path, run: StageRunner, report: Report
     ):
         self._corpus, self._vocab_size, self._folder = corpus, vocab_size, folder
         self._run, self._report = run, report
         self._scratch = pathlib.Path(folder) / PARTS
-        self._location = run.locate(self._scratch)
+        self._location = run.choose_folder(self._scratch)
 
     def build(self) -> dict[str, Any]:
         """Returns the manifest: settings, sources, counts, versions, and the hash of every file."""
@@ -134,7 +137,7 @@ class CorpusBuilder:
         all_parts = [*itertools.chain.from_iterable(planned)]
         files, count = pluralize(len(sources), "file"), pluralize(len(all_parts), "part")
         self._report(f"prepare: reading {files}, in {count}")
-        shared = None
+        shared = None  # the tokenizer, saved for the workers
         if (tok.kind if tok else corpus.tokenizer_kind) != "wordpiece":
             tok = tok or self._train(self._count_words(all_parts))
             shared = self._share(tok)
@@ -150,8 +153,8 @@ class CorpusBuilder:
             tok = tok or self._train(read)
             shared = self._share(tok)
         writing = [
-            parts.WriteShards(self._location, item, shared, split)
-            for (item, _), split in zip(read, splits, strict=True)
+            parts.WriteShards(self._location, item, shared, document_splits)
+            for (item, _), document_splits in zip(read, splits, strict=True)
         ]
         written = self._run("writing the dataset", writing, self._report)
         counts = self._assemble_dataset(written, tok.size)
@@ -214,18 +217,20 @@ class CorpusBuilder:
         word_counts = words.count(counts)
         subset = "all of them"
         if len(word_counts.words) < word_counts.different:
-            subset = f"the {len(word_counts.words):,} commonest"
+            subset = f"the {len(word_counts.words):,} most frequent"
         self._report(
             f"prepare: {word_counts.different:,} different words; training a "
             f"{corpus.tokenizer_kind} vocabulary of {size} tokens on {subset}"
         )
         trained_tokenizer = tokenizer_training.train(word_counts, size, corpus)
         names = {trained_tokenizer.token(number) for number in range(trained_tokenizer.size)}
-        lacking = len(names.intersection(vocabulary.unused(size))) - corpus.unused_pieces
-        if lacking:
+        # [unused] tokens in addition to those that corpus.unused_pieces asks for.
+        fillers = len(names.intersection(vocabulary.unused(size))) - corpus.unused_pieces
+        if fillers:
             self._report(
-                f"prepare: the text gives {size - lacking:,} tokens, so {lacking:,} of the "
-                f"vocabulary are [unused]; model.vocab_size={size - lacking} avoids them"
+                f"prepare: the text yields a vocabulary of {size - fillers:,} tokens, and "
+                f"{fillers:,} [unused] ones fill it up; model.vocab_size={size - fillers} avoids "
+                "them"
             )
         return trained_tokenizer
 
@@ -243,9 +248,10 @@ class CorpusBuilder:
     def _read_parts(
         self, planned: Sequence[parts.Part], shared: parts.SharedTokenizer | None
     ) -> list[Result]:
-        """Reads the text as ids or, without a tokenizer, as numbers of words."""
+        """Reads the text as ids or, without a tokenizer, as indices of words."""
         corpus, location = self._corpus, self._location
         items = [parts.Read(location, corpus, part, shared) for part in planned]
+        # Their folders, if there are any, are of this corpus and stay.
         counting = [parts.CountStretches(location, corpus, part) for part in planned]
         self._remove_other_parts({item.name for item in (*items, *counting)})
         results = self._run("tokenizing" if shared else "reading", items, self._report)
@@ -254,11 +260,13 @@ class CorpusBuilder:
             for name in ("long_words", "replaced", "empty")
         )
         if long_words:
-            untrained = " and train no vocabulary" if corpus.tokenizer == "train" else ""
+            untrained = ", and no vocabulary is trained on them"
+            untrained = untrained if corpus.tokenizer == "train" else ""
             # For example Base64, DNA, scripts without blanks.
             self._report(
                 f"prepare: {pluralize(long_words, 'word')} of over {tokenizer.MAX_WORD} "
-                f"characters: [UNK]{untrained}; `bert-jax doctor EXPERIMENT` examines the text"
+                f"characters: become [UNK]{untrained}; `bert-jax doctor EXPERIMENT` examines "
+                "the text"
             )
         if replaced:
             self._report(
@@ -266,7 +274,7 @@ class CorpusBuilder:
                 f"{corpus.encoding} (corpus.encoding_errors=replace)"
             )
         if empty:
-            self._report(f"prepare: {pluralize(empty, 'document')} without any text skipped")
+            self._report(f"prepare: skipped {pluralize(empty, 'empty document')}")
         return results
 
     def _remove_other_parts(self, names: set[str]) -> None:
@@ -292,7 +300,7 @@ class CorpusBuilder:
     def _assemble_dataset(
         self, written: Sequence[Result], vocab_size: int
     ) -> dict[str, dict[str, int]]:
-        """Makes the dataset of the written files; returns the counts of each split."""
+        """Assembles the dataset from the written shards; returns the counts of each split."""
         counts = {split: dict.fromkeys(dataset.COUNTED, 0) for split in SPLITS}
         shards = {split: list[tuple[pathlib.Path, dict[str, int]]]() for split in SPLITS}
         for item, record in written:
@@ -311,17 +319,18 @@ class CorpusBuilder:
         dataset.assemble(dataset.folder_of(self._folder), shards, id_dtype)
         return counts
 
-    def _count_documents(self, written: Sequence[Result], parts_of_source: list[int]) -> Record:
-        """Returns the training documents of each source of a mixture, for the manifest."""
+    def _count_documents(self, written: Sequence[Result], part_counts: list[int]) -> Record:
+        """Returns how many training documents each source of a mixture has, for the manifest."""
         if not self._corpus.mixture:
             return {}
         counts = (record.get("train", {"documents": 0})["documents"] for _, record in written)
-        document_counts = [sum(itertools.islice(counts, number)) for number in parts_of_source]
+        # Each sum takes the next parts of the iterator.
+        document_counts = [sum(itertools.islice(counts, number)) for number in part_counts]
         for source, count in zip(self._corpus.sources, document_counts, strict=True):
-            if count < _LEAST_MIXED:
+            if count < _LEAST_DOCUMENTS_PER_SOURCE:
                 raise InputError(
                     f"corpus.mixture: {source} has {pluralize(count, 'document')} to train on, and "
-                    f"{_LEAST_MIXED} are needed; give it more text, or remove it"
+                    f"{_LEAST_DOCUMENTS_PER_SOURCE} are needed; give it more text, or remove it"
                 )
         return {"documents_of_sources": document_counts}
 

@@ -81,7 +81,7 @@ def prepare(
     Raises:
       Unavailable: a bucket or a worker failed; run again to resume.
     """
-    run = build.PartRunner(workers, beam)
+    run = build.StageRunner(workers, beam)
     if (storage := storage_of(folder)).is_bucket:
         return _prepare_in_bucket(corpus, vocab_size, folder, run, report)
     with translate_os_errors(folder):
@@ -386,7 +386,7 @@ def _remove_leftovers(folder: epath.Path, least: int = 1) -> None:
 
 
 def _build(
-    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.PartRunner, report: Report
+    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.StageRunner, report: Report
 ) -> dict[str, Any]:
     content = build.CorpusBuilder(corpus, vocab_size, folder, run, report).build()
     manifest = with_checksum({"format_version": FORMAT_VERSION, **content})
@@ -409,7 +409,7 @@ def _build(
 
 
 def _prepare_in_bucket(
-    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.PartRunner, report: Report
+    corpus: Corpus, vocab_size: int, folder: epath.Path, run: build.StageRunner, report: Report
 ) -> dict[str, Any]:
     """Makes a bucket's corpus on this machine and sends it; or checks one that exists.
 

@@ -1,11 +1,13 @@
-"""Plans of a phase, epoch by epoch, made once a host and mapped by all its processes.
+"""The plan of an epoch: its rows in random order.
 
-A plan of a small split takes a tenth of a second and is made in memory by the process that needs
-it. Plans of a large split are files in the cache of this host. A worker makes such a file ahead of
-the epoch, so that neither the interpreter's lock nor the end of a run waits for it.
+A plan is made once per host and memory-mapped by all processes there. A plan of a small split takes
+a tenth of a second and is made in memory by the process that needs it. Plans of a large split are
+files in the cache of this host. A worker process makes such a file ahead of the epoch, so that
+planning neither holds the interpreter's lock nor delays the end of a run.
 
-    CACHE/plans/NAME.plan   the chunks (`data.pairs`) in the random order of the epoch, an array as
-                            `np.save` writes it; NAME is a hash of everything that determines it
+    CACHE/plans/NAME.plan   a chunk for each row (see `data.pairs`) in the random order of the
+                            epoch, an array as `np.save` writes it; NAME is a hash of everything
+                            that determines it
     CACHE/plans/NAME.lock   held by the process whose worker makes the plan
 
 A truncated file is removed and made again.
@@ -40,41 +42,41 @@ from bert_jax.storage.workdir import (
 
 Units = Literal["pairs", "swapped_pairs", "sentences"]
 
-# Versions of the file of counts, and of plans: of their random rules and of their files.
+# Versions of the file of counts, and of plans: of how they are drawn and of their files.
 COUNTS_VERSION, PLAN_VERSION = 2, 4
 
-# Most recently used plans that a host keeps: enough for three runs.
+# Number of plans that a host keeps, the most recently used: enough for three runs.
 _PLANS_KEPT = 8
 # Seconds after which locks and the files of killed workers are removed.
 _STALE_SECONDS = 24 * 3600.0
 # Chunks per write.
-_CHUNKS = 1 << 20
+_WRITE_CHUNKS = 1 << 20
 # Up to this many sentences a plan is made in memory.
 _IN_MEMORY = 1 << 20
-# The worker of a plan may be killed fewer times than this.
-_DEATHS = 3
+# Planning fails after this many deaths of its worker.
+_MOST_DEATHS = 3
 # Seconds between two checks for a plan.
 _POLL_SECONDS = 0.02
-# Seconds for which a bucket may fail before counts are not fetched or sent.
-_SECONDS = 10.0
+# Seconds of retries at a bucket, before a run does without its counts.
+_BUCKET_SECONDS = 10.0
 
 
 class PlanSpec(NamedTuple):
     """Everything that determines the plans of a phase, except the token stream."""
 
-    names: tuple[object, ...]  # (seed, split, phase): with the epoch the key of a plan's draws
+    key_parts: tuple[object, ...]  # (seed, split, phase); with the epoch the random key of a plan
     sequence_length: int  # of a row, specials included
     short_seq_prob: float  # share of documents cut into shorter pairs
     units: Units = "pairs"
 
     def make(self, stream: Stream, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the chunks in the order of documents, and their random order in the epoch."""
-        key, length = draws.key_of(*self.names, epoch), self.sequence_length
+        key, length = draws.key_of(*self.key_parts, epoch), self.sequence_length
         if self.units == "sentences":
             chunks = sentences.plan(stream, length, key)
         else:
             chunks = pairs.plan(stream, length, self.short_seq_prob, key, self.units)
-        return chunks, draws.permutation(draws.key_of(*self.names), epoch, len(chunks))
+        return chunks, draws.permutation(draws.key_of(*self.key_parts), epoch, len(chunks))
 
 
 def read(path: str) -> np.ndarray | None:
@@ -98,8 +100,8 @@ def write(path: str, stream: Stream, spec: PlanSpec, epoch: int) -> None:
     with new_file(epath.Path(path)) as temporary, open(temporary, "wb") as file:
         header = {"descr": chunks.dtype.descr, "fortran_order": False, "shape": chunks.shape}
         np.lib.format.write_array_header_1_0(file, header)
-        for start in range(0, len(order), _CHUNKS):
-            file.write(chunks[order[start : start + _CHUNKS]].tobytes())
+        for start in range(0, len(order), _WRITE_CHUNKS):
+            file.write(chunks[order[start : start + _WRITE_CHUNKS]].tobytes())
     _prune(os.path.dirname(path))
 
 
@@ -150,12 +152,13 @@ def _write_in_background(path: str, stream: Stream, spec: PlanSpec, epoch: int) 
 class Plans:
     """The plans of a phase. May be pickled; safe for threads."""
 
-    stream: Stream  # the split
+    stream: Stream  # token stream of the split
     spec: PlanSpec
-    corpus: str = ""  # a hash of the corpus, part of the plans' names; "": in memory
-    counts: epath.Path | None = None  # the file with the numbers of rows of first plans
-    # The same file in the corpus's bucket, for the one process of a run that sends counts.
-    shared: epath.Path | None = None
+    # Hash of the corpus, for the names of plans; "": the stream is in memory, and so are its plans.
+    corpus: str = ""
+    counts: epath.Path | None = None  # file with the numbers of rows of plans of first epochs
+    # The same file in the corpus's bucket; only in the one process that sends counts.
+    counts_in_bucket: epath.Path | None = None
 
     def __post_init__(self) -> None:
         self._plans: dict[int, np.ndarray] = {}
@@ -166,7 +169,7 @@ class Plans:
         self._row_count: int | None = None
 
     def __reduce__(self) -> Any:
-        # Processes that make batches do not send counts: `shared` is None.
+        # Processes that make batches do not send counts: `counts_in_bucket` is None.
         return Plans, (self.stream, self.spec, self.corpus, self.counts)
 
     def find(self, epoch: int) -> np.ndarray | None:
@@ -213,7 +216,7 @@ class Plans:
     def count_rows(self) -> int | None:
         """Returns the number of rows of the first plan; None while it is being made."""
         if self._row_count is None:
-            name = self._count_name
+            name = self._count_key
             rows = None if self.counts is None else read_counts(self.counts).get(name)
             if rows is None:
                 plan = self.find(0)
@@ -222,8 +225,8 @@ class Plans:
                 rows = len(plan)
                 if self.counts is not None:
                     add_counts(self.counts, {name: rows})
-            if self.shared is not None:
-                add_counts(self.shared, {name: rows})
+            if self.counts_in_bucket is not None:
+                add_counts(self.counts_in_bucket, {name: rows})
             self._row_count = rows
         return self._row_count
 
@@ -245,10 +248,10 @@ class Plans:
                 self._worker.result()
             except WorkerDied as error:
                 self._deaths += 1
-                if self._deaths >= _DEATHS:
+                if self._deaths >= _MOST_DEATHS:
                     raise Unavailable(
-                        f"the process that plans an epoch died {_DEATHS} times, at last with code "
-                        f"{error.code}; has the machine too little memory?"
+                        f"the process that plans an epoch died {_MOST_DEATHS} times, most "
+                        f"recently with exit code {error.code}; has the machine too little memory?"
                     ) from None
             finally:
                 self._worker.close()
@@ -267,8 +270,8 @@ class Plans:
         return os.fspath(cache_folder() / "plans" / f"{name}.plan")
 
     @property
-    def _count_name(self) -> str:
-        """Returns the name of the number of rows in the file of counts."""
+    def _count_key(self) -> str:
+        """Returns the key of the row count in the file of counts."""
         names, length, short_seq_prob, units = self.spec
         name = "/".join(map(str, (self.corpus[:16], *names)))
         name += f"/length={length}/short_seq_prob={short_seq_prob}"
@@ -276,7 +279,7 @@ class Plans:
 
 
 def read_counts(path: epath.Path) -> dict[str, int]:
-    """Reads the numbers of rows of first plans, by name, from a local file or a bucket.
+    """Reads the numbers of rows of plans of first epochs, by key, from a local file or a bucket.
 
     A missing, damaged or older file gives {}, and the rows are counted again.
 
@@ -284,7 +287,7 @@ def read_counts(path: epath.Path) -> dict[str, int]:
       Unavailable: the bucket is out of reach.
     """
     try:
-        content = storage_of(path).read(path, seconds=_SECONDS)
+        content = storage_of(path).read(path, seconds=_BUCKET_SECONDS)
         return parse_json(content, path, COUNTS_VERSION, "", "", checksum="required")["rows"]
     except (FileNotFoundError, InputError):
         return {}
@@ -293,10 +296,12 @@ def read_counts(path: epath.Path) -> dict[str, int]:
 def add_counts(path: epath.Path, rows: dict[str, int]) -> None:
     """Adds counts to a local file or an object in a bucket, if it can be reached and written.
 
-    Otherwise the next run that needs the counts counts again.
+    Otherwise the next run counts again.
     """
     with contextlib.suppress(InputError, Unavailable):
         known = read_counts(path)
         if not rows.items() <= known.items():
             record = with_checksum({"format_version": COUNTS_VERSION, "rows": known | rows})
-            storage_of(path).write(path, json.dumps(record, indent=2) + "\n", seconds=_SECONDS)
+            storage_of(path).write(
+                path, json.dumps(record, indent=2) + "\n", seconds=_BUCKET_SECONDS
+            )

@@ -58,7 +58,7 @@ class WorkItem(abc.ABC):
         """Fills the folder; returns its record, a dict that JSON can represent."""
 
 
-def run_item(item: WorkItem, tick: Tick = lambda characters: None) -> dict[str, Any]:
+def run_item(item: WorkItem, tick: Tick = lambda size: None) -> dict[str, Any]:
     """Runs an item unless it is done; returns the record of its folder."""
     if (record := read_record(item)) is not None:
         return record
@@ -78,7 +78,7 @@ def read_record(item: WorkItem) -> dict[str, Any] | None:
 
 
 def local_file(item: WorkItem, file: str, scratch: pathlib.Path) -> pathlib.Path:
-    """Returns the local path of a file of an item's folder; copies an object to `scratch`."""
+    """Returns the local path of a file of an item; downloads it to `scratch` from a bucket."""
     path = epath.Path(item.location) / item.name / file
     with copies.local_copy(path, folder=scratch / item.name) as (local_path,):
         return pathlib.Path(local_path)

@@ -1,4 +1,4 @@
-"""Worker processes: for the parts of a corpus, plans of epochs and compilations of `plan`.
+"""Worker processes: for parts of a corpus, plans of epochs, and compilations of the command `plan`.
 
 Workers are not started by `multiprocessing`, which would run the user's script again in each, and
 would leave them alive when their parent is killed. A pool of `concurrent.futures` would also make
@@ -29,7 +29,7 @@ class WorkerDied(Unavailable):
 
 
 class Worker:
-    """A process that makes one call after another.
+    """A process that runs one call after another.
 
     It ends with `close` or when its parent dies, even in the middle of a call. Ctrl-C does not
     reach it. What it prints goes to `output`, by default to standard error.
@@ -81,13 +81,13 @@ class Worker:
 
 
 def wait(workers: Iterable[Worker], seconds: float | None = None) -> list[Worker]:
-    """Waits for some seconds until calls end; returns the workers whose `result` is available."""
+    """Waits up to `seconds` until a call ends; returns the workers whose `result` is available."""
     by_connection: dict[Any, Worker] = {worker._connection: worker for worker in workers}
     return [by_connection[c] for c in connection_lib.wait([*by_connection], seconds)]
 
 
 def serve(file: int) -> None:
-    """Makes the calls that arrive at a file descriptor: the main function of a worker."""
+    """Runs the calls that arrive at a file descriptor: the main function of a worker."""
     connection, requests = connection_lib.Connection(file), queue.SimpleQueue[bytes]()
 
     def receive() -> None:
@@ -105,11 +105,11 @@ def serve(file: int) -> None:
 
 
 def _answer(request: bytes) -> bytes:
-    """Makes a pickled call; returns its result and its error, pickled."""
+    """Runs a pickled call; returns its result and its error, pickled."""
     try:
         function, arguments = pickle.loads(request)
         return pickle.dumps((function(*arguments), None))
-    except BaseException as error:  # a Rust panic is no Exception
+    except BaseException as error:  # a Rust panic is a BaseException, not an Exception
         with contextlib.suppress(Exception):  # some libraries' errors cannot be pickled
             answer = pickle.dumps((None, error))
             pickle.loads(answer)

@@ -177,7 +177,10 @@ def _window(cfg: Model, is_global: jax.Array | None, length: int) -> jax.Array |
 
 
 def product(dense: layers.Linear, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns W x + b of this shape, in the type of x. `remat="dots"` saves the product."""
+    """Applies a layer, with its bias if it has one; the result has this shape and the type of x.
+
+    `remat="dots"` saves the product.
+    """
     return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), PRODUCT)
 
 

@@ -134,7 +134,7 @@ class PretrainingJob(Job):
             batches=self._phase_batches,
             evaluators=active,
             data_sha256=self._corpus.sha256,
-            require_unchanged=self._corpus.require_unchanged,
+            require_data_unchanged=self._corpus.require_unchanged,
         )
         self.report(_summary(experiment, objective, mesh))
 

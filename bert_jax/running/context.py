@@ -24,25 +24,25 @@ class Hooks:
     """
 
     def on_restore(self, step: int, done: int | None) -> None:
-        """Observes the state restored at a start (`done` is None) or to roll back, of `step`."""
+        """Called when a checkpoint is restored: to roll back from `done`, or (None) at a start."""
 
     def on_truncate(self, file: str) -> None:
-        """Observes a JSON Lines file that has lost the lines of steps that will be repeated."""
+        """Called when a JSON Lines file loses the lines of steps that will be repeated."""
 
-    def on_step(self, done: int, batch: Batch) -> Batch:
+    def change_batch(self, done: int, batch: Batch) -> Batch:
         """Returns the batch to train on in the next step, which is not dispatched yet."""
         del done
         return batch
 
     def on_evaluation(self, done: int, name: str) -> None:
-        """Observes the begin of an evaluation; `name` is that of its `Evaluator`."""
+        """Called before an evaluation; `name` is that of its `Evaluator`."""
 
     def on_save(self, done: int, path: epath.Path) -> None:
-        """Observes the begin of the save of a checkpoint, whose path is `path`."""
+        """Called before a checkpoint is saved at `path`."""
 
 
 NO_HOOKS = Hooks()
-# The hooks of the runs that are started in a context.
+# The hooks of the runs that this thread starts.
 HOOKS: contextvars.ContextVar[Hooks] = contextvars.ContextVar("hooks", default=NO_HOOKS)
 
 
@@ -68,6 +68,8 @@ class Context:
     progress: Progress
     clock: Clock
     watchdog: Watchdog
-    stop: StopRequest  # entered
-    clean_up: Callable[[], None]  # called if several processes exit without unwinding
+    stop: StopRequest  # its context is entered
+    clean_up: Callable[
+        [], None
+    ]  # called before all processes of a run abort, which skips `finally`
     hooks: Hooks

@@ -21,10 +21,10 @@ class PhaseBatches(NamedTuple):
     """The batches of one phase; all its steps have the same shapes."""
 
     number: int  # of the phase, from 0
-    first: int  # step before which the phase begins
+    first: int  # number of its first step
     steps: int  # number of steps
     batch_size: int  # global rows per step
-    objective: Objective  # with the parameters of `Training.objective`
+    objective: Objective  # has the same parameters as `Training.objective`
     batch: MakeBatch  # (step of the phase, row numbers) -> these rows of its batch, on the host
     # Whether the batch of a step can be made now; if not, its epoch is still being planned.
     ready: Callable[[int], bool] = lambda step: True
@@ -66,7 +66,7 @@ class Training:
     evaluators: tuple[Evaluator, ...]  # in the order in which they run
     data_sha256: str  # hash of the training data; checkpoints save it as `corpus_sha256`
     # Raises InputError if the training data has changed since `Job.open`.
-    require_unchanged: Callable[[], None] = lambda: None
+    require_data_unchanged: Callable[[], None] = lambda: None
     # Arrays on the devices that the steps read and do not change; None: there are none.
     frozen: Any = None
     patience: int = 0  # evaluations without a lower `loss` after which the run stops; 0: never
@@ -74,7 +74,7 @@ class Training:
     def count_flops(self, batch: Batch) -> int:
         """Returns the useful operations of a step with this batch, for the utilisation.
 
-        Fine-tuning is counted as for adapt.how=full; other ways take about as many.
+        Counts full fine-tuning; other values of adapt.how cost about as much.
         """
         model, (rows, length) = self.objective.model, batch["input_ids"].shape
         predictions = batch["masked_lm_positions"].shape[1] if "masked_lm_positions" in batch else 0
@@ -147,7 +147,7 @@ class Job:
     def notes(self, evaluation: dict[str, Any]) -> dict[str, Any]:
         """Returns the `notes` of a checkpoint, as JSON, which later users of the model need.
 
-        `evaluation` is the line of the first evaluator for this step; {} if there is none.
+        `evaluation` is the line of this step that has a held-out loss; {} if there is none.
         """
         raise NotImplementedError
 
@@ -157,7 +157,7 @@ class Job:
 
 
 def make_steps(job: Job, phase: PhaseBatches, mesh: jax.sharding.Mesh) -> tuple[Callable, ...]:
-    """Returns the train step, the step in which TPUs check themselves, the recompute check."""
+    """Returns the train step, one in which TPUs check themselves, and the fingerprint function."""
     parallelism, training = job.experiment.parallelism, job.training
     accumulation = parallelism.accumulation_of(phase.number)
     spec = step.StepSpec(phase.objective, training.optimizer, parallelism, accumulation, mesh)

@@ -13,7 +13,7 @@ from bert_jax.running.progress import Counts
 from bert_jax.running.start import Divergence, RunState
 from bert_jax.training import step
 
-# Copies an array on its devices; a call costs a fifth of a call of jnp.copy.
+# Copies an array on its devices; calling it takes a fifth of the time of calling jnp.copy.
 copy_array: Callable[[jax.Array], jax.Array] = jax.jit(jnp.copy)
 
 
@@ -39,14 +39,14 @@ class TrainingLog:
 
     def close_window(self, state: RunState, losses: tuple[str, ...]) -> None:
         """Takes the sums for the next `write_pending`; begins an empty window."""
-        # Copies: the next step is given the state's memory.
+        # Copies, since the next step donates the buffers of the state.
         counters = {name: copy_array(state.arrays[name]) for name in ("step", "bad_in_a_row")}
         counts = self._context.clock.take_counts()
         self._pending = _PendingLine(state.done, state.window, counters, counts, losses)
         state.window = self._empty_window()
 
     def write_pending(self) -> None:
-        """Writes the line of the last full window; by now the devices are a step further.
+        """Writes the pending line, if there is one; waits until the devices have done its steps.
 
         Raises:
           Divergence: many steps in a row were bad; the line is not written.
@@ -58,18 +58,18 @@ class TrainingLog:
         sums, counters = jax.device_get((pending.window, pending.counters))
         worst_loss, worst_step = sums.pop(step.WORST_STEP)  # the step with the highest loss
         means = lines_lib.means(sums)
-        # Measured now that the devices have done these steps: dispatching them takes no time.
-        seconds = context.clock.lap(pending.counts, means.get("filled"))
-        reached, in_a_row = int(counters["step"]), int(counters["bad_in_a_row"])
+        # After device_get: steps are dispatched asynchronously, which takes no time.
+        timings = context.clock.lap(pending.counts, means.get("filled"))
+        device_step, in_a_row = int(counters["step"]), int(counters["bad_in_a_row"])
         if in_a_row >= job.experiment.optimizer.bad_steps_in_a_row:
-            raise Divergence(range(reached - in_a_row, reached))
+            raise Divergence(range(device_step - in_a_row, device_step))
         line: dict[str, Any] = {"step": pending.done, "kind": "train", **means}
         if terms := [means[name] for name in pending.losses if name in means]:
             line["loss"] = sum(terms)
             line |= {"worst_step": int(worst_step), "worst_step_loss": float(worst_loss)}
         self.lines.append(line, "metrics")
-        self.lines.time(pending.done, "train", seconds)
-        context.progress.train(line, seconds)
+        self.lines.time(pending.done, "train", timings)
+        context.progress.train(line, timings)
         if spike := self.lines.spikes.check(line):
             number, loss, usual = spike
             job.report(
@@ -81,7 +81,7 @@ class TrainingLog:
         """Drops a line whose steps will be repeated."""
         self._pending = None
 
-    def time(self, done: int, kind: str, facts: dict[str, Any]) -> None:
+    def write_timing(self, done: int, kind: str, facts: dict[str, Any]) -> None:
         """Writes a line of the timings, and buffered lines."""
         clock = self._context.clock
         self.lines.time(done, kind, clock.lap(clock.take_counts()) | facts)

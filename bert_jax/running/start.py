@@ -1,4 +1,4 @@
-"""The state from which a run starts or rolls back. It is the first of these that exists:
+"""The state that a run starts from or rolls back to. It is the first of these that exists:
 
 1. the newest checkpoint of the run that is not damaged (resume);
 2. the checkpoint of another run that the run was forked from (see checkpoints.fork);
@@ -124,27 +124,27 @@ def _restore_before(
     After silent data corruption, falls back to the oldest checkpoint: a fork has no state 0, since
     its first state is that of `start_step`.
     """
-    peers, saved = context.peers, context.saves
+    peers, saver = context.peers, context.saves
     try:
-        saved.wait()
+        saver.wait()
     except Unavailable:  # a single process does not need the checkpoint that was not saved
         if peers.count > 1:
             raise  # the other processes wait for this save inside Orbax
     _await_same_steps(context)
     every = context.job.experiment.run.checkpoint_every
-    if not can_roll_back(saved.checkpoints.steps, first, every, state.start_step):
+    if not can_roll_back(saver.checkpoints.steps, first, every, state.start_step):
         if isinstance(error, Divergence):
             raise RunFailure(
-                f"{error}, and no checkpoint from shortly before step {first + 1} is kept to go "
-                "back to; no checkpoint was deleted",
+                f"{error}, and no checkpoint from shortly before step {first + 1} is kept; "
+                "no checkpoint was deleted",
                 "a larger run.keep_checkpoints or a lower optimizer.peak_learning_rate",
             )
-        first = saved.checkpoints.steps[-1]
+        first = saver.checkpoints.steps[-1]
     restored = _restore_or_initialize(context, first)
     context.hooks.on_restore(restored.step, state.done)
-    peers.wait_at_barrier("restored")  # before, other processes may still list the checkpoints
-    peers.run_on_primary("removed", lambda: saved.delete_after(first, context.mirror.flush))
-    saved.refresh()
+    peers.wait_at_barrier("restored")  # until here, other processes may list the checkpoints
+    peers.run_on_primary("removed", lambda: saver.delete_after(first, context.mirror.flush))
+    saver.refresh()
     return restored
 
 
@@ -171,7 +171,10 @@ def _resume(restored: Restored, context: Context, lines: RunLines) -> RunState:
 
 
 def _restore_or_initialize(context: Context, at_most: int | None) -> Restored:
-    """Returns the state of the cases in the module; uses checkpoints up to step `at_most`."""
+    """Returns the state by the first case of the module docstring that applies.
+
+    `at_most` is the highest step of a checkpoint that may be used; None: any.
+    """
     job = context.job
     spec = job.training.objective, job.training.optimizer, job.experiment.parallelism, context.mesh
     abstract = step.abstract_state(*spec)
@@ -229,12 +232,12 @@ def _load_fork_point(
 
 def _await_same_steps(context: Context) -> None:
     """Waits until all processes see the same checkpoints; raises Unavailable if they do not."""
-    peers, saved = context.peers, context.saves
+    peers, saver = context.peers, context.saves
 
     def list_steps() -> str:
-        with saved.checkpoints.folder.cached_lists():
-            saved.refresh()
-            return ", ".join(map(str, saved.checkpoints.steps))
+        with saver.checkpoints.folder.cached_lists():
+            saver.refresh()
+            return ", ".join(map(str, saver.checkpoints.steps))
 
     peers.agree("last save", "")  # before, process 0 may still be saving a checkpoint
     peers.await_same(
@@ -272,7 +275,7 @@ def _rename_lost_checkpoint(context: Context) -> None:
     lost = f"{folder.step_path(step)}: damaged, was complete once and is now incomplete or missing"
     if not newest:
         raise InputError(
-            f"{lost}, and no other checkpoint is left to resume from; put the files back, or "
+            f"{lost}, and no other checkpoint is left to resume from; restore its files from a copy, or "
             "choose another --workdir to start again"
         )
     new_name = folder.rename_damaged(step)

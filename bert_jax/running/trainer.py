@@ -1,16 +1,18 @@
 """The training loop of pre-training and fine-tuning.
 
-A run is a function of (experiment, corpus, step): the loop resumes from the step of the newest
-checkpoint, and nothing but the state has memory. A step is dispatched, then what is due after it
-follows in this order, on all processes:
+The batch of a step depends only on the experiment, the data and the number of the step, so a run
+resumes exactly from the state in its newest checkpoint. A step is dispatched to the devices, then
+all processes do what is due, in this order:
 
-1. log: write the line of an earlier step, whose numbers the devices have by now; too many bad steps
-   in it roll the run back. If a line is due, the sums of its metrics are put aside for later;
+1. log: fetch and write the metrics line that an earlier step has closed. If it shows too many bad
+   steps in a row, the run rolls back. If a line is due at this step, close it; it is written after
+   the next step, or before this step's evaluation or save;
 2. evaluate, if due; this waits for the devices;
 3. save, if due; this waits for the devices, then for the previous save;
 4. stop, if asked to or after early stopping.
 
-Logging waits for a step that has another one queued behind it, so that the devices never idle.
+If nothing else is due, logging waits only for a step that has another one queued behind it, so that
+the devices do not idle. The loop also waits if more than `_MOST_DISPATCHED` steps are in flight.
 """
 
 import collections
@@ -24,7 +26,7 @@ from typing import Any
 import jax
 
 from bert_jax import config
-from bert_jax.errors import Unavailable
+from bert_jax.errors import Unavailable, pluralize
 from bert_jax.model import losses
 from bert_jax.running import lines as lines_lib
 from bert_jax.running import start
@@ -59,7 +61,7 @@ class Trainer:
     def __init__(self, context: Context):
         self.context, self.job = context, context.job
         self.log = TrainingLog(context)
-        self.check = RecomputeCheck(context.mesh)
+        self.recompute_check = RecomputeCheck(context.mesh)
         self.profile = Profile(
             self.job.experiment.run.profile_steps,
             self.job.workdir,
@@ -67,9 +69,9 @@ class Trainer:
             self.job.report,
             context.clock,
         )
-        # Numbers of dispatched steps, perhaps not done yet; may belong to the previous phase.
-        self.dispatched: collections.deque[jax.Array] = collections.deque()
-        self.stops_for = ""  # slices that the run stops for, to restart with them
+        # A number from each dispatched step, to wait for the step; perhaps of the previous phase.
+        self.in_flight: collections.deque[jax.Array] = collections.deque()
+        self.waiting_slices = ""  # names of slices with which the run is to restart; "": none
 
     def run(self) -> Result:
         """Trains the run; returns how it ended."""
@@ -80,7 +82,7 @@ class Trainer:
             stack.enter_context(mesh_lib.translate_memory_errors())
             with context.clock.waiting("restore"):
                 self.state = start.begin(context, self.log.lines)
-            self._evaluate_fresh()
+            self._evaluate_step_0()
             # Not earlier: the workdir must not hold an experiment that was refused.
             context.write_experiment()
             if self._is_finished:
@@ -97,34 +99,34 @@ class Trainer:
                     if error is None and saves.step != self.state.done:
                         self._save()
                     saves.finish(self.state.done, self._save if error is None else None)
-                    stack.close()  # inside `waiting`, which counts the end of the last save
+                    stack.close()  # here, so that the wait for the last save counts as checkpoint
                 # After the save: a process that must stop may have little time.
                 self.profile.end()
             except BaseException as exception:
                 with contextlib.suppress(Exception):  # the disk may be full
                     self.profile.end()
                     facts = {"outcome": "failed", "why": str(exception)}
-                    self.log.time(self.state.done, "end", facts)
+                    self.log.write_timing(self.state.done, "end", facts)
                 raise
         return self._result(error)
 
     def _log_start(self) -> None:
         fork_point, peers = self.job.fork_point, self.context.peers
         fork = {} if fork_point is None else {"branch": str(fork_point)}
-        missing = peers.report_slices(self.log.lines.timings.read(), self.job.report)
-        facts = {"environment": environment()} | fork | missing
-        self.log.time(self.state.done, "start", facts)
+        slice_facts = peers.report_slices(self.log.lines.timings.read(), self.job.report)
+        facts = {"environment": environment()} | fork | slice_facts
+        self.log.write_timing(self.state.done, "start", facts)
 
     def _result(self, error: RunFailure | Divergence | None) -> Result:
         """Returns and logs how the run ended; `error` is why its last state was not saved."""
         saves = self.context.saves
         if isinstance(error, Divergence):
-            saves.skip(f"it must roll back over the steps {error.bad[0]} to {error.bad[-1]}")
+            saves.skip(f"the run must roll back over the steps {error.bad[0]} to {error.bad[-1]}")
         reason = str(error) if isinstance(error, RunFailure) else saves.unsaved_reason
         outcome = "finished" if self._is_finished and not reason else "stopped"
         outcome = "failed" if isinstance(error, RunFailure) else outcome
-        slices = {"for_slices": self.stops_for} if self.stops_for else {}
-        self.log.time(self.state.done, "end", {"outcome": outcome} | slices)
+        slices = {"for_slices": self.waiting_slices} if self.waiting_slices else {}
+        self.log.write_timing(self.state.done, "end", {"outcome": outcome} | slices)
         return Result(outcome, self.state.done, reason)
 
     # --- train ----------------------------------------------------------------------------------
@@ -158,9 +160,9 @@ class Trainer:
     def _train_phase(self, phase: PhaseBatches) -> None:
         """Trains the current phase until its end or a request to stop."""
         context, job, state = self.context, self.job, self.state
-        run, last = job.experiment.run, phase.first + phase.steps
+        run, end = job.experiment.run, phase.first + phase.steps
         train_step, checked_step, fingerprints = make_steps(job, phase, context.mesh)
-        recomputed_step = self.check.wrap_step(checked_step, fingerprints)
+        recomputed_step = self.recompute_check.wrap_step(checked_step, fingerprints)
         # (interval in steps, program); of those that are due, the last one runs.
         programs = (1, train_step), (run.check_every, checked_step)
         programs += ((run.replay_every, recomputed_step),)
@@ -176,13 +178,13 @@ class Trainer:
             job.report,
         )
         with feed:
-            while state.done < last and not (context.stop.requested or self._stops_early):
+            while state.done < end and not (context.stop.requested or self._stops_early):
                 with self.profile.step(state.done, state.arrays):
                     with context.clock.waiting("data"):
                         if not self._await_rows(phase):
                             break
                         batch = next(feed)
-                    batch = context.hooks.on_step(state.done, batch)
+                    batch = context.hooks.change_batch(state.done, batch)
                     *_, program = (p for every, p in programs if every and state.done % every == 0)
                     timer = contextlib.nullcontext()
                     if program not in compiled:
@@ -203,20 +205,20 @@ class Trainer:
 
         Planning an epoch may take minutes, so the watchdog pauses.
         """
-        number, context = self.state.done - phase.first, self.context
-        if phase.ready(number):
+        phase_step, context = self.state.done - phase.first, self.context
+        if phase.ready(phase_step):
             return True
         context.watchdog.pause()
-        while not (context.stop.requested or phase.ready(number)):
+        while not (context.stop.requested or phase.ready(phase_step)):
             time.sleep(_POLL_SECONDS)
         context.watchdog.reset()
         return not context.stop.requested
 
     def _count_step(self, batch: Batch) -> None:
         """Counts a dispatched step; waits if too many are in the queue of the devices."""
-        self.dispatched.append(copy_array(self.state.arrays["step"]))
-        if len(self.dispatched) > _MOST_DISPATCHED:
-            jax.block_until_ready(self.dispatched.popleft())
+        self.in_flight.append(copy_array(self.state.arrays["step"]))
+        if len(self.in_flight) > _MOST_DISPATCHED:
+            jax.block_until_ready(self.in_flight.popleft())
         self.state.done += 1
         self.context.watchdog.reset()
         self.context.clock.count(batch["input_ids"].size, self.job.training.count_flops(batch))
@@ -232,9 +234,9 @@ class Trainer:
         if state.done % run.log_every == 0 or is_last or ends_line:
             self.log.close_window(state, phase.objective.losses)
         due = self._due_evaluators(state.done)
-        saves = state.done % run.checkpoint_every == 0 or is_last
-        if due or saves:
-            jax.block_until_ready(state.arrays["step"])  # counts as time of the steps
+        is_save_due = state.done % run.checkpoint_every == 0 or is_last
+        if due or is_save_due:
+            jax.block_until_ready(state.arrays["step"])  # so that this wait counts as training
         if due:
             self._evaluate(due)
             if self._stops_early and not is_last:
@@ -243,27 +245,30 @@ class Trainer:
                 at_end = self._due_evaluators(self.job.training.total_steps)
                 self._evaluate([evaluator for evaluator in at_end if evaluator not in due])
             context.watchdog.reset()
-        if saves:
+        if is_save_due:
             with context.clock.waiting("checkpoint"):
                 self._save()
             context.watchdog.reset()
-            self._admit_slices()
+            self._stop_for_slices()
         context.stop.on_step(state.done)
 
-    def _admit_slices(self) -> None:
-        """Stops the run if slices wait that it had better restart with."""
+    def _stop_for_slices(self) -> None:
+        """Requests a stop if slices wait and a restart with them pays off."""
         peers, steps_left = self.context.peers, self.job.training.total_steps - self.state.done
-        self.stops_for = peers.slices_to_admit(self.log.lines.timings.read, steps_left)
-        if self.stops_for:
-            self.job.report(f"slices: {self.stops_for} can train as well; stopping to take them")
+        self.waiting_slices = peers.slices_to_admit(self.log.lines.timings.read, steps_left)
+        if self.waiting_slices:
+            self.job.report(
+                f"slices: {self.waiting_slices} can train as well; stopping to restart with them"
+            )
             self.context.stop.requested = True
 
     def _roll_back(self, error: Divergence | SilentCorruption) -> None:
         """Replaces the state by that of a checkpoint from before the error.
 
         Raises:
-          RunFailure: no checkpoint is old enough; none is removed.
-          Unavailable: devices were wrong again; the next start resumes from the checkpoint.
+          RunFailure: no checkpoint is close enough before the error; none is deleted.
+          Unavailable: a device computed a wrong result again; the next start resumes from the
+            checkpoint.
         """
         context, done = self.context, self.state.done
         event = start.describe_error(error, done, context.peers)
@@ -271,13 +276,13 @@ class Trainer:
         context.watchdog.reset(times=2)
         with context.clock.waiting("restore"):
             self.state = start.roll_back(self.state, error, event, context, self.log.lines)
-        self._evaluate_fresh()
+        self._evaluate_step_0()
         if isinstance(error, Divergence):
             bad = [error.bad[0], error.bad[-1]]
             facts = {"bad": bad, "skipped": list(self.state.skipped)}
         else:
             facts = {"replayed": done, "erred": [device.id for device in error.devices]}
-        self.log.time(self.state.done, "roll_back", facts)
+        self.log.write_timing(self.state.done, "roll_back", facts)
         if isinstance(error, SilentCorruption) and error.is_last:
             context.mirror.flush()  # the files of process 0 are lost when it ends
             message = f"{event}, again; run again on another machine"
@@ -297,8 +302,8 @@ class Trainer:
         """Returns the evaluators to run after this many steps."""
         return [evaluator for evaluator in self.job.training.evaluators if evaluator.is_due(done)]
 
-    def _evaluate_fresh(self) -> None:
-        """Evaluates a state before the first step."""
+    def _evaluate_step_0(self) -> None:
+        """Runs the evaluations that are due before the first step, if no step is done."""
         if self.state.done == 0:
             self._evaluate(self._due_evaluators(0))
 
@@ -339,14 +344,14 @@ class Trainer:
     # --- save -----------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Begins to save the state and its metadata, unless its last steps are bad."""
+        """Begins to save the state, unless its last steps are bad and the run continues."""
         state, context, saves = self.state, self.context, self.context.saves
         self.log.write_pending()
-        self.job.training.require_unchanged()
+        self.job.training.require_data_unchanged()
         sums, bad = jax.device_get((state.window, state.arrays["bad_in_a_row"]))
         if bad and not self._is_finished:
             # A roll-back needs an older checkpoint, and only a few are kept.
-            saves.skip(f"{int(bad)} steps up to it have no finite loss or gradient")
+            saves.skip(f"no finite loss or gradient in the last {pluralize(int(bad), 'step')}")
             self.job.report(f"step {state.done}: {saves.unsaved_reason}")
             return
         evaluated = state.evaluation if state.evaluation.get("step") == state.done else {}
@@ -369,7 +374,7 @@ class Trainer:
             context.mirror.flush()  # copies all files to the run's bucket, if it has one
             context.watchdog.reset(times=2)
             metadata["lines"] = self.log.lines.tallies()
-            # Not the loss of pairs: few documents make it, so it is noisy.
+            # Not the loss of sentence pairs, a mean over few pairs, which is noisy.
             token_task = losses.find_task(evaluated, losses.TOKENS)
             loss = evaluated.get(f"{token_task}_loss", evaluated.get("loss"))
             context.hooks.on_save(state.done, self.job.workdir.checkpoints / str(state.done))

@@ -79,7 +79,7 @@ class FinetuningJob(Job):
         self._tallies = {"train": Tally(), "validation": Tally()}
         self.data = read_data(experiment, self._base, self._tallies)
         self.objective, self.data_sha256 = self.data.objective, self.data.sha256
-        draws = self.data.training.draws
+        draws = self.data.training.draws_per_epoch
         self._set_steps(math.ceil(experiment.epochs * draws / experiment.batch_size))
         step.abstract_state(self.objective, self.optimizer, experiment.parallelism, mesh)
         parts = experiment.parallelism.accumulation_of(0)
@@ -191,7 +191,11 @@ class FinetuningJob(Job):
         data, training = self.data, self.data.training
         hidden = len(self.labels) - len(labels)
         more = f" and {hidden} more" if hidden else ""
-        in_rows = f" in {training.draws:,} rows" if training.draws != training.count else ""
+        in_rows = (
+            f" in {training.draws_per_epoch:,} rows"
+            if training.draws_per_epoch != training.count
+            else ""
+        )
         yield (
             f"finetune: {pluralize(training.count, 'example')}{in_rows}, "
             f"{len(data.validation):,} held out, "

@@ -63,7 +63,7 @@ def _conll(lines: Iterable[str], path: str, on_broken: OnBroken) -> Iterator[Sou
             if not names:
                 first_line, names = number, [str(i) for i in range(len(columns))]
             try:
-                text_records.require_as_many(columns, len(names), f"{path}:{number}", first_line)
+                text_records.require_cell_count(columns, len(names), f"{path}:{number}", first_line)
             except InputError as error:
                 sentence_error = sentence_error or error
             start = start if words else number

@@ -89,7 +89,7 @@ class GenerateObjective(TaskObjective):
 class Generate(TaskKind):
     """The kind of `generate`: there are no labels, and outputs are token ids."""
 
-    reads, column = "decoder", "generated"
+    reads, answer_field = "decoder", "generated"
     objective_class = GenerateObjective
 
     @classmethod

@@ -28,7 +28,7 @@ from bert_jax.text.tokenizer import (
 class Sentences(TaskKind):
     """The kinds `classify` and `pair`: one label for a text or a pair of texts."""
 
-    has_one_answer = True
+    duplicates_must_agree = True
 
     def rows(self, examples: Sequence[Sentence]) -> TaskRows:
         """Returns one row for each text, pair or candidate.
@@ -107,7 +107,7 @@ class Choices(Sentences):
 class NumberTask(Sentences):
     """The kind of `regress`: a number for each example."""
 
-    learns, column, outputs = "numbers", "value", 1
+    learns, answer_field, outputs = "numbers", "value", 1
 
     def answers(self, outputs: Outputs, rows: TaskRows, examples: Sequence[Sentence]) -> Answers:
         return [{"value": float(row[0])} for row in outputs]
@@ -129,7 +129,7 @@ class Tags(TaskKind):
     A sentence that is too long for a row continues in another row, so that every word has a tag.
     """
 
-    reads, column, has_one_answer = "tokens", "tags", True
+    reads, answer_field, duplicates_must_agree = "tokens", "tags", True
     parse_cells = staticmethod(examples_lib.tagged_from_cells)
 
     @staticmethod

@@ -35,7 +35,7 @@ from bert_jax.training import mesh as mesh_lib
 _LENGTH_STEP = 8
 
 
-class PairKind(TaskKind):
+class MinimalPairsKind(TaskKind):
     """The kind `minimal_pairs`, which only a probe scores."""
 
     parse_cells = staticmethod(examples_lib.minimal_pair_from_cells)

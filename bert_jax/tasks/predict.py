@@ -114,7 +114,7 @@ def _predict_rows(
 
     `counts` counts labels, `unread` rows without a prediction, and `tally` broken rows.
     """
-    task, column = model.task, model.kind.column
+    task, column = model.task, model.kind.answer_field
     on_broken = examples_lib.broken_row_handler(task, tally)
     records = formats.records(source, task.header, blank_lines=True, on_broken=on_broken)
     added = [_PREDICTED] if column else [_PREDICTED, _PROBABILITY]

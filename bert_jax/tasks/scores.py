@@ -239,7 +239,9 @@ def data_warnings(
             f"{len(shared):,} of {len(held_out):,} validation examples have the text of a training "
             f"example (the first: {shared[0].location}); scores of them say little about new texts"
         )
-    for name, split in examples.items() if task.spec.implementing_class.has_one_answer else ():
+    for name, split in (
+        examples.items() if task.spec.implementing_class.duplicates_must_agree else ()
+    ):
         answers: dict[int, Any] = {}
         ambiguous: dict[int, str] = {}  # by text, the location of its second answer
         for example in split:

@@ -138,7 +138,7 @@ class Similar(TaskKind):
     `outputs` is the width of the teacher's vectors, 0 without a teacher.
     """
 
-    reads, column, shares_rows = "vectors", "cosine", True
+    reads, answer_field, shares_rows = "vectors", "cosine", True
     objective_class = SimilarObjective
 
     def __init__(self, task: Task, labels: tuple[str, ...], tokenizer: Tokenizer):

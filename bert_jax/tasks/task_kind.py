@@ -29,7 +29,7 @@ Outputs = list[np.ndarray]
 Scores = dict[str, float]
 
 # Maximum number of recorded mistakes and confusions, and of characters of a text.
-_MOST, _CHARACTERS = 20, 400
+_MAX_LISTED, _CHARACTERS = 20, 400
 
 
 class ScoredExample(NamedTuple):
@@ -37,14 +37,14 @@ class ScoredExample(NamedTuple):
 
     truth: Sequence[str]  # names of labels (one, or one per word), or one number or text
     predicted: Sequence[str]  # as long as `truth`
-    error: float  # in the unit of the kind's score; 0 if the prediction is right
+    error: float  # sorts mistakes: 0 if right; 1 - F1, a distance or a number of words
 
 
 class SourceExamples(NamedTuple):
     """The examples of one of several sources, and their rows."""
 
     name: str
-    first: int  # the number of its first row among the rows of all sources
+    first: int  # index of its first row among the rows of all sources
     rows: TaskRows
     examples: Sequence[Any]
 
@@ -52,17 +52,17 @@ class SourceExamples(NamedTuple):
 class TaskKind:
     """A kind of task, for one tokenizer and one set of labels.
 
-    Outputs are the head's results for each row: float32 [outputs] for the pooled text, or
-    [n, outputs] for its n tokens; token ids from a decoder.
+    Outputs are the results of the head for each row: float32 [outputs] for the pooled text, or
+    float32 [n, outputs] for its n tokens, or the token ids that a decoder writes.
     """
 
     reads: Reads = "pooled"  # input of the head
     outputs = 0  # number of the head's outputs; 0: one for each label
     learns: Learns = "labels"  # determines the loss, see `tasks.task_objective`
     rows_per_example = 1  # consecutive rows that are answered together
-    # The field of an answer that a table shows; "": the label, and its probability.
-    column = ""
-    has_one_answer = False  # whether equal texts must have equal answers
+    # The field of an answer that `predict --input` adds; "": the label, and its probability.
+    answer_field = ""
+    duplicates_must_agree = False  # whether equal texts must have equal labels
     objective_class: type[TaskObjective] = TaskObjective
     shares_rows = False  # whether several texts share a row in training
 
@@ -75,7 +75,7 @@ class TaskKind:
 
     @staticmethod
     def parse_texts(location: str, number: int, texts: Sequence[str]) -> Example:
-        """Returns an unlabelled example of typed texts; `number` counts the examples."""
+        """Returns an unlabelled example of typed texts; `number` is the index of the example."""
         return Sentence(location, tuple(texts), None)
 
     @classmethod
@@ -94,7 +94,7 @@ class TaskKind:
     ) -> "TrainingSet":
         """Reads the training examples; `tally` counts them.
 
-        A kind that learns from another model computes its outputs unless `teacher` is "skip".
+        A kind that learns from another model runs that teacher here unless `teacher` is "skip".
         """
         task = experiment.task
         examples = examples_lib.read(task, task.train, "labelled", tally)
@@ -108,7 +108,7 @@ class TaskKind:
     def make_objective(
         self, experiment: Finetuning, base: Base, class_weights: Sequence[float] = ()
     ) -> TaskObjective:
-        """Returns the objective of the task over a base."""
+        """Returns the objective of the task for a base."""
         adapt = experiment.adapt
         if base.head is not None and self.task.kind in base.head.kinds:
             adapt = dataclasses.replace(adapt, pooling=adapt.pooling or base.head.pooling)
@@ -154,9 +154,9 @@ class TaskKind:
         return cls(task, labels, base.tokenizer)
 
     def fitted(self, values: Mapping[str, Any]) -> Self:
-        """Returns the kind with what an evaluation has fitted: for `span`, a threshold.
+        """Returns a copy that uses what an evaluation has fitted: for `span`, a threshold.
 
-        `values` are the scores of the evaluation, or the notes of a checkpoint with its `step`.
+        `values` are the scores of the evaluation, or the notes of a checkpoint.
         """
         return self
 
@@ -203,12 +203,12 @@ class TaskKind:
             part_scores = fitted.scores(selected, part.rows, part.examples)
             by_name[f"{main}/{part.name}"] = part_scores[main]
         score = by_name[main]
-        if self.reads == "vectors":  # an evaluation has no loss
+        if self.reads == "vectors":  # the loss is not computed: a stand-in
             loss = 1 - score
         return {"loss": loss, "score": score, "examples": len(examples), **by_name}
 
     def score_example(self, answer: Answer, example: Any) -> ScoredExample:
-        """Returns the comparison of an answer to a labelled example with its label."""
+        """Compares the answer to a labelled example with the label."""
         raise NotImplementedError
 
     def mistakes(self, answers: Sequence[Answer], examples: Sequence[Any]) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class TaskKind:
         order = np.argsort([-example.error for example in scored], kind="stable")
         wrong = [i for i in order if scored[i].error]
         worst = []
-        for i in wrong[:_MOST]:
+        for i in wrong[:_MAX_LISTED]:
             truth, predicted = (" ".join(names)[:_CHARACTERS] for names in scored[i][:2])
             mistake = {"place": examples[i].location, "truth": truth, "predicted": predicted}
             if "probabilities" in answers[i]:
@@ -234,7 +234,9 @@ class TaskKind:
         if self.labels:
             pairs = (zip(*scored[i][:2], strict=True) for i in wrong)
             confusions = collections.Counter(pair for example in pairs for pair in example)
-            line["confusions"] = [[*pair, count] for pair, count in confusions.most_common(_MOST)]
+            line["confusions"] = [
+                [*pair, count] for pair, count in confusions.most_common(_MAX_LISTED)
+            ]
         return line
 
     def mistake_texts(self, example: Any) -> Sequence[str]:
@@ -261,11 +263,11 @@ class TaskKind:
 
 
 def kind_of(task: Task, labels: tuple[str, ...], tokenizer: Tokenizer) -> TaskKind:
-    """Returns the kind of a task."""
+    """Creates the kind of a task."""
     return task.spec.implementing_class(task, labels, tokenizer)
 
 
-# --- data of a fine-tuning ------------------------------------------------------------------------
+# --- data of a run ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -282,12 +284,12 @@ class TrainingSet:
     keys: frozenset[int] = frozenset()  # `text_key` of examples that validation should not have
 
     @property
-    def draws(self) -> int:
-        """Number of draws per epoch: an example of tags or spans may have several rows."""
+    def draws_per_epoch(self) -> int:
+        """Number of draws per epoch: of examples, or of rows if an example may have several."""
         return self.count if self.rows is None else len(self.rows.ids) // self.kind.rows_per_example
 
     def batch(self, group: int, step: int, indices: np.ndarray) -> Batch:
-        """Returns some rows of a step; texts share rows within groups of `group` rows."""
+        """Returns rows `indices` of a step; texts share rows within blocks of `group` rows only."""
         batch = self.batches.batch(step, indices)
         if not self.kind.shares_rows:
             return batch

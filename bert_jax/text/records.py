@@ -29,9 +29,9 @@ _ROWS = 1_000
 # The most characters of a value, and the most names, that a message quotes.
 _QUOTED_CHARACTERS, _LISTED_NAMES = 60, 20
 # Half of a surrogate pair.
-_HALF = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 # What to do about a column of a corpus that is missing or holds no texts.
-_NAME_FIELD = "name one with --set corpus.text_field=..."
+_TEXT_FIELD_ADVICE = "name one with --set corpus.text_field=..."
 # Advice for tables with another separator.
 _SEPARATORS = {
     ";": "semicolons: write it with commas",
@@ -69,15 +69,15 @@ class SourceRecord(NamedTuple):
         )
 
     def text(self, column: str) -> str:
-        """Returns the text in the column `corpus.text_field`; for null the empty text."""
-        value = self.value(column, _NAME_FIELD)
+        """Returns the text in a column that `corpus.text_field` names; null is an empty text."""
+        value = self.value(column, _TEXT_FIELD_ADVICE)
         if isinstance(value, bytes):  # as TFDS gives texts
             value = decode_utf8(value, f"{self.location}: column {column!r}")
         if value is None or isinstance(value, str):
             return encodable(value or "")
         raise InputError(
             f"{self.location}: column {column!r} is {quote_value(value)}, not a text; the columns "
-            f"are {self._quote_columns()}; {_NAME_FIELD}"
+            f"are {self._quote_columns()}; {_TEXT_FIELD_ADVICE}"
         )
 
     def _quote_columns(self) -> str:
@@ -85,7 +85,7 @@ class SourceRecord(NamedTuple):
         return quote_names(name for key, value in columns for name in field_names({key: value}))
 
 
-# Is given the location of a broken record and the error; returns to skip the record, or raises.
+# Takes the location of a broken record and the error; raises, or returns so that it is skipped.
 OnBroken = Callable[[str, InputError], None]
 
 
@@ -138,7 +138,7 @@ def _table(
             )
             before = number + cells[0].count("\n")
         try:
-            require_as_many(cells, len(names), location, first, _separator_note(names))
+            require_cell_count(cells, len(names), location, first, _separator_note(names))
         except InputError as error:
             on_broken(location, error)
         else:
@@ -151,7 +151,9 @@ def _separator_note(names: Sequence[str]) -> str:
     return f"; the file seems to be separated by {advice[0]}" if advice else ""
 
 
-def require_as_many(cells: list[str], count: int, where: str, first: int, note: str = "") -> None:
+def require_cell_count(
+    cells: list[str], count: int, where: str, first: int, note: str = ""
+) -> None:
     """Raises InputError unless a row has as many cells as the line `first` of its file."""
     if len(cells) != count:
         raise InputError(
@@ -255,7 +257,7 @@ def decode_utf8(data: bytes, where: str) -> str:
 
 def encodable(text: str) -> str:
     """Returns a text with U+FFFD for lone surrogates, which JSON may contain."""
-    if _HALF.search(text):
+    if _SURROGATE.search(text):
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
@@ -314,11 +316,11 @@ def _open_parquet(path: str, column: str) -> Iterator[tuple[pyarrow.parquet.Parq
             raise InputError(f"{path}: cannot be read as Parquet ({error})") from error
         schema = file.metadata.schema
         names = [schema.column(number).path for number in range(len(schema))]
-        index: int = SourceRecord(path, names, range(len(names))).value(column, _NAME_FIELD)
+        index: int = SourceRecord(path, names, range(len(names))).value(column, _TEXT_FIELD_ADVICE)
         texts = schema.column(index)
         if texts.logical_type.type != "STRING" or texts.max_repetition_level:
             raise InputError(
                 f"{path}: column {column!r} holds no texts ({texts.physical_type}); the columns "
-                f"are {quote_names(names)}; {_NAME_FIELD}"
+                f"are {quote_names(names)}; {_TEXT_FIELD_ADVICE}"
             )
         yield file, index

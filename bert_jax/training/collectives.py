@@ -146,8 +146,8 @@ def reduce_scatter(gradient: jax.Array, dimension: int, collectives: Collectives
     """Reduce-scatters a float32 gradient: this device's shard of the sum over devices, float32."""
     gradient = gradient.astype(collectives.reduce_dtype)
     for axis in collectives.axes:
-        # The devices get their own dimension: on a TPU the reduce-scatter of a part of a large
-        # array's dimension becomes an all-reduce of the whole array.
+        # The array gets a separate dimension for the devices: on a TPU the reduce-scatter of a part
+        # of a large array's dimension becomes an all-reduce of the whole array.
         before, after = gradient.shape[:dimension], gradient.shape[dimension + 1 :]
         parts = gradient.reshape(*before, lax.axis_size(axis), -1, *after)
         if collectives.method.scatter == "ring":

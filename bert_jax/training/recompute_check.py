@@ -37,7 +37,7 @@ def fingerprint(tree: Any) -> jax.Array:
 
 
 def fingerprint_gradient(tree: Any, mark: jax.Array | None) -> Any:
-    """Returns the tree; the gradient by `mark`, float32 [4], is its gradient's fingerprint."""
+    """Returns the tree; its gradient's fingerprint becomes the gradient of `mark`, float32 [4]."""
     return tree if mark is None else _fingerprint_gradient(tree, mark)
 
 
@@ -55,7 +55,7 @@ _fingerprint_gradient.defvjp(
 def fingerprints(
     sum_gradients: Callable[[Batch], Any], other: Batch, batch: Batch, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Returns fingerprints of all shards: float32 [shard, 2, 4], of its batch and of the other.
+    """Returns fingerprints of all shards, float32 [shard, 2, 4]: of a shard's rows and of `other`.
 
     `sum_gradients` returns ((gradient, sum of gradients' fingerprints), metrics) of a batch; `axes`
     are the axes of the batch.
@@ -94,20 +94,20 @@ def find_faulty(checks: Sequence[tuple[int, np.ndarray]]) -> tuple[list[set[int]
     """Returns the faulty devices in each check of one step, and whether all of them are faulty.
 
     A check is (the number of shards by which rows were rotated, `fingerprints`). A result that two
-    devices agree on is right. If it is not sure that all devices are faulty, at least one is.
+    devices agree on is right. If the second value is False, at least one of the devices is faulty.
     """
     faulty, is_sure = [set() for _ in checks], True
-    for rows in range(len(checks[0][1])):
+    for shard in range(len(checks[0][1])):
         results = collections.defaultdict(list)
-        for number, (shift, prints) in enumerate(checks):
-            other = (rows + shift) % len(prints)
-            results[prints[rows, 0].tobytes()].append((rows, number))
-            results[prints[other, 1].tobytes()].append((other, number))
+        for check, (shift, prints) in enumerate(checks):
+            other = (shard + shift) % len(prints)
+            results[prints[shard, 0].tobytes()].append((shard, check))
+            results[prints[other, 1].tobytes()].append((other, check))
         right = [r for r, runs in results.items() if len({device for device, _ in runs}) > 1]
         is_sure &= len(right) == 1
         for result, runs in results.items():
-            for device, number in runs if right != [result] else ():
-                faulty[number].add(device)
+            for device, check in runs if right != [result] else ():
+                faulty[check].add(device)
     return faulty, is_sure
 
 
@@ -120,17 +120,18 @@ class RecomputeCheck:
         self._reported: set[int] = set()  # since this process started
         self._was_clean = True
 
-    def wrap_step(self, train_step: Callable, program: Callable) -> Callable:
-        """Returns a step after a check by `program`, the result of `step.make_fingerprints`.
+    def wrap_step(self, train_step: Callable, compute_fingerprints: Callable) -> Callable:
+        """Wraps the train step so that a check runs first.
 
-        The step raises SilentCorruption if devices differ.
+        `compute_fingerprints` is the result of `step.make_fingerprints`. The step raises
+        SilentCorruption if devices differ.
         """
 
         def step(state: Any, window: Any, batch: Batch, key: jax.Array, fixed: Any) -> Any:
             args, checks = (state["params"], fixed, state["step"], batch, key), []
             for shift in (1, 1 if len(self._devices) == 2 else 2):
                 other = rotate_batch(batch, shift, self._mesh)
-                checks.append((shift, jax.device_get(program(*args, other))))
+                checks.append((shift, jax.device_get(compute_fingerprints(*args, other))))
                 faulty, is_sure = find_faulty(checks)
                 if not any(faulty):
                     self._was_clean = True

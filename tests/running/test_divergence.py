@@ -160,7 +160,7 @@ def test_fewer_bad_steps_are_passed_over(file, tmp_path, monkeypatch):
     assert outcome == "finished" and "rolling back" not in shown
     bad = [line for line in lines_of(tmp_path / "w") if line.get("bad_steps")]
     assert [line["step"] for line in bad] == [6, 7, 9] and "loss" not in bad[0]
-    assert "step 6: not saved, since 1 steps up to it have no finite loss" in shown
+    assert "step 6: not saved: no finite loss or gradient in the last 1 step" in shown
     assert final_state(tmp_path / "w")[1]["skipped_steps"].tolist() == [-1] * 64
 
 
@@ -181,8 +181,8 @@ def leaving_no_state():
 @pytest.mark.parametrize(
     ("at", "every", "why"),
     [
-        (8, 5, "since it must roll back over the steps 5 to 7"),
-        (6, 4, "since 2 steps up to it have no finite loss"),
+        (8, 5, ": the run must roll back over the steps 5 to 7"),
+        (6, 4, ": no finite loss or gradient in the last 2 steps"),
     ],
 )
 def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
@@ -210,7 +210,10 @@ def test_a_stop_in_a_roll_back_finds_all_saved(file, tmp_path, monkeypatch):
 
     with hooked(on_restore=stop):
         outcome, shown = pretrain(file, tmp_path / "w")
-    assert outcome == "stopped" and "step 8: not saved, since 3 steps" in shown
+    assert (
+        outcome == "stopped"
+        and "step 8: not saved: no finite loss or gradient in the last 3 steps" in shown
+    )
     assert "stopped at step 4, saved; run the same command again" in shown
 
 
@@ -230,7 +233,7 @@ def test_a_checkpoint_found_damaged_in_a_roll_back_is_saved_again(
             max(files, key=lambda path: path.stat().st_size).write_bytes(b"")
         return batch
 
-    with hooked(on_step=damage):
+    with hooked(change_batch=damage):
         outcome, shown = pretrain(file, tmp_path / "w", "run.checkpoint_every=2")
     assert outcome == "finished" and "now damaged-4, resuming from step 2" in shown
     assert_identical(final_state(tmp_path / "w")[1], final_state(gone_back[0])[1])
@@ -244,7 +247,7 @@ def test_a_stop_in_the_last_step_of_a_run_that_has_to_go_back_is_no_end(
     poison(monkeypatch, {3, 4, 5})
     with signal_before(7):
         outcome, shown = pretrain(file, tmp_path / "w", *settings)
-    assert outcome == "stopped" and "not saved, since it must roll back" in shown
+    assert outcome == "stopped" and "not saved: the run must roll back" in shown
     assert pretrain(file, tmp_path / "w", *settings)[0] == "finished"
     assert final_state(tmp_path / "w")[0] == 8
 

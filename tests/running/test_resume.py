@@ -29,7 +29,7 @@ def test_a_run_that_breaks_off_goes_on_bit_exact(finished_run, copy_of_run):
             os.kill(os.getpid(), signal.SIGTERM)
         return batch
 
-    with hooked(on_step=break_off):
+    with hooked(change_batch=break_off):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="broken off"):
                 pretrain(file, workdir)

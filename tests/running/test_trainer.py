@@ -66,7 +66,7 @@ def test_the_host_reads_the_device_once_a_log_interval(file, tmp_path, monkeypat
         return batch
 
     monkeypatch.setattr(array, "_value", property(counted))
-    with hooked(on_step=count_reads):
+    with hooked(change_batch=count_reads):
         pretrain(file, tmp_path / "w", "run.eval_every=100", "run.checkpoint_every=100")
     in_phase = reads_before_step[:14]
     steps_with_reads = [i for i in range(1, 14) if in_phase[i] > in_phase[i - 1]]

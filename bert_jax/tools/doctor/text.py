@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 
 from bert_jax.config import Corpus
-from bert_jax.data.build import LEAST_VALIDATION_DOCUMENTS, ONE_FILE
+from bert_jax.data.build import DOCUMENT_ADVICE, LEAST_VALIDATION_DOCUMENTS
 from bert_jax.errors import InputError, pluralize, printable
 from bert_jax.text import documents, line_reader, sentence_splitter
 from bert_jax.text import sources as text_sources
@@ -41,7 +41,7 @@ TOO_FEW = FindingRule(
     "{count}, but `prepare` needs {least}",
     0, 0,
     f"`prepare` stops: it needs {LEAST_VALIDATION_DOCUMENTS} to hold out, and as many for training",
-    ONE_FILE,
+    DOCUMENT_ADVICE,
 )  # fmt: skip
 LEFT_OUT = FindingRule(
     "{line}",

@@ -70,7 +70,7 @@ class FaultHooks(Hooks):
         self.reach("start", self._files_opened)
         self._files_opened += 1
 
-    def on_step(self, done: int, batch: Batch) -> Batch:
+    def change_batch(self, done: int, batch: Batch) -> Batch:
         self._steps_done = done
         self.reach("start")  # all JSON Lines files are open
         self.reach("step")
