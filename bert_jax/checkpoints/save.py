@@ -170,7 +170,7 @@ class Saver:
         self._record()
 
     def refresh(self) -> None:
-        """Makes Orbax list checkpoints again: it refuses to save a step that it believes is there."""
+        """Makes Orbax list checkpoints again: it refuses to save a step of which it lists one."""
         if self._orbax is not None:
             self.checkpoints.folder.retry(self._orbax.reload)
 

@@ -24,10 +24,10 @@ class Hooks:
     """
 
     def on_restore(self, step: int, done: int | None) -> None:
-        """Called when a checkpoint is restored: to roll back from `done`, or (None) at a start."""
+        """Runs when a checkpoint is restored: to roll back from `done`, or (None) at a start."""
 
     def on_truncate(self, file: str) -> None:
-        """Called when a JSON Lines file loses the lines of steps that will be repeated."""
+        """Runs when a JSON Lines file loses the lines of steps that will be repeated."""
 
     def change_batch(self, done: int, batch: Batch) -> Batch:
         """Returns the batch to train on in the next step, which is not dispatched yet."""
@@ -35,10 +35,10 @@ class Hooks:
         return batch
 
     def on_evaluation(self, done: int, name: str) -> None:
-        """Called before an evaluation; `name` is that of its `Evaluator`."""
+        """Runs before an evaluation; `name` is that of its `Evaluator`."""
 
     def on_save(self, done: int, path: epath.Path) -> None:
-        """Called before a checkpoint is saved at `path`."""
+        """Runs before a checkpoint is saved at `path`."""
 
 
 NO_HOOKS = Hooks()
@@ -69,7 +69,5 @@ class Context:
     clock: Clock
     watchdog: Watchdog
     stop: StopRequest  # its context is entered
-    clean_up: Callable[
-        [], None
-    ]  # called before all processes of a run abort, which skips `finally`
+    clean_up: Callable[[], None]  # called before all processes abort, which skips `finally`
     hooks: Hooks

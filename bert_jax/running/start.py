@@ -275,8 +275,8 @@ def _rename_lost_checkpoint(context: Context) -> None:
     lost = f"{folder.step_path(step)}: damaged, was complete once and is now incomplete or missing"
     if not newest:
         raise InputError(
-            f"{lost}, and no other checkpoint is left to resume from; restore its files from a copy, or "
-            "choose another --workdir to start again"
+            f"{lost}, and no other checkpoint is left to resume from; restore its files "
+            "from a copy, or choose another --workdir to start again"
         )
     new_name = folder.rename_damaged(step)
     job.report(f"{lost}{f'; now {new_name}' * bool(new_name)}, resuming from step {newest}")
