@@ -21,7 +21,7 @@ from small_run import hooked, pretrain, saves_in
 
 from bert_jax import config
 from bert_jax.checkpoints.load import Checkpoints
-from bert_jax.data import batches, plans, stream
+from bert_jax.data import batches, plans, stream, workers
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
 from bert_jax.pretraining import evaluators, prepared_corpus
@@ -258,11 +258,11 @@ def test_a_stop_waits_for_no_plan(file, undisturbed, tmp_path, monkeypatch):
 
     monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(plans, "_IN_MEMORY", 0)
-    monkeypatch.setattr(plans.subprocess, "Popen", slow)
+    monkeypatch.setattr(workers.subprocess, "Popen", slow)
     assert pretrain(file, tmp_path / "w")[0] == "stopped"
     (maker,) = makers
     assert maker.returncode == -signal.SIGKILL
-    monkeypatch.setattr(plans.subprocess, "Popen", start)
+    monkeypatch.setattr(workers.subprocess, "Popen", start)
     assert pretrain(file, tmp_path / "w")[0] == "finished"
     one, other = (workdir / "metrics.jsonl" for workdir in (tmp_path / "w", undisturbed))
     assert one.read_bytes() == other.read_bytes()
