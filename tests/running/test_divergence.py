@@ -194,7 +194,7 @@ def test_a_stop_between_bad_steps_keeps_the_checkpoint_before_them(
     with signal_before(at), leaving_no_state():
         outcome, shown = pretrain(file, tmp_path / "w", settings)
     assert outcome == "stopped"
-    assert f"stopped at step {at + 1}, not saved, {why}" in shown
+    assert f"stopped at step {at + 1}, not saved{why}" in shown
     assert f"the newest checkpoint is of step {every}" in shown
     assert pretrain(file, tmp_path / "w", settings)[0] == "finished"
     assert_same_run(tmp_path / "w", gone_back[0])
