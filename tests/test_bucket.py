@@ -343,7 +343,7 @@ def test_a_fresh_host_that_resumes_in_a_later_epoch_plans_no_first_one(
 
 
 def test_counts_that_cannot_be_sent_cost_nothing(objects, monkeypatch):
-    monkeypatch.setattr(plans, "_SECONDS", 0.05)
+    monkeypatch.setattr(plans, "_BUCKET_SECONDS", 0.05)
     objects.fault = lambda method, name, kind: Fault(503) if kind == "write" else None
     plans.add_counts(epath.Path("gs://bucket/corpus/plans.json"), {"a": 1})
     assert not objects.files()

@@ -133,7 +133,7 @@ def test_a_row_depends_on_its_number_alone(data):
 def planned_rows(train, epoch):
     """The epoch's rows as they are planned, in their order."""
     chunks = train.plans.wait(epoch)
-    counter = draws.Counter(draws.key_of(*train.plans.spec.names, epoch), chunks["sentence"])
+    counter = draws.Counter(draws.key_of(*train.plans.spec.key_parts, epoch), chunks["sentence"])
     slots = np.arange(train.rows_per_epoch) % len(chunks)
     return pairs.rows(train.plans.stream, chunks, counter)[slots]
 
