@@ -51,7 +51,7 @@ ABOVE = {
     "storage": 2_020,
     "tasks": 4_400,
     "text": 3_213,
-    "tools": 7_870,
+    "tools": 7_873,
     "training": 2_336,
     "benchmarks": 3_032,
     "tests": 37_439,

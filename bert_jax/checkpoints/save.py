@@ -87,7 +87,7 @@ class Saver:
             self.wait_for_previous()  # at once: the other processes wait for this one inside Orbax
         if self._is_saving and self._orbax and not self._orbax.is_saving_in_progress():
             self._is_saving = False
-            with contextlib.suppress(Exception):  # of a bucket that does not answer; no retry
+            with contextlib.suppress(Exception):  # the bucket may not answer; no retry
                 if self.step in layout.list_steps(self._workdir.checkpoints):
                     self._record(self.step)
 

@@ -58,7 +58,7 @@ class RunState:
     """The state of a run after `done` steps; the loop changes it, and a checkpoint saves it."""
 
     done: int  # steps
-    arrays: step.State  # on the devices; each step is given their memory
+    arrays: step.State  # on the devices; each step donates their buffers
     window: dict[str, jax.Array]  # sums of metrics since the last training line
     skipped: tuple[int, ...]  # steps that roll-backs excluded
     init_sha256: str  # hash of the base; "" without a base
@@ -121,8 +121,8 @@ def _restore_before(
 ) -> Restored:
     """Restores the newest checkpoint at or before step `first`; deletes newer ones.
 
-    After silent data corruption, falls back to the oldest checkpoint: a fork has no state 0, since
-    its first state is that of `start_step`.
+    If no checkpoint is close enough (`can_roll_back`), a divergence ends the run, and silent data
+    corruption falls back to the oldest checkpoint.
     """
     peers, saver = context.peers, context.saves
     try:
@@ -214,7 +214,7 @@ def _load_fork_point(
     command = fork_point.command
     if restored is None or restored.step != fork_point.step:
         raise InputError(f"{command} {fork_point}: damaged or removed; choose another checkpoint")
-    note = "; it is not the run that its settings give from step 0" * (command == "fork")
+    note = "; its result differs from that of its settings from step 0" * (command == "fork")
     job.report(f"{command}: from {fork_point} on{note}")
     if old.name == new.name:  # only parts without arrays may differ, as by optimizer.layer_decay
         leaves, tree = jax.tree.leaves(restored.state["optimizer"]), abstract["optimizer"]
@@ -262,7 +262,7 @@ def _rename_damaged_checkpoints(context: Context, restored: Restored) -> None:
 
 
 def _rename_lost_checkpoint(context: Context) -> None:
-    """Renames and reports the newest checkpoint that was saved completely, if it is damaged now."""
+    """Reports and renames the newest complete checkpoint if it is now incomplete or missing."""
     job, folder = context.job, context.saves.checkpoints.folder
     path, remedy = job.workdir.saved, "remove it to continue"
     step = read_json(path, 1, remedy, remedy)["step"] if path.exists() else 0

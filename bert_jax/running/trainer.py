@@ -45,7 +45,7 @@ from bert_jax.training.recompute_check import RecomputeCheck, SilentCorruption
 # Maximum number of dispatched steps: a longer queue delays stopping and hides hangs.
 _MOST_DISPATCHED = 4
 
-# Seconds between two checks whether an epoch is planned.
+# Seconds between two checks whether the rows of an epoch are planned (data.plans).
 _POLL_SECONDS = 0.05
 
 
@@ -99,7 +99,7 @@ class Trainer:
                     if error is None and saves.step != self.state.done:
                         self._save()
                     saves.finish(self.state.done, self._save if error is None else None)
-                    stack.close()  # here, so that the wait for the last save counts as checkpoint
+                    stack.close()  # here, so that closing Orbax counts as checkpoint time
                 # After the save: a process that must stop may have little time.
                 self.profile.end()
             except BaseException as exception:
@@ -231,7 +231,8 @@ class Trainer:
         context.saves.poll()
         self.log.write_pending()
         ends_line = phase.ends_line and state.done == phase.first + phase.steps
-        if state.done % run.log_every == 0 or is_last or ends_line:
+        is_line_due = state.done % run.log_every == 0 or is_last or ends_line
+        if is_line_due:
             self.log.close_window(state, phase.objective.losses)
         due = self._due_evaluators(state.done)
         is_save_due = state.done % run.checkpoint_every == 0 or is_last
@@ -240,7 +241,7 @@ class Trainer:
         if due:
             self._evaluate(due)
             if self._stops_early and not is_last:
-                if state.done % run.log_every:  # no later line will have these steps
+                if not is_line_due:  # no later line will have these steps
                     self.log.close_window(state, phase.objective.losses)
                 at_end = self._due_evaluators(self.job.training.total_steps)
                 self._evaluate([evaluator for evaluator in at_end if evaluator not in due])

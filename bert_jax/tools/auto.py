@@ -38,6 +38,8 @@ _LANGUAGES |= {"CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "ARMENIAN": "hy"
 _SAMPLE_FIELDS = ("text_field", "encoding", "language")
 # Number of characters of the sample, and of the parts of the text from which they come.
 _SAMPLE, _PARTS = 200_000, 20
+# A shorter run is refused.
+_FEWEST_STEPS = 20
 
 
 class Size(NamedTuple):
@@ -293,10 +295,11 @@ def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) 
     phase, run = experiment.phases[0], experiment.run
     evaluation_steps = experiment.data.eval_rows / phase.batch_size * _FORWARD
     steps = int(left / seconds - evaluation_steps * (_EVALUATIONS + 1))
-    if steps < 20:
+    if steps < _FEWEST_STEPS:
+        missing = (_FEWEST_STEPS - steps) * seconds / 3600
         raise InputError(
             f"{flag}: only {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit into the time "
-            "after making the corpus; give more hours"
+            f"left after making the corpus; give at least {missing:.2g} hours more"
         )
     optimizer = dataclasses.replace(
         experiment.optimizer,
