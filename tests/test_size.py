@@ -49,12 +49,12 @@ ABOVE = {
     "pretraining": 1_215,
     "serve": 573,
     "storage": 2_020,
-    "tasks": 4_400,
+    "tasks": 4_401,
     "text": 3_213,
     "tools": 7_873,
     "training": 2_336,
     "benchmarks": 3_032,
-    "tests": 37_439,
+    "tests": 37_459,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -102,7 +102,7 @@ KINDS = {
     "minimal_pairs": KindSpec(
         "minimal_pairs:MinimalPairsKind",
         ("accuracy",),
-        settings=("field_column",),
+        settings=("field_column",),  # the column of a pair's category
         adapts=(),
         **_PAIR,
     ),

@@ -29,8 +29,8 @@ def read_base(experiment: Finetuning) -> Base:
     """Reads the weights of the base that a task can use, onto the host.
 
     These are `encoder`, and the part below the head or, for a decoder, `masked_lm`. The model has
-    the dropout rates and the compute type of `adapt`. The hash covers the weights and the
-    tokenizer; a run saves it to identify its base.
+    the dropout rates and the compute type of `adapt`. The hash covers the weights, the tokenizer
+    and the pooling of a head; a run saves it to identify its base.
     """
     if not experiment.init_from:
         raise InputError("--from: name a base or a run whose encoder is to be adapted")

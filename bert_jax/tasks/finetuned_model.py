@@ -55,12 +55,12 @@ class TaskModel:
     ):
         parallelism = Parallelism()  # the run's own is for the run's devices
         mesh = mesh_lib.make_mesh(parallelism)
-        newest = load_experiment(workdir, Finetuning)
+        current = load_experiment(workdir, Finetuning)
         saved = Checkpoints(workdir.checkpoints)
         number = saved.find_step(which)
         metadata = saved.metadata(number)
         self.experiment = dataclasses.replace(
-            saved.experiment(number, Finetuning), init_from=base or newest.init_from
+            saved.experiment(number, Finetuning), init_from=base or current.init_from
         )
         loaded = _read_base(self.experiment, workdir, metadata["init_sha256"])
         # Only training has negatives.
@@ -154,7 +154,7 @@ class TaskModel:
         task_rows = self.kind.rows(examples)
         self.unknown.add(task_rows.ids)
         count = len(task_rows.ids) // task_rows.rows_per_example
-        # The batch size grows with the windows, so that few texts compile a small program.
+        # As large as the largest window so far: few texts compile a small program.
         self._largest = max(self._largest, min(self.experiment.run.eval_batch_size, count))
         sizes = self._sizes or (self._largest,)
         size = next((size for size in sizes if size >= count), sizes[-1])

@@ -81,6 +81,7 @@ class FinetuningJob(Job):
         self.objective, self.data_sha256 = self.data.objective, self.data.sha256
         draws = self.data.training.draws_per_epoch
         self._set_steps(math.ceil(experiment.epochs * draws / experiment.batch_size))
+        # Raises InputError if the state cannot be sharded over the mesh.
         step.abstract_state(self.objective, self.optimizer, experiment.parallelism, mesh)
         parts = experiment.parallelism.accumulation_of(0)
         mesh_lib.require_divisible(experiment.batch_size, "finetuning.batch_size", mesh, parts)
@@ -111,7 +112,7 @@ class FinetuningJob(Job):
                 "start again with another --workdir"
             )
         if not changed:
-            self.resume(metadata)  # before a state of other shapes is read
+            self.resume(metadata)  # other examples may give a state of other shapes
             # Older runs have fewer steps: their epochs counted examples, not rows.
             self._set_steps(metadata["notes"].get("total_steps", self.total_steps))
         return changed

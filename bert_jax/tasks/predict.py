@@ -159,7 +159,7 @@ def _require_json(values: Sequence[Any], location: str) -> None:
 def _table_lines(table_rows: Iterable[SourceRecord], suffix: str, header: str) -> Iterator[str]:
     """Yields the lines of a .csv, .tsv or .jsonl file; `header` "none" omits the column names."""
     first: Sequence[str] = ()
-    # The writer quotes cells with a character of its line end, so that is \r\n, written as \n.
+    # The writer quotes cells with a character of its line end: so it is \r\n, which becomes \n.
     file, end = types.SimpleNamespace(write=str), "\r\n"
     table = csv.writer(file, lineterminator=end)
     if suffix == ".tsv":

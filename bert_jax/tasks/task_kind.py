@@ -37,7 +37,7 @@ class ScoredExample(NamedTuple):
 
     truth: Sequence[str]  # names of labels (one, or one per word), or one number or text
     predicted: Sequence[str]  # as long as `truth`
-    error: float  # sorts mistakes: 0 if right; 1 - F1, a distance or a number of words
+    error: float  # 0 if right; larger is worse: 1 - F1, a distance, or a number of wrong words
 
 
 class SourceExamples(NamedTuple):
@@ -59,7 +59,7 @@ class TaskKind:
     reads: Reads = "pooled"  # input of the head
     outputs = 0  # number of the head's outputs; 0: one for each label
     learns: Learns = "labels"  # determines the loss, see `tasks.task_objective`
-    rows_per_example = 1  # consecutive rows that are answered together
+    rows_per_example = 1  # consecutive rows with one answer, such as the rows of all choices
     # The field of an answer that `predict --input` adds; "": the label, and its probability.
     answer_field = ""
     duplicates_must_agree = False  # whether equal texts must have equal labels
@@ -75,7 +75,7 @@ class TaskKind:
 
     @staticmethod
     def parse_texts(location: str, number: int, texts: Sequence[str]) -> Example:
-        """Returns an unlabelled example of typed texts; `number` is the index of the example."""
+        """Returns an unlabelled example of given texts; `number` is the index of the example."""
         return Sentence(location, tuple(texts), None)
 
     @classmethod

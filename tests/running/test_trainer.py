@@ -21,6 +21,7 @@ from small_run import hooked, pretrain, saves_in
 
 from bert_jax import config
 from bert_jax.checkpoints.load import Checkpoints
+from bert_jax.config import Run
 from bert_jax.data import batches, plans, stream, workers
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
@@ -339,3 +340,22 @@ def test_a_state_that_stands_still_over_bad_steps_is_no_reason_to_end(bad, in_va
         trainer._evaluate([asked])
     assert trainer.log.lines.append.call_count == 2
     assert bool(said) == trainer._is_finished == in_vain
+
+
+def test_an_early_stop_runs_what_is_due_at_the_end():
+    """The line of its steps is written, too; neither would come later."""
+    trainer = Trainer.__new__(Trainer)  # as far as the end of a step needs it
+    arrays = {"step": np.int32(30), "params": {}, "bad_in_a_row": np.int32(0)}
+    evaluators = [
+        Evaluator("scores", lambda done: True, lambda *of: {"loss": 1.0}, lambda line: ""),
+        Evaluator("mistakes", lambda done: done == 99, lambda *of: {"wrong": 1}, lambda line: ""),
+    ]
+    training = types.SimpleNamespace(patience=2, total_steps=99, evaluators=evaluators)
+    experiment = mock.Mock(run=Run(log_every=7, checkpoint_every=50))
+    trainer.job = mock.Mock(training=training, experiment=experiment)
+    trainer.state = RunState(30, arrays, {}, (), "", 0, [(10, 1.0), (20, 1.0)])
+    trainer.log, trainer.context = mock.Mock(), mock.Mock(clock=Clock())
+    trainer._finish_step(mock.Mock(ends_line=False))
+    kinds = [call.args[0]["kind"] for call in trainer.log.lines.append.call_args_list]
+    assert kinds == ["scores", "mistakes"]
+    assert trainer.log.close_window.call_count == 1
