@@ -12,6 +12,7 @@ from broken import asked as call
 from broken import fails, said
 
 from bert_jax import cli, config
+from bert_jax.cli import parsing, shared
 from bert_jax.pretraining import loaded_model
 from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.running import environment
@@ -72,6 +73,12 @@ def test_a_flag_that_is_not_given_has_the_default_that_its_argument_states():
         defaults = {action.dest: action.default for action in command.parser(name)._actions}
         flags = [argument for argument in command.arguments if argument.names[0][0] == "-"]
         assert {a.dest: a.default for a in flags}.items() <= defaults.items()
+
+
+def test_flags_that_have_their_defaults_count_as_not_given():
+    args = cli.parse(["search", "texts", "a query", "--workdir", "w", "--pooling", "cls"])
+    (given,) = parsing.find_changed_flags(args, shared.VECTOR_FLAGS)
+    assert given.dest == "pooling"
 
 
 def test_an_answer_without_a_model_is_given_without_jax():

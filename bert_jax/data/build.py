@@ -202,7 +202,7 @@ class CorpusBuilder:
         """Counts words to train a tokenizer that is not WordPiece."""
         items = [parts.CountStretches(self._location, self._corpus, part) for part in planned]
         results = self._run("counting words", items, self._report)
-        if not self._corpus.cut_documents:  # fails before training if the documents are too few
+        if not self._corpus.cut_documents:  # only for its error, if the documents are too few
             count = sum(record["documents"] for _, record in results)
             assign_splits(np.arange(count), self._corpus)
         return results

@@ -264,16 +264,16 @@ class Plans:
         return plan
 
     def _path(self, epoch: int) -> str:
-        names, *settings = self.spec
-        inputs = PLAN_VERSION, self.corpus, self.stream.documents, (names, epoch, *settings)
+        key_parts, *settings = self.spec
+        inputs = PLAN_VERSION, self.corpus, self.stream.documents, (key_parts, epoch, *settings)
         name = hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
         return os.fspath(cache_folder() / "plans" / f"{name}.plan")
 
     @property
     def _count_key(self) -> str:
         """Returns the key of the row count in the file of counts."""
-        names, length, short_seq_prob, units = self.spec
-        name = "/".join(map(str, (self.corpus[:16], *names)))
+        key_parts, length, short_seq_prob, units = self.spec
+        name = "/".join(map(str, (self.corpus[:16], *key_parts)))
         name += f"/length={length}/short_seq_prob={short_seq_prob}"
         return name + f"/units={units}" * (units != "pairs")
 

@@ -109,7 +109,7 @@ def train_sentencepiece(
 def _byte_bpe(counted: WordCounts, vocab_size: int, corpus: Corpus) -> tokenizers.Tokenizer:
     """Trains byte BPE as in ModernBERT (GPT-2's, after NFC), without special tokens.
 
-    Other than in ModernBERT, a blank is put before a text: sentences are tokenized one by one, and
+    Unlike in ModernBERT, a blank is put before a text: sentences are tokenized one by one, and
     their first words should have the same tokens as within a text.
     """
     trained = tokenizers.Tokenizer(models.BPE())

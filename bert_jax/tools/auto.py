@@ -36,7 +36,7 @@ _LANGUAGES |= {"DEVANAGARI": "hi", "BENGALI": "bn", "TAMIL": "ta", "THAI": "th",
 _LANGUAGES |= {"CJK": "zh", "HIRAGANA": "ja", "KATAKANA": "ja", "ARMENIAN": "hy", "GEORGIAN": "ka"}
 # Fields of a corpus that determine how the sample is read, and its language.
 _SAMPLE_FIELDS = ("text_field", "encoding", "language")
-# Number of characters of the sample, and of the parts of the text from which they come.
+# The sample has _SAMPLE // _PARTS characters of each of about _PARTS files.
 _SAMPLE, _PARTS = 200_000, 20
 # A shorter run is refused.
 _FEWEST_STEPS = 20
@@ -296,7 +296,7 @@ def _with_steps(experiment: Experiment, seconds: float, left: float, flag: str) 
     evaluation_steps = experiment.data.eval_rows / phase.batch_size * _FORWARD
     steps = int(left / seconds - evaluation_steps * (_EVALUATIONS + 1))
     if steps < _FEWEST_STEPS:
-        missing = (_FEWEST_STEPS - steps) * seconds / 3600
+        missing = 1.1 * (_FEWEST_STEPS - steps) * seconds / 3600  # it is rounded in the message
         raise InputError(
             f"{flag}: only {pluralize(max(steps, 0), 'step')} of {seconds:.3g} s fit into the time "
             f"left after making the corpus; give at least {missing:.2g} hours more"

@@ -6,6 +6,7 @@ import json
 import pathlib
 import shutil
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from orbax.checkpoint._src.futures import synchronization
 from orbax.checkpoint._src.path import atomicity
 from small_run import assert_same_run, hooked, pretrain, saves_in
 
-from bert_jax.checkpoints import layout, load
+from bert_jax.checkpoints import layout, load, save
 from bert_jax.checkpoints.load import Checkpoints, Damaged
 from bert_jax.checkpoints.save import Saver
 from bert_jax.config import Run
@@ -408,6 +409,13 @@ def test_saved_are_the_newest_the_best_and_every_so_many(tmp_path):
                 saved.save(step, state, {}, loss)
                 saved.wait()
     assert saved.checkpoints.steps == [21, 20, 18, 9, 6]
+
+
+def test_the_newest_from_before_the_last_recompute_check_is_kept():
+    """Only a later one may hold what a faulty device computed."""
+    retention = save._Retention(Run(keep_checkpoints=2, keep_best=0, replay_every=10))
+    saved = [types.SimpleNamespace(step=step) for step in (4, 8, 12, 16, 20)]
+    assert retention.should_preserve(saved, context=None) == [False, True, False, True, True]
 
 
 def test_reading_leaves_a_save_under_way_alone(run):

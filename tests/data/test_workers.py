@@ -44,6 +44,7 @@ def test_results_and_errors_of_one_call_after_another_arrive(worker):
     with pytest.raises(RuntimeError, match="Unreadable: m and 1"):
         call(worker, dying.fail, "unreadable")
     assert call(worker, os.getpid) == worker.process.pid
+    assert call(worker, os.getsid, 0) == worker.process.pid  # Ctrl-C does not reach it
 
 
 def test_calls_that_ended_are_told_from_others_and_a_death_has_its_code(worker):

@@ -172,6 +172,15 @@ def test_more_operations_want_a_larger_encoder(here):
     assert "about" not in auto.expected_loss(small, 9_000)
 
 
+def test_the_hours_that_are_missing_are_named():
+    experiment = config.load("experiments/tiny.py")
+    with pytest.raises(errors.InputError, match="only 0 steps of 36 s") as refused:
+        auto._with_steps(experiment, 36.0, 0.0, "--hours 1")
+    missing = float(re.search(r"at least (\S+) hours", str(refused.value))[1])
+    enough = auto._with_steps(experiment, 36.0, 3600 * missing, "--hours 1")
+    assert 20 <= enough.phases[0].steps < 60
+
+
 def test_the_page_has_the_rule():
     page = pathlib.Path(__file__).parents[2] / "docs" / "results" / "learning.md"
     table = page.read_text().split("| operations, from |")[1].split("\n\n")[0]

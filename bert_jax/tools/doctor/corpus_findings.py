@@ -228,7 +228,7 @@ RANDOM = FindingRule(
 )  # fmt: skip
 # A chunk ends after the sentence that fills it, so half a sentence is usually cut off: a tenth of
 # the text at 128, a third at 64. With much more, pairs are parts of sentences.
-PEER_LOST = FindingRule(
+TRUNCATED_PAIRS = FindingRule(
     "{value} of the tokens of pairs are cut off {where}",
     0.4, 0.6,
     "sentences are longer than a row: text is lost, and pairs have no beginning and end",
@@ -248,8 +248,10 @@ def _check_plan(train: Stream, text_at: TextAt, length: int) -> list[Finding]:
     # The example is the median pair, since the longest is an exception.
     median = rows[np.argsort(lengths, kind="stable")[len(rows) // 2]]
     pair = f"a pair of {median['a_length']:,} and {median['b_length']:,} tokens"
-    findings = PEER_LOST.check(lost, example(pair, text_at(int(median["a_offset"]))), where=where)
+    findings = TRUNCATED_PAIRS.check(
+        lost, example(pair, text_at(int(median["a_offset"]))), where=where
+    )
     # Sentences longer than a row have no next sentence either; only the cause is reported.
-    if lost <= PEER_LOST.problem_over:
+    if lost <= TRUNCATED_PAIRS.problem_over:
         findings += RANDOM.check(float(rows["is_random_next"].mean()), where=where)
     return findings
