@@ -15,7 +15,7 @@ from etils import epath
 from bert_jax import config
 from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Experiment, Finetuning, Parallelism
-from bert_jax.config.code import set_code_file
+from bert_jax.config.code import allow_code_file
 from bert_jax.data import corpus
 from bert_jax.data.batches import Batch
 from bert_jax.embeddings import nearest
@@ -142,7 +142,7 @@ def load(
       For a fine-tuned run a `FinetunedModel`, which also predicts labels, tags or answers.
     """
     if code is not None:
-        set_code_file(os.fspath(code))
+        allow_code_file(os.fspath(code))
     folder = epath.Path(path)
     run = mirror.open_workdir(folder)
     if holds_finetuning(run):

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.code:
             from bert_jax.config import code
 
-            code.set_code_file(args.code)
+            code.allow_code_file(args.code)
         if args.launcher != "local":
             return _launch_rented(args)
         if problem := _find_local_problem(args, command):

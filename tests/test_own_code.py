@@ -161,7 +161,7 @@ def test_code_is_one_file_that_names_a_function_at_its_top(tmp_path, monkeypatch
     file = write(tmp_path, "electra", ("import jax\n", "import jax\nimport small\n"))
     with pytest.raises(InputError, match=r"not of small\.py"):
         config.load(str(file))
-    with pytest.raises(InputError, match="a function at the top"):
+    with pytest.raises(InputError, match="give it a function of a"):
         config.own(lambda: None)
     with pytest.raises(InputError, match=r"model\.code='x'"):
         config.Model(code="x")

@@ -20,7 +20,7 @@ from bert_jax.cli import (
     use_commands,
 )
 from bert_jax.cli.parsing import Command, CommandTable, Parser
-from bert_jax.config.code import set_code_file, was_used
+from bert_jax.config.code import allow_code_file, was_used
 from bert_jax.errors import FAILED, FINISHED, InputError, printable
 from bert_jax.process import prepare_process
 from bert_jax.system import restart_in_utf8_mode
@@ -160,7 +160,7 @@ def _run(args: argparse.Namespace) -> int:
             # An environment variable, because child processes inherit it.
             os.environ["BERT_JAX_CACHE_DIR"] = os.path.abspath(args.cache_dir)
         if code_file:
-            set_code_file(code_file)
+            allow_code_file(code_file)
         exit_code = args.command.run(args)
         if code_file and exit_code == FINISHED and not was_used(code_file):
             print(

@@ -20,36 +20,39 @@ from typing import Any
 from bert_jax.config.fields import CODE, Section
 from bert_jax.errors import InputError
 
-# Paths given by `--code`: to the parent process, separated as in PATH, and to this process.
-_VARIABLE = "BERT_JAX_CODE"
+# The environment variable that passes allowed paths to child processes, separated as in PATH.
+_PATHS_VARIABLE = "BERT_JAX_CODE"
+# The paths that `--code` and experiment files allow in this process.
 _named_paths: list[str] = []
-# The copy of the file in a workdir.
+# Name of the file's copy in a workdir.
 COPY = "experiment_code.py"
 # From the hash of a file that was run to its module namespace and its text.
 _loaded: dict[str, tuple[dict[str, Any], str]] = {}
 
 
 def own(function: Callable[..., Any]) -> str:
-    """Returns the value of `data.code` or `model.code` for a function at the top of its file.
+    """Returns the value of `data.code` or `model.code` for a function of a module.
 
     An experiment file calls it with its custom objective or encoder.
     """
     names, name = getattr(function, "__globals__", {}), getattr(function, "__name__", "")
     path = pathlib.Path(names.get("__file__", ""))
     if path.suffix != ".py" or names.get(name) is not function:
-        raise InputError(f"own({name or function!r}): give it a function at the top of a .py file")
+        raise InputError(
+            f"own({name or function!r}): give it a function of a .py file, not a nested one"
+        )
     content, sha256 = _read(path)
-    if not content.endswith(b"\n"):  # scripts that copy the file would add the newline
+    if not content.endswith(b"\n"):  # launch scripts that hold the file would add it
         raise InputError(f"{path}: must end with a newline; add one")
     reference = f"{path.name}:{name}:{sha256}"
     if not CODE.fullmatch(reference):
         raise InputError(f"{path}: rename it; only letters, digits, _ . and - may be in its name")
     _loaded[sha256] = names, content.decode()
-    set_code_file(str(path))
+    allow_code_file(str(path))
     return reference
 
 
-def set_code_file(path: str) -> None:
+def allow_code_file(path: str) -> None:
     """Allows a file to be run if a config names its hash, as `--code` does."""
     _read(pathlib.Path(path))
     _named_paths.append(os.path.abspath(path))
@@ -57,7 +60,7 @@ def set_code_file(path: str) -> None:
 
 def environment() -> dict[str, str]:
     """Returns the environment variable that allows the same files in a child process."""
-    return {_VARIABLE: os.pathsep.join(_allowed_paths())}
+    return {_PATHS_VARIABLE: os.pathsep.join(_allowed_paths())}
 
 
 def was_used(path: str) -> bool:
@@ -66,7 +69,7 @@ def was_used(path: str) -> bool:
 
 
 def _allowed_paths() -> list[str]:
-    inherited = os.environ.get(_VARIABLE, "").split(os.pathsep)
+    inherited = os.environ.get(_PATHS_VARIABLE, "").split(os.pathsep)
     return [*dict.fromkeys(path for path in (*inherited, *_named_paths) if path)]
 
 
@@ -117,14 +120,14 @@ def _load(reference: str) -> tuple[dict[str, Any], str]:
         if path is None:
             others = "".join(f"; {path} has {sha256}" for path, (_, sha256) in files_read.items())
             raise InputError(
-                f"{file}: {name}() is needed, of the file with sha256 {wanted}; name it with "
+                f"{file}: needs {name}() of the file with sha256 {wanted}; name that file with "
                 f"--code FILE (a run keeps a copy, {COPY}){others}"
             )
         content = files_read[path][0]
         module = types.ModuleType(f"{path.stem}_{wanted[:8]}")
         module.__file__ = str(path)
         sys.modules[module.__name__] = module  # dataclasses resolve annotations there
-        with failures(path):  # runs the bytes that were hashed: the file may change
+        with report_failures(path):  # runs the bytes that were hashed: the file may change
             exec(compile(content, path, "exec", dont_inherit=True), module.__dict__)
         _loaded[wanted] = module.__dict__, content.decode()
     return _loaded[wanted]
@@ -141,7 +144,7 @@ def run_file(
     Returns:
       The function's value; the file name and experiment of the parent that it changes, or None.
     """
-    with failures(path), _importing_from(path.parent.resolve()) as imported:
+    with report_failures(path), _importing_from(path.parent.resolve()) as imported:
         names = runpy.run_path(str(path), run_name=path.stem)
         if function not in names:
             raise InputError(f"{path}: defines no {function}() -> {function.capitalize()}")
@@ -165,7 +168,7 @@ def run_file(
 
 
 @contextlib.contextmanager
-def failures(path: pathlib.Path) -> Iterator[None]:
+def report_failures(path: pathlib.Path) -> Iterator[None]:
     """Turns every exception of users' code into an InputError that names the file and line."""
     folder = path.parent.resolve()
     try:
@@ -199,7 +202,7 @@ def _importing_from(folder: pathlib.Path) -> Iterator[Callable[[], list[Any]]]:
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
-        # In the order in which their imports began: the first is the first import of the file.
+        # In the order in which their imports began: first what the file imports first.
         yield lambda: [module for name, module in sys.modules.items() if name in names]
     finally:
         sys.path[:], sys.dont_write_bytecode = path, no_bytecode

@@ -20,9 +20,9 @@ class ObjectiveTraits(NamedTuple):
     """The form of the rows and the direction of the encoder that an objective needs."""
 
     units: Literal["pairs", "swapped_pairs", "sentences"]  # what a row consists of
-    unpredicted: int  # positions of a row that are never predicted; 0: a share of them is masked
+    unpredicted: int  # positions without a target, if all others have one; 0: tokens are masked
     direction: Literal["both", "left_to_right"]  # what tokens attend to
-    cuts: bool  # whether data.attention=per_document is allowed
+    separates_documents: bool  # whether data.attention=per_document is allowed
 
 
 OBJECTIVES = {
@@ -52,8 +52,8 @@ class Data(Section, role="identity", label="data"):
     short_seq_prob: Share = 0.1
     # Share of a row's tokens that are to be predicted.
     masked_lm_prob: Share = 0.15
-    # data.masked_lm_prob changes linearly to this share at the last step; 0: it is constant. It
-    # does not affect held-out rows: 15 % of their tokens are predicted, 80 % of these are [MASK].
+    # data.masked_lm_prob changes linearly to this share at the last step; 0: it is constant.
+    # In held-out rows always 15 % of the tokens are predicted, and 80 % of these are [MASK].
     final_masked_lm_prob: Share = 0.0
     # Share of the tokens to be predicted that become [MASK].
     mask_share: WholeShare = 0.8
@@ -68,7 +68,7 @@ class Data(Section, role="identity", label="data"):
     eval_sequence_length: RowLength = 128
     # Maximum number of masked tokens in a held-out row.
     eval_max_predictions_per_seq: PositiveCount = 20
-    # Number of held-out rows to score, the same at every evaluation; fewer if there are fewer.
+    # Number of held-out rows that every evaluation scores, always the same; at most all.
     eval_rows: PositiveCount = 10_000
     # Seed of the held-out rows and their masks. It is independent of the run's seed, so runs with
     # different seeds are scored on the same rows.
@@ -77,7 +77,7 @@ class Data(Section, role="identity", label="data"):
     def _problems(self) -> Iterator[Problem]:
         if self.mask_share + self.random_share > 1.0:
             yield "random_share", f"is over 1 together with data.mask_share={self.mask_share}"
-        if self.attention != "whole_row" and not OBJECTIVES[self.objective].cuts:
+        if self.attention != "whole_row" and not OBJECTIVES[self.objective].separates_documents:
             yield "attention", f"data.objective={self.objective} needs whole rows; remove it"
         if self.dupe_factor and self.final_masked_lm_prob:
             yield "final_masked_lm_prob", "repeated masks cannot change; set data.dupe_factor=0"
@@ -89,7 +89,7 @@ class Data(Section, role="identity", label="data"):
 
     @property
     def unpredicted(self) -> int:
-        """Returns how many positions of a row are never predicted; 0: a share is masked."""
+        """Returns how many positions of a row have no target; 0: tokens are masked."""
         return OBJECTIVES[self.objective].unpredicted
 
     @property

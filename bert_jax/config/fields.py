@@ -12,13 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
 from bert_jax.errors import InputError
 
-# No size, count or interval is larger, and arrays are indexed with no more bits.
-_INTEGERS = 2**32
+# Every whole number is below this in size; indices of arrays have 32 bits.
+_INTEGER_LIMIT = 2**32
 # Bytes of a folder's name, as file systems allow them.
 _LONGEST_NAME = 255
-# Characters that files and paths cannot hold; other surrogates stand for the bytes of a path.
-_NO_TEXT = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
-# A function of a file with the file's hash; see `config.code`.
+# NUL and lone surrogates. U+DC80 to U+DCFF are allowed: Python uses them for bytes of a path that
+# are not UTF-8.
+_INVALID_CHARACTERS = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
+# A reference to a user's function, FILE:FUNCTION:SHA256; see `config.code`.
 CODE = re.compile(r"([\w.-]+\.py):([A-Za-z_]\w*):([0-9a-f]{64})")
 
 
@@ -32,8 +33,9 @@ class FieldRule(NamedTuple):
 class RequiresValue(NamedTuple):
     """Restricts a field to certain values of another field; given in its `Annotated` type.
 
-    With another value, setting the field is an error if `field` is a name of the same section. If
-    `field` is a path of the experiment, a note says that the setting has no effect (`files.notes`).
+    The annotated field may be set only if the field named `field` has one of `values`. Otherwise
+    setting it is an error if `field` is a name of the same section; if it is a path such as
+    `model.kind`, only a note says that the setting has no effect (`files.notes_on_settings`).
     """
 
     field: str
@@ -163,7 +165,7 @@ def _check_type(where: str, value: object, hint: Any) -> None:
         raise InputError(f"{where}={reprlib.repr(value)}: expected {hint.__name__}")
     elif hint is float and not math.isfinite(value):
         raise InputError(f"{where}={value!r}: must be a finite number")
-    elif hint is int and abs(value) >= _INTEGERS:
+    elif hint is int and abs(value) >= _INTEGER_LIMIT:
         raise InputError(f"{where}: {str(value)[:20]}... is too large; must be below 2**32")
-    elif hint is str and _NO_TEXT.search(value):
+    elif hint is str and _INVALID_CHARACTERS.search(value):
         raise InputError(f"{where}={value!r}: contains a NUL or half of a surrogate pair")

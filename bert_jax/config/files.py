@@ -39,7 +39,7 @@ def load(path: str, kind: type[T] = Experiment) -> T:
 
 
 def load_table(path: str) -> Table:
-    """Reads TABLE: a .py file that defines `table()`."""
+    """Reads TABLE: a .py file that defines `table()`, the experiments that `compare` trains."""
     file = pathlib.Path(path)
     if not file.is_file() or file.suffix != ".py":
         raise InputError(f"{path}: no such table; name a .py file that defines table()")
@@ -64,8 +64,9 @@ def finetuning_of(
 ) -> tuple[Finetuning, dict[str, Any]]:
     """Builds a fine-tuning from fields of its task, and its origin as `load_with_origin` does.
 
-    Sources are given as files. Its name is the last part of `workdir` or of the first training
-    file. Fields and settings are checked together: some kinds need fields that only settings give.
+    `train` and `validation` are names of files, of which sources are made. The fine-tuning is named
+    after the last part of `workdir` or of the first training file. Fields and settings are checked
+    together: some kinds need fields that only settings give.
     """
     if task.get("kind") == "minimal_pairs":
         raise InputError(
@@ -93,17 +94,17 @@ def name_of(path: str) -> str:
 
 
 def source_of(flag: str, kind: str, file: str) -> str:
-    """Returns a source for `task.train`, with the format by the ending of the file's name."""
+    """Returns FORMAT:FILE for `task.train`; the format follows from the ending of the name."""
     formats = KINDS[kind].sources
     if file.partition(":")[0] in formats:
         return file
     ending = pathlib.PurePath(COMPRESSED.sub("", file)).suffix.lower()
     file_format = "squad" if ending == ".json" else ending.removeprefix(".")
     if file_format not in formats:
-        known = ", ".join(f"{known}:" for known in formats)
+        known = ", ".join(f"{name}:" for name in formats)
         raise InputError(
-            f"{flag} {file}: the name does not say which format it is; --kind {kind} reads {known} "
-            f"so write {formats[0]}:{file}, for example"
+            f"{flag} {file}: the name does not say which format it is; --kind {kind} reads "
+            f"{known}; write {formats[0]}:{file}, for example"
         )
     return f"{file_format}:{file}"
 
@@ -161,7 +162,7 @@ def _shipped() -> dict[str, pathlib.Path]:
 
 
 def _resolve_sources(experiment: Section, folder: pathlib.Path) -> Section:
-    """Returns an experiment whose relative sources `./...` are in a folder.
+    """Makes the relative sources `./...` of an experiment absolute, as FOLDER/./...
 
     The part before `/./` differs between machines and does not belong to a source's name.
     """
@@ -190,7 +191,8 @@ def _require_kind(kind: type, expected: type, where: str) -> None:
             Finetuning: (
                 "a fine-tuning, not a pre-training",
                 "`bert-jax finetune` takes it, `predict` (with --score for scores), `embed` and "
-                "`checkpoints` take its run; to begin with it, `export` it and `import` the folder",
+                "`checkpoints` take its run; to start another run from its weights, `export` it "
+                "and `import` the folder",
             ),
         }[kind]
         raise InputError(f"{where}: is {description}; {commands}")
@@ -308,8 +310,8 @@ def differences(old: Section, new: Section, role: str) -> list[str]:
     return [f"{path}: {a!r} -> {b!r}" for path, a, b in pairs if a != b]
 
 
-# Removed settings, each with the value in older runs that this version can read. None: any value,
-# since the setting had no effect without another removed one.
+# Removed settings, each with the only value that older runs may have. None: any value, since the
+# setting had no effect without another removed one.
 _REMOVED = {
     "data.packing": "none",
     "phases.N.examples_per_row": None,
@@ -385,7 +387,7 @@ def _build(hint: Any, value: Any, where: str) -> Any:
             hints = {key: fields_of(hint)[key][0] for key in value}
             return hint(**{key: _build(hints[key], v, prefix + key) for key, v in value.items()})
         except InputError as error:
-            # A phase does not know its number.
+            # The label of a phase is `phases`, without its index.
             name, dot, rest = str(error).partition(".")
             if not (dot and where.startswith(f"{name}.")):
                 raise

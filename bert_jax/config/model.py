@@ -19,7 +19,7 @@ from bert_jax.config.fields import (
     minimum,
 )
 
-_Base = Annotated[float, FieldRule(lambda base: base > 1, "must be over 1")]
+_RotaryBase = Annotated[float, FieldRule(lambda base: base > 1, "must be over 1")]
 _Scaling = Annotated[
     str,
     FieldRule(
@@ -43,11 +43,12 @@ class Model(Section, role="identity", label="model"):
     # bert: Devlin et al. 2018; modern: ModernBERT.
     kind: Literal["bert", "modern"] = "bert"
 
-    # A custom encoder of the experiment file instead of the kind's: FILE:FUNCTION:SHA256, as
-    # bert_jax.config.own(FUNCTION) returns it; empty: the kind's.
+    # A custom encoder of the experiment file, which replaces that of model.kind:
+    # FILE:FUNCTION:SHA256, as bert_jax.config.own(FUNCTION) returns it; empty: none.
     code: Code = ""
-    # Number of tokens in the vocabulary, with special ones. A tokenizer trained on too little text
-    # has [unused] tokens. The embedding table is padded to a multiple of 1,024 rows.
+    # Number of tokens in the vocabulary, including special ones. If the text is too small for so
+    # many, [unused] tokens fill the vocabulary. The embedding table is padded to a multiple of
+    # 1,024 rows.
     vocab_size: Annotated[Side, minimum(6)] = 30_522
     # Width of the encoder, a multiple of model.num_attention_heads.
     hidden_size: Side = 768
@@ -71,13 +72,13 @@ class Model(Section, role="identity", label="model"):
     # For kind=modern: the first layer and then every n-th are global layers, which attend to whole
     # rows; the others are local and attend to a window around each token.
     global_every: Annotated[PositiveCount, _MODERN_NOTED] = 3
-    # For kind=modern: width of the window of local layers, half of it on each side of the token (an
-    # odd width includes the token itself).
+    # For kind=modern: in local layers a token attends to itself and to local_window // 2 tokens on
+    # each side.
     local_window: Annotated[int, _MODERN_NOTED] = 128
     # Base of the rotary positions of global layers.
-    global_rotary_base: Annotated[_Base, _MODERN_NOTED] = 160_000.0
+    global_rotary_base: Annotated[_RotaryBase, _MODERN_NOTED] = 160_000.0
     # Base of the rotary positions of local layers.
-    local_rotary_base: Annotated[_Base, _MODERN_NOTED] = 10_000.0
+    local_rotary_base: Annotated[_RotaryBase, _MODERN_NOTED] = 10_000.0
     # How the rotary positions of global layers are stretched for rows longer than those in
     # training: linear:FACTOR, or yarn:POSITIONS:FACTOR, where POSITIONS is the length in training
     # (Peng et al. 2023); empty: not at all.
@@ -94,24 +95,24 @@ class Model(Section, role="identity", label="model"):
     attention_probs_dropout_prob: Share = 0.1
     # Standard deviation of initial weights (normal, truncated at two standard deviations).
     initializer_range: Positive = 0.02
-    # Initial weights of layers as in the kind's reference, or scaled: by 1/sqrt(hidden_size), with
-    # zero for the projections that layers add to the residual stream.
+    # Initial weights of layers. reference: as in the original code of model.kind; scaled: standard
+    # deviation 1/sqrt(hidden_size), and zeros for projections that write to the residual stream.
     initialization: Literal["reference", "scaled"] = "reference"
     # Type of activations and matrix products; parameters, sums and losses stay float32.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Random numbers of dropout. threefry8: depend only on the row, the same on any mesh; rbg16:
-    # fast on TPUs, depend on the mesh; in_kernel: generated in TPU kernels, the fastest there,
-    # depend on the mesh and the kind of TPU; elsewhere the same as rbg16.
+    # Random bits of dropout, 8 or 16 for each element. threefry8: depend only on the row, the same
+    # on any mesh; rbg16: fast on TPUs, depend on the mesh; in_kernel: generated in TPU kernels, the
+    # fastest there, depend on the mesh and the kind of TPU; elsewhere the same as rbg16.
     dropout_rng: Literal["threefry8", "rbg16", "in_kernel"] = "threefry8"
 
     def _problems(self) -> Iterator[Problem]:
         if self.hidden_size % self.num_attention_heads:
             yield "num_attention_heads", f"must divide model.hidden_size={self.hidden_size}"
-        steps = 256 if self.dropout_rng == "threefry8" else 65_536
+        levels = 256 if self.dropout_rng == "threefry8" else 65_536
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
             share = getattr(self, name)
-            if share > 0 and not 0 < round(share * steps) < steps:
-                why = f"model.dropout_rng={self.dropout_rng} has a resolution of 1/{steps}"
+            if share > 0 and not 0 < round(share * levels) < levels:
+                why = f"model.dropout_rng={self.dropout_rng} has a resolution of 1/{levels}"
                 yield name, f"rounds to {round(share)}: {why}"
         if self.kind == "modern":
             yield from self._modern_problems()

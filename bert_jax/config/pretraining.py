@@ -38,18 +38,20 @@ SKIPPED_STEPS = 64
 # Share of a row's tokens that are predicted (Devlin et al. 2018, section 3.1).
 _PAPER_SHARE = 0.15
 # Maximum number of traced steps: a trace is held in memory.
-_TRACED_STEPS = 100
+_MAX_TRACED_STEPS = 100
 
 
 def _is_step_range(steps: tuple[int, ...]) -> bool:
-    return len(steps) == 2 and 0 <= steps[0] < steps[1] <= steps[0] + _TRACED_STEPS
+    return len(steps) == 2 and 0 <= steps[0] < steps[1] <= steps[0] + _MAX_TRACED_STEPS
 
 
-_PhaseBase = Annotated[float, FieldRule(lambda base: base == 0 or base > 1, "must be over 1, or 0")]
+_RotaryBaseOrZero = Annotated[
+    float, FieldRule(lambda base: base == 0 or base > 1, "must be over 1, or 0")
+]
 _Accumulation = Annotated[
     tuple[int, ...], FieldRule(lambda x: min(x, default=0) > 0, "must be at least 1")
 ]
-_FewSteps = Annotated[
+_BadStepCount = Annotated[
     PositiveCount, FieldRule(lambda n: n < SKIPPED_STEPS, f"below {SKIPPED_STEPS}")
 ]
 _WSD_ONLY, _MUON_ONLY = (
@@ -59,7 +61,8 @@ _WSD_ONLY, _MUON_ONLY = (
 _StepRange = Annotated[
     tuple[int, ...],
     FieldRule(
-        lambda steps: not steps or _is_step_range(steps), f"10,20, {_TRACED_STEPS} steps at most"
+        lambda steps: not steps or _is_step_range(steps),
+        f"must be two steps, such as 10,20, at most {_MAX_TRACED_STEPS} apart",
     ),
 ]
 
@@ -83,7 +86,7 @@ class Phase(Section, role="identity", label="phases"):
     masked_lm_prob: Share = 0.0
     # For kind=modern: base of the rotary positions of global layers in this phase; 0:
     # model.global_rotary_base.
-    global_rotary_base: Annotated[_PhaseBase, RequiresValue("model.kind", ("modern",))] = 0.0
+    global_rotary_base: Annotated[_RotaryBaseOrZero, RequiresValue("model.kind", ("modern",))] = 0.0
     # Added to the row numbers of the phase. `fork` sets it, so that a run with another batch size
     # continues at the first row that the original run did not train on.
     row_offset: int = 0
@@ -108,8 +111,9 @@ class Optimizer(Section, role="identity", label="optimizer"):
     peak_learning_rate: Positive = 1e-4
     # Steps in which the learning rate rises.
     warmup_steps: Count = 10_000
-    # paper: linear decay from step 0, replaced by a linear warm-up at first, with a jump at the end
-    # of the warm-up; wsd: warm-up, constant peak rate, decay in the last decay_steps.
+    # paper: linear decay from the peak at step 0 to zero at the end, of which a linear warm-up to
+    # the peak replaces the first steps, so that the rate drops where they meet; wsd: warm-up,
+    # constant peak rate, decay in the last decay_steps.
     schedule: Literal["paper", "linear", "cosine", "wsd"] = "paper"
     # For schedule=wsd: number of last steps in which the rate falls to 0; 0: it stays constant.
     decay_steps: Annotated[Count, _WSD_ONLY] = 0
@@ -127,8 +131,8 @@ class Optimizer(Section, role="identity", label="optimizer"):
     eps: Positive = 1e-6
     # Weight decay of kernels and embeddings; biases and layer norms have none.
     weight_decay: Annotated[float, minimum(0)] = 0.01
-    # Which gradient is clipped by its norm: the mean gradient of the batch (global), the gradient
-    # of each of reference_replicas groups of rows before they are summed (as the reference), none.
+    # What is clipped by its norm. global: the mean gradient of the batch; per_replica: the gradient
+    # of each of reference_replicas groups of rows, before they are summed, as in the reference.
     clip: Literal["global", "per_replica", "none"] = "global"
     # A gradient with a larger norm is scaled down to this norm.
     clip_norm: Annotated[Positive, RequiresValue("optimizer.clip", ("global", "per_replica"))] = 1.0
@@ -143,7 +147,7 @@ class Optimizer(Section, role="identity", label="optimizer"):
     layer_decay: PositiveShare = 1.0
     # A step whose loss or gradient is not finite is skipped. After this many in a row the run does
     # what after_bad_steps says.
-    bad_steps_in_a_row: _FewSteps = 10
+    bad_steps_in_a_row: _BadStepCount = 10
     # roll_back: the run returns to the checkpoint before the bad steps and skips them. stop: the
     # run ends.
     after_bad_steps: Literal["roll_back", "stop"] = "roll_back"
@@ -153,13 +157,15 @@ class Optimizer(Section, role="identity", label="optimizer"):
 class Parallelism(Section, role="placement", label="parallelism"):
     """The layout of the step over devices. May change on resume."""
 
-    # How optimizer state and parameters are sharded: not at all; zero1: all parameters are gathered
-    # once a step; zero3: each layer's when it is used (on TPUs, small ones before the first layer).
+    # How parameters and optimizer state are sharded. replicated: not at all; zero1: all parameters
+    # are gathered once a step; zero3: those of each layer are gathered when the layer runs (on
+    # TPUs, small parameters before the first layer).
     state: Literal["replicated", "zero1", "zero3"] = "replicated"
     # Number of replica groups: state is sharded within a group, and only gradients cross groups,
     # once a step. Each TPU slice needs at least one group; devices of a group are neighbours.
     slices: PositiveCount = 1
-    # Number of devices that share a row: heads, feed-forward blocks and vocabulary are split.
+    # Number of devices that share a row: attention heads, feed-forward blocks and vocabulary are
+    # split.
     tensor: PositiveCount = 1
     # Micro-batches per step: one number for all phases, or one for each phase.
     accumulation: _Accumulation = (1,)
@@ -198,15 +204,16 @@ class Run(Section, role="placement", label="run"):
     # The process prints its stacks and ends if no step or evaluation finished for this many
     # seconds, or twice as many while compiling; 0: never.
     hang_after_seconds: Count = 1_800
-    # For several slices: seconds that a start waits for missing slices. Then the run starts with as
-    # many of the present slices as divide its batches.
+    # For several slices: seconds that a start waits for missing slices. Then the run starts with
+    # the largest number of present slices that divides its batches.
     wait_for_slices_seconds: PositiveCount = 300
-    # Steps between steps that TPU chips compute several times to check their arithmetic; 0: none.
-    # Only on TPUs. A chip that fails the check ends the run; run again on another machine.
+    # After how many steps TPU chips compute a step several times to check their arithmetic; 0:
+    # never. Only on TPUs. A chip that fails the check ends the run; run again on another machine.
     check_every: Count = 0
     # Steps between recompute checks, in which two devices compute the same rows and must agree to
-    # the bit; 0: none. If they differ, the run names the faulty device and rolls back to before the
-    # last clean check; a device that fails again ends the run.
+    # the bit; 0: none. If they differ, the run names the faulty device and rolls back to the newest
+    # checkpoint that is not later than the last check without a difference; a device that fails
+    # again ends the run.
     replay_every: Count = 0
     # Number of batches that are prepared in advance.
     prefetch_batches: PositiveCount = 4
@@ -216,11 +223,11 @@ class Run(Section, role="placement", label="run"):
     profile_steps: _StepRange = ()
     # Texts for sample predictions of [MASK] at every evaluation; empty: held-out sentences.
     watch: tuple[str, ...] = ()
-    # Task files to score the encoder on during the run, with a linear layer trained on its vectors,
-    # or by choosing the likelier text of minimal pairs: before the first step, after the last, and
-    # at evaluations as often as run.probe_share allows.
+    # Task files to score the encoder on: with a linear layer trained on its vectors, or by choosing
+    # the likelier text of minimal pairs. This is done before the first step, after the last, and at
+    # evaluations as often as run.probe_share allows.
     probes: tuple[str, ...] = ()
-    # Share of the run's operations that run.probes may take.
+    # Share of the run's floating-point operations that run.probes may take.
     probe_share: PositiveShare = 0.05
     # Services that receive the metrics during the run: tensorboard, trackio, wandb, mlflow, each an
     # extra to install. They write to the workdir unless the tracker's own variables name a server.
@@ -258,7 +265,7 @@ class Experiment(Section, role="identity", label="experiment"):
         return self.ends[-1]
 
     def phase_at(self, done: int) -> tuple[int, int]:
-        """Returns the number of the phase of the step after `done` steps, and its first step."""
+        """Returns the index of the phase after `done` steps, and the number of steps before it."""
         number = bisect.bisect_right(self.ends, done)
         return number, self.ends[number] - self.phases[number].steps
 
@@ -284,7 +291,7 @@ class Experiment(Section, role="identity", label="experiment"):
         return replace(self.model, global_rotary_base=base, direction=direction)
 
     def model_after(self, done: int) -> Model:
-        """Returns the model section of step `done`, the last one; after 0 steps, of step 1."""
+        """Returns the model section of step `done`, the last one; with 0, that of step 1."""
         return self.model_of(self.phase_at(max(done - 1, 0))[0])
 
     def model_scored(self, done: int) -> Model:
@@ -353,10 +360,13 @@ class Experiment(Section, role="identity", label="experiment"):
                 yield "model.code", f"{why} needs causal attention; remove the custom encoder"
         has_dropout = model.hidden_dropout_prob or model.attention_probs_dropout_prob
         if run.replay_every and model.dropout_rng != "threefry8" and (has_dropout or data.code):
-            why = f"model.dropout_rng={model.dropout_rng} gives a row other dropout on each device"
+            why = f"model.dropout_rng={model.dropout_rng} drops other elements on each device"
             yield "run.replay_every", f"{why}; set it to threefry8, or run.replay_every=0"
         if traits.unpredicted and run.watch:
-            yield "run.watch", f"{setting} fills no [MASK]; remove it, --set run.watch="
+            yield (
+                "run.watch",
+                f"cannot be used with {setting}, which predicts no [MASK]; use --set run.watch=",
+            )
         if self.data.code and run.probes:
             why = "cannot be used with data.code; score the run with `bert-jax evaluate --task`"
             yield "run.probes", why
@@ -366,10 +376,13 @@ class Experiment(Section, role="identity", label="experiment"):
         if objective in ("", data.objective):
             return
         if number == len(self.phases) - 1:
-            yield "objective", f"data.objective={data.objective} is the last phase's; remove it"
+            yield (
+                "objective",
+                f"the last phase always has data.objective={data.objective}; remove this field",
+            )
         if data.code:
-            yield "objective", "data.code is the objective of all phases; remove it"
-        if data.attention != "whole_row" and not OBJECTIVES[objective].cuts:
+            yield "objective", "data.code is the objective of all phases; remove this field"
+        if data.attention != "whole_row" and not OBJECTIVES[objective].separates_documents:
             yield "objective", f"needs whole rows; remove data.attention={data.attention}"
 
     def _parallelism_problems(self) -> Iterator[Problem]:

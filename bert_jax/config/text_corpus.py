@@ -40,17 +40,19 @@ def _accepts(function: Callable[[str], object], text: str) -> bool:
 
 _OpenShare = Annotated[float, FieldRule(lambda share: 0 < share < 1, "must be in (0, 1)")]
 _Encoding = Annotated[str, FieldRule(lambda name: _accepts("".encode, name), "not known to Python")]
-_Pattern = Annotated[str, FieldRule(lambda s: _accepts(re.compile, s), "no regular expression")]
+_Pattern = Annotated[
+    str, FieldRule(lambda s: _accepts(re.compile, s), "not a valid regular expression")
+]
 
-# The folder of an experiment file, which is put before the relative paths of the file.
+# In text:FOLDER/./PATH the part FOLDER/./, where FOLDER is that of the experiment file.
 _FOLDER = re.compile(r"(?:(?<=\w:)|^)/(?!/).*/\./")
 
 
 def source_name(source: str) -> str:
-    """Returns the name of a source, or of one of its files, which is the same on every machine.
+    """Returns a source, or one of its files, without the folder of the experiment file.
 
-    `text:/home/me/experiments/./shelf` was written `text:./shelf` in a file of that folder, and
-    becomes `text:./shelf` again.
+    Loading an experiment makes `text:/home/me/experiments/./shelf` of `text:./shelf`. This undoes
+    it, so that the name is the same on every machine.
     """
     return _FOLDER.sub("./", source, count=1)
 
@@ -75,17 +77,21 @@ class Corpus(Section, role="identity", label="corpus"):
 
     # Sources of text: text:, jsonl:, csv:, tsv: or parquet:FOLDER_OR_GLOB, a path relative to the
     # current directory or an address that fsspec knows (gs://, hf://); tfds:NAME or tfds_dir:PATH.
-    # A path alone has its kind by the ending of its name; a folder is text:. In an experiment's .py
-    # file, ./ and ../ are relative to the folder of the file.
+    # Without a prefix the kind follows from the ending of the name; a folder is text:. In an
+    # experiment's .py file, ./ and ../ are relative to the folder of the file.
     sources: tuple[str, ...]
     # One weight for each source: its share of the training rows, whatever its size; 3,1 gives the
     # first source three of four rows. Held-out rows are drawn from all documents alike. Empty:
     # every document is read once an epoch.
     mixture: tuple[float, ...] = ()
-    # How a file is divided into documents and paragraphs; per_file: by its longest line.
+    # How a file is divided. wrapped: it is a document, a blank line ends a paragraph;
+    # paragraphs_by_line: it is a document, each line is a paragraph; sentences_by_line: each line
+    # is a sentence, a blank line ends a document. per_file: wrapped if its longest line has at most
+    # 200 characters, else paragraphs_by_line.
     layout: Literal["sentences_by_line", "wrapped", "paragraphs_by_line", "per_file"] = "per_file"
     # A regular expression for the first line of each document in a file with several, such as
-    # CHAPTER, matched at the beginning of a line; headings: those of wikis, Markdown and books.
+    # CHAPTER, matched at the beginning of a line; or the word headings: the headings of wikis,
+    # Markdown and books.
     document_starts: _Pattern = ""
     # Documents with more sentences than this are cut into parts of about this many; 0: none is cut.
     cut_documents: Count = 0
@@ -126,8 +132,11 @@ class Corpus(Section, role="identity", label="corpus"):
             kind, _, rest = source.partition(":")
             if not rest or kind not in (*FILE_ENDINGS, "tfds", "tfds_dir"):
                 kinds = " ".join(f"{kind}:" for kind in FILE_ENDINGS)
-                why = f"write {kinds} before FOLDER_OR_GLOB, tfds: before NAME, tfds_dir: before a"
-                yield "sources", f"{source!r} is no source; {why} folder"
+                yield (
+                    "sources",
+                    f"{source!r} is no source; write {kinds} before FOLDER_OR_GLOB, tfds: before "
+                    "NAME, tfds_dir: before a folder",
+                )
         yield from self._mixture_problems()
         fields, sources = len(self._fields()), len(self.sources)
         if fields not in (1, sources):
@@ -135,8 +144,8 @@ class Corpus(Section, role="identity", label="corpus"):
             yield "text_field", why
         codes, near = _LANGUAGES.split(), self.language[:2].lower()
         if self.language.partition("-")[0] not in codes:
-            hint = f"did you mean {near}? T" if near in codes else "t"
-            yield "language", f"no language code; {hint}here are {' '.join(codes)}"
+            hint = f"did you mean {near}? " if near in codes else ""
+            yield "language", f"unknown language code; {hint}Known codes: {' '.join(codes)}"
         if self.document_starts and self.layout == "sentences_by_line":
             why = "with corpus.layout=sentences_by_line a blank line ends a document; remove it"
             yield "document_starts", why
@@ -156,7 +165,7 @@ class Corpus(Section, role="identity", label="corpus"):
     def _mixture_problems(self) -> Iterator[Problem]:
         if len(self.mixture) not in (0, len(self.sources)):
             yield "mixture", f"give {len(self.sources)} weights, one for each source"
-        largest = max(self.mixture, default=0)
+        largest = max(self.mixture, default=0)  # divided out, since sums may overflow
         total = sum(weight / largest for weight in self.mixture if largest)
         for weight, source in zip(self.mixture, self.sources, strict=False):
             if weight <= 0.0 or weight / largest * MIXED_ROWS < total:

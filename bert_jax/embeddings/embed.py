@@ -382,10 +382,10 @@ def _pool(hidden: jax.Array, rows: Packing, pooling: str) -> jax.Array:
     if pooling == "tokens":
         return hidden
     if pooling == "cls":
-        first = rows.tokens[:, 0]
+        first = rows.row_indices[:, 0]
         return jnp.take(hidden, first, axis=1, mode="fill", fill_value=0)
     counts = jnp.maximum(rows.mask.sum(axis=1), 1)  # an empty slot has no token
     if pooling == "last":
-        last = jnp.take_along_axis(rows.tokens, counts[:, None] - 1, axis=1)[:, 0]
+        last = jnp.take_along_axis(rows.row_indices, counts[:, None] - 1, axis=1)[:, 0]
         return jnp.take(hidden, last, axis=1, mode="fill", fill_value=0)
     return (rows.unpack(hidden).sum(axis=1) / counts[:, None])[None]

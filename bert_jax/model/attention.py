@@ -3,8 +3,8 @@
 Matrix products run in the type of their input and add up in float32; scores and softmax are
 float32.
 
-Shape letters: B batch, S sequence (Q queries, K keys), D width, H heads; for packed texts N slots
-of all rows, K tokens of a slot.
+Shape letters: B batch, S sequence (Q queries, K keys), D width, H heads; for packed texts N slots,
+one for each text of all rows, and K tokens of a slot.
 """
 
 import functools
@@ -21,45 +21,50 @@ from bert_jax.model.layers import Noise
 MASKED_SCORE = -10_000.0
 # Minimum number of columns of a TPU's matrix unit.
 _LANES = 128
-_LOG_SUMS, _CONTEXT = "attention_log_sums", "attention_context"
+_LOG_SUM_EXP, _CONTEXT = "attention_log_sums", "attention_context"
 # Names under which a recomputation policy saves what the backward pass of `attend` needs.
-SAVED_NAMES = (_LOG_SUMS, _CONTEXT)
+SAVED_NAMES = (_LOG_SUM_EXP, _CONTEXT)
 
 # Whether attention probabilities are kept for the backward pass, or recomputed there.
-Scores = Literal["kept", "recomputed"]
+ProbabilityPolicy = Literal["kept", "recomputed"]
 
 
 class Shared(NamedTuple):
-    """Several examples in a row without padding between them."""
+    """Several examples in a row, without padding between them; a mask keeps them apart."""
 
     numbers: jax.Array  # int32 [B, S], the number of each token's example, from 1; 0 for padding
     positions: jax.Array  # int32 [B, S], of each token in its example
 
 
 class Packing(NamedTuple):
-    """Texts that share rows, while attention handles each text separately.
+    """Texts that share rows, each of which is moved to a slot of its own for attention.
 
-    Operations on single tokens take the rows as they are. Indices of tokens count through all B * S
-    tokens of the rows, or through all N * K tokens of the slots.
+    Unlike with `Shared`, attention computes no scores between texts. Operations on single tokens
+    take the rows as they are. The two arrays of indices map tokens between the flat positions of
+    the rows, 0 to B * S - 1, and those of the slots, 0 to N * K - 1.
     """
 
     positions: jax.Array  # int32 [B, S], of each token in its text
-    tokens: jax.Array  # int32 [N, K], index in the rows of each text's tokens; B * S for none
-    places: jax.Array  # int32 [B, S], index in the slots of each token; any value for padding
+    row_indices: (
+        jax.Array
+    )  # int32 [N, K], where each slot's tokens lie in the rows; B * S: no token
+    slot_indices: jax.Array  # int32 [B, S], where each token lies in the slots; padding: any value
 
     @property
     def mask(self) -> jax.Array:
         """Returns int32 [N, K], 0 where a slot has no token."""
-        return (self.tokens < self.positions.size).astype(jnp.int32)
+        return (self.row_indices < self.positions.size).astype(jnp.int32)
 
     def unpack(self, x: jax.Array) -> jax.Array:
         """Moves each text into its own slot: [B, S, ...] -> [N, K, ...], filled up with zeros."""
         rows = x.reshape(self.positions.size, *x.shape[2:])
-        return jnp.take(rows, self.tokens, axis=0, mode="fill", fill_value=0)
+        return jnp.take(rows, self.row_indices, axis=0, mode="fill", fill_value=0)
 
     def pack(self, x: jax.Array) -> jax.Array:
         """Moves texts back into rows, the inverse of `unpack`: [N, K, ...] -> [B, S, ...]."""
-        return jnp.take(x.reshape(self.tokens.size, *x.shape[2:]), self.places, axis=0, mode="clip")
+        return jnp.take(
+            x.reshape(self.row_indices.size, *x.shape[2:]), self.slot_indices, axis=0, mode="clip"
+        )
 
 
 def causal_mask(length: int) -> jax.Array:
@@ -76,13 +81,13 @@ def attend(
     noise: Noise | None,
     rate: float,
     window: jax.Array | None = None,
-    policy: Scores = "kept",
+    policy: ProbabilityPolicy = "kept",
 ) -> jax.Array:
     """Computes scaled dot-product attention with dropout on the probabilities.
 
     With the policy `recomputed` nothing of size [S, S] is saved: the backward pass recomputes the
-    probabilities from the logarithm of their sum, and computes the gradient of the softmax from the
-    result (the identities of Dao et al. 2022, FlashAttention, section 3.1).
+    probabilities from the scores and their saved log-sum-exp, and computes the gradient of the
+    softmax from the saved context (Dao et al. 2022, FlashAttention, section 3.1).
 
     Args:
       query: [B, S, H, D / H].
@@ -92,7 +97,7 @@ def attend(
         rows, which do not attend to each other.
       noise: dropout noise for the probabilities; None drops nothing.
       rate: share of probabilities dropped.
-      window: bool [S, S], of `Packing` [K, K], the keys that a query attends to; None: all keys.
+      window: bool [Q, K], True where a query may attend to a key; None: everywhere.
       policy: what the backward pass recomputes.
 
     Returns:
@@ -159,29 +164,29 @@ def _attend_recomputed_forward(
     # The context is divided, not the weights, because it is smaller.
     context = _product("bhqk,bkhd->bqhd", weights, value) * jnp.swapaxes(scale / sums, 1, 2)
     context = checkpoint_name(context.astype(value.dtype), _CONTEXT)
-    log_sums = checkpoint_name((highest + jnp.log(sums))[..., 0], _LOG_SUMS)
-    return context, (query, key, value, key_mask, noise, window, log_sums, context)
+    log_sum_exp = checkpoint_name((highest + jnp.log(sums))[..., 0], _LOG_SUM_EXP)
+    return context, (query, key, value, key_mask, noise, window, log_sum_exp, context)
 
 
 def _attend_recomputed_backward(
     rate: float, saved: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None, None]:
-    query, key, value, key_mask, noise, window, log_sums, context = saved
+    query, key, value, key_mask, noise, window, log_sum_exp, context = saved
     dtype = value.dtype
     # The layout is [B, H, K, Q], queries last, as the bits are drawn: otherwise the TPU compilers
     # copy the bits into another layout, which costs a tenth of a step.
     scores = jnp.swapaxes(_scores(query, key, key_mask, window), 2, 3)
-    probs = jnp.exp(scores - log_sums[:, :, None, :])
+    probs = jnp.exp(scores - log_sum_exp[:, :, None, :])
     # The softmax's gradient subtracts sum(p * dp) over keys, which is sum(context * gradient).
     inner = (gradient.astype(jnp.float32) * context.astype(jnp.float32)).sum(axis=-1)
     inner = jnp.swapaxes(inner, 1, 2)[:, :, None, :]
-    keep, dropped, scaled = None, probs.astype(dtype), gradient
+    keep, dropped_probs, d_context = None, probs.astype(dtype), gradient
     if noise is not None:
         keep = noise.keep(probs.shape, rate)
-        dropped = jnp.where(keep, dropped, jnp.zeros_like(dropped))
-        # A factor of each product is scaled: the compiler for TPU v6e crashes on a scale between a
-        # mask and a product.
-        value, scaled = (_scale(x, noise.scale(rate)) for x in (value, gradient))
+        dropped_probs = jnp.where(keep, dropped_probs, jnp.zeros_like(dropped_probs))
+        # The other operand of each product is scaled, not what was masked: the compiler for TPU v6e
+        # crashes on a scale between a mask and a product.
+        value, d_context = (_scale(x, noise.scale(rate)) for x in (value, gradient))
     d_probs = _product("bkhd,bqhd->bhkq", value, gradient)
     if keep is not None:
         d_probs = jnp.where(keep, d_probs, jnp.zeros_like(d_probs))
@@ -189,7 +194,7 @@ def _attend_recomputed_backward(
     factor = 1.0 / math.sqrt(query.shape[-1])
     d_query = _product("bhkq,bkhd->bqhd", d_scores, key) * factor
     d_key = _product("bhkq,bqhd->bkhd", d_scores, query * jnp.asarray(factor, dtype))
-    d_value = _product("bhkq,bqhd->bkhd", dropped, scaled)
+    d_value = _product("bhkq,bqhd->bkhd", dropped_probs, d_context)
     return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype), None, None, None
 
 
@@ -197,7 +202,7 @@ _attend_recomputed.defvjp(_attend_recomputed_forward, _attend_recomputed_backwar
 
 
 def _key_mask(input_mask: jax.Array | Shared) -> jax.Array:
-    """Returns the mask for `_scores`: float32 [B, 1, 1, K], or the numbers of the examples."""
+    """Returns the argument `key_mask` of `_scores`: a bias, or the numbers of the examples."""
     if isinstance(input_mask, Shared):
         return input_mask.numbers
     return _padding_bias(input_mask)
@@ -213,8 +218,9 @@ def _scores(
 ) -> jax.Array:
     """Computes scores of [B, Q, H, D / H] and [B, K, H, D / H]: float32 [B, H, Q, K].
 
-    `key_mask` is float32, a bias of the scores; or int32 [B, K], the numbers of the examples. Their
-    bias, of size [Q, K], is computed here, so that it is not saved for the backward pass.
+    `key_mask` is float32 [B, 1, 1, K], a bias of the scores; or int32 [B, K], the numbers of the
+    examples. The bias between examples is computed here, so that nothing of size [Q, K] is saved
+    for the backward pass. The type tells which it is: a custom gradient takes arrays only.
     """
     if key_mask.dtype == jnp.int32:
         same = key_mask[:, :, None] == key_mask[:, None, :]

@@ -18,7 +18,7 @@ from jax import lax
 
 from bert_jax.config import Model
 from bert_jax.model import attention, heads, layers, transformer
-from bert_jax.model.attention import Scores
+from bert_jax.model.attention import ProbabilityPolicy
 from bert_jax.model.encoder import Loop, fill_params, params_of, run_layers
 
 Batch = dict[str, jax.Array]
@@ -63,7 +63,7 @@ class DecoderLayer(transformer.Layer):
         cross = self.cross_query, self.cross_output, self.cross_layer_norm, attend_to_source, 4
         for query, output, norm, compute_context, site in (own, cross):
             context = compute_context(self.project_heads(query, x)).reshape(x.shape)
-            added = self.dropout(transformer.product(output, context, x.shape), noise, site)
+            added = self.dropout(transformer.apply_linear(output, context, x.shape), noise, site)
             x = norm(x + added).astype(x.dtype)
         return self.feed_forward(x, noise)
 
@@ -123,7 +123,7 @@ def target_logits(
         number: jax.Array,
         x: jax.Array,
         noise: layers.Noise | None,
-        scores: Scores,
+        scores: ProbabilityPolicy,
     ) -> jax.Array:
         del number
         key, value = layer.keys_and_values(x)

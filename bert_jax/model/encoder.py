@@ -17,24 +17,24 @@ from flax import nnx
 
 from bert_jax.config import Model
 from bert_jax.model import attention, layers
-from bert_jax.model.attention import Scores
+from bert_jax.model.attention import ProbabilityPolicy
 from bert_jax.model.kernels import Kernels
 
 # The vocabulary's tables have a multiple of this number of rows on every mesh, so that they can be
 # sharded on any number of devices and a checkpoint fits every mesh.
 VOCAB_MULTIPLE = 1_024
-# Name of the products that `remat="dots"` saves, already rounded to the compute type.
-PRODUCT = "product"
+# Name of the results of linear layers, rounded to the compute type, which `remat="dots"` saves.
+LINEAR_OUTPUT = "product"
 
 
 class Loop(NamedTuple):
     """Settings of the loop over layers."""
 
-    remat: Literal["none", "dots", "full"] = "none"  # what is recomputed in the backward pass
+    remat: Literal["none", "dots", "full"] = "none"  # recomputed: nothing, all but products, all
     layers: Literal["scan", "unroll"] = "scan"
     kernels: Kernels | None = None  # settings of kernels; None: XLA computes all
-    # Splits sharded layers into the arrays to scan, and a function from this device's shard of a
-    # layer to the whole layer. The function is called inside the rematerialized block, so that
+    # Takes sharded layers. Returns the arrays to scan, and a function that makes a whole layer of
+    # this device's shard of it. The function is called inside the rematerialized block, so that
     # only one layer is whole at a time.
     gather: Callable[[nnx.Module], tuple[Any, Callable[[Any], nnx.Module]]] = lambda stacked: (
         stacked,
@@ -56,17 +56,21 @@ def initializer(cfg: Model) -> nnx.Initializer:
 
 
 def params_of(module: nnx.Module) -> dict[str, Any]:
-    """Returns a module's parameters as nested dicts; their paths are their names everywhere."""
+    """Returns a module's parameters as nested dicts.
+
+    The path of a parameter is its name in checkpoints and in the rules of sharding.
+    """
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def fill_params(params: dict[str, Any], make: Callable[..., nnx.Module], *args: Any) -> Any:
     """Returns the module `make(*args, rngs=...)` with these parameters.
 
-    Parameters that the module lacks are ignored. A part without parameters cannot be used.
+    Parameters that the module lacks are ignored. A part whose parameters are missing in `params`
+    must not be called.
     """
     graph, shapes = _trace(make, *args)
-    state = jax.tree.map(lambda shape: shape, shapes)
+    state = jax.tree.map(lambda shape: shape, shapes)  # a copy, since `shapes` is cached
     nnx.replace_by_pure_dict(state, {name: params[name] for name in params if name in state})
     return nnx.merge(graph, state)
 
@@ -92,7 +96,7 @@ class Embedding(nnx.Module):
 def look_up(table: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Reads rows of a table rounded to a type; the gradient is summed in float32.
 
-    The product of the output reads the same rounded table, so that memory holds only one.
+    The output layer rounds the same table to the same type, so that memory holds one rounded copy.
 
     Args:
       table: float32 [V, D].
@@ -123,7 +127,7 @@ def _look_up_backward(
 look_up.defvjp(_look_up_forward, _look_up_backward)
 
 
-def rope_angles(cfg: Model, positions: jax.Array) -> jax.Array:
+def rotary_cos_sin(cfg: Model, positions: jax.Array) -> jax.Array:
     """Returns cosines and sines of the angles of rotary positions (Su et al. 2021).
 
     Args:
@@ -138,17 +142,19 @@ def rope_angles(cfg: Model, positions: jax.Array) -> jax.Array:
         (cfg.global_rotary_base, cfg.global_rotary_scaling),
         (cfg.local_rotary_base, cfg.local_rotary_scaling),
     )
-    steps, factors = zip(*(_rope_steps(*setting, width) for setting in settings), strict=True)
-    steps = jnp.asarray(steps, jnp.float32).reshape(2, *axes, -1)
-    angles = positions.astype(jnp.float32)[..., None, None] * steps
+    frequencies, factors = zip(
+        *(_rotary_frequencies(*setting, width) for setting in settings), strict=True
+    )
+    frequencies = jnp.asarray(frequencies, jnp.float32).reshape(2, *axes, -1)
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     rotation = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)
     if factors == (1.0, 1.0):
         return rotation
     return rotation * jnp.asarray(factors, jnp.float32).reshape(2, 1, *axes, 1)
 
 
-def _rope_steps(base: float, scaling: str, width: int) -> tuple[np.ndarray, float]:
-    """Returns the angle between two adjacent positions for each pair, and a scale.
+def _rotary_frequencies(base: float, scaling: str, width: int) -> tuple[np.ndarray, float]:
+    """Returns the angle by which each pair of dimensions turns per position, and a factor.
 
     Args:
       base: the base of the rotary positions.
@@ -158,13 +164,13 @@ def _rope_steps(base: float, scaling: str, width: int) -> tuple[np.ndarray, floa
       width: D / H.
 
     Returns:
-      Angles, float64 [D / H / 2], and a factor for cosines and sines.
+      Angles, float64 [D / H / 2], and a factor for the cosines and sines of all angles.
     """
-    steps = base ** -(np.arange(0, width, 2) / width)
+    frequencies = base ** -(np.arange(0, width, 2) / width)
     if not scaling:
-        return steps, 1.0
+        return frequencies, 1.0
     kind, *positions, factor = scaling.split(":")
-    scaled = steps / float(factor)
+    scaled = frequencies / float(factor)
     if kind == "linear":
         return scaled, 1.0
 
@@ -175,7 +181,7 @@ def _rope_steps(base: float, scaling: str, width: int) -> tuple[np.ndarray, floa
 
     first, last = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), width - 1)
     share = np.clip((np.arange(width // 2) - first) / (last - first or 0.001), 0, 1)
-    return steps * (1 - share) + scaled * share, 0.1 * math.log(float(factor)) + 1
+    return frequencies * (1 - share) + scaled * share, 0.1 * math.log(float(factor)) + 1
 
 
 @jax.custom_vjp
@@ -208,7 +214,7 @@ rotate.defvjp(_rotate_forward, _rotate_backward)
 
 
 def run_layers(
-    run: Callable[[Any, jax.Array, jax.Array, layers.Noise | None, Scores], jax.Array],
+    run: Callable[[Any, jax.Array, jax.Array, layers.Noise | None, ProbabilityPolicy], jax.Array],
     stacked: nnx.Module,
     x: jax.Array,
     noise: layers.Noise | None,
@@ -218,7 +224,7 @@ def run_layers(
     """Runs stacked layers, one after the other.
 
     Args:
-      run: takes a layer, its number, its input [B, S, D], its noise, and a policy for attention.
+      run: takes a layer, its index, its input [B, S, D], its noise, and what attention keeps.
       stacked: a layer whose parameters have a first dimension L.
       x: [B, S, D], the input of the first layer.
       noise: dropout noise; None drops nothing.
@@ -226,9 +232,9 @@ def run_layers(
       outputs: the outputs to return.
 
     Returns:
-      The last output, [B, S, D]; and with `all`, x and all outputs, [L + 1, B, S, D], else None.
+      The last output, [B, S, D]; and x with all outputs, [L + 1, B, S, D], or None with `last`.
     """
-    scores: Scores = "recomputed" if loop.remat == "dots" else "kept"
+    policy: ProbabilityPolicy = "recomputed" if loop.remat == "dots" else "kept"
     scanned, gather_layer = loop.gather(stacked)
 
     def body(
@@ -236,16 +242,16 @@ def run_layers(
     ) -> tuple[jax.Array, jax.Array | None]:
         layer, number = layer_and_number
         layer_noise = None if noise is None else noise.at(number)
-        x = run(gather_layer(layer), number, x, layer_noise, scores)
+        x = run(gather_layer(layer), number, x, layer_noise, policy)
         return x, x if outputs == "all" else None
 
     if loop.remat != "none":
         policies = jax.checkpoint_policies
-        policy = {
-            "dots": policies.save_only_these_names(PRODUCT, *attention.SAVED_NAMES),
+        saveable = {
+            "dots": policies.save_only_these_names(LINEAR_OUTPUT, *attention.SAVED_NAMES),
             "full": policies.nothing_saveable,
         }[loop.remat]
-        body = jax.checkpoint(body, policy=policy, prevent_cse=loop.layers == "unroll")
+        body = jax.checkpoint(body, policy=saveable, prevent_cse=loop.layers == "unroll")
     count = len(jax.tree.leaves(stacked)[0])
     unroll = count if loop.layers == "unroll" else 1
     last, states = jax.lax.scan(body, x, (scanned, jnp.arange(count)), unroll=unroll)

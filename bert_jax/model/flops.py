@@ -45,7 +45,7 @@ def forward_flops(model: Model, batch_size: int, sequence_length: int, predictio
 def _token_flops(model: Model, sequence_length: int) -> int:
     """Counts the operations for one token of a row in a forward pass through all layers."""
     width, count = model.hidden_size, model.num_hidden_layers
-    global_layers = transformer.global_layers(model)
+    global_layers = transformer.count_global_layers(model)
     half = min(transformer.half_window(model), sequence_length - 1)
     # The windows at both ends of a row lack half (half + 1) keys in all.
     near = 2 * half + 1 - half * (half + 1) / sequence_length

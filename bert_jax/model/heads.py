@@ -21,8 +21,11 @@ _PADDING_LOGIT = -1e9
 Params = dict[str, Any]
 
 
-class Pretrainer(nnx.Module):
-    """All parameters of pre-training. Their paths in the tree are their names everywhere."""
+class PretrainingModel(nnx.Module):
+    """The encoder and the heads of pre-training.
+
+    The path of a parameter is its name in checkpoints and in the rules of sharding.
+    """
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         self.encoder = encoder_of(cfg).encoder(cfg, rngs=rngs)
@@ -33,18 +36,18 @@ class Pretrainer(nnx.Module):
 
 def init_params(cfg: Model, key: jax.Array) -> Params:
     """Draws fresh parameters, nested dicts of float32 arrays."""
-    return params_of(Pretrainer(cfg, rngs=nnx.Rngs(params=key)))
+    return params_of(PretrainingModel(cfg, rngs=nnx.Rngs(params=key)))
 
 
-def merge(cfg: Model, params: Params) -> Pretrainer:
+def merge(cfg: Model, params: Params) -> PretrainingModel:
     """Returns the module with these parameters, see `fill_params`."""
-    return fill_params(params, Pretrainer, cfg)
+    return fill_params(params, PretrainingModel, cfg)
 
 
 def add_missing_heads(cfg: Model, params: Params) -> tuple[Params, tuple[str, ...]]:
-    """Returns an encoder with all heads, and the names of those newly initialized.
+    """Returns parameters with all heads, and the names of the heads that are newly initialized.
 
-    Other parameters, which custom objectives have, are left out.
+    Further parameters, which custom objectives have, are left out.
     """
     shapes = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
     missing = tuple(sorted(shapes.keys() - params.keys()))
@@ -53,26 +56,26 @@ def add_missing_heads(cfg: Model, params: Params) -> tuple[Params, tuple[str, ..
 
 
 class TokenModel(Protocol):
-    """A model that scores tokens with the word embeddings or with a table of its own."""
+    """A model with a head that computes logits of tokens."""
 
     encoder: Any  # also custom code: a module with `embeddings.word`
     masked_lm: transformer.MaskedLM
 
 
 def masked_lm_logits(
-    model: Pretrainer, cfg: Model, hidden: jax.Array, positions: jax.Array
+    model: PretrainingModel, cfg: Model, hidden: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """Computes the scores of all tokens, at the predicted positions only.
+    """Computes the logits of all tokens, at the predicted positions only.
 
-    The last layer's [B, S, D], positions int32 [B, P] -> float32 [B, P, V].
+    Hidden states of the last layer [B, S, D], positions int32 [B, P] -> float32 [B, P, V].
     """
     return token_logits(model, cfg, jnp.take_along_axis(hidden, positions[:, :, None], axis=1))
 
 
 def token_logits(model: TokenModel, cfg: Model, hidden: jax.Array) -> jax.Array:
-    """Computes the scores of all tokens: hidden states [..., D] -> float32 [..., V].
+    """Computes the logits of all tokens: hidden states [..., D] -> float32 [..., V].
 
-    The output's weights are `model.masked_lm.output`, or the word embeddings without it.
+    The weights are `model.masked_lm.output` if the model has it, else the word embeddings.
     """
     table = getattr(model.masked_lm, "output", model.encoder.embeddings.word).embedding[...]
     inputs = model.masked_lm(hidden)
@@ -89,7 +92,7 @@ def pretraining_logits(
     noise: layers.Noise | None,
     loop: Loop,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes both heads' scores for a batch of data.batches: [B, P, V] and [B, 2], float32."""
+    """Computes both heads' logits for a batch of `data.batches`: [B, P, V] and [B, 2], float32."""
     model = merge(cfg, params)
     input_mask: jax.Array | Shared = batch["input_mask"]
     if "example_numbers" in batch:
@@ -97,6 +100,6 @@ def pretraining_logits(
     ids = batch["input_ids"], batch["segment_ids"]
     hidden = encode(model.encoder, cfg, *ids, input_mask, noise, loop)
     masked_lm = masked_lm_logits(model, cfg, hidden, batch["masked_lm_positions"])
-    # Classes "B follows A" and "B is random", or "the sentences are swapped", from [CLS].
+    # From [CLS]. Class 0: B follows A. Class 1: B is random, or A and B are swapped.
     pooled = jnp.tanh(model.pooler(hidden[:, 0])).astype(hidden.dtype)
     return masked_lm, model.next_sentence(pooled)

@@ -15,9 +15,9 @@ from bert_jax.model.encoder import Loop
 
 
 class OwnEncoder(NamedTuple):
-    """A custom encoder: the result of the function that `model.code` names.
+    """The functions that define an encoder. The function that `model.code` names returns one.
 
-    The function has no arguments. Heads and the count of operations are those of `model.kind`.
+    That function has no arguments. Heads and the count of operations stay those of `model.kind`.
     """
 
     # Builds the module from a `Model` and `rngs`. The module has `embeddings` with a
@@ -63,12 +63,13 @@ def encode(
     """Runs an encoder.
 
     Args:
-      encoder: the module; the upper layers may be left out.
-      cfg: its shape.
+      encoder: the module; it may have only the first layers.
+      cfg: its configuration.
       input_ids: int32 [B, S].
       segment_ids: int32 [B, S].
-      input_mask: int32 [B, S], 0 for padding; `Shared` if several examples share a row, `Packing`
-        if texts share rows and are encoded separately.
+      input_mask: int32 [B, S], 0 for padding; `Shared` or `Packing` if several examples or texts
+        share a row. In both, tokens attend only to those of their own example: `Shared` masks the
+        others, `Packing` moves each text to a place of its own for attention.
       noise: dropout noise; None drops nothing.
       loop: settings of the loop over layers.
       outputs: `last`, or `all`: the embeddings and every layer.
@@ -103,7 +104,7 @@ def attention_probabilities(encoder: nnx.Module, cfg: Model, hidden: jax.Array) 
 
     Args:
       encoder: the module.
-      cfg: its shape.
+      cfg: its configuration.
       hidden: float32 [L, S, D], the inputs of the layers for one text without padding: `encode`
         with `outputs="all"`, without the last output.
 

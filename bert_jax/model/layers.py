@@ -20,13 +20,13 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.random import threefry2x32_p
 
 _LAYER_NORM_EPS = 1e-12
-_SCALE_NORM_EPS = 1e-5  # for norms without biases, as in ModernBERT
+_BIASLESS_NORM_EPS = 1e-5  # for norms without biases, as in ModernBERT
 
 
 class Linear(nnx.Module):
-    """A linear map, y = x W: kernel [inputs, outputs]."""
+    """A layer without a bias, y = x W: kernel [inputs, outputs]."""
 
-    bias: nnx.Param[jax.Array]  # set by `Dense` alone
+    bias: nnx.Param[jax.Array]  # only instances of the subclass `Dense` have it
 
     def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, rngs: nnx.Rngs):
         self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32))
@@ -37,7 +37,7 @@ class Linear(nnx.Module):
 
 
 class Dense(Linear):
-    """An affine map, y = x W + b: kernel [inputs, outputs], bias [outputs]."""
+    """A layer with a bias, y = x W + b: kernel [inputs, outputs], bias [outputs]."""
 
     def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, rngs: nnx.Rngs):
         super().__init__(inputs, outputs, init, rngs=rngs)
@@ -69,8 +69,9 @@ def _linear_forward(
     x: jax.Array, kernel: jax.Array, bias: jax.Array | None, kernel_is: str
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     kernel = kernel.astype(x.dtype)
-    y = _times(x, kernel, 0 if kernel_is == "inputs_outputs" else 1)
-    # A bias added in bfloat16 has a gradient summed over all tokens in bfloat16.
+    y = _matmul(x, kernel, 0 if kernel_is == "inputs_outputs" else 1)
+    # The bias is added in float32: otherwise its gradient would be summed in bfloat16. The last
+    # item tells the backward pass whether there is a bias; None and () have no arrays to save.
     return (y, (x, kernel, None)) if bias is None else (y + bias, (x, kernel, ()))
 
 
@@ -82,20 +83,22 @@ def _linear_backward(
     d_bias = None if bias_flag is None else _column_sums(gradient, x.dtype)
     gradient = gradient.astype(x.dtype)
     if kernel_is == "inputs_outputs":
-        dx, d_kernel = _times(gradient, kernel, 1), _outer(x, gradient)
+        dx, d_kernel = _matmul(gradient, kernel, 1), _outer(x, gradient)
     else:
-        dx, d_kernel = _times(gradient, kernel, 0), _outer(gradient, x)
+        dx, d_kernel = _matmul(gradient, kernel, 0), _outer(gradient, x)
     return dx.astype(x.dtype), d_kernel, d_bias
 
 
 linear.defvjp(_linear_forward, _linear_backward)
 
-# On CPUs a product has one tall matrix, for which XLA has fast code. On TPUs batch and sequence
-# stay separate dimensions, so that the compiler can choose the layout that attention needs.
+# On CPUs operands are flattened to matrices, for which XLA has fast code. On TPUs batch and
+# sequence stay separate dimensions, so that the compiler can choose the layout for attention.
 
 
-def _product(a: jax.Array, b: jax.Array, a_axes: Sequence[int], b_axes: Sequence[int]) -> jax.Array:
-    """Multiplies, and sums over the same number of axes of each, in float32."""
+def _contract(
+    a: jax.Array, b: jax.Array, a_axes: Sequence[int], b_axes: Sequence[int]
+) -> jax.Array:
+    """Contracts `a_axes` of a with `b_axes` of b; sums are float32."""
     contract = ((tuple(a_axes), tuple(b_axes)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
 
@@ -110,14 +113,14 @@ def _force_row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout((0, 1)))
 
 
-def _times(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
-    """Multiplies [..., N] by a matrix whose `axis` is N -> float32 [..., M]."""
+def _matmul(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
+    """Contracts the last axis of x with `axis` of the kernel: [..., N] -> float32 [..., M]."""
 
     def on_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return _product(_rows(x), kernel, [1], [axis]).reshape(*x.shape[:-1], -1)
+        return _contract(_rows(x), kernel, [1], [axis]).reshape(*x.shape[:-1], -1)
 
     def elsewhere(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return _product(x, kernel, [x.ndim - 1], [axis])
+        return _contract(x, kernel, [x.ndim - 1], [axis])
 
     return lax.platform_dependent(x, kernel, cpu=on_cpu, default=elsewhere)
 
@@ -128,7 +131,7 @@ def _column_sums(x: jax.Array, compute_dtype: jnp.dtype) -> jax.Array:
     def on_cpu(x: jax.Array) -> jax.Array:
         # A product with ones, since XLA sums columns slowly; only its operands are rounded.
         rows = _rows(x).astype(compute_dtype)
-        return _product(jnp.ones((1, len(rows)), compute_dtype), rows, [1], [0])[0]
+        return _contract(jnp.ones((1, len(rows)), compute_dtype), rows, [1], [0])[0]
 
     def elsewhere(x: jax.Array) -> jax.Array:
         return x.sum(axis=tuple(range(x.ndim - 1)))
@@ -141,26 +144,26 @@ def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
 
     def on_cpu(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = _rows(a), _rows(b)
-        # XLA multiplies at full speed only if the first operand is row-major. In float32 it is
-        # cheaper to transpose the narrower operand, and then the product.
+        # XLA multiplies at full speed only if the first operand is row-major. In float32, if b
+        # is the narrower operand, it is cheaper to transpose b, and then the product.
         if a.dtype == jnp.bfloat16 or a.shape[1] <= b.shape[1]:
-            return _product(_force_row_major(a.T), b, [1], [0])
-        product = _product(_force_row_major(b.T), a, [1], [0])
+            return _contract(_force_row_major(a.T), b, [1], [0])
+        product = _contract(_force_row_major(b.T), a, [1], [0])
         return _force_row_major(_force_row_major(product).T)
 
     def elsewhere(a: jax.Array, b: jax.Array) -> jax.Array:
         axes = range(a.ndim - 1)
-        return _product(a, b, axes, axes)
+        return _contract(a, b, axes, axes)
 
     return lax.platform_dependent(a, b, cpu=on_cpu, default=elsewhere)
 
 
-class ScaleNorm(nnx.Module):
-    """A layer norm with biased variance and no bias; scale [D]."""
+class BiaslessLayerNorm(nnx.Module):
+    """A layer norm without a bias parameter: scale [D]. The variance is divided by D."""
 
-    bias: nnx.Param[jax.Array]  # set by `LayerNorm` alone
+    bias: nnx.Param[jax.Array]  # only instances of the subclass `LayerNorm` have it
 
-    def __init__(self, width: int, eps: float = _SCALE_NORM_EPS):
+    def __init__(self, width: int, eps: float = _BIASLESS_NORM_EPS):
         self.eps = eps
         self.scale = nnx.Param(jnp.ones(width, jnp.float32))
 
@@ -172,8 +175,8 @@ class ScaleNorm(nnx.Module):
         return centred * lax.rsqrt(variance + self.eps) * self.scale[...]
 
 
-class LayerNorm(ScaleNorm):
-    """A layer norm with biased variance, of `model.layer_norm_eps`; scale and bias [D]."""
+class LayerNorm(BiaslessLayerNorm):
+    """A layer norm: scale and bias [D]. The variance is divided by D."""
 
     def __init__(self, width: int, eps: float = _LAYER_NORM_EPS):
         super().__init__(width, eps)
@@ -185,10 +188,10 @@ class LayerNorm(ScaleNorm):
 
 
 def activation(name: str, x: jax.Array) -> jax.Array:
-    """Computes GELU: `gelu` with erf (the paper's checkpoints), `gelu_tanh` approximately."""
+    """Computes GELU: `gelu` with erf, as in BERT's released code, `gelu_tanh` approximately."""
     if name == "gelu_tanh":
         return jax.nn.gelu(x, approximate=True)
-    # The formula of the reference (modeling.py, gelu): jax.nn's erfc takes twice as long on a CPU.
+    # As google-research/bert, modeling.py, gelu: the erfc of jax.nn takes twice as long on a CPU.
     return 0.5 * x * (1.0 + lax.erf(x * math.sqrt(0.5)))
 
 
@@ -207,10 +210,12 @@ def dropout(x: jax.Array, noise: "Noise | None", rate: float) -> jax.Array:
 
 
 class Noise(Protocol):
-    """Random bits for dropout. Each layer and each site in a layer folds its number into a key."""
+    """Random bits for dropout. Each layer, and each site of dropout in a layer, folds its
+    index into a key.
+    """
 
-    def at(self, place: int | jax.Array) -> "Noise":
-        """Returns the noise of a layer, or of a site within a layer."""
+    def at(self, index: int | jax.Array) -> "Noise":
+        """Returns the noise of the layer with this index, or of the site within a layer."""
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         """Draws bool `shape` = [B, ...], False for a share of about `rate`."""
@@ -219,9 +224,9 @@ class Noise(Protocol):
         """Returns 1 / the exact probability that `keep` draws True."""
 
 
-def noise_at(noise: Noise | None, place: int | jax.Array) -> Noise | None:
-    """Returns the noise of a layer, or of a site within a layer; None without noise."""
-    return None if noise is None else noise.at(place)
+def noise_at(noise: Noise | None, index: int | jax.Array) -> Noise | None:
+    """Returns `noise.at(index)`; None without noise."""
+    return None if noise is None else noise.at(index)
 
 
 @jax.tree_util.register_dataclass
@@ -239,15 +244,15 @@ class RowNoise(Noise):
         """Returns noise for the rows with these numbers, uint32 [B]."""
         return cls(jax.vmap(lambda row: jax.random.fold_in(key, row))(rows))
 
-    def at(self, place: int | jax.Array) -> Self:
-        fold = jax.vmap(functools.partial(jax.random.fold_in, data=place))
+    def at(self, index: int | jax.Array) -> Self:
+        fold = jax.vmap(functools.partial(jax.random.fold_in, data=index))
         return dataclasses.replace(self, keys=fold(self.keys))
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
         # Words of 32 bits are drawn and split: drawing 8 bits at a time is ten times slower.
-        words = (*shape[1:-1], _count_words(shape[-1]))
-        bits = jax.vmap(lambda key: jax.random.bits(key, words, jnp.uint32))(self.keys)
-        return _keep_mask(bits, shape, rate)
+        word_shape = (*shape[1:-1], _count_words(shape[-1]))
+        words = jax.vmap(lambda key: jax.random.bits(key, word_shape, jnp.uint32))(self.keys)
+        return _keep_mask(words, shape, rate)
 
     def scale(self, rate: float) -> float:
         return 256 / (256 - round(rate * 256))
@@ -256,24 +261,25 @@ class RowNoise(Noise):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TextNoise(RowNoise):
-    """The `threefry8` noise of an `attention.Packing`: each text has the bits of its unpacked row.
+    """The `threefry8` noise of texts that share rows (`attention.Packing`).
 
-    A threefry word depends on a key and on the number of the word. So any token's word can be
-    computed from the text's key and the number of the word in the unpacked row. `keys` are [N], one
-    for each text.
+    Each text gets the bits that it would get in a row of its own. This is possible because each
+    32-bit word that threefry draws depends only on the key and on the word's index: here the key of
+    the text, and the index that the word would have in the text's own row. `keys` are [N], one for
+    each text.
     """
 
     numbers: jax.Array  # int32 [B, S], the number of each token's text, from 0
     positions: jax.Array  # int32 [B, S], of each token in its text
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:
-        """Draws bool `shape` = [B, S, D], or for scores [N, H, K, Q]."""
+        """Draws bool `shape` = [B, S, D]; or [N, H, K, Q], where each text is unpacked already."""
         if len(shape) == 4:
             return RowNoise.keep(self, shape, rate)
-        words = _count_words(shape[-1])
-        word = self.positions[:, :, None] * words + jnp.arange(words)
+        words_per_token = _count_words(shape[-1])
+        indices = self.positions[:, :, None] * words_per_token + jnp.arange(words_per_token)
         keys = jax.random.key_data(self.keys)[self.numbers]
-        return _keep_mask(_draw_words(keys[:, :, None], word), shape, rate)
+        return _keep_mask(_draw_words(keys[:, :, None], indices), shape, rate)
 
 
 def _count_words(draws: int) -> int:
@@ -287,12 +293,13 @@ def _keep_mask(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Arr
     return draws[..., : shape[-1]] >= jnp.uint8(round(rate * 256))
 
 
-def _draw_words(keys: jax.Array, numbers: jax.Array) -> jax.Array:
+def _draw_words(keys: jax.Array, indices: jax.Array) -> jax.Array:
     """Computes single words of the arrays that `jax.random.bits` draws.
 
+    It does so with `jax_threefry_partitionable`, the default: a word's counter is its flat index.
     Keys uint32 [..., 2], and indices into the flat array, int32 [...] -> uint32 [...].
     """
-    low = numbers.astype(jnp.uint32)
+    low = indices.astype(jnp.uint32)
     first, second = (jnp.broadcast_to(keys[..., i], low.shape) for i in (0, 1))
     first, second = threefry2x32_p.bind(first, second, jnp.zeros_like(low), low)
     return first ^ second
@@ -303,17 +310,17 @@ def _draw_words(keys: jax.Array, numbers: jax.Array) -> jax.Array:
 class ShardNoise(Noise):
     """The `rbg16` noise: 16 bits for each element, from one generator for each shard.
 
-    It is fast on TPUs, and depends on the mesh. `in_kernel` uses it, too: kernels draw their own
-    bits, seeded with two words of the key.
+    It is fast on TPUs, and depends on the mesh. With `model.dropout_rng="in_kernel"` kernels draw
+    their own bits, seeded with two words of this key.
     """
 
     key: jax.Array  # the shard's rbg key
 
-    def at(self, place: int | jax.Array) -> "ShardNoise":
-        return ShardNoise(jax.random.fold_in(self.key, place))
+    def at(self, index: int | jax.Array) -> "ShardNoise":
+        return ShardNoise(jax.random.fold_in(self.key, index))
 
-    def words(self) -> jax.Array:
-        """Returns int32 [2], the seed of a site for kernels."""
+    def kernel_seed(self) -> jax.Array:
+        """Returns int32 [2], the seed for the kernel of a site."""
         return lax.bitcast_convert_type(jax.random.key_data(self.key)[:2], jnp.int32)
 
     def keep(self, shape: tuple[int, ...], rate: float) -> jax.Array:

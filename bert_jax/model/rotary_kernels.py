@@ -66,7 +66,7 @@ def lay_out_angles(angles: jax.Array, size: int) -> jax.Array:
     """Lays out cosines and sines for kernels: a column for each lane.
 
     Args:
-      angles: float32 [2, 2, ..., S, 1, W / H / 2], from `encoder.rope_angles`.
+      angles: float32 [2, 2, ..., S, 1, W / H / 2], from `encoder.rotary_cos_sin`.
       size: W / H.
 
     Returns:

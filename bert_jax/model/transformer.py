@@ -6,9 +6,9 @@ and segments are added to the token embeddings.
 
 `modern` (Warner et al. 2024), as transformers' ModernBertModel: a layer norm follows the
 embeddings, precedes each part of a layer (except the first attention) and ends the encoder. Norms
-and products have no bias. Positions are rotary, the feed-forward part has a gate. Layers 0, n, 2n,
-... with n = `model.global_every` are global: they attend to whole rows. The other layers are local:
-they attend to a window around each token. There are no segments.
+and linear layers have no bias. Positions are rotary, the feed-forward part has a gate. There are no
+segments. Layers 0, n, 2n, ... with n = `model.global_every` are global: they attend to whole rows.
+The other layers are local: they attend to a window around each token.
 
 Shape letters: B batch, S sequence, D width, F feed-forward, H heads, L layers, V vocabulary.
 """
@@ -24,15 +24,15 @@ from jax.ad_checkpoint import checkpoint_name
 from bert_jax.config import Model
 from bert_jax.model import attention, attention_kernels, layers, rotary_kernels
 from bert_jax.model import kernels as kernels_lib
-from bert_jax.model.attention import Packing, Scores, Shared
+from bert_jax.model.attention import Packing, ProbabilityPolicy, Shared
 from bert_jax.model.encoder import (
-    PRODUCT,
+    LINEAR_OUTPUT,
     Embedding,
     Loop,
     initializer,
     look_up,
     padded_vocab_size,
-    rope_angles,
+    rotary_cos_sin,
     rotate,
     run_layers,
 )
@@ -45,20 +45,20 @@ def _is_modern(cfg: Model) -> bool:
     return cfg.kind == "modern"
 
 
-def _norm(cfg: Model) -> layers.LayerNorm | layers.ScaleNorm:
+def _norm(cfg: Model) -> layers.LayerNorm | layers.BiaslessLayerNorm:
     """Returns a layer norm as wide as the encoder."""
     if _is_modern(cfg):
-        return layers.ScaleNorm(cfg.hidden_size)
+        return layers.BiaslessLayerNorm(cfg.hidden_size)
     return layers.LayerNorm(cfg.hidden_size, cfg.layer_norm_eps)
 
 
-def _dense(cfg: Model) -> type[layers.Dense | layers.Linear]:
-    """Returns the class of products: with or without a bias."""
+def _linear_class(cfg: Model) -> type[layers.Dense | layers.Linear]:
+    """Returns the class of linear layers: with or without a bias."""
     return layers.Linear if _is_modern(cfg) else layers.Dense
 
 
 def _output_initializer(cfg: Model) -> nnx.Initializer:
-    """Returns the reference's distribution for kernels that add to the residual stream."""
+    """Returns the distribution of weights that write to the residual stream, and of outputs."""
     if not _is_modern(cfg):
         return initializer(cfg)
     deviation = cfg.initializer_range / (2 * cfg.num_hidden_layers) ** 0.5  # for 2 L additions
@@ -66,7 +66,7 @@ def _output_initializer(cfg: Model) -> nnx.Initializer:
 
 
 def layer_initializers(cfg: Model) -> tuple[nnx.Initializer, nnx.Initializer]:
-    """Returns the initializers of kernels that read x, and of kernels that add to x."""
+    """Returns the initializers of weights that read, and that write to, the residual stream."""
     if cfg.initialization == "reference":
         return initializer(cfg), _output_initializer(cfg)
     scaled = jax.nn.initializers.truncated_normal(cfg.hidden_size**-0.5)
@@ -118,12 +118,12 @@ class Embeddings(nnx.Module):
 
 
 class Transform(nnx.Module):
-    """The layers below the output of masked LM, which ModernBERT's other heads have, too."""
+    """The layers before an output layer, in masked LM and in all of ModernBERT's heads."""
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         self.hidden_act = cfg.hidden_act
         width = cfg.hidden_size
-        self.transform = _dense(cfg)(width, width, _output_initializer(cfg), rngs=rngs)
+        self.transform = _linear_class(cfg)(width, width, _output_initializer(cfg), rngs=rngs)
         self.layer_norm = _norm(cfg)
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
@@ -133,7 +133,10 @@ class Transform(nnx.Module):
 
 
 class MaskedLM(Transform):
-    """Transform and output bias; the output weights are the word embeddings, or `output`."""
+    """The transform of masked LM, which a call computes, and parameters of the output layer.
+
+    `heads.token_logits` computes the output layer, with the word embeddings or with `output`.
+    """
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
@@ -152,18 +155,18 @@ def _global_every(cfg: Model) -> int:
     return cfg.global_every if _is_modern(cfg) else 1
 
 
-def global_layers(cfg: Model) -> int:
+def count_global_layers(cfg: Model) -> int:
     """Returns the number of global layers."""
     return -(-cfg.num_hidden_layers // _global_every(cfg))
 
 
 def half_window(cfg: Model) -> int:
-    """Returns the positions of a window on each side; 0 if every layer is global."""
+    """Returns the number of positions of a window on each side; 0 if every layer is global."""
     return 0 if _global_every(cfg) == 1 else cfg.local_window // 2
 
 
 def _window(cfg: Model, is_global: jax.Array | None, length: int) -> jax.Array | None:
-    """Returns the keys that a query attends to, bool [S, S]; None: every layer attends to all."""
+    """Returns where a query may attend to a key, bool [S, S]; None: everywhere in such a row."""
     half = half_window(cfg)
     causal = attention.causal_mask(length) if cfg.direction == "left_to_right" else None
     if not half or is_global is None or length <= half + 1:
@@ -176,20 +179,20 @@ def _window(cfg: Model, is_global: jax.Array | None, length: int) -> jax.Array |
 # --- layers -----------------------------------------------------------------------------------
 
 
-def product(dense: layers.Linear, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Applies a layer, with its bias if it has one; the result has this shape and the type of x.
+def apply_linear(dense: layers.Linear, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Applies a linear layer; the result has this shape and the type of x.
 
-    `remat="dots"` saves the product.
+    `remat="dots"` saves the result.
     """
-    return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), PRODUCT)
+    return checkpoint_name(dense(x).astype(x.dtype).reshape(shape), LINEAR_OUTPUT)
 
 
 class LayerInputs(NamedTuple):
     """The inputs of every layer, besides hidden states."""
 
     mask: jax.Array | Shared | Packing  # see `kinds.encode`
-    # `rope_angles`, as kernels read them if there are kernels; None without rotary positions.
-    angles: jax.Array | None
+    # Result of `rotary_cos_sin`, in the layout of kernels if there are any; None: not rotary.
+    rotation: jax.Array | None
     kernels: Kernels | None  # settings of the kernels that compute the layer; None: XLA does
 
 
@@ -201,7 +204,7 @@ class Layer(nnx.Module):
 
     def __init__(self, cfg: Model, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        width, inner, dense = cfg.hidden_size, cfg.intermediate_size, _dense(cfg)
+        width, inner, dense = cfg.hidden_size, cfg.intermediate_size, _linear_class(cfg)
         init, output_init = layer_initializers(cfg)
         self.query = dense(width, width, init, rngs=rngs)
         self.key = dense(width, width, init, rngs=rngs)
@@ -219,7 +222,7 @@ class Layer(nnx.Module):
         number: jax.Array,
         x: jax.Array,
         noise: layers.Noise | None,
-        scores: Scores,
+        policy: ProbabilityPolicy,
         inputs: LayerInputs,
     ) -> jax.Array:
         """Runs the layer, the `number`-th from 0: [B, S, D] in the compute type -> the same.
@@ -230,8 +233,8 @@ class Layer(nnx.Module):
             # `_kernels` returns None for `Packing`; kernels seed their bits from the shard's key.
             assert isinstance(noise, layers.ShardNoise) and not isinstance(inputs.mask, Packing)
             return self._run_in_kernels(x, inputs.mask, noise, inputs.kernels)
-        context = self._attend(number, x, noise, scores, inputs).reshape(x.shape)
-        attended = product(self.attention_output, context, x.shape)
+        context = self._attend(number, x, noise, policy, inputs).reshape(x.shape)
+        attended = apply_linear(self.attention_output, context, x.shape)
         added = x + self.dropout(attended, noise, 1)
         added = added if _is_modern(self.cfg) else self.attention_layer_norm(added)
         return self.feed_forward(added.astype(x.dtype), noise)
@@ -241,30 +244,31 @@ class Layer(nnx.Module):
         number: jax.Array,
         x: jax.Array,
         noise: layers.Noise | None,
-        scores: Scores,
+        policy: ProbabilityPolicy,
         inputs: LayerInputs,
     ) -> jax.Array:
         """Returns the heads' weighted values, [B, S, H, D / H], or from kernels [B, S, D]."""
         cfg, mask = self.cfg, inputs.mask
-        is_global = self._is_global(number, inputs.angles)
+        is_global = self._is_global(number, inputs.rotation)
         x = self._attention_input(number, x)
         if inputs.kernels is not None:
             assert not isinstance(mask, Packing)  # `_kernels` returns None for it
             size, (rows, numbers) = x.shape[-1] // cfg.num_attention_heads, _rows_and_numbers(mask)
-            windows = half_window(cfg), global_layers(cfg), cfg.num_hidden_layers
+            windows = half_window(cfg), count_global_layers(cfg), cfg.num_hidden_layers
             static = rotary_kernels.RotaryAttentionShape(inputs.kernels, size, rows, *windows)
-            vectors = (product(dense, x, x.shape) for dense in (self.query, self.key, self.value))
-            return rotary_kernels.attention(static, *vectors, inputs.angles, numbers, is_global)
-        query, key = self._queries_and_keys(x, is_global, inputs.angles)
+            linear_layers = self.query, self.key, self.value
+            vectors = (apply_linear(dense, x, x.shape) for dense in linear_layers)
+            return rotary_kernels.attention(static, *vectors, inputs.rotation, numbers, is_global)
+        query, key = self._queries_and_keys(x, is_global, inputs.rotation)
         value = self.project_heads(self.value, x)
-        length = mask.tokens.shape[1] if isinstance(mask, Packing) else x.shape[1]
+        length = mask.row_indices.shape[1] if isinstance(mask, Packing) else x.shape[1]
         window = _window(cfg, is_global, length)
         noise, rate = layers.noise_at(noise, 0), cfg.attention_probs_dropout_prob
-        return attention.attend(query, key, value, mask, noise, rate, window, scores)
+        return attention.attend(query, key, value, mask, noise, rate, window, policy)
 
-    def _is_global(self, number: jax.Array, angles: jax.Array | None) -> jax.Array | None:
+    def _is_global(self, number: jax.Array, rotation: jax.Array | None) -> jax.Array | None:
         """Returns whether the `number`-th layer is global, bool []; None: every layer is."""
-        return None if angles is None else number % _global_every(self.cfg) == 0
+        return None if rotation is None else number % _global_every(self.cfg) == 0
 
     def _attention_input(self, number: jax.Array, x: jax.Array) -> jax.Array:
         """Returns the input of attention in the `number`-th layer, in the type of x."""
@@ -275,24 +279,24 @@ class Layer(nnx.Module):
     def project_heads(self, dense: layers.Linear, x: jax.Array) -> jax.Array:
         """Returns queries, keys or values: [..., D] -> [..., H, D / H]."""
         count = self.cfg.num_attention_heads
-        return product(dense, x, (*x.shape[:-1], count, x.shape[-1] // count))
+        return apply_linear(dense, x, (*x.shape[:-1], count, x.shape[-1] // count))
 
     def _queries_and_keys(
-        self, x: jax.Array, is_global: jax.Array | None, angles: jax.Array | None
+        self, x: jax.Array, is_global: jax.Array | None, rotation: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns queries and keys, rotated by `angles` unless None."""
-        if angles is None or is_global is None:
+        """Returns queries and keys, rotated unless `rotation` is None."""
+        if rotation is None or is_global is None:
             return self.project_heads(self.query, x), self.project_heads(self.key, x)
-        rotation = jnp.where(is_global, angles[0], angles[1])
-        query = rotate(self.project_heads(self.query, x), rotation)
-        return query, rotate(self.project_heads(self.key, x), rotation)
+        own = jnp.where(is_global, rotation[0], rotation[1])
+        query = rotate(self.project_heads(self.query, x), own)
+        return query, rotate(self.project_heads(self.key, x), own)
 
     def attention_probabilities(
-        self, number: jax.Array, x: jax.Array, angles: jax.Array | None
+        self, number: jax.Array, x: jax.Array, rotation: jax.Array | None
     ) -> jax.Array:
         """Computes the attention probabilities of one text: [S, D] -> [H, S, S]."""
-        is_global = self._is_global(number, angles)
-        query, key = self._queries_and_keys(self._attention_input(number, x), is_global, angles)
+        is_global = self._is_global(number, rotation)
+        query, key = self._queries_and_keys(self._attention_input(number, x), is_global, rotation)
         scores = jnp.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
         window = _window(self.cfg, is_global, len(x))
         scores = scores if window is None else jnp.where(window, scores, -jnp.inf)
@@ -302,11 +306,11 @@ class Layer(nnx.Module):
         """Runs the second part of the layer: [B, S, D] in the compute type -> the same."""
         is_modern, shape = _is_modern(self.cfg), (*x.shape[:2], -1)
         inputs = self.output_layer_norm(x).astype(x.dtype) if is_modern else x
-        inner = product(self.intermediate, inputs, shape).astype(jnp.float32)
-        gate = product(self.gate, inputs, shape).astype(jnp.float32) if is_modern else None
+        inner = apply_linear(self.intermediate, inputs, shape).astype(jnp.float32)
+        gate = apply_linear(self.gate, inputs, shape).astype(jnp.float32) if is_modern else None
         inner = layers.activation(self.cfg.hidden_act, inner)
         inner = inner if gate is None else inner * gate
-        outer = product(self.output, inner.astype(x.dtype), x.shape)
+        outer = apply_linear(self.output, inner.astype(x.dtype), x.shape)
         added = x + self.dropout(outer, noise, 2)
         return (added if is_modern else self.output_layer_norm(added)).astype(x.dtype)
 
@@ -318,24 +322,25 @@ class Layer(nnx.Module):
     def _run_in_kernels(
         self, x: jax.Array, mask: jax.Array | Shared, noise: layers.ShardNoise, kernels: Kernels
     ) -> jax.Array:
-        """Runs a layer of `bert` with kernels for all except its products.
+        """Runs a layer of `bert` whose attention and residual norms are computed by kernels.
 
-        Kernels that read a product add its bias.
+        A linear layer leaves out its bias if a kernel reads its result: the kernel adds the bias.
         """
         cfg = self.cfg
 
-        def product(dense: layers.Linear, x: jax.Array) -> jax.Array:
+        def apply_without_bias(dense: layers.Linear, x: jax.Array) -> jax.Array:
             kernel = dense.kernel[...]
             no_bias = jnp.zeros(kernel.shape[1], jnp.float32)
-            return checkpoint_name(layers.linear(x, kernel, no_bias).astype(x.dtype), PRODUCT)
+            return checkpoint_name(layers.linear(x, kernel, no_bias).astype(x.dtype), LINEAR_OUTPUT)
 
         def residual_norm(
-            dense: layers.Linear, inner: jax.Array, norm: layers.ScaleNorm, site: int
+            dense: layers.Linear, inner: jax.Array, norm: layers.BiaslessLayerNorm, site: int
         ) -> jax.Array:
             """Returns the layer norm of x + dropout(dense(inner))."""
-            flat = (array.reshape(-1, x.shape[-1]) for array in (x, product(dense, inner)))
+            arrays = x, apply_without_bias(dense, inner)
+            flat = (array.reshape(-1, x.shape[-1]) for array in arrays)
             vectors = dense.bias[...], norm.scale[...], norm.bias[...]
-            seed = noise.at(site).words()
+            seed = noise.at(site).kernel_seed()
             static = kernels_lib.Norm(kernels, cfg.hidden_dropout_prob, norm.eps)
             return kernels_lib.residual_norm(static, *flat, *vectors, seed, None).reshape(x.shape)
 
@@ -343,14 +348,14 @@ class Layer(nnx.Module):
         size, (rows, numbers) = x.shape[-1] // cfg.num_attention_heads, _rows_and_numbers(mask)
         context = attention_kernels.attention(
             attention_kernels.AttentionShape(kernels, size, cfg.attention_probs_dropout_prob, rows),
-            *(product(dense, x) for dense in projections),
+            *(apply_without_bias(dense, x) for dense in projections),
             jnp.stack([dense.bias[...] for dense in projections]),
             numbers,
-            noise.at(0).words(),
+            noise.at(0).kernel_seed(),
             None,
         )
         x = residual_norm(self.attention_output, context, self.attention_layer_norm, 1)
-        inner = checkpoint_name(self.intermediate(x).astype(x.dtype), PRODUCT)
+        inner = checkpoint_name(self.intermediate(x).astype(x.dtype), LINEAR_OUTPUT)
         inner = layers.activation(cfg.hidden_act, inner.astype(jnp.float32)).astype(x.dtype)
         return residual_norm(self.output, inner, self.output_layer_norm, 2)
 
@@ -358,7 +363,7 @@ class Layer(nnx.Module):
 def _rows_and_numbers(
     input_mask: jax.Array | Shared,
 ) -> tuple[Literal["alone", "shared"], jax.Array]:
-    """Returns a mask as kernels read it: `AttentionShape.rows`, and the numbers."""
+    """Returns `rows` and `numbers` of a mask, see `attention_kernels.AttentionShape`."""
     if isinstance(input_mask, Shared):
         return "shared", input_mask.numbers
     return "alone", input_mask
@@ -388,7 +393,7 @@ class Encoder(nnx.Module):
         loop: Loop,
         outputs: Literal["last", "all"] = "last",
     ) -> jax.Array:
-        """Runs the encoder, see `kinds.encode`; truncated ones of `modern` have no final norm."""
+        """Runs the encoder, see `kinds.encode`; a truncated one has no final norm."""
         cfg, dtype = self.cfg, jnp.dtype(self.cfg.compute_dtype)
         positions = input_mask.positions if isinstance(input_mask, Shared | Packing) else None
         if _is_modern(cfg) and positions is None:
@@ -396,11 +401,14 @@ class Encoder(nnx.Module):
         x = self.embeddings(input_ids, segment_ids, dtype, positions)
         embedding_noise = layers.noise_at(noise, cfg.num_hidden_layers)
         x = layers.dropout(x, embedding_noise, cfg.hidden_dropout_prob).astype(dtype)
-        angles = None if positions is None or not _is_modern(cfg) else rope_angles(cfg, positions)
+        is_rotary = positions is not None and _is_modern(cfg)
+        rotation = rotary_cos_sin(cfg, positions) if is_rotary else None
         kernels = _kernels(cfg, x.shape, input_mask, noise, loop)
-        if kernels is not None and angles is not None:
-            angles = rotary_kernels.lay_out_angles(angles, x.shape[-1] // cfg.num_attention_heads)
-        run = functools.partial(Layer.__call__, inputs=LayerInputs(input_mask, angles, kernels))
+        if kernels is not None and rotation is not None:
+            rotation = rotary_kernels.lay_out_angles(
+                rotation, x.shape[-1] // cfg.num_attention_heads
+            )
+        run = functools.partial(Layer.__call__, inputs=LayerInputs(input_mask, rotation, kernels))
         last, states = run_layers(run, self.layers, x, noise, loop, outputs)
         if _is_modern(cfg) and len(jax.tree.leaves(self.layers)[0]) == cfg.num_hidden_layers:
             last = self.final_layer_norm(last).astype(dtype)
@@ -410,10 +418,10 @@ class Encoder(nnx.Module):
     def attention_probabilities(self, hidden: jax.Array) -> jax.Array:
         """Computes the attention probabilities of a text, see `kinds.attention_probabilities`."""
         count, length, _ = hidden.shape
-        angles = rope_angles(self.cfg, jnp.arange(length)) if _is_modern(self.cfg) else None
+        rotation = rotary_cos_sin(self.cfg, jnp.arange(length)) if _is_modern(self.cfg) else None
 
         compute = jax.vmap(Layer.attention_probabilities, in_axes=(0, 0, 0, None))
-        return compute(self.layers, jnp.arange(count), hidden, angles)
+        return compute(self.layers, jnp.arange(count), hidden, rotation)
 
 
 def _kernels(

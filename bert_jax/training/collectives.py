@@ -1,9 +1,9 @@
 """Collectives for one parameter and its gradient over DATA, inside the step's `shard_map`.
 
 `all_gather` makes a sharded parameter whole; its gradient is a `reduce_scatter`, which leaves each
-device its shard of the sum over devices. Each generation of TPUs overlaps other collectives with
-computation, so METHODS has a method for each. All methods compute the same, up to the order of
-summation.
+device its shard of the sum over devices. Which collectives overlap with computation
+differs between generations of TPUs, so METHODS has a method for each. All methods compute the same,
+up to the order of summation.
 """
 
 import functools
@@ -24,25 +24,29 @@ CompilerOptions = tuple[tuple[str, bool | int], ...]
 
 
 class Method(NamedTuple):
-    """The way of parameters and gradients on a kind of device; `plan --out` writes these names."""
+    """How parameters are gathered, and gradients reduced, on a kind of device.
+
+    `plan --out` writes the names of these fields and their values.
+    """
 
     # All-gather along one axis of the torus after another, or along all of them at once.
     gather: Literal["by_axis", "at_once"] = "by_axis"
     # Reduce-scatter along each axis by the compiler, or around a ring of neighbours.
     scatter: Literal["reduce_scatter", "ring"] = "reduce_scatter"
-    # The axis that carries a whole gradient, while the others carry the remaining parts: the
-    # `outermost`, the `innermost`, or each axis for its share of the parameters (`balanced`).
+    # The axis that a reduction begins with, and a gather ends with: the `outermost`, the
+    # `innermost`, or each axis for its share of the parameters (`balanced`). It carries whole
+    # gradients, the others only the shards that remain.
     order: Literal["outermost", "innermost", "balanced"] = "outermost"
     # A layer's parameter of at most this many gathered bytes is gathered for all layers before the
     # first layer runs; a larger one is gathered in each layer, for each pass.
     prefetch_bytes: int = 0
-    # When slices add up a layer's gradients: during the next layer's work, or after all layers.
+    # When a layer's gradients are summed over slices: with the next layer's work, or after all.
     sums: Literal["by_layer", "in_the_end"] = "by_layer"
     compiler_options: CompilerOptions = ()  # for all steps on such devices
 
 
 # v2 and v3 overlap nothing: all of BERT-Large is prefetched. Their innermost axis holds the two
-# cores of a chip: if it comes last, a chip fetches each byte once for both.
+# cores of a chip. If a gather ends with it, a chip receives each byte once for both cores.
 _TWO_CORES = Method(order="innermost", prefetch_bytes=8 * 2**20, sums="in_the_end")
 _AT_ONCE = Method(
     gather="at_once",
@@ -51,7 +55,8 @@ _AT_ONCE = Method(
     prefetch_bytes=2 * 2**20,
     compiler_options=(("xla_tpu_prefer_async_allgather_to_allreduce", True),),
 )
-# On v6e a gather at once is asynchronous if a SparseCore does it, along both axes and directions.
+# On v6e a gather over all axes is asynchronous if a SparseCore does it, which then uses both axes
+# in both directions.
 _BY_SPARSE_CORE = _AT_ONCE._replace(
     compiler_options=(
         *_AT_ONCE.compiler_options,
@@ -79,15 +84,16 @@ METHODS = {
     hardware.TPUS["v2"].kind: _TWO_CORES,
     hardware.TPUS["v3"].kind: _TWO_CORES,
     hardware.TPUS["v4"].kind: _RINGS,
-    # No option makes a reduce-scatter asynchronous; permutations always are. With its option a
-    # gather along all axes is asynchronous and uses all links, without it becomes an all-reduce.
+    # No option makes a reduce-scatter asynchronous; permutations always are. With the
+    # option of `_AT_ONCE` a gather over all axes is asynchronous and uses all links; without that
+    # option it becomes an all-reduce.
     hardware.TPUS["v5e"].kind: _AT_ONCE,
     hardware.TPUS["v6e"].kind: _BY_SPARSE_CORE,
     hardware.TPUS["v5p"].kind: _RINGS,
 }
 
 
-# With these a sum over slices in a loop runs during the next round of the loop.
+# With these options a sum over slices inside a loop overlaps with the next iteration.
 _SLICE_OPTIONS = (
     ("xla_tpu_enable_data_parallel_all_reduce_opt", True),
     ("xla_tpu_data_parallel_opt_different_sized_ops", True),
@@ -95,7 +101,7 @@ _SLICE_OPTIONS = (
 
 
 def method_of(device_kind: str, slices: int = 1) -> Method:
-    """Returns the method of slices of devices; `device_kind` is jax's name."""
+    """Returns the method for a kind of device, with options for a run on several slices."""
     method = METHODS.get(device_kind, Method())
     options = _SLICE_OPTIONS if slices > 1 and device_kind in METHODS else ()
     return method._replace(compiler_options=method.compiler_options + options)
@@ -104,7 +110,9 @@ def method_of(device_kind: str, slices: int = 1) -> Method:
 class Collectives(NamedTuple):
     """The settings of the collectives of a parameter and its gradient over DATA."""
 
-    axes: tuple[str, ...]  # of DATA, in the order in which they cut a dimension, the coarsest first
+    axes: tuple[
+        str, ...
+    ]  # of DATA, in the order in which they split a dimension, the coarsest first
     gather_dtype: str  # in which parameters are gathered
     reduce_dtype: str  # in which gradients are added up
     method: Method
@@ -120,34 +128,37 @@ class Collectives(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(
-    shard: jax.Array, dimension: int, collectives: Collectives, copy: jax.Array | None = None
+    shard: jax.Array, dimension: int, collectives: Collectives, gathered: jax.Array | None = None
 ) -> jax.Array:
-    """All-gathers a float32 shard: float32, rounded to `gather_dtype`.
+    """All-gathers a float32 shard in `gather_dtype`; returns the result as float32.
 
-    `copy` is the result of an earlier `all_gather_copy`; then only the gradient travels.
+    `gathered` is the result of an earlier `gather_without_gradient`. Then nothing is communicated
+    but the gradient in the backward pass.
     """
-    if copy is None:
-        copy = all_gather_copy(shard, dimension, collectives)
-    # A matrix product casts to the dtype of the copy again; compilers remove both casts.
-    return copy.astype(jnp.float32)
+    if gathered is None:
+        gathered = gather_without_gradient(shard, dimension, collectives)
+    # Matrix products cast back to `gather_dtype`; compilers remove both casts.
+    return gathered.astype(jnp.float32)
 
 
-def all_gather_copy(shard: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
-    """All-gathers a float32 shard in `gather_dtype`; the copy has no gradient."""
-    copy = lax.stop_gradient(shard).astype(collectives.gather_dtype)
+def gather_without_gradient(
+    shard: jax.Array, dimension: int, collectives: Collectives
+) -> jax.Array:
+    """All-gathers a float32 shard in `gather_dtype`, the type of the result."""
+    gathered = lax.stop_gradient(shard).astype(collectives.gather_dtype)
     if collectives.method.gather == "at_once":
-        return lax.all_gather(copy, collectives.axes, axis=dimension, tiled=True)
+        return lax.all_gather(gathered, collectives.axes, axis=dimension, tiled=True)
     for axis in reversed(collectives.axes):
-        copy = lax.all_gather(copy, axis, axis=dimension, tiled=True)
-    return copy
+        gathered = lax.all_gather(gathered, axis, axis=dimension, tiled=True)
+    return gathered
 
 
 def reduce_scatter(gradient: jax.Array, dimension: int, collectives: Collectives) -> jax.Array:
     """Reduce-scatters a float32 gradient: this device's shard of the sum over devices, float32."""
     gradient = gradient.astype(collectives.reduce_dtype)
     for axis in collectives.axes:
-        # The array gets a separate dimension for the devices: on a TPU the reduce-scatter of a part
-        # of a large array's dimension becomes an all-reduce of the whole array.
+        # The array gets a separate dimension for the devices: on a TPU the reduce-scatter of a
+        # dimension that is larger than the number of devices becomes an all-reduce.
         before, after = gradient.shape[:dimension], gradient.shape[dimension + 1 :]
         parts = gradient.reshape(*before, lax.axis_size(axis), -1, *after)
         if collectives.method.scatter == "ring":
@@ -179,9 +190,10 @@ all_gather.defvjp(lambda *args: (all_gather(*args), None), _all_gather_backward)
 
 
 def folded_ring(size: int) -> tuple[int, ...]:
-    """Returns the devices of a line as a ring; neighbours in the ring are at most two links apart.
+    """Returns the devices of a line as a ring: even ones on the way up, odd ones on the way back.
 
-    So each direction of each link carries one transfer at a time, as in a closed line.
+    Neighbours in the ring are at most two links apart, and each direction of each link carries one
+    transfer at a time, as if the line were closed.
     """
     return (*range(0, size, 2), *range(size - 1 - size % 2, 0, -2))
 
@@ -198,14 +210,14 @@ def _ring_reduce_scatter(parts: jax.Array, dimension: int, axis: str) -> jax.Arr
     to_next = [(device, ring[(index + 1) % size]) for index, device in enumerate(ring)]
 
     def predecessor(distance: int) -> jax.Array:
-        """Returns the device at this distance before the present one in the ring."""
+        """Returns the device this many places before the present one in the ring."""
         devices = [ring[ring.index(device) - distance] for device in range(size)]
         return jnp.array(devices)[lax.axis_index(axis)]
 
     total = lax.dynamic_index_in_dim(parts, predecessor(1), dimension, keepdims=False)
     for distance in range(2, size + 1):
-        number = predecessor(distance)
-        total = _add_part(parts, dimension, number, lax.ppermute(total, axis, to_next))
+        owner = predecessor(distance)  # to whose part the received sum belongs; in the end our own
+        total = _add_part(parts, dimension, owner, lax.ppermute(total, axis, to_next))
     return total
 
 
@@ -213,8 +225,8 @@ def _add_part(
     parts: jax.Array, dimension: int, number: jax.Array, received: jax.Array
 ) -> jax.Array:
     """Adds the part `number` along `dimension` to the received sum."""
-    is_tiled = dimension == 0 and received.ndim > 1 and received.shape[-1] % _LANES == 0
+    fits_kernel = dimension == 0 and received.ndim > 1 and received.shape[-1] % _LANES == 0
     # The compiler cannot partition a kernel over automatic axes.
-    if is_tiled and not jax.sharding.get_abstract_mesh().auto_axes:
+    if fits_kernel and not jax.sharding.get_abstract_mesh().auto_axes:
         return kernels.add_part(parts, received, number)
     return received + lax.dynamic_index_in_dim(parts, number, dimension, keepdims=False)

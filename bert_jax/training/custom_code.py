@@ -27,10 +27,10 @@ def require_valid(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
     """
     model, data = experiment.model, experiment.data
     if model.code:
-        with code.failures(code.path_of(model.code)):
+        with code.report_failures(code.path_of(model.code)):
             _trace_encoder(model)
     if data.code:
-        with code.failures(code.path_of(data.code)):
+        with code.report_failures(code.path_of(data.code)):
             objective = objective_lib.pretraining_objective(model, data)
             if hasattr(objective, "compare"):
                 _require_comparable(experiment)

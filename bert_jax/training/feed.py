@@ -1,6 +1,6 @@
-"""The feed of batches to devices, by Grain, which holds no state of the run.
+"""Makes batches ahead with Grain and places them on devices.
 
-A batch is a function of its step (data.batches). So the feed starts at any step, a checkpoint does
+A batch is a function of its step (data.batches). So a feed can start at any step, checkpoints need
 not include it, and if a process that makes batches is killed, another makes them again.
 """
 
@@ -23,7 +23,7 @@ MakeBatch = Callable[[int, np.ndarray], Batch]
 # Words in the error that Grain raises when one of its processes dies.
 _WORKER_DIED = "Worker process was terminated unexpectedly"
 # After this many deaths in a phase batches are made without worker processes.
-_DEATHS = 3
+_MAX_DEATHS = 3
 
 
 class Feed:
@@ -48,7 +48,9 @@ class Feed:
         self._rows = local_rows(sharding, batch_size)
         self._prefetch, self._workers = run.prefetch_batches, run.data_workers
         self._report, self._deaths = report, 0
-        self._flags = contextlib.ExitStack()  # open until the end: workers may be replaced
+        # Grain asks whether absl has parsed its flags whenever it starts workers. This stack holds
+        # them marked as parsed until the feed ends, since workers may be replaced.
+        self._parsed_flags = contextlib.ExitStack()
         self._iterator = self._host_batches()
 
     def _host_batches(self) -> grain.DatasetIterator:
@@ -62,7 +64,7 @@ class Feed:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch)
         dataset = steps.to_iter_dataset(options)
         if self._workers:
-            self._flags.enter_context(foreign.mark_flags_as_parsed())
+            self._parsed_flags.enter_context(foreign.mark_flags_as_parsed())
             dataset = dataset.mp_prefetch(
                 grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._prefetch),
                 worker_init_fn=_die_with_parent,
@@ -88,11 +90,11 @@ class Feed:
         """Starts new workers; after several deaths, makes batches without workers."""
         self._iterator.close()
         self._deaths += 1
-        if self._deaths < _DEATHS:
+        if self._deaths < _MAX_DEATHS:
             self._report(f"data: a worker process was killed; {self._workers} new ones replace it")
         else:
             self._report(
-                f"data: worker processes were killed {_DEATHS} times; batches are made without "
+                f"data: worker processes were killed {_MAX_DEATHS} times; batches are made without "
                 "them from now on. Has the machine too little memory for "
                 f"run.data_workers={self._workers}?"
             )
@@ -103,14 +105,14 @@ class Feed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._flags:
+        with self._parsed_flags:
             self._iterator.close()
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
-    """Returns the rows on this process's devices, ascending; they may not be one range."""
-    slices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    return np.unique(np.concatenate([np.arange(batch_size)[s] for s in slices]))
+    """Returns the indices of the rows on this process's devices, ascending, maybe with gaps."""
+    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[index] for index in indices]))
 
 
 def place(
@@ -118,7 +120,7 @@ def place(
 ) -> dict[str, jax.Array]:
     """Places this process's rows of a batch as parts of global arrays of `batch_size` rows.
 
-    `host` holds arrays [len(rows), ...]; `rows` are their numbers in the global batch.
+    `host` holds arrays [len(rows), ...]; `rows` are their indices in the global batch.
     """
     if sharding.num_devices == 1:
         return _on_one_device(sharding)(host)
@@ -138,7 +140,7 @@ def place(
 
 @functools.lru_cache
 def _on_one_device(sharding: NamedSharding) -> Callable[[Batch], dict[str, jax.Array]]:
-    """Returns the identity as a program, which takes an eighth of the time of `device_put`."""
+    """Returns a compiled identity, eight times as fast as `device_put`."""
     return jax.jit(lambda batch: batch, out_shardings=sharding)
 
 

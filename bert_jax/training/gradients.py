@@ -1,7 +1,8 @@
-"""The gradient of a step inside its `shard_map`: of one shard's rows, then reduced over shards.
+"""Computes the gradient of a step inside its `shard_map`.
 
-Each shard goes through its micro-batches, and one reduction adds up the gradients of all shards.
-Collectives are explicit, so the compiler need not infer them.
+A shard here is the part of the batch on one device, or on the devices along `tensor`. Each shard
+goes through its micro-batches, and one reduction adds up the gradients of all shards. Collectives
+are explicit, so the compiler need not infer them.
 """
 
 import dataclasses
@@ -57,31 +58,35 @@ class ShardGradient:
 
         With `other`, the rows of another shard, it returns `recompute_check.fingerprints` instead.
 
-        `clip="per_replica"` reproduces the reference on `reference_replicas` TPU cores: each core
-        has its own denominators and its own clip, and the optimizer's wrapper adds the cores'
-        gradients without dividing by their number. Otherwise the denominators are global and known
-        from the data, so that micro-batches and shards only add.
+        `fixed` are frozen parameters. The losses are divided by `objective.counts` of the whole
+        batch, so gradients of micro-batches and shards need only be added. But
+        `clip="per_replica"` reproduces google-research/bert on `reference_replicas` TPU cores: each
+        core divides by its own counts and clips its own gradient, and the cores' gradients are
+        added without division by their number.
         """
         spec, axes = self.spec, mesh_lib.batch_axes(self.spec.mesh)
         per_replica = spec.optimizer.clip == "per_replica"
         total = None if per_replica else lax.psum(spec.objective.counts(batch), axes)
         if spec.parallelism.state == "zero1":
             params = sharding.all_gather_params(params, self.partition, self._collectives)
-        # The fingerprint is the gradient by `mark`, computed before devices add up their gradients.
-        params = params, None if other is None else jnp.zeros(4)
+        # `mark` is an input that changes nothing. `recompute_check.fingerprint_gradient` makes the
+        # gradient with respect to it a fingerprint of the gradient of this shard's rows.
+        mark = None if other is None else jnp.zeros(4)
 
-        def run(params: Any, function: Callable[..., Any], micro: Batch, number: jax.Array) -> Any:
-            """Calls a function of the objective with its arguments; `params` are sharded."""
-            params, loop = self._layer_loop(*params)
+        def call(
+            params_and_mark: Any, method: Callable[..., Any], micro: Batch, number: jax.Array
+        ) -> Any:
+            """Calls a method of the objective for the micro-batch with this number."""
+            params, loop = self._layer_loop(*params_and_mark)
             noise: layers.Noise
             if spec.objective.model.dropout_rng == "threefry8":
                 noise = row_noise(micro, key)
             else:
                 numbers = step, number, lax.axis_index(axes)
                 noise = layers.ShardNoise(functools.reduce(jax.random.fold_in, numbers, key))
-            return function(params, fixed, micro, noise, loop)
+            return method(params, fixed, micro, noise, loop)
 
-        sum_gradients = functools.partial(self._sum_micro_batches, run, params, total)
+        sum_gradients = functools.partial(self._sum_micro_batches, call, (params, mark), total)
         if other is not None:
             return recompute_check.fingerprints(sum_gradients, other, batch, axes)
         (gradient, _), metrics = sum_gradients(batch)
@@ -102,7 +107,10 @@ class ShardGradient:
         )
 
     def _layer_loop(self, params: Any, mark: jax.Array | None) -> tuple[Any, Loop]:
-        """Returns whole parameters and the loop over layers, which gathers those of `zero3`."""
+        """Returns the parameters and the loop over layers; with `zero3` it gathers each layer.
+
+        All parameters but those layers are whole.
+        """
         model, parallelism = self.spec.objective.model, self.spec.parallelism
         # The compiler cannot partition a kernel over the devices that share a row.
         has_kernels = model.dropout_rng == "in_kernel" and parallelism.tensor == 1
@@ -113,22 +121,23 @@ class ShardGradient:
         return recompute_check.fingerprint_gradient(params, mark), loop
 
     def _sum_micro_batches(
-        self, run: Callable[..., Any], params: Any, total: Counts | None, batch: Batch
+        self, call: Callable[..., Any], params_and_mark: Any, total: Counts | None, batch: Batch
     ) -> tuple[Any, Metrics]:
         """Returns ((gradient, sum of gradients' fingerprints), metrics) of the shard's rows.
 
-        `total` are the denominators of the losses; None: each micro-batch has its own.
+        `call` is the function in `gradients`. `total` are the denominators of the losses; None:
+        each micro-batch has its own.
         """
         objective, optimizer = self.spec.objective, self.spec.optimizer
 
-        def gradient(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
+        def differentiate(micro: Batch, number: jax.Array) -> tuple[Any, Metrics]:
             counts = objective.counts(micro) if total is None else total
 
-            def loss(params: Any) -> tuple[jax.Array, Metrics]:
-                metrics = run(params, objective.forward, micro, number)
+            def loss(params_and_mark: Any) -> tuple[jax.Array, Metrics]:
+                metrics = call(params_and_mark, objective.forward, micro, number)
                 return objective.loss(metrics, counts), metrics | {"filled": _count_filled(micro)}
 
-            (gradient, fingerprint), metrics = jax.grad(loss, has_aux=True)(params)
+            (gradient, fingerprint), metrics = jax.grad(loss, has_aux=True)(params_and_mark)
             if total is None:
                 gradient, _ = optimizer_lib.clip(gradient, optimizer.clip_norm)
             return (gradient, fingerprint), metrics
@@ -139,18 +148,19 @@ class ShardGradient:
         if parts > 1 and hasattr(objective, "compare"):
             assert total is not None  # an objective with `compare` has clip=global
             comparing = cast(ComparingObjective, objective)
-            return _accumulate_compared(comparing, run, params, batch, parts, total)
-        return _accumulate(gradient, batch, parts)
+            return _accumulate_compared(comparing, call, params_and_mark, batch, parts, total)
+        return _accumulate(differentiate, batch, parts)
 
     def _reduce(self, gradient: Any) -> Any:
-        """Sums the gradient over all shards; each device keeps its part."""
+        """Sums the gradient over all shards; each device keeps its shards of sharded parameters."""
         state, collectives = self.spec.parallelism.state, self._collectives
         if state == "replicated":
             axes = mesh_lib.batch_axes(self.spec.mesh)
             return sharding.all_reduce_gradients(gradient, collectives._replace(axes=axes))
         if state == "zero1":
             gradient = sharding.reduce_scatter_gradients(gradient, self.partition, collectives)
-        return sharding.all_reduce_unsharded(gradient, self.partition, collectives)
+        # With `zero3` the backward pass of each gather has reduce-scattered the gradient.
+        return sharding.finish_reduction(gradient, self.partition, collectives)
 
 
 def gather_outside_layers(
@@ -158,7 +168,7 @@ def gather_outside_layers(
 ) -> tuple[Any, Loop]:
     """Gathers the parameters outside of layers; returns them and a loop that gathers each layer.
 
-    With a mark all of them go through `recompute_check.fingerprint_gradient`.
+    With a mark every gathered parameter goes through `recompute_check.fingerprint_gradient`.
     """
 
     def split(tree: Any) -> tuple[Any, Any]:
@@ -170,10 +180,10 @@ def gather_outside_layers(
     outside = recompute_check.fingerprint_gradient(outside, mark)
     outside["encoder"]["layers"] = layers
 
-    def gather(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:
+    def gather(stacked: Any) -> tuple[Any, Callable[[Any], Any]]:  # see `Loop.gather`
         def gather_layer(scanned: Any) -> Any:
-            layer, copies = scanned
-            layer = sharding.all_gather_layer(layer, copies, layer_cuts, collectives)
+            layer, prefetched = scanned
+            layer = sharding.all_gather_layer(layer, prefetched, layer_cuts, collectives)
             return recompute_check.fingerprint_gradient(layer, mark)
 
         return (stacked, sharding.prefetch_layers(stacked, layer_cuts, collectives)), gather_layer
@@ -185,7 +195,8 @@ def row_noise(micro: Batch, key: jax.Array) -> layers.Noise:
     """Returns the dropout keys of `dropout_rng=threefry8`, a function of the rows' numbers."""
     noise = layers.RowNoise.of(key, micro["rows"])
     if "tokens" in micro:  # texts share rows, see `embeddings.packing`
-        numbers = micro["places"] // micro["tokens"].shape[1]
+        slot_length = micro["tokens"].shape[1]
+        numbers = micro["places"] // slot_length  # of each token's text
         return layers.TextNoise(noise.keys, numbers, micro["positions"])
     return noise
 
@@ -197,52 +208,55 @@ def _count_filled(micro: Batch) -> jax.Array:
 
 
 def _accumulate(
-    gradient: Callable[[Batch, jax.Array], tuple[Any, Metrics]], batch: Batch, parts: int
+    differentiate: Callable[[Batch, jax.Array], tuple[Any, Metrics]], batch: Batch, parts: int
 ) -> tuple[Any, Metrics]:
     """Sums gradients and metrics over consecutive parts of the shard's rows."""
     if parts == 1:
-        return gradient(batch, jnp.zeros([], jnp.int32))
+        return differentiate(batch, jnp.zeros([], jnp.int32))
     micro = _split_rows(batch, parts)
-    shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], micro), jnp.int32(0))
+    shapes = jax.eval_shape(differentiate, jax.tree.map(lambda x: x[0], micro), jnp.int32(0))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
     def body(sums: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, gradient(*part)), None
+        return jax.tree.map(jnp.add, sums, differentiate(*part)), None
 
     return lax.scan(body, zeros, (micro, jnp.arange(parts)))[0]
 
 
 def _accumulate_compared(
     objective: ComparingObjective,
-    run: Callable[..., Any],
-    params: Any,
+    call: Callable[..., Any],
+    params_and_mark: Any,
     batch: Batch,
     parts: int,
     total: Counts,
 ) -> tuple[Any, Metrics]:
-    """Sums gradients over parts of rows that are compared with each other (Gao et al. 2021).
+    """Sums gradients over micro-batches whose rows are compared with each other.
 
-    The vectors of all parts are computed first, without saving activations. The gradient of the
-    loss by the vectors is computed for all parts at once; then the gradient of the vectors by the
-    parameters, part by part, with the same noise. So activations take the memory of one part.
+    This is gradient caching (Gao et al. 2021) for a contrastive loss. The vectors of all rows are
+    computed first, without saving activations. The gradient with respect to the vectors is computed
+    for all rows at once, and so is that of parameters which the comparison itself uses. The
+    gradient from the vectors to the parameters follows, one micro-batch after the other, with the
+    same noise. So activations take the memory of one micro-batch.
     """
     micro, numbers = _split_rows(batch, parts), jnp.arange(parts)
-    compute_vectors = functools.partial(run, params, objective.vectors)
+    compute_vectors = functools.partial(call, params_and_mark, objective.vectors)
     vectors = lax.map(lambda part: compute_vectors(*part), (micro, numbers))
 
-    def loss(vectors: jax.Array, params: Any) -> tuple[jax.Array, Metrics]:
-        flat = vectors.reshape(-1, *vectors.shape[2:])
-        metrics = run(params, functools.partial(objective.compare, flat), batch, numbers[0])
+    def loss(vectors: jax.Array, params_and_mark: Any) -> tuple[jax.Array, Metrics]:
+        compare = functools.partial(objective.compare, vectors.reshape(-1, *vectors.shape[2:]))
+        metrics = call(params_and_mark, compare, batch, numbers[0])
         return objective.loss(metrics, total), metrics | {"filled": _count_filled(batch)}
 
-    (by_vectors, by_params), metrics = jax.grad(loss, argnums=(0, 1), has_aux=True)(vectors, params)
+    gradients, metrics = jax.grad(loss, argnums=(0, 1), has_aux=True)(vectors, params_and_mark)
+    vectors_gradient, first_sum = gradients
 
     def body(sums: Any, part: tuple[Batch, jax.Array, jax.Array]) -> tuple[Any, None]:
         rows, number, cotangent = part
-        _, pull_back = jax.vjp(lambda params: run(params, objective.vectors, rows, number), params)
+        _, pull_back = jax.vjp(lambda p: call(p, objective.vectors, rows, number), params_and_mark)
         return jax.tree.map(jnp.add, sums, *pull_back(cotangent)), None
 
-    return lax.scan(body, by_params, (micro, numbers, by_vectors))[0], metrics
+    return lax.scan(body, first_sum, (micro, numbers, vectors_gradient))[0], metrics
 
 
 def _split_rows(batch: Batch, parts: int) -> Batch:

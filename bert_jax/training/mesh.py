@@ -1,9 +1,10 @@
 """The mesh of devices, and the sharding of batches over it.
 
-Axes `data_0`, `data_1`, ... are the dimensions of the devices' torus; together they are DATA, over
-which the state may be cut. Along the outermost axis `slice` lie slices: tori, or parts of one
-torus, that hold equal states. The batch is cut along `slice` and DATA. Devices along the innermost
-axis `tensor` share their rows. `slice` and `tensor` exist only if they are larger than 1.
+Axes `data_0`, `data_1`, ... are the dimensions of the devices' torus. Together we call them DATA:
+parameters and the optimizer's state may be sharded over them. Each index of the outermost axis
+`slice` is a group of devices that holds a full copy of the state: a slice of TPUs, or an equal part
+of one. The batch is sharded over `slice` and DATA. Devices along the innermost axis `tensor` all
+compute the same rows. `slice` and `tensor` exist only if they are larger than 1.
 """
 
 import contextlib
@@ -36,10 +37,10 @@ def make_mesh(
         )
     if parallelism.tensor > 1:
         data = [n for n in (*grid.shape[:-1], grid.shape[-1] // parallelism.tensor) if n > 1]
-        if not data:  # XLA cannot reduce over one device next to a tensor axis
+        if not data:  # XLA fails on a sum over one device if another axis is partitioned by XLA
             raise InputError(
-                f"parallelism.tensor={parallelism.tensor}: the batch must be cut over at least 2 "
-                f"devices, but there are {grid.size} in all; take a smaller number"
+                f"parallelism.tensor={parallelism.tensor}: each slice needs at least twice as "
+                f"many devices, but has {grid.size}; take a smaller number"
             )
         slices = slices.reshape(count, *data, parallelism.tensor)
     names = [SLICE, *(f"data_{i}" for i in range(slices.ndim - 1))]
@@ -62,7 +63,7 @@ def _all_devices() -> Sequence[jax.Device]:
     except (RuntimeError, AssertionError) as error:  # jax starts its backends here
         platforms = os.environ.get("JAX_PLATFORMS", "")
         if re.search(r"\b(UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED)\b", str(error)) or (
-            "INTERNAL" in str(error) and "libtpu.so" not in str(error)  # named if not installed
+            "INTERNAL" in str(error) and "libtpu.so" not in str(error)  # it is not installed
         ):
             raise Unavailable(
                 f"JAX_PLATFORMS={platforms}: the devices do not start ({error})"
@@ -76,22 +77,27 @@ def _all_devices() -> Sequence[jax.Device]:
 
 
 def _slices(devices: Sequence[jax.Device], count: int) -> np.ndarray:
-    """Returns the devices as `count` slices, at least one for each torus: [N, *slice shape]."""
+    """Returns the devices as slices: [slices, *slice shape].
+
+    `count` is a multiple of the number of tori, whose outermost dimensions are cut first: a torus
+    of 4 x 8 in 8 parts gives slices of 4, since [4, 8] -> [4, 1, 2, 4] -> [4, 2, 1, 4]. With 1
+    each torus is a slice.
+    """
     tori: dict[int, list[jax.Device]] = {}
     for device in devices:
-        is_on_torus = hasattr(device, "coords")  # GPUs of one host may have a slice_index, too
+        is_on_torus = hasattr(device, "coords")  # GPUs may have a slice_index, too
         tori.setdefault(getattr(device, "slice_index", 0) if is_on_torus else 0, []).append(device)
     grids = np.stack([_torus(tori[index]) for index in sorted(tori)])
-    parts, uneven = divmod(count, len(grids)) if count > 1 else (1, 0)
+    remaining, uneven = divmod(count, len(grids)) if count > 1 else (1, 0)
     shape = []
-    for size in grids.shape[1:]:  # the outermost dimensions are cut first
-        cut = math.gcd(size, max(parts, 1))
+    for size in grids.shape[1:]:
+        cut = math.gcd(size, max(remaining, 1))
         shape += [cut, size // cut]
-        parts //= cut
-    if uneven or parts != 1:
+        remaining //= cut
+    if uneven or remaining != 1:
         raise InputError(
             f"parallelism.slices={count}: {len(grids)} x {' x '.join(map(str, grids.shape[1:]))} "
-            f"devices cannot be cut so; take {len(grids)}, or a multiple that divides the devices"
+            f"devices cannot be split so; take {len(grids)}, or a multiple of it that divides them"
         )
     cuts = grids.reshape(len(grids), *shape)
     order = [0, *range(1, cuts.ndim, 2), *range(2, cuts.ndim, 2)]
@@ -102,9 +108,9 @@ def _slices(devices: Sequence[jax.Device], count: int) -> np.ndarray:
 def _torus(devices: Sequence[jax.Device]) -> np.ndarray:
     """Returns the devices in their physical order, one axis for each dimension of the torus.
 
-    Devices without a torus have one axis. The compiler supports collectives along a line of the
-    torus: over a flat axis of all devices a reduce-scatter becomes an all-reduce. The cores of a
-    chip belong to the last dimension.
+    Devices without a torus have one axis. Dimensions are kept apart, since the compiler makes a
+    reduce-scatter along one of them, but an all-reduce over a flat axis of all devices. The cores
+    of a chip belong to the last dimension.
     """
     flat = np.array(devices)
     if not hasattr(devices[0], "coords"):
@@ -146,7 +152,7 @@ def batch_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 
 
 def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """Returns DATA: the names of the axes over which state may be cut within a slice."""
+    """Returns DATA: the names of the axes over which the state may be sharded within a slice."""
     return tuple(name for name in batch_axes(mesh) if name != SLICE)
 
 
@@ -161,7 +167,7 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
 
 
 def data_shards(mesh: jax.sharding.Mesh) -> int:
-    """Returns the number of shards of the batch in a slice, over which state may be cut."""
+    """Returns the number of shards along DATA, of the batch within a slice and of the state."""
     return math.prod(mesh.shape[axis] for axis in data_axes(mesh))
 
 
@@ -175,10 +181,12 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, batch_spec(mesh))
 
 
-def map_shards(function: Callable, mesh: jax.sharding.Mesh, args: Any, out: Any) -> Callable:
-    """Maps a function over all shards of the batch with these specs; XLA partitions `tensor`."""
-    axes, specs = set(batch_axes(mesh)), {"in_specs": args, "out_specs": out}
-    return jax.shard_map(function, mesh=mesh, **specs, axis_names=axes, check_vma=False)
+def map_shards(
+    function: Callable, mesh: jax.sharding.Mesh, in_specs: Any, out_specs: Any
+) -> Callable:
+    """Maps a function over all shards of the batch; XLA partitions it over `tensor`."""
+    specs = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": set(batch_axes(mesh))}
+    return jax.shard_map(function, mesh=mesh, **specs, check_vma=False)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:

@@ -1,8 +1,9 @@
 """The sharding of each parameter over devices, and collectives over trees of parameters.
 
-`zero1` and `zero3` cut parameters and the optimizer's moments over DATA, each slice alike;
-`parallelism.tensor` cuts heads, feed-forward and vocabulary over the devices that share rows. One
-table of rules lists the dimensions.
+`zero1` and `zero3` shard parameters and the optimizer's state over DATA, each slice alike: `zero1`
+gathers all parameters at the start of a step, `zero3` those of one layer at a time.
+`parallelism.tensor` shards attention heads, feed-forward and vocabulary over the devices that
+compute the same rows. The rules below say in which dimension.
 
 Inside the step's `shard_map`, which is manual over slices and DATA, `collectives.all_gather` makes
 a parameter whole.
@@ -26,7 +27,7 @@ from bert_jax.training import mesh as mesh_lib
 from bert_jax.training.collectives import (
     Collectives,
     all_gather,
-    all_gather_copy,
+    gather_without_gradient,
     method_of,
     reduce_across_slices,
     reduce_scatter,
@@ -37,13 +38,13 @@ Module = TypeVar("Module")
 
 
 class Rule(NamedTuple):
-    """The dimensions in which the parameters with these paths are cut."""
+    """The dimensions in which the parameters with these paths are sharded."""
 
     path: str  # regular expression that matches the whole path
-    # Candidates for the dimension that DATA cuts: the first that `tensor` does not cut. None: never
-    # cut, for parameters so small that all of them travel in one vector.
+    # Candidates for the dimension that is sharded over DATA: the first that `tensor` does not take.
+    # Empty: whole, for small parameters, whose gradients are summed together in one vector.
     data: tuple[int, ...] = ()
-    # The dimension that `tensor` cuts; None: whole on all devices that share rows.
+    # The dimension that is sharded over `tensor`; None: whole.
     tensor: int | None = None
 
 
@@ -96,7 +97,7 @@ HEADS = {
 
 
 def optional_rules(model: Model) -> dict[str, Sequence[Rule]]:
-    """Returns the rules of the parts that a task's head may have below it, by the part's name."""
+    """Returns, by name, the rules of parts of pre-training that a task's head may stand on."""
     return {"pooler": POOLER, "masked_lm": _MASKED_LM[model.kind]}
 
 
@@ -115,16 +116,19 @@ def pretraining_rules(model: Model) -> Sequence[Rule]:
 
 
 def generator_rules(model: Model) -> Sequence[Rule]:
-    """Returns the rules of an encoder of kind `bert`, its decoder, and the masked-token head."""
+    """Returns the rules of a model that generates text: an encoder, its decoder, and their head.
+
+    The encoder is of kind `bert`; the head is that of masked LM.
+    """
     return (*encoder_rules(model), *_DECODER, *_MASKED_LM["bert"], _OUTPUT_BIAS)
 
 
 class Partition(NamedTuple):
-    """The dimensions in which a parameter is cut; None: it is not cut."""
+    """The dimensions in which a parameter is sharded; None: in none."""
 
-    data: int | None  # cut by DATA
-    tensor: int | None  # cut by `tensor`
-    # The axes of DATA in the order in which they cut `data`, the coarsest first; () without `data`.
+    data: int | None  # sharded over DATA
+    tensor: int | None  # sharded over `tensor`
+    # The axes of DATA in the order in which they split `data`, the coarsest first; or ().
     axes: tuple[str, ...] = ()
 
 
@@ -135,7 +139,7 @@ def partitions(
 
     Args:
       shapes: nested dict of arrays or ShapeDtypeStructs.
-      parallelism: how the state is cut over devices.
+      parallelism: how the state is sharded over devices.
       mesh: the devices.
       rules: the table; each parameter has exactly one rule, each rule at least one parameter.
 
@@ -168,7 +172,9 @@ def _partition(
     if parallelism.state != "replicated" and rule.data:
         free = [dimension for dimension in rule.data if dimension != tensor]
         if not free:
-            raise ValueError(f"{name}: dimension {tensor} cannot be cut by DATA and tensor both")
+            raise ValueError(
+                f"{name}: dimension {tensor} cannot be sharded over both DATA and tensor"
+            )
         data = free[0]
     for field, dimension, parts in (
         (f"parallelism.state={parallelism.state}", data, mesh_lib.data_shards(mesh)),
@@ -176,17 +182,18 @@ def _partition(
     ):
         if dimension is not None and shape[dimension] % parts:
             raise InputError(
-                f"{field}: {name} has size {shape[dimension]} in dimension {dimension}, which "
-                f"{parts} devices do not divide; take another number, or remove this setting"
+                f"{field}: {name} has size {shape[dimension]} in dimension {dimension}, not a "
+                f"multiple of {parts} devices; take another number, or remove this setting"
             )
     return Partition(data, tensor)
 
 
 def _with_axes(partition: Tree, shapes: Tree, mesh: jax.sharding.Mesh) -> Tree:
-    """Returns the partitions with the axes of the parameters that DATA cuts.
+    """Sets `axes` of each partition that is sharded over DATA.
 
-    To balance the load, parameters choose in order of size, the largest first, each the axis with
-    the least load so far. Stacked layers, which travel separately, have loads of their own.
+    If the method is `balanced`, each parameter, the largest first, gets the order of axes whose
+    first axis has the fewest parameters so far. Stacked layers, which are reduced on their own,
+    are counted apart.
     """
     axes = mesh_lib.data_axes(mesh)
     orders = {
@@ -223,7 +230,10 @@ def shardings(partition: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
 
 def like_params(tree: Tree, values: Tree, default: Any) -> Tree:
-    """Fills a tree with `values` in each subtree that has the parameters' paths, else `default`."""
+    """Returns values for a tree that has subtrees like the parameters, as an optimizer's state has.
+
+    A leaf whose keys are the path of a parameter gets its entry of `values`, others `default`.
+    """
     leaves = jax.tree.leaves_with_path(values)
     flat = {tuple(key.key for key in path): value for path, value in leaves}
 
@@ -247,7 +257,7 @@ def _spec(dimensions: dict[int | None, Any]) -> PartitionSpec:
 
 
 def all_gather_params(params: Tree, partition: Tree, collectives: Collectives) -> Tree:
-    """Returns whole parameters; their gradient arrives partitioned."""
+    """Returns whole parameters; their gradients are reduce-scattered in the backward pass."""
 
     def gather_leaf(shard: jax.Array, cut: Partition) -> jax.Array:
         if cut.data is None:
@@ -260,31 +270,35 @@ def all_gather_params(params: Tree, partition: Tree, collectives: Collectives) -
 def prefetch_layers(
     stacked: Module, partition: Tree, collectives: Collectives
 ) -> list[jax.Array | None]:
-    """Returns copies of the parameters to gather for all layers at once; None for the others."""
+    """Gathers the small parameters of all layers at once; returns None for the others."""
 
     def prefetch(shard: jax.Array, cut: Partition) -> jax.Array | None:
         if cut.data is None or not collectives.is_prefetched(shard[0]):
             return None
-        return all_gather_copy(shard, cut.data, collectives._replace(axes=cut.axes))
+        return gather_without_gradient(shard, cut.data, collectives._replace(axes=cut.axes))
 
     return [prefetch(*leaf) for leaf in _leaves(stacked, partition)]
 
 
 def all_gather_layer(
-    layer: Module, copies: Sequence[jax.Array | None], partition: Tree, collectives: Collectives
+    layer: Module,
+    prefetched: Sequence[jax.Array | None],
+    partition: Tree,
+    collectives: Collectives,
 ) -> Module:
     """Returns one whole layer; `partition` is that of the stacked layers.
 
-    `copies` are the layer's parameters from `prefetch_layers`.
+    `prefetched` are the layer's parameters from `prefetch_layers`.
     """
 
-    def gather_leaf(shard: jax.Array, cut: Partition, copy: jax.Array | None) -> jax.Array:
+    def gather_leaf(shard: jax.Array, cut: Partition, gathered: jax.Array | None) -> jax.Array:
         if cut.data is None:
             return shard
-        return all_gather(shard, cut.data - 1, collectives._replace(axes=cut.axes), copy)
+        # Only the gradient is communicated if the parameter is gathered already.
+        return all_gather(shard, cut.data - 1, collectives._replace(axes=cut.axes), gathered)
 
-    leaves = zip(_leaves(layer, partition), copies, strict=True)
-    return jax.tree.structure(layer).unflatten([gather_leaf(*leaf, copy) for leaf, copy in leaves])
+    leaves = zip(_leaves(layer, partition), prefetched, strict=True)
+    return jax.tree.structure(layer).unflatten([gather_leaf(*leaf, it) for leaf, it in leaves])
 
 
 def _leaves(layer: Module, partition: Tree) -> list[tuple[jax.Array, Partition]]:
@@ -292,7 +306,7 @@ def _leaves(layer: Module, partition: Tree) -> list[tuple[jax.Array, Partition]]
     pairs = []
     for path, leaf in jax.tree.leaves_with_path(layer):
         cut = partition
-        for key in path[:-1]:  # the last key is inside of a parameter
+        for key in path[:-1]:  # the last key is that of the value of an `nnx.Param`
             cut = cut[key.name]
         pairs.append((leaf, cut))
     return pairs
@@ -315,11 +329,12 @@ def reduce_scatter_gradients(gradients: Tree, partition: Tree, collectives: Coll
     layers, hundreds of megabytes, into an all-reduce.
     """
 
-    def scatter_all(tree: Tree, partition: Tree, stacked: int) -> Tree:
+    def scatter_all(tree: Tree, partition: Tree, removed_dims: int) -> Tree:
         def scatter_leaf(gradient: jax.Array, cut: Partition) -> jax.Array:
             if cut.data is None:
                 return gradient
-            return reduce_scatter(gradient, cut.data - stacked, collectives._replace(axes=cut.axes))
+            dimension = cut.data - removed_dims
+            return reduce_scatter(gradient, dimension, collectives._replace(axes=cut.axes))
 
         return jax.tree.map(scatter_leaf, tree, partition)
 
@@ -330,12 +345,12 @@ def reduce_scatter_gradients(gradients: Tree, partition: Tree, collectives: Coll
     return rest
 
 
-def all_reduce_unsharded(gradients: Tree, partition: Tree, collectives: Collectives) -> Tree:
-    """Sums the gradients of parameters that are not cut over devices, in one float32 vector.
+def finish_reduction(gradients: Tree, partition: Tree, collectives: Collectives) -> Tree:
+    """Sums the gradients of parameters that are whole over devices, and all gradients over slices.
 
-    Otherwise each would be a collective, and the compiler would merge them unpredictably. Gradients
-    are also summed over slices, each byte by one device of a slice: those of cut parameters, unless
-    a sum followed their reduce-scatter, and a part of the vector on each device.
+    Gradients of whole parameters are summed as one float32 vector: otherwise each would be a
+    collective, and the compiler would merge them unpredictably. Over slices each device sums only
+    its own shards (unless that followed their reduce-scatter) and its part of the vector.
     """
     leaves, tree = jax.tree.flatten(gradients)
     dims = jax.tree.leaves(_map_partitions(lambda c: -1 if c.data is None else c.data, partition))

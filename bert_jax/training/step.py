@@ -7,10 +7,11 @@ The state is everything that a run remembers:
     params          nested dict, float32
     optimizer       optax state
     skipped_steps   int32 [64], steps that change nothing but `step`; unused entries are -1
-    bad_in_a_row    int32 [], steps since the last step with finite loss and gradient
+    bad_in_a_row    int32 [], bad steps since the last good or skipped one
 
-When `bad_in_a_row` reaches `optimizer.bad_steps_in_a_row`, the state is latched: steps change
-nothing, not even `step`, until the host reads the state and decides what to do.
+A step is bad if its loss or gradient is not finite. When `bad_in_a_row` reaches
+`optimizer.bad_steps_in_a_row`, the state is latched: steps change nothing, not even `step`, until
+the host reads the state and decides what to do.
 """
 
 import functools
@@ -38,11 +39,11 @@ State = dict[str, Any]
 Metrics = losses.Metrics
 
 _DROPOUT = 0x64726F70
-_KEPT_STEPS = 8
+_CACHED_PROGRAMS = 8  # the most compiled steps of each kind that are kept
 
 # Metrics of a step in addition to the objective's, each as (sum, count).
 OWN_METRICS = ("gradient_norm", "learning_rate", "filled", "bad_steps")
-# An entry of the window: (loss, step) of the step with the highest loss.
+# An entry of the window (see `make_train_step`): (loss, step) of the step with the highest loss.
 WORST_STEP = "worst_step"
 
 
@@ -81,7 +82,7 @@ def empty_window(metrics: tuple[str, ...]) -> Metrics:
     return {name: jnp.zeros(2, jnp.float32) for name in (*metrics, *OWN_METRICS, WORST_STEP)}
 
 
-@functools.lru_cache(maxsize=_KEPT_STEPS)
+@functools.lru_cache(maxsize=_CACHED_PROGRAMS)
 def make_init(
     objective: Objective, optimizer: Optimizer, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> Callable[[int], State]:
@@ -94,8 +95,9 @@ def make_init(
     )
 
 
-# Not in one program with the state: if the state does not fit, the process would wait forever.
-@functools.lru_cache(maxsize=_KEPT_STEPS)
+# This is not a part of `make_init`: if the state does not fit into the devices' memory, a process
+# that waits for the other result of the same program waits forever.
+@functools.lru_cache(maxsize=_CACHED_PROGRAMS)
 def make_empty_window(metrics: tuple[str, ...], mesh: jax.sharding.Mesh) -> Callable[[], Metrics]:
     """Compiles `empty_window`, whole on all devices."""
     return jax.jit(lambda: empty_window(metrics), out_shardings=mesh_lib.replicated(mesh))
@@ -127,7 +129,7 @@ def self_checks(device_kind: str) -> CompilerOptions:
 
 
 # Cached: a run that resumes or rolls back, or the next run of a sweep, need not trace again.
-@functools.lru_cache(maxsize=_KEPT_STEPS)
+@functools.lru_cache(maxsize=_CACHED_PROGRAMS)
 def make_train_step(
     spec: StepSpec, total_steps: int, compiler_options: CompilerOptions = ()
 ) -> Callable[..., tuple[State, Metrics]]:
@@ -158,7 +160,7 @@ def make_train_step(
 
         new = {"params": params, "optimizer": opt_state}
         new = _restore_idle(new, state, getattr(objective, "idle", ()))
-        return _apply_good(spec, state, window, _Update(new, metrics, norm, rate))
+        return _apply_if_good(spec, state, window, _Update(new, metrics, norm, rate))
 
     out = jax.tree.map(lambda s: s.sharding, state), mesh_lib.replicated(mesh)
     method = method_of(mesh_lib.device_kind(mesh), mesh.shape.get(mesh_lib.SLICE, 1))
@@ -168,7 +170,7 @@ def make_train_step(
     )
 
 
-@functools.lru_cache(maxsize=_KEPT_STEPS)
+@functools.lru_cache(maxsize=_CACHED_PROGRAMS)
 def make_fingerprints(spec: StepSpec) -> Callable[..., jax.Array]:
     """Compiles `(params, fixed, step, batch, phase key, other) -> recompute_check.fingerprints`.
 
@@ -194,7 +196,10 @@ def _map_gradients(
 
 
 def _restore_idle(new: State, old: State, idle: tuple[str, ...]) -> State:
-    """Returns new parameters and moments with the old, undecayed ones of idle heads."""
+    """Returns `new` with the old parameters and moments of idle heads.
+
+    Idle heads have no loss in this objective: weight decay must not change them.
+    """
 
     def restore(path: tuple[Any, ...], new_leaf: jax.Array, old_leaf: jax.Array) -> jax.Array:
         # The names are "params" or "optimizer", and then the parameter's path.
@@ -213,12 +218,13 @@ class _Update(NamedTuple):
     rate: jax.Array  # learning rate
 
 
-def _apply_good(
+def _apply_if_good(
     spec: StepSpec, state: State, window: Metrics, update: _Update
 ) -> tuple[State, Metrics]:
     """Returns the new state if the step is good, else the old; and the window with its metrics.
 
-    A step that is not finite, or that is listed as skipped, is only counted.
+    A bad step and a step that is listed as skipped are only counted. If the state is latched,
+    nothing changes.
     """
     new, metrics, norm, rate = update
     loss = sum(metrics[n][0] / jnp.maximum(metrics[n][1], 1.0) for n in spec.objective.losses)
@@ -246,7 +252,7 @@ def _apply_good(
     return next_state, sums | {WORST_STEP: jnp.where(good & (loss > worst[0]), current, worst)}
 
 
-@functools.lru_cache(maxsize=_KEPT_STEPS)
+@functools.lru_cache(maxsize=_CACHED_PROGRAMS)
 def make_eval_step(
     objective: Objective, parallelism: Parallelism, mesh: jax.sharding.Mesh
 ) -> Callable[[Any, Metrics, Batch], Metrics]:
@@ -284,15 +290,15 @@ def _map_without_dropout(
     mesh: jax.sharding.Mesh,
     out: PartitionSpec,
 ) -> Callable[[Any, Any, Batch], Any]:
-    """Maps `function` over shards: each computes its rows with whole parameters, no dropout."""
+    """Maps `function` over shards: each computes its rows, without dropout."""
     shapes = jax.eval_shape(lambda: objective.init_params(jax.random.key(0)))
     partition = sharding.partitions(shapes, parallelism, mesh, objective.rules)
 
     def shard(params: Any, fixed: Any, batch: Batch) -> Any:
         loop = Loop(layers=parallelism.layer_loop)
         if parallelism.state != "replicated":
-            copy, method = objective.model.compute_dtype, method_of(mesh_lib.device_kind(mesh))
-            collectives = Collectives(mesh_lib.data_axes(mesh), copy, "float32", method)
+            method, dtype = method_of(mesh_lib.device_kind(mesh)), objective.model.compute_dtype
+            collectives = Collectives(mesh_lib.data_axes(mesh), dtype, "float32", method)
             params, loop = gradients_lib.gather_outside_layers(params, partition, collectives, loop)
         return function(params, fixed, batch, None, loop)
 

@@ -69,7 +69,7 @@ def test_seeds_differ_by_step_micro_batch_shard_layer_site_and_program():
         folded = key
         for value in place[:3]:  # as `training.step` folds in step, micro-batch and shard
             folded = jax.random.fold_in(folded, value)
-        return layers.ShardNoise(folded).at(place[3]).at(place[4]).words()
+        return layers.ShardNoise(folded).at(place[3]).at(place[4]).kernel_seed()
 
     grid = jnp.asarray(
         list(itertools.product((0, 1, 99_999), (0, 1), (0, 1, 63), range(4), range(3)))

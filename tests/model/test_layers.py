@@ -67,7 +67,7 @@ def test_dropout_in_bfloat16_is_scaled_in_float32():
 
 @pytest.mark.parametrize("classes", [2, 64])
 def test_of_equal_scores_the_first_is_the_answer(classes):
-    """Scores are few whole numbers, so that most rows have several at the top."""
+    """ProbabilityPolicy are few whole numbers, so that most rows have several at the top."""
     rng = np.random.default_rng(classes)
     logits = rng.integers(0, 3, (500, classes)).astype(np.float32)
     labels = rng.integers(0, classes, 500).astype(np.int32)

@@ -13,7 +13,7 @@ from test_kernels import products_that_a_cpu_computes as products_that_a_cpu_com
 from bert_jax.config import Model
 from bert_jax.model import kernels, layers, rotary_kernels, transformer
 from bert_jax.model.attention import Shared
-from bert_jax.model.encoder import Loop, rope_angles
+from bert_jax.model.encoder import Loop, rotary_cos_sin
 
 HOW = kernels.Kernels()
 LENGTH, WIDTH, HEADS, HALF = 512, 128, 2, 40
@@ -70,7 +70,9 @@ def test_attention_and_its_gradients(dtype, layer, part, monkeypatch):
     place = np.arange(LENGTH)
     firsts = np.array([np.flatnonzero(row == n)[0] for row in numbers for n in row])
     positions = place - firsts.reshape(2, LENGTH)
-    turns = rotary_kernels.lay_out_angles(rope_angles(CFG, jnp.asarray(positions)), WIDTH // HEADS)
+    turns = rotary_kernels.lay_out_angles(
+        rotary_cos_sin(CFG, jnp.asarray(positions)), WIDTH // HEADS
+    )
     static = rotary_kernels.RotaryAttentionShape(HOW, WIDTH // HEADS, "shared", HALF, 2, 4)
     known = turns, jnp.asarray(numbers), jnp.asarray(layer == "global")
     context, pullback = jax.vjp(lambda *x: rotary_kernels.attention(static, *x, *known), *inputs)

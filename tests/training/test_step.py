@@ -206,7 +206,7 @@ def test_what_a_step_changes(loss, norm, is_skipped, bad_in_a_row, changes, coun
     window |= {"filled": jnp.array([2.0, 4.0])}
     metrics |= {"filled": jnp.array([1.0, 1.0])}
     update = step._Update(new, metrics, jnp.float32(norm), jnp.float32(0.1))
-    after, window = step._apply_good(spec, state, window, update)
+    after, window = step._apply_if_good(spec, state, window, update)
     assert (after["step"], after["bad_in_a_row"]) == (7 + counts, bad_after)
     assert after["params"].tolist() == [changes] * 2
     assert after["optimizer"].tolist() == [changes] * 3
