@@ -212,7 +212,7 @@ class Month:
 
     def _count_missing(self, seconds: float, now: float, taken: tuple[int, ...]) -> None:
         here = self._here(now)
-        more = self.terms.most(len(here)) > len(taken)
+        more = self.terms.largest_usable(len(here)) > len(taken)
         for one in range(BOOKED):
             if one not in taken:
                 why = (WAIT if more else UNEVEN) if one in here else self.why[one]

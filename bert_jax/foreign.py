@@ -165,7 +165,7 @@ def _mark_flags() -> Iterator[None]:
         state["__flags_parsed"] = was_parsed
 
 
-def request_without_retries() -> Callable[..., Any]:
+def request_method_without_retries() -> Callable[..., Any]:
     """Returns gcsfs's method for a request without its decorator, which retries six times.
 
     The number of retries is a constant in the decorator.

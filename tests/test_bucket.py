@@ -197,7 +197,7 @@ def test_a_run_that_is_taken_over_ends_with_one_line(objects, copy_of_run, remot
 
     def taken(self, *args):
         if self.state.done == 8:
-            objects.put("run/OWNER", Holder.me().text().encode(), {})
+            objects.put("run/OWNER", Holder.this_process().text().encode(), {})
         save(self, *args)
 
     monkeypatch.setattr(trainer.Trainer, "_save", taken)

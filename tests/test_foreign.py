@@ -175,8 +175,8 @@ def test_flags_of_absl_count_as_parsed():
 
 def test_single_request_is_gcsfs_s_without_its_attempts():
     core = pytest.importorskip("gcsfs.core")
-    assert foreign.request_without_retries().__name__ == "_request"
-    assert foreign.request_without_retries() is not core.GCSFileSystem._request
+    assert foreign.request_method_without_retries().__name__ == "_request"
+    assert foreign.request_method_without_retries() is not core.GCSFileSystem._request
     assert {"_call", "_request", "_set_session"} <= {*dir(core.GCSFileSystem)}  # as gcs.py has it
 
 

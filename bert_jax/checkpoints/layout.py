@@ -53,9 +53,9 @@ class CheckpointFolder:
         self.path, self._storage = path, storage_of(path)
         self._may_wait = False  # whether a bucket has granted access before
 
-    def cached_lists(self) -> contextlib.AbstractContextManager[None]:
-        """Caches lists of the folder; nothing may change the folder inside the context."""
-        return self._storage.cached_lists(self.path)
+    def cache_reads(self) -> contextlib.AbstractContextManager[None]:
+        """Caches reads of the folder in a bucket; nothing may change it inside the context."""
+        return self._storage.cache_reads(self.path)
 
     @property
     def steps(self) -> list[int]:

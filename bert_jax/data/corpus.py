@@ -122,7 +122,7 @@ def local_corpus(folder: epath.Path, report: Report | None = None) -> epath.Path
         return folder
     manifest = open_manifest(folder)
     text, listed = json.dumps(manifest, indent=2) + "\n", manifest["files"]
-    with copies.copy_of(folder) as copy:
+    with copies.lock_copy(folder) as copy:
         path = copy / "manifest.json"
         if not path.exists() or path.read_bytes() != text.encode():
             copy.rmtree(missing_ok=True)  # a copy of another corpus
@@ -421,7 +421,7 @@ def _prepare_in_bucket(
     if COMPLETE in names:
         return _reuse(corpus, vocab_size, folder, report)
     buckets.require_writable(folder)  # checked first: to read the text may take hours
-    with copies.copy_of(folder) as copy:
+    with copies.lock_copy(folder) as copy:
         if storage.exists(folder / COMPLETE):  # completed while this process waited for the copy
             return _reuse(corpus, vocab_size, folder, report)
         local = copy.parent / f"{copy.name}.made"
@@ -433,7 +433,7 @@ def _prepare_in_bucket(
                 local.rmtree()
         manifest = prepare(corpus, vocab_size, local, report, run.workers, run.beam)
         report(f"prepare: sending the corpus to {folder}")
-        storage.write(folder / mirror.OWNER, Holder.me().text())
+        storage.write(folder / mirror.OWNER, Holder.this_process().text())
         copies.upload_all(local, folder, manifest["files"], report)
         buckets.remove(
             folder / name  # left by another `prepare` that failed

@@ -66,7 +66,7 @@ class Part:
         """Makes this thread read the objects of this part from local copies inside the context."""
         objects = {e.path: e.listed for e in self.extents if e.listed}
         if any(e.kind == "parquet" for e in self.extents):  # several parts read ranges of one file
-            objects = {p: listed for p, listed in objects.items() if listed.size <= PART_BYTES}
+            objects = {p: entry for p, entry in objects.items() if entry.size <= PART_BYTES}
         return copies.use_local_copies(objects)
 
     def documents(self, corpus: Corpus, tick: Tick = lambda characters: None) -> Iterator[Document]:
@@ -108,8 +108,8 @@ def plan(corpus: Corpus) -> list[Part]:
             sizes[-1] += size
 
     @functools.cache
-    def read_state(path: str, listed: buckets.Listed | None) -> tuple[str, int, int]:
-        state = text_sources.state(path, listed=listed)
+    def read_state(path: str, entry: buckets.ObjectEntry | None) -> tuple[str, int, int]:
+        state = text_sources.state(path, entry=entry)
         return path, state["bytes"], state["mtime_ns"]
 
     def find_files(part: list[Extent]) -> tuple[tuple[str, int, int], ...]:

@@ -63,7 +63,7 @@ def run_item(item: WorkItem, tick: Tick = lambda size: None) -> dict[str, Any]:
     if (record := read_record(item)) is not None:
         return record
     target = epath.Path(item.location) / item.name
-    with translate_os_errors(target.parent), copies.new_part(target, _RECORD) as folder:
+    with translate_os_errors(target.parent), copies.new_item_folder(target, _RECORD) as folder:
         record = item.make(folder, tick)
         (folder / _RECORD).write_text(json.dumps(record))
     return record

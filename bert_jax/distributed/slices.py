@@ -29,7 +29,7 @@ class SlicePolicy:
     limit: float  # further seconds until a process without an answer gives up
     fits: Callable[[int], bool]  # whether the run can use this number of slices
 
-    def most(self, present: int) -> int:
+    def largest_usable(self, present: int) -> int:
         """Returns the largest number of slices, up to `present`, that can train; 0 if none can."""
         return next((n for n in range(present, 0, -1) if self.fits(n)), 0)
 
@@ -62,11 +62,11 @@ class Arrivals:
         return {slice_: max(times[slice_]) for slice_ in complete}
 
     def choose_slices(self, now: float) -> tuple[int, ...]:
-        """Returns the slices that train; () if it is too early or another slice chooses."""
+        """Returns the slices that train; () if it is too early, none fit or another chooses."""
         complete = self.complete_slices()
         if self.is_decided or self.own_slice != min(complete, default=None):
             return ()
-        count = self.policy.most(len(complete))
+        count = self.policy.largest_usable(len(complete))
         if len(complete) == self.policy.booked:
             return tuple(complete)[: count or None]  # if none fits, a later check explains why
         if now - min(complete.values()) < self.policy.wait:
@@ -81,7 +81,7 @@ def restart_pays_off(
 
     The run would stop in `until` seconds anyway. A restart takes `cost` seconds without steps.
     """
-    return (until - cost) * policy.most(taken + waiting) > until * taken
+    return (until - cost) * policy.largest_usable(taken + waiting) > until * taken
 
 
 def fit_to_slices(
@@ -98,12 +98,12 @@ def fit_to_slices(
     uneven = uneven or replicas % (taken * shards)
     accumulation = []
     for number, phase in enumerate(experiment.phases):
-        booked_steps = placement.accumulation_of(number)
+        booked_accumulation = placement.accumulation_of(number)
         rows = phase.batch_size // (taken * shards)
-        most_rows = phase.batch_size // (booked * shards * booked_steps)
+        most_rows = phase.batch_size // (booked * shards * booked_accumulation)
         uneven = uneven or phase.batch_size % (taken * shards) or not most_rows
-        fewest = (n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most_rows)
-        accumulation.append(booked_steps if replicas or uneven else next(fewest))
+        counts = (n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most_rows)
+        accumulation.append(booked_accumulation if replicas or uneven else next(counts))
     if taken == booked or uneven:
         return experiment if taken == booked else None
     changed = dataclasses.replace(placement, slices=slices, accumulation=tuple(accumulation))

@@ -29,7 +29,7 @@ class StopRequest:
     """A request to stop, set by SIGTERM and SIGINT while entered; a second SIGINT exits at once.
 
     A signal to one of several processes stops all of them after the same step: JAX handles SIGTERM
-    and finds a step that none has done yet. SIGINT is sent on as SIGTERM.
+    and finds a step that no process has done yet. The handler of SIGINT sends SIGTERM.
     """
 
     def __init__(self, peers: Peers):
@@ -87,8 +87,8 @@ class Watchdog:
 
     Args:
       seconds: between two resets at most; 0 disables it. BERT_JAX_HANG_AFTER overrides it.
-      coordinates: whether JAX ends the other processes when this one exits; it then waits until
-        they have printed their stacks.
+      coordinates: whether JAX ends the other processes when this one exits. If so, this process
+        exits later, so that they can print their stacks.
     """
 
     def __init__(self, seconds: float, coordinates: bool = False):
@@ -96,7 +96,8 @@ class Watchdog:
         self._print_seconds = 5 * _PRINT if coordinates else _PRINT
         self._deadline = float("inf")
         # Setting faulthandler and SIGALRM after each step would slow down fast steps. Both may fire
-        # `_slack` seconds late, and are set again only when that would not be enough.
+        # `_slack` seconds late, and are set again only when that would not be enough. (`_set_for`
+        # is when faulthandler fires.)
         self._set_for, self._slack = float("-inf"), min(_POLL, self._seconds / 10)
         self._watch: threading.Thread | None = None
 

@@ -98,14 +98,14 @@ class Spikes:
 class RunLines:
     """The JSON Lines files of a run; with several processes only one of them `writes`."""
 
-    def __init__(self, workdir: Workdir, when_full: Literal["stop", "go_on"], writes: bool):
+    def __init__(self, workdir: Workdir, when_disk_is_full: Literal["stop", "go_on"], writes: bool):
         self._writes = writes
-        self.metrics = JsonLines(workdir.metrics, when_full)
-        self.timings = JsonLines(workdir.timings, when_full)
+        self.metrics = JsonLines(workdir.metrics, when_disk_is_full)
+        self.timings = JsonLines(workdir.timings, when_disk_is_full)
         # Their lines up to a checkpoint never change again.
         self._reproducible = {
             "metrics.jsonl": self.metrics,
-            "predictions.jsonl": JsonLines(workdir.predictions, when_full),
+            "predictions.jsonl": JsonLines(workdir.predictions, when_disk_is_full),
         }
         self.spikes = Spikes()
 
@@ -125,7 +125,7 @@ class RunLines:
             lines.flush()
 
     def tallies(self) -> dict[str, Any]:
-        """Returns what a checkpoint saves about each file; see `JsonLines.written`."""
+        """Returns what a checkpoint saves about each file; see `JsonLines.tally`."""
         return {name: lines.tally() for name, lines in self._reproducible.items() if self._writes}
 
     def resume_from(self, step: int, tallies: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

@@ -32,8 +32,8 @@ class TrainingLog:
 
     def __init__(self, context: Context):
         self._context, job = context, context.job
-        writes, when_full = context.peers.is_primary, job.experiment.run.when_disk_is_full
-        self.lines = RunLines(job.workdir, when_full, writes)
+        writes, when_disk_is_full = context.peers.is_primary, job.experiment.run.when_disk_is_full
+        self.lines = RunLines(job.workdir, when_disk_is_full, writes)
         self._empty_window = step.make_empty_window(job.training.metric_names, context.mesh)
         self._pending: _PendingLine | None = None
 

@@ -82,7 +82,7 @@ def run(job: Job, progress: Progress, origin: dict[str, Any] | None = None) -> O
         clock = Clock()
         with _lock_workdir(job, peers) as (mirror, clean_up):
             _require_shared(workdir, mirror, peers)
-            with CheckpointFolder(workdir.checkpoints).cached_lists():
+            with CheckpointFolder(workdir.checkpoints).cache_reads():
                 _require_resumable(job)
             # A signal ends the process at once: the next start makes an unfinished corpus again.
             watchdog.pause()

@@ -158,7 +158,7 @@ def _resume(restored: Restored, context: Context, lines: RunLines) -> RunState:
     # Not at step 0: a fresh state may not fit, and then JAX would wait forever for its parts.
     slots = jax.device_get(restored.state["skipped_steps"]) if done else ()
     skipped = tuple(int(slot) for slot in slots if slot >= 0)
-    with context.saves.checkpoints.folder.cached_lists():
+    with context.saves.checkpoints.folder.cache_reads():
         context.saves.resume_from(done)
     for name, lost in lines.resume_from(done, metadata.get("lines", {})):
         context.hooks.on_truncate(name)
@@ -184,7 +184,7 @@ def _restore_or_initialize(context: Context, at_most: int | None) -> Restored:
         return context.peers.first_error(f"checkpoint {name}", error, patience=2 * retry.GIVE_UP)
 
     checkpoints, restored = context.saves.checkpoints, None
-    with checkpoints.folder.cached_lists(), contextlib.suppress(InputError):
+    with checkpoints.folder.cache_reads(), contextlib.suppress(InputError):
         restored = checkpoints.newest(abstract, at_most, first_error)
     if restored is None or restored.damaged:  # read again: a cached listing may be stale
         restored = checkpoints.newest(abstract, at_most, first_error)
@@ -235,7 +235,7 @@ def _await_same_steps(context: Context) -> None:
     peers, saver = context.peers, context.saves
 
     def list_steps() -> str:
-        with saver.checkpoints.folder.cached_lists():
+        with saver.checkpoints.folder.cache_reads():
             saver.refresh()
             return ", ".join(map(str, saver.checkpoints.steps))
 
@@ -250,7 +250,7 @@ def _rename_damaged_checkpoints(context: Context, restored: Restored) -> None:
     checkpoints = context.saves.checkpoints
 
     def rename() -> None:
-        with checkpoints.folder.cached_lists():
+        with checkpoints.folder.cache_reads():
             unreadable = checkpoints.unreadable()
         unreadable = checkpoints.unreadable() if unreadable else {}
         for number, reason in (unreadable | restored.damaged).items():
@@ -266,7 +266,7 @@ def _rename_lost_checkpoint(context: Context) -> None:
     job, folder = context.job, context.saves.checkpoints.folder
     path, remedy = job.workdir.saved, "remove it to continue"
     step = read_json(path, 1, remedy, remedy)["step"] if path.exists() else 0
-    with folder.cached_lists():
+    with folder.cache_reads():
         newest = max(folder.steps, default=0)
     if step > newest:  # list again: the cached listing may be stale
         newest = max(folder.steps, default=0)

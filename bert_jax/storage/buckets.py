@@ -1,4 +1,4 @@
-"""Objects in buckets: the one module that sends requests about gs:// paths, except Orbax's own.
+"""Objects in buckets: all requests of this package, except those through epath, Orbax and JAX.
 
 An object is whole or missing; nothing is renamed or appended. Every call retries while the network
 fails, for ten minutes by default, and then raises `Unavailable`. A missing bucket, and a permission
@@ -6,8 +6,9 @@ that is denied at its first use, are bad input. A permission that is denied late
 has expired, and is retried.
 
 Content is read from one generation of an object and compared with the size and the CRC32C that the
-bucket gives. Lists, entries of objects, and ranges have no checksum: they are requested twice, and
-both responses must be equal. A mismatch is retried like a network fault.
+bucket gives. Listings, entries of objects, and ranges have no checksum: they are requested twice,
+and both responses must be equal. Exceptions are `exists`, `names`, and what is only a step to a
+whole content (`read`, `read_range`). A mismatch is retried like a network fault.
 """
 
 import base64
@@ -31,8 +32,8 @@ from bert_jax.errors import InputError
 from bert_jax.storage import retry
 
 T = TypeVar("T")
-Right = Literal["list", "read", "write", "replace"]
-# The names of the permissions: storage.objects.list and so on.
+Action = Literal["list", "read", "write", "replace"]
+# The permission for each action: storage.objects.list and so on.
 _PERMISSIONS = {"list": "list", "read": "get", "write": "create", "replace": "delete"}
 
 _PROBE = ".bert_jax.tmp"  # written and removed to test the permissions
@@ -41,32 +42,32 @@ _BLOCK, _RANGE = 2**20, 2**22
 # Time limits in seconds: of a request, of a connection, and between two bytes of a response.
 _REQUEST, _CONNECT, _BYTE = 600.0, 30.0, 120.0
 
-# (bucket, right) that were used with success.
-_granted: set[tuple[str, Right]] = set()
+# Each (bucket, action) that has succeeded.
+_granted: set[tuple[str, Action]] = set()
 
 
-class Listed(NamedTuple):
-    """The entry of an object in a list."""
+class ObjectEntry(NamedTuple):
+    """The metadata of an object, as in a listing."""
 
     size: int  # in bytes
     crc32c: str  # of the content, base64
     updated: str  # the time of the last write, RFC 3339
     generation: str  # changes with every write
-    encoding: str  # Content-Encoding: clients decompress gzip unasked
+    encoding: str  # Content-Encoding; clients decompress gzip, so that no size or checksum fits
 
 
 class Replaced(ConnectionError):
     """The object was replaced or removed after its entry was read."""
 
 
-# {path of an object: local copy}: this thread reads the copies (see `copies`).
+# {path of an object: local copy}: in this thread, `open` opens the copy (see `copies`).
 local_copies: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
     "local_copies", default=types.MappingProxyType({})
 )
 
 
-def is_bucket(path: epath.PathLike) -> bool:
-    """Returns whether the path lies in a bucket."""
+def is_gs_url(path: epath.PathLike) -> bool:
+    """Returns whether the path lies in a bucket; raises InputError for another kind of URL."""
     name = os.fspath(path)
     if "://" not in name:
         return False
@@ -89,27 +90,25 @@ class BucketStorage:
     is_bucket = True
 
     def read(
-        self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
+        self, path: epath.PathLike, seconds: float | None = None, entry: ObjectEntry | None = None
     ) -> bytes:
         """Returns the content of an object.
 
-        The content is compared with the checksum of `listed`, else with that of the response, else
-        with one that is requested.
+        The content is compared with the checksum of `entry`, else with the checksum in the headers
+        of the response, else with the checksum of an entry that is requested.
         """
         from bert_jax.storage import gcs
 
-        given = [listed] if listed else []
-
         def read_whole() -> bytes:
-            if given:
-                listed = given.pop()  # may be out of date: the next attempt requests another
-            else:
-                headers, content = _files().call("GET", "b/{}/o/{}", *split(path), alt="media")
-                if "x-goog-hash" in headers and not gcs.is_unpacked(headers):
+            nonlocal entry
+            current, entry = entry, None  # `entry` may be out of date: the next attempt ignores it
+            if current is None:
+                headers, content = _client().call("GET", "b/{}/o/{}", *split(path), alt="media")
+                if "x-goog-hash" in headers and not gcs.is_decompressed(headers):
                     return content  # `gcs` has compared size and checksum
-                listed = _describe_once(path)
-            content = _media(path, listed, 0, listed.size)
-            if not _has_checksum(google_crc32c.Checksum(content), listed):
+                current = _request_entry_once(path)  # the content is requested again, to fit this
+            content = _request_content(path, current, 0, current.size)
+            if not _matches_checksum(google_crc32c.Checksum(content), current):
                 raise ConnectionError(f"{path}: the content does not match the bucket's checksum")
             return content
 
@@ -120,7 +119,7 @@ class BucketStorage:
         if copy := local_copies.get().get(os.fspath(path)):
             return open(copy, "rb")
         # fsspec buffers; our own client sends the requests, retries them and checks permissions.
-        return io.BufferedReader(_Ranges(path, _require_object(path)))
+        return io.BufferedReader(_ObjectFile(path, _request_entry(path)))
 
     def sha256(self, path: epath.PathLike) -> str:
         """Returns the SHA-256 of an object."""
@@ -128,12 +127,12 @@ class BucketStorage:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def stat(
-        self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
+        self, path: epath.PathLike, seconds: float | None = None, entry: ObjectEntry | None = None
     ) -> tuple[int, int]:
-        """Returns size and time of an object; sends no request if `listed` is given."""
-        listed = listed or _require_object(path, seconds)
-        date = datetime.datetime.fromisoformat(listed.updated)
-        return listed.size, round(date.timestamp() * 1e9)
+        """Returns size and time of an object; sends no request if `entry` is given."""
+        entry = entry or _request_entry(path, seconds)
+        date = datetime.datetime.fromisoformat(entry.updated)
+        return entry.size, round(date.timestamp() * 1e9)
 
     def write(
         self, path: epath.Path, text: str | Iterable[str], seconds: float | None = None
@@ -144,7 +143,7 @@ class BucketStorage:
     def exists(self, path: epath.Path) -> bool:
         """Returns whether the object exists."""
         try:
-            _retry("read", path, functools.partial(_describe_once, path))
+            _retry("read", path, functools.partial(_request_entry_once, path))
         except FileNotFoundError:
             return False
         return True
@@ -155,31 +154,31 @@ class BucketStorage:
         return (objects.keys() | folders) - {_PROBE}
 
     @contextlib.contextmanager
-    def cached_lists(self, folder: epath.PathLike) -> Iterator[None]:
-        """Answers requests of epath and Orbax about a folder from one list of the folder.
+    def cache_reads(self, folder: epath.PathLike) -> Iterator[None]:
+        """Answers requests of epath and Orbax about a folder from one listing of the folder.
 
-        Use it to read a folder that nobody changes, since Orbax repeats its requests many times.
-        The list is valid for at most half a minute, and until this process writes there.
+        Small contents are cached too. Use it for a folder that nobody changes: Orbax repeats its
+        requests. The cache ends after half a minute or a write by epath or Orbax, not by `put`.
         """
         from bert_jax.storage import gcs
 
         bucket, key = split(folder)
-        with gcs.answered_from(bucket, f"{key}/", list_objects(folder)):
+        with gcs.cache_responses(bucket, f"{key}/", list_objects(folder)):
             yield
 
 
-def read_range(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
-    """Returns the bytes from `first` to `end` of an object that has not changed since `listed`.
+def read_range(path: epath.PathLike, entry: ObjectEntry, first: int, end: int) -> bytes:
+    """Returns the bytes from `first` to `end` of an object that has not changed since `entry`.
 
-    Only their number is checked, since a bucket has checksums of whole objects only.
+    Only the number of bytes is checked, as checksums are of whole objects: verify the content.
     """
 
     def fetch() -> bytes:
         try:
-            return _media(path, listed, first, end)
+            return _request_content(path, entry, first, end)
         except Replaced as error:
-            if (now := describe(path)) is not None and now.generation == listed.generation:
-                raise
+            if (now := describe(path)) is not None and now.generation == entry.generation:
+                raise  # the same object is still there, so the response was a fault: retried
             raise InputError(
                 f"{path}: changed while it was read; run again once nothing writes there"
             ) from error
@@ -187,17 +186,17 @@ def read_range(path: epath.PathLike, listed: Listed, first: int, end: int) -> by
     return _retry("read", path, fetch)
 
 
-def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
-    """Requests the bytes of an object from `first` to `end` once."""
-    if listed.encoding:
+def _request_content(path: epath.PathLike, entry: ObjectEntry, first: int, end: int) -> bytes:
+    """Requests the bytes of an object from `first` to `end` once; raises Replaced."""
+    if entry.encoding:
         raise InputError(
-            f"{path}: is stored with Content-Encoding: {listed.encoding}; upload it without "
-            "(gcloud storage cp), or as a .gz file"
+            f"{path}: is stored with Content-Encoding: {entry.encoding}; upload it again "
+            "without one (gcloud storage cp), or as a .gz file"
         )
-    headers = {} if (first, end) == (0, listed.size) else {"Range": f"bytes={first}-{end - 1}"}
-    request = {"alt": "media", "ifGenerationMatch": listed.generation, "headers": headers}
+    headers = {} if (first, end) == (0, entry.size) else {"Range": f"bytes={first}-{end - 1}"}
+    request = {"alt": "media", "ifGenerationMatch": entry.generation, "headers": headers}
     try:
-        _, content = _files().call("GET", "b/{}/o/{}", *split(path), **request)
+        _, content = _client().call("GET", "b/{}/o/{}", *split(path), **request)
     except (FileExistsError, FileNotFoundError) as error:  # gcsfs: HTTP 412 and 404
         raise Replaced(f"{path}: was replaced while it was read") from error
     if len(content) != end - first:
@@ -205,15 +204,16 @@ def _media(path: epath.PathLike, listed: Listed, first: int, end: int) -> bytes:
     return content
 
 
-class _Ranges(fsspec.spec.AbstractBufferedFile):
-    """A file that reads an object, one range at a time."""
+class _ObjectFile(fsspec.spec.AbstractBufferedFile):
+    """An object as a file, which requests one range at a time."""
 
-    def __init__(self, path: epath.PathLike, listed: Listed):
-        super().__init__(None, path, block_size=_RANGE, size=listed.size)
-        self._listed = listed
+    def __init__(self, path: epath.PathLike, entry: ObjectEntry):
+        super().__init__(None, path, block_size=_RANGE, size=entry.size)
+        self._entry = entry
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        request = functools.partial(read_range, self.path, self._listed, start, end)
+        # Also retries the Unavailable that `read_range` raises after its own ten minutes.
+        request = functools.partial(read_range, self.path, self._entry, start, end)
         return _retry("read", self.path, functools.partial(_request_twice, request))
 
 
@@ -225,34 +225,34 @@ def _request_twice(request: Callable[[], T]) -> T:
     return first
 
 
-def describe(path: epath.PathLike, seconds: float | None = None) -> Listed | None:
+def describe(path: epath.PathLike, seconds: float | None = None) -> ObjectEntry | None:
     """Returns the entry of an object; None if it is missing."""
     try:
-        return _require_object(path, seconds)
+        return _request_entry(path, seconds)
     except FileNotFoundError:
         return None
 
 
-def _require_object(path: epath.PathLike, seconds: float | None = None) -> Listed:
+def _request_entry(path: epath.PathLike, seconds: float | None = None) -> ObjectEntry:
     """Returns the entry of an object; raises FileNotFoundError if it is missing."""
-    request = functools.partial(_request_twice, functools.partial(_describe_once, path))
+    request = functools.partial(_request_twice, functools.partial(_request_entry_once, path))
     try:
         return _retry("read", path, request, seconds)
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "is missing", os.fspath(path)) from error
 
 
-def _describe_once(path: epath.PathLike) -> Listed:
+def _request_entry_once(path: epath.PathLike) -> ObjectEntry:
     """Requests the entry of an object once."""
-    item = _files().call("GET", "b/{}/o/{}", *split(path), json_out=True)
-    with _translate_parse_errors():
+    item = _client().call("GET", "b/{}/o/{}", *split(path), json_out=True)
+    with _translate_malformed_responses():
         return _parse_item(item)
 
 
 def list_objects(
     folder: epath.PathLike, delimiter: Literal["", "/"] = "", seconds: float | None = None
-) -> dict[str, Listed]:
-    """Returns the objects below a folder by their paths; with "/" only those directly in it."""
+) -> dict[str, ObjectEntry]:
+    """Returns {path relative to the folder: entry}; with "/" only for objects directly in it."""
     return _list_folder(folder, delimiter, seconds)[0]
 
 
@@ -260,7 +260,8 @@ def remove(paths: Iterable[epath.PathLike]) -> None:
     """Removes objects; missing ones are ignored."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            _retry("write", path, functools.partial(_files().rm_file, os.fspath(path)))
+            # "write" has succeeded before, so a denial is retried.
+            _retry("write", path, functools.partial(_client().rm_file, os.fspath(path)))
 
 
 def require_writable(folder: epath.Path) -> None:
@@ -268,31 +269,31 @@ def require_writable(folder: epath.Path) -> None:
     probe = folder / _PROBE  # always the same name, so that a later call removes it after a kill
     _list_folder(folder, "/")
     put(probe, b"")
-    put(probe, b"", right="replace")
+    put(probe, b"", action="replace")
     with contextlib.suppress(FileNotFoundError):  # another process tested at the same moment
         BucketStorage().read(probe)
     remove([probe])
 
 
 def put(
-    path: epath.PathLike, data: bytes, seconds: float | None = None, right: Right = "write"
+    path: epath.PathLike, data: bytes, seconds: float | None = None, action: Action = "write"
 ) -> None:
-    """Writes or replaces a small object; `right` names the permission for error messages."""
+    """Writes or replaces a small object, which `_retry` counts as `action`."""
     try:
-        _retry(right, path, lambda: _files().pipe_file(os.fspath(path), data), seconds)
+        _retry(action, path, lambda: _client().pipe_file(os.fspath(path), data), seconds)
     except FileNotFoundError as error:
         raise InputError(f"{path}: there is no bucket {split(path)[0]}") from error
 
 
 def upload(file: epath.PathLike, path: epath.PathLike) -> None:
     """Writes or replaces an object with the content of a local file of any size."""
-    _retry("write", path, lambda: _files().put_file(os.fspath(file), os.fspath(path)))
+    _retry("write", path, lambda: _client().put_file(os.fspath(file), os.fspath(path)))
 
 
-def has_same_content(file: epath.PathLike, listed: Listed) -> bool:
+def has_same_content(file: epath.PathLike, entry: ObjectEntry) -> bool:
     """Returns whether a local file has the content of an object."""
     try:
-        if os.stat(file).st_size != listed.size:
+        if os.stat(file).st_size != entry.size:
             return False
         with open(file, "rb") as opened_file:
             checksum = google_crc32c.Checksum()
@@ -300,23 +301,23 @@ def has_same_content(file: epath.PathLike, listed: Listed) -> bool:
                 pass
     except FileNotFoundError:
         return False
-    return _has_checksum(checksum, listed)
+    return _matches_checksum(checksum, entry)
 
 
-def _has_checksum(checksum: google_crc32c.Checksum, listed: Listed) -> bool:
-    return base64.b64encode(checksum.digest()).decode() == listed.crc32c
+def _matches_checksum(checksum: google_crc32c.Checksum, entry: ObjectEntry) -> bool:
+    return base64.b64encode(checksum.digest()).decode() == entry.crc32c
 
 
 def _list_folder(
     folder: epath.PathLike, delimiter: str, seconds: float | None = None, verify: bool = True
-) -> tuple[dict[str, Listed], set[str]]:
-    """Returns objects and folders below a folder by their paths in it.
+) -> tuple[dict[str, ObjectEntry], set[str]]:
+    """Returns the objects and folders below a folder, by their paths relative to the folder.
 
     With `verify`, every page is requested twice, and both responses must be equal.
     """
     bucket, key = split(folder)
     prefix = f"{key}/" if key else ""
-    objects: dict[str, Listed] = {}
+    objects: dict[str, ObjectEntry] = {}
     folders: set[str] = set()
     token: str | None = None
     while token != "":
@@ -328,17 +329,17 @@ def _list_folder(
             raise InputError(f"{folder}: there is no bucket {bucket}") from error
         objects |= page_objects
         folders |= page_folders
-    objects.pop("", None)  # the console creates it for an empty folder
+    objects.pop("", None)  # an object named like the folder, by which the console shows it
     return objects, folders
 
 
 def _request_page(
     bucket: str, prefix: str, delimiter: str, token: str | None
-) -> tuple[dict[str, Listed], set[str], str]:
-    """Requests a page of a list once; returns objects, folders and the token of the next page."""
+) -> tuple[dict[str, ObjectEntry], set[str], str]:
+    """Requests a page of a listing once; returns objects, folders and the next token."""
     query = {"prefix": prefix or None, "delimiter": delimiter or None, "pageToken": token}
-    page = _files().call("GET", "b/{}/o", bucket, json_out=True, maxResults=1000, **query)
-    with _translate_parse_errors():
+    page = _client().call("GET", "b/{}/o", bucket, json_out=True, maxResults=1000, **query)
+    with _translate_malformed_responses():
         if page["kind"] != "storage#objects":
             raise ValueError(page["kind"])
         objects = {i["name"].removeprefix(prefix): _parse_item(i) for i in page.get("items", [])}
@@ -347,7 +348,7 @@ def _request_page(
 
 
 @contextlib.contextmanager
-def _translate_parse_errors() -> Iterator[None]:
+def _translate_malformed_responses() -> Iterator[None]:
     """Turns errors about a malformed response into ConnectionError, which is retried."""
     try:
         yield
@@ -355,9 +356,10 @@ def _translate_parse_errors() -> Iterator[None]:
         raise ConnectionError(f"a response is damaged ({error!r})") from error
 
 
-def _parse_item(item: dict[str, Any]) -> Listed:
+def _parse_item(item: dict[str, Any]) -> ObjectEntry:
     crc32c, updated, generation = (item[name] for name in ("crc32c", "updated", "generation"))
-    return Listed(int(item["size"]), crc32c, updated, generation, item.get("contentEncoding", ""))
+    encoding = item.get("contentEncoding", "")
+    return ObjectEntry(int(item["size"]), crc32c, updated, generation, encoding)
 
 
 def split(path: epath.PathLike) -> tuple[str, str]:
@@ -367,35 +369,35 @@ def split(path: epath.PathLike) -> tuple[str, str]:
 
 
 def _retry(
-    right: Right, path: epath.PathLike, work: Callable[[], T], seconds: float | None = None
+    action: Action, path: epath.PathLike, work: Callable[[], T], seconds: float | None = None
 ) -> T:
-    """Calls `work` with retries; raises InputError for a permission that was never granted."""
+    """Calls `work` with retries; raises InputError if an action is denied before it succeeded."""
     bucket = split(path)[0]
 
     def attempt() -> T:
         try:
             done = work()
-        except FileNotFoundError:
-            _granted.add((bucket, right))
+        except FileNotFoundError:  # the bucket did not deny the action
+            _granted.add((bucket, action))
             raise
         except Exception as error:
-            if (bucket, right) in _granted or not retry.is_denied(error):
+            if (bucket, action) in _granted or not retry.is_denied(error):
                 raise
             reason = str(error).strip().replace("\n", " ")[:200]
             raise InputError(
-                f"{path}: this account may not {right} objects of the bucket {bucket} ({reason}); "
-                f"give it storage.objects.{_PERMISSIONS[right]}; roles/storage.objectUser has all "
-                "that are needed"
+                f"{path}: this account may not {action} objects of the bucket {bucket} "
+                f"({reason}); give it storage.objects.{_PERMISSIONS[action]}; "
+                "roles/storage.objectUser has all that are needed"
             ) from error
-        _granted.add((bucket, right))
+        _granted.add((bucket, action))
         return done
 
     return retry.call_with_retries(attempt, os.fspath(path), seconds=seconds)
 
 
 @functools.cache
-def _files() -> Any:
-    """Returns the client, one for all threads: fsspec runs each request on its own event loop."""
+def _client() -> Any:
+    """Returns the client. All threads share it, since fsspec sends all requests in one thread."""
     import aiohttp
 
     from bert_jax.storage.gcs import CheckedFileSystem

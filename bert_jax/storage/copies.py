@@ -1,9 +1,9 @@
-"""Folders that are complete or missing, and copies of files between this machine and buckets.
+"""Atomic creation of folders, and copies of files between this machine and buckets.
 
-Files are copied in several streams and verified. A copy that was interrupted, or that a full disk
-ended, continues with the missing files. While bytes arrive, a copy may take any time.
+Files are copied in several streams and verified. After an interruption, `upload_all` skips files
+that the bucket has, and callers of `download_all` name the missing ones. A copy has no time limit.
 
-    CACHE/corpora/NAME/          a corpus in a bucket, without its dataset: it is mapped into memory
+    CACHE/corpora/NAME/          copy of a bucket's corpus, to map its rows into memory; no dataset/
     CACHE/corpora/NAME.lock      locked while the copy is made; other processes of this host wait
     CACHE/sources/               copies of text in a bucket, while the text is read
 """
@@ -31,19 +31,19 @@ from bert_jax.storage.workdir import (
     translate_os_errors,
 )
 
-Report = Callable[[str], None]
+Report, Count = Callable[[str], None], Callable[[int], None]
 
 # Number of parallel streams, and bytes of a request.
 STREAMS, PIECE = 8, 32 * 2**20
-# REQUESTS objects of up to SMALL bytes are downloaded in parallel, since waiting for a response
-# takes longer than its transfer.
-SMALL, REQUESTS = 2**20, 32
+# The size up to which an object is small, and the number of parallel streams for small objects,
+# which is larger since waiting for a response takes longer than its transfer.
+SMALL_BYTES, SMALL_STREAMS = 2**20, 32
 _REPORT_EVERY = 10.0  # seconds, about the progress of a copy
 
 
 @contextlib.contextmanager
-def copy_of(folder: epath.PathLike) -> Iterator[epath.Path]:
-    """Locks and yields the folder for this host's copy of a folder in a bucket.
+def lock_copy(folder: epath.PathLike) -> Iterator[epath.Path]:
+    """Locks this host's copy of a folder in a bucket; yields its path, which may not exist yet.
 
     Other processes of this host wait for the lock.
     """
@@ -57,13 +57,12 @@ def copy_of(folder: epath.PathLike) -> Iterator[epath.Path]:
 
 @contextlib.contextmanager
 def local_copy(*paths: epath.PathLike, folder: epath.PathLike = "") -> Iterator[list[epath.Path]]:
-    """Yields local paths of files: the files themselves, or copies if all are in a bucket.
-
+    """Yields local paths of files: the files themselves, or copies if `paths` are in a bucket.
     Copies in `folder` are kept and used again. Without a folder, copies lie in the cache and are
     removed at the end.
     """
     sources = [epath.Path(path) for path in paths]
-    if not any(map(buckets.is_bucket, sources)):
+    if not any(map(buckets.is_gs_url, sources)):
         yield sources
         return
     with contextlib.nullcontext(folder) if folder else _scratch_folder() as target:
@@ -117,18 +116,18 @@ def _temporary(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 @contextlib.contextmanager
-def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
-    """Yields a local folder to fill, which is moved to `target`, also in a bucket, at the end.
+def new_item_folder(target: epath.Path, marker: str) -> Iterator[pathlib.Path]:
+    """Yields a local folder for a work item; at the end moves it to `target`, also in a bucket.
 
-    `last` names the file that is moved last: `target` is complete once it holds this file.
+    The file named `marker` is moved last: `target` is complete once it holds this file.
     """
-    if buckets.is_bucket(target):
+    if buckets.is_gs_url(target):
         with tempfile.TemporaryDirectory() as scratch:
             folder = pathlib.Path(scratch)
             yield folder
-            names = sorted(path.name for path in folder.iterdir() if path.name != last)
+            names = sorted(path.name for path in folder.iterdir() if path.name != marker)
             upload_all(epath.Path(folder), target, names)
-            storage_of(target).write(target / last, (folder / last).read_text())
+            storage_of(target).write(target / marker, (folder / marker).read_text())
         return
     with _temporary(target) as folder:
         yield pathlib.Path(folder)
@@ -138,7 +137,7 @@ def new_part(target: epath.Path, last: str) -> Iterator[pathlib.Path]:
         try:
             os.rename(folder, target)
         except OSError:
-            if not (target / last).exists():  # if so, another worker of Beam had the same task
+            if not (target / marker).exists():  # or another worker of Beam has done this item
                 raise
 
 
@@ -149,19 +148,19 @@ def is_copy(folder: epath.Path) -> bool:
 
 def download(path: epath.Path, folder: epath.Path) -> None:
     """Copies one object into a local folder; see `download_all`."""
-    if (listed := buckets.describe(path)) is None:
+    if (entry := buckets.describe(path)) is None:
         raise InputError(f"{path}: is missing")
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with new_file(folder / path.name) as file:
-        _download({os.fspath(path): (listed, file)})
+    with new_file(folder / path.name) as temporary:
+        _download({os.fspath(path): (entry, temporary)})
 
 
 @contextlib.contextmanager
-def use_local_copies(objects: Mapping[str, buckets.Listed]) -> Iterator[None]:
-    """Makes this thread read local copies of objects, given by their paths, inside the context.
+def use_local_copies(objects: Mapping[str, buckets.ObjectEntry]) -> Iterator[None]:
+    """Makes `open` use local copies of objects, {path: entry}, in this thread inside the context.
 
-    All objects are copied to the cache at the beginning, and the copies are removed at the end.
+    All objects are downloaded to the cache at the beginning; the copies are removed at the end.
     """
     if not objects:
         yield
@@ -169,7 +168,7 @@ def use_local_copies(objects: Mapping[str, buckets.Listed]) -> Iterator[None]:
     with _scratch_folder() as folder:
         files = {path: epath.Path(folder) / str(number) for number, path in enumerate(objects)}
         with translate_os_errors(folder):
-            _download({path: (listed, files[path]) for path, listed in objects.items()})
+            _download({path: (entry, files[path]) for path, entry in objects.items()})
         token = buckets.local_copies.set({path: os.fspath(file) for path, file in files.items()})
         try:
             yield
@@ -181,17 +180,17 @@ def download_all(
     source: epath.Path,
     target: epath.Path,
     names: Iterable[str],
-    damage: Callable[[str, epath.Path], str],
+    find_damage: Callable[[str, epath.Path], str],
     remedy: str,
     report: Report | None = None,
 ) -> None:
     """Copies objects of a folder to a local one; a copy is complete and verified, or missing.
 
-    `names` are paths in both folders. `damage` takes such a path and a copy, and returns what is
-    wrong with the copy ("" for nothing). `remedy` tells the user what to do then.
+    `names` are paths in both folders; `find_damage` takes such a path and a copy, and returns
+    what is wrong with the copy ("" for nothing). `remedy` tells the user what to do then.
 
     Raises:
-      Unavailable: no answer for ten minutes, or a full disk; complete copies stay.
+      Unavailable: the bucket is out of reach, or the disk full (DiskFull); complete copies stay.
     """
     names = list(names)
     objects = buckets.list_objects(source) if names else {}
@@ -202,54 +201,61 @@ def download_all(
     for name in names:
         with translate_os_errors(target):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-        with new_file(target / name) as file:
-            _download({os.fspath(source / name): (objects[name], file)}, progress.add)
-            if problem := damage(name, file):
-                raise InputError(f"{source / name}: damaged ({problem}); {remedy}")
+        with new_file(target / name) as temporary:
+            _download({os.fspath(source / name): (objects[name], temporary)}, progress.add)
+            if damage := find_damage(name, temporary):
+                raise InputError(f"{source / name}: damaged ({damage}); {remedy}")
 
 
 def _download(
-    files: Mapping[str, tuple[buckets.Listed, epath.Path]],
-    count: Callable[[int], None] = lambda size: None,
+    files: Mapping[str, tuple[buckets.ObjectEntry, epath.Path]],
+    count: Count = lambda size: None,
 ) -> None:
-    """Copies objects, by their paths, to local files; `count` takes the size of each piece.
+    """Copies objects, {path: (entry, local file)}; `count` takes the size of each piece.
 
-    Raises:
-      Unavailable: for ten minutes, no answer came or none had the object's checksum.
+    Small objects are copied in parallel, large ones one after another in parallel pieces.
     """
 
-    def fetch_one(path: str, map_pieces: Callable[..., Iterable[int]]) -> int:
-        listed, file = files[path]
+    def fetch(path: str, map_pieces: Callable[..., Iterable[int]]) -> None:
+        # Retries a wrong checksum, and the Unavailable of `read_range` after its own ten minutes.
+        attempt = functools.partial(_fetch_object, path, *files[path], map_pieces, count)
+        retry.call_with_retries(attempt, path)
 
-        def fetch_piece(first: int) -> int:
-            end = min(first + PIECE, listed.size)
-            data = buckets.read_range(path, listed, first, end)
-            with open(file, "r+b") as opened:
-                opened.seek(first)
-                opened.write(data)
-            return len(data)
-
-        def fetch_pieces() -> int:
-            file.write_bytes(b"")
-            done = 0
-            for size in map_pieces(fetch_piece, range(0, listed.size, PIECE)):
-                count(size)
-                done += size
-            if not buckets.has_same_content(file, listed):
-                count(-done)
-                raise ConnectionError("the content does not match the bucket's checksum")
-            return done
-
-        return retry.call_with_retries(fetch_pieces, path)
-
-    large = [path for path, (listed, _) in files.items() if listed.size > SMALL]
+    large = [path for path, (entry, _) in files.items() if entry.size > SMALL_BYTES]
     if len(large) < len(files):
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            for _ in pool.map(functools.partial(fetch_one, map_pieces=map), files.keys() - large):
+        with ThreadPoolExecutor(SMALL_STREAMS) as pool:
+            for _ in pool.map(functools.partial(fetch, map_pieces=map), files.keys() - large):
                 pass
     with ThreadPoolExecutor(STREAMS) as pool:
         for path in large:
-            fetch_one(path, pool.map)
+            fetch(path, pool.map)
+
+
+def _fetch_object(
+    path: str,
+    entry: buckets.ObjectEntry,
+    file: epath.Path,
+    map_pieces: Callable[..., Iterable[int]],
+    count: Count,
+) -> None:
+    """Copies an object piece by piece, by `map` or a pool's; raises ConnectionError if damaged."""
+
+    def fetch_piece(first: int) -> int:
+        end = min(first + PIECE, entry.size)
+        data = buckets.read_range(path, entry, first, end)
+        with open(file, "r+b") as opened:
+            opened.seek(first)
+            opened.write(data)
+        return len(data)
+
+    file.write_bytes(b"")
+    done = 0
+    for size in map_pieces(fetch_piece, range(0, entry.size, PIECE)):
+        count(size)
+        done += size
+    if not buckets.has_same_content(file, entry):
+        count(-done)  # the next attempt counts these bytes again
+        raise ConnectionError("the content does not match the bucket's checksum")
 
 
 def upload_all(
@@ -282,7 +288,7 @@ def upload_all(
 
 
 class _Progress:
-    """Reports the progress of a copy of `total` bytes at times."""
+    """Reports the progress of a copy of `total` bytes every ten seconds."""
 
     def __init__(self, name: str, total: int, report: Report | None):
         self._name, self._total, self._report, self._done = name, total, report, 0

@@ -1,7 +1,7 @@
 """Subclasses of gcsfs's client: one checks responses, one also retries requests of Orbax and JAX.
 
-This module is imported on the first use of a bucket. In our own processes, fsspec gives epath,
-Orbax and jax the class `PatientFileSystem` (see `process`).
+This module is imported on the first use of a bucket. In commands and their workers, epath,
+Orbax and JAX use `PatientFileSystem` for gs:// paths (see `process`).
 """
 
 import asyncio
@@ -23,21 +23,21 @@ from bert_jax import foreign
 from bert_jax.errors import InputError
 from bert_jax.storage import retry
 
-# Seconds for which a list is valid; the size in bytes below which contents are kept.
+# Seconds for which a listing is valid; the size in bytes below which contents are cached.
 _VALID_SECONDS, _SMALL = 30.0, 2**20
 # Values of the headers Content-Range and x-goog-hash.
 _RANGE, _CRC32C = re.compile(r"bytes (\d+)-(\d+)/(\d+)"), re.compile(r"crc32c=([^, ]+)")
 
 
 class CheckedFileSystem(GCSFileSystem):
-    """Raises errors for faults that gcsfs does not check: damaged responses, unknown requests."""
+    """Detects what gcsfs does not: damaged responses, and servers that lack an operation (501)."""
 
     async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            answer = await super()._call(method, path, *args, **kwargs)
+            response = await super()._call(method, path, *args, **kwargs)
             if kwargs.get("alt") == "media" or "alt=media" in path:
-                _compare_with_headers(*answer)
-            return answer
+                _compare_with_headers(*response)
+            return response
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConnectionError("a response was cut short, or damaged") from error
         except HttpError as error:
@@ -45,14 +45,14 @@ class CheckedFileSystem(GCSFileSystem):
                 raise
             raise InputError(
                 f"{_address(path, args)}: this bucket's server does not support {method} {path} "
-                "(501); use another server"
+                "(501); use a server that does, such as Google Cloud Storage"
             ) from error
 
     call = asyn.sync_wrapper(_call)
 
 
 class PatientFileSystem(CheckedFileSystem):
-    """Retries a request as long as `retry.call_with_retries` does.
+    """Retries each request for as many seconds as `retry.call_with_retries`.
 
     Orbax and jax send requests in the middle of work that cannot be repeated as a whole, since
     other processes wait for this one. The permissions were tested before, so a denied one means
@@ -60,20 +60,20 @@ class PatientFileSystem(CheckedFileSystem):
     """
 
     # Without the retries of gcsfs: six, in half a minute.
-    _request = foreign.request_without_retries()
+    _request = foreign.request_method_without_retries()
 
     async def _call(self, method: str, path: str, *args: Any, **kwargs: Any) -> Any:
         cache = _cache
-        answer = cache.find(method, path, args, kwargs) if cache else None
-        if answer is not None:
-            return answer
+        response = cache.find(method, path, args, kwargs) if cache else None
+        if response is not None:
+            return response
         backoff = retry.Backoff(_address(path, args))
         while True:
             try:
-                answer = await super()._call(method, path, *args, **kwargs)
+                response = await super()._call(method, path, *args, **kwargs)
                 if cache:
-                    cache.add(method, path, kwargs, answer)
-                return answer
+                    cache.record(method, path, kwargs, response)
+                return response
             except Exception as error:
                 if not retry.is_retryable(error):
                     raise
@@ -83,26 +83,26 @@ class PatientFileSystem(CheckedFileSystem):
     call = asyn.sync_wrapper(_call)  # overrides the inherited one, which would not retry
 
 
-class _AnswerCache:
-    """Responses to requests about a folder of a bucket, from a list and from earlier responses.
+class _Responses:
+    """Responses to requests about a folder of a bucket, from a listing and earlier responses.
 
-    Assumes that no object has the name of the folder.
+    Assumes that no object has the name of the folder; `find` reports one as missing.
     """
 
     def __init__(
-        self, bucket: str, prefix: str, objects: Mapping[str, Any], previous: "_AnswerCache | None"
+        self, bucket: str, prefix: str, objects: Mapping[str, Any], previous: "_Responses | None"
     ):
         self._bucket, self._prefix = bucket, prefix
         self._items = {
             prefix + name: {
                 "name": prefix + name,
                 "bucket": bucket,
-                "size": str(listed.size),
-                "updated": listed.updated,
-                "timeCreated": listed.updated,
-                "generation": listed.generation,
+                "size": str(entry.size),
+                "updated": entry.updated,
+                "timeCreated": entry.updated,
+                "generation": entry.generation,
             }
-            for name, listed in objects.items()
+            for name, entry in objects.items()
         }
         # Contents by address and range; those of `previous` if the objects are unchanged.
         self._contents: dict[tuple[str, str], Any] = {}
@@ -133,7 +133,7 @@ class _AnswerCache:
         return None
 
     def _list_page(self, prefix: str, delimiter: str | None) -> dict[str, Any]:
-        """Returns a list of the objects and folders whose names begin with a prefix."""
+        """Returns the listing of the objects and folders whose names begin with a prefix."""
         items, folders = [], dict[str, None]()
         for name, item in sorted(self._items.items()):
             rest = name[len(prefix) :]
@@ -143,24 +143,24 @@ class _AnswerCache:
                 items.append(item)
         return {"kind": "storage#objects", "items": items, "prefixes": list(folders)}
 
-    def add(self, method: str, path: str, kwargs: Mapping[str, Any], answer: Any) -> None:
-        """Keeps the content of a small object; a request that changes objects clears the cache."""
+    def record(self, method: str, path: str, kwargs: Mapping[str, Any], response: Any) -> None:
+        """Caches the content of a small object; any request that is not a GET ends the cache."""
         if method != "GET":
             self._end = 0.0
-        elif "alt=media" in path and len(answer[1]) < _SMALL:
-            self._contents[path, str(kwargs.get("headers"))] = answer
+        elif "alt=media" in path and len(response[1]) < _SMALL:
+            self._contents[path, str(kwargs.get("headers"))] = response
 
 
-# The cache in use, if any, and the last one.
-_cache: _AnswerCache | None = None
-_previous: _AnswerCache | None = None
+# The cache in use, if any; the latest one, whose contents the next one may reuse.
+_cache: _Responses | None = None
+_latest: _Responses | None = None
 
 
 @contextlib.contextmanager
-def answered_from(bucket: str, prefix: str, objects: Mapping[str, Any]) -> Iterator[None]:
-    """Answers requests about a folder from a list of the folder; see `cached_lists`."""
-    global _cache, _previous
-    _previous = _cache = _AnswerCache(bucket, prefix, objects, _previous)
+def cache_responses(bucket: str, prefix: str, objects: Mapping[str, Any]) -> Iterator[None]:
+    """Answers requests about a folder from a listing of it; see `BucketStorage.cache_reads`."""
+    global _cache, _latest
+    _latest = _cache = _Responses(bucket, prefix, objects, _latest)
     try:
         yield
     finally:
@@ -170,9 +170,9 @@ def answered_from(bucket: str, prefix: str, objects: Mapping[str, Any]) -> Itera
 def _compare_with_headers(headers: CIMultiDictProxy[str], content: bytes) -> None:
     """Raises ConnectionError if content differs from the size or checksum in its headers.
 
-    The checksum is of the whole object, so that only the size of a range is compared.
+    The checksum is for the whole object. If the content is a range, only its size is compared.
     """
-    if is_unpacked(headers):
+    if is_decompressed(headers):
         return
     stored_size = headers.get("x-goog-stored-content-length")
     size = int(stored_size) if stored_size else len(content)
@@ -187,8 +187,8 @@ def _compare_with_headers(headers: CIMultiDictProxy[str], content: bytes) -> Non
         raise ConnectionError("the content does not match the bucket's checksum")
 
 
-def is_unpacked(headers: Mapping[str, str]) -> bool:
-    """Returns whether the client decompressed content, see `Listed.encoding`."""
+def is_decompressed(headers: Mapping[str, str]) -> bool:
+    """Returns whether the client decompressed the content; see `ObjectEntry.encoding`."""
     return headers.get("x-goog-stored-content-encoding", "identity") != "identity"
 
 

@@ -1,4 +1,4 @@
-"""Files of JSON lines, each of a step: append, read, truncate after a step, check for damage."""
+"""JSON Lines files whose lines each have a step: append, read, delete after a step, check."""
 
 import hashlib
 import json
@@ -13,20 +13,22 @@ from bert_jax.storage.workdir import DiskFull, open_without_links, translate_os_
 
 
 class JsonLines:
-    """A file of JSON lines, each with a `step`. Each line is flushed to disk."""
+    """A file of JSON lines, each with a `step`. Each line is flushed to disk.
 
-    def __init__(self, path: epath.Path, when_full: Literal["stop", "go_on"] = "stop"):
-        # With "go_on", lines wait in memory while the disk is full.
-        self._path, self._when_full = path, when_full
+    With "go_on", lines wait in memory while the disk is full, else `append` raises DiskFull.
+    """
+
+    def __init__(self, path: epath.Path, when_disk_is_full: Literal["stop", "go_on"] = "stop"):
+        self._path, self._when_disk_is_full = path, when_disk_is_full
         self._waiting = ""
 
     def append(self, line: dict[str, Any]) -> None:
-        """Adds a line, with numbers that read back as the same bits."""
+        """Adds a line; JSON's decimals of a float read back as the same bits."""
         self._waiting += json.dumps(line, allow_nan=False) + "\n"
         try:
             self._write()
         except DiskFull:
-            if self._when_full == "stop":
+            if self._when_disk_is_full == "stop":
                 raise
 
     def _write(self) -> None:
@@ -52,7 +54,7 @@ class JsonLines:
             self._write()
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns all complete lines, without a last one that a kill has cut off."""
+        """Returns all complete lines; drops a last line that a kill has cut off."""
         lines = []
         for number, text in enumerate(self._raw(), 1):
             if text.endswith(b"\n"):
@@ -62,38 +64,39 @@ class JsonLines:
                     lines.append(line)
         return lines
 
-    def delete_after(self, step: int, written: dict[str, Any] | None = None) -> int:
+    def delete_after(self, step: int, expected: dict[str, Any] | None = None) -> int:
         """Deletes the lines of steps after `step`, including waiting lines.
 
-        `written` is what `tally()` returned at the checkpoint of this step. A missing file is not
-        an error, since a user may have removed it. Returns how many lines a missing file had,
-        else 0.
+        `expected` is what `tally()` returned at the checkpoint of this step. A missing file is not
+        an error, since a user may have removed it. Returns the number of lines that were lost with
+        a missing file, else 0.
         """
         self.flush()
-        if written and (damage := self.find_damage(step, written)):
+        if expected and (damage := self.find_damage(step, expected)):
             raise InputError(
                 f"{self._path}: damaged, {damage}; restore the file, or remove it to continue "
                 "without its lines"
             )
         if not self._path.exists():
-            return written["lines"] if written else 0
+            return expected["lines"] if expected else 0
         lines = [line for line in self.read() if line["step"] <= step]
         write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
         return 0
 
     def tally(self) -> dict[str, Any]:
-        """Returns how many lines there are, and their SHA-256; see `find_damage`."""
+        """Returns the number of lines and their SHA-256, which `find_damage` compares."""
         return _tally(self._raw())
 
-    def find_damage(self, step: int, written: dict[str, Any]) -> str:
-        """Returns how the lines up to a checkpoint differ from `written`; "" if they do not."""
+    def find_damage(self, step: int, expected: dict[str, Any]) -> str:
+        """Returns how the lines up to a checkpoint differ from their tally; "" if they do not."""
         if not self._path.exists():
             return ""
-        tally = _tally(self._raw()[: sum(line["step"] <= step for line in self.read())])
-        if tally == written:
+        count = sum(line["step"] <= step for line in self.read())  # steps ascend
+        tally = _tally(self._raw()[:count])
+        if tally == expected:
             return ""
-        if missing := max(written["lines"] - tally["lines"], 0):
-            return f"{missing} of the {written['lines']} lines up to step {step} are missing"
+        if missing := max(expected["lines"] - tally["lines"], 0):
+            return f"{missing} of the {expected['lines']} lines up to step {step} are missing"
         return f"the lines up to step {step} are not those that were written"
 
     def _raw(self) -> list[bytes]:

@@ -4,16 +4,16 @@ A failed upload is repeated half a minute later. (`copies` copies corpora, and O
 checkpoints to the bucket itself.)
 
     gs://B/W/OWNER       the process that owns the run
-    CACHE/runs/NAME/     the local folder of a run that is written; .owner.json: its owners
+    CACHE/runs/NAME/     the local folder of a run that is written, with .owner.json (see below)
     CACHE/views/NAME/    the small files of a run that is only read
 
 A process that starts a run becomes its owner: it replaces the token in OWNER with its own. It reads
 OWNER again before each upload and each checkpoint, and ends if it finds another token. So the
 process that started last wins, and no process waits for another.
 
-If the local folder and the bucket differ at a start, the last owner decides which files win. If
-that process wrote into this local folder, the local files win, since some of their lines may not
-have been uploaded. Otherwise another machine has continued the run, and the bucket's files win.
+If the local folder and the bucket differ at a start, the previous owner decides which files win.
+If it wrote into this local folder, .owner.json has its token, and the local files win: the bucket
+may lack some lines. Otherwise another machine has continued the run, and the bucket's files win.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def open_workdir(root: epath.PathLike, corpus_dir: str = "", to_write: bool = Fa
     The files of a run in a bucket are a copy on this machine. By default this function downloads
     them. With `to_write`, `Mirror` downloads and uploads them.
     """
-    if not buckets.is_bucket(root):
+    if not buckets.is_gs_url(root):
         return Workdir(root, corpus_dir)
     remote = epath.Path(os.fspath(root).rstrip("/"))
     local = cache_folder_of("runs" if to_write else "views", remote)
@@ -73,7 +73,7 @@ def open_workdir(root: epath.PathLike, corpus_dir: str = "", to_write: bool = Fa
 def is_running(workdir: Workdir) -> bool:
     """Returns whether a process is working on a run.
 
-    For a run in a bucket this is a guess: whether the last line of timings.jsonl is recent.
+    For a run in a bucket this is a guess, by the start and the last line of timings.jsonl.
     """
     if workdir.remote is None:
         return is_locked(workdir.root)
@@ -96,7 +96,7 @@ def read_holder(workdir: Workdir, seconds: float | None = None) -> Holder | None
 
 
 def _download(remote: epath.Path, folder: epath.Path, names: Iterable[str]) -> None:
-    """Makes files of a local folder equal to the bucket's; removes those that it lacks."""
+    """Makes files of a local folder equal to the bucket's; removes files that the bucket lacks."""
     objects = buckets.list_objects(remote, "/")
     with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def _download(remote: epath.Path, folder: epath.Path, names: Iterable[str]) -> N
             if name not in objects:
                 path.unlink(missing_ok=True)
             elif not buckets.has_same_content(path, objects[name]):
-                data = storage_of(remote).read(remote / name, listed=objects[name])
+                data = storage_of(remote).read(remote / name, entry=objects[name])
                 with new_file(path) as temporary:
                     temporary.write_bytes(data)
 
@@ -144,20 +144,20 @@ class Mirror:
         self.token = me.token
         if self._remote is None:
             return
-        last = read_holder(self._workdir)
-        self._is_first = last is None
+        previous = read_holder(self._workdir)
+        self._is_first = previous is None
         tokens = [me.token]
-        if last is not None and last.token in self._local_owners():
-            tokens.insert(0, last.token)
+        if previous is not None and previous.token in self._local_owners():
+            tokens.insert(0, previous.token)
         else:
             _download(self._remote, self._local, RUN_FILES)
-        # First the local file: if this process is killed in between, OWNER still names the last
-        # owner, whose token is kept if the local files won. Then they win again.
+        # The local file is written before OWNER. If this process is killed in between, OWNER still
+        # names the previous owner, whose token is in the local file if the local files won.
         record = json.dumps({"format_version": 1, "tokens": tokens})
         write_atomic(self._local / _LOCAL_OWNERS, record)
         if self._is_first:  # tests the permission to create, then that to replace
             buckets.put(self._remote / OWNER, b"")
-        buckets.put(self._remote / OWNER, me.text().encode(), right="replace")
+        buckets.put(self._remote / OWNER, me.text().encode(), action="replace")
 
     def require_owned(self) -> None:
         """Raises InputError if an upload has found that another process owns the run."""
@@ -170,7 +170,7 @@ class Mirror:
             self._upload(retry.GIVE_UP)
 
     def discard(self, files: Iterable[str]) -> None:
-        """Removes what this start has uploaded, after it was refused; ignores errors."""
+        """Removes files that a start has uploaded, once it was refused; ignores errors."""
         if self._remote is None:
             return
         self._stop.set()
@@ -231,7 +231,7 @@ class Mirror:
                 self._uploaded[name] = stamp
 
     def _changed_files(self) -> dict[str, tuple[int, int]]:
-        """Returns size and time of each file that differs from what was uploaded, by its name."""
+        """Returns size and time of each file that differs from what was uploaded, by its path."""
         folder = pathlib.Path(self._local)
         paths = [folder / name for name in RUN_FILES] if self._number == 0 else []
         paths += (folder / "profile").rglob(f"process_{self._number}.*")

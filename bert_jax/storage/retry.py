@@ -59,7 +59,7 @@ _DENIED_TEXT = re.compile(
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns whether an error or its cause is temporary; a denied permission is not."""
+    """Returns whether an error or a cause, even of an InputError, is temporary; a denial is not."""
     return any(map(_is_transient, _chain(error)))
 
 
@@ -77,13 +77,13 @@ def is_retryable(error: BaseException) -> bool:
 
 
 class Waits:
-    """The values that all retries share. No context variable: libraries start threads."""
+    """The deadline and reporter of all retries. Libraries' threads inherit no context variable."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self, report: Callable[[str], object] = lambda line: None) -> None:
-        """Begins or ends a run, to which `report` shows a line about each long wait."""
+        """Clears the deadline; sets `report`, which shows a line about work that keeps failing."""
         self.deadline = math.inf  # the time, by time.monotonic(), after which nothing is retried
         self.report = report
 
@@ -115,7 +115,7 @@ class Backoff:
             raise Unavailable(
                 f"{self._where}: out of reach {since} ({reason}); run again to resume"
             ) from error
-        if self._wait == 8 * FIRST_WAIT:
+        if self._wait == 8 * FIRST_WAIT:  # at the fourth fault, so once
             waits.report(f"{self._where}: out of reach ({reason}); trying again")
         # Random, so that the hosts of a pod do not all retry at the same moment.
         wait, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)

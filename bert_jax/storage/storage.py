@@ -10,22 +10,22 @@ from collections.abc import Iterable
 from etils import epath
 
 from bert_jax.storage import buckets
-from bert_jax.storage.buckets import Listed
+from bert_jax.storage.buckets import ObjectEntry
 from bert_jax.storage.workdir import create_folder, translate_os_errors, write_atomic
 
 
 class Storage(typing.Protocol):
     """Operations on files, given by their paths.
 
-    `seconds` limits how long a request to a bucket is retried; None: ten minutes. `listed`, the
-    object's entry in an earlier list of its folder, saves a request. A missing file raises
+    `seconds` limits how long a request to a bucket is retried; None: ten minutes. `entry`, the
+    object's entry in an earlier listing of its folder, saves a request. A missing file raises
     FileNotFoundError.
     """
 
     is_bucket: bool
 
     def read(
-        self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
+        self, path: epath.PathLike, seconds: float | None = None, entry: ObjectEntry | None = None
     ) -> bytes:
         """Returns the content of a small file."""
         ...
@@ -39,7 +39,7 @@ class Storage(typing.Protocol):
         ...
 
     def stat(
-        self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
+        self, path: epath.PathLike, seconds: float | None = None, entry: ObjectEntry | None = None
     ) -> tuple[int, int]:
         """Returns the size of a file in bytes, and the time of its last change in nanoseconds."""
         ...
@@ -55,11 +55,11 @@ class Storage(typing.Protocol):
         ...
 
     def names(self, folder: epath.PathLike) -> set[str]:
-        """Returns the names in a folder; none if it is missing."""
+        """Returns the names of files and folders in a folder; set() if the folder is missing."""
         ...
 
-    def cached_lists(self, folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-        """Caches lists of a folder; nothing may change the folder inside the context."""
+    def cache_reads(self, folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
+        """Caches what epath and Orbax read in a folder of a bucket; nothing may change it."""
         ...
 
 
@@ -69,7 +69,7 @@ class LocalStorage(Storage):
     is_bucket = False
 
     def read(
-        self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
+        self, path: epath.PathLike, seconds: float | None = None, entry: ObjectEntry | None = None
     ) -> bytes:
         return epath.Path(path).read_bytes()
 
@@ -81,7 +81,7 @@ class LocalStorage(Storage):
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def stat(
-        self, path: epath.PathLike, seconds: float | None = None, listed: Listed | None = None
+        self, path: epath.PathLike, seconds: float | None = None, entry: ObjectEntry | None = None
     ) -> tuple[int, int]:
         stat = os.stat(path)
         return stat.st_size, stat.st_mtime_ns
@@ -89,7 +89,7 @@ class LocalStorage(Storage):
     def write(
         self, path: epath.Path, text: str | Iterable[str], seconds: float | None = None
     ) -> None:
-        with create_folder(path.parent):  # removed again if the write fails
+        with create_folder(path.parent):  # if the write fails, a folder made here is removed
             write_atomic(path, text)
 
     def exists(self, path: epath.Path) -> bool:
@@ -101,13 +101,13 @@ class LocalStorage(Storage):
             path = epath.Path(folder)
             return {child.name for child in path.iterdir()} if path.exists() else set()
 
-    def cached_lists(self, folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # lists of a local folder are quick
+    def cache_reads(self, folder: epath.PathLike) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # a disk is quick enough
 
 
 _LOCAL, _BUCKETS = LocalStorage(), buckets.BucketStorage()
 
 
 def storage_of(path: epath.PathLike) -> Storage:
-    """Returns the storage of a path; raises InputError for other addresses than gs://."""
-    return _BUCKETS if buckets.is_bucket(path) else _LOCAL
+    """Returns the storage of a path; raises InputError for a URL that is not gs://."""
+    return _BUCKETS if buckets.is_gs_url(path) else _LOCAL

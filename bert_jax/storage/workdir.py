@@ -2,8 +2,8 @@
 
 A file is written under a temporary name and renamed, so that a reader sees the old text or the new
 one. A folder is complete once it holds COMPLETE, which is written last; an incomplete folder is
-made again. The files of a run in a bucket are written on this machine too, and `mirror` uploads
-them.
+made again. The small files of a run in a bucket are written on this machine too, and `mirror`
+uploads them.
 
     W/experiment.json       the resolved experiment
     W/experiment_code.py    the experiment's custom code, if it has any
@@ -15,6 +15,7 @@ them.
     W/saved.json            the step of the newest checkpoint that was complete
     W/origin.json           the experiment file and --set strings of the last start, and the
                             checkpoint that a fork starts from
+    W/trackers.json         the progress of trackers (see running.trackers)
     W/profile/              traces of some steps (see running.progress)
     W/plan.json             the plan for TPUs (see tools.plan.report)
     W/layers.json           scores of the layers (see tasks.layer_scores); layers.html shows them
@@ -82,7 +83,7 @@ class Workdir:
         self.root, self.remote = epath.Path(root), remote
         # Where the run is, for users: `remote`, or `root` without a bucket.
         self.address = self.root if remote is None else remote
-        # Not below `root`: corpora are copied apart, and Orbax writes to the bucket itself.
+        # Not below `root`: a corpus has a copy of its own, and Orbax writes to the bucket itself.
         self.corpus = epath.Path(corpus_dir) if corpus_dir else self.address / "corpus"
         self.checkpoints = self.address / "checkpoints"
         self.experiment = self.root / "experiment.json"
@@ -175,7 +176,7 @@ class Holder:
     since: float  # the time of the lock, in seconds since 1970
 
     @classmethod
-    def me(cls) -> "Holder":
+    def this_process(cls) -> "Holder":
         """Returns a holder for this process, now."""
         return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), time.time())
 
@@ -376,7 +377,7 @@ def lock(
             file = _open_locked(path, address or folder, setting)
         with file:
             try:
-                me = Holder.me()
+                me = Holder.this_process()
                 with translate_os_errors(path):
                     file.truncate(0)
                     file.write(me.text().encode())

@@ -110,7 +110,7 @@ class Extent:
     count: int = 0  # records in this shard
     before: int = 0  # records of the dataset before this shard
     bytes: int = 0  # bytes to read, roughly
-    listed: buckets.Listed | None = None  # the object's entry in the listing of its bucket
+    listed: buckets.ObjectEntry | None = None  # the object's entry in the listing of its bucket
 
 
 def read(corpus: Corpus) -> Iterator[Document]:
@@ -146,18 +146,18 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
     files = sources.files(source)
     if kind == "parquet" and most:
         # In parallel, since reading from a bucket has a high latency.
-        with ThreadPoolExecutor(copies.REQUESTS) as pool:
+        with ThreadPoolExecutor(copies.SMALL_STREAMS) as pool:
             divide = functools.partial(records.divide_parquet, column=field, most=most)
-            for (path, listed), parts in zip(files.items(), pool.map(divide, files), strict=True):
+            for (path, entry), parts in zip(files.items(), pool.map(divide, files), strict=True):
                 for start, stop, size in parts:
-                    yield Extent(kind, path, field, "", start, stop, bytes=size, listed=listed)
+                    yield Extent(kind, path, field, "", start, stop, bytes=size, listed=entry)
         return
-    for path, listed in files.items():
-        size = sources.state(path, listed=listed)["bytes"]
+    for path, entry in files.items():
+        size = sources.state(path, entry=entry)["bytes"]
         cuts = _find_cuts(path, kind, corpus, most) if size > most > 0 else []
         for start, stop in itertools.pairwise([0, *cuts, size if cuts else -1]):
             length = (size if stop < 0 else stop) - start
-            yield Extent(kind, path, field, "", start, stop, bytes=length, listed=listed)
+            yield Extent(kind, path, field, "", start, stop, bytes=length, listed=entry)
 
 
 def _find_cuts(path: str, kind: str, corpus: Corpus, most: int) -> list[int]:

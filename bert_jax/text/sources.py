@@ -27,7 +27,7 @@ _VERSIONS = ("ETag", "etag", "md5", "blob_id", "LastModified", "last_modified", 
 
 
 # Paths of files with their entries in the listing of a bucket; None outside of buckets.
-Files = dict[str, buckets.Listed | None]
+Files = dict[str, buckets.ObjectEntry | None]
 
 
 def source_of_text(path: str) -> str:
@@ -172,7 +172,7 @@ def _find_in_bucket(address: str, seconds: float | None) -> tuple[Files, bool]:
     if glob.has_magic(address):
         literal = re.split(r"[*?[]", address)[0]
         folder, pattern = literal[: literal.rfind("/") + 1], glob_translate(address)
-    has_name = buckets.is_bucket(folder) and buckets.split(address)[1]
+    has_name = buckets.is_gs_url(folder) and buckets.split(address)[1]
     if has_name and (entry := buckets.describe(address, seconds)):
         return {address: entry}, False
     objects = sorted(buckets.list_objects(folder, seconds=seconds).items())
@@ -271,9 +271,9 @@ def fingerprint(corpus: Corpus, seconds: float | None = None) -> list[dict[str, 
 
 
 def state(
-    path: str, seconds: float | None = None, listed: buckets.Listed | None = None
+    path: str, seconds: float | None = None, entry: buckets.ObjectEntry | None = None
 ) -> dict[str, int]:
-    """Returns `bytes` and `mtime_ns` of a file or an object; `listed` saves a request."""
+    """Returns `bytes` and `mtime_ns` of a file or an object; `entry` saves a request."""
     with line_reader.translate_errors(f"corpus.sources: {path}"):
         if "://" in path and not path.startswith("gs://"):
             system, name = line_reader.system_of(path)
@@ -287,7 +287,7 @@ def state(
             version = str(next(filter(None, map(info.get, _VERSIONS)), "")).strip('"')
             date = int(hashlib.sha256(version.encode()).hexdigest()[:15], 16)
         else:
-            size, date = storage_of(path).stat(path, seconds, listed)
+            size, date = storage_of(path).stat(path, seconds, entry)
     return {"bytes": int(size), "mtime_ns": int(date)}
 
 

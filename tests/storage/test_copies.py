@@ -118,7 +118,7 @@ def test_one_object_is_fetched_and_checked(sent, tmp_path):
 
 
 def test_processes_of_a_host_make_one_copy(objects):
-    with copies.copy_of(THERE) as copy, open(f"{copy}.lock", "ab") as other:
+    with copies.lock_copy(THERE) as copy, open(f"{copy}.lock", "ab") as other:
         import fcntl
 
         with pytest.raises(BlockingIOError):
@@ -137,7 +137,7 @@ def test_a_part_that_another_worker_made_is_taken(when, tmp_path):
 
     if when == "before":
         other()
-    with copies.new_part(target, "record.json") as folder:
+    with copies.new_item_folder(target, "record.json") as folder:
         (folder / "record.json").write_text("ours")
         if when == "meanwhile":
             other()
@@ -148,7 +148,7 @@ def test_a_part_whose_place_is_taken_by_something_else_is_an_error(tmp_path):
     target = epath.Path(tmp_path / "part")
     target.mkdir()
     (target / "other").write_text("not a part")
-    with pytest.raises(InputError), copies.new_part(target, "record.json") as folder:
+    with pytest.raises(InputError), copies.new_item_folder(target, "record.json") as folder:
         (folder / "record.json").write_text("ours")
     assert files(tmp_path) == {"part/other": b"not a part"}
 

@@ -134,7 +134,7 @@ def push() -> None:
     workdir = mirror.open_workdir(RUN, to_write=True)
     workdir.root.mkdir(parents=True, exist_ok=True)
     run = mirror.Mirror(workdir)
-    run.acquire(Holder.me())
+    run.acquire(Holder.this_process())
     workdir.metrics.write_text("1\n")
     run.flush()
 

@@ -80,7 +80,7 @@ def test_a_folder_that_nobody_changes_is_listed_once_and_answers_alike(objects):
     objects.put("run/checkpoints2/b", b"of another folder", {})
     wanted = folder_answers(folder)
     objects.requests.clear()
-    with storage_of(folder).cached_lists(folder):
+    with storage_of(folder).cache_reads(folder):
         assert folder_answers(folder) == folder_answers(folder) == wanted
         asked = [name for name, kind in objects.requests if kind == "read"]
         assert asked == ["run/checkpoints/1/state/a"]

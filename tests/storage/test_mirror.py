@@ -30,7 +30,7 @@ def opened(on="here"):
 def started(workdir):
     run = Mirror(workdir)
     workdir.root.mkdir(parents=True, exist_ok=True)
-    run.acquire(Holder.me())
+    run.acquire(Holder.this_process())
     return run
 
 
@@ -82,7 +82,7 @@ def test_a_thread_sends_without_being_asked_and_a_failing_network_keeps_nothing_
 def test_a_run_of_this_machine_is_left_alone(tmp_path):
     run = Mirror(Workdir(tmp_path / "run"))
     with run:
-        run.acquire(Holder.me())
+        run.acquire(Holder.this_process())
         run.flush()
         run.discard(["metrics.jsonl"])
     assert not (tmp_path / "run").exists()
@@ -202,7 +202,7 @@ def test_whether_a_run_in_a_bucket_goes_on(objects):
         (60, 3600, "end", True),
         (7200, 3600, "train", False),
     ):
-        me = Holder.me()
+        me = Holder.this_process()
         owner = Holder(me.token, me.host, me.process, me.since - started_ago)
         objects.put("run/OWNER", owner.text().encode(), {})
         if line_ago is not None:

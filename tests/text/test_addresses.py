@@ -115,7 +115,7 @@ def test_many_small_objects_are_asked_for_once_each(objects, tmp_path, monkeypat
     corpus.prepare(source, 40, epath.Path(tmp_path) / "corpus", lambda line: None)
     asked = collections.Counter(name for name, _ in objects.requests)
     assert all(asked[name] == 1 for name in objects.files()) and asked.total() < 110
-    assert 4 < most <= copies.REQUESTS
+    assert 4 < most <= copies.SMALL_STREAMS
 
 
 def test_text_that_is_replaced_while_it_is_read_is_refused(objects, tmp_path, monkeypatch):
