@@ -24,7 +24,7 @@ CompilerOptions = tuple[tuple[str, bool | int], ...]
 
 
 class Method(NamedTuple):
-    """How parameters are gathered, and gradients reduced, on a kind of device.
+    """The collectives of parameters and gradients on a kind of device.
 
     `plan --out` writes the names of these fields and their values.
     """
