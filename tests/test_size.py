@@ -50,11 +50,11 @@ ABOVE = {
     "serve": 573,
     "storage": 2_020,
     "tasks": 4_401,
-    "text": 3_213,
+    "text": 3_235,
     "tools": 7_875,
     "training": 2_336,
     "benchmarks": 3_032,
-    "tests": 37_484,
+    "tests": 37_489,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
