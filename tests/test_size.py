@@ -41,7 +41,7 @@ ABOVE = {
     "checkpoints": 1_190,
     "cli": 2_127,
     "config": 2_394,
-    "data": 3_702,
+    "data": 3_705,
     "distributed": 1_115,
     "embeddings": 1_314,
     "interop": 2_748,
@@ -54,7 +54,7 @@ ABOVE = {
     "tools": 7_875,
     "training": 2_336,
     "benchmarks": 3_032,
-    "tests": 37_489,
+    "tests": 37_491,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
