@@ -178,7 +178,7 @@ def plan(folder: pathlib.Path, phase: int) -> dict[str, float]:
     source = batches_of(folder, phase).plans
     # Of this process and of those it waited for.
     before, held = sum(os.times()[:4]), 0.0
-    while (found := source.find(99)) is None:
+    while (found := source.find_or_begin(99)) is None:
         if maker := source._worker:
             held = max(held, measure.resident(maker.process.pid)[0])
         time.sleep(0.02)
@@ -211,9 +211,9 @@ def batches(folder: pathlib.Path) -> dict[str, float]:
         epoch, maker = 99, None
         try:
             for _ in range(_ROUNDS):
-                if maker is None or other.plans.find(epoch) is not None:
+                if maker is None or other.plans.find_or_begin(epoch) is not None:
                     epoch += 1
-                    other.plans.find(epoch)
+                    other.plans.find_or_begin(epoch)
                     maker = other.plans._worker.process
                     time.sleep(2)  # until it is past its imports
                 for kind, number in (("alone", signal.SIGSTOP), ("planning", signal.SIGCONT)):

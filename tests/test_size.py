@@ -41,7 +41,7 @@ ABOVE = {
     "checkpoints": 1_190,
     "cli": 2_127,
     "config": 2_424,
-    "data": 3_702,
+    "data": 3_705,
     "distributed": 1_116,
     "embeddings": 1_314,
     "interop": 2_748,
@@ -50,11 +50,11 @@ ABOVE = {
     "serve": 573,
     "storage": 2_032,
     "tasks": 4_401,
-    "text": 3_213,
+    "text": 3_235,
     "tools": 7_875,
     "training": 2_393,
     "benchmarks": 3_032,
-    "tests": 37_486,
+    "tests": 37_493,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -1,11 +1,11 @@
 """Batches as a function of (step, row indices), computed from the plans of epochs.
 
 The plan of an epoch lists its pairs (data.pairs); a step gathers, truncates and masks its rows.
-Within a phase, row = (step - first step) * batch + `Phase.row_offset` + i, and epoch, slot =
-divmod(row, R), where R is the number of rows in the phase's first plan. Epoch e takes the first R
-rows of a random order of its own plan (data.plans); a shorter plan wraps to its start. With static
-masks (`Data.dupe_factor` n) epoch e repeats epoch e mod n, draw for draw. Batches are stateless:
-any host may compute any rows of any step, in any order.
+Steps count from 0 in each phase: row = step * batch + `Phase.row_offset` + i, and epoch, slot =
+divmod(row, R), where R is the number of rows in the phase's first plan. Epoch e takes R rows of its
+own plan in a random order (data.plans): a longer plan is cut, a shorter one repeats from its start.
+With static masks (`Data.dupe_factor` n) epoch e repeats epoch e mod n, draw for draw. Batches are
+stateless: any host may compute any rows of any step, in any order.
 
 Shape letters: B rows, S sequence, P predictions.
 """
@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from bert_jax.config import Data
-from bert_jax.data import draws, masking, pairs, sentences
+from bert_jax.data import draws as draws_lib
+from bert_jax.data import masking, pairs, sentences
+from bert_jax.data.draws import Draws
 from bert_jax.data.masking import Ids
 from bert_jax.data.plans import Plans
 from bert_jax.data.stream import Stream
@@ -27,7 +29,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
-    """The widths of a phase's batches, and the offset that is added to its row numbers."""
+    """The widths of a phase's batches, and the offset of its row numbers: `Phase.row_offset`."""
 
     sequence_length: int
     max_predictions: int
@@ -39,8 +41,8 @@ class BatchShape:
         first = step * self.batch_size + self.row_offset
         if first < 0:
             raise InputError(
-                f"row_offset={self.row_offset}: step {step} of the phase has no rows, since the "
-                "fork with these settings starts at a later step"
+                f"row_offset={self.row_offset}: step {step} of the phase has no rows, since these "
+                "settings are those of a fork that starts at a later step; repeat the fork instead"
             )
         return np.int64(first) + np.asarray(indices, np.int64)
 
@@ -55,21 +57,19 @@ class BatchBuilder:
     sequence_length: int  # S
     max_predictions: int  # P; S - 1 with data.objective=causal, which masks nothing
 
-    def make(self, planned: np.ndarray, array_draws: draws.Draws, policy: masking.Policy) -> Batch:
+    def make(self, planned: np.ndarray, draws: Draws, policy: masking.Policy) -> Batch:
         """Returns the batch of pairs, pairs.ROW_DTYPE [B], or of rows of `sentences.plan`, [B].
-
-        Truncation and masks use `array_draws`, masks also `policy`.
 
         Returns:
           input_ids, segment_ids, input_mask int32 [B, S]; masked_lm_positions, masked_lm_ids int32
-          [B, P]; masked_lm_weights float32 [B, P]. For pairs next_sentence_labels int32 [B]: 1 if B
-          is random, or if a swapped pair was swapped. For full sentences with
+          [B, P]; masked_lm_weights float32 [B, P]. For pairs next_sentence_labels int32 [B]: 1 if
+          the second text is random, or if the texts were swapped. For full sentences with
           data.attention=per_document example_numbers, the number of each token's document from 1,
           and positions, counted within the document; int32 [B, S], 0 for padding.
         """
         if self.data.units == "sentences":
-            return self._make_full_sentences(planned, array_draws, policy)
-        pair = pairs.truncate(planned, self.sequence_length, array_draws)
+            return self._make_full_sentences(planned, draws, policy)
+        pair = pairs.truncate(planned, self.sequence_length, draws)
         a_end = 1 + pair.a_length[:, None]  # column of the first [SEP]
         b_end = a_end + 1 + pair.b_length[:, None]  # column of the last [SEP]
         column = np.arange(self.sequence_length)
@@ -86,14 +86,14 @@ class BatchBuilder:
         text = real & (column > 0) & (column != a_end) & (column != b_end)
         lengths = pair.a_length + pair.b_length + pairs.SPECIAL_TOKENS
         return {
-            **self._mask(masking.Rows(input_ids, text, lengths), array_draws, policy),
+            **self._mask(masking.Rows(input_ids, text, lengths), draws, policy),
             "segment_ids": in_b.astype(np.int32),
             "input_mask": real.astype(np.int32),
             "next_sentence_labels": planned["is_random_next"].astype(np.int32),
         }
 
     def _make_full_sentences(
-        self, chunks: np.ndarray, array_draws: draws.Draws, policy: masking.Policy
+        self, chunks: np.ndarray, draws: Draws, policy: masking.Policy
     ) -> Batch:
         specials = self.ids.pad, self.ids.cls, self.ids.sep
         rows, document, positions = sentences.rows(
@@ -113,7 +113,7 @@ class BatchBuilder:
                 "masked_lm_weights": predicted.astype(np.float32),
             }
         else:
-            batch = self._mask(rows, array_draws, policy)
+            batch = self._mask(rows, draws, policy)
         if per_document:
             batch |= {"example_numbers": document, "positions": positions}
         return {
@@ -122,9 +122,9 @@ class BatchBuilder:
             "input_mask": (document > 0).astype(np.int32),
         }
 
-    def _mask(self, rows: masking.Rows, array_draws: draws.Draws, policy: masking.Policy) -> Batch:
+    def _mask(self, rows: masking.Rows, draws: Draws, policy: masking.Policy) -> Batch:
         self._require_known(rows.input_ids)
-        masked = masking.mask(rows, array_draws, policy, self.max_predictions, self.ids)
+        masked = masking.mask(rows, draws, policy, self.max_predictions, self.ids)
         return {
             "input_ids": masked.input_ids,
             "masked_lm_positions": masked.positions,
@@ -135,7 +135,7 @@ class BatchBuilder:
     def _require_known(self, input_ids: np.ndarray) -> None:
         """Raises InputError if the stream holds ids outside of the vocabulary."""
         if input_ids.size and input_ids.max() >= self.ids.vocab_size:
-            raise self.stream.damaged("ids")  # a device would silently use another id
+            raise self.stream.damage_error("ids")  # a device would silently use another id
 
 
 class TrainBatches:
@@ -157,19 +157,19 @@ class TrainBatches:
         widths = shape.sequence_length, shape.max_predictions
         self._builder = BatchBuilder(plans.stream, ids, data, *widths)
         self._first_step, self._total_steps = first_step, total_steps
-        self._key = draws.key_of(*plans.spec.key_parts)
+        self._key = draws_lib.key_of(*plans.spec.key_parts)
 
     @property
     def rows_per_epoch(self) -> int:
         """Returns R; waits until the rows of the first plan are counted."""
         while (rows := self.plans.count_rows()) is None:
-            self.plans.pause()
+            self.plans.wait_briefly()
         return rows
 
     def is_ready(self, step: int) -> bool:
-        """Returns whether a step's batch can be made at once; else starts to plan its epochs.
+        """Returns whether a step's batch can be made at once; else starts to make its plans.
 
-        The plan of the epoch after the step is started, too.
+        If it can, starts to make the plan of the epoch after it.
         """
         ends = np.array([0, self.shape.batch_size - 1])
         return self.are_rows_ready(*self.shape.rows(step, ends).tolist())
@@ -181,10 +181,10 @@ class TrainBatches:
             return False
         first, last = first_row // rows, last_row // rows
         epochs = [self._plan_number(epoch) for epoch in range(first, last + 1)]
-        if any(self.plans.find(epoch) is None for epoch in epochs):
-            return False
+        if any(self.plans.find_or_begin(epoch) is None for epoch in epochs):
+            return False  # a plan is being made; those of later epochs begin when it is made
         self.plans.begin(self._plan_number(last + 1))
-        # Also the epoch before: the caller is ahead of the rows that are made at the moment.
+        # The epoch before is kept, since rows before those of a prefetched step are still made.
         self.plans.keep({self._plan_number(epoch) for epoch in range(first - 1, last + 2)})
         return True
 
@@ -199,7 +199,7 @@ class TrainBatches:
         and `row_weights` float32 [B], all 1.
         """
         while not self.is_ready(step):
-            self.plans.pause()
+            self.plans.wait_briefly()
         return self.batch_of_rows(step, self.shape.rows(step, indices))
 
     def batch_of_rows(self, step: int, row: np.ndarray) -> Batch:
@@ -216,51 +216,49 @@ class TrainBatches:
             plan = self.plans.wait(plan_number)
             chunks = plan[slots[in_epoch] % len(plan)]
             if spec.units != "sentences":
-                key = draws.key_of(*spec.key_parts, plan_number)
-                chunk_draws = draws.Counter(key, chunks["sentence"])
+                key = draws_lib.key_of(*spec.key_parts, plan_number)
+                chunk_draws = draws_lib.CounterDraws(key, chunks["sentence"])
                 chunks = pairs.rows(stream, chunks, chunk_draws, spec.units)
             planned[in_epoch] = chunks
         number = self._plan_number(epochs) * self.rows_per_epoch + slots
         policy = masking.Policy.of(self._data, self._first_step + step, self._total_steps)
-        batch = self._builder.make(planned, draws.Counter(self._key, number), policy)
+        batch = self._builder.make(planned, draws_lib.CounterDraws(self._key, number), policy)
         weights = np.ones(len(row), np.float32)
         return {"rows": row.astype(np.uint32), "row_weights": weights, **batch}
 
     def _plan_number(self, epoch: Any) -> Any:
-        """Returns the epoch whose plan is used: with static masks one of the first, else itself."""
+        """Returns the epoch whose plan is used: modulo `dupe_factor` with static masks."""
         return epoch % self._data.dupe_factor if self._data.dupe_factor else epoch
 
     def rows_planned(self, epoch: int) -> int:
-        """Counts the rows of the epoch's plan, of which R are used; missing rows are repeated."""
+        """Counts the rows of the epoch's plan; if R is larger, its first rows are repeated."""
         return len(self.plans.wait(self._plan_number(epoch)))
 
 
 def eval_batches(stream: Stream, ids: Ids, data: Data, batch_size: int) -> tuple[list[Batch], int]:
-    """Returns the fixed held-out rows, the same at every evaluation, batch size and mesh.
+    """Returns batches of the same held-out rows at every batch size and mesh, and their number.
 
-    The rows are those of one plan of the validation split, at most `Data.eval_rows`, document after
-    document in a random order. Masks are keyed by the split and follow `masking.HELD_OUT`, whatever
-    the training masks are. Rows of weight 0 fill the last batch.
-
-    Returns:
-      The batches, and the number of real rows.
+    The rows are at most `Data.eval_rows` of one plan of the validation split: pairs by document, in
+    a random order of documents, or full sentences in a random order of rows. Masks are keyed by the
+    split and follow `masking.HELD_OUT`, whatever the training masks are. Rows of weight 0 fill the
+    last batch.
     """
     names = (data.eval_seed, "validation", "eval")
-    plan_key, length = draws.key_of(*names, 0), data.eval_sequence_length
+    plan_key, length = draws_lib.key_of(*names, 0), data.eval_sequence_length
     if data.units != "sentences":
-        limits = data.short_seq_prob, plan_key, data.eval_rows, data.units
-        plan = pairs.sample(stream, length, *limits)
+        short, count = data.short_seq_prob, data.eval_rows
+        plan = pairs.sample(stream, length, short, plan_key, count, data.units)
     else:
         plan = sentences.plan(stream, length, plan_key)
-        plan = plan[draws.permutation(plan_key, 0, len(plan))[: data.eval_rows]]
-    key = draws.key_of(*names)
+        plan = plan[draws_lib.permutation(plan_key, 0, len(plan))[: data.eval_rows]]
+    key = draws_lib.key_of(*names)
     builder = BatchBuilder(stream, ids, data, length, data.eval_max_predictions_per_seq)
     batches = []
     for start in range(0, len(plan), batch_size):
         row = np.arange(start, start + batch_size)
         real = row < len(plan)
         planned = plan[np.where(real, row, 0)]
-        batch = builder.make(planned, draws.Counter(key, row), masking.HELD_OUT)
+        batch = builder.make(planned, draws_lib.CounterDraws(key, row), masking.HELD_OUT)
         batch["masked_lm_weights"] *= real[:, None]
         weights = real.astype(np.float32)
         batches.append({"rows": row.astype(np.uint32), "row_weights": weights, **batch})

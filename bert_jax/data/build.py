@@ -200,7 +200,7 @@ class CorpusBuilder:
 
     def _count_words(self, planned: Sequence[parts.Part]) -> list[Result]:
         """Counts words to train a tokenizer that is not WordPiece."""
-        items = [parts.CountStretches(self._location, self._corpus, part) for part in planned]
+        items = [parts.CountWords(self._location, self._corpus, part) for part in planned]
         results = self._run("counting words", items, self._report)
         if not self._corpus.cut_documents:  # only for its error, if the documents are too few
             count = sum(record["documents"] for _, record in results)
@@ -216,10 +216,10 @@ class CorpusBuilder:
         ]
         word_counts = words.count(counts)
         subset = "all of them"
-        if len(word_counts.words) < word_counts.different:
+        if len(word_counts.words) < word_counts.distinct_words:
             subset = f"the {len(word_counts.words):,} most frequent"
         self._report(
-            f"prepare: {word_counts.different:,} different words; training a "
+            f"prepare: {word_counts.distinct_words:,} different words; training a "
             f"{corpus.tokenizer_kind} vocabulary of {size} tokens on {subset}"
         )
         trained_tokenizer = tokenizer_training.train(word_counts, size, corpus)
@@ -252,7 +252,7 @@ class CorpusBuilder:
         corpus, location = self._corpus, self._location
         items = [parts.Read(location, corpus, part, shared) for part in planned]
         # Their folders, if there are any, are of this corpus and stay.
-        counting = [parts.CountStretches(location, corpus, part) for part in planned]
+        counting = [parts.CountWords(location, corpus, part) for part in planned]
         self._remove_other_parts({item.name for item in (*items, *counting)})
         results = self._run("tokenizing" if shared else "reading", items, self._report)
         long_words, replaced, empty = (

@@ -399,7 +399,7 @@ def _build(
             f"{counts[name]} {name}" for name in ("documents", "sentences", "tokens")
         )
         report(f"prepare: {split}: {numbers}, {share:.1%} of them unknown")
-        if share > tokenizer.MOST_UNKNOWN and not corpus.unknown_word:
+        if share > tokenizer.MAX_UNKNOWN_SHARE and not corpus.unknown_word:
             report(
                 f"prepare: warning: {share:.0%} of {split} is [UNK], and is lost: the vocabulary "
                 "is made for other text or another script, or too small for its letters (`bert-jax "

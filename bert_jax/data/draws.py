@@ -1,8 +1,8 @@
 """The sources of random choices; the rules that use them are in data.pairs and data.masking.
 
 `SequentialDraws` consumes one `random.Random` in the order of calls of google-research/bert
-(create_pretraining_data.py), for conformance. `Counter` computes every draw from (key, row, column,
-purpose), so that a batch depends only on its rows, and an epoch may be planned in any order.
+(create_pretraining_data.py), for conformance. `CounterDraws` computes every draw from (key, row,
+column, purpose), so a batch depends only on its rows, and an epoch may be planned in any order.
 
 Shape letters: B rows, N candidates, P predictions.
 """
@@ -17,19 +17,19 @@ import numpy as np
 # What a replaced token becomes (Devlin et al. 2018, section 3.1).
 MASK, KEEP, RANDOM = 0, 1, 2
 
-# The purposes of draws: the last word of the counter.
+# The purposes of draws: the fourth word of a Philox counter.
 _FRONT_CUTS_A, _FRONT_CUTS_B, _CANDIDATES, _REPLACEMENTS, _PERMUTATION = range(5)
 _TARGET, _CHUNK, _RANDOM_NEXT = range(5, 8)
 _SPANS, _FIRST_LENGTH = range(8, 10)
 
-# Words in a span: geometric with this p, at most the longest (Joshi et al. 2020, SpanBERT).
+# Length of a span in words: geometric with this p, truncated (Joshi et al. 2020, SpanBERT).
 LONGEST_SPAN = 10
 _SPAN_P = 0.2
-_SPAN_LAW = (1 - _SPAN_P) ** np.arange(LONGEST_SPAN) * _SPAN_P
-_SPAN_LAW /= _SPAN_LAW.sum()
+_SPAN_PROBABILITIES = (1 - _SPAN_P) ** np.arange(LONGEST_SPAN) * _SPAN_P
+_SPAN_PROBABILITIES /= _SPAN_PROBABILITIES.sum()
 
-# Draws until a random document may be the same document (`create_instances_from_document`).
-_TRIES = 10
+# Attempts to draw another document before the same one is kept (`create_instances_from_document`).
+_ATTEMPTS = 10
 
 # Counters processed at once: enough to hide NumPy's overhead, few enough for the cache.
 _BLOCK = 1 << 13
@@ -37,7 +37,7 @@ _BLOCK = 1 << 13
 
 @dataclass(frozen=True)
 class Removals:
-    """The sides that lose a token, in order, when pairs are truncated (`truncate_seq_pair`).
+    """The tokens that A and B lose in truncation, and in which order (`truncate_seq_pair`).
 
     The longer side loses `lead` tokens. Then B and A alternately lose `rest` tokens, B first, since
     a tie takes from B.
@@ -61,7 +61,7 @@ class Removals:
 class SequentialDraws:
     """All draws from one generator in the reference's order, for one row at a time (B = 1).
 
-    `Counter` documents the draws; the reference has no spans.
+    `CounterDraws` describes what is drawn; the reference has no spans.
     """
 
     def __init__(self, rng: random.Random):
@@ -74,34 +74,34 @@ class SequentialDraws:
         return order
 
     def target_length(self, max_num_tokens: int, short_seq_prob: float) -> np.ndarray:
-        """Draws by `random`, then by `randint` if the target is short."""
+        """Calls `random`, then `randint` if the target is short."""
         if self._rng.random() < short_seq_prob:
             return np.array([self._rng.randint(2, max_num_tokens)])
         return np.array([max_num_tokens])
 
     def split_point(self, sentences: np.ndarray) -> np.ndarray:
-        """Draws by `randint` if there is a choice."""
+        """Calls `randint` if there is a choice."""
         return np.array([self._rng.randint(1, sentences[0] - 1) if sentences[0] >= 2 else 1])
 
     def is_random(self, needed: np.ndarray) -> np.ndarray:
-        """Draws by `random`."""
+        """Calls `random` if the draw is needed."""
         return np.array([bool(needed[0]) and self._rng.random() < 0.5])
 
     def other_document(self, documents: int, this: np.ndarray, needed: np.ndarray) -> np.ndarray:
-        """Draws by `randint` until the document is another."""
+        """Calls `randint` until the document is another."""
         other = int(this[0])
-        for _ in range(_TRIES * needed[0]):
+        for _ in range(_ATTEMPTS * needed[0]):
             other = self._rng.randint(0, documents - 1)
             if other != this[0]:
                 break
         return np.array([other])
 
-    def start(self, sentences: np.ndarray, needed: np.ndarray) -> np.ndarray:
-        """Draws by `randint`."""
+    def start_sentence(self, sentences: np.ndarray, needed: np.ndarray) -> np.ndarray:
+        """Calls `randint` if the draw is needed."""
         return np.array([self._rng.randint(0, sentences[0] - 1) if needed[0] else 0])
 
     def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
-        """Draws one `random()` for each lost token, in the order of their removal."""
+        """Calls `random` for each lost token, in the order of their removal."""
         lead, rest = int(removals.lead[0]), int(removals.rest[0])
         sides = [bool(removals.a_leads[0])] * lead + [bool(i % 2) for i in range(rest)]
         cuts = {True: 0, False: 0}
@@ -110,13 +110,13 @@ class SequentialDraws:
         return np.array([cuts[True]]), np.array([cuts[False]])
 
     def candidate_order(self, counts: np.ndarray) -> np.ndarray:
-        """Draws by `shuffle`."""
+        """Calls `shuffle`."""
         return np.array([self.shuffled_order(int(counts[0]))])
 
     def replacements(
         self, counts: np.ndarray, vocab_size: int, mask_share: float, random_share: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws by `random`, `random`, `randint`, each only if it is needed."""
+        """Calls `random`, `random`, `randint`, each only if it is needed."""
         kinds, ids = [], []
         for _ in range(int(counts[0])):
             kind, token = MASK, 0
@@ -130,11 +130,11 @@ class SequentialDraws:
         return np.array([kinds], np.uint8), np.array([ids], np.int64)
 
 
-class Counter:
+class CounterDraws:
     """Draws as a function of (key, row, column, purpose), for any rows in any order.
 
-    In a plan B counts its chunks (`create_instances_from_document`); `needed`, bool [B], marks the
-    draws that are used, and the others have no meaning.
+    B is the length of `rows`. `needed`, bool [B], marks the draws that are used; the others have no
+    meaning.
 
     Args:
       key: the result of `key_of`.
@@ -166,19 +166,20 @@ class Counter:
         return (self._chunk_words & 1).astype(bool)
 
     def other_document(self, documents: int, this: np.ndarray, needed: np.ndarray) -> np.ndarray:
-        """Draws another document than `this`, or `this` after ten equal draws; int64 [B]."""
-        other = bounded_integers(self._next_words[:, 1], documents)
+        """Draws another document than `this`, or `this` after ten such draws; int64 [B]."""
+        other = bounded_integers(self._random_next_words[:, 1], documents)
         again = np.flatnonzero(other == this)
         if len(again):
-            words = Counter(self._key, self._rows[again])._words(_RANDOM_NEXT, 1 + _TRIES)
-            tries = bounded_integers(words[:, 1:], documents)
-            column = np.argmax(tries != this[again, None], axis=1)
-            other[again] = tries[np.arange(len(again)), column]
+            # Word 1 is the draw above, the first attempt. `argmax` takes it if all give `this`.
+            words = CounterDraws(self._key, self._rows[again])._words(_RANDOM_NEXT, 1 + _ATTEMPTS)
+            attempts = bounded_integers(words[:, 1:], documents)
+            column = np.argmax(attempts != this[again, None], axis=1)
+            other[again] = attempts[np.arange(len(again)), column]
         return other
 
-    def start(self, sentences: np.ndarray, needed: np.ndarray) -> np.ndarray:
+    def start_sentence(self, sentences: np.ndarray, needed: np.ndarray) -> np.ndarray:
         """Returns the sentence in its document at which a random B starts; int64 [B]."""
-        return bounded_integers(self._next_words[:, 0], sentences)
+        return bounded_integers(self._random_next_words[:, 0], sentences)
 
     def first_length(self, most: int) -> np.ndarray:
         """Draws the number of tokens in the first row of an epoch, from 1; int64 [B]."""
@@ -191,18 +192,18 @@ class Counter:
         if not len(rows):
             return np.empty(0, np.int64)
         first = rows.min() >> np.uint64(2)
-        span = int((rows.max() >> np.uint64(2)) - first) + 1
-        if span <= len(rows):  # consecutive rows
-            block, index = first + np.arange(span, dtype=np.uint64), rows - (first << np.uint64(2))
-        else:
+        count = int((rows.max() >> np.uint64(2)) - first) + 1
+        if count <= len(rows):  # all blocks from the first to the last
+            block, index = first + np.arange(count, dtype=np.uint64), rows - (first << np.uint64(2))
+        else:  # a block for each row
             block, index = rows >> np.uint64(2), rows & np.uint64(3)
             index += np.arange(0, 4 * len(rows), 4, dtype=np.uint64)
         words = philox(0, block & _LOW, block >> np.uint64(32), _CHUNK, self._key)
         return words.ravel()[index.view(np.int64)].astype(np.int64)
 
     @functools.cached_property
-    def _next_words(self) -> np.ndarray:
-        """Returns words for the start of a random B and for the first tries of its document."""
+    def _random_next_words(self) -> np.ndarray:
+        """Returns words for the start of a random B and for the first attempts at its document."""
         return self._words(_RANDOM_NEXT, 4)
 
     def front_cuts(self, removals: Removals) -> tuple[np.ndarray, np.ndarray]:
@@ -230,12 +231,12 @@ class Counter:
         return keys.astype(np.uint32)  # the lower half
 
     def span_lengths(self, counts: np.ndarray) -> np.ndarray:
-        """Returns the length in words of a span from each word, int64 [B, max(counts)].
+        """Draws for each word of text the length of a span from there, int64 [B, max(counts)].
 
-        Lengths are geometric, from 1 to LONGEST_SPAN; 3.8 on average.
+        Lengths are in words and geometric, from 1 to LONGEST_SPAN; 3.8 on average.
         """
-        words = self._words(_SPANS, int(counts.max()))
-        return 1 + np.searchsorted(np.cumsum(_SPAN_LAW)[:-1] * 2**32, words, "right")
+        bits = self._words(_SPANS, int(counts.max()))
+        return 1 + np.searchsorted(np.cumsum(_SPAN_PROBABILITIES)[:-1] * 2**32, bits, "right")
 
     def replacements(
         self, counts: np.ndarray, vocab_size: int, mask_share: float, random_share: float
@@ -251,7 +252,7 @@ class Counter:
         return kinds, bounded_integers(token, vocab_size)
 
     def _words(self, purpose: int, columns: int) -> np.ndarray:
-        """Returns random words, uint32 [B, columns]."""
+        """Returns random words of 32 bits, uint32 [B, columns]."""
         blocks = -(-columns // 4)
         out = np.empty((len(self._rows), blocks, 4), np.uint32)
         step = max(1, _BLOCK // max(1, blocks))
@@ -263,11 +264,11 @@ class Counter:
         return out.reshape(len(self._rows), 4 * blocks)[:, :columns]
 
     def _binomial(self, purposes: np.ndarray, trials: np.ndarray) -> np.ndarray:
-        """Draws Binomial(trials, 1/2), int64 [N, B]: set bits among `trials` bits of the row.
+        """Draws Binomial(trials, 1/2), int64 [Q, B]: set bits among `trials` bits of the row.
 
-        Purposes are int64 [N, 1], trials int64 [N, B].
+        The Q purposes are int64 [Q, 1], trials int64 [Q, B].
         """
-        # A flat list of (entry, block of 128 bits): trials differ, and none is padded.
+        # A flat list of (entry, block of 128 bits): each entry has ceil(trials / 128) blocks.
         flat = trials.ravel()
         blocks = -(-flat // 128)
         entry = np.repeat(np.arange(len(flat)), blocks)
@@ -283,21 +284,21 @@ class Counter:
         return np.bincount(entry, counts, len(flat)).astype(np.int64).reshape(trials.shape)
 
 
-Draws = Counter | SequentialDraws
+Draws = CounterDraws | SequentialDraws
 
 
 def bounded_integers(words: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
-    """Maps words to numbers from 0 to `bound` - 1, int64, uniform to one word in 2**32."""
+    """Maps words to numbers from 0 to `bound` - 1, int64; probabilities are equal up to 2**-32."""
     return (words.astype(np.uint64) * np.asarray(bound, np.uint64) >> np.uint64(32)).view(np.int64)
 
 
-def permutation(key: tuple[int, int], epoch: int, count: int) -> np.ndarray:
-    """Returns a random order of `count` rows, int64: the stable argsort of their Philox words."""
+def permutation(key: tuple[int, int], index: int, count: int) -> np.ndarray:
+    """Returns random order `index` of `count` rows, int64: the stable argsort of Philox words."""
     order = np.empty(count, np.uint64)
     for start in range(0, count, 4 * _BLOCK):
         part = order[start : start + 4 * _BLOCK]
         blocks = np.arange(start // 4, -(-(start + len(part)) // 4), dtype=np.uint64)
-        words = philox(blocks, np.uint64(epoch), 0, _PERMUTATION, key).ravel()[: len(part)]
+        words = philox(blocks, np.uint64(index), 0, _PERMUTATION, key).ravel()[: len(part)]
         np.left_shift(words, np.uint64(32), out=part, dtype=np.uint64)
         part |= np.arange(start, start + len(part), dtype=np.uint64)
     # Words carry their index in the lower half: sort is several times faster than argsort.
@@ -349,7 +350,7 @@ def philox(
 
     The words of counters and key are uint64 below 2**32; returns uint32 [..., 4].
     """
-    # Broadcast late, so that the first two rounds work on rows or columns alone.
+    # Not broadcast here, so that the first two rounds work on rows or columns alone.
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in (c0, c1, c2, c3))
     k0, k1 = key
     shift = np.uint64(32)

@@ -1,10 +1,9 @@
 """Batches of several sources, mixed by weight.
 
-The source of a row is a draw by (seed, phase, row): in every `BLOCK` rows each source has its
-share, in a random order. So the number of a row among the rows of its source does not depend on the
-rows before its block; that number gives the row's position in the plans of the source
-(data.batches). A source with a large weight goes through more epochs than one with a small weight.
-Batches are stateless.
+In every block of 4,096 rows each source has its share, in a random order keyed by (seed, split,
+phase, block). So the number of a row among the rows of its source can be computed from its block
+alone; that number gives the row's position in the plans of the source (data.batches). A source with
+a large weight goes through more epochs than one with a small weight. Batches are stateless.
 """
 
 import functools
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_jax.config.text_corpus import MIXED_ROWS as BLOCK
+from bert_jax.config.text_corpus import MIXED_ROWS as BLOCK_ROWS
 from bert_jax.data import draws
 from bert_jax.data.batches import Batch, TrainBatches
 from bert_jax.data.plans import Units
@@ -22,26 +21,26 @@ from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 
 
-class Order:
+class SourceOrder:
     """The sources of a phase's rows. May be pickled.
 
-    Each weight gives at least one row in `BLOCK`; `names`, (seed, split, phase), key the draws.
+    Each weight must give a row in every block, as `Corpus` checks; `names` is (seed, split, phase).
     """
 
     def __init__(self, weights: Sequence[float], names: tuple[object, ...]):
         self._key = draws.key_of(*names, "mixture")
-        relative = np.array(weights) / max(weights)
-        exact = relative / relative.sum() * BLOCK
+        relative = np.array(weights) / max(weights)  # the sum of large weights may overflow
+        exact = relative / relative.sum() * BLOCK_ROWS
         counts = np.floor(exact).astype(np.int64)
         # The remaining rows go to the largest remainders, among equal ones to the first.
-        rounded_up = np.argsort(counts - exact, kind="stable")[: BLOCK - counts.sum()]
+        rounded_up = np.argsort(counts - exact, kind="stable")[: BLOCK_ROWS - counts.sum()]
         counts[rounded_up] += 1
         self.counts = tuple(counts.tolist())
 
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the sources of rows and their numbers among the source's rows, int64 [B] each."""
         sources, numbers = np.empty_like(rows), np.empty_like(rows)
-        blocks, slots = np.divmod(rows, BLOCK)
+        blocks, slots = np.divmod(rows, BLOCK_ROWS)
         for block in np.unique(blocks).tolist():
             in_block = blocks == block
             source, number = _locate_block(self._key, self.counts, block)
@@ -53,9 +52,9 @@ class Order:
 def _locate_block(
     key: tuple[int, int], counts: tuple[int, ...], block: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what `Order.locate` does, for all rows of a block."""
-    sources = np.repeat(np.arange(len(counts)), counts)[draws.permutation(key, block, BLOCK)]
-    numbers = np.empty(BLOCK, np.int64)
+    """Returns what `SourceOrder.locate` does, for all rows of a block."""
+    sources = np.repeat(np.arange(len(counts)), counts)[draws.permutation(key, block, BLOCK_ROWS)]
+    numbers = np.empty(BLOCK_ROWS, np.int64)
     for source, count in enumerate(counts):
         numbers[sources == source] = block * count + np.arange(count)
     return sources, numbers
@@ -64,50 +63,50 @@ def _locate_block(
 class MixedBatches:
     """Training batches of one phase from several sources; see `TrainBatches`. May be pickled.
 
-    `sources` are the batches of each source alone, all with the same shape.
+    `by_source` has the batches of each source alone, all with the same shape.
     """
 
-    def __init__(self, sources: Sequence[TrainBatches], order: Order):
-        self._sources, self.order, self._shape = tuple(sources), order, sources[0].shape
+    def __init__(self, by_source: Sequence[TrainBatches], order: SourceOrder):
+        self._by_source, self.order, self._shape = tuple(by_source), order, by_source[0].shape
 
     def is_ready(self, step: int) -> bool:
         """Returns whether a step's batch can be made at once: see `TrainBatches.is_ready`."""
         _, numbers, sources = self._locate(step, np.arange(self._shape.batch_size))
         # A list, so that every source starts to plan, even if an earlier one is not ready.
         are_ready = [
-            source.are_rows_ready(int(numbers[rows].min()), int(numbers[rows].max()))
-            for source, rows in self._group_by_source(sources)
+            batches.are_rows_ready(int(numbers[in_source].min()), int(numbers[in_source].max()))
+            for batches, in_source in self._group_by_source(sources)
         ]
         return all(are_ready)
 
     def close(self) -> None:
         """Stops planning; a thread that waits for a plan raises RuntimeError."""
-        for source in self._sources:
-            source.close()
+        for batches in self._by_source:
+            batches.close()
 
     def batch(self, step: int, indices: np.ndarray) -> Batch:
         """Returns rows `indices` of a step of this phase: see `TrainBatches.batch`."""
         while not self.is_ready(step):
-            self._sources[0].plans.pause()
+            self._by_source[0].plans.wait_briefly()  # they are closed together
         rows, numbers, sources = self._locate(step, indices)
         batch: Batch = {}
-        for source, in_source in self._group_by_source(sources):
-            for name, array in source.batch_of_rows(step, numbers[in_source]).items():
+        for batches, in_source in self._group_by_source(sources):
+            for name, array in batches.batch_of_rows(step, numbers[in_source]).items():
                 empty = np.empty((len(rows), *array.shape[1:]), array.dtype)
                 batch.setdefault(name, empty)[in_source] = array
         return batch | {"rows": rows.astype(np.uint32)}
 
     def _locate(self, step: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns row numbers in the phase, in the rows' sources, and the sources."""
+        """Returns for each row its number in the phase, its number in its source, the source."""
         rows = self._shape.rows(step, indices)
         sources, numbers = self.order.locate(rows)
         return rows, numbers, sources
 
     def _group_by_source(self, sources: np.ndarray) -> Iterator[tuple[TrainBatches, np.ndarray]]:
-        for number, source in enumerate(self._sources):
-            in_source = sources == number
+        for source, batches in enumerate(self._by_source):
+            in_source = sources == source
             if in_source.any():
-                yield source, in_source
+                yield batches, in_source
 
 
 def split_sources(manifest: dict[str, Any], train: Stream) -> list[Stream]:
@@ -117,7 +116,7 @@ def split_sources(manifest: dict[str, Any], train: Stream) -> list[Stream]:
 
 
 def require_row(name: str, part: Stream, sequence_length: int, units: Units) -> None:
-    """Raises InputError if the text of a source, or all text, does not give one row."""
+    """Raises InputError if `part`, a source or all text, is too short for one row."""
     if part.tokens < sequence_length:
         raise InputError(
             f"corpus.mixture: {name} has {part.tokens} tokens to train on, which do not fill a row "

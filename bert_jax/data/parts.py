@@ -146,8 +146,8 @@ class _PartItem(WorkItem):
         return self.part.bytes
 
 
-class CountStretches(_PartItem):
-    """Counts the stretches between blanks in a part, to train SentencePiece."""
+class CountWords(_PartItem):
+    """Counts the whitespace-separated words of a part, to train SentencePiece."""
 
     @property
     def name(self) -> str:
@@ -164,7 +164,7 @@ class CountStretches(_PartItem):
                     yield chunk.replace(unknown, " ") if unknown else chunk
 
         with self.part.local_objects():
-            offsets = words.write_stretches(read_pieces(), self.corpus.case, folder / "counts.json")
+            offsets = words.write_counts(read_pieces(), self.corpus.case, folder / "counts.json")
         return {"offsets": offsets, "documents": count}
 
 
@@ -315,7 +315,7 @@ class _IdWriter:
         if self._unknown_word:  # in some vocabularies the blank before it would be a token
             parts = [part.rstrip() for part in sentence.split(self._unknown_word)]
         # Encoded as after another sentence, since a row may place it anywhere.
-        ids = self._tokenizer.encode_within(parts[0]) if parts[0] else []
+        ids = self._tokenizer.encode_after_space(parts[0]) if parts[0] else []
         for part in parts[1:]:
             ids += [self._tokenizer.unk_id, *self._tokenizer.encode(part)]
         return ids

@@ -172,10 +172,10 @@ class Plans:
         # Processes that make batches do not send counts: `counts_in_bucket` is None.
         return Plans, (self.stream, self.spec, self.corpus, self.counts)
 
-    def find(self, epoch: int) -> np.ndarray | None:
+    def find_or_begin(self, epoch: int) -> np.ndarray | None:
         """Returns the chunks of an epoch in its order, `pairs.chunk_dtype` [rows].
 
-        Returns None while they are planned.
+        Returns None until they are planned; starts to plan them if no other plan is being made.
 
         Raises:
           Unavailable: the process that plans them was killed several times.
@@ -193,11 +193,11 @@ class Plans:
 
     def wait(self, epoch: int) -> np.ndarray:
         """Waits until the epoch's plan is made, and returns it."""
-        while (plan := self.find(epoch)) is None:
-            self.pause()
+        while (plan := self.find_or_begin(epoch)) is None:
+            self.wait_briefly()
         return plan
 
-    def pause(self) -> None:
+    def wait_briefly(self) -> None:
         """Waits a moment; raises RuntimeError if another thread has closed the plans."""
         if self._closed.wait(_POLL_SECONDS):
             raise RuntimeError("the plans were closed")
@@ -205,7 +205,7 @@ class Plans:
     def begin(self, epoch: int) -> None:
         """Starts to plan a later epoch, if the plan takes long."""
         if not self._is_small:
-            self.find(epoch)
+            self.find_or_begin(epoch)
 
     def keep(self, epochs: set[int]) -> None:
         """Drops the plans of all other epochs."""
@@ -219,7 +219,7 @@ class Plans:
             name = self._count_key
             rows = None if self.counts is None else read_counts(self.counts).get(name)
             if rows is None:
-                plan = self.find(0)
+                plan = self.find_or_begin(0)
                 if plan is None:
                     return None
                 rows = len(plan)

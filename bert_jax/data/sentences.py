@@ -5,8 +5,8 @@ documents, with a [SEP] at the end of each document. The next row begins with th
 epoch's first row is cut at a random length, so that every epoch cuts the text elsewhere. A sentence
 longer than a row is truncated.
 
-Rows are planned like pairs: a row's first sentence determines the first sentence of the next row,
-which is computed for all sentences of a block at once.
+Rows are planned like pairs: for every sentence of a block, `plan` computes where the next row would
+start if a row started there. The rows follow these links.
 
 Shape letters: B rows, S sequence.
 """
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from bert_jax.data import draws, pairs
-from bert_jax.data.masking import Rows
+from bert_jax.data.masking import Rows, ragged_indices
 from bert_jax.data.stream import Stream
 from bert_jax.errors import InputError
 
-# [CLS] and the last [SEP]; each [SEP] between documents takes the position of a token of text.
+# [CLS] and the last [SEP]; a [SEP] between documents is counted as text.
 SPECIAL_TOKENS = 2
 
 # Sentences processed at once: few enough for the cache.
@@ -42,7 +42,8 @@ def plan(
 ) -> np.ndarray:
     """Plans one pass over the documents, or its first rows; `pairs.chunk_dtype` [rows].
 
-    `of_a` is the number of sentences of a row; `of_b` and `target` are 0. Lengths count specials.
+    A chunk is a row here, `of_a` the number of its sentences; `of_b` and `target` are 0. The
+    `sequence_length` counts specials.
     """
     if stream.tokens < sequence_length - SPECIAL_TOKENS:
         raise InputError(
@@ -50,20 +51,19 @@ def plan(
             f"{sequence_length}; give more text, change corpus.validation_share, or shorten rows "
             "(phases.N.sequence_length, data.eval_sequence_length)"
         )
-    most = sequence_length - SPECIAL_TOKENS
+    max_tokens = sequence_length - SPECIAL_TOKENS
     total = len(stream.sentence_offsets) - 1
-    row_first = draws.Counter(key, np.zeros(1, np.int64)).first_length(most)
+    first_capacity = draws.CounterDraws(key, np.zeros(1, np.int64)).first_length(max_tokens)
     result, begin = [], 0
     for start in range(0, total, _BLOCK):
         stop = min(start + _BLOCK, total)
-        # A sentence has at least one token, so that every row of the block ends in this range.
-        offsets = stream.sentence_offsets[start : stop + most + 1].astype(np.int64)
+        # A sentence has at least one token, so a row that starts in the block ends in this range.
+        offsets = stream.sentence_offsets[start : stop + max_tokens + 1].astype(np.int64)
         document = stream.documents_of(np.arange(start, start + len(offsets) - 1))
-        # Tokens up to the end and the start of each sentence, with a [SEP] for every document that
-        # ended before.
+        # Positions in text with a [SEP] after each document; only their differences are used.
         ends, starts = offsets[1:] + document, offsets[:-1] + document
         index = np.arange(stop - start)
-        capacity = np.where(index + start == 0, row_first, most)
+        capacity = np.where(index + start == 0, first_capacity, max_tokens)
         following = np.searchsorted(ends, starts[index] + capacity, "right")
         following = np.minimum(np.maximum(following, index + 1), len(ends)).tolist()
         chain, begin = pairs.follow_chain(following, begin)
@@ -82,13 +82,13 @@ def sizes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers of tokens of planned rows after and before truncation, int64 [B] each.
 
-    [SEP]s between documents count.
+    [CLS] and the last [SEP] are not counted.
     """
     first = chunks["sentence"].astype(np.int64)
-    after = first + chunks["of_a"]
-    tokens = np.asarray(stream.sentence_offsets).astype(np.int64)
-    borders = stream.documents_of(after - 1) - stream.documents_of(first)
-    total = tokens[after] - tokens[first] + borders
+    stop = first + chunks["of_a"]
+    offsets = np.asarray(stream.sentence_offsets).astype(np.int64)
+    borders = stream.documents_of(stop - 1) - stream.documents_of(first)
+    total = offsets[stop] - offsets[first] + borders
     return np.minimum(total, sequence_length - SPECIAL_TOKENS), total
 
 
@@ -96,26 +96,26 @@ def rows(
     stream: Stream, chunks: np.ndarray, sequence_length: int, pad: int, cls: int, sep: int
 ) -> FullSentences:
     """Builds rows of `plan`, [B], of S tokens; `pad`, `cls` and `sep` are ids."""
-    most = sequence_length - SPECIAL_TOKENS
+    max_tokens = sequence_length - SPECIAL_TOKENS
     offsets, bounds = np.asarray(stream.sentence_offsets), np.asarray(stream.document_offsets)
     first = chunks["sentence"].astype(np.int64)
-    after = first + chunks["of_a"]
-    start, end = offsets[first].astype(np.int64), offsets[after].astype(np.int64)
-    document = stream.documents_of(first)
-    borders = stream.documents_of(after - 1) - document
-    length = np.minimum(end - start + borders, most)
-    # A [SEP] for each document that ends within the row: (row, number of the border).
-    row = np.repeat(np.arange(len(chunks)), borders)
-    number = np.arange(len(row)) - np.repeat(np.cumsum(borders) - borders, borders)
-    ends = offsets[bounds[document[row] + number + 1].astype(np.int64)].astype(np.int64)
+    stop = first + chunks["of_a"]
+    start, end = offsets[first].astype(np.int64), offsets[stop].astype(np.int64)
+    first_document = stream.documents_of(first)
+    borders = stream.documents_of(stop - 1) - first_document
+    length = np.minimum(end - start + borders, max_tokens)
+    # Each document that ends within the row has a border, a [SEP]. Before border i are [CLS], the
+    # row's tokens up to the end of the document, and i [SEP]s.
+    row, border = ragged_indices(borders)
+    next_sentence = bounds[first_document[row] + border + 1].astype(np.int64)
     is_border = np.zeros((len(chunks), sequence_length), bool)
-    is_border[row, 1 + ends - start[row] + number] = True
+    is_border[row, 1 + offsets[next_sentence].astype(np.int64) - start[row] + border] = True
 
     column = np.arange(sequence_length)
     last = 1 + length[:, None]  # the column of the last [SEP]
     real = column <= last
-    before = np.cumsum(is_border, axis=1) - is_border
-    source = start[:, None] + column - 1 - before
+    borders_before = np.cumsum(is_border, axis=1) - is_border
+    source = start[:, None] + column - 1 - borders_before
     # Clipped: the columns of specials and padding, overwritten below, may lie outside.
     input_ids = np.take(np.asarray(stream.ids), source, mode="clip").astype(np.int32)
     np.copyto(input_ids, pad, where=~real)
@@ -127,6 +127,6 @@ def rows(
     text = real & (column > 0) & ~is_border & (column < last)
     return FullSentences(
         Rows(input_ids, text, length + SPECIAL_TOKENS),
-        ((before + 1) * real).astype(np.int32),
+        ((borders_before + 1) * real).astype(np.int32),
         (positions * real).astype(np.int32),
     )

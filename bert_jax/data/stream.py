@@ -1,8 +1,8 @@
 """A split of the corpus as flat arrays on disk, mapped into memory.
 
 Reading a row from ArrayRecord takes ten times as long as from a memory map, and a row needs two
-reads; so the dataset is unrolled once. A token takes 2 bytes (4 from 65,537 ids on), a sentence, a
-document and an entry of the vocabulary 8 each.
+reads; so the dataset is flattened once. A token takes 2 bytes, or 4 if the vocabulary has more than
+65,536 ids; a sentence, a document and an entry of the vocabulary take 8 bytes each.
 """
 
 import dataclasses
@@ -38,38 +38,36 @@ class Stream:
     document_offsets: np.ndarray
     unigrams: np.ndarray  # int64 [vocabulary], the number of occurrences of each id in `ids`
     folder: str = ""  # the folder that `write` wrote; "" in memory
-    # The first document in the folder and one past the last; None: all of them.
+    # The range of the folder's documents here: the first, one past the last. None: all.
     documents: tuple[int, int] | None = None
 
     @classmethod
     def open(cls, folder: epath.PathLike, documents: tuple[int, int] | None = None) -> "Stream":
-        """Maps the files that `write` wrote, without reading them.
-
-        With `documents`, returns only a `part`.
-        """
+        """Maps the files that `write` wrote, without reading them; `documents` selects a `part`."""
         folder = epath.Path(folder)
         path, maps = folder / "stream.json", {}
-        arrays = read_json(path, FORMAT_VERSION, _remedy(folder), _remedy(folder))
-        with translate_parser_errors(path, _remedy(folder)):
+        remedy = _remedy(folder)  # of an older version as of damage
+        arrays = read_json(path, FORMAT_VERSION, version_remedy=remedy, damage_remedy=remedy)
+        with translate_parser_errors(path, remedy):
             for name, (dtype, count) in arrays["arrays"].items():
                 path, expected = folder / f"{name}.bin", np.dtype(dtype).itemsize * count
                 if not path.exists() or path.stat().length != expected:
                     raise InputError(
-                        f"{path}: missing or damaged ({expected} bytes expected); {_remedy(folder)}"
+                        f"{path}: missing or damaged ({expected} bytes expected); {remedy}"
                     )
                 maps[name] = np.memmap(path, np.dtype(dtype), "r", shape=(count,))
             stream = cls(**maps, folder=str(folder))
             return stream if documents is None else stream.part(*documents)
 
-    def part(self, first: int, last: int) -> "Stream":
-        """Returns the documents from `first` up to `last`; `ids` and `unigrams` stay complete."""
-        bounds = self.document_offsets[first : last + 1]
+    def part(self, first: int, stop: int) -> "Stream":
+        """Returns documents `first` to `stop - 1`; their sentences stay offsets in all `ids`."""
+        bounds = self.document_offsets[first : stop + 1]
         sentences = self.sentence_offsets[int(bounds[0]) : int(bounds[-1]) + 1]
         return dataclasses.replace(
             self,
             sentence_offsets=sentences,
             document_offsets=np.asarray(bounds - bounds[0]),
-            documents=(first, last),
+            documents=(first, stop),
         )
 
     @property
@@ -78,11 +76,11 @@ class Stream:
         return int(self.sentence_offsets[-1]) - int(self.sentence_offsets[0])
 
     def documents_of(self, sentence: np.ndarray) -> np.ndarray:
-        """Returns the numbers of the documents that hold sentences, int64."""
+        """Returns the index of each sentence's document, int64."""
         bounds = np.asarray(self.document_offsets)
         return np.searchsorted(bounds, sentence.astype(bounds.dtype), "right") - 1
 
-    def damaged(self, name: str) -> InputError:
+    def damage_error(self, name: str) -> InputError:
         """Returns the error to raise if an array holds values that `write` cannot have written."""
         return InputError(f"{self.folder}/{name}.bin: damaged; {_remedy(self.folder)}")
 
@@ -107,13 +105,13 @@ def write(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: i
             folder.rmtree()
         with create_folder(folder):
             try:
-                _unroll(dataset, split, folder, vocab_size)
+                _flatten(dataset, split, folder, vocab_size)
             except BaseException:
                 folder.rmtree()
                 raise
 
 
-def _unroll(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: int) -> None:
+def _flatten(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size: int) -> None:
     counts = {"ids": 0, "sentence_offsets": 1, "document_offsets": 1}
     dtypes = {"sentence_offsets": "uint64", "document_offsets": "uint64"}
     with (
@@ -132,7 +130,7 @@ def _unroll(dataset: epath.PathLike, split: str, folder: epath.Path, vocab_size:
             counts["sentence_offsets"] += len(lengths)
             documents_file.write(np.uint64(counts["sentence_offsets"] - 1).tobytes())
             counts["document_offsets"] += 1
-    # The file is read again: counting each document alone would add a vector of the vocabulary.
+    # Counted last: a count for each document would add an array as long as the vocabulary.
     ids = np.memmap(folder / "ids.bin", dtypes["ids"], "r")
     (folder / "unigrams.bin").write_bytes(count(ids, vocab_size).tobytes())
     arrays = {name: [dtypes[name], counts[name]] for name in counts}
@@ -151,10 +149,7 @@ def count(ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def make_stream(documents: list[list[list[int]]], dtype: Any = np.uint16) -> Stream:
-    """Makes a stream in memory from documents of sentences of ids; none may be empty.
-
-    The vocabulary ends with the largest id.
-    """
+    """Makes a stream in memory of documents of sentences, none empty; vocab_size = max id + 1."""
     sentences = [sentence for document in documents for sentence in document]
     lengths = [len(sentence) for sentence in sentences]
     ids = np.array([i for sentence in sentences for i in sentence], dtype)

@@ -125,7 +125,7 @@ def reduce_vocabulary(
         """Yields the token ids of paragraphs, and of sentences as in a corpus."""
         for document in documents.read(Corpus(sources=(source_of_text(text),))):
             yield from map(tokenizer.encode, document.paragraphs())
-            yield from map(tokenizer.encode_within, sentence_splitter.split(document, "en"))
+            yield from map(tokenizer.encode_after_space, sentence_splitter.split(document, "en"))
 
     old = base.tokenizer
     tokenizer, origins = vocabulary_edits.trim(

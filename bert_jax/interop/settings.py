@@ -30,7 +30,7 @@ _ignored = functools.partial(SettingRule, "none")
 _refused = functools.partial(SettingRule, "refused")
 
 # File names.
-_TOKENIZER_CONFIG, _SPECIAL_TOKENS_MAP = library.NAMING
+_TOKENIZER_CONFIG, _SPECIAL_TOKENS_MAP = library.SPECIALS_FILES
 _ADDED_TOKENS, _TRANSFORMER_CONFIG = "added_tokens.json", "sentence_bert_config.json"
 _EMPTY_VALUES = (None, (), [], {}, "", False)
 

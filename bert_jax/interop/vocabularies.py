@@ -93,7 +93,7 @@ def _read(folder: epath.Path, settings: Settings) -> tokenizer_lib.Tokenizer:
         ids = tokenizer.cls_id, tokenizer.between_ids, tokenizer.sep_id, tokenizer.second_segment
         if around != ids:
             return library.read(fast, settings.special_tokens)
-    for role, token in vocabulary.NAMED.items():
+    for role, token in vocabulary.SPECIAL_NAMES.items():
         require(config_path, role, settings.special_tokens.get(role, token), [token])
     return tokenizer
 
@@ -173,7 +173,7 @@ def write(
     elif isinstance(tok, tokenizer_lib.WordPiece):
         (folder / "vocab.txt").write_text("\n".join(tok.vocab) + "\n", encoding="utf-8")
         _fast(tok).save(str(folder / "tokenizer.json"))
-        named, case = vocabulary.NAMED, {"do_lower_case": tok.case == "uncased"}
+        named, case = vocabulary.SPECIAL_NAMES, {"do_lower_case": tok.case == "uncased"}
     else:
         raise InputError(
             f"corpus.tokenizer_kind: a {tok.kind} vocabulary cannot be exported; train one of "

@@ -104,4 +104,4 @@ class PreparedCorpus:
             return plan_batches(stream)
         parts = mixture.split_sources(self.manifest, stream)
         by_source = [plan_batches(part, "source", i) for i, part in enumerate(parts)]
-        return mixture.MixedBatches(by_source, mixture.Order(weights, names))
+        return mixture.MixedBatches(by_source, mixture.SourceOrder(weights, names))

@@ -187,7 +187,7 @@ class Tags(TaskKind):
         room = self.task.max_sequence_length - 2
         rows: list[tuple[list[int], list[int], list[int]]] = [([], [], [])]
         for number, word in enumerate(words):
-            encode = self.tokenizer.encode_within if number else self.tokenizer.encode
+            encode = self.tokenizer.encode_after_space if number else self.tokenizer.encode
             # A word without a token, such as a control character, becomes [UNK].
             tokens = (encode(word) or [self.tokenizer.unk_id])[:room]
             if len(rows[-1][0]) + len(tokens) > room:

@@ -135,8 +135,8 @@ def extents(corpus: Corpus, most: int = 0) -> Iterator[Extent]:
     if kind in ("tfds", "tfds_dir"):
         folder = tfds_files.find(path) if kind == "tfds" else path
         before = 0
-        for path, count, size, can_be_cut in tfds_files.shards(folder):
-            parts = max(1, min(count, round(size / most))) if most and can_be_cut else 1
+        for path, count, size, can_read_ranges in tfds_files.shards(folder):
+            parts = max(1, min(count, round(size / most))) if most and can_read_ranges else 1
             bounds = [0, *(count * part // parts for part in range(1, parts)), -1]
             for start, stop in itertools.pairwise(bounds):
                 part = start, stop, count, before, size // parts

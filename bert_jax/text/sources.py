@@ -200,7 +200,7 @@ def describe_unread(corpus: Corpus, seconds: float | None = None) -> list[str]:
             paths, unread[source] = find(source, seconds)
             read.update(map(identity, paths))
         else:
-            unread[source] = tfds_files.other_splits(_dataset(kind, location))
+            unread[source] = tfds_files.unread_splits(_dataset(kind, location))
     lines: list[str] = []
     for source, paths in unread.items():
         kind, _, location = source.partition(":")
@@ -249,7 +249,6 @@ def _advice(paths: list[str], location: str) -> str:
 
 
 def _dataset(kind: str, location: str) -> epath.PathLike:
-    """Returns the folder of a TFDS dataset."""
     return tfds_files.find(location) if kind == "tfds" else location
 
 

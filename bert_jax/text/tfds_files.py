@@ -35,7 +35,7 @@ _KNOWN_FEATURES = frozenset(
     )
 )
 # Keys of a features.json whose values TFDS imports, at any depth.
-_NAMING = ("pythonClassName", "python_class_name", "type", "proto_cls")
+_CODE_KEYS = ("pythonClassName", "python_class_name", "type", "proto_cls")
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
@@ -59,11 +59,11 @@ def find(name: str) -> epath.Path:
 
 
 def open_folder(folder: epath.PathLike) -> "tfds.core.DatasetBuilder":
-    """Returns a builder for the dataset in `folder`, after a check that its features are data."""
+    """Returns a builder for the dataset in `folder`, if it names only known features."""
     folder, names = epath.Path(folder), []
 
     def collect(fields: list[tuple[str, Any]]) -> None:
-        names.extend(value for key, value in fields if key in _NAMING and isinstance(value, str))
+        names.extend(value for key, value in fields if key in _CODE_KEYS and isinstance(value, str))
 
     storage = storage_of(folder)
     try:
@@ -105,19 +105,19 @@ def _unreadable(folder: epath.PathLike, error: Exception) -> InputError:
     return InputError(f"{folder}: TFDS cannot read it: {reason}")
 
 
-def other_splits(folder: epath.PathLike) -> list[str]:
+def unread_splits(folder: epath.PathLike) -> list[str]:
     """Returns the splits that a source of text does not read: all but `train`, sorted."""
     return sorted(name for name in open_folder(folder).info.splits if name != "train")
 
 
 def records(folder: epath.PathLike, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Yields the examples of a split, in order, from array_record or tfrecord files."""
+    """Yields the records of a split, in order, from array_record or tfrecord files."""
     for path, count, _, _ in shards(folder, split):
         yield from shard_records(folder, path, count)
 
 
 def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Path, int, int, bool]]:
-    """Returns a split's files in order: path, records, bytes (roughly), whether it can be cut."""
+    """Returns for each file: path, records, bytes (roughly), whether ranges can be read."""
     folder = epath.Path(folder)
     info = open_folder(folder).info
     if split not in info.splits:
@@ -130,7 +130,7 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
         files = list(zip(info.splits[split].filepaths, lengths, strict=True))
     except Exception as error:  # as in open_folder
         raise _unreadable(folder, error) from error
-    if not files:  # such as after the lengths were lost: TFDS would return an empty split
+    if not files:  # TFDS treats a split without shardLengths as empty
         raise InputError(
             f"{folder / 'dataset_info.json'}: lists no file of split {split!r}; put the whole "
             "file back"
@@ -138,32 +138,32 @@ def shards(folder: epath.PathLike, split: str = "train") -> list[tuple[epath.Pat
     in_bucket = storage_of(folder).is_bucket
     files = [(folder / path.name if in_bucket else path, count) for path, count in files]
     total = max(sum(count for _, count in files), 1)
-    can_be_cut = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not in_bucket
+    can_read_ranges = info.file_format == tfds.core.FileFormat.ARRAY_RECORD and not in_bucket
     size = info.splits[split].num_bytes
-    return [(path, count, size * count // total, can_be_cut) for path, count in files]
+    return [(path, count, size * count // total, can_read_ranges) for path, count in files]
 
 
 def shard_records(
     folder: epath.PathLike, path: epath.PathLike, count: int, start: int = 0, stop: int = -1
 ) -> Iterator[dict[str, Any]]:
-    """Yields the examples of a file with `count` examples, or only those from `start` to `stop`.
+    """Yields the records of a file with `count` records, or only those from `start` to `stop`.
 
     A file in a bucket is copied to this machine, and deleted after reading. `folder` has the
-    metadata of the dataset; `stop` is one past the last example, -1: all.
+    metadata of the dataset; `stop` is one past the last record, -1: all.
 
     Raises:
       Unavailable: the bucket was out of reach for minutes.
     """
     path, info = epath.Path(path), open_folder(folder).info
-    read = start
+    position = start
     with copies.local_copy(path) as (local,):
         raw = _read_raw(info.file_format.value, str(local), start, stop)
         for record in _decode(path, raw, info.features):
-            read += 1
+            position += 1
             yield record
     expected = count if stop < 0 else stop
-    if read != expected:
-        raise _damaged(path, f"{read} records, not {expected}")
+    if position != expected:
+        raise _damaged(path, f"{position} records, not {expected}")
 
 
 def class_labels(folder: epath.PathLike) -> "dict[str, tfds.features.ClassLabel]":

@@ -1,4 +1,4 @@
-"""Tokenizers: the reference's WordPiece, SentencePiece models, and any tokenizer.json.
+"""Tokenizers: the WordPiece of BERT's authors, SentencePiece models, and any tokenizer.json.
 
 A tokenizer folder has either our tokenizer.json (kind, case, special ids) with vocab.txt or
 sentencepiece.model, or a tokenizer.json of the `tokenizers` library, see `text.library`. Text never
@@ -27,9 +27,9 @@ FORMAT_VERSION = 1
 
 # Words longer than this are [UNK] (tokenization.py, WordpieceTokenizer).
 MAX_WORD = 200
-# Size of the cache for stretches between blanks that are not ASCII, and their maximum length.
-# Longer stretches, as in Chinese, rarely occur twice.
-_CACHED_STRETCHES, _LONGEST_STRETCH = 100_000, 30
+# How many chunks between whitespace are cached, of sentences that are not ASCII, and their maximum
+# length. Longer chunks, as in Chinese, rarely occur twice.
+_CACHED_CHUNKS, _MAX_CACHED_LENGTH = 100_000, 30
 
 Case = Literal["uncased", "cased"]
 
@@ -37,7 +37,8 @@ Case = Literal["uncased", "cased"]
 class Tokenizer(Protocol):
     """The interface of all tokenizers.
 
-    Those of this module split a word alone as in a text, and put one token between two texts.
+    In this module's tokenizers, the ids of a word do not depend on its context, and one token is
+    between two texts.
     """
 
     kind: str
@@ -57,12 +58,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without special tokens around it."""
 
-    def encode_within(self, text: str) -> list[int]:
-        """Returns the ids of a text that follows another text and a blank."""
+    def encode_after_space(self, text: str) -> list[int]:
+        """Returns the ids of a text that follows another text and a space."""
         return self.encode(text)
 
     def words(self, text: str) -> Iterator[tuple[int, int, list[int]]]:
-        """Yields (first character, one past the last, ids) of each word, with the text's ids."""
+        """Yields (first character, one past the last, ids within the text) of each word."""
         for start, end in word_spans(text, self):
             yield start, end, self.encode(text[start:end])
 
@@ -117,7 +118,7 @@ class WordPiece(Tokenizer):
         _save_record(folder, self)
 
     def _match_longest(self, word: str) -> list[int]:
-        """Matches the longest token first; a word that is not matched whole is [UNK]."""
+        """Matches the longest token first; a word that tokens do not cover to its end is [UNK]."""
         if len(word) > MAX_WORD:
             return [self.unk_id]
         ids: list[int] = []
@@ -272,7 +273,7 @@ def special_count(tokenizer: Tokenizer, texts: int) -> int:
 
 
 # A larger share of [UNK] means a wrong vocabulary, not rare words.
-MOST_UNKNOWN = 0.02
+MAX_UNKNOWN_SHARE = 0.02
 
 
 class UnknownShare:
@@ -298,7 +299,7 @@ class UnknownShare:
 
     def warning(self, texts: str) -> str:
         """Returns a warning about `texts`, a description; "" if few tokens are unknown."""
-        if self.value <= MOST_UNKNOWN:
+        if self.value <= MAX_UNKNOWN_SHARE:
             return ""
         return (
             f"warning: {self.value:.0%} of {texts} is [UNK]: the vocabulary cannot represent this "
@@ -322,7 +323,7 @@ def basic_tokens(text: str, case: Case) -> list[str]:
     text = text.translate(_CLEAN)
     if case == "uncased":
         text = unicodedata.normalize("NFD", text.lower()).translate(_UNACCENTED)
-    return text.translate(_APART).split()
+    return text.translate(_SPACED_PUNCTUATION).split()
 
 
 # `basic_tokens` removes these, but `str.split` would split at them.
@@ -364,7 +365,7 @@ _CJK = (
 )
 _CLEAN = _Table(_clean)
 _UNACCENTED = _Table(lambda char: "" if unicodedata.category(char) == "Mn" else char)
-_APART = _Table(
+_SPACED_PUNCTUATION = _Table(
     lambda c: f" {c} " if c in string.punctuation or unicodedata.category(c)[0] == "P" else c
 )
 
@@ -374,12 +375,12 @@ class Splitter:
 
     def __init__(self, case: Case):
         self._case: Case = case
-        # Stretches between blanks are split independently.
+        # Chunks between whitespace are split independently.
         split = functools.partial(basic_tokens, case=case)
-        self._words = library.WordCache(split, _CACHED_STRETCHES, _LONGEST_STRETCH)
+        self._words = library.WordCache(split, _CACHED_CHUNKS, _MAX_CACHED_LENGTH)
 
     def words(self, sentences: Iterable[str]) -> list[str]:
-        """Returns the words of sentences without line feeds, and "\\n" after each sentence."""
+        """Returns the words, and "\\n" after each sentence; sentences must not contain "\\n"."""
         words: list[str] = []
         for sentence in sentences:
             if sentence.isascii():
@@ -387,8 +388,8 @@ class Splitter:
             else:
                 if any(char in sentence for char in _BLANK_CONTROLS):
                     sentence = sentence.translate(_CLEAN)
-                stretches = map(self._words.__getitem__, sentence.split())
-                words += itertools.chain.from_iterable(stretches)
+                words_of_chunks = map(self._words.__getitem__, sentence.split())
+                words += itertools.chain.from_iterable(words_of_chunks)
             words.append("\n")
         return words
 
@@ -414,7 +415,7 @@ def word_spans(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
 
 @functools.cache
 def _character_kind(char: str, case: Case | None) -> str:
-    """Returns how a character between two letters splits words; for WordPiece with `case`."""
+    """Returns if a character is "in word", a "blank" or its "own word"; `case` is WordPiece's."""
     if case is None:
         return "blank" if char.isspace() else "in word"
     words = len(basic_tokens(f"a{char}a", case))

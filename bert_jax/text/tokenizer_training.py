@@ -17,7 +17,7 @@ from bert_jax.config import Corpus
 from bert_jax.errors import InputError
 from bert_jax.text import library, merges, vocabulary
 from bert_jax.text.tokenizer import SentencePiece, Tokenizer, WordPiece
-from bert_jax.text.vocabulary import CLS, MASK, PAD, SEP, UNK, WordCounts
+from bert_jax.text.vocabulary import CLS, MASK, PAD, SEP, SPECIAL_NAMES, UNK, WordCounts
 
 # SentencePiece repeats each word as often as it occurs, and builds a suffix array of this text with
 # 20 bytes of memory per byte. So counts are scaled down to this number of bytes.
@@ -39,7 +39,7 @@ def train(counted: WordCounts, vocab_size: int, corpus: Corpus) -> Tokenizer:
         return SentencePiece(model, corpus.case)
     trained = {"byte_bpe": _byte_bpe, "unigram": _unigram}[kind](counted, vocab_size, corpus)
     _add_specials(trained, vocab_size)
-    return library.LibraryTokenizer(trained.to_str().encode(), vocabulary.NAMED, library.FILE)
+    return library.LibraryTokenizer(trained.to_str().encode(), SPECIAL_NAMES, library.FILE)
 
 
 def train_wordpiece(counted: WordCounts, vocab_size: int, unused_pieces: int = 0) -> list[str]:

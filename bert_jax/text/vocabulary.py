@@ -1,4 +1,4 @@
-"""Vocabularies: special tokens, BERT's `vocab.txt`, and the counted words that train them."""
+"""Vocabularies: special tokens, BERT's `vocab.txt`, and the word counts to train them with."""
 
 import collections
 import dataclasses
@@ -11,13 +11,13 @@ from bert_jax.errors import InputError
 
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # The special tokens by their roles, as in tokenizer_config.json.
-NAMED = dict(
+SPECIAL_NAMES = dict(
     zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIALS, strict=True)
 )
 
-# Number of characters that a trained vocabulary has as tokens; rarer ones become [UNK].
-_ALPHABET = 1_000
-# For scripts with thousands of characters: as many as cover this share of the text.
+# Minimum number of characters that become tokens (all, if a text has fewer); rarer ones are [UNK].
+_MIN_ALPHABET = 1_000
+# More characters become tokens if the minimum covers less than this share of the text.
 _COVERAGE = 0.9995
 
 
@@ -25,10 +25,10 @@ _COVERAGE = 0.9995
 class WordCounts:
     """The words of a corpus with their counts."""
 
-    # The words that train a vocabulary (see text.words), sorted.
+    # The words from which a vocabulary is trained (see text.words), sorted.
     words: list[str] = dataclasses.field(default_factory=list)
     counts: list[int] = dataclasses.field(default_factory=list)  # how often each of them occurs
-    different: int = 0  # the number of different words of the corpus
+    distinct_words: int = 0  # in the whole corpus
     # The count of each character in the corpus, by its code point.
     characters: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     # Code points of characters after the first one of a word.
@@ -36,13 +36,13 @@ class WordCounts:
 
     @classmethod
     def of(cls, counts: Mapping[str, int]) -> "WordCounts":
-        """Returns the counts of words that all train the vocabulary."""
+        """Returns word counts with every word in `words`."""
         counted = cls(sorted(counts), [counts[word] for word in sorted(counts)])
         counted.add(counts)
         return counted
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Adds new words to all fields except `words` and `counts`."""
+        """Updates all fields but `words` and `counts` with words that were not added before."""
         codes = np.frombuffer("".join(counts).encode("utf-32-le", "replace"), np.uint32)
         lengths = np.fromiter(map(len, counts), np.int64, len(counts))
         characters, inverse = np.unique(codes, return_inverse=True)
@@ -53,19 +53,18 @@ class WordCounts:
         is_inner = np.ones(len(codes), bool)
         is_inner[np.cumsum(lengths) - lengths] = False
         self.inner.update(np.unique(codes[is_inner]).tolist())
-        self.different += len(counts)
+        self.distinct_words += len(counts)
 
     def alphabet(self) -> tuple[list[str], list[str]]:
         """Returns the most frequent characters, and the tokens `##c` of those that continue words.
 
-        Returns 1,000 characters, or more if `_COVERAGE` of the text needs more. Both lists are in
-        the order of code points.
+        Both lists are in the order of code points.
         """
         counts = self.characters
         commonest = sorted(counts, key=lambda code: (-counts[code], code))
         covered = np.cumsum([counts[code] for code in commonest])
         needed = int(np.searchsorted(covered, _COVERAGE * covered[-1])) + 1 if commonest else 0
-        characters = sorted(commonest[: max(needed, _ALPHABET)])
+        characters = sorted(commonest[: max(needed, _MIN_ALPHABET)])
         return [chr(c) for c in characters], [f"##{chr(c)}" for c in characters if c in self.inner]
 
 
@@ -89,7 +88,7 @@ def read_vocab(path: epath.PathLike) -> list[str]:
     for number, token in enumerate(vocab, 1):
         first = first_lines.setdefault(token, number)
         if first != number:
-            # The first id would never occur in a text, but could be predicted.
+            # No text yields the first id, since the last one wins, but a model could predict it.
             raise InputError(
                 f"{path}:{number}: the token {token!r} is already on line {first}; each line is an "
                 "id, so write another token there, e.g. [unused1]"

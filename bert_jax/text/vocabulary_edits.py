@@ -1,6 +1,6 @@
 """Trims a vocabulary to the tokens that a text uses, or adds words to it.
 
-A trimmed vocabulary has the tokens of the text, the parts from which they are merged, special
+A trimmed vocabulary has the tokens of the text, the subtokens they are merged from, special
 tokens and bytes. If all of these are kept, the text has the same tokens as before: byte-pair
 encoding keeps all merges of this text, Unigram all tokens of the best paths, WordPiece all longest
 matches. Other texts have more and shorter tokens.
@@ -41,33 +41,34 @@ def count_tokens(tokenizer: Tokenizer, rows: Iterable[list[int]]) -> np.ndarray:
 def trim(
     tokenizer: Tokenizer,
     token_counts: np.ndarray,
-    most: int,
-    where: str,
+    max_tokens: int,
+    flag: str,
     required: Collection[int] = (),
 ) -> tuple[Tokenizer, Origins]:
     """Returns the tokenizer with only the counted tokens, and the old id of each new one.
 
-    Keeps the `most` most frequent tokens, or all counted ones if `most` is 0. The flag `where` sets
-    `most`. The ids in `required` are always kept.
+    Keeps the `max_tokens` most frequent tokens, or all counted ones if it is 0. `flag` is the name
+    of its command-line flag. The ids in `required` are always kept.
     """
     editor = _editor_of(tokenizer)
     ids = {token: token_id for token_id, token in enumerate(editor.tokens)}
     total = token_counts.copy()
     for token_id in np.flatnonzero(token_counts):
-        for part in editor.parts(editor.tokens[token_id]):
-            if part in ids:
-                total[ids[part]] += token_counts[token_id]
+        for subtoken in editor.subtokens(editor.tokens[token_id]):
+            if subtoken in ids:
+                total[ids[subtoken]] += token_counts[token_id]
     always = editor.always.union(required)
-    if most and most < len(always):
+    if max_tokens and max_tokens < len(always):
         raise InputError(
-            f"{where} {most}: special tokens, bytes and the like are {len(always)}; keep more"
+            f"{flag} {max_tokens}: {len(always)} special tokens, bytes and the like are always "
+            f"kept; set it to at least {len(always)}"
         )
-    # A part of a token is at least as frequent as the token, and shorter.
+    # A token's subtokens, which are as frequent or more, and shorter, come before it.
     used = sorted(
         set(np.flatnonzero(total).tolist()) - always,
         key=lambda i: (-total[i], len(editor.tokens[i]), i),
     )
-    kept = sorted([*always, *(used[: most - len(always)] if most else used)])
+    kept = sorted([*always, *(used[: max_tokens - len(always)] if max_tokens else used)])
     return editor.select(kept), [(token_id,) for token_id in kept]
 
 
@@ -106,7 +107,7 @@ def add_words(tokenizer: Tokenizer, path: epath.Path) -> tuple[Tokenizer, Origin
                 f"{path}:{number}: {word!r} is not one word for this tokenizer; write one per line"
             )
         if token not in known:
-            new[token] = tuple(tokenizer.encode_within(word))
+            new[token] = tuple(tokenizer.encode_after_space(word))
     extended, origins = editor.extend(new)
     return extended, origins, [i for i in range(extended.size) if extended.token(i) in new]
 
@@ -119,7 +120,7 @@ class _WordPieceEditor:
         self.tokens = tokenizer.vocab
         self.always = {i for i, t in enumerate(self.tokens) if t in vocabulary.SPECIALS}
 
-    def parts(self, token: str) -> Iterator[str]:
+    def subtokens(self, token: str) -> Iterator[str]:
         """Yields tokens that are kept with a token: its characters, so that no word is unknown."""
         plain = token.removeprefix("##")
         if len(plain) > 1:
@@ -149,8 +150,8 @@ class _LibraryEditor:
     def __init__(self, tokenizer: LibraryTokenizer):
         self._old = tokenizer
         self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer.content)
-        self._parts = json.loads(tokenizer.content)
-        self._model = model = self._parts["model"]
+        self._config = json.loads(tokenizer.content)
+        self._model = model = self._config["model"]
         self.kind = model.get("type", "BPE")
         unsupported = {"continuing_subword_prefix", "end_of_word_suffix"}
         if self.kind not in ("BPE", "Unigram") or any(model.get(name) for name in unsupported):
@@ -166,12 +167,12 @@ class _LibraryEditor:
         self.always = self._always()
 
     def _always(self) -> set[int]:
-        """Returns the ids of special tokens, bytes, byte letters, and Unigram's lowest score."""
-        names = {t["content"] for t in self._parts["added_tokens"] if t["special"]}
+        """Returns the ids of special tokens, bytes, and Unigram's lowest score."""
+        names = {t["content"] for t in self._config["added_tokens"] if t["special"]}
         names |= set(self._old.special_names.values())
         if self._model.get("byte_fallback"):
             names |= {f"<0x{byte:02X}>" for byte in range(256)}
-        if "ByteLevel" in json.dumps(self._parts["pre_tokenizer"]):
+        if "ByteLevel" in json.dumps(self._config["pre_tokenizer"]):
             names |= set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
         always = {i for i, token in enumerate(self.tokens) if token in names}
         if self.kind == "Unigram":
@@ -182,25 +183,30 @@ class _LibraryEditor:
             always.add(self._old.unk_id)
         return always
 
-    def parts(self, token: str) -> Iterator[str]:
-        # The tokens from which a token is merged; for Unigram its characters.
-        parts = list(token)
-        yield from parts if len(parts) > 1 else ()
-        while self.kind == "BPE":
-            pairs = list(itertools.pairwise(parts))
+    def subtokens(self, token: str) -> Iterator[str]:
+        # The characters, and for BPE the tokens that are merged from them before the whole one.
+        if len(token) > 1:
+            yield from token
+        if self.kind == "BPE":
+            yield from self._replay_merges(list(token))
+
+    def _replay_merges(self, tokens: list[str]) -> Iterator[str]:
+        """Merges a word's characters as BPE does, and yields all new tokens but the last."""
+        while len(tokens) > 2:
+            pairs = list(itertools.pairwise(tokens))
             ranks = [self._ranks.get(pair, len(self._ranks)) for pair in pairs]
-            at = int(np.argmin(ranks)) if ranks else 0
-            if not ranks or ranks[at] == len(self._ranks) or len(parts) == 2:
+            at = int(np.argmin(ranks))
+            if ranks[at] == len(self._ranks):
                 return
-            parts[at : at + 2] = ["".join(pairs[at])]
-            yield parts[at]
+            tokens[at : at + 2] = ["".join(pairs[at])]
+            yield tokens[at]
 
     def select(self, kept: Sequence[int]) -> LibraryTokenizer:
         model_size = sum(token_id < self._model_size for token_id in kept)
         return self._build([self.tokens[token_id] for token_id in kept], model_size, {})
 
     def word_token(self, word: str) -> str | None:
-        if not library.splits_words(self._parts):
+        if not library.splits_at_spaces(self._config):
             raise InputError(
                 "tokenizer.json: no token can be added, since it does not split a text into words "
                 "first"
@@ -210,11 +216,11 @@ class _LibraryEditor:
             lambda: f"tokenizer.json: cannot split {excerpt(word)}; remove this word"
         ):
             text = text if normalizer is None else normalizer.normalize_str(text)
-            parts = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
-        return parts[0][0] if len(parts) == 1 else None
+            words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        return words[0][0] if len(words) == 1 else None
 
     def extend(self, new: dict[str, tuple[int, ...]]) -> tuple[LibraryTokenizer, Origins]:
-        # Added tokens may be in the vocabulary of byte-pair encoding, where no merge yields them.
+        # A BPE model may list the added tokens too, since no merge yields them.
         size = len(self.tokens) if self.kind == "BPE" else self._model_size
         tokens, origins, rest = _fill_slots(self.tokens, new, size)
         tokens[size:size] = rest
@@ -225,12 +231,12 @@ class _LibraryEditor:
         self, tokens: list[str], size: int, new: dict[str, tuple[int, ...]]
     ) -> LibraryTokenizer:
         """Returns the tokenizer with these tokens by id; the first `size` are the model's own."""
-        parts, ids = json.loads(self._old.content), {t: i for i, t in enumerate(tokens)}
-        model, own = parts["model"], tokens[:size]
-        added = [token for token in parts["added_tokens"] if token["content"] in ids]
+        config, ids = json.loads(self._old.content), {t: i for i, t in enumerate(tokens)}
+        model, own = config["model"], tokens[:size]
+        added = [token for token in config["added_tokens"] if token["content"] in ids]
         for token in added:
             token["id"] = ids[token["content"]]
-        parts["added_tokens"] = sorted(added, key=lambda token: token["id"])
+        config["added_tokens"] = sorted(added, key=lambda token: token["id"])
         if self.kind == "Unigram":
             scores = dict(model["vocab"])
             scores |= {t: sum(scores[self.tokens[i]] for i in new[t]) + _SCORE_MARGIN for t in new}
@@ -243,10 +249,10 @@ class _LibraryEditor:
             ]
             # No merge yields the new tokens: a word that is a token is looked up whole.
             model["ignore_merges"] = bool(new) or model.get("ignore_merges", False)
-        _renumber(parts["post_processor"], ids)
-        if padding := parts.get("padding"):
+        _renumber(config["post_processor"], ids)
+        if padding := config.get("padding"):
             padding["pad_id"] = ids[self._old.token(self._old.pad_id)]
-        content = json.dumps(parts, ensure_ascii=False).encode()
+        content = json.dumps(config, ensure_ascii=False).encode()
         return LibraryTokenizer(content, self._old.special_names, library.FILE)
 
 

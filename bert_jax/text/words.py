@@ -1,9 +1,9 @@
-"""Writes the words of a corpus as numbers, part by part, and counts them to train a vocabulary.
+"""Writes the words of a corpus as numbers, and counts them to train a vocabulary.
 
-Each part of the corpus writes a file of its words with their counts, in sections by a hash of the
-word. The sections of all files are then summed one after another, so counts are exact and memory is
-bounded for any size of corpus. At most 250,000 different words train the vocabulary, the most
-frequent ones; a hash breaks ties without preference for a letter.
+For each part of the corpus, a range of documents (data.parts), one file has the counts of its words
+in sections by a hash of the word. The sections of all files are then summed one after another, so
+counts are exact and memory is bounded for any size of corpus. The 250,000 most frequent words train
+the vocabulary; a hash breaks ties, so that no initial letter is favoured.
 """
 
 import collections
@@ -18,20 +18,21 @@ import numpy as np
 from bert_jax.text.tokenizer import MAX_WORD, Case, Splitter, WordPiece
 from bert_jax.text.vocabulary import WordCounts
 
-# Maximum number of different words that train a vocabulary.
-MOST_WORDS = 250_000
+# Maximum number of distinct words that train a vocabulary.
+MAX_TRAINING_WORDS = 250_000
 
-# A word that is [UNK] because of its length.
-_UNKNOWN = f" {'a' * (MAX_WORD + 1)} "
+# Replaces the placeholder of omitted words in a text: becomes [UNK] because of its length.
+_OVERLONG_WORD = f" {'a' * (MAX_WORD + 1)} "
 
-_LONGEST_STRETCH = 4_000
+# Characters of a whitespace-separated word that are counted for SentencePiece.
+_MAX_COUNTED = 4_000
 _SECTIONS = 64
-# Different words held in memory while counting; then the counts are written.
+# Distinct words held in memory while counting; then the counts are written.
 _HELD = 300_000
 
 
 class WordNumbers(dict):
-    """Numbers words in the order of their first use; 0 ends a sentence, 1 is any long word."""
+    """Numbers words by first use; `first` ends a sentence, `first + 1` is any overlong word."""
 
     def __init__(self, first: int = 0):
         super().__init__({"\n": first, "": first + 1})
@@ -49,19 +50,19 @@ class NumberWriter:
 
     FOLDER/tokens.bin   uint32, the number of each word
     FOLDER/words.txt    the words, in the order of their numbers; a word may occur twice
-    FOLDER/counts.json  how often each occurs, in sections
+    FOLDER/counts.json  how often each occurs: one JSON object after another, see `offsets`
     """
 
     def __init__(self, folder: pathlib.Path, case: Case, unknown_word: str = ""):
         self._splitter = Splitter(case)
-        self._unknown_word = unknown_word
+        self._unknown_word = unknown_word  # placeholder of omitted words in the text, e.g. <unk>
         self._numbers = WordNumbers()
         self._first = 0
         self._counts = np.zeros(0, np.int64)
         names = ("tokens.bin", "words.txt", "counts.json")
         files = [open(folder / name, "wb") for name in names]  # noqa: SIM115
-        self._tokens, self._words, self._sections = files
-        # For each time the sections were written: their beginnings and the end of the last one.
+        self._number_file, self._word_file, self._count_file = files
+        # For each write of counts.json: where the sections begin, and where the last one ends.
         self.offsets: list[list[int]] = []
         # Number of words longer than MAX_WORD: all are [UNK], and none trains a vocabulary.
         self.long_words = 0
@@ -70,15 +71,16 @@ class NumberWriter:
         """Writes sentences; returns how many words each has, int64."""
         if self._unknown_word:
             sentences = list(sentences)
+            # Their replacements are counted as long words below.
             self.long_words -= sum(s.count(self._unknown_word) for s in sentences)
-            sentences = (s.replace(self._unknown_word, _UNKNOWN) for s in sentences)
+            sentences = (s.replace(self._unknown_word, _OVERLONG_WORD) for s in sentences)
         words = self._splitter.words(sentences)
         numbers = np.fromiter(map(self._numbers.__getitem__, words), np.uint32, len(words))
         self.long_words += int((numbers == self._first + 1).sum())
         is_end = numbers == self._first
         ends = np.flatnonzero(is_end)
         numbers = numbers[~is_end]
-        self._tokens.write(numbers.tobytes())
+        self._number_file.write(numbers.tobytes())
         counts = np.bincount(numbers - np.uint32(self._first), minlength=len(self._numbers))
         counts[: len(self._counts)] += self._counts
         self._counts = counts
@@ -89,15 +91,15 @@ class NumberWriter:
     def close(self) -> None:
         """Writes the rest and closes the files."""
         self._flush()
-        for file in (self._tokens, self._words, self._sections):
+        for file in (self._number_file, self._word_file, self._count_file):
             file.close()
 
     def _flush(self) -> None:
         words = list(self._numbers)
-        # The end of a sentence is a line feed, so it is written as an empty line.
-        self._words.write("\n".join(["", *words[1:], ""]).encode())
+        # The first two words become empty lines, so that line N is the word with number N.
+        self._word_file.write("\n".join(["", *words[1:], ""]).encode())
         counted = zip(words[2:], self._counts[2:].tolist(), strict=True)
-        self.offsets.append(_write_sections({w: n for w, n in counted if n}, self._sections))
+        self.offsets.append(_write_sections({w: n for w, n in counted if n}, self._count_file))
         self._first += len(words)
         self._numbers, self._counts = WordNumbers(self._first), np.zeros(0, np.int64)
 
@@ -113,7 +115,7 @@ class WordTable:
             np.min_scalar_type(tokenizer.size),
             int(self._lengths.sum(dtype=int)),
         )
-        self._firsts = np.cumsum(self._lengths, dtype=np.int64) - self._lengths
+        self._starts = np.cumsum(self._lengths, dtype=np.int64) - self._lengths
 
     def ids(self, numbers: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of sentences, and the number of ids of each, int64.
@@ -122,10 +124,11 @@ class WordTable:
         """
         lengths = self._lengths[numbers]
         ends = np.cumsum(lengths, dtype=np.int64)
-        starts = np.repeat(self._firsts[numbers] - ends + lengths, lengths)
-        firsts = np.cumsum(counts, dtype=np.int64) - counts
-        id_counts = np.add.reduceat(lengths, firsts, dtype=np.int64)
-        return self._ids[starts + np.arange(len(starts))], id_counts
+        # The id at position i of the result is at i + shifts[i] in the table.
+        shifts = np.repeat(self._starts[numbers] - (ends - lengths), lengths)
+        first_words = np.cumsum(counts, dtype=np.int64) - counts
+        id_counts = np.add.reduceat(lengths, first_words, dtype=np.int64)
+        return self._ids[np.arange(len(shifts)) + shifts], id_counts
 
 
 def read_words(path: pathlib.Path) -> list[str]:
@@ -133,11 +136,11 @@ def read_words(path: pathlib.Path) -> list[str]:
     return path.read_bytes().decode().split("\n")[:-1]
 
 
-def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> list[list[int]]:
-    """Counts the text between blanks for SentencePiece; returns offsets as `NumberWriter` has.
+def write_counts(texts: Iterable[str], case: Case, path: pathlib.Path) -> list[list[int]]:
+    """Counts the words between whitespace for SentencePiece; returns `NumberWriter.offsets`.
 
-    Text of over 200 characters without a blank, as in some scripts, is counted in stretches; after
-    4,000 characters it is dropped, since SentencePiece skips longer sentences.
+    Words of over 200 characters, as in scripts without whitespace, are counted in chunks of 200.
+    What follows the first 4,000 characters is ignored, since SentencePiece skips longer sentences.
     """
     offsets: list[list[int]] = []
     counts: dict[str, int] = {}
@@ -145,9 +148,9 @@ def write_stretches(texts: Iterable[str], case: Case, path: pathlib.Path) -> lis
         for text in texts:
             text = text.lower() if case == "uncased" else text
             for word, count in collections.Counter(text.split()).items():
-                for start in range(0, min(len(word), _LONGEST_STRETCH), MAX_WORD):
-                    stretch = word[start : start + MAX_WORD]
-                    counts[stretch] = counts.get(stretch, 0) + count
+                for start in range(0, min(len(word), _MAX_COUNTED), MAX_WORD):
+                    chunk = word[start : start + MAX_WORD]
+                    counts[chunk] = counts.get(chunk, 0) + count
             if len(counts) > _HELD:
                 offsets.append(_write_sections(counts, file))
                 counts.clear()
@@ -165,15 +168,15 @@ def count(files: Sequence[tuple[pathlib.Path, list[list[int]]]]) -> WordCounts:
             with open(path, "rb") as file:
                 for bounds in offsets:
                     file.seek(bounds[section])
-                    part = json.loads(file.read(bounds[section + 1] - bounds[section]))
-                    for word, number in part.items():
+                    content = file.read(bounds[section + 1] - bounds[section])
+                    for word, number in json.loads(content).items():
                         counts[word] = counts.get(word, 0) + number
         counted.add(counts)
         # Similar words have similar checksums, which Knuth's factor spreads over 32 bits.
         kept += [(-n, _hash(word) * 2654435761 & 0xFFFFFFFF, word) for word, n in counts.items()]
-        if len(kept) > MOST_WORDS:
+        if len(kept) > MAX_TRAINING_WORDS:
             kept.sort()
-            del kept[MOST_WORDS:]
+            del kept[MAX_TRAINING_WORDS:]
     pairs = sorted((word, -negative) for negative, _, word in kept)
     counted.words = [word for word, _ in pairs]
     counted.counts = [number for _, number in pairs]

@@ -54,7 +54,7 @@ def plan_rows(small=SMALL, names=(0, "train", 0, 0), data=None):
     """The pairs of a plan in the order of the documents."""
     key = draws.key_of(*names)
     chunks = pairs.plan(small, LENGTH, (data or Data()).short_seq_prob, key)
-    return pairs.rows(small, chunks, draws.Counter(key, chunks["sentence"]))
+    return pairs.rows(small, chunks, draws.CounterDraws(key, chunks["sentence"]))
 
 
 def take(batch, indices):
@@ -133,7 +133,9 @@ def test_a_row_depends_on_its_number_alone(data):
 def planned_rows(train, epoch):
     """The epoch's rows as they are planned, in their order."""
     chunks = train.plans.wait(epoch)
-    counter = draws.Counter(draws.key_of(*train.plans.spec.key_parts, epoch), chunks["sentence"])
+    counter = draws.CounterDraws(
+        draws.key_of(*train.plans.spec.key_parts, epoch), chunks["sentence"]
+    )
     slots = np.arange(train.rows_per_epoch) % len(chunks)
     return pairs.rows(train.plans.stream, chunks, counter)[slots]
 
@@ -308,7 +310,7 @@ def test_evaluation_rows_are_a_plan_in_a_random_order_of_documents():
     assert count == len(plan)
     assert rows["rows"].tolist() == list(range(count))
     assert rows["next_sentence_labels"].tolist() == plan["is_random_next"].astype(int).tolist()
-    cut = pairs.truncate(plan, LENGTH, draws.Counter((0, 0), np.arange(count)))
+    cut = pairs.truncate(plan, LENGTH, draws.CounterDraws((0, 0), np.arange(count)))
     lengths = cut.a_length + cut.b_length + 3
     assert rows["input_mask"].sum(axis=1).tolist() == lengths.tolist()
 

@@ -22,7 +22,7 @@ RANDOM_IDS = [[14317, 10480, 16783], [7698, 18482, 8919]]
 
 
 def counter(rows):
-    return draws.Counter(KEY, np.asarray(rows))
+    return draws.CounterDraws(KEY, np.asarray(rows))
 
 
 def removals(from_a, from_b):
@@ -50,7 +50,7 @@ def test_philox_gives_the_published_vectors(counter_words, key, expected):
 
 
 def answers(rows):
-    """All arrays that a Counter gives for these rows, each row's parameters by its number."""
+    """All arrays that CounterDraws give for these rows, each row's parameters by its number."""
     rows = np.asarray(rows)
     c = counter(rows)
     lengths, chosen = 3 + rows % 40, 1 + rows % 5
@@ -154,14 +154,14 @@ def test_spans_are_geometric_up_to_ten_words():
 
 
 def chunk_answers(sentences):
-    """What a Counter says of chunks that begin with these sentences, one tuple a chunk."""
+    """What CounterDraws say of chunks that begin with these sentences, one tuple a chunk."""
     sentences = np.asarray(sentences)
     c, asked = counter(sentences), np.ones(len(sentences), bool)
     answers = (
         c.split_point(2 + sentences % 30),
         c.is_random(asked),
         c.other_document(3, sentences % 3, asked),
-        c.start(1 + sentences % 50, asked),
+        c.start_sentence(1 + sentences % 50, asked),
     )
     return list(zip(*(a.tolist() for a in answers), strict=True))
 
@@ -209,7 +209,7 @@ def test_a_chunk_is_split_anywhere_and_half_of_all_b_are_random():
 def test_a_random_b_starts_anywhere_in_any_other_document():
     n, documents = 40_000, 7
     c, asked, this = counter(np.arange(n)), np.ones(n, bool), np.full(n, 2)
-    other, start = c.other_document(documents, this, asked), c.start(np.full(n, 9), asked)
+    other, start = c.other_document(documents, this, asked), c.start_sentence(np.full(n, 9), asked)
     assert (other != 2).all()
     assert_uniform(other - (other > 2), documents - 1)
     assert_uniform(start, 9)
@@ -249,4 +249,4 @@ def test_the_draws_of_this_version_are_those_of_the_last():
     assert sentences.split_point(np.full(4, 9)).tolist() == SPLITS
     assert sentences.is_random(asked).tolist() == ARE_RANDOM
     assert sentences.other_document(1000, np.zeros(4, int), asked).tolist() == OTHERS
-    assert sentences.start(np.full(4, 100), asked).tolist() == STARTS
+    assert sentences.start_sentence(np.full(4, 100), asked).tolist() == STARTS

@@ -74,7 +74,7 @@ def names(cache, suffix=".plan"):
 def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, expected, monkeypatch):
     source, second = of(on_disk), of(on_disk)
     with contextlib.closing(source):
-        assert source.find(3) is second.find(3) is None
+        assert source.find_or_begin(3) is second.find_or_begin(3) is None
         assert source._worker is not None and second._worker is None
         np.testing.assert_array_equal(source.wait(3), expected[1])
     (name,) = names(cache)
@@ -83,7 +83,7 @@ def test_a_plan_on_disk_is_that_in_memory_and_is_made_once(on_disk, cache, expec
     # Another process, and one that was given the source by pickle, map the same file.
     monkeypatch.setattr(plans, "PlanWorker", None)
     for other in (second, pickle.loads(pickle.dumps(source))):
-        np.testing.assert_array_equal(other.find(3), expected[1])
+        np.testing.assert_array_equal(other.find_or_begin(3), expected[1])
     # One that was cut off goes.
     path = cache / name
     for content in (path.read_bytes()[:-3], b"", b"\0" * 100):
@@ -138,14 +138,14 @@ def test_a_maker_that_is_killed_is_followed_by_another(on_disk, cache, monkeypat
         # Closing ends one, and whoever waits for it.
         patch.setattr(plans, "_write_in_background", dying.sleep)
         source = of(on_disk)
-        assert source.find(0) is None
+        assert source.find_or_begin(0) is None
         maker = source._worker.process
         source.close()
         assert maker.returncode == -9
         with pytest.raises(RuntimeError):
             source.wait(0)
     with contextlib.closing(of(on_disk)) as source:
-        assert source.find(0) is None
+        assert source.find_or_begin(0) is None
         source._worker.process.kill()
         source._worker.process.wait()
         source.wait(0)
@@ -161,4 +161,4 @@ def test_an_error_of_the_maker_is_told_in_its_line(on_disk, cache, tmp_path):
     cache.rmdir()
     cache.write_text("")
     with pytest.raises(InputError, match=str(cache)):
-        of(on_disk).find(0)
+        of(on_disk).find_or_begin(0)

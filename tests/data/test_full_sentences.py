@@ -42,7 +42,7 @@ def by_hand(text, width, first):
 def test_rows_are_those_of_the_rule(lengths, width, seed):
     small, text = made(lengths)
     key = draws.key_of(seed)
-    first = int(draws.Counter(key, np.zeros(1, np.int64)).first_length(width - 2)[0])
+    first = int(draws.CounterDraws(key, np.zeros(1, np.int64)).first_length(width - 2)[0])
     found = sentences.rows(small, sentences.plan(small, width, key), width, PAD, CLS, SEP)
     expected = by_hand(text, width, first)
     assert found.rows.length.tolist() == [len(row) for row in expected]
@@ -50,7 +50,7 @@ def test_rows_are_those_of_the_rule(lengths, width, seed):
         padding = [PAD] * (width - len(ids))
         assert found.rows.input_ids[row].tolist() == ids + padding
         is_text = [token not in (CLS, SEP) for token in ids]
-        assert found.rows.text[row].tolist() == is_text + [False] * len(padding)
+        assert found.rows.is_candidate[row].tolist() == is_text + [False] * len(padding)
         document, position, places = 1, 0, []
         for token in ids:
             places.append((document, position))
@@ -74,7 +74,7 @@ def test_blocks_of_the_plan_join(monkeypatch):
 @pytest.mark.parametrize("most", [6, 126])
 def test_the_first_row_is_of_any_length(most):
     n = 20_000
-    lengths = draws.Counter(draws.key_of("test"), np.arange(n)).first_length(most)
+    lengths = draws.CounterDraws(draws.key_of("test"), np.arange(n)).first_length(most)
     counts = np.bincount(lengths, minlength=most + 1)[1:]
     assert len(counts) == most
     assert ((counts - n / most) ** 2 / (n / most)).sum() < most - 1 + 4 * np.sqrt(2 * (most - 1))

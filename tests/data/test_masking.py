@@ -34,8 +34,8 @@ def mask(input_ids, lengths, units="piece", seed=0, width=9, **policy):
     text = (column > 0) & (column != a + 1) & (column < a + b + 2)
     return masking.mask(
         masking.Rows(input_ids, text, (a + b + 3)[:, 0]),
-        draws.Counter((7, seed), np.arange(len(input_ids))),
-        masking.HELD_OUT._replace(units=units, **policy),
+        draws.CounterDraws((7, seed), np.arange(len(input_ids))),
+        masking.HELD_OUT._replace(unit=units, **policy),
         width,
         masking.Ids(0, CLS, SEP, MASK, VOCAB, CONTINUES),
     )
@@ -142,7 +142,7 @@ def test_spans_are_those_of_the_rule_and_each_is_replaced_as_a_whole(lengths, se
     input_ids, width = rows_of(lengths, seed), 25
     found = mask(input_ids, lengths, "span", seed, width, share=share)
     for row, (a, b) in enumerate(lengths):
-        counter = draws.Counter((7, seed), np.array([row]))
+        counter = draws.CounterDraws((7, seed), np.array([row]))
         spans = spans_of(input_ids[row], a, b, counter, share, width)
         positions = sorted(position for span in spans for position in span)
         assert found.positions[row, : len(positions)].tolist() == positions

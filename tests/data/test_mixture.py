@@ -49,7 +49,7 @@ def make(data=None, weights=WEIGHTS):
             part, plans.PlanSpec(names, alone.LENGTH, data.short_seq_prob, data.units)
         )
         sources.append(batches.TrainBatches(source, alone.IDS, data, shape))
-    return mixture.MixedBatches(sources, mixture.Order(weights, NAMES))
+    return mixture.MixedBatches(sources, mixture.SourceOrder(weights, NAMES))
 
 
 def source_of(batch):
@@ -72,13 +72,13 @@ def test_sources_have_their_shares_within_a_draws_error(data):
 
 
 def test_of_a_block_of_rows_shares_are_exact_and_numbers_follow_each_other():
-    order = mixture.Order(WEIGHTS, NAMES)
-    sources, numbers = order.locate(np.arange(3 * mixture.BLOCK))
+    order = mixture.SourceOrder(WEIGHTS, NAMES)
+    sources, numbers = order.locate(np.arange(3 * mixture.BLOCK_ROWS))
     for source, share in enumerate(np.array(WEIGHTS) / 10):
-        assert abs(order.counts[source] - share * mixture.BLOCK) < 1
+        assert abs(order.counts[source] - share * mixture.BLOCK_ROWS) < 1
         assert numbers[sources == source].tolist() == list(range(3 * order.counts[source]))
-    other, _ = mixture.Order(WEIGHTS, (6, "train", 0)).locate(np.arange(mixture.BLOCK))
-    assert (other != sources[: mixture.BLOCK]).any()
+    other, _ = mixture.SourceOrder(WEIGHTS, (6, "train", 0)).locate(np.arange(mixture.BLOCK_ROWS))
+    assert (other != sources[: mixture.BLOCK_ROWS]).any()
 
 
 def test_a_row_is_that_of_its_source_by_itself():
@@ -103,7 +103,7 @@ def test_a_row_is_that_of_its_source_by_itself():
 def test_seeking_equals_walking_and_hosts_equal_one():
     walked = make()
     steps = [alone.whole(walked, step, SIZE_OF_BATCH) for step in range(300)]
-    assert steps[-1]["rows"][-1] > mixture.BLOCK  # in the second block
+    assert steps[-1]["rows"][-1] > mixture.BLOCK_ROWS  # in the second block
     for step in (299, 0, 257, 100):
         sought = pickle.loads(pickle.dumps(make()))
         assert_identical(alone.whole(sought, step, SIZE_OF_BATCH), steps[step])
@@ -145,7 +145,7 @@ def test_large_sources_are_planned_as_small_ones(tmp_path, monkeypatch):
             source = plans.Plans(part, plans.PlanSpec(names, alone.LENGTH, 0.1), "a")
             shape = batches.BatchShape(alone.LENGTH, alone.PREDICTIONS, SIZE_OF_BATCH)
             sources.append(batches.TrainBatches(source, alone.IDS, Data(), shape))
-        order = mixture.Order([*range(1, count + 1)], NAMES)
+        order = mixture.SourceOrder([*range(1, count + 1)], NAMES)
         return mixture.MixedBatches(sources, order)
 
     steps = (0, 31, 3)
@@ -292,10 +292,10 @@ def test_a_source_that_gives_no_row_of_a_later_phase_is_refused_at_once(mixed):
 def test_rows_left_over_go_to_the_largest_remainders():
     """By the method of Hamilton, in exact fractions."""
     weights = (1, 3, 5, 8)
-    exact = [Fraction(weight, sum(weights)) * mixture.BLOCK for weight in weights]
+    exact = [Fraction(weight, sum(weights)) * mixture.BLOCK_ROWS for weight in weights]
     counts = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda i: counts[i] - exact[i])
-    for source in by_remainder[: mixture.BLOCK - sum(counts)]:
+    for source in by_remainder[: mixture.BLOCK_ROWS - sum(counts)]:
         counts[source] += 1
-    assert 0 < mixture.BLOCK - sum(map(int, exact)) < len(weights)
-    assert list(mixture.Order(weights, NAMES).counts) == counts
+    assert 0 < mixture.BLOCK_ROWS - sum(map(int, exact)) < len(weights)
+    assert list(mixture.SourceOrder(weights, NAMES).counts) == counts

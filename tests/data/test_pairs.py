@@ -35,7 +35,7 @@ UNITS = ("pairs", "swapped_pairs")
 def plan(small, seed=0, length=16, units="pairs"):
     key = draws.key_of(seed)
     chunks = pairs.plan(small, length, 0.3, key, units)
-    rows = pairs.rows(small, chunks, draws.Counter(key, chunks["sentence"]), units)
+    rows = pairs.rows(small, chunks, draws.CounterDraws(key, chunks["sentence"]), units)
     return [Row(*row) for row in rows.tolist()]
 
 
@@ -74,7 +74,7 @@ def test_a_sample_is_of_whole_documents_of_the_plan(units):
 
 
 class Answers(draws.SequentialDraws):
-    """What a Counter says of the chunk that is asked for, one at a time, with `one_by_one`."""
+    """What CounterDraws say of the chunk that is asked for, for `reference_pairs`."""
 
     def __init__(self, small, key):
         self.key, self.document = key, -1
@@ -82,10 +82,10 @@ class Answers(draws.SequentialDraws):
 
     def target_length(self, *asked):
         self.document += 1
-        return draws.Counter(self.key, np.array([self.document])).target_length(*asked)
+        return draws.CounterDraws(self.key, np.array([self.document])).target_length(*asked)
 
     def at(self, sentence):
-        self.chunk = draws.Counter(self.key, np.array([sentence]))
+        self.chunk = draws.CounterDraws(self.key, np.array([sentence]))
 
     def split_point(self, sentences):
         return self.chunk.split_point(sentences)
@@ -96,16 +96,16 @@ class Answers(draws.SequentialDraws):
     def other_document(self, *asked):
         return self.chunk.other_document(*asked)
 
-    def start(self, *asked):
-        return self.chunk.start(*asked)
+    def start_sentence(self, *asked):
+        return self.chunk.start_sentence(*asked)
 
 
 @given(corpus=corpora, seed=st.integers(0, 99), length=st.integers(8, 40))
 def test_a_plan_is_what_the_reference_s_loop_makes_of_the_same_answers(corpus, seed, length):
-    """The loop is `one_by_one`, which conformance holds to the reference's own instances."""
+    """The loop is `reference_pairs`, which conformance holds to the reference's own instances."""
     small, key = of_lengths(corpus), draws.key_of(seed)
     answers, found, sentence = Answers(small, key), [], 0
-    source = pairs.one_by_one(small, length, 0.3, answers)
+    source = pairs.reference_pairs(small, length, 0.3, answers)
     while True:
         answers.at(sentence)
         row = next(source, None)
@@ -190,7 +190,7 @@ def slow_truncate(a, b, most, random_draw):
 )
 def test_many_rows_are_truncated_as_one(lengths, length):
     rows = np.array([(1000, a, 5000, b, True) for a, b in lengths], pairs.ROW_DTYPE)
-    cut = pairs.truncate(rows, length, draws.Counter((1, 2), np.arange(len(rows))))
+    cut = pairs.truncate(rows, length, draws.CounterDraws((1, 2), np.arange(len(rows))))
     for i, (a, b) in enumerate(lengths):
         slow = slow_truncate(range(a), range(b), length - 3, lambda: 0.0)
         assert (cut.a_length[i], cut.b_length[i]) == (len(slow[0]), len(slow[1]))

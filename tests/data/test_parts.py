@@ -368,9 +368,12 @@ def test_an_unknown_word_takes_the_blank_before_it(name, tmp_path):
     writer.close()
     ids = iter(np.fromfile(tmp_path / "tokens.bin", np.uint32).tolist())
     found = [list(itertools.islice(ids, n)) for n in lengths.tolist()]
-    unk, let = tok.unk_id, tok.encode_within("let the.")
-    assert found[0] == [unk, *tok.encode_within("the people"), unk, unk, *let]
-    assert found[1:] == [[*tok.encode_within("the"), unk], tok.encode_within("the people let")]
+    unk, let = tok.unk_id, tok.encode_after_space("let the.")
+    assert found[0] == [unk, *tok.encode_after_space("the people"), unk, unk, *let]
+    assert found[1:] == [
+        [*tok.encode_after_space("the"), unk],
+        tok.encode_after_space("the people let"),
+    ]
 
 
 # --- Sources in a bucket ---

@@ -60,7 +60,7 @@ def test_ids_are_those_of_the_library_and_never_special(name, text):
     text = text.encode("utf-8", "ignore").decode()
     ours = OURS[name]
     special = {ours.cls_id, ours.sep_id, ours.mask_id, ours.pad_id}
-    for found, whole in ((ours.encode(text), text), (ours.encode_within(text), f" {text}")):
+    for found, whole in ((ours.encode(text), text), (ours.encode_after_space(text), f" {text}")):
         assert not special & set(found)
         plain = THEIRS[name].encode(whole, add_special_tokens=False).ids
         # Unigram has the names of specials among its pieces, and finds them in a text.
@@ -144,7 +144,7 @@ def test_words_are_found(name):
     found = [text[start:end] for start, end, _ in OURS[name].words(text)]
     assert "".join(found).replace(" ", "").replace("\n", "") == "Wethepeople,oftheStates"
     assert {"We", "the", "States"} <= set(found) or name == "gemma"
-    ids = OURS[name].encode_within("people")
+    ids = OURS[name].encode_after_space("people")
     assert OURS[name].decode(ids).strip() == "people" and ids == OURS[name].encode(" people")
 
 

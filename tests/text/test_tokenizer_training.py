@@ -70,7 +70,9 @@ def test_unigram_is_trained_on_so_many_bytes_of_any_text(monkeypatch):
 
 def test_text_comes_back_and_the_first_word_of_a_sentence_is_that_of_any_place(ours):
     assert ours.decode(ours.encode(TEXT)).strip() == TEXT.strip()
-    assert ours.encode("people of") == ours.encode_within("people") + ours.encode_within("of")
+    assert ours.encode("people of") == ours.encode_after_space("people") + ours.encode_after_space(
+        "of"
+    )
     assert not ours.continues[ours.encode("readers'")[0]]
 
 

@@ -30,7 +30,7 @@ texts = st.lists(st.lists(words, max_size=8).map(" ".join), min_size=1, max_size
 def rows(tokenizer, texts):
     for text in texts:
         yield tokenizer.encode(text)
-        yield tokenizer.encode_within(text)
+        yield tokenizer.encode_after_space(text)
 
 
 def pieces(tokenizer, text):
@@ -85,14 +85,14 @@ def test_words_become_pieces_that_begin_as_what_stood_for_them(name, tmp_path):
         return
     new, begins, ids = add_words(old, epath.Path(file))
     count = len(ids)
-    is_known = len(old.encode_within("the")) == 1
+    is_known = len(old.encode_after_space("the")) == 1
     assert count == 2 + (not is_known)
     slots = sum(piece.startswith("[unused") for piece in map(old.token, range(old.size)))
     assert new.size == old.size + max(count - slots, 0)
     for word in ("nonapostle", "hellenon"):
-        (made,) = new.encode_within(word)
+        (made,) = new.encode_after_space(word)
         assert made in ids
-        assert begins[made] == tuple(old.encode_within(word)) and len(begins[made]) > 1
+        assert begins[made] == tuple(old.encode_after_space(word)) and len(begins[made]) > 1
         before = new.encode(f"people {word}, let {word}s")
         assert before.count(made) >= 1
     for text in ("the people let then nation", "people non apostle's hello", "a  b\n\nc \u4e2d"):

@@ -47,20 +47,20 @@ def test_numbers_are_the_words_also_where_they_are_counted_in_several_goes(tmp_p
         counted = words.count([(tmp_path / "counts.json", writer.offsets)] * 2)
         found = dict(zip(counted.words, counted.counts, strict=True))
         assert found == {"the": 4, "cat": 4, "a": 4, "dog": 4, "and": 2, "e": 2, "中": 2, "文": 2}
-        assert counted.different == 8
+        assert counted.distinct_words == 8
         assert counted.characters[ord("t")] == 8 and counted.characters[ord("x")] == 0
         assert ord("h") in counted.inner and ord("d") in counted.inner
         assert ord("中") not in counted.inner
 
 
 def test_of_too_many_words_the_rarest_are_dropped_and_no_letter_is_favoured(tmp_path, monkeypatch):
-    monkeypatch.setattr(words, "MOST_WORDS", 100)
+    monkeypatch.setattr(words, "MAX_TRAINING_WORDS", 100)
     names = [f"{a}{b}" for a in string.ascii_lowercase for b in string.ascii_lowercase]
     writer = words.NumberWriter(tmp_path, "uncased")
     writer.add([" ".join(names), " ".join(names[:20] * 2)])
     writer.close()
     counted = words.count([(tmp_path / "counts.json", writer.offsets)])
-    assert counted.different == len(names) and len(counted.words) == 100
+    assert counted.distinct_words == len(names) and len(counted.words) == 100
     assert set(names[:20]) <= set(counted.words)
     assert counted.words == sorted(counted.words)
     assert len({word[0] for word in counted.words}) > 20
@@ -79,7 +79,7 @@ def test_a_table_gives_the_ids_of_the_tokenizer():
 @pytest.mark.parametrize("case", ["cased", "uncased"])
 def test_stretches_between_blanks_are_counted_for_sentencepiece(case, tmp_path):
     texts = ["A b, a b,\nA", "中" * 450, "", "文" * 4_500]
-    offsets = words.write_stretches(texts, case, tmp_path / "counts")
+    offsets = words.write_counts(texts, case, tmp_path / "counts")
     counted = words.count([(tmp_path / "counts", offsets)])
     found = collections.Counter(dict(zip(counted.words, counted.counts, strict=True)))
     assert found.pop("中" * 200) == 2 and found.pop("中" * 50) == 1

@@ -133,7 +133,7 @@ def _pairs() -> Iterator[ReferenceRule]:
     counting = _CountingDraws(random.Random(0))
     order = counting.shuffled_order(len(documents))
     flat = stream.make_stream([documents[i] for i in order], np.uint32)
-    rows = np.concatenate([*pairs.one_by_one(flat, 64, 0.5, counting)])
+    rows = np.concatenate([*pairs.reference_pairs(flat, 64, 0.5, counting)])
     off = abs(counting.targets - len(documents))
     yield _rule("a target length is drawn once a document", "targets drawn with 60 documents", off)
     used = np.zeros(len(flat.ids), int)
@@ -160,7 +160,7 @@ def _masks() -> Iterator[ReferenceRule]:
     continues = np.array([False] * 5 + [True])
     differing = 0
     for most in (20, 77):
-        masked = _mask(lengths, draws.Counter((0, 0), lengths), most, "piece", continues)
+        masked = _mask(lengths, draws.CounterDraws((0, 0), lengths), most, "piece", continues)
         expected = [min(most, max(1, round(int(n) * 0.15))) for n in lengths]
         differing += count_differences(masked.weights.sum(axis=1).tolist(), expected)
     yield _rule(
@@ -170,7 +170,7 @@ def _masks() -> Iterator[ReferenceRule]:
     )
     # A word of A and a ##token of B form one word of two tokens; only one token can be predicted.
     one_word = _mask(
-        np.array([5]), draws.Counter((0, 0), np.array([0])), 20, "whole_word", continues
+        np.array([5]), draws.CounterDraws((0, 0), np.array([0])), 20, "whole_word", continues
     )
     yield _rule(
         "a ## token at the start of B joins the last word of A",
@@ -178,7 +178,7 @@ def _masks() -> Iterator[ReferenceRule]:
         float(one_word.weights.sum()),
     )
     data = Data()
-    kinds, ids = draws.Counter((0, 0), np.arange(1000)).replacements(
+    kinds, ids = draws.CounterDraws((0, 0), np.arange(1000)).replacements(
         np.full(1000, 200), 30, data.mask_share, data.random_share
     )
     shares = np.bincount(kinds.ravel(), minlength=3) / kinds.size - [0.8, 0.1, 0.1]
@@ -195,7 +195,7 @@ def _masks() -> Iterator[ReferenceRule]:
 
 def _mask(
     lengths: np.ndarray,
-    counter: draws.Counter,
+    counter: draws.CounterDraws,
     most: int,
     units: Literal["piece", "whole_word"],
     continues: np.ndarray,

@@ -85,7 +85,7 @@ def create(documents: Documents, ids: batches.Ids, settings: InstanceSettings) -
     lines = []
     for _ in range(settings.dupe_factor):
         # Each row is planned and made before the next is planned, since both share one generator.
-        for row in pairs.one_by_one(flat, length, settings.short_seq_prob, draw):
+        for row in pairs.reference_pairs(flat, length, settings.short_seq_prob, draw):
             batch = examples.make(row, draw, policy)
             lines.append(json.dumps(_unpadded_row(batch)))
     for number in draw.shuffled_order(len(lines)):

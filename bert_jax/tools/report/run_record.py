@@ -260,7 +260,7 @@ def _examples(
     widths = phase.sequence_length, phase.max_predictions_per_seq
     batch = batches.BatchBuilder(stream, prepared.ids, data, *widths).make(
         sample,
-        draws.Counter(key, np.arange(len(sample))),
+        draws.CounterDraws(key, np.arange(len(sample))),
         masking.Policy.of(data, first, experiment.total_steps),
     )
     return [

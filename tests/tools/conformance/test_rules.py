@@ -65,14 +65,14 @@ def no_put_back(whole):
 
 def without_word_groups(*arguments):
     *rows, policy, most, ids = arguments
-    return MASK(*rows, policy._replace(units="piece"), most, ids)
+    return MASK(*rows, policy._replace(unit="piece"), most, ids)
 
 
 MASK = masking.mask
 
 # What is broken, and which rule says so.
 BROKEN = [
-    (data_rules, pairs, "one_by_one", no_put_back(pairs.one_by_one), "put back"),
+    (data_rules, pairs, "reference_pairs", no_put_back(pairs.reference_pairs), "put back"),
     (data_rules, masking, "mask", without_word_groups, "whole words masked"),
     (data_rules, tokenizer, "_UNACCENTED", {}, "uncased"),
     (optimizer_rules, optimizer, "scale_by_bert_adam", optax.scale_by_adam, "bias correction"),
