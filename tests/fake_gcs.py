@@ -101,7 +101,6 @@ class Bucket:
         """Empties it, and takes its faults away."""
         self.objects: dict[str, Object] = {}
         self.encoding = ""  # Content-Encoding of all
-        self.hidden: set[str] = set()  # names that a lagging list does not show yet
         self.sessions: dict[str, tuple[str, dict[str, str], bytearray]] = {}
         self.exists = True
         self.role = "objectUser"  # which docs/howto/use-a-bucket.md names
@@ -285,7 +284,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         found: dict[str, Object | None] = {}
         with self.bucket.lock:
             for name in sorted(self.bucket.objects):
-                if not name.startswith(prefix) or name in self.bucket.hidden:
+                if not name.startswith(prefix):
                     continue
                 rest = name[len(prefix) :]
                 if delimiter and delimiter in rest:

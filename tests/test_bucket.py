@@ -22,7 +22,6 @@ from bert_jax.pretraining.prepared_corpus import PreparedCorpus
 from bert_jax.running import trainer
 from bert_jax.storage import buckets, mirror, retry
 from bert_jax.storage.storage import storage_of
-from bert_jax.storage.workdir import Holder
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gcsfs") is None, reason="needs the [gcs] extra"
@@ -103,32 +102,6 @@ def test_a_start_asks_few_questions(objects, remote, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_failing_network_costs_a_run_nothing(objects, copy_of_run, remote):
-    """Each kind of request fails now and then, and what the run sends of itself for a while."""
-    count = 0
-
-    def fault(method, name, kind):
-        nonlocal count
-        if "checkpoints" in name:
-            return None  # are Orbax's own matter
-        count += 1
-        return Fault((401, 408, 429, 500, 503, 0)[count % 6]) if count % 3 else None
-
-    assert call(f"prepare small.py {THERE}") == (0, "")  # it may be used, and then fails
-    objects.fault = fault
-    assert call(f"pretrain small.py {THERE}") == (0, "")
-    objects.reset_faults()
-    for name in ("metrics.jsonl", "predictions.jsonl"):
-        assert objects.files()[f"run/{name}"] == pathlib.Path("run", name).read_bytes()
-    written = {name.split("/")[1] for name in objects.files("run/")} - {"checkpoints"}
-    assert written == {"OWNER", "experiment.json", "origin.json", "timings.jsonl"} | {
-        "metrics.jsonl",
-        "predictions.jsonl",
-        "saved.json",
-    }
-
-
-@pytest.mark.long
 def test_checkpoints_that_lost_their_commit_files_are_named_and_nothing_is_begun_anew(
     objects, copy_of_run, remote, monkeypatch, tmp_path
 ):
@@ -189,20 +162,6 @@ def test_a_bucket_that_is_away_for_long_ends_a_run_that_goes_on_later(
     timings = [json.loads(line) for line in objects.files()["run/timings.jsonl"].splitlines()]
     assert [line["kind"] for line in timings].count("start") == 2
     assert [line["step"] for line in timings if line["kind"] == "start"] == [0, 4]
-
-
-@pytest.mark.long
-def test_a_run_that_is_taken_over_ends_with_one_line(objects, copy_of_run, remote, monkeypatch):
-    save = trainer.Trainer._save
-
-    def taken(self, *args):
-        if self.state.done == 8:
-            objects.put("run/OWNER", Holder.me().text().encode(), {})
-        save(self, *args)
-
-    monkeypatch.setattr(trainer.Trainer, "_save", taken)
-    fails(f"pretrain small.py {THERE}", "gs://bucket/run: was taken over by process")
-    assert {name.split("/")[2] for name in objects.files("run/checkpoints/")} == {"4"}
 
 
 def test_a_run_that_is_refused_leaves_nothing(objects, copy_of_run):
@@ -351,15 +310,6 @@ def test_counts_that_cannot_be_sent_cost_nothing(objects, monkeypatch):
     for key in "ab":
         plans.add_counts(epath.Path("gs://bucket/corpus/plans.json"), {key: 1})
     assert plans.read_counts(epath.Path("gs://bucket/corpus/plans.json")) == {"a": 1, "b": 1}
-
-
-def test_a_damaged_object_is_refused_and_not_kept(objects, remote):
-    name = "stream/train/ids.bin"
-    data = objects.files()[f"corpus/{name}"]
-    objects.put(f"corpus/{name}", data[:-1] + bytes([data[-1] ^ 1]), {})
-    (remote / name).unlink()
-    fails(SHOW, f"gs://bucket/corpus/{name}: damaged")
-    assert not list((remote / "stream" / "train").glob("*ids.bin*"))
 
 
 def test_a_corpus_removed_from_its_bucket_is_made_again_and_another_ones_copy_goes(objects, remote):
