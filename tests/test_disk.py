@@ -4,7 +4,6 @@ import contextlib
 import pathlib
 import shutil
 import subprocess
-import time
 
 import jax
 import pytest
@@ -151,29 +150,6 @@ def test_of_a_line_that_does_not_fit_nothing_is_kept(disk):
     (disk.folder / "others").unlink()
     lines.append({"step": 3})
     assert [line["step"] for line in lines.read()] == [1, 2, 3]
-
-
-@pytest.mark.long
-def test_lines_that_do_not_fit_are_named_and_written_later(disk, copy_of_run, monkeypatch):
-    disk.mount("size=8m")
-    append = JsonLines.append
-
-    def fill(self, line):
-        if line["step"] == 9:
-            while not (disk.folder / "w" / "checkpoints" / "5").exists():
-                time.sleep(0.01)
-            disk.fill()
-        # Longer than what is left in the file's last block.
-        append(self, line | {f"more_{number}": 0.5 for number in range(400)})
-
-    command = f"pretrain small.py --workdir {disk.folder}/w --set run.checkpoint_every=5"
-    with monkeypatch.context() as patch:
-        patch.setattr(JsonLines, "append", fill)
-        fails(command, f"{disk.folder}/w/metrics.jsonl: {FULL}", code=74)
-    (disk.folder / "others").unlink()
-    assert call(command) == (0, "")
-    lines = JsonLines(disk.folder / "w" / "metrics.jsonl").read()
-    assert [line["step"] for line in lines if line["kind"] == "train"][-1] == 22
 
 
 @pytest.mark.long

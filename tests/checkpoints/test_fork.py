@@ -165,22 +165,6 @@ def test_a_fork_that_is_resumed_keeps_its_rows(file, copy_of_run, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.nightly
-def test_a_fork_of_a_fork_goes_on_at_the_rows_that_neither_has_seen(runs, tmp_path):
-    """Also in a phase that was done and is on again."""
-    sizes = ("phases.0.batch_size=4", "phases.1.batch_size=8")
-    shorter = (*sizes, "phases.0.steps=18", "phases.1.steps=2", "optimizer.b1=0.8")
-    assert call(fork(runs, tmp_path / "one", *shorter)) == (0, "")
-    one = config.from_json((tmp_path / "one" / "experiment.json").read_text(), "experiment")
-    longer = ("phases.0.steps=21", "phases.1.steps=8", "phases.0.batch_size=16")
-    two = forked(tmp_path, "one", 20, *longer, "phases.1.batch_size=4")
-    stable = config.override(config.load(str(runs / "small.py")), STABLE)
-    seen = rows_of(stable, 0, 8) + rows_of(one, 8, 20) + rows_of(two, 20, 29)
-    for phase, count in ((0, 8 * 8 + 10 * 4 + 16), (1, 2 * 8 + 8 * 4)):
-        assert [row for number, row in seen if number == phase] == list(range(count))
-
-
-@pytest.mark.long
 def test_a_decay_of_a_fork_is_a_fork(runs, tmp_path):
     """Nor is it what its settings give from step 0, of whose rows there are none."""
     settings = "phases.0.batch_size=16", "phases.1.steps=4"

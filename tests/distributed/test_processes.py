@@ -325,20 +325,6 @@ def damage_of_one(checkpoint: pathlib.Path) -> list[str]:
 
 
 @pytest.mark.long
-def test_other_settings_on_one_host_end_all_with_the_same_line(text, tmp_path):
-    folder, file = text
-    workdir = tmp_path / "w"
-    seed = "seed=$JAX_PROCESS_ID"
-    code, lines = pod(
-        folder, "settings", 2, "none", "pretrain", file, "--workdir", workdir, "--set", seed
-    )
-    assert code == 2
-    assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
-    assert "process 1 (" in said(lines, 0)[0] and "seed=1 here and 0 there" in said(lines, 0)[0]
-    assert not workdir.exists(), "nothing half-written is left"
-
-
-@pytest.mark.long
 def test_a_killed_process_is_named_and_ends_the_pod(text, tmp_path):
     folder, file = text
     run = ("pretrain", file, "--workdir", tmp_path / "w")

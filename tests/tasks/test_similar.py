@@ -266,17 +266,6 @@ def test_queries_find_their_texts(here):
 
 
 @pytest.mark.long
-def test_a_stopped_run_of_vectors_ends_at_the_same_bits(here):
-    write_task()
-    tuned.finetune()
-    whole = pathlib.Path("run").rename("whole")
-    with tuned.signal_before(3):
-        assert broken.call(tuned.FINETUNE)[0] == 75
-    tuned.finetune()
-    assert (whole / "metrics.jsonl").read_text() == pathlib.Path("run/metrics.jsonl").read_text()
-
-
-@pytest.mark.long
 def test_two_processes_compare_the_texts_of_both(here):
     """In two parts: each process has a half of every part, and the negatives of all."""
     file = small_run.write_text(here / "words")
@@ -354,11 +343,3 @@ def test_what_cannot_be_learned_is_named(here, vectors, train, settings, named):
     sets = " ".join(f"--set {setting}" for setting in settings)
     broken.fails(f"{tuned.FINETUNE} {sets}", named)
     assert not pathlib.Path("run").exists()
-
-
-@pytest.mark.long
-def test_another_kind_has_no_vectors(here):
-    write_task("temperature=0.1")
-    text = pathlib.Path("task.py").read_text().replace('"similar"', '"regress"')
-    pathlib.Path("task.py").write_text(text)
-    broken.fails(tuned.FINETUNE, "vectors")
