@@ -5,18 +5,15 @@ import pathlib
 import shutil
 import subprocess
 
-import jax
 import pytest
 from broken import call, fails, tree
 from etils import epath
 from small_run import hooked, pretrain
 
 from bert_jax.errors import DiskFull
-from bert_jax.running.progress import Clock, Profile
 from bert_jax.running.trainer import Trainer
 from bert_jax.storage import copies
 from bert_jax.storage.json_lines import JsonLines
-from bert_jax.storage.workdir import Workdir
 
 FULL = "the disk is full; free some space"
 
@@ -182,25 +179,3 @@ def test_a_copy_that_does_not_fit_leaves_nothing_half(disk, objects):
     disk.mount("remount,size=1m")
     copies.download(source, target)
     assert (target / "ids.bin").read_bytes() == bytes(range(250)) * 400
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("full", ["workdir", "scratch"])
-def test_a_profile_that_does_not_fit_is_said_and_leaves_nothing(full, disk, tmp_path, monkeypatch):
-    """In the workdir, and in the folder where jax writes it first."""
-    disk.mount("size=4k")
-    (tmp_path / "scratch").mkdir()
-    scratch = disk.folder if full == "scratch" else tmp_path / "scratch"
-    monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    folder = disk.folder if full == "workdir" else tmp_path
-    told = []
-    profile = Profile((1, 3), Workdir(folder), 0, told.append, Clock(None))
-    try:
-        for done in range(5):
-            with profile.step(done, None):
-                pass
-    finally:
-        jax._src.profiler._profile_state.reset()  # jax takes a trace it could not write for one on
-    assert len(told) == 1
-    assert "no profile of steps 2 to 3: " in told[0] and "the disk is full" in told[0]
-    assert not tree(scratch) and not (folder / "profile").exists()

@@ -129,6 +129,13 @@ task.kind=regress task.second_column=b task.labels=a,b
 task.kind=tag task.score=f1 -> task.train
 task.score=bleu
 task.train=
+task.train=x
+task.train=tsv
+task.train=tsv:
+task.train=text:x
+task.train=tfds:x
+task.train=tfds:x:
+task.train=tfds::y
 task.validation=
 optimizer.warmup_steps=5
 optimizer.schedule=wsd

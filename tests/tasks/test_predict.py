@@ -202,6 +202,7 @@ def test_an_adapter_over_its_base_is_the_whole_model_and_cards_have_scores_and_r
         np.testing.assert_allclose(base[name], value, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_a_head_over_the_mean_of_all_pieces_goes_out_and_comes_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tuned.write_base("base", model=dataclasses.replace(tuned.MODEL, kind="modern", global_every=1))

@@ -219,41 +219,6 @@ def test_of_single_texts_there_is_no_cosine():
 
 
 @pytest.mark.long
-def test_a_run_and_its_base_are_scored_as_they_are(here):
-    """And what a run learned leaves it as an encoder whose vectors are the same."""
-    settings = ("task.query_prefix=wa wb ", "task.text_prefix=xa ", "vectors.pooling=last")
-    write_task()
-    tuned.finetune(*(word for one in settings for word in ("--set", one)))
-    broken.fails("export --workdir run --as task --out out", "--as ")
-    broken.said("export --workdir run --out out")
-    broken.said("import out --workdir again")
-    pathlib.Path("texts").write_text("wa wb\nxa xb xc\n")
-    vectors, answers = {}, {}
-    for place in ("run", "again", "base"):
-        for role in ("text", "query"):
-            embed = f"embed texts --workdir {place} --role {role} --dimensions 8 --out v.npz"
-            broken.said(embed)
-            vectors[place, role] = np.load("v.npz")["vectors"]
-        said = broken.said(f"evaluate --workdir {place} --task task.py")
-        answers[place] = json.loads(said.splitlines()[-1])["scores"]["small"]
-    said = broken.said("evaluate --workdir run --also again base --task task.py")
-    found = [json.loads(line) for line in said.splitlines()[1::2]]
-    assert {one["workdir"]: one["scores"]["small"] for one in found} == answers
-    last = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "scores"][-1]
-    assert answers["run"] == pytest.approx(last["spearman"])
-    assert answers["again"] == pytest.approx(answers["run"]) != answers["base"]
-    for role in ("text", "query"):
-        np.testing.assert_allclose(vectors["again", role], vectors["run", role], atol=1e-6)
-    # What learns over it puts the same before its texts, though its task names nothing.
-    broken.said("finetune task.py --from again --workdir further --set epochs=0.25")
-    kept = TaskModel(open_workdir("further")).vectors
-    assert (kept.pooling, kept.query_prefix, kept.text_prefix) == ("last", "wa wb ", "xa ")
-    assert np.abs(vectors["run", "text"] - vectors["run", "query"]).max() > 1e-3
-    np.testing.assert_array_equal(vectors["base", "text"], vectors["base", "query"])
-    np.testing.assert_allclose(np.linalg.norm(vectors["run", "text"], axis=1), 1, atol=1e-5)
-
-
-@pytest.mark.long
 def test_queries_find_their_texts(here):
     write_task("dimensions=(8, 16)", test="beir:beir:test")
     tuned.finetune()
@@ -287,22 +252,6 @@ def test_two_processes_compare_the_texts_of_both(here):
         for line in (ours, theirs):
             line.pop("filled", None)
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.long
-def test_a_teacher_s_vectors_are_learned(here):
-    texts = [row["sentence"] for row in tuned.lines("train")]
-    pathlib.Path("sentences").write_text("\n".join(texts) + "\n")
-    broken.said("embed --workdir base sentences --out t.npz")
-    write_task('loss="distil", teacher="t.npz", geometry=1.0')
-    tuned.finetune()
-    lines = [x for x in tuned.lines("run/metrics.jsonl") if x["kind"] == "train"]
-    assert lines[-1]["loss"] < lines[0]["loss"]
-    pathlib.Path("t.npz").unlink()  # what a step reads is shown without it
-    shown = broken.said("show --workdir run --step 1")
-    assert "step 1 of 8, epoch 0: 8 rows of 30" in shown
-    pieces = [line.removeprefix("[CLS] ").removesuffix("[SEP] ") for line in shown.splitlines()]
-    assert sum(line.strip() in texts for line in pieces) >= 3
 
 
 def test_scores_of_a_range_become_cosines_from_0_to_1():

@@ -14,7 +14,6 @@ import types
 
 import pytest
 from made import COLUMNS, Quiet, compare, fake_runs, small, write_table, write_task
-from small_run import bert_jax, killed
 
 from bert_jax import config, errors
 from bert_jax.storage.json_lines import JsonLines
@@ -304,39 +303,6 @@ def test_the_page_needs_nothing_else_and_says_what_each_row_changes(here, monkey
     assert "&lt;b&gt;wide&amp;" in text and "model.intermediate_size: 32 -&gt; 40" in text
     assert "CPU seconds" in text and "3 steps a run" in text
     assert "4.035 +- 0.035" in text
-
-
-@pytest.mark.nightly
-def test_a_table_killed_in_the_middle_goes_on_without_redoing_runs(here):
-    """As a user runs it: killed at a step of the second run, then run to its end."""
-    write_task(here)
-    write_table(here, (*COLUMNS, "probe:task.py", "finetune:task.py"))
-    arguments = ("compare", "table.py", "--workdir", "w")
-    plain = bert_jax(*arguments, timeout=600)
-    assert plain.returncode == 0, plain.stderr
-    whole = record()["runs"]
-    (here / "w").rename(here / "whole")
-    # The first run alone, then all of them, of which the next is killed before its third step.
-    both = (here / "table.py").read_text()
-    (here / "table.py").write_text(both.replace("(0, 7)", "(0,)").replace("=rows,", "=rows[:1],"))
-    assert bert_jax(*arguments, timeout=600).returncode == 0
-    (here / "table.py").write_text(both)
-    assert killed(2, 9, *arguments, timeout=600).returncode == -9
-    again = bert_jax(*arguments, timeout=600)
-    assert again.returncode == 0, again.stderr
-    starts = []
-    for folder in ("base-0", "wide-0", "base-7"):
-        lines = JsonLines(Workdir(only(f"runs/{folder}")).timings).read()
-        starts.append(sum(line["kind"] == "start" for line in lines))
-    assert starts == [1, 2, 1]
-    for one, two in zip(whole, record()["runs"], strict=True):
-        for values in (one["values"], two["values"]):
-            assert values.pop("cpu_seconds") > 0
-        assert one == two
-    run = whole[-1]["values"]
-    lines = JsonLines(Workdir(only("tasks/wide-7-*/small")).metrics).read()
-    scores = [line["score"] for line in lines if line["kind"] == "scores"]
-    assert run["finetune:task.py"] == scores[-1] and 0 <= run["probe:task.py"] <= 1
 
 
 @pytest.mark.long
