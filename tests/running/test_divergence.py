@@ -240,19 +240,6 @@ def test_a_checkpoint_found_damaged_in_a_roll_back_is_saved_again(
 
 
 @pytest.mark.long
-def test_a_stop_in_the_last_step_of_a_run_that_has_to_go_back_is_no_end(
-    file, tmp_path, monkeypatch
-):
-    settings = ("phases.0.steps=6", "phases.1.steps=2", "run.log_every=99")
-    poison(monkeypatch, {3, 4, 5})
-    with signal_before(7):
-        outcome, shown = pretrain(file, tmp_path / "w", *settings)
-    assert outcome == "stopped" and "not saved: the run must roll back" in shown
-    assert pretrain(file, tmp_path / "w", *settings)[0] == "finished"
-    assert final_state(tmp_path / "w")[0] == 8
-
-
-@pytest.mark.long
 def test_few_steps_wait_for_the_devices(file, tmp_path, monkeypatch):
     """A request to stop waits for them, and so does the watchdog."""
     make, waiting, most = step.make_train_step, [], [0]

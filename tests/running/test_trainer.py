@@ -5,10 +5,8 @@ import json
 import os
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import types
 from unittest import mock
 
@@ -22,7 +20,7 @@ from small_run import hooked, pretrain, saves_in
 from bert_jax import config
 from bert_jax.checkpoints.load import Checkpoints
 from bert_jax.config import Run
-from bert_jax.data import batches, plans, stream, workers
+from bert_jax.data import batches, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
 from bert_jax.pretraining import evaluators, prepared_corpus
@@ -245,28 +243,6 @@ def test_every_so_many_steps_one_is_checked(file, tmp_path, monkeypatch):
 
 
 # --- Plans of large corpora --------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_a_stop_waits_for_no_plan(file, undisturbed, tmp_path, monkeypatch):
-    """Nor does an exit: what plans is ended, and the next start plans anew."""
-    start, makers = subprocess.Popen, []
-
-    def slow(command, **named):
-        makers.append(start([sys.executable, "-c", "import time; time.sleep(100)"], **named))
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        return makers[-1]
-
-    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(plans, "_IN_MEMORY", 0)
-    monkeypatch.setattr(workers.subprocess, "Popen", slow)
-    assert pretrain(file, tmp_path / "w")[0] == "stopped"
-    (maker,) = makers
-    assert maker.returncode == -signal.SIGKILL
-    monkeypatch.setattr(workers.subprocess, "Popen", start)
-    assert pretrain(file, tmp_path / "w")[0] == "finished"
-    one, other = (workdir / "metrics.jsonl" for workdir in (tmp_path / "w", undisturbed))
-    assert one.read_bytes() == other.read_bytes()
 
 
 def test_waiting_for_a_plan_is_no_hang():
