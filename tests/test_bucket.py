@@ -221,15 +221,6 @@ def test_a_bucket_that_may_not_be_used_is_named_in_one_line(objects, copy_of_run
     fails(READERS[0], "bert-jax[gcs]")
 
 
-@pytest.mark.parametrize("command, right", [("prepare", "write"), ("pretrain", "read")])
-def test_a_right_that_is_missing_is_named_before_anything_is_done(
-    command, right, objects, copy_of_run
-):
-    objects.fault = lambda method, name, what: Fault(403) if what == right else None
-    fails(f"{command} small.py --workdir {FOLDER} --set run.corpus_dir=", f"may not {right}")
-    assert {name.rpartition("/")[2] for name in objects.files()} <= {"OWNER"} or right == "read"
-
-
 def test_places_that_are_none_are_fails(objects, copy_of_run):
     for where, named in (
         ("--workdir gs://", "gs://BUCKET/FOLDER"),

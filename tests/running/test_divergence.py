@@ -140,19 +140,6 @@ def test_bad_steps_that_come_back_are_left_out_with_earlier_ones(file, tmp_path,
 
 
 @pytest.mark.long
-def test_a_run_ends_where_no_checkpoint_is_old_enough(file, tmp_path, monkeypatch):
-    """The second goes back further than the first; of 12 and 14, which are kept, none is of 9."""
-    poison(monkeypatch, {11, 12, 13, 14, 15, 16})
-    kept = ("run.checkpoint_every=2", "run.keep_checkpoints=2", "run.keep_best=0")
-    outcome, shown = pretrain(file, tmp_path / "w", "phases.0.steps=20", *kept)
-    assert outcome == "failed" and shown.count("rolling back") == 1
-    assert "failed: steps 14 to 16 have no finite loss or gradient, and no checkpoint from" in shown
-    assert "larger run.keep_checkpoints or a lower optimizer.peak_learning_rate" in shown
-    left = {path.name for path in (tmp_path / "w" / "checkpoints").iterdir()}
-    assert left == {"12", "14"}
-
-
-@pytest.mark.long
 def test_fewer_bad_steps_are_passed_over(file, tmp_path, monkeypatch):
     """Their lines say so, and have no loss; no state is saved while its newest steps are bad."""
     poison(monkeypatch, {5, 6, 8})

@@ -5,7 +5,6 @@ import csv
 import itertools
 import json
 import math
-import os
 import pathlib
 import re
 import shutil
@@ -267,24 +266,6 @@ def test_text_that_changed_below_a_corpus_of_the_user_s_is_named(here, monkeypat
     (here / "text" / "all.txt").write_text("wa wb .\n")
     assert compare() == 2
     assert "all.txt" in capsys.readouterr().err and not pathlib.Path("w/corpora").exists()
-
-
-def test_tasks_are_asked_of_each_run(here, monkeypatch):
-    write_task(here)
-    asked = fake_tasks(monkeypatch)
-    write_table(here, ("probe:task.py", "finetune:task.py"))
-    fake_runs(monkeypatch)
-    assert compare() == 0
-    seed, base, folder = asked[2]
-    assert seed == 7 and base == os.fspath(only("runs/base-7"))
-    assert folder == os.fspath(only(f"tasks/{pathlib.Path(base).name}/small"))
-    row = table_csv()[0]
-    assert (float(row["probe:task.py"]), float(row["finetune:task.py"])) == (1.0, 0.5)
-    # Another recipe of the task is another column, beside what was learned by the first.
-    changed = pathlib.Path("task.py").read_text().replace("epochs=1", "epochs=2")
-    pathlib.Path("task.py").write_text(changed)
-    assert compare() == 0 and len(asked) == 8
-    assert len([*pathlib.Path(folder).parent.iterdir()]) == 2
 
 
 draw, draw_dots = figures.draw, figures.draw_dots
