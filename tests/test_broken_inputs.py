@@ -42,6 +42,9 @@ TOKENIZERS = [
 ]  # fmt: skip
 
 SETTINGS = [
+    Case("replicas that devices do not divide",
+         f"pretrain {NEW} --set optimizer.clip=per_replica --set optimizer.reference_replicas=2",
+         ("optimizer.reference_replicas=2", "4 devices")),
     Case("a state that devices do not divide",
          f"pretrain {NEW} --set parallelism.state=zero3 --set model.intermediate_size=34",
          ("parallelism.state=zero3", "encoder/layers/output/kernel", "34", "4 devices")),
