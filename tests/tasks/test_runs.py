@@ -207,20 +207,6 @@ def test_a_run_goes_on_over_its_own_base_settings_and_examples_alone(lora):
     train.write_text(before)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("settings", "base", "words"),
-    [
-        (("task.max_sequence_length=33",), "--from run", ("task.max_sequence_length=33", "32")),
-        (("batch_size=6",), "--from run", ("finetuning.batch_size=6",)),
-        ((), "", ("--from: name a base or a run",)),
-        ((), "--from nowhere", ("nowhere",)),
-    ],
-)
-def test_what_cannot_be_is_refused(settings, base, words):
-    refuses("new", *words, settings=settings, base=base)
-
-
 def test_each_command_takes_its_own_kind_of_file(lora):
     for command, word in (
         ("finetune small.py --from run --workdir new", "small.py: is a pre-training"),
