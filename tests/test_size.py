@@ -54,7 +54,7 @@ ABOVE = {
     "tools": 7_875,
     "training": 2_336,
     "benchmarks": 3_032,
-    "tests": 35_703,
+    "tests": 35_705,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30
