@@ -28,7 +28,7 @@ import google_crc32c
 _PAGE = 5  # entries of a list that are given at a time: real pages are longer, and as real
 
 
-Kind = Literal["list", "stat", "read", "begin", "write", "copy", "delete", "bucket"]
+Kind = Literal["list", "read", "write", "copy", "delete", "bucket"]
 
 # Of https://cloud.google.com/storage/docs/access-control/iam-roles, as far as it is used here.
 _OBJECT_USER = {f"objects.{verb}" for verb in ("list", "get", "create", "delete", "move")}
@@ -101,7 +101,6 @@ class Bucket:
         """Empties it, and takes its faults away."""
         self.objects: dict[str, Object] = {}
         self.encoding = ""  # Content-Encoding of all
-        self.hidden: set[str] = set()  # names that a lagging list does not show yet
         self.sessions: dict[str, tuple[str, dict[str, str], bytearray]] = {}
         self.exists = True
         self.role = "objectUser"  # which docs/howto/use-a-bucket.md names
@@ -143,8 +142,6 @@ class Bucket:
         needed = {
             "list": ["objects.list"],
             "read": ["objects.get"],
-            "stat": ["objects.get"],  # these two as `failing_gcs` tells them apart
-            "begin": ["objects.create"],
             "write": ["objects.create"],
             "copy": ["objects.move" if is_move else "objects.get", "objects.create"],
             "delete": ["objects.delete"],
@@ -194,7 +191,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.fault = None
         kind, named = self._kind()
         self.bucket.requests.append((named, kind))
-        fault = self._fault(kind, named)
+        fault = self.bucket.fault(self.command, named, kind)
         if fault is None and not self.bucket.exists:
             return self._send(404, b'{"error": {"code": 404, "message": "no such bucket"}}')
         if fault is None and (right := self.bucket.refused(kind, named, "/moveTo/" in self.url)):
@@ -220,9 +217,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         self.connection.close()
-
-    def _fault(self, kind: Kind, name: str) -> Fault | None:
-        return self.bucket.fault(self.command, name, kind)
 
     def _kind(self) -> tuple[Kind, str]:
         """What is asked for, and the object, or the prefix of a list."""
@@ -285,7 +279,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         found: dict[str, Object | None] = {}
         with self.bucket.lock:
             for name in sorted(self.bucket.objects):
-                if not name.startswith(prefix) or name in self.bucket.hidden:
+                if not name.startswith(prefix):
                     continue
                 rest = name[len(prefix) :]
                 if delimiter and delimiter in rest:

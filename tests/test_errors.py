@@ -78,26 +78,6 @@ def test_a_terminal_without_unicode_shows_escapes(copy_of_run):
     assert (done.returncode, done.stderr) == (0, b"") and b"\\xe9" in done.stdout
 
 
-@pytest.mark.long
-def test_a_locale_of_ascii_changes_no_answer(copy_of_run):
-    """Texts and names of files on the command line are UTF-8 there, too, as is what is printed."""
-    pathlib.Path("größe.txt").write_text("the béll 😀\nwa wb wc\nwd béll\n", encoding="utf-8")
-    pathlib.Path("run").rename("läufe")
-    pathlib.Path("vocab.txt").rename("läufe.txt")
-    bell = "the béll 😀 [MASK]"
-    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    for words in (
-        ["search", "--workdir", "läufe", "größe.txt", bell, "--top", 2],
-        ["tokenize", "--tokenizer", "läufe.txt"],
-    ):
-        stdin, streams = "wa béll\n".encode(), []
-        for environment in ({}, ascii_locale):
-            done = bert_jax(*words, devices=4, stdin=stdin, **environment)
-            streams.append((done.returncode, done.stdout, done.stderr))
-            shutil.rmtree("größe.txt.vectors", ignore_errors=True)  # `search` would use them again
-        assert streams[0] == streams[1] and streams[0][0] == 0, words
-
-
 @pytest.mark.parametrize(
     ("folder", "setting"), [("run", "--workdir"), ("new/corpus", "run.corpus_dir")]
 )

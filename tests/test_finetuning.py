@@ -44,12 +44,6 @@ def test_a_kind_is_read_from_the_sources_that_can_hold_it(kind):
                 task(kind, source)
 
 
-def test_what_is_no_source_is_refused():
-    for source in ("x", "tsv", "tsv:", "text:x", "tfds:x", "tfds:x:", "tfds::y"):
-        with pytest.raises(InputError, match=r"task\.train: "):
-            task(source=source)
-
-
 def test_columns_without_names_are_numbers():
     numbers = {"text_column": "3", "label_column": "1"}
     assert task(source="tsv:x", header="none", **numbers)

@@ -129,6 +129,13 @@ task.kind=regress task.second_column=b task.labels=a,b
 task.kind=tag task.score=f1 -> task.train
 task.score=bleu
 task.train=
+task.train=x
+task.train=tsv
+task.train=tsv:
+task.train=text:x
+task.train=tfds:x
+task.train=tfds:x:
+task.train=tfds::y
 task.validation=
 optimizer.warmup_steps=5
 optimizer.schedule=wsd
@@ -139,6 +146,7 @@ adapt.features=last
 {_PAIRS} adapt.pooling=mean -> adapt.pooling
 adapt.lora_targets=query,pooler
 run.probes=classify.py
+vectors.temperature=0.1 -> vectors
 run.replay_every=9
 {SPAN} task.document_stride=1 class_weights=balanced -> class_weights='balanced'
 {_PAIRS} task.validation= -> task.validation
@@ -188,6 +196,19 @@ pretrain tiny --extend -> extend
 conformance instances a.txt -> conformance-instances
 fork a/checkpoints/1 tiny -> --workdir
 fork newest --workdir w -> fork newest
+import nowhere --workdir nothing --keep 5 -> --keep
+import nowhere --workdir nothing --tokenizer v.txt --add w.txt -> --tokenizer
+import nowhere --workdir nothing --tokenizer v.txt --vocabulary t.txt -> --tokenizer
+import https://x.org/m --workdir b -> https://x.org/m
+import nowhere --workdir https://x.org/m -> https://x.org/m
+export --workdir https://x.org/m --as encoder --out o -> https://x.org/m
+export --workdir nowhere --as encoder --out https://x.org/m -> https://x.org/m
+tokenize --tokenizer https://x.org/m -> https://x.org/m
+predict --workdir https://x.org/m w7 -> https://x.org/m
+checkpoints https://x.org/m -> https://x.org/m
+report https://x.org/m -> https://x.org/m
+pretrain tiny --set init_from=https://x.org/m -> https://x.org/m
+finetune --kind classify --from https://x.org/m --train tsv:x --validation tsv:x -> https://x.org/m
 decay newest --workdir w -> decay newest
 """
 

@@ -218,62 +218,6 @@ def use_bucket(folder: str, changed: dict[str, Any]) -> None:
         changed["bucket"] = found
 
 
-# For each part, code that changes this part only.
-VIOLATIONS = {
-    "hooks": "sys.unraisablehook = print",
-    "streams": "sys.stdout = sys.stderr",
-    "loggers": "logging.getLogger('asyncio').setLevel(logging.CRITICAL)",
-    "own handlers": "logging.getLogger('bert_jax').addHandler(logging.NullHandler())",
-    "warnings": "warnings.filterwarnings('ignore', 'coroutine')",
-    "fsspec": "fsspec.config.conf.setdefault('gs', {})['use_listings_cache'] = False",
-    "etils": "backend.fsspec_backend._get_filesystem = print",
-    "environment": "os.environ['WANDB_MODE'] = 'offline'",
-    "signals": "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
-    "absl": "flags.FLAGS.mark_as_parsed()",
-    "paths": "sys.path.insert(0, 'x')",
-    "functions": "gcs_utils.is_hierarchical_namespace_enabled = print",
-    "jax": "jax.config.update('jax_enable_preemption_service', False)",
-    "memory": "mallopt_calls.append(1)",
-    "random": "random.random()",
-    "interpreter": "gc.set_threshold(1)",
-}
-MORE_VIOLATIONS = (
-    ("loggers", "logging.getLogger('gcsfs').addFilter(print)"),
-    ("loggers", "logging.root.addHandler(logging.NullHandler())"),
-    ("loggers", "logging.disable()"),
-    ("fsspec", "fsspec.register_implementation('gcs', 'a.B', clobber=True)"),
-    ("absl", "absl_logging.set_verbosity(absl_logging.INFO)"),
-    ("functions", "Console._check_buffer = print"),
-    ("functions", "gcsfs.core.GCSFileSystem._request = print"),
-    ("functions", "cache_key._hash_accelerator_config = print"),
-    ("etils", "gpath._PREFIX_TO_BACKEND['gs'] = print"),
-    ("paths", "os.chdir('/')"),
-)
-
-
-def violate(folder: str, changed: dict[str, Any]) -> None:
-    """Executes each violation in turn, and notes which parts report a change."""
-    import fsspec
-    import gcsfs
-    import jax
-    from absl import flags
-    from absl import logging as absl_logging
-    from etils.epath import backend, gpath
-    from jax._src import cache_key
-    from orbax.checkpoint._src.path import gcs_utils
-    from rich.console import Console
-
-    names = {**globals(), **locals(), "fsspec": fsspec, "gcsfs": gcsfs, "jax": jax}
-    # The violations use these names.
-    assert flags and absl_logging and backend and gpath and cache_key and gcs_utils and Console
-    stdout = sys.stdout
-    for number, (_, code) in enumerate([*VIOLATIONS.items(), *MORE_VIOLATIONS]):
-        before = snapshot()
-        exec(code, names)
-        changed[str(number)] = changes(before)
-        sys.stdout = stdout
-
-
 def run_scenario(scenario: str, folder: str, report: str) -> None:
     """Calls a function of this module, in a process of its own, and writes what changed."""
     changed: dict[str, Any] = {}
@@ -290,8 +234,10 @@ def run(scenario: str, folder: pathlib.Path, cwd: pathlib.Path) -> dict[str, Any
     # Grain's workers leave shared memory behind, of which Python's tracker warns at the end.
     done = small_run.command("-c", code, devices=1, PYTHONWARNINGS="ignore::UserWarning")
     assert done.returncode == 0, done.stderr.decode()
-    # TensorStore logs the variable that its credentials for the fake bucket come from.
-    lines = [x for x in done.stderr.splitlines() if b"GOOGLE_AUTH_TOKEN_FOR_TESTING" not in x]
+    # TensorStore logs the variable that its credentials for the fake bucket come from; Orbax logs
+    # that a save takes seconds, as on a busy machine.
+    logged = (b"GOOGLE_AUTH_TOKEN_FOR_TESTING", b"Waiting for previous save to complete took")
+    lines = [x for x in done.stderr.splitlines() if not any(text in x for text in logged)]
     assert (done.stdout, lines) == (b"", [])
     return json.loads(report.read_text())
 
@@ -313,11 +259,3 @@ def test_a_run_in_a_bucket_from_python_changes_nothing(objects, copy_of_run, tmp
     assert run("use_bucket", tmp_path, copy_of_run) == {}
     assert "write" in kinds and "bucket" not in kinds
     assert objects.files("run/checkpoints/4/")
-
-
-def test_a_change_of_any_part_is_seen(tmp_path):
-    found = run("violate", tmp_path, tmp_path)
-    wanted = [*VIOLATIONS, *(part for part, _ in MORE_VIOLATIONS)]
-    assert [part for number, part in enumerate(wanted) if part not in found[str(number)]] == []
-    assert all(len(found[str(number)]) == 1 for number in range(len(VIOLATIONS)))
-    assert {*VIOLATIONS} == {*PARTS}

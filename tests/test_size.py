@@ -54,7 +54,7 @@ ABOVE = {
     "tools": 7_875,
     "training": 2_393,
     "benchmarks": 3_032,
-    "tests": 37_493,
+    "tests": 35_952,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

@@ -10,8 +10,6 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[1]
 KNOWN = ROOT / "tests" / "golden" / "style.txt"
 
@@ -97,30 +95,6 @@ def violations() -> list[str]:
 def test_only_listed_violations_exist():
     """A new violation must be fixed, not listed. A fixed one must leave the list."""
     assert violations() == KNOWN.read_text().splitlines()
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def of_leaf(): ...",
-        "class A:\n    def _before(self): ...",
-        "def found(): ...",
-        "def one(): ...",
-    ],
-)
-def test_an_unclear_name_is_found(source):
-    assert list(unclear_functions(list(ast.walk(ast.parse(source)))))
-
-
-@pytest.mark.parametrize("source", ['"""Of a run."""\n', "x = 1\n# A row. Of it one part\nx = 2\n"])
-def test_a_sentence_that_begins_with_of_is_found(source):
-    assert list(sentences_with_of(source, list(ast.walk(ast.parse(source)))))
-
-
-def test_a_name_that_stands_twice_is_found():
-    assert duplicates([("Row", "a.py"), ("Row", "b.py"), ("Table", "a.py")]) == {
-        "Row": ["a.py", "b.py"]
-    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A checkpoint is what was saved, or it is named, put aside, and the one before is used."""
 
 import errno
-import itertools
 import json
 import pathlib
 import shutil
@@ -13,9 +12,7 @@ import jax.numpy as jnp
 import pytest
 from broken import asked, fails, said, tree
 from etils import epath
-from fake_gcs import Fault
 from orbax.checkpoint._src.futures import synchronization
-from orbax.checkpoint._src.path import atomicity
 from small_run import assert_same_run, hooked, pretrain, saves_in
 
 from bert_jax.checkpoints import layout, load, save
@@ -286,63 +283,6 @@ def test_a_storage_that_stays_away_is_unavailable_and_nothing_is_renamed(run, mo
     with pytest.raises(Unavailable, match="out of reach for 1 seconds"):
         again(run)
     assert names(run) == KEPT
-
-
-def now_and_then(function):
-    """The function, of whose calls the second and third fail, and the last of a run.
-
-    A run saves six times; where failing calls are made again at once, it calls more often.
-    """
-    calls = itertools.count(1)
-
-    def fail(*args, **kwargs):
-        if next(calls) in (2, 3, 6, 8):
-            raise OSError(errno.EIO, "Input/output error")
-        return function(*args, **kwargs)
-
-    return fail
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (load.ocp.training.Checkpointer, "save_async"),
-        (atomicity, "on_commit_callback"),
-    ],
-)
-def test_a_save_that_fails_for_a_while_is_made_up_for(
-    owner, name, finished_run, copy_of_run, monkeypatch
-):
-    """At its beginning, and behind the next steps, where a later one takes its place."""
-    workdir = copy_of_run / "other"
-    monkeypatch.setattr(retry, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(owner, name, now_and_then(getattr(owner, name)))
-    outcome, shown = again(workdir)
-    assert outcome == "finished"
-    assert "22" in names(workdir) and all(name.isdecimal() for name in names(workdir))
-    assert_same_run(workdir, finished_run / "run")
-    assert name == "save_async" or "no checkpoint was written" in shown
-
-
-@pytest.mark.long
-def test_a_part_that_is_listed_and_not_found_is_not_taken_for_damage(finished_run, objects):
-    """As where one host of several is answered that an object is not there."""
-    there = finished_run / "run" / "checkpoints"
-    for file in there.rglob("*"):
-        if file.is_file():
-            objects.put(f"run/checkpoints/{file.relative_to(there)}", file.read_bytes(), {})
-    for step in (16, 20, 22):
-        objects.put(f"run/checkpoints/{step}/commit_success.txt", b"", {})
-    parts = objects.files("run/checkpoints/22/")
-    part = max(parts, key=lambda name: len(parts[name]))
-    left = iter(range(20))
-    objects.fault = lambda method, name, kind: (
-        Fault(404) if name == part and next(left, None) is not None else None
-    )
-    remote = epath.Path("gs://bucket/run/checkpoints")
-    assert newest(finished_run / "run", folder=remote).step == 22
-    assert next(left, None) is None
 
 
 def test_a_checkpoint_of_another_format_is_named(run):

@@ -66,15 +66,6 @@ def test_positions_rise_and_labels_are_what_stood_there(lengths, seed, words):
         np.testing.assert_array_equal(found.input_ids[row, others], before[row, others])
 
 
-def test_the_table_s_width_is_respected():
-    lengths = [(30, 31)] * 50  # 15 % of 64 is 10
-    for width in (1, 4, 9, 10, 12):
-        for words in UNITS:
-            found = mask(rows_of(lengths), lengths, words, width=width)
-            assert found.positions.shape == (50, width)
-            assert found.weights.sum(axis=1).max() <= min(width, 10)
-
-
 def words_of(row, a, b):
     """Positions of each word; a continuation joins the word before, over the [SEP] too."""
     words = []
@@ -155,19 +146,6 @@ def test_spans_are_those_of_the_rule_and_each_is_replaced_as_a_whole(lengths, se
                 new = {draws.MASK: MASK, draws.KEEP: input_ids[row, position]}
                 assert found.input_ids[row, position] == new.get(kind, ids[0, slot])
                 slot += 1
-
-
-def test_a_span_is_about_as_long_as_its_paper_has_it():
-    n, words = 2000, 58
-    rows = np.full((n, SEQUENCE), FIRST + 2, np.int32)  # every piece a word of its own
-    rows[:, [0, 2, words + 3]] = CLS, SEP, SEP
-    found = mask(rows, [(1, words)] * n, "span", share=0.1, width=SEQUENCE)
-    masked = np.zeros((n, SEQUENCE), bool)
-    masked[np.nonzero(found.weights)[0], found.positions[found.weights > 0]] = True
-    runs = np.count_nonzero(masked[:, 1:] & ~masked[:, :-1])
-    assert (found.weights.sum(axis=1) == 6).all()
-    # 3.8 words, of which the last span of a row is cut; some spans touch.
-    assert 2.3 < masked.sum() / runs < 3.5
 
 
 def test_all_or_nothing_may_become_mask():

@@ -117,12 +117,6 @@ def test_a_plan_is_what_the_reference_s_loop_makes_of_the_same_answers(corpus, s
     assert found == plan(small, seed, length)
 
 
-def test_a_sentence_of_70000_tokens_is_one_pair_s_a():
-    small = of_lengths([[70_000], [3, 4]])
-    rows = [row for row in plan(small) if row.a_length == 70_000]
-    assert [(row.a_offset, row.is_random_next) for row in rows] == [(0, True)]
-
-
 # --- Pairs that follow each other, half of them swapped (Lan et al. 2019) ---
 
 

@@ -293,18 +293,6 @@ def test_killed_with_its_processes_and_begun_again_it_is_the_same(text, tmp_path
 # --- Processes that fail ---
 
 
-@pytest.mark.long
-def test_bad_text_in_a_worker_is_the_error_of_one_process(text, tmp_path):
-    text.write_text(text.read_text() + "{\n")
-    messages = []
-    for count in (1, 2):
-        with pytest.raises(InputError) as caught:
-            prepare(settings(text), tmp_path / f"{count}", workers=count)
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
-    assert ":65: not JSON" in messages[0]
-
-
 def test_a_worker_that_is_killed_can_be_tried_again(tmp_path):
     tasks = [dying.Item(str(tmp_path), f"{number}") for number in range(2)]
     with pytest.raises(Unavailable, match=r"a worker process died with code -9"):
@@ -341,20 +329,6 @@ def test_lines_tell_how_far_it_is_and_how_long_it_takes(monkeypatch):
 
 
 # --- Long words ---
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", pytest.param("unigram", marks=pytest.mark.long)])
-def test_a_word_of_a_megabyte_costs_nothing(kind, text, tmp_path):
-    claim = settings(text, tokenizer_kind=kind)
-    for number in range(2):
-        word = "abcdefghij" * 100_000
-        text.write_text(text.read_text() + json.dumps({"text": f"Ab {word}{number} cd."}) + "\n")
-    start = time.process_time()
-    files = prepare(claim, tmp_path / "long")
-    assert time.process_time() - start < 20
-    counts = json.loads(files["manifest.json"])["splits"]
-    if kind == "wordpiece":
-        assert counts["train"]["unknown_tokens"] + counts["validation"]["unknown_tokens"] == 2
 
 
 @pytest.mark.parametrize("name", ["modernbert", "gemma"])

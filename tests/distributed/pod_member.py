@@ -3,11 +3,9 @@
 Before step STEP process WHO does WHAT: `hang`, or gets the signal of that name; `none` is
 nothing; `blinded` fails to read checkpoints; `poison` makes three steps from STEP on have no finite
 loss, on all processes; `late` begins only then, and is worth a stop; `errs`: a device of WHO does,
-as `test_recompute_check.sicken` has it. With $REPEATS process N does all work that may be repeated
-after a fault N + 1 times more often than it must. Each process writes a line
-(step, row, hash of all that the row holds) for each row of its devices to FOLDER. In ARGS
-$JAX_PROCESS_ID is the process's number, and `@chdir F` leads the command to run in F/NUMBER: as
-hosts have disks of their own.
+as `test_recompute_check.sicken` has it. Each process writes a line (step, row, hash of all that the
+row holds) for each row of its devices to FOLDER. In ARGS $JAX_PROCESS_ID is the process's number,
+and `@chdir F` leads the command to run in F/NUMBER: as hosts have disks of their own.
 """
 
 import errno
@@ -77,22 +75,6 @@ if WHAT == "blinded":
             raise OSError(errno.ESTALE, "Stale file handle")
 
         load.ocp.load = away
-if os.environ.get("REPEATS"):
-    retry.FIRST_WAIT = 0.01
-    again = retry.call_with_retries
-
-    def repeat(work, *args, **kwargs):
-        faults = [ConnectionResetError("reset by peer") for _ in range(ME + 1)]
-
-        def fail_at_first():
-            done = work()
-            if faults:
-                raise faults.pop()
-            return done
-
-        return again(fail_at_first, *args, **kwargs)
-
-    retry.call_with_retries = repeat
 args = [os.path.expandvars(arg) for arg in sys.argv[5:]]
 if args[0] == "@chdir":
     os.chdir(pathlib.Path(args[1]) / str(ME))

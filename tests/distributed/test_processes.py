@@ -281,26 +281,6 @@ def test_damage_that_one_process_sees_is_skipped_by_all(text, stopped, tmp_path)
     assert_same_metrics(workdir, folder / "one", 1e-5)
 
 
-@pytest.mark.long
-def test_processes_that_repeat_their_work_unequally_still_meet_at_the_next_save(
-    text, stopped, tmp_path
-):
-    """A damaged checkpoint is put aside, the run resumes, saves, goes back, and saves again."""
-    folder, file = text
-    workdir = tmp_path / "repeats"
-    shutil.copytree(stopped, workdir)
-    newest = max((workdir / "checkpoints").iterdir(), key=lambda p: int(p.name))
-    damage_of_one(newest)
-    run = ("pretrain", file, "--workdir", workdir, *CUT, "--set", "run.replay_every=5")
-    flags = ("--hang-after", 90)
-    variables = {"REPEATS": "1"}
-    code, lines = pod(folder, "repeats", 2, "1 20 errs", *run, flags=flags, variables=variables)
-    assert code == 0
-    assert (workdir / "checkpoints" / f"damaged-{newest.name}").is_dir()
-    assert any("another result" in line for line in lines)
-    assert_same_metrics(workdir, folder / "one", 1e-5)
-
-
 @pytest.mark.nightly
 def test_one_process_that_cannot_read_leaves_none_waiting(text, stopped, tmp_path):
     """Checksums are computed by both. Nothing is put aside."""
@@ -322,20 +302,6 @@ def damage_of_one(checkpoint: pathlib.Path) -> list[str]:
     largest = max(files, key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     return sorted(str(p.relative_to(checkpoint)) for p in files)
-
-
-@pytest.mark.long
-def test_other_settings_on_one_host_end_all_with_the_same_line(text, tmp_path):
-    folder, file = text
-    workdir = tmp_path / "w"
-    seed = "seed=$JAX_PROCESS_ID"
-    code, lines = pod(
-        folder, "settings", 2, "none", "pretrain", file, "--workdir", workdir, "--set", seed
-    )
-    assert code == 2
-    assert said(lines, 0) == said(lines, 1) and len(said(lines, 0)) == 1
-    assert "process 1 (" in said(lines, 0)[0] and "seed=1 here and 0 there" in said(lines, 0)[0]
-    assert not workdir.exists(), "nothing half-written is left"
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
-from compare import assert_identical
 from etils import epath
 from safetensors import safe_open
 from safetensors.numpy import load_file
@@ -45,23 +44,6 @@ def wordpiece(case: tokenizer_lib.Case) -> tokenizer_lib.WordPiece:
     some = [word for word in words[::2] if len(word) < 100]
     pieces = [*vocabulary.SPECIALS, *letters, *(f"##{x}" for x in letters), *some]
     return tokenizer_lib.WordPiece(list(dict.fromkeys(pieces)), case)
-
-
-@pytest.mark.long
-def test_what_is_imported_exported_and_imported_again_has_every_bit_and_says_the_same(copy_of_run):
-    broken.said("import run --workdir one")
-    broken.said("export --workdir one --as pretraining --out hf")
-    broken.said("import hf --workdir two")
-    assert "A BERT written with bert_jax" in pathlib.Path("hf/README.md").read_text()
-    weights = [pathlib.Path(base, "params.safetensors").read_bytes() for base in ("one", "two")]
-    assert weights[0] == weights[1]
-    assert_identical(*(LoadedModel.of(open_workdir(name)).params for name in ("run", "two")))
-    ask = "predict --workdir {} wa[MASK] --top 3"
-    assert broken.said(ask.format("run")) == broken.said(ask.format("one"))
-    one, two = (broken.said(f"evaluate small.py --workdir {base}") for base in ("one", "two"))
-    *_, of_run = broken.said("evaluate --workdir run").splitlines()
-    assert one == two and json.loads(one.splitlines()[-1]) == json.loads(of_run) | {"step": 0}
-    broken.refuses(broken.Case("no text", "evaluate --workdir one", ("one", "EXPERIMENT")))
 
 
 @pytest.mark.long

@@ -110,12 +110,3 @@ def test_a_cut_vocabulary_keeps_rows_and_scores_and_leaves_as_it_is(imported, tm
     assert again.encode(f"{TEXTS[1]} flabbergasting") == [*cut.tokenizer.encode(TEXTS[1]), made]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["pad_token_id"] == cut.tokenizer.pad_id != loaded.tokenizer.size
-
-
-def test_what_would_change_a_vocabulary_twice_or_not_at_all_is_refused():
-    for flags, word in (
-        ("--keep 5", "--keep"),
-        ("--tokenizer v.txt --add w.txt", "--tokenizer"),
-        ("--tokenizer v.txt --vocabulary t.txt", "--tokenizer"),
-    ):
-        broken.fails(f"import nowhere --workdir nothing {flags}", word)

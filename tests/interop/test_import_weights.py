@@ -393,31 +393,6 @@ def test_a_name_on_a_hub_says_how_it_is_fetched(tmp_path, monkeypatch):
         assert "hf download" not in broken.call(f"import {source} --workdir b")[1]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "import ADDRESS --workdir b",
-        "import hf --workdir ADDRESS",
-        "import hf --workdir b --tokenizer ADDRESS",
-        "export --workdir ADDRESS --as encoder --out o",
-        "export --workdir base --as encoder --out ADDRESS",
-        "embed --workdir base --out ADDRESS/v.npz",
-        "tokenize --tokenizer ADDRESS",
-        "predict --workdir ADDRESS w7",
-        "checkpoints ADDRESS",
-        "report ADDRESS",
-        "pretrain tiny --set init_from=ADDRESS",
-        "finetune --kind classify --from ADDRESS --workdir t --train tsv:x --validation tsv:x",
-    ],
-)
-def test_an_address_that_is_no_bucket_is_named(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    hf_folder.write(tmp_path / "hf")
-    if "--workdir base" in command:
-        assert broken.call("import hf --workdir base")[0] == 0
-    broken.fails(command.replace("ADDRESS", "https://x.org/m"), "https://x.org/m")
-
-
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     hf_folder.write(tmp_path / "hf")

@@ -4,19 +4,15 @@ It starts what GKE would: the container of the manifest in FOLDER, with the vari
 Kubernetes, JobSet and GKE give that pod. Only what this machine does not have is replaced: its TPU,
 names of other hosts, and the folders of a container. The run's exit code goes to
 FOLDER/code-ATTEMPT-NUMBER; process WHO gets the signal WHAT before step STEP (`pod_member.py`).
-Hosts in FOLDER/away-ATTEMPT are not there: their pods are pending until the others have ended.
 """
 
-import json
 import os
 import pathlib
 import subprocess
 import sys
-import time
 
 import cluster
 
-from bert_jax import errors
 from launch import jobset
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -44,11 +40,6 @@ def on_gke(folder: pathlib.Path, number: int, program: list[str]) -> int:
     at = words.index("bert-jax")
     given |= {name: os.environ[name] for name in OURS}
     given["BERT_JAX_CACHE_DIR"] = str(mounted / "cache")
-    doors = folder / "doors.json"
-    if doors.exists():  # each host has a way of its own to the bucket, and notes what failed there
-        given |= json.loads(doors.read_text())[number]
-        notes = folder / f"absorbed-{number}"
-        program = [program[0], str(HERE / "rehearsed.py"), str(notes), *program[1:]]
     words[at : at + 1] = program
     return subprocess.run(words, env=os.environ | given, check=False).returncode
 
@@ -56,15 +47,8 @@ def on_gke(folder: pathlib.Path, number: int, program: list[str]) -> int:
 def main(folder: pathlib.Path, attempt: str, *deed: str) -> int:
     """Returns the run's exit code."""
     number = int(os.environ["JAX_PROCESS_ID"])
-    away = folder / f"away-{attempt}"
-    if away.exists() and number in (missing := json.loads(away.read_text())):
-        others = {*range(int(os.environ["JAX_NUM_PROCESSES"]))} - {*missing}
-        while not all((folder / f"code-{attempt}-{one}").exists() for one in others):
-            time.sleep(0.2)
-        code = errors.STOPPED
-    else:
-        program = [sys.executable, str(MEMBER), str(folder / f"rows-{attempt}"), *deed]
-        code = on_gke(folder, number, program)
+    program = [sys.executable, str(MEMBER), str(folder / f"rows-{attempt}"), *deed]
+    code = on_gke(folder, number, program)
     (folder / f"code-{attempt}-{number}").write_text(str(code))
     return code
 

@@ -6,16 +6,13 @@ folder each, corpus and workdir in a bucket. It is prepared, run, preempted twic
 machines, while calls fail at random and the bucket is away for a while; what JobSet would start
 again is started again, and nothing else is done by hand. The end must be that of a run that nothing
 disturbed, bit for bit. With --faults the rounds go on until so many were injected.
-
-Before that the four are two slices, and the hosts of slice 0 do not come for one start: the batches
-must be those of a run that nothing disturbed, and the losses equal to rounding.
 """
 
 import argparse
 import collections
-import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
 import tempfile
@@ -24,8 +21,9 @@ import time
 from typing import NamedTuple
 
 import cluster
-import failing_gcs
+import fake_gcs
 import rehearse
+from fake_gcs import Fault
 from small_run import settings, write_text
 
 from bert_jax import errors
@@ -53,44 +51,69 @@ TOY = (
 # which step; and that an outage begins once a step was done. After these it runs to its end.
 STARTS = (("a", 1, 7), ("a", 2, 17), ("b", 0, 0))
 _PATIENCE = 1800.0  # seconds that a start may take
-# The same of a run on two slices, and hosts that do not come; on fewer devices arithmetic is the
-# same to rounding, if noise and sums are asked for that do not depend on their number.
-SHORT = (("a", 1, 7, []), ("a", 3, 17, [0, 1]), ("b", 0, 0, []))
-ROUNDING = (
-    *("model.dropout_rng=threefry8", "model.compute_dtype=float32", "parallelism.slices=2"),
-    *("optimizer.gradient_reduction=float32", "run.wait_for_slices_seconds=60"),
-)
+
+
+# Answers that clients or `storage.retry` try again: statuses, a reset, and a late reset.
+FAULTS = (Fault(408), Fault(429), Fault(500), Fault(503), Fault(0), Fault(0, seconds=3.0))
+
+
+class Weather:
+    """Decides which requests to the bucket fail: a share of each kind, and all in an outage."""
+
+    def __init__(self, seed: int, bucket: fake_gcs.Bucket):
+        self._random, self._lock = random.Random(seed), threading.Lock()
+        self._shares: dict[str, float] = {}
+        self._away_until = 0.0
+        self.count = 0  # injected faults, without those of outages
+        bucket.fault = self._fault
+
+    def storm(self, shares: dict[str, float]) -> None:
+        """Fails this share of the requests of each kind from now on; {}: none."""
+        with self._lock:
+            self._shares = shares
+
+    def begin_outage(self, seconds: float) -> None:
+        """Fails all requests for so long."""
+        with self._lock:
+            self._away_until = time.monotonic() + seconds
+
+    def _fault(self, method: str, name: str, kind: str) -> Fault | None:
+        with self._lock:
+            if time.monotonic() < self._away_until:
+                return Fault(503)
+            if self._random.random() >= self._shares.get(kind, 0.0):
+                return None
+            self.count += 1
+            return self._random.choice(FAULTS)
 
 
 class Rehearsal(NamedTuple):
-    """What a rehearsal needs: a folder, the bucket, its weather and its doors."""
+    """What a rehearsal needs: a folder, and the bucket with its weather and environment."""
 
     folder: pathlib.Path
-    bucket: object
-    weather: failing_gcs.Weather
-    doors: list[dict[str, str]]
+    bucket: fake_gcs.Bucket
+    weather: Weather
+    variables: dict[str, str]
 
 
-def specified(
-    folder: pathlib.Path, name: str, where: str = "v5e:4x4", more: tuple[str, ...] = ()
-) -> spec.Spec:
+def specified(folder: pathlib.Path, name: str) -> spec.Spec:
     """The launch of the run gs://bucket/NAME."""
     own = (f"corpus.sources=text:{folder}/text", f"corpus.tokenizer={folder}/vocab.txt")
     return spec.make_spec(
         str(ROOT / "experiments" / "bert_large_pod.py"),
-        [*TOY, *own, f"run.corpus_dir=gs://bucket/{name}/corpus", *more],
+        [*TOY, *own, f"run.corpus_dir=gs://bucket/{name}/corpus"],
         workdir=f"gs://bucket/{name}/run",
-        topology=topology.parse(where),
+        topology=topology.parse("v5e:4x4"),
         hosts=HOSTS,
         name=name,
         retries=50,
     )
 
 
-def environment(door: dict[str, str]) -> dict[str, str]:
-    """Of a process that uses this door; compiled programs go where a user's go."""
+def environment(of: Rehearsal) -> dict[str, str]:
+    """Returns a process's variables; compiled programs go where a user's go."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(HERE)])
-    variables = os.environ | settings(DEVICES) | door | {"PYTHONPATH": path}
+    variables = os.environ | settings(DEVICES) | of.variables | {"PYTHONPATH": path}
     del variables["JAX_COMPILATION_CACHE_DIR"]
     return variables
 
@@ -102,33 +125,26 @@ def prepare(of: Rehearsal, launched: spec.Spec) -> None:
     words = ["-m", "bert_jax.cli", "prepare", str(config), "--workdir", launched.workdir]
     cache = {"BERT_JAX_CACHE_DIR": str(of.folder / launched.name / "prepare-cache")}
     for _ in range(10):
-        done = subprocess.run(
-            [sys.executable, *words], env=environment(of.doors[HOSTS]) | cache, check=False
-        )
+        done = subprocess.run([sys.executable, *words], env=environment(of) | cache, check=False)
         if done.returncode != errors.UNAVAILABLE:
             break
     assert done.returncode == 0, f"prepare ended with {done.returncode}"
 
 
 def start(
-    of: Rehearsal, launched: spec.Spec, number: int, machines: str, deed: str, outage: float,
-    away: list[int] | None = None,
-) -> list[int]:  # fmt: skip
-    """One start of the JobSet's pods, of which some hosts are away; their exit codes."""
+    of: Rehearsal, launched: spec.Spec, number: int, machines: str, deed: str, outage: float
+) -> list[int]:
+    """One start of the JobSet's pods; their exit codes."""
     at = of.folder / launched.name / machines
     if not at.exists():
         rehearse.files(at, launched)
-        (at / "doors.json").write_text(json.dumps(of.doors))
-    (at / f"away-{number}").write_text(json.dumps(away or []))
-    of.weather.new_start()
     words = ["--processes", HOSTS, "--devices-per-process", DEVICES, "--arrive-within", 300]
-    words += ["--slices", launched.topology.slices]
     words += ["--hang-after", 900, "--", sys.executable, HERE / "rehearse.py"]
     words += [at, number, *deed.split()]
     process = subprocess.Popen(
         [sys.executable, "-m", "launch", "local", *map(str, words)],
         cwd=ROOT,
-        env=environment(of.doors[0]),
+        env=environment(of),
     )
     if outage:
         threading.Thread(
@@ -164,10 +180,6 @@ def run(of: Rehearsal, launched: spec.Spec, outages: tuple[float, ...]) -> int:
     for number in range(launched.retries):
         machines, host, step = STARTS[min(number, len(STARTS) - 1)]
         deed = f"{host} {step} SIGTERM" if step and not plain else "0 0 none"
-        if number == 2 and not plain:
-            newest = max(_checkpoints(of, launched.name), default=None)
-            if newest is not None:  # one host cannot read it for a while
-                of.weather.blind(3, f"checkpoints/{newest}/", 45.0)
         outage = outages[number] if number < len(outages) else 0.0
         began = time.monotonic()
         codes = start(of, launched, number, machines, deed, outage)
@@ -189,46 +201,6 @@ def judged(
     )
     assert after in ("Completed", "RestartJobSet", "RestartJob"), f"{after}: by hand, then"
     return after
-
-
-def run_short(of: Rehearsal) -> list[str]:
-    """A run on two slices, of which one is away for a start; what a calm run has differently."""
-    calm, short = (
-        specified(of.folder, name, "2*v5p:2x2x2", ROUNDING) for name in ("calm-slices", "short")
-    )
-    for launched, starts in ((calm, SHORT[2:]), (short, SHORT)):
-        prepare(of, launched)
-        for number, (machines, host, step, away) in enumerate(starts):
-            deed, began = f"{host} {step} SIGTERM" if step else "0 0 none", time.monotonic()
-            codes = start(of, launched, number, machines, deed, 0.0, away)
-            after = judged(of, launched, number, machines, codes, began)
-        assert after == "Completed"
-    lines = {
-        (name, file): [json.loads(line) for line in text.splitlines()]
-        for name in (calm.name, short.name)
-        for file in ("metrics", "timings")
-        for text in of.bucket.files(f"{name}/run/{file}.jsonl").values()
-    }
-    taken = [x["slices"]["taken"] for x in lines[short.name, "timings"] if x["kind"] == "start"]
-    print(f"rehearsal: {short.name}: slices {taken}", flush=True)
-    differing = [] if taken == [[0, 1], [1], [0, 1]] else [f"slices {taken}"]
-    rows = [_rows(of.folder / one.name) for one in (calm, short)]
-    if not rows[0] or rows[0] != rows[1]:
-        differing.append(f"rows: {len(rows[0] ^ rows[1])} of {len(rows[1])}")
-    both = zip(lines[calm.name, "metrics"], lines[short.name, "metrics"], strict=True)
-    off = max(
-        abs(a[name] - b[name]) / max(abs(a[name]), 1e-3)
-        for a, b in both
-        for name in a.keys() - {"kind"}
-    )
-    print(f"rehearsal: {short.name}: metrics differ by {off:.1e} at most", flush=True)
-    return differing + [f"metrics by {off:.1e}"] * (off > 1e-4)
-
-
-def _checkpoints(of: Rehearsal, name: str) -> set[int]:
-    prefix = f"{name}/run/checkpoints/"
-    names = {path[len(prefix) :].split("/")[0] for path in of.bucket.files(prefix)}
-    return {int(step) for step in names if step.isdecimal()}
 
 
 def differences(of: Rehearsal, name: str, other: str) -> list[str]:
@@ -256,7 +228,7 @@ def differences(of: Rehearsal, name: str, other: str) -> list[str]:
     states = [
         subprocess.run(
             [sys.executable, "-c", code, f"gs://bucket/{one}/run/checkpoints"],
-            env=environment(of.doors[HOSTS]) | settings(1) | {"JAX_COMPILATION_CACHE_DIR": ""},
+            env=environment(of) | settings(1) | {"JAX_COMPILATION_CACHE_DIR": ""},
             capture_output=True,
             text=True,
             check=True,
@@ -277,63 +249,38 @@ def _rows(folder: pathlib.Path) -> set[str]:
 def rehearsed(folder: pathlib.Path, faults: int, outages: tuple[float, ...], seed: int) -> int:
     """Rounds until so many faults were injected; how many of them ended differently."""
     write_text(folder, documents=60)
-    weather = failing_gcs.Weather(seed, folder / "faults.jsonl")
-    with failing_gcs.serve(HOSTS + 1, weather) as (bucket, doors):
-        of = Rehearsal(folder, bucket, weather, doors)
-        if differing := run_short(of):
-            print(f"rehearsal: short: DIFFERENT: {'; '.join(differing)}", flush=True)
-        if not faults:
-            return int(bool(differing))
+    with fake_gcs.serve() as (bucket, variables):
+        weather = Weather(seed, bucket)
+        of = Rehearsal(folder, bucket, weather, variables)
         calm = specified(folder, "calm")
         prepare(of, calm)
+        bucket.requests.clear()
         run(of, calm, ())
-        usual = dict(weather.calls)
-        different, number = int(bool(differing)), 0
-        while len(weather.faults) < faults:
+        usual = collections.Counter(kind for _, kind in bucket.requests)
+        different, number = 0, 0
+        while weather.count < faults:
             number += 1
             launched = specified(folder, f"rough-{number}")
             # As many faults of each kind of call, however rare the kind is.
             share = faults / 2 / len(usual)
-            weather.storm({kind: min(share / n, 0.12) for kind, n in usual.items()}, denied=0.4)
+            weather.storm({kind: min(share / n, 0.12) for kind, n in usual.items()})
             prepare(of, launched)
             starts = run(of, launched, outages)
-            weather.calm()
+            weather.storm({})
             differing = differences(of, launched.name, calm.name)
             different += bool(differing)
             print(
-                f"rehearsal: round {number}: {starts} starts, {len(weather.faults)} faults so far; "
+                f"rehearsal: round {number}: {starts} starts, {weather.count} faults so far; "
                 + (f"DIFFERENT: {'; '.join(differing)}" if differing else "equal bit for bit"),
                 flush=True,
             )
-        report(of)
         return different
-
-
-def report(of: Rehearsal) -> None:
-    """Tables: faults by kind of call; which of them came through to us."""
-    faults = of.weather.faults
-    came = []
-    for path in sorted(of.folder.glob("*/*/absorbed-*")):
-        came += [json.loads(line) for line in path.read_text().splitlines()]
-    kinds = collections.Counter(
-        (f"{fault.call.client} {fault.call.kind}", fault.what) for fault in faults
-    )
-    whats = sorted({what for _, what in kinds})
-    print(f"rehearsal: {'':20}" + "".join(f"{what:>9}" for what in whats))
-    for kind in sorted({kind for kind, _ in kinds}):
-        print(f"rehearsal: {kind:20}" + "".join(f"{kinds[kind, what]:>9}" for what in whats))
-    words = collections.Counter(text.split(":")[0] for _, text in came)
-    print(
-        f"rehearsal: {len(faults)} faults and outages of {of.weather.outages} s; "
-        f"{len(came)} times the clients gave up and we tried again ({dict(words)})",
-        flush=True,
-    )
 
 
 def main() -> int:
     """Returns 0 if no round ended differently."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--faults", type=int, default=200, help="0: slices alone")
+    parser.add_argument("--faults", type=int, default=200, help="at least so many")
     parser.add_argument("--outages", default="40,180", help="seconds, comma-separated")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="kept afterwards")

@@ -10,12 +10,6 @@ def test_the_program_of_a_rehearsal_exists():
 
 
 @pytest.mark.nightly
-def test_a_pod_goes_on_without_a_slice_that_does_not_come_for_one_start(tmp_path):
-    """To the same batches, and losses that are equal to rounding."""
-    assert rehearse_pod.rehearsed(tmp_path, faults=0, outages=(), seed=1) == 0
-
-
-@pytest.mark.nightly
 def test_a_pod_outlasts_a_failing_bucket_two_preemptions_and_new_machines(tmp_path):
     """The small form of `make rehearse-pod`: as GKE starts it, to the bits of a run undisturbed."""
     assert rehearse_pod.rehearsed(tmp_path, faults=25, outages=(15.0,), seed=1) == 0

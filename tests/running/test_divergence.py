@@ -140,19 +140,6 @@ def test_bad_steps_that_come_back_are_left_out_with_earlier_ones(file, tmp_path,
 
 
 @pytest.mark.long
-def test_a_run_ends_where_no_checkpoint_is_old_enough(file, tmp_path, monkeypatch):
-    """The second goes back further than the first; of 12 and 14, which are kept, none is of 9."""
-    poison(monkeypatch, {11, 12, 13, 14, 15, 16})
-    kept = ("run.checkpoint_every=2", "run.keep_checkpoints=2", "run.keep_best=0")
-    outcome, shown = pretrain(file, tmp_path / "w", "phases.0.steps=20", *kept)
-    assert outcome == "failed" and shown.count("rolling back") == 1
-    assert "failed: steps 14 to 16 have no finite loss or gradient, and no checkpoint from" in shown
-    assert "larger run.keep_checkpoints or a lower optimizer.peak_learning_rate" in shown
-    left = {path.name for path in (tmp_path / "w" / "checkpoints").iterdir()}
-    assert left == {"12", "14"}
-
-
-@pytest.mark.long
 def test_fewer_bad_steps_are_passed_over(file, tmp_path, monkeypatch):
     """Their lines say so, and have no loss; no state is saved while its newest steps are bad."""
     poison(monkeypatch, {5, 6, 8})
@@ -240,19 +227,6 @@ def test_a_checkpoint_found_damaged_in_a_roll_back_is_saved_again(
 
 
 @pytest.mark.long
-def test_a_stop_in_the_last_step_of_a_run_that_has_to_go_back_is_no_end(
-    file, tmp_path, monkeypatch
-):
-    settings = ("phases.0.steps=6", "phases.1.steps=2", "run.log_every=99")
-    poison(monkeypatch, {3, 4, 5})
-    with signal_before(7):
-        outcome, shown = pretrain(file, tmp_path / "w", *settings)
-    assert outcome == "stopped" and "not saved: the run must roll back" in shown
-    assert pretrain(file, tmp_path / "w", *settings)[0] == "finished"
-    assert final_state(tmp_path / "w")[0] == 8
-
-
-@pytest.mark.long
 def test_few_steps_wait_for_the_devices(file, tmp_path, monkeypatch):
     """A request to stop waits for them, and so does the watchdog."""
     make, waiting, most = step.make_train_step, [], [0]
@@ -283,24 +257,6 @@ def test_few_steps_wait_for_the_devices(file, tmp_path, monkeypatch):
     assert 1 <= most[0] <= 5  # the one at work, too
 
 
-@pytest.mark.long
-def test_a_run_may_stop_instead(file, tmp_path, monkeypatch):
-    poison(monkeypatch, {5, 6, 7})
-    outcome, shown = pretrain(file, tmp_path / "w", "optimizer.after_bad_steps=stop")
-    assert outcome == "failed"
-    assert "failed: no finite loss or gradient in the 3 steps from 5 to 7" in shown
-    assert [p.name for p in (tmp_path / "w" / "checkpoints").iterdir()] == ["4"]
-
-
-@pytest.mark.long
-def test_a_run_that_is_never_finite_fails_by_name(file, tmp_path):
-    rate = "optimizer.peak_learning_rate=1e30"
-    settings = (rate, "phases.0.steps=90", "optimizer.bad_steps_in_a_row=40")
-    outcome, shown = pretrain(file, tmp_path / "w", *settings)
-    assert outcome == "failed" and "steps are skipped already" in shown
-    assert "peak_learning_rate" in shown
-
-
 def test_held_out_losses_that_are_not_finite_fail_by_name(file, tmp_path, monkeypatch):
     """Though the steps are."""
     found = HeldOut.evaluate
@@ -308,18 +264,6 @@ def test_held_out_losses_that_are_not_finite_fail_by_name(file, tmp_path, monkey
     with leaving_no_state():
         outcome, shown = pretrain(file, tmp_path / "w")
     assert outcome == "failed" and "the held-out loss of step 6 is not finite" in shown
-
-
-@pytest.mark.long
-def test_a_run_whose_last_state_was_not_evaluated_says_so(file, tmp_path, monkeypatch):
-    """The last two steps are bad, too few for a roll-back, and so is the loss of what they left."""
-    poison(monkeypatch, {6, 7}, width=24)
-    found, losses = HeldOut.evaluate, iter([1.0, 1.0, 1.0, float("nan")])
-    monkeypatch.setattr(HeldOut, "evaluate", lambda *args: found(*args) | {"loss": next(losses)})
-    outcome, shown = pretrain(file, tmp_path / "w")
-    (last,) = (line for line in shown.splitlines() if line.startswith("finished: "))
-    assert outcome == "finished" and "step 18: " in last and "(step 22)" in last
-    assert "2 steps skipped" in last
 
 
 # --- the decisions ------------------------------------------------------------------------------
@@ -398,24 +342,6 @@ def lines(losses):
         {"kind": "train", "step": 10 * i + 10, "worst_step": 10 * i + 3, "worst_step_loss": loss}
         for i, loss in enumerate(losses)
     ]
-
-
-def test_a_jump_is_found_and_named():
-    rng = np.random.default_rng(0)
-    usual = 3 + 0.05 * rng.standard_normal(40)
-    usual[30] = 4.2
-    found = [
-        (i, spike) for i, spike in enumerate(map(lines_lib.Spikes().check, lines(usual))) if spike
-    ]
-    assert [(i, spike[0]) for i, spike in found] == [(30, 303)]
-
-
-def test_noise_and_learning_are_no_jumps():
-    for seed in range(5):
-        rng = np.random.default_rng(seed)
-        falling = 6 * np.exp(-np.arange(300) / 60) + 2 + 0.05 * rng.standard_normal(300)
-        spikes = lines_lib.Spikes()
-        assert not any(spikes.check(line) for line in lines(falling))
 
 
 @pytest.mark.long

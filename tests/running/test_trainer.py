@@ -5,10 +5,6 @@ import json
 import os
 import pathlib
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 import types
 from unittest import mock
 
@@ -22,7 +18,7 @@ from small_run import hooked, pretrain, saves_in
 from bert_jax import config
 from bert_jax.checkpoints.load import Checkpoints
 from bert_jax.config import Run
-from bert_jax.data import batches, plans, stream, workers
+from bert_jax.data import batches, stream
 from bert_jax.errors import InputError, Unavailable
 from bert_jax.model import losses
 from bert_jax.pretraining import evaluators, prepared_corpus
@@ -197,15 +193,6 @@ def test_a_line_cut_off_in_timings_is_not_glued_to_the_next(file, run):
     assert JsonLines(epath.Path(timings)).read()[-1]["step"] == 22
 
 
-@pytest.mark.long
-def test_a_reader_that_leaves_does_not_end_the_run(file, tmp_path):
-    run = f"{sys.executable} -m bert_jax.cli pretrain {file} --workdir {tmp_path / 'w'}"
-    command = f"{run} | head -2 >/dev/null; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert done.stdout == "0\n", done.stderr
-    assert (tmp_path / "w" / "checkpoints" / "22").exists()
-
-
 def test_watched_sentences_fit_the_model():
     """None is longer than the position table, [CLS] and [SEP] counted."""
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word", "##s"]
@@ -245,28 +232,6 @@ def test_every_so_many_steps_one_is_checked(file, tmp_path, monkeypatch):
 
 
 # --- Plans of large corpora --------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_a_stop_waits_for_no_plan(file, undisturbed, tmp_path, monkeypatch):
-    """Nor does an exit: what plans is ended, and the next start plans anew."""
-    start, makers = subprocess.Popen, []
-
-    def slow(command, **named):
-        makers.append(start([sys.executable, "-c", "import time; time.sleep(100)"], **named))
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        return makers[-1]
-
-    monkeypatch.setenv("BERT_JAX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(plans, "_IN_MEMORY", 0)
-    monkeypatch.setattr(workers.subprocess, "Popen", slow)
-    assert pretrain(file, tmp_path / "w")[0] == "stopped"
-    (maker,) = makers
-    assert maker.returncode == -signal.SIGKILL
-    monkeypatch.setattr(workers.subprocess, "Popen", start)
-    assert pretrain(file, tmp_path / "w")[0] == "finished"
-    one, other = (workdir / "metrics.jsonl" for workdir in (tmp_path / "w", undisturbed))
-    assert one.read_bytes() == other.read_bytes()
 
 
 def test_waiting_for_a_plan_is_no_hang():

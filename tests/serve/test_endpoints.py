@@ -72,13 +72,6 @@ def test_examples_of_a_task(kind, given, expected):
         assert answer["model"] == "m" and [one["texts"] for one in answer["data"]] == expected
 
 
-def test_questions_are_numbered_by_their_place_in_the_request():
-    asked = {"input": [["wa ?", "wb"], ["wa ?", "wc"]]}
-    answers = endpoints.PredictEndpoint(Task_(kind="span", max_sequence_length=384))
-    items = answers.items(asked, endpoints.Limits())
-    assert [example.id for example, _ in items] == ["1", "2"]
-
-
 def test_a_text_that_asks_is_led_as_embed_leads_it(tmp_path):
     tuned.write_base(tmp_path / "base")
     trained = LoadedModel.of(open_workdir(tmp_path / "base"))

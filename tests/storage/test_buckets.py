@@ -29,20 +29,6 @@ def only(kind, fault, times=10**9):
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", OPERATIONS)
-def test_a_fault_that_passes_costs_nothing(kind, objects):
-    """See test_retry for all of them."""
-    for right in ("list", "read", "write"):
-        buckets._granted.add(("bucket", right))  # as once a run has begun
-    for fault in (Fault(401), Fault(429), Fault(503), Fault(0)):
-        objects.put("run/there", b"text", {})
-        objects.fault = only(kind, fault, times=8)  # more than the client's own tries
-        OPERATIONS[kind]()
-        wanted = {"write": {"run/there", "run/new"}, "delete": set()}
-        assert objects.files().keys() == wanted.get(kind, {"run/there"})
-
-
 DAMAGES = {
     "emptied": Fault(change=fake_gcs.emptied),
     "halved": Fault(change=fake_gcs.halved),

@@ -22,6 +22,8 @@ ROWS = [
     # Lines with too few or too many columns, as in QQP.
     ("classify", "tsv", "sentence\tlabel\nA\t1\nB\nC\t0\t1\nD\t0\n", {}, 2, [":3", ":4"]),
     ("classify", "csv", "sentence,label\nA,1\nB\n", {}, 1, [":3"]),
+    # Blank cells.
+    ("classify", "csv", "sentence,label\nA,1\n ,0\nB,\nC,0\n", {}, 2, [":3", ":4"]),
     # A label that means "no label", as in MNLI.
     ("classify", "csv", "sentence,label\nA,1\nB,-\nC,0\n", {"labels": ("1", "0")}, 2, [":3"]),
     (

@@ -1,19 +1,12 @@
 """Warnings about examples that make scores look better or worse than the model is."""
 
 import dataclasses
-import json
-import pathlib
-import re
 
-import broken
 import kinds
 import pytest
-import tuned
 from kinds import question, sentence, tagged
 
 from bert_jax.tasks import examples, scores
-from bert_jax.tools.report import page
-from bert_jax.tools.report.run_record import Record
 
 # For each kind: an example, the same text with another label, and another text.
 EXAMPLES = {
@@ -70,44 +63,3 @@ def test_labels_that_look_alike_are_named():
     (line,) = warnings_of("classify", [], [], ("tr\u00e8s", "tre\u0300s"))
     assert r"tr\xe8s" in line and r"tre\u0300s" in line
     assert warnings_of("classify", [], [], ("B-PER", "I-PER")) == []
-
-
-@pytest.mark.long
-def test_a_run_prints_its_warnings_and_shows_them_on_its_page(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tuned.write_base("base")
-    tuned.write_task(tmp_path, "classify")
-    rows = tuned.lines("train")
-    rows += [row | {"label": "Good"} for row in rows if row["label"] == "good"]
-    pathlib.Path("train").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    printed = tuned.finetune()
-    record = Record.read("run")
-    recorded = record.newest_line("task")["warnings"]
-    good = {row["sentence"] for row in rows if row["label"] == "good"}
-    assert [line.split()[0] for line in recorded] == ["11", str(len(good)), "the"]
-    html = page.render([record])
-    for line in recorded:
-        assert f"{line}\n" in printed
-        assert line.split(" (")[0].replace("'", "&#39;") in html
-    assert recorded[0] in broken.said("finetune --workdir run")
-
-
-@pytest.mark.long
-def test_truncated_questions_are_counted_and_each_validation_file_is_scored(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tuned.write_base("base")
-    tuned.write_task(tmp_path, "span")
-    other = json.dumps(tuned.questions(6))
-    pathlib.Path("other.json").write_text(re.sub(r'"q(\d)', r'"p\1', other))
-    setting = "task.validation=squad:test,squad:other.json"
-    printed = tuned.finetune("--set", "task.max_query_length=1", "--set", setting)
-    assert "task.max_query_length=1: 16 of train, 17 of validation" in printed
-    (scored,) = tuned.predict("--score")
-    assert scored["examples"] == 17
-    for name, source in (("test", "squad:test"), ("other", "squad:other.json")):
-        (alone,) = tuned.predict("--score", "--source", source)
-        assert scored[f"f1/{name}"] == pytest.approx(alone["f1"])
-    # Training reports the same scores, with the threshold that is best for all files together.
-    (*_, last) = (line for line in tuned.lines("run/metrics.jsonl") if line["kind"] == "scores")
-    for name in ("f1", "f1/test", "f1/other"):
-        assert last[name] == pytest.approx(scored[name])

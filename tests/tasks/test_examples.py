@@ -293,21 +293,3 @@ def test_texts_are_typed_in_lines_and_as_arguments():
     ):
         with pytest.raises(InputError, match=what):
             parsed(task(kind, "squad:x" if kind == "span" else "jsonl:x"), line)
-
-
-@pytest.mark.parametrize("word", ["csv", "jsonl"])
-def test_examples_with_blank_cells_are_left_out_by_choice_alone(tmp_path, word):
-    pairs = ("wa", "1"), (None, "0"), ("wb", " "), ("wc", "0")
-    content = lines_of({"sentence": text, "label": label} for text, label in pairs)
-    if word == "csv":
-        content = "sentence,label\nwa,1\n ,0\nwb,\nwc,0\n"
-    with pytest.raises(InputError, match=r"column 'sentence'"):
-        read(tmp_path, word, content)
-    path, tally = tmp_path / f"x.{word}", examples.Tally()
-    skipping = task("classify", f"{word}:{path}", broken_rows="skip")
-    found = examples.read(skipping, (f"{word}:{path}",), "labelled", tally)
-    assert [(example.texts, example.label) for example in found] == [(("wa",), "1"), (("wc",), "0")]
-    places = [place for place, _ in tally.broken]
-    assert places == [f"{path}:{FIRST[word] + 1}", f"{path}:{FIRST[word] + 2}"]
-    with pytest.raises(InputError, match="holds no examples"):
-        read(tmp_path, "jsonl", '{"sentence": "", "label": "1"}\n', broken_rows="skip")

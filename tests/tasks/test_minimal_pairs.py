@@ -16,7 +16,6 @@ from bert_jax.checkpoints import base as base_lib
 from bert_jax.config import Finetuning, Parallelism
 from bert_jax.errors import InputError
 from bert_jax.model.encoder import Loop
-from bert_jax.pretraining import loaded_model
 from bert_jax.tasks import minimal_pairs, probes
 from bert_jax.tasks.adaptation import MeshEncoder
 from bert_jax.tasks.examples import MinimalPair
@@ -97,22 +96,6 @@ KINDS = pytest.mark.parametrize(
     "kind",
     [{"kind": "bert"}, pytest.param({"kind": "modern", "global_every": 1}, marks=pytest.mark.long)],
 )
-
-
-@pytest.mark.long
-@KINDS
-def test_texts_of_all_lengths_equal_one_mask_at_a_time(tmp_path, kind):
-    """Against the predictor, which is given one text with one mask, of no others' length."""
-    counts = (1, 5, 7, 30, 6, 6, 2, 14, 62, 9)
-    texts, found, model, params = drawn_of(tmp_path, 4, counts, **kind)
-    predictor = loaded_model.Predictor(model, TOKENIZER)
-    for ids, value in zip(texts, found, strict=True):
-        wanted = 0.0
-        for i, token in enumerate(ids):
-            masked = [*ids[:i], TOKENIZER.mask_id, *ids[i + 1 :]]
-            probabilities, _ = predictor.probabilities(params, masked, None)
-            wanted += float(np.log(probabilities[0, token]))
-        assert value == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.long

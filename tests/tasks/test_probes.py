@@ -1,9 +1,7 @@
 """What a linear layer reads off an encoder while it is pre-trained."""
 
-import dataclasses
 import functools
 import json
-import shutil
 
 import broken
 import jax
@@ -12,12 +10,8 @@ import numpy as np
 import pytest
 import samples
 from compare import assert_close
-from etils import epath
 from small_run import final_state, pretrain, write_text
 
-import bert_jax
-from bert_jax.checkpoints import base as base_lib
-from bert_jax.checkpoints.base import TextVectors
 from bert_jax.config import Parallelism
 from bert_jax.errors import InputError
 from bert_jax.pretraining import evaluators
@@ -67,7 +61,6 @@ def folder(tmp_path_factory):
     write("pairs", **same)
     write("words", kind="tag", text_column="words", label_column="tags", score="accuracy")
     write("values", kind="regress", second_column="b")
-    write("near", "own", "own", kind="similar", second_column="b", label_column="value")
     write("alike", "same", "same", **same)
     goods = {"kind": "minimal_pairs", "validation": (f"jsonl:{folder}/goods",)}
     columns = {"text_column": "good", "second_column": "bad", "label_column": "of"}
@@ -167,35 +160,6 @@ def test_probes_run_before_between_and_after_and_change_nothing(folder, finished
     page = (tmp_path / "with" / "report.html").read_text()
     for words in ("on the frozen encoder", "Probe letters", ">majority<", "Minimal pairs minimal"):
         assert words in page, words
-
-
-@pytest.mark.long
-def test_vectors_that_get_lost_are_spoken_of(folder, copy_of_run, tmp_path):
-    """Those of a base that gives vectors, as it makes them."""
-    base = epath.Path(tmp_path / "base")
-    broken.said(f"import run --workdir {base}")
-    known = base_lib.read(base)
-    shutil.rmtree(base)
-    base_lib.write(dataclasses.replace(known, vectors=TextVectors("cls", normalize=True)), base)
-    # What the base itself thinks of the texts is the truth: whatever is learned leads away from it.
-    model = bert_jax.load(str(base))
-    texts = list(map(json.loads, (folder / "test").read_text().splitlines()))
-    for text in texts:
-        text["value"] = float(np.prod(model.embed([text["sentence"], text["b"]]), axis=0).sum())
-    (folder / "own").write_text("\n".join(map(json.dumps, texts)) + "\n")
-    settings = f"init_from={base}", "optimizer.peak_learning_rate=0.3", probed(folder, "near")
-    outcome, shown = pretrain(folder / "small.py", tmp_path / "run", *settings)
-    assert outcome == "finished"
-    before, *_, after = (line["scores"]["near"] for line in lines(tmp_path / "run"))
-    assert before > 0.99 and after < 0.9
-    assert f"near was {before:.4f} in {base}" in shown
-    asked = {}
-    for place in (str(base), "run"):  # the same encoder, pooled as it says, and by the mean
-        said = broken.said(f"evaluate --workdir {place} --task {folder}/near.py")
-        asked[place] = json.loads(said.splitlines()[-1])["scores"]["near"]
-    # Cosines of [CLS] are so near to each other that rounding decides about some places.
-    assert asked[str(base)] == pytest.approx(before, abs=0.05)
-    assert abs(asked["run"] - before) > 0.1
 
 
 def test_probes_that_were_added_since_the_first_step_are_not_compared():

@@ -20,7 +20,6 @@ from bert_jax.running.lines import should_stop_early
 from bert_jax.storage.mirror import open_workdir
 from bert_jax.storage.workdir import Workdir, load_experiment
 from bert_jax.tasks.finetuning_job import FinetuningJob
-from bert_jax.tasks.rows import TaskBatches
 from bert_jax.training import mesh as mesh_lib
 from bert_jax.training import step
 
@@ -123,21 +122,6 @@ def test_two_processes_are_one_run(lora):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.long
-def test_a_run_goes_back_over_steps_without_a_loss(monkeypatch):
-    good = TaskBatches.batch
-
-    def batch(self, number, rows):
-        found = good(self, number, rows)
-        return found | {"row_weights": found["row_weights"] * (np.nan if number in (4, 5) else 1)}
-
-    monkeypatch.setattr(TaskBatches, "batch", batch)
-    finished("back", *LORA, "optimizer.bad_steps_in_a_row=2", "run.checkpoint_every=2")
-    _, state = final_state("back")
-    assert state["skipped_steps"][:4].tolist() == [3, 4, 5, -1] and state["step"] == 12
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
-
-
 def test_a_checkpoint_holds_what_learns_alone(lora):
     setup, state = final_state(lora)
     begun = setup.objective.init_params(jax.random.key(setup.experiment.seed))
@@ -221,20 +205,6 @@ def test_a_run_goes_on_over_its_own_base_settings_and_examples_alone(lora):
         train.write_text(before.replace('"good"', f'"{label}"', 1))
         refuses(lora, f"{lora}: {what}", "--workdir", settings=LORA)
     train.write_text(before)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("settings", "base", "words"),
-    [
-        (("task.max_sequence_length=33",), "--from run", ("task.max_sequence_length=33", "32")),
-        (("batch_size=6",), "--from run", ("finetuning.batch_size=6",)),
-        ((), "", ("--from: name a base or a run",)),
-        ((), "--from nowhere", ("nowhere",)),
-    ],
-)
-def test_what_cannot_be_is_refused(settings, base, words):
-    refuses("new", *words, settings=settings, base=base)
 
 
 def test_each_command_takes_its_own_kind_of_file(lora):

@@ -2,10 +2,7 @@
 
 import collections
 import gzip
-import io
 import itertools
-import json
-import random
 import re
 import threading
 import time
@@ -63,36 +60,6 @@ def test_an_object_is_asked_for_a_range_at_a_time(objects, word, line, monkeypat
     assert len(read(f"{word}:gs://bucket/texts")) == 20_000
     asked = [kind for _, kind in objects.requests if kind == "read"]
     assert len(asked) < 2 * (len(content) / 2**16 + 5)  # each range twice: it has no checksum
-
-
-@pytest.mark.parametrize("word", ["text", "jsonl", "parquet"])
-def test_a_bucket_whose_answers_are_cut_or_damaged_gives_the_same_corpus(
-    objects, tmp_path, word, monkeypatch
-):
-    monkeypatch.setattr(fake_gcs, "_PAGE", 20)
-    monkeypatch.setattr(parts, "PART_BYTES", 2000)  # some objects are read in ranges
-    rng = random.Random(0)
-    for number in range(3 if word == "parquet" else 40):
-        text = " ".join("".join(rng.choices("abcdef", k=4)) for _ in range(30)) + "."
-        if word == "parquet":
-            table = pyarrow.table({"text": [f"{text} {i}" for i in range(9)]})
-            sink = io.BytesIO()
-            pyarrow.parquet.write_table(table, sink, row_group_size=3)
-            content = sink.getvalue()
-        else:
-            content = (text if word == "text" else json.dumps({"text": text})).encode()
-        objects.put(f"texts/{number}.{'txt' if word == 'text' else word}", content, {})
-    source = Corpus(sources=(f"{word}:gs://bucket/texts",))
-
-    def prepared(name):
-        return corpus.prepare(source, 60, epath.Path(tmp_path) / name, lambda line: None)["files"]
-
-    whole, draw = prepared("whole"), rng.random
-    changes = {0.05: fake_gcs.emptied, 0.1: fake_gcs.halved, 0.15: fake_gcs.flipped}
-    objects.fault = lambda method, name, kind: next(
-        (Fault(change=change) for below, change in changes.items() if draw() < below), None
-    )
-    assert prepared("damaged") == whole
 
 
 def test_many_small_objects_are_asked_for_once_each(objects, tmp_path, monkeypatch):
@@ -154,25 +121,6 @@ def test_an_object_that_clients_unpack_unasked_is_refused(objects):
     objects.encoding = "gzip"
     with pytest.raises(InputError, match=r"gs://bucket/texts/a\.txt: .*Content-Encoding: gzip"):
         read("text:gs://bucket/texts")
-
-
-@pytest.mark.parametrize("system", ["gs://bucket", "memory://"])
-def test_bytes_of_another_encoding_are_named_as_those_here(objects, system):
-    objects.put("latin/a.txt", b"Text.\n" * 9 + b"\xff", {})
-    fsspec.filesystem("memory").pipe("/latin/a.txt", b"Text.\n" * 9 + b"\xff")
-    with pytest.raises(InputError, match=r"latin/a\.txt: byte 54 is not utf-8.*corpus\.encoding"):
-        read(f"text:{system}/latin/a.txt")
-
-
-@pytest.mark.parametrize("system", ["gs://bucket", "memory://"])
-def test_names_and_patterns_are_asked_as_those_here(objects, system):
-    objects.put("plain/reviews.jsonl", b'{"text": "Text."}', {})
-    fsspec.filesystem("memory").pipe("/plain/reviews.jsonl", b'{"text": "Text."}')
-    for place in ("plain/*", "plain/reviews.jsonl"):
-        with pytest.raises(InputError, match=r"reviews\.jsonl is not plain text by its name"):
-            read(f"text:{system}/{place}")
-    with pytest.raises(InputError, match=r"corpus\.sources: text:.*\*\*"):
-        read(f"text:{system}/plain/a**")
 
 
 class Silent(Exception):

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import json
 import lzma
-import re
 import tracemalloc
 
 import numpy as np
@@ -167,23 +166,10 @@ def test_a_line_of_a_document_knows_its_place(tmp_path):
     assert [record.location(0), record.location(1)] == [f"{path}:2"] * 2
 
 
-def test_a_source_without_files_is_refused_by_name(tmp_path):
-    write(tmp_path / "a.jsonl", '{"text": "x"}')
-    for place in ("none/*.txt", "none", ""):
-        with pytest.raises(InputError, match=re.escape(f"text:{tmp_path / place}: ")):
-            read(f"text:{tmp_path / place}")
-
-
 def test_a_file_is_taken_by_its_name_whatever_stands_in_it(tmp_path):
     path = write(tmp_path / "book [1].txt", "Text.")
     for place in (path, f"file://{path}"):
         assert [d.text for d in read(f"text:{place}")] == ["Text."]
-
-
-def test_a_pattern_takes_files_of_any_name_in_order(tmp_path):
-    for name in ("b.text", "a.md", "c.rst"):
-        write(tmp_path / name, name)
-    assert [d.text for d in read(f"text:{tmp_path}/?.*t*")] == ["b.text", "c.rst"]
 
 
 CONTRADICTIONS = {

@@ -328,24 +328,6 @@ def test_wrong_bytes_are_replaced_by_choice(tmp_path, layout):
     assert document.text == "caf\ufffd one."
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", pytest.param("unigram", marks=pytest.mark.long)])
-def test_a_text_too_small_for_the_vocabulary_leaves_pieces_unused(tmp_path, kind):
-    """As in the vocabularies of BERT itself; what is there is what the exact size gives."""
-    texts = [f"{words(number)}. {words(number + 50)}." for number in range(20)]
-    made, opened, said = prepared(tmp_path, 900, *texts, tokenizer_kind=kind)
-    (line,) = [line for line in said if "[unused]" in line]
-    exact = int(line.rpartition("=")[2].split()[0])
-    assert opened.size == 900 and exact < 900
-    assert not any("unused" in opened.token(i) for i in opened.encode("[unused0]"))
-    small, pieces, said = prepared(tmp_path, exact, tokenizer_kind=kind)
-    assert not [line for line in said if "[unused]" in line]
-    assert small["splits"] == made["splits"]
-    for text in (words(3), words(77) + "."):
-        assert list(map(opened.token, opened.encode(text))) == list(
-            map(pieces.token, pieces.encode(text))
-        )
-
-
 def test_utf8_under_another_name_is_refused_by_prepare(tmp_path):
     """Windows-1252 reads any bytes: the files that are UTF-8 would be garbled without a word."""
     for number in range(20):

@@ -1,10 +1,8 @@
 """Vocabularies cut to what a text uses, and with words more, of all forms that are read."""
 
-import itertools
 import json
 
 import forms
-import numpy as np
 import pytest
 import tokenizers
 from etils import epath
@@ -126,14 +124,3 @@ def test_the_library_reads_what_was_cut_with_the_same_ids(name, tmp_path):
     special = {t["id"]: t["content"] for t in json.loads(new.content)["added_tokens"]}
     assert all(plain.id_to_token(i) == content for i, content in special.items())
     assert library.read(epath.Path(tmp_path / "tokenizer.json")).sha256 == new.sha256
-
-
-@pytest.mark.long
-def test_the_pieces_of_words_hold_for_all_merges():
-    old = FORMS["roberta"]
-    for piece in itertools.islice(json.loads(old.content)["model"]["vocab"], 260, 500):
-        counted = np.zeros(old.size, np.int64)
-        counted[[i for i in range(old.size) if old.token(i) == piece]] = 1
-        new, _ = trim(old, counted, 0, "--keep")
-        text = tokenizers.decoders.ByteLevel().decode([piece])
-        assert pieces(new, text) == pieces(old, text)

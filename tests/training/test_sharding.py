@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import samples
 from compare import assert_close
@@ -15,10 +14,8 @@ from test_step import assert_same_run, reference  # noqa: F401
 
 from bert_jax.config import Optimizer, Parallelism
 from bert_jax.errors import InputError
-from bert_jax.model import heads, layers, losses
-from bert_jax.model.encoder import Loop
+from bert_jax.model import heads, losses
 from bert_jax.training import mesh as mesh_lib
-from bert_jax.training import optimizer as optimizer_lib
 from bert_jax.training import sharding, step
 from bert_jax.training.collectives import Method
 from bert_jax.training.objective import Pretraining
@@ -184,37 +181,6 @@ def _collectives(parallelism, parts):
         False,
     )
     return outside, inside
-
-
-@pytest.mark.nightly
-def test_pmap_gives_the_same_step():
-    """Upstream keeps pmap alive on top of jit; this witnesses that the step is what it computes."""
-    model, cfg, devices = samples.MODEL, samples.OPTIMIZER, 4
-    params = heads.init_params(model, jax.random.key(0, impl="threefry2x32"))
-    batch = samples.train_batches().batch(0, np.arange(8))
-    key = step.phase_key(model, 0, 0)
-    cut = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)
-
-    def gradient(params, part):
-        weights = jax.lax.psum(part["masked_lm_weights"].sum(), "data")
-
-        def loss(params):
-            noise = layers.RowNoise.of(key, part["rows"])
-            logits = heads.pretraining_logits(model, params, part, noise, Loop())
-            sums = losses.pretraining(*logits, part)
-            masked_lm = sums["masked_lm_loss"][0] / (weights + losses.MASKED_LM_EPS)
-            return masked_lm + sums["next_sentence_loss"][0] / 8
-
-        return jax.lax.psum(jax.grad(loss)(params), "data")
-
-    everywhere = jax.pmap(gradient, axis_name="data", in_axes=(None, 0))(params, cut)
-    total, _ = optimizer_lib.clip(jax.tree.map(lambda g: g[0], everywhere), cfg.clip_norm)
-    tx = optimizer_lib.make_optimizer(cfg)
-    update, _ = tx.update(total, tx.init(params), params)
-    rate = optimizer_lib.schedule(cfg, samples.TOTAL, jnp.int32(0))
-    expected = optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, update))
-    state, _ = samples.run(1, devices=devices)
-    assert_close(state["params"], jax.device_get(expected), 1e-6)
 
 
 # --- the table ---------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import random
 import broken
 import plain
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_jax.errors import InputError
@@ -142,23 +141,6 @@ lines = st.one_of(
     st.sampled_from(SAMPLE.split(b"\n")),
 )
 files = st.lists(lines, max_size=25).map(b"\n".join)
-
-
-@pytest.mark.long
-@given(
-    texts=st.lists(files, min_size=1, max_size=3),
-    max_seq_length=st.integers(5, 70),
-    max_predictions_per_seq=st.integers(1, 80),
-    short_seq_prob=st.sampled_from([0.0, 0.1, 0.9]),
-    masked_lm_prob=st.sampled_from([0.0, 0.15, 0.5, 0.99]),
-    whole_word_mask=st.booleans(),
-    do_lower_case=st.booleans(),
-    random_seed=st.integers(0, 2**31),
-)
-def test_any_text_gives_what_the_plain_implementation_gives(
-    texts, tmp_path_factory, vocab, **changes
-):
-    assert_plain(tmp_path_factory.mktemp("any"), texts, vocab, **changes)
 
 
 def test_the_command_writes_what_the_library_does(tmp_path, vocab):

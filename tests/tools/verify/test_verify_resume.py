@@ -88,19 +88,6 @@ def test_a_round_of_each_kind_finds_no_difference(verified):
     }  # fmt: skip
 
 
-@pytest.mark.long
-def test_a_folder_with_something_of_the_user_s_is_refused(verified, tmp_path):
-    folder, _ = verified
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    (copy / "thesis.txt").write_text("mine")
-    before = sorted(path.name for path in copy.rglob("*"))
-    refused = bert_jax("verify-resume", folder / "experiment.json", "--workdir", copy)
-    assert refused.returncode == 2
-    assert "holds thesis.txt, which `verify-resume` did not make" in refused.stderr.decode()
-    assert sorted(path.name for path in copy.rglob("*")) == before
-
-
 # --- what would be found ------------------------------------------------------------------------
 
 
