@@ -1,0 +1,230 @@
+"""The runs that each rule asks for, what is kept of them, and a whole suite that is killed."""
+
+import csv
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import suite_data
+import tuned
+from broken import asked, fails, said
+from etils import epath
+
+from bert_jax import config
+from bert_jax.config import Suite
+from bert_jax.storage.workdir import read_json
+from bert_jax.tools.benchmark import suite_files, suite_table
+from bert_jax.tools.benchmark.suite_runs import Benchmark, Start
+from bert_jax.tools.compare import sweep
+
+GLUE = config.load_suite("glue")
+RATES = ("5e-5", "4e-5", "3e-5", "2e-5")
+SETTINGS = ["--set", "task.max_sequence_length=32", "--set", "optimizer.peak_learning_rate=3e-3"]
+
+
+class Quiet:
+    def report(self, line):
+        pass
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A base and the files of GLUE; the current folder."""
+    tuned.write_base(tmp_path / "base")
+    suite_data.glue(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The runs that were asked for, each as (task, rate, batch, seed, base); none is done.
+
+    The best rate is 3e-5 with 16 examples; the best seed is 2. `scores` may be replaced.
+    """
+    found = []
+
+    def score(task, rate, batch, seed):
+        return 0.5 + 0.1 * (rate == 3e-5) + 0.01 * (batch == 16) + 0.001 * (seed == 2)
+
+    def run_member(member, base, workdir, progress):
+        e = member.experiment
+        setting = (e.name, e.optimizer.peak_learning_rate, e.batch_size, e.seed)
+        found.append((*setting, base))
+        value = run_member.score(*setting)
+        if value is None:
+            return "failed", []
+        (task,) = (task for task in GLUE.tasks if task.name == e.name)
+        line = {"score": value} | {score.name: value for score in task.scores}
+        return run_member.outcome, [line]
+
+    run_member.score, run_member.outcome, run_member.found = score, "finished", found
+    monkeypatch.setattr(sweep, "run_member", run_member)
+    monkeypatch.setattr(Benchmark, "_predict", lambda *_: None)
+    monkeypatch.setattr(Benchmark, "_make_start", lambda self, name: Start(f"of {name}", name))
+    return run_member
+
+
+def benchmark(rules, seeds=None, only=("MNLI", "RTE")):
+    tasks = tuple(task for task in GLUE.tasks if task.name in only)
+    suite = Suite(name="small", tasks=tasks)
+    checked = suite_files.check_suite(suite, "data", ["task.max_sequence_length=32"])
+    return Benchmark(suite, checked, epath.Path("w"), rules, seeds, Quiet())
+
+
+def test_by_the_paper_settings_are_chosen_with_one_seed_and_small_tasks_have_five(folder, runs):
+    found = benchmark("paper")
+    assert found.run("base") == "finished"
+    searched = [(float(rate), batch, 1) for rate in RATES for batch in (16, 32)]
+    more = [(3e-5, 16, seed) for seed in (2, 3, 4, 5)]
+    assert [run[1:4] for run in runs.found if run[0] == "MNLI"] == searched
+    assert [run[1:4] for run in runs.found if run[0] == "RTE"] == searched + more
+    assert {run[4] for run in runs.found} == {"base"}
+    mnli, rte = found.cells
+    assert rte.settings == {"optimizer.peak_learning_rate": "3e-5", "batch_size": "16"}
+    assert (len(mnli.seeds), len(rte.seeds)) == (1, 5)
+    assert rte.best["settings"]["seed"] == "2"
+    mean, deviation = rte.mean(rte.task.scores[0])
+    assert mean == pytest.approx(0.6102) and deviation == pytest.approx(0.001 / 5**0.5)
+
+
+def test_one_setting_needs_no_search_and_seeds_may_be_given(folder, runs):
+    assert benchmark("one", seeds=3).run("base") == "finished"
+    assert [run[:4] for run in runs.found] == [
+        (name, 5e-5, 32, seed) for name in ("MNLI", "RTE") for seed in (1, 2, 3)
+    ]
+
+
+def test_by_the_rule_intermediate_some_tasks_start_from_another_model(folder, runs):
+    found = benchmark("intermediate", only=("MNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE"))
+    assert found.run("base") == "finished"
+    starts = {run[0]: run[4] for run in runs.found}
+    small = dict.fromkeys(("STS-B", "MRPC", "RTE"), "of MNLI")
+    assert starts == {"MNLI": "base", "SST-2": "base", "CoLA": "base"} | small
+
+
+def test_what_is_done_is_skipped_unless_settings_base_or_examples_differ(folder, runs):
+    def count(rules="one", **options):
+        runs.found.clear()
+        benchmark(rules, **options).run("base")
+        return len(runs.found)
+
+    assert count(seeds=2) == 4
+    assert count(seeds=2) == 0
+    assert count(seeds=3) == 2
+    # One of the eight settings of the search is the one that was run.
+    assert count("paper", seeds=1) == 14
+    path = folder / "data/RTE/train.tsv"
+    path.write_text(path.read_text().replace("wa wa", "wb wa", 1))
+    assert count(seeds=3) == 3
+    tuned.write_base(folder / "other", seed=1)
+    (folder / "base").rename(folder / "before")
+    (folder / "other").rename(folder / "base")
+    assert count(seeds=3) == 6
+
+
+def test_a_failed_run_leaves_the_others_and_is_tried_again(folder, runs):
+    score = runs.score
+    runs.score = lambda task, rate, *more: None if rate == 3e-5 else score(task, rate, *more)
+    found = benchmark("paper", only=("RTE",))
+    assert found.run("base") == "failed"
+    assert found.cells[0].settings["optimizer.peak_learning_rate"] == "5e-5"
+    runs.score = score
+    found = benchmark("paper", only=("RTE",))
+    assert found.run("base") == "finished"
+    assert found.cells[0].settings["optimizer.peak_learning_rate"] == "3e-5"
+
+
+def test_a_stop_ends_the_suite(folder, runs):
+    runs.outcome = "stopped"
+    assert benchmark("one").run("base") == "stopped"
+    assert len(runs.found) == 1
+
+
+def test_the_table_has_published_values_beside_ours(folder, runs):
+    found = benchmark("paper")
+    found.run("base")
+    suite_table.write(found)
+    rows = list(csv.DictReader(pathlib.Path("w/table.csv").open()))
+    assert [(row["task"], row["score"]) for row in rows] == [
+        ("MNLI-m", "accuracy"),
+        ("MNLI-mm", "accuracy"),
+        ("RTE", "accuracy"),
+    ]
+    assert rows[2]["published dev"] == "64.76" and rows[2]["published test"] == "66.4"
+    assert float(rows[2]["best"]) == pytest.approx(0.611)
+    page = pathlib.Path("w/table.html").read_text()
+    assert "64.76" in page and "61.02" in page and "<svg" in page
+
+
+def test_arguments_are_refused_before_anything_is_run(folder):
+    words = "benchmark glue --from base --data data --out w"
+    fails(words.replace("glue", "gleu"), "gleu", "glue")
+    fails(words.replace("--from base", "--from nowhere"), "nowhere")
+    fails(words, "MNLI", "task.max_sequence_length=128")  # the base has 64 positions
+    fails(words.replace("--data data", "--data base"), "base/MNLI/train.tsv", "MNLI.zip")
+    pathlib.Path("mine").mkdir()
+    pathlib.Path("mine/notes").touch()
+    fails(words.replace("--out w", "--out mine"), "mine", "--out")
+    assert not pathlib.Path("w").exists() or not [*pathlib.Path("w").iterdir()]
+
+
+SMALL = """
+from bert_jax import config
+from bert_jax.config import Suite
+
+
+def suite():
+    tasks = config.load_suite("glue").tasks
+    return Suite(name="small", archive="small.zip",
+                 tasks=tuple(task for task in tasks if task.name in {only}))
+"""
+
+
+def command(out, *more):
+    words = ["benchmark", "small.py", "--from", "base", "--data", "data", "--out", out, *SETTINGS]
+    return [*words, "--set", "run.checkpoint_every=2", *more]
+
+
+def results(out):
+    """The table but for its minutes, and the archive."""
+    rows = list(csv.DictReader(pathlib.Path(out, "table.csv").open()))
+    for row in rows:
+        del row["minutes"]
+    return rows, pathlib.Path(out, "small.zip").read_bytes()
+
+
+@pytest.mark.long
+def test_a_suite_that_is_killed_at_random_ends_at_the_same_table(folder):
+    pathlib.Path("small.py").write_text(SMALL.format(only=("MNLI", "STS-B")))
+    more = ("--rules", "intermediate", "--seeds", "2", "--set", "epochs=6")
+    more += ("--set", "run.checkpoint_every=2")
+    words = [word for word in command("killed", *more)]
+    path = pathlib.Path("small.py")
+    path.write_text(path.read_text().replace("tasks=tuple(task", "tasks=tuple(short(task)"))
+    path.write_text(
+        "import dataclasses\n\n\ndef short(task):\n    return dataclasses.replace("
+        "task, sweep=('batch_size=16,32',))\n" + path.read_text()
+    )
+    said(command("whole", *more))
+    random_ = random.Random(0)
+    for _ in range(4):
+        process = subprocess.Popen([sys.executable, "-m", "bert_jax.cli", *words])
+        time.sleep(random_.uniform(4, 25))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    said(words)
+    assert results("killed") == results("whole")
+    record = read_json(epath.Path("killed/benchmark.json"), 1)
+    # 2 of a search, and 1 further seed, for each task.
+    assert len(record["runs"]) == 6
+    starts = [*pathlib.Path("killed/bases").iterdir()]
+    assert len(starts) == 1 and starts[0].name.startswith("MNLI_")
+    code, out, _ = asked(words)
+    assert code == 0 and "finetune:" not in out
+    assert os.path.getsize("killed/table.html")
