@@ -3,6 +3,7 @@
 The first text of an example holds a good word if the label is the last one, else a bad word.
 """
 
+import json
 import pathlib
 from collections.abc import Iterator
 
@@ -93,3 +94,72 @@ def write(folder: pathlib.Path, files: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(content, encoding="utf-8")
+
+
+# --- SQuAD, SWAG and CoNLL-2003 -----------------------------------------------------------------
+
+
+def squad(count: int, version: str) -> str:
+    """Returns questions about contexts of numbered words; in 2.0 every third has no answer."""
+    paragraphs = []
+    for number in range(count):
+        words = [(GOOD + BAD)[(number + i) % 8] for i in range(6 + number % 5)]
+        answer = {"text": " ".join(words[2:4]), "answer_start": len(" ".join(words[:2])) + 1}
+        question = {"id": f"q{number}", "question": "wa ?", "answers": [answer]}
+        if version == "v2.0":
+            question["is_impossible"] = number % 3 == 0
+            question["answers"] = [] if number % 3 == 0 else [answer]
+        paragraphs.append({"context": " ".join(words), "qas": [question]})
+    articles = [{"title": "words", "paragraphs": paragraphs}]
+    return json.dumps({"version": version.replace("v1", "1"), "data": articles})
+
+
+SWAG_COLUMNS = ",video-id,fold-ind,startphrase,sent1,sent2,gold-source"
+SWAG_COLUMNS += ",ending0,ending1,ending2,ending3,label"
+
+
+def swag(count: int) -> str:
+    """Returns sentences whose right continuation has a good word; one cell has a comma."""
+    lines = [SWAG_COLUMNS]
+    for number in range(count):
+        right = number % 4
+        ends = [f"{(GOOD if i == right else BAD)[number // 4 % 4]} wa" for i in range(4)]
+        ends[3] = f'"{ends[3]}, wb"'
+        cells = [number, f"v{number}", number, "wa wb . wc", "wa wb .", "wc", "gold", *ends, right]
+        lines.append(",".join(map(str, cells)))
+    return "".join(f"{line}\n" for line in lines)
+
+
+CONLL = {
+    # As distributed: B- only where an entity follows another one of the same type.
+    "IOB1": ("I-PER I-PER O I-LOC B-LOC O", "O I-ORG I-ORG O I-MISC"),
+    "IOB2": ("B-PER I-PER O B-LOC B-LOC O", "O B-ORG I-ORG O B-MISC"),
+}
+
+
+def conll(count: int, scheme: str) -> str:
+    """Returns sentences with a part of speech, a chunk and a tag for each word, in two documents.
+
+    The words of entities are good ones.
+    """
+    lines = ["-DOCSTART- -X- -X- O", ""]
+    for number in range(count):
+        if number == count // 2:
+            lines += ["-DOCSTART- -X- -X- O", ""]
+        for position, tag in enumerate(CONLL[scheme][number % 2].split()):
+            word = (BAD if tag == "O" else GOOD)[(number + position) % 4]
+            lines.append(f"{word} NN I-NP {tag}")
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def paper(folder: pathlib.Path, scheme: str = "IOB1") -> None:
+    """Writes the files of all tables of the paper."""
+    glue(folder)
+    versions = ("v1.1", "v2.0")
+    counts = {"train": 24, "dev": 12}
+    files = {f"{s}-{v}.json": squad(n, v) for s, n in counts.items() for v in versions}
+    write(folder / "squad", files)
+    write(folder / "swag", {"train.csv": swag(24), "val.csv": swag(12)})
+    names = {"eng.train": 24, "eng.testa": 12, "eng.testb": 10}
+    write(folder / "conll2003", {name: conll(n, scheme) for name, n in names.items()})

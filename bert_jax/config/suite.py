@@ -53,6 +53,8 @@ class PredictionFile(Section, role="identity", label="predictions"):
     text_columns: tuple[str, ...] = ()
     # For numbers: the range to which predictions are limited; empty: any.
     number_range: _Range = ()
+    # Name of the zip file that holds the output, too; empty: none.
+    archive: str = ""
     # What to download if the file is missing; empty: as for the task.
     download: str = ""
 
@@ -101,8 +103,6 @@ class Suite(Section, role="identity", label="suite"):
     tasks: tuple[SuiteTask, ...]
     # Where the published values come from.
     published: str = ""
-    # Name of the zip file of all predictions; empty: none.
-    archive: str = ""
 
     def _problems(self) -> Iterator[Problem]:
         names = [task.name for task in self.tasks]
@@ -114,4 +114,4 @@ class Suite(Section, role="identity", label="suite"):
                 yield "tasks", f"two tasks or files are called {name}; rename one"
         for number, task in enumerate(self.tasks):
             if task.start and task.start not in names[:number]:
-                yield f"tasks.{number}.start", f"{task.name}: name an earlier task of the suite"
+                yield f"tasks.{number}.start", f"{task.name}: name an earlier task, or ''"

@@ -41,9 +41,13 @@ def _task(
         experiment=Finetuning(name=name, task=task, run=RUN),
         scores=scores,
         sweep=SWEEP,
-        predictions=predicted or (PredictionFile(source=test, output=f"{name}.tsv"),),
+        predictions=predicted or (_prediction(source=test, output=f"{name}.tsv"),),
         **options,
     )
+
+
+def _prediction(source: str, output: str, **fields: Any) -> PredictionFile:
+    return PredictionFile(source=source, output=output, archive="glue.zip", **fields)
 
 
 def _pair(labels: tuple[str, ...], **fields: Any) -> dict[str, Any]:
@@ -53,14 +57,14 @@ def _pair(labels: tuple[str, ...], **fields: Any) -> dict[str, Any]:
 def _mnli() -> SuiteTask:
     matched = SuiteScore(name="accuracy/dev_matched", title="MNLI-m", dev="83.80", test="84.6")
     mismatched = SuiteScore(name="accuracy/dev_mismatched", title="MNLI-mm", test="83.4")
-    diagnostic = PredictionFile(
+    diagnostic = _prediction(
         source="tsv:diagnostic/diagnostic.tsv",
         output="AX.tsv",
         download=f"download {_ARCHIVES}/AX.tsv under this name",
     )
     predicted = (
-        PredictionFile(source="tsv:MNLI/test_matched.tsv", output="MNLI-m.tsv"),
-        PredictionFile(source="tsv:MNLI/test_mismatched.tsv", output="MNLI-mm.tsv"),
+        _prediction(source="tsv:MNLI/test_matched.tsv", output="MNLI-m.tsv"),
+        _prediction(source="tsv:MNLI/test_mismatched.tsv", output="MNLI-mm.tsv"),
         diagnostic,
     )
     validation = ("tsv:MNLI/dev_matched.tsv", "tsv:MNLI/dev_mismatched.tsv")
@@ -73,7 +77,7 @@ def _qqp() -> SuiteTask:
     columns = {"text_column": "question1", "second_column": "question2"}
     # A few rows of train.tsv lack columns.
     fields = _pair(_BINARY, label_column="is_duplicate", broken_rows="skip", **columns)
-    test = PredictionFile(source="tsv:QQP/test.tsv", output="QQP.tsv", index_column="id")
+    test = _prediction(source="tsv:QQP/test.tsv", output="QQP.tsv", index_column="id")
     scores = _f1_and_accuracy("87.51", "90.76", "71.2")
     download = f"download {_ARCHIVES}/QQP-clean.zip, and unpack it there"
     return _task("QQP", scores, fields, (test,), download=download)
@@ -89,7 +93,7 @@ def _cola() -> SuiteTask:
     # Columns: source, label, mark of the source, sentence. Only test.tsv names its columns.
     columns = {"header": "none", "text_column": "3", "label_column": "1"}
     fields = {"kind": "classify", "labels": _BINARY, **columns}
-    test = PredictionFile(source="tsv:CoLA/test.tsv", output="CoLA.tsv", text_columns=("sentence",))
+    test = _prediction(source="tsv:CoLA/test.tsv", output="CoLA.tsv", text_columns=("sentence",))
     score = SuiteScore(name="matthews", dev="59.04", test="52.1")
     return _task("CoLA", (score,), fields, (test,), **_SMALL)
 
@@ -98,7 +102,7 @@ def _stsb() -> SuiteTask:
     spearman = SuiteScore(name="spearman", dev="88.63", test="85.8")
     pearson = SuiteScore(name="pearson", dev="88.94")
     fields = {"kind": "regress", "label_column": "score", **_SENTENCES}
-    test = PredictionFile(source="tsv:STS-B/test.tsv", output="STS-B.tsv", number_range=(0.0, 5.0))
+    test = _prediction(source="tsv:STS-B/test.tsv", output="STS-B.tsv", number_range=(0.0, 5.0))
     return _task("STS-B", (spearman, pearson), fields, (test,), **_SMALL_PAIRS)
 
 
@@ -136,5 +140,4 @@ def suite() -> Suite:
         ),
         published="dev: BERT-Base cased, mean of five seeds (transformers, examples/flax/"
         "text-classification); test: BERT-Base (Devlin et al. 2018, Table 1)",
-        archive="glue.zip",
     )

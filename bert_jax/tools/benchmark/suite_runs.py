@@ -5,12 +5,13 @@ W/table.txt            the table; also as table.csv and table.html
 W/runs/                a workdir for each run
 W/bases/               models that other tasks start from (rules `intermediate`)
 W/predictions/         files of predictions of the best runs
-W/NAME.zip             all of them, if the suite names an archive
+W/glue.zip             some of them, if the suite names an archive
 
 A score is stored under a hash of its settings, base and examples, so no run is done twice. Names of
 workdirs end in this hash.
 """
 
+import collections
 import math
 import os
 import statistics
@@ -123,7 +124,7 @@ class Benchmark:
 
         The other tasks are done even if a run fails.
         """
-        starts = {"": self._read_base(base)}  # by name of the task that made it
+        starts: dict[str, Start] = {"": self._read_base(base)}  # by name of the task that made it
         outcomes = list[session.Outcome]()
         self._write()  # marks the folder as a suite's
         for number, task in enumerate(self._tasks):
@@ -259,7 +260,12 @@ class Benchmark:
             self._write()
 
     def _archive(self) -> None:
-        files = [file.output for task in self._tasks for file in task.task.predictions]
-        paths = [self.root / "predictions" / name for name in files]
-        if self.suite.archive and all(path.exists() for path in paths):
-            submission.write_archive(paths, self.root / self.suite.archive)
+        """Writes the zip files whose predictions are all there."""
+        archives = collections.defaultdict[str, list[epath.Path]](list)
+        for task in self._tasks:
+            for file in task.task.predictions:
+                archives[file.archive].append(self.root / "predictions" / file.output)
+        archives.pop("", None)
+        for name, paths in archives.items():
+            if all(path.exists() for path in paths):
+                submission.write_archive(paths, self.root / name)

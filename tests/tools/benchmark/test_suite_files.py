@@ -6,11 +6,11 @@ from etils import epath
 
 from bert_jax import config
 from bert_jax.errors import InputError
-from bert_jax.tasks import examples
+from bert_jax.tasks import examples, scores
 from bert_jax.tools.benchmark import submission, suite_files
 
-GLUE = config.load_suite("glue")
-TASKS = {task.name: task for task in GLUE.tasks}
+GLUE, PAPER = config.load_suite("glue"), config.load_suite("paper")
+TASKS = {task.name: task for task in PAPER.tasks}
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def located(task, folder):
     return suite_files.CheckedTask(task, str(folder), "", {}).locate(task.experiment).task
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [task.name for task in GLUE.tasks])
 def test_each_layout_of_glue_is_read_as_it_was_written(name, data):
     task = located(TASKS[name], data)
     found = examples.read(task, task.train, "labelled")
@@ -42,10 +42,34 @@ def test_each_layout_of_glue_is_read_as_it_was_written(name, data):
 
 def test_the_whole_suite_is_checked_before_anything_is_run(data):
     checked = suite_files.check_suite(GLUE, str(data), [])
-    assert [task.task.name for task in checked] == list(TASKS)
+    assert [task.task.name for task in checked] == [task.name for task in GLUE.tasks]
     suite_data.glue(data / "elsewhere")
     moved = suite_files.check_suite(GLUE, str(data / "elsewhere"), [])
     assert [task.examples for task in moved] == [task.examples for task in checked]
+
+
+@pytest.mark.parametrize("scheme", suite_data.CONLL)
+def test_the_other_tables_of_the_paper_are_read(scheme, tmp_path):
+    suite_data.paper(tmp_path, scheme)
+    checked = suite_files.check_suite(PAPER, str(tmp_path), [])
+    assert [task.task.name for task in checked] == list(TASKS)
+
+    def read(name):
+        task = located(TASKS[name], tmp_path)
+        return examples.read(task, task.train, "labelled")
+
+    assert {question.has_answer for question in read("SQuAD-1.1")} == {True}
+    assert [question.has_answer for question in read("SQuAD-2.0")][:4] == [False, True, True, False]
+    first, _, _, last = read("SWAG")[:4]
+    assert first.texts == ("wa wb . wc", "wa wa", "xa wa", "xa wa", "xa wa, wb")
+    assert (first.label, last.label) == ("0", "3")
+    sentences = read("CoNLL-2003")
+    assert len(sentences) == 24 and not any("-DOCSTART-" in s.words for s in sentences)
+    truth = [list(sentence.tags) for sentence in sentences[:2]]
+    assert [scores.entities(tags) for tags in truth] == [
+        [("PER", 0, 1), ("LOC", 3, 3), ("LOC", 4, 4)],
+        [("ORG", 1, 2), ("MISC", 4, 4)],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +93,7 @@ def replace(old, new):
     return lambda text: text.replace(old, new)
 
 
-# File, how its text is changed, and the line that is refused.
+# File, how its text is changed, and the line that is refused; 0: a question.
 OTHER_LAYOUTS = {
     "a header where the archive has none": ("CoLA/dev.tsv", lambda t: f"a\tlabel\tb\tc\n{t}", 1),
     "no header where the archive has one": ("SST-2/dev.tsv", lambda t: t.split("\n", 1)[1], 2),
@@ -81,6 +105,11 @@ OTHER_LAYOUTS = {
     "another label column": ("MRPC/train.tsv", replace("Quality", "label"), 2),
     "a cut test file": ("RTE/test.tsv", lambda t: t[: t.rindex("\t")], 8),
     "an index twice": ("QNLI/test.tsv", replace("\n3\t", "\n2\t"), 5),
+    "answers elsewhere": ("squad/dev-v1.1.json", replace('_start": ', '_start": 1'), 0),
+    "SQuAD 2.0 for 1.1": ("squad/train-v1.1.json", lambda t: suite_data.squad(9, "v2.0"), 0),
+    "full SWAG": ("swag/train.csv", replace("ending0", "gold-ending"), 2),
+    "another number of columns": ("conll2003/eng.testa", replace(" I-NP", ""), 3),
+    "IOBES": ("conll2003/eng.train", replace("O\n", "S-LOC\n"), 3),
     "a test file with other names": ("CoLA/test.tsv", replace("sentence", "text"), 2),
 }
 
@@ -88,9 +117,11 @@ OTHER_LAYOUTS = {
 @pytest.mark.parametrize("case", OTHER_LAYOUTS)
 def test_a_file_of_another_layout_is_refused_by_name_and_line(case, data):
     file, change, line = OTHER_LAYOUTS[case]
+    suite_data.paper(data)
     (data / file).write_text(change((data / file).read_text()))
-    with pytest.raises(InputError, match=f"{file}:{line}: "):
-        suite_files.check_suite(GLUE, str(data), [])
+    location = f"{file}:{line}: " if line else f"{file}: question q"
+    with pytest.raises(InputError, match=location):
+        suite_files.check_suite(PAPER, str(data), [])
 
 
 def test_many_broken_rows_are_another_layout_even_for_a_task_that_skips_some(data):
