@@ -54,6 +54,7 @@ ABOVE = {
     "tools": 7_875,
     "training": 2_336,
     "benchmarks": 3_032,
+    "experiments": 1_735,
     "tests": 37_484,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.

@@ -4,6 +4,7 @@ A suite file defines `suite()`, which returns a `Suite`. Sources are relative to
 `--data` names.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,8 +16,7 @@ from bert_jax.config.finetuning import Finetuning
 Rules = Literal["paper", "one", "intermediate"]
 
 _Range = Annotated[
-    tuple[float, ...],
-    FieldRule(lambda ends: len(ends) in (0, 2), "give the lowest and the highest number"),
+    tuple[float, ...], FieldRule(lambda ends: len(ends) in (0, 2), "give the lowest and highest")
 ]
 
 
@@ -90,8 +90,11 @@ class SuiteTask(Section, role="identity", label="suite_task"):
         return self.experiment.name
 
     def _problems(self) -> Iterator[Problem]:
-        if not self.scores:
-            yield "scores", "name at least one"
+        task = self.experiment.task
+        files = (re.split("[/:]", source)[-1].partition(".")[0] for source in task.validation)
+        known = {*task.spec.scores, *(f"{task.main_score}/{file}" for file in files)}
+        if not self.scores or not {score.name for score in self.scores} <= known:
+            yield "scores", f"name at least one, each from {', '.join(sorted(known))}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,14 @@ from bert_jax.config import Finetuning, PredictionFile, Run, Suite, SuiteScore, 
 
 SWEEP = ("optimizer.peak_learning_rate=5e-5,4e-5,3e-5,2e-5", "batch_size=16,32")
 # Validation examples are scored after the last step only.
-RUN = Run(log_every=100, eval_every=10**6, checkpoint_every=1_000, eval_batch_size=128)
+RUN = Run(
+    log_every=100,
+    eval_every=10**6,
+    eval_batch_size=128,
+    checkpoint_every=1_000,
+    keep_checkpoints=2,
+    keep_best=0,
+)
 
 _ARCHIVES = "https://dl.fbaipublicfiles.com/glue/data"
 _SCRIPT = "download_glue_data.py of https://github.com/nyu-mll/GLUE-baselines"

@@ -6,6 +6,7 @@ WORD TAG PREDICTED     the columns for conlleval of CoNLL-2000, a blank line aft
 """
 
 import json
+import math
 import zipfile
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 from etils import epath
 
 from bert_jax.config import PredictionFile
-from bert_jax.errors import InputError
 from bert_jax.storage.workdir import new_file, write_atomic
 from bert_jax.tasks.examples import Example, Tagged
 from bert_jax.tasks.finetuned_model import TaskModel
@@ -43,11 +43,8 @@ def _label(answer: dict[str, Any], file: PredictionFile) -> str:
     """Returns the word of a label, or a number within the range of the file."""
     if "value" not in answer:
         return answer["label"]
-    value = answer["value"]
-    if file.number_range:
-        low, high = file.number_range
-        value = min(max(value, low), high)
-    return f"{value:.4f}"
+    low, high = file.number_range or (-math.inf, math.inf)
+    return f"{min(max(answer['value'], low), high):.4f}"
 
 
 def _tagged_lines(examples: Sequence[Any], answers: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -64,6 +61,3 @@ def write_archive(paths: Sequence[epath.Path], archive: epath.Path) -> None:
         for path in paths:
             member = zipfile.ZipInfo(path.name, _TIME)
             zipped.writestr(member, path.read_bytes(), zipfile.ZIP_DEFLATED)
-    with zipfile.ZipFile(archive) as zipped:
-        if damaged := zipped.testzip():
-            raise InputError(f"{archive}: {damaged} is damaged; remove the file and run again")

@@ -98,14 +98,12 @@ def read_file(
 ) -> Iterator[tuple[str, Example]]:
     """Yields the index and the example of each row of a file that is to be predicted.
 
-    A blank text is an example here, since the file of predictions needs all rows. The index of a
-    question is its id, and the one of a sentence of words is its number.
+    A blank text is an example here, since the file of predictions needs all rows. Questions and
+    sentences of words have no index.
     """
     source = locate_source(file.source, folder)
     if task.kind in ("span", "tag"):
-        read = examples_lib.iterate(task, (source,), "labelled")
-        for number, example in enumerate(read):
-            yield getattr(example, "id", str(number)), example
+        yield from (("", row) for row in examples_lib.iterate(task, (source,), "labelled"))
         return
     columns = (file.index_column, *(file.text_columns or task.text_columns))
     seen: dict[str, str] = {}  # locations by index

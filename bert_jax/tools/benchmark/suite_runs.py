@@ -69,27 +69,18 @@ class Cell:
         """Returns the run with the highest main score; None if none is finished."""
         return max(self.seeds, key=lambda entry: entry["scores"]["score"], default=None)
 
-    def values(self, score: SuiteScore) -> list[float]:
-        """Returns the values of a score, one for each seed."""
-        return [entry["scores"][score.name] for entry in self.seeds]
-
     def mean(self, score: SuiteScore) -> tuple[float, float]:
         """Returns mean and standard deviation (n - 1) over seeds; nan if there are too few."""
-        values = self.values(score)
+        values = [entry["scores"][score.name] for entry in self.seeds]
         mean = statistics.fmean(values) if values else math.nan
         return mean, statistics.stdev(values) if len(values) > 1 else math.nan
 
 
 class Benchmark:
-    """Does the runs of a suite.
+    """Does the runs of a suite by `rules`, see `SuiteTask`.
 
-    Args:
-      suite: the tasks.
-      tasks: the same tasks with their files.
-      root: the folder of all results, on this machine.
-      rules: see `SuiteTask`.
-      seeds: number of seeds for all tasks; None: as in the suite.
-      progress: shows lines and the progress bar.
+    `tasks` are those of the suite with their files. `root` is the folder of all results, on this
+    machine. `seeds` is the number of seeds for all tasks; None: as in the suite.
     """
 
     def __init__(
@@ -113,10 +104,8 @@ class Benchmark:
             if record["name"] == self.suite.name:
                 return record
         elif not self.root.exists() or {p.name for p in self.root.iterdir()} <= {"lock"}:
-            return {"format_version": FORMAT_VERSION, "name": self.suite.name} | {
-                "runs": {},
-                "predictions": {},
-            }
+            empty = {"runs": {}, "predictions": {}}
+            return {"format_version": FORMAT_VERSION, "name": self.suite.name, **empty}
         raise InputError(f"{self.root}: holds another suite or other files; choose another --out")
 
     def run(self, base: str) -> session.Outcome:
@@ -131,9 +120,7 @@ class Benchmark:
             wanted = task.task.start if self.rules == "intermediate" else ""
             if wanted not in starts and (made := self._make_start(wanted)):
                 starts[wanted] = made
-            if wanted not in starts:
-                self._progress.report(f"benchmark: {task.task.name} needs a run of {wanted}")
-                outcomes.append("failed")
+            if wanted not in starts:  # all runs of that task have failed
                 continue
             self.cells[number], outcome = self._run_task(task, starts[wanted])
             jax.clear_caches()
@@ -232,9 +219,8 @@ class Benchmark:
         folder = self.root / "bases" / best["folder"]
         if not base_lib.is_base(folder):
             tuned = self._load(best)
-            merged = jax.device_get(
-                merged_params(tuned.experiment.adapt, tuned.params, tuned.fixed)
-            )
+            params = merged_params(tuned.experiment.adapt, tuned.params, tuned.fixed)
+            merged = jax.device_get(params)
             trained = {part: merged[part] for part in ("encoder", "pooler") if part in merged}
             params, fresh = heads.add_missing_heads(tuned.model, trained)
             source = f"{self.suite.name}: {best['folder']}"

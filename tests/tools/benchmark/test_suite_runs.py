@@ -2,6 +2,8 @@
 
 import contextlib
 import csv
+import dataclasses
+import json
 import pathlib
 import random
 import shutil
@@ -228,3 +230,37 @@ def test_a_suite_that_is_killed_at_random_ends_at_the_same_table(folder):
     with zipfile.ZipFile("killed/glue.zip") as archive:
         assert archive.namelist() == [*names, "STS-B.tsv"]
     assert "finetune:" not in said(command("killed"))
+
+
+OTHERS = """
+import dataclasses
+from bert_jax import config
+
+NAMES = "SQuAD-1.1 SQuAD-2.0 SWAG CoNLL-2003 CoNLL-2003-concat_last_four".split()
+
+
+def suite():
+    paper = config.load_suite("paper")
+    tasks = [task for task in paper.tasks if task.name in NAMES]
+    return dataclasses.replace(paper, tasks=tuple(tasks))
+"""
+
+
+@pytest.mark.long
+def test_the_other_tables_of_the_paper_end_in_files_of_predictions(folder):
+    suite_data.paper(folder / "data", "IOB1")
+    (folder / "others.py").write_text(OTHERS)
+    tuned.write_base(folder / "deep", model=dataclasses.replace(tuned.MODEL, num_hidden_layers=4))
+    words = "benchmark others.py --from deep --data data --out w --rules one --seeds 1"
+    settings = ["max_sequence_length=32", "max_query_length=8", "document_stride=8"]
+    said(words, *(f"--set=task.{setting}" for setting in settings))
+    values = {(row["task"], row["score"]): float(row["mean"]) for row in read_table("w")}
+    assert len(values) == 7 and all(0 <= value <= 1 for value in values.values())
+    answers = json.loads(pathlib.Path("w/predictions/SQuAD-2.0-dev.json").read_text())
+    assert [*answers] == [f"q{number}" for number in range(12)]
+    for name, count in (("dev", 12), ("test", 10)):
+        text = pathlib.Path(f"w/predictions/CoNLL-2003-{name}.conll").read_text()
+        sentences = text.removesuffix("\n\n").split("\n\n")
+        truth = [[line.split()[1] for line in lines.split("\n")] for lines in sentences]
+        scheme = [suite_data.CONLL["IOB1"][number % 2].split() for number in range(count)]
+        assert truth == scheme
