@@ -39,8 +39,8 @@ AIMS = {
 ABOVE = {
     ".": 1_051,
     "checkpoints": 1_190,
-    "cli": 2_127,
-    "config": 2_394,
+    "cli": 2_177,
+    "config": 2_527,
     "data": 3_702,
     "distributed": 1_115,
     "embeddings": 1_314,
@@ -51,11 +51,11 @@ ABOVE = {
     "storage": 2_020,
     "tasks": 4_401,
     "text": 3_213,
-    "tools": 7_875,
+    "tools": 8_424,
     "training": 2_336,
     "benchmarks": 3_032,
-    "experiments": 1_735,
-    "tests": 37_484,
+    "experiments": 1_726,
+    "tests": 38_251,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

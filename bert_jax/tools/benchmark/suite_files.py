@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bert_jax import config
 from bert_jax.config import Finetuning, PredictionFile, Suite, SuiteTask
@@ -11,7 +11,6 @@ from bert_jax.errors import InputError, prefix_errors
 from bert_jax.tasks import examples as examples_lib
 from bert_jax.tasks import formats
 from bert_jax.tasks.examples import Example, Sentence, Tally
-from bert_jax.text.records import encodable
 
 # With a larger share of broken rows a file has another layout, even if the task skips such rows.
 _MOST_BROKEN = 0.05
@@ -24,10 +23,6 @@ class CheckedTask(NamedTuple):
     folder: str  # holds the files
     examples: str  # hash of the training and validation examples
     files: Mapping[str, str]  # hash of the examples of each of `task.predictions`, by `output`
-
-    def locate(self, experiment: Finetuning) -> Finetuning:
-        """Returns the experiment with the paths of its files."""
-        return _locate(experiment, self.folder)
 
 
 def check_suite(suite: Suite, folder: str, settings: Sequence[str]) -> list[CheckedTask]:
@@ -42,18 +37,17 @@ def check_suite(suite: Suite, folder: str, settings: Sequence[str]) -> list[Chec
         with prefix_errors(f"{suite.name}: {task.name}"):
             experiment = config.override(task.experiment, settings)
             task = dataclasses.replace(task, experiment=experiment)
-            located = _locate(experiment, folder).task
+            located = locate(experiment, folder).task
             splits = (_read_split(located, name) for name in ("train", "validation"))
             examples = "-".join(examples_lib.sha256(split, ()) for split in splits)
-            hashes = {}
-            for file in task.predictions:
-                rows = (row for _, row in read_file(file, located, folder))
-                hashes[file.output] = examples_lib.sha256(rows, ())
-        checked.append(CheckedTask(task, folder, examples, hashes))
+            rows = {f.output: read_file(f, located, folder) for f in task.predictions}
+            files = {n: examples_lib.sha256((row for _, row in r), ()) for n, r in rows.items()}
+        checked.append(CheckedTask(task, folder, examples, files))
     return checked
 
 
-def _locate(experiment: Finetuning, folder: str) -> Finetuning:
+def locate(experiment: Finetuning, folder: str) -> Finetuning:
+    """Returns an experiment with the paths of its files."""
     task = experiment.task
     train, validation = (
         tuple(locate_source(source, folder) for source in sources)
@@ -111,10 +105,6 @@ def read_file(
         if index in seen:
             raise InputError(f"{location}: {seen[index]} has the index {index!r}, too; remove one")
         seen[index] = location
-        yield index, Sentence(location, tuple(map(_text, texts)), None)
+        yield index, Sentence(location, tuple(texts), None)
     if not seen:
         raise InputError(f"{file.source}: holds no examples")
-
-
-def _text(value: Any) -> str:
-    return encodable(value) if isinstance(value, str) else ""

@@ -176,7 +176,7 @@ class Benchmark:
                 title = f"{task.task.name}, {number} of {len(members)}: {name}"
                 self._progress.report(f"benchmark {self.suite.name}: {title}")
                 folder = f"{task.task.name}_{name}-{key[:8]}"
-                located = task.locate(experiment)
+                located = suite_files.locate(experiment, task.folder)
                 origin = config.origin_of(self.suite.name, overrides, located)
                 member = SweepRun(folder, settings, located, origin)
                 workdir = self.root / "runs" / folder
@@ -238,7 +238,7 @@ class Benchmark:
                 continue
             self._progress.report(f"benchmark: predicts {file.source} with {best['folder']}")
             model = model or self._load(best)
-            located = task.locate(task.task.experiment)
+            located = suite_files.locate(task.task.experiment, task.folder)
             rows = list(suite_files.read_file(file, located.task, task.folder))
             with create_folder(path.parent):
                 submission.write_predictions(model, file, rows, path)

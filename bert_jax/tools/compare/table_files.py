@@ -54,7 +54,7 @@ def _html(results: Results) -> str:
     return page(
         "table.html",
         title=results.table.name,
-        about=_about(results.table),
+        about=_describe_budget(results.table),
         heading="Means and standard errors over seeds",
         table=results.page_table([column.title for column in results.columns]),
         notes=[results.again] if results.again else [],
@@ -64,7 +64,7 @@ def _html(results: Results) -> str:
     )
 
 
-def _about(table: Table) -> str:
+def _describe_budget(table: Table) -> str:
     budget = "each run does the steps of its experiment"
     if table.steps:
         budget = f"{table.steps:,} steps a run"
