@@ -145,19 +145,18 @@ class Benchmark:
         """Does the runs of a task; returns them, and how the worst of them ended."""
         axes = [] if self.rules == "one" else task.task.sweep
         with prefix_errors(f"{task.task.name}: sweep"):
-            found, outcome = self._run_members(task, start, [*axes, "seed=1"])
-        if outcome == "stopped" or not found:
+            searched, outcome = self._run_members(task, start, [*axes, "seed=1"])
+        if outcome == "stopped" or not searched:
             return Cell(task.task), outcome
-        search = max(found, key=lambda entry: entry["scores"]["score"])
+        search = max(searched, key=lambda entry: entry["scores"]["score"])
         chosen = {name: value for name, value in search["settings"].items() if name != "seed"}
         count = self._seeds or task.task.seeds
         seeds = "seed=" + ",".join(str(seed) for seed in range(1, count + 1))
         fixed = [f"{name}={value}" for name, value in chosen.items()]
         runs, last = self._run_members(task, start, [*fixed, seeds])
-        unique = {entry["folder"]: entry for entry in (*found, *runs)}
+        unique = {entry["folder"]: entry for entry in (*searched, *runs)}
         minutes = sum(entry["minutes"] for entry in unique.values())
-        worst = "failed" if "failed" in (outcome, last) else last
-        return Cell(task.task, chosen, runs, minutes), worst
+        return Cell(task.task, chosen, runs, minutes), outcome if last == "finished" else last
 
     def _run_members(
         self, task: CheckedTask, start: Start, axes: Sequence[str]

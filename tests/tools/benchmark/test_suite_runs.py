@@ -142,10 +142,15 @@ def test_a_failed_run_leaves_the_others_and_is_tried_again(folder, runs):
     assert found.cells[0].settings["optimizer.peak_learning_rate"] == "3e-5"
 
 
-def test_a_stop_ends_the_suite(folder, runs):
-    runs.outcome = "stopped"
-    assert benchmark("one").run("base") == "stopped"
-    assert len(runs.found) == 1
+def test_a_stop_ends_the_suite_even_after_a_failed_run(folder, runs, monkeypatch):
+    def run_member(member, *more):
+        runs.score = lambda task, rate, batch, seed: None if rate == 3e-5 else 0.5
+        runs.outcome = "stopped" if member.experiment.seed == 2 else "finished"
+        return runs(member, *more)
+
+    monkeypatch.setattr(sweep, "run_member", run_member)
+    assert benchmark("paper", seeds=2).run("base") == "stopped"
+    assert {run[0] for run in runs.found} == {"MNLI"}
 
 
 def test_the_table_has_published_values_beside_ours(folder, runs):
