@@ -16,7 +16,8 @@ LAYERS = (
     *("data", "model", "training"),
     *("distributed", "checkpoints", "running", "embeddings", "pretraining", "tasks", "interop"),
     *("api", "serve", "tools.plan", "tools.doctor", "tools.report", "tools.conformance"),
-    *("tools.compare", "tools.auto", "tools.verify", "launch", "cli", "tools.verify.child"),
+    *("tools.compare", "tools.benchmark", "tools.auto", "tools.verify", "launch", "cli"),
+    "tools.verify.child",
 )
 # Packages whose subpackages are layers of their own; modules that run the command line.
 GROUPS = ("tools",)

@@ -39,8 +39,8 @@ AIMS = {
 ABOVE = {
     ".": 1_051,
     "checkpoints": 1_190,
-    "cli": 2_127,
-    "config": 2_424,
+    "cli": 2_177,
+    "config": 2_557,
     "data": 3_705,
     "distributed": 1_116,
     "embeddings": 1_314,
@@ -51,10 +51,10 @@ ABOVE = {
     "storage": 2_032,
     "tasks": 4_401,
     "text": 3_235,
-    "tools": 7_875,
+    "tools": 8_423,
     "training": 2_393,
     "benchmarks": 3_032,
-    "tests": 35_952,
+    "tests": 36_722,
 }
 # How far a folder may fall below its number in ABOVE before the number must follow.
 SLACK = 30

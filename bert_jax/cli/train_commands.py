@@ -19,7 +19,7 @@ from bert_jax.cli.parsing import Argument, CommandTable, find_changed_flags, int
 from bert_jax.config import Experiment, Finetuning
 from bert_jax.errors import FAILED, FINISHED, STOPPED, TRAINING_CODE_MEANINGS, InputError
 from bert_jax.storage import mirror
-from bert_jax.storage.workdir import lock
+from bert_jax.storage.workdir import Workdir, lock
 
 if typing.TYPE_CHECKING:
     from bert_jax.checkpoints.fork import ForkPoint
@@ -284,6 +284,56 @@ def compare(args: argparse.Namespace) -> int:
         progress.report(line)
     if (results.root / "table.html").exists():
         progress.report(f"compare: wrote {results.root / 'table.html'}, table.txt and table.csv")
+    return _CODES[outcome]
+
+
+@_add_training(
+    "benchmark",
+    "fine-tune a base on the tasks of a suite and tabulate the scores; run again to resume",
+    Argument(
+        "suite",
+        metavar="SUITE",
+        help="a .py file whose suite() lists tasks, or the name of a shipped one (glue)",
+    ),
+    Argument(
+        "--from", metavar="BASE", help="the base or run to fine-tune", dest="base", required=True
+    ),
+    Argument(
+        "--data", metavar="FOLDER", help="folder of the unpacked files of the tasks", required=True
+    ),
+    Argument("--out", metavar="W", help="folder of the runs and the table [runs/SUITE]"),
+    Argument(
+        "--rules",
+        help="paper: settings chosen on the validation examples; one: the settings of the suite; "
+        "intermediate: as paper, and some tasks start from the model of another one [paper]",
+        choices=typing.get_args(config.Rules),
+        default="paper",
+    ),
+    Argument(
+        "--seeds",
+        metavar="N",
+        help="runs of each task with the chosen settings [as in the suite]",
+        type=integer(1),
+    ),
+    *shared.TRAINING_FLAGS,
+)
+def benchmark(args: argparse.Namespace) -> int:
+    """Fine-tunes a base on the tasks of a suite, and tabulates the scores."""
+    system.use_one_memory_pool()
+    suite = config.load_suite(args.suite)
+    from bert_jax.tools.benchmark import suite_files, suite_table
+    from bert_jax.tools.benchmark.suite_runs import Benchmark
+
+    progress = make_progress()
+    tasks = suite_files.check_suite(suite, args.data, args.set)
+    root = Workdir(args.out or f"runs/{suite.name}").root
+    suite_runs = Benchmark(suite, tasks, root, args.rules, args.seeds, progress)
+    with lock(root, setting="--out"):
+        outcome = suite_runs.run(args.base)
+        suite_table.write(suite_runs)
+    for line in suite_table.lines(suite_runs):
+        progress.report(line)
+    progress.report(f"benchmark: wrote {root / 'table.html'}, table.txt and table.csv")
     return _CODES[outcome]
 
 

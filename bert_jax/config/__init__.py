@@ -15,6 +15,7 @@ from bert_jax.config.files import (
     from_json,
     is_shipped,
     load,
+    load_suite,
     load_table,
     load_with_origin,
     name_of,
@@ -42,5 +43,6 @@ from bert_jax.config.pretraining import (
     Phase,
     Run,
 )
+from bert_jax.config.suite import PredictionFile, Rules, Suite, SuiteScore, SuiteTask
 from bert_jax.config.task_kinds import KINDS, Kind
 from bert_jax.config.text_corpus import Corpus, source_name

@@ -15,6 +15,7 @@ from bert_jax.config.explain import TYPES, suggestion
 from bert_jax.config.fields import RequiresValue, Section, fields_of
 from bert_jax.config.finetuning import Finetuning
 from bert_jax.config.pretraining import Experiment
+from bert_jax.config.suite import Suite
 from bert_jax.config.task_kinds import KINDS
 from bert_jax.config.text_corpus import COMPRESSED, Corpus, source_name
 from bert_jax.errors import InputError, json_object, prefix_errors
@@ -44,6 +45,16 @@ def load_table(path: str) -> Table:
     if not file.is_file() or file.suffix != ".py":
         raise InputError(f"{path}: no such table; name a .py file that defines table()")
     return run_file(file, "table", Table)[0]
+
+
+def load_suite(path: str) -> Suite:
+    """Reads SUITE: a .py file that defines `suite()`, or the bare name of a shipped one."""
+    shipped = {file.stem: file for file in sorted((SHIPPED / "suites").glob("*.py"))}
+    file = pathlib.Path(path) if path not in shipped else shipped[path]
+    if not file.is_file() or file.suffix != ".py":
+        names = ", ".join(shipped)
+        raise InputError(f"{path}: no such suite; name a .py file that defines suite(), or {names}")
+    return run_file(file, "suite", Suite)[0]
 
 
 def load_with_origin(
@@ -157,7 +168,7 @@ def is_shipped(name: str) -> bool:
 
 
 def _shipped() -> dict[str, pathlib.Path]:
-    files = sorted((*SHIPPED.glob("*.py"), *SHIPPED.glob("*/*.py")))
+    files = sorted((*SHIPPED.glob("*.py"), *SHIPPED.glob("tasks/*.py")))
     return {file.stem: file for file in files}
 
 

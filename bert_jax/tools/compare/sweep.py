@@ -39,10 +39,11 @@ class SweepRun(NamedTuple):
     origin: dict[str, Any]  # see session.run
 
 
-def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[SweepRun]:
-    """Returns the runs of a sweep: all products of the values.
+def products(axes: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields all products of the values of `axes`, each FIELD=V1,V2.
 
-    Each of `axes` is FIELD=V1,V2; `settings` apply to all runs.
+    Yields:
+      (the name of a folder for it, {field: value}).
     """
     values: dict[str, list[str]] = {}
     for axis in axes:
@@ -57,18 +58,40 @@ def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[Swe
         values[field] = field_values
     short_names = [field.rpartition(".")[2] for field in values]
     names = short_names if len(set(short_names)) == len(short_names) else list(values)
-    runs: dict[str, SweepRun] = {}
     for product in itertools.product(*values.values()):
         named = zip(names, product, strict=True)
         folder = "_".join(f"{name}-{_NOT_PORTABLE.sub('_', value)}" for name, value in named)
+        yield folder, dict(zip(values, product, strict=True))
+
+
+def members(file: str, settings: Sequence[str], axes: Sequence[str]) -> list[SweepRun]:
+    """Returns the runs of a sweep: all products of the values.
+
+    Each of `axes` is FIELD=V1,V2; `settings` apply to all runs.
+    """
+    runs: dict[str, SweepRun] = {}
+    for folder, swept in products(axes):
         if folder in runs:
             raise InputError(f"--sweep: two runs would both lie in {folder}; sweep other values")
-        swept = dict(zip(values, product, strict=True))
         overrides = [*settings, *(f"{field}={value}" for field, value in swept.items())]
         with prefix_errors("--sweep"):
             experiment, origin = config.load_with_origin(file, overrides, Finetuning)
         runs[folder] = SweepRun(folder, swept, experiment, origin)
     return list(runs.values())
+
+
+def run_member(
+    member: SweepRun, base: str | None, workdir: epath.Path, progress: Progress
+) -> tuple[session.Outcome, list[dict[str, Any]]]:
+    """Does a run of a sweep unless it is finished.
+
+    Returns:
+      How it ended, and its lines of metrics.jsonl with scores.
+    """
+    # A finished run ends at once, unless its base or its examples have changed.
+    outcome = finetune(member.experiment, base, os.fspath(workdir), progress, member.origin)
+    lines = JsonLines(mirror.open_workdir(workdir).metrics).read()
+    return outcome, [line for line in lines if line["kind"] == "scores"]
 
 
 def run(
@@ -97,10 +120,7 @@ def run(
     for number, (member, run_record) in enumerate(zip(sweep, runs, strict=True), 1):
         workdir = folder / member.folder
         progress.report(f"sweep {number} of {len(sweep)}: {member.folder}")
-        # A finished run ends at once, unless its base or its examples have changed.
-        outcome = finetune(member.experiment, base, os.fspath(workdir), progress, member.origin)
-        lines = JsonLines(mirror.open_workdir(workdir).metrics).read()
-        scored = [line for line in lines if line["kind"] == "scores"]
+        outcome, scored = run_member(member, base, workdir, progress)
         best = max(scored, key=lambda line: line["score"], default=None)
         run_record |= {"outcome": outcome, "last": scored[-1] if scored else None, "best": best}
         record |= {"runs": runs, "groups": _groups(runs)}

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from bert_jax import config
+from bert_jax.config import Table
 from bert_jax.storage.workdir import Workdir, write_atomic
 from bert_jax.tools.compare.results import Results
 from bert_jax.tools.report import curves, run_comparison
@@ -42,18 +43,34 @@ def _html(results: Results) -> str:
         origin = {f"text {member.read}" for member in results.members if member.row == row.name}
         entries = (entry for c in results.columns for entry in results.row_values(row.name, c))
         origin |= {f"measured by bert-jax {version}" for _, version, _ in entries}
-        rows.append({"name": row.name, "changed": changed, "origin": origin})
+        rows.append({"name": row.name, "lines": changed, "origin": sorted(origin, reverse=True)})
         before = row.experiment
+    rows += [
+        {"name": column.title, "lines": [], "origin": [f"examples {column.examples}"]}
+        for column in results.columns
+        if column.examples
+    ]
     figures = [*_dots(results), *_curves(results)]
     return page(
         "table.html",
         title=results.table.name,
-        results=results,
+        about=_describe_budget(results.table),
+        heading="Means and standard errors over seeds",
         table=results.page_table([column.title for column in results.columns]),
         notes=[results.again] if results.again else [],
+        details="Changes of each row against the previous row, and the data it was measured on",
         rows=rows,
         learning=[("", figures)] if figures else [],
     )
+
+
+def _describe_budget(table: Table) -> str:
+    budget = "each run does the steps of its experiment"
+    if table.steps:
+        budget = f"{table.steps:,} steps a run"
+    elif table.cpu_seconds:
+        budget = f"{table.cpu_seconds:,.0f} seconds of CPU a run"
+    return f"{budget}; seeds {', '.join(map(str, table.seeds))}"
 
 
 def _dots(results: Results) -> list[Figure]:

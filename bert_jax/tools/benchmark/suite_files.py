@@ -1,0 +1,110 @@
+"""The files of a suite's tasks: finds and checks all of them before anything is run."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from bert_jax import config
+from bert_jax.config import Finetuning, PredictionFile, Suite, SuiteTask
+from bert_jax.errors import InputError, prefix_errors
+from bert_jax.tasks import examples as examples_lib
+from bert_jax.tasks import formats
+from bert_jax.tasks.examples import Example, Sentence, Tally
+
+# With a larger share of broken rows a file has another layout, even if the task skips such rows.
+_MOST_BROKEN = 0.05
+
+
+class CheckedTask(NamedTuple):
+    """A task of a suite whose files were read."""
+
+    task: SuiteTask
+    folder: str  # holds the files
+    examples: str  # hash of the training and validation examples
+    files: Mapping[str, str]  # hash of the examples of each of `task.predictions`, by `output`
+
+
+def check_suite(suite: Suite, folder: str, settings: Sequence[str]) -> list[CheckedTask]:
+    """Reads all files of a suite, and applies the `--set` strings to its experiments.
+
+    The first missing file is an error, then the first row of another layout.
+    """
+    for task in suite.tasks:
+        _require_files(task, folder)
+    checked = []
+    for task in suite.tasks:
+        with prefix_errors(f"{suite.name}: {task.name}"):
+            experiment = config.override(task.experiment, settings)
+            task = dataclasses.replace(task, experiment=experiment)
+            located = locate(experiment, folder).task
+            splits = (_read_split(located, name) for name in ("train", "validation"))
+            examples = "-".join(examples_lib.sha256(split, ()) for split in splits)
+            rows = {f.output: read_file(f, located, folder) for f in task.predictions}
+            files = {n: examples_lib.sha256((row for _, row in r), ()) for n, r in rows.items()}
+        checked.append(CheckedTask(task, folder, examples, files))
+    return checked
+
+
+def locate(experiment: Finetuning, folder: str) -> Finetuning:
+    """Returns an experiment with the paths of its files."""
+    task = experiment.task
+    train, validation = (
+        tuple(locate_source(source, folder) for source in sources)
+        for sources in (task.train, task.validation)
+    )
+    task = dataclasses.replace(task, train=train, validation=validation)
+    return dataclasses.replace(experiment, task=task)
+
+
+def locate_source(source: str, folder: str) -> str:
+    """Returns a source of the suite with the path of its file; see `config.source_name`."""
+    word, _, path = source.partition(":")
+    is_elsewhere = word == "tfds" or os.path.isabs(path)
+    return source if is_elsewhere else f"{word}:{folder.rstrip('/')}/./{path}"
+
+
+def _require_files(task: SuiteTask, folder: str) -> None:
+    fields = task.experiment.task
+    downloads = dict.fromkeys((*fields.train, *fields.validation), task.download)
+    downloads |= {file.source: file.download or task.download for file in task.predictions}
+    for source, download in downloads.items():
+        word, _, path = locate_source(source, folder).partition(":")
+        if word != "tfds" and not os.path.isfile(path):
+            raise InputError(f"{os.path.normpath(path)}: no such file; {download}")
+
+
+def _read_split(task: config.Task, split: str) -> Iterator[Example]:
+    """Yields the labelled examples of a split; at its end, refuses files with many broken rows."""
+    tally, count = Tally(), 0
+    for example in examples_lib.iterate(task, getattr(task, split), "labelled", tally):
+        count += 1
+        yield example
+    if len(tally.broken) > _MOST_BROKEN * (count + len(tally.broken)):
+        raise InputError(
+            f"{len(tally.broken):,} of {count + len(tally.broken):,} rows of {split} are broken, "
+            f"so the file has another layout; the first: {tally.broken[0][1]}"
+        )
+
+
+def read_file(
+    file: PredictionFile, task: config.Task, folder: str
+) -> Iterator[tuple[str, Example]]:
+    """Yields the index and the example of each row of a file that is to be predicted.
+
+    A blank text is an example here, since the file of predictions needs all rows. Questions and
+    sentences of words have no index.
+    """
+    source = locate_source(file.source, folder)
+    if task.kind in ("span", "tag"):
+        yield from (("", row) for row in examples_lib.iterate(task, (source,), "labelled"))
+        return
+    columns = (file.index_column, *(file.text_columns or task.text_columns))
+    seen: dict[str, str] = {}  # locations by index
+    for location, (index, *texts) in formats.rows(source, "first_line", columns):
+        if index in seen:
+            raise InputError(f"{location}: {seen[index]} has the index {index!r}, too; remove one")
+        seen[index] = location
+        yield index, Sentence(location, tuple(texts), None)
+    if not seen:
+        raise InputError(f"{file.source}: holds no examples")
