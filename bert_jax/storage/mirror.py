@@ -32,11 +32,15 @@ from bert_jax.errors import InputError
 from bert_jax.storage import buckets, retry
 from bert_jax.storage.storage import storage_of
 from bert_jax.storage.workdir import (
+    COMPLETE,
     RUN_FILES,
     Holder,
     Workdir,
+    absolute,
     cache_folder,
+    holds_finetuning,
     is_locked,
+    load_experiment,
     new_file,
     require_run_among,
     translate_os_errors,
@@ -59,6 +63,8 @@ def open_workdir(root: epath.PathLike, corpus_dir: str = "", to_write: bool = Fa
     The files of a run in a bucket are a copy on this machine. By default this function downloads
     them. With `to_write`, `Mirror` downloads and uploads them.
     """
+    if to_write and corpus_dir:
+        _require_no_other_run(epath.Path(root), epath.Path(corpus_dir))
     if not buckets.is_bucket(root):
         return Workdir(root, corpus_dir)
     remote = epath.Path(os.fspath(root).rstrip("/"))
@@ -68,6 +74,28 @@ def open_workdir(root: epath.PathLike, corpus_dir: str = "", to_write: bool = Fa
     else:
         _download(remote, local, _VIEW_FILES)
     return Workdir(local, corpus_dir, remote)
+
+
+def _require_no_other_run(root: epath.Path, corpus_dir: epath.Path) -> None:
+    """Raises InputError if a new corpus would be made in the workdir of another run.
+
+    A fork often shares the corpus of its parent, and then has none in its own workdir.
+    """
+    storage, other = storage_of(corpus_dir), absolute(corpus_dir).parent
+    if (
+        storage.exists(corpus_dir / COMPLETE)
+        or not storage.exists(other / "experiment.json")
+        or other == absolute(root)
+    ):
+        return
+    run = open_workdir(other)
+    shared = "" if holds_finetuning(run) else load_experiment(run).run.corpus_dir
+    remedy = (
+        f"the run in {other} has its corpus elsewhere; set run.corpus_dir={shared}"
+        if shared
+        else f"{other} is the workdir of another run; choose another run.corpus_dir"
+    )
+    raise InputError(f"run.corpus_dir={corpus_dir}: no prepared corpus here, and {remedy}")
 
 
 def is_running(workdir: Workdir) -> bool:

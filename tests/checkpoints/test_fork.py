@@ -280,3 +280,22 @@ def test_a_workdir_holds_one_fork(copy_of_run):
     for workdir in ("run", "other"):  # the run itself, and another one
         fails(fork(".", workdir, step=16, run="run"), workdir, "checkpoints/16")
     assert tree(copy_of_run) == before
+
+
+@pytest.mark.parametrize(
+    "command", ["prepare small.py", "pretrain small.py", "fork run/checkpoints/16", "auto text"]
+)
+def test_a_corpus_is_not_prepared_in_the_workdir_of_another_run(command, copy_of_run):
+    """`other` shares the corpus of `run`, as a fork does, so `other/corpus` does not exist."""
+    shutil.copytree("run", "other")
+    before = tree(copy_of_run)
+    hours = " --hours 0.001" if command == "auto text" else ""
+    fails(
+        f"{command} --workdir new --set run.corpus_dir=other/corpus{hours}",
+        *("other/corpus", "run.corpus_dir=./corpus"),
+    )
+    assert tree(copy_of_run) == before
+    # The run may have its own corpus again, and a fork may read it from there.
+    code, _ = call("prepare small.py --workdir other --set run.corpus_dir=")
+    assert code == 0
+    assert call("prepare small.py --workdir new --set run.corpus_dir=other/corpus")[0] == 0
