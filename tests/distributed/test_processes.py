@@ -347,6 +347,8 @@ def test_a_killed_process_is_named_and_ends_the_pod(text, tmp_path):
     assert "process 0 (" in said(lines, 0)[0] and "lost another process" in said(lines, 0)[0]
     last = [line for line in lines if line.startswith("pod: ")]
     assert last[0] == "pod: process 1 of 2 was killed by SIGKILL, and the others were ended"
+    end = json.loads((tmp_path / "w" / "timings.jsonl").read_text().splitlines()[-1])
+    assert end["outcome"] == "failed" and end["why"].startswith("lost another process (")
 
 
 @pytest.mark.long
